@@ -1,0 +1,71 @@
+"""What a family's workload file gives the harness."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from benchmarks.case import Case
+
+
+@dataclass(kw_only=True)
+class Prepared:
+    """A case made ready in its worker process; nothing in it is compiled yet.
+
+    Args:
+        model: The module of ``case.impl`` in eval mode on the device, weights equal across implementations.
+        inputs: Keyword arguments of one call, ``model(**inputs)``, returning one tensor (or a tuple of them).
+        static: Names of inputs that never change between calls (a prepared graph, a cache): the outer CUDA graph
+            does not copy them in.
+        compile_regions: How ``regional`` is done for this implementation, the way its users would: takes the model
+            and the keyword arguments of ``torch.compile`` (backend, mode, dynamic) and compiles in place. None for
+            ``zoo``: the harness calls ``zoo.compile_regions``.
+        reference: The output in float64 (or float32 where float64 would not fit), computed eagerly by the upstream
+            library on the same weights and inputs.
+        reference_dtype: Which of the two it was.
+        bytes: Fewest bytes that one call must move through device memory; how it was counted is ``bytes_formula``.
+        flops: Floating-point operations of one call, or None to have the harness count them on eager.
+        data: Where the input came from: ``real``, ``bundled``, or ``generated, uniform`` and the like.
+        preparation_seconds: What was prepared once (CSR, folding, packing), apart from everything else.
+        sizes: What a reader needs to know of the input: nodes, edges, features, batch.
+    """
+
+    model: nn.Module
+    inputs: dict[str, Any]
+    static: tuple[str, ...] = ()
+    compile_regions: Callable[..., None] | None = None
+    reference: Callable[[], torch.Tensor]
+    reference_dtype: str = "float64"
+    bytes: int
+    bytes_formula: str
+    flops: int | None = None
+    data: str
+    preparation_seconds: Mapping[str, float] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+
+class Workload(Protocol):
+    """One family's models, inputs and arms. Each ``benchmarks/workloads/<family>.py`` holds one as ``WORKLOAD``."""
+
+    family: str
+    models: tuple[str, ...]
+    inputs: tuple[str, ...]
+
+    def default_races(self, device: str, quick: bool) -> list[tuple[str, str]]:
+        """(model, input) pairs of a plain run: full size on a GPU, one small pair on a CPU."""
+
+    def dtypes(self, device: str) -> tuple[str, ...]:
+        """Supported dtypes, the default first."""
+
+    def refuses(self, case: Case) -> str | None:
+        """Why this combination does not exist (no row is made for it), or None."""
+
+    def memory_bytes(self, case: Case) -> int:
+        """Estimated peak device memory of the case in bytes, before anything is allocated."""
+
+    def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
+        """Build model and inputs on the device. Called in the worker process only."""
