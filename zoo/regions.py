@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import enum
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
+
+from zoo.observe import device_shares, observe_inputs
+from zoo.signature import forward_in_torch_nn, read_attributes, signature, structure
 
 
 @dataclass(frozen=True)
@@ -17,8 +24,270 @@ class Region:
         graphs: The graph budget: how many unique graphs all copies of this class together may produce
             for one model input shape in one mode. ``None`` means one for each distinct layer signature.
         why: One sentence on why the block is cut here, for the report and the docs.
+
+    Raises:
+        TypeError: If ``cls`` is not a module class (a string, say: names match by accident, classes do not).
+        ValueError: If ``graphs`` is not positive.
     """
 
     cls: type[nn.Module]
     graphs: int | None = None
     why: str = ""
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.cls, type) and issubclass(self.cls, nn.Module)):
+            raise TypeError(f"a region is an nn.Module class, got {self.cls!r}; pass the class itself, not its name")
+        if self.graphs is not None and self.graphs < 1:
+            raise ValueError(f"region {self.cls.__name__}: graphs is {self.graphs}, but a region needs at least one")
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Something that costs graphs or hides a region from the compiler, and what to do about it."""
+
+    region: str
+    message: str
+    graph_a_layer: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.region}: {self.message}"
+
+
+@dataclass(frozen=True)
+class FoundRegion:
+    """One region of a model: its modules by signature.
+
+    ``signatures`` holds a tuple of module names for each distinct signature, in model order; with inputs given, a
+    module that meets several kinds of input stands in several of them. ``device_share`` is the region's part of the
+    model's device time, 0 to 1, or None when it was not measured.
+    """
+
+    region: Region
+    signatures: tuple[tuple[str, ...], ...]
+    differences: tuple[str, ...] = ()
+    device_share: float | None = None
+
+    @property
+    def name(self) -> str:
+        return self.region.cls.__name__
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for names in self.signatures for name in names))
+
+    @property
+    def graphs_needed(self) -> int:
+        return len(self.signatures)
+
+    @property
+    def budget(self) -> int:
+        return self.region.graphs if self.region.graphs is not None else self.graphs_needed
+
+
+@dataclass(frozen=True)
+class RegionReport:
+    """What ``find_regions`` found. Print it."""
+
+    model: str
+    regions: tuple[FoundRegion, ...]
+    obstacles: tuple[Obstacle, ...]
+    declared: bool
+
+    @property
+    def graphs_needed(self) -> int:
+        return sum(found.graphs_needed for found in self.regions)
+
+    def __str__(self) -> str:
+        origin = "declared" if self.declared else "given or discovered"
+        lines = [f"{self.model}: {len(self.regions)} region class(es), {origin}; {self.graphs_needed} graph(s) needed"]
+        for found in self.regions:
+            share = "" if found.device_share is None else f", {found.device_share:.0%} of device time"
+            lines.append(
+                f"  {found.name}: {len(found.modules)} module(s), {found.graphs_needed} graph(s), "
+                f"budget {found.budget}{share}"
+            )
+            lines += [f"    {len(names)} x {_abbreviate(names)}" for names in found.signatures]
+            lines += [f"    differs: {difference}" for difference in found.differences]
+        if self.obstacles:
+            lines.append("  obstacles:")
+            lines += [f"    - {obstacle}" for obstacle in self.obstacles]
+        return "\n".join(lines)
+
+
+def find_regions(
+    model: nn.Module,
+    regions: Sequence[Region | type[nn.Module]] | None = None,
+    *,
+    exclude: Sequence[type[nn.Module] | str] = (),
+    inputs: Mapping[str, Any] | None = None,
+) -> RegionReport:
+    """Report which submodules can be compiled as regions, how many graphs they need and what stands in the way.
+
+    Args:
+        model: Any module, the zoo's or not.
+        regions: Regions or classes to use. Left out, the model's own ``regions`` are taken, and for a model that
+            declares none they are discovered: the outermost repeated classes whose copies share signatures.
+        exclude: Classes, or exact module names, to leave out.
+        inputs: Keyword arguments of one call. With them the model runs once, eagerly and without gradients, so that
+            layers that differ only in their inputs are told apart; on a GPU each region's share of device time is
+            measured as well.
+
+    Raises:
+        TypeError: If something that is not a module class is given as a region.
+        ValueError: If a region matches nothing, is nested in another, or has a ``forward`` that lives in ``torch.nn``.
+    """
+    declared = regions is None and bool(getattr(type(model), "regions", ()))
+    chosen = resolve(model, regions, exclude)
+    calls: dict[str, list[Hashable]] = {}
+    shares: dict[type[nn.Module], float] = {}
+    if inputs is not None:
+        calls = observe_inputs(model, chosen, inputs)
+        shares = device_shares(model, chosen, inputs)
+    found, obstacles = [], []
+    for region, modules in chosen.items():
+        groups: dict[Hashable, list[str]] = defaultdict(list)
+        for name, module in modules.items():
+            for call in calls.get(name, [None]) or [None]:
+                groups[signature(module), call].append(name)
+        obstacles += list(_obstacles(region, modules, calls))
+        found.append(
+            FoundRegion(
+                region,
+                tuple(tuple(names) for names in groups.values()),
+                tuple(_differences(modules)),
+                shares.get(region.cls),
+            )
+        )
+    return RegionReport(type(model).__name__, tuple(found), tuple(obstacles), declared)
+
+
+def resolve(
+    model: nn.Module,
+    regions: Sequence[Region | type[nn.Module]] | None,
+    exclude: Sequence[type[nn.Module] | str],
+) -> dict[Region, dict[str, nn.Module]]:
+    """Regions with their modules by name, checked: used by ``find_regions`` and ``compile_regions`` alike."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, expected an nn.Module")
+    if regions is None:
+        given: Iterable[Region | type[nn.Module]] = getattr(type(model), "regions", ()) or _discover(model)
+    elif isinstance(regions, (str, type, Region)):
+        raise TypeError(f"regions is {regions!r}, expected a list of module classes: regions=[...]")
+    else:
+        given = regions
+    wanted = [item if isinstance(item, Region) else Region(item) for item in given]
+    doubled = [cls.__name__ for cls, count in Counter(region.cls for region in wanted).items() if count > 1]
+    if doubled:
+        raise ValueError(f"region(s) {', '.join(doubled)} given more than once")
+    names = dict(model.named_modules())
+    for item in exclude:
+        if isinstance(item, str) and item not in names:
+            raise ValueError(f"exclude names {item!r}, but {type(model).__name__} has no such module")
+    chosen: dict[Region, dict[str, nn.Module]] = {}
+    for region in wanted:
+        if region.cls in exclude:
+            continue
+        if forward_in_torch_nn(region.cls):
+            raise ValueError(
+                f"region {region.cls.__name__} has its forward in torch.nn: compiling it silently does nothing on some "
+                "releases; wrap it in a module class with a forward of its own"
+            )
+        modules = {name: module for name, module in names.items() if type(module) is region.cls and name not in exclude}
+        if not modules:
+            relatives = sorted({type(m).__name__ for m in names.values() if isinstance(m, region.cls)})
+            hint = f"; its subclasses {relatives} do not count, name them" if relatives else ""
+            raise ValueError(f"region {region.cls.__name__} matches no module of {type(model).__name__}{hint}")
+        chosen[region] = modules
+    _refuse_nested(chosen)
+    return chosen
+
+
+def _refuse_nested(chosen: Mapping[Region, Mapping[str, nn.Module]]) -> None:
+    owner = {id(module): (name, region) for region, modules in chosen.items() for name, module in modules.items()}
+    for region, modules in chosen.items():
+        for name, module in modules.items():
+            for inner_name, inner in module.named_modules():
+                if inner is not module and id(inner) in owner:
+                    inner_cls = owner[id(inner)][1].cls.__name__
+                    raise ValueError(
+                        f"region {inner_cls} ({name}.{inner_name}) is nested in region {region.cls.__name__} ({name}): "
+                        "the outer one would compile it again; name one of the two"
+                    )
+
+
+def _discover(model: nn.Module) -> list[type[nn.Module]]:
+    """The outermost repeated classes with forwards of their own, at least two copies of which share a signature."""
+    modules = dict(model.named_modules())
+    signatures: dict[type[nn.Module], list[Hashable]] = defaultdict(list)
+    for name, module in modules.items():
+        has_weights = next(module.parameters(), None) is not None
+        if name and has_weights and not forward_in_torch_nn(type(module)):
+            signatures[type(module)].append(structure(module))
+    repeated = {cls for cls, all_of_it in signatures.items() if len(set(all_of_it)) < len(all_of_it)}
+    found: list[type[nn.Module]] = []
+
+    def walk(module: nn.Module) -> None:
+        for child in module.children():
+            if type(child) in repeated:
+                if type(child) not in found:
+                    found.append(type(child))
+            else:
+                walk(child)
+
+    walk(model)
+    # A class met on its own as well as inside another found class would be nested: the outer one wins.
+    inside = {type(inner) for m in modules.values() if type(m) in found for inner in m.modules() if inner is not m}
+    return [cls for cls in found if cls not in inside]
+
+
+def _obstacles(
+    region: Region, modules: Mapping[str, nn.Module], calls: Mapping[str, list[Hashable]]
+) -> Iterator[Obstacle]:
+    cls = region.cls
+    if "forward" not in vars(cls):
+        owner = next(base for base in cls.__mro__ if "forward" in vars(base))
+        yield Obstacle(
+            cls.__name__,
+            f"inherits forward from {owner.__name__}, and classes that share a forward share one recompile limit and "
+            "one guard list; give it a forward of its own",
+        )
+    groups: dict[Hashable, dict[str, nn.Module]] = defaultdict(dict)
+    for name, module in modules.items():
+        groups[structure(module)][name] = module
+    for group in groups.values():
+        attributes = [read_attributes(module, configuration=False) for module in group.values()]
+        for key in attributes[0]:
+            values = [attribute.get(key) for attribute in attributes]
+            # A flag or a choice of activation splits layers into a few kinds; an index, a list or an enum that no two
+            # layers share costs a graph each.
+            countable = all(isinstance(v, int | tuple | enum.Enum) and not isinstance(v, bool) for v in values)
+            if countable and len(values) > 1 and len(set(values)) == len(values):
+                yield Obstacle(
+                    cls.__name__,
+                    f"forward reads {key}, which differs in every layer ({_abbreviate([repr(v) for v in values])}): "
+                    f"a graph a layer, {len(values)} in all; pass what it selects as a tensor or hold it as a buffer",
+                    graph_a_layer=True,
+                )
+    for name in modules:
+        if calls and not calls.get(name):
+            yield Obstacle(cls.__name__, f"{name} was not called as a module: its forward is bypassed or not reached")
+
+
+def _differences(modules: Mapping[str, nn.Module]) -> Iterator[str]:
+    """What makes modules of one class differ, attribute by attribute, parameters in one line."""
+    names, first = list(modules), next(iter(modules.values()))
+    if len({structure(module) for module in modules.values()}) > 1:
+        shapes = [
+            ", ".join(f"{key} {tuple(p.shape)}" for key, p in module.named_parameters()) for module in modules.values()
+        ]
+        distinct = dict.fromkeys(shapes)
+        yield f"parameters: {_abbreviate(list(distinct), 3)}" if len(distinct) > 1 else "buffers or submodule classes"
+    attributes = {name: read_attributes(module) for name, module in modules.items()}
+    for key in read_attributes(first):
+        values = dict.fromkeys(repr(attributes[name].get(key)) for name in names)
+        if len(values) > 1:
+            yield f"{key}: {_abbreviate(list(values))}"
+
+
+def _abbreviate(items: Sequence[str], most: int = 4) -> str:
+    return ", ".join(items[:most]) + (f", ... ({len(items)})" if len(items) > most else "")

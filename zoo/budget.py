@@ -1,0 +1,131 @@
+"""Hold compiled regions to their graph budgets."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from zoo.compile import Plan, plan_of
+from zoo.ledger import LEDGER, Entry, recompile_reason
+from zoo.signature import mode
+
+
+class BudgetError(RuntimeError):
+    """A region went over its graph budget, broke, recompiled or ran eagerly. ``violations`` lists each."""
+
+    def __init__(self, violations: list[str]) -> None:
+        self.violations = violations
+        super().__init__("\n".join([f"{len(violations)} violation(s) of the graph budget:", *violations]))
+
+
+@contextmanager
+def enforce_budget(model: nn.Module) -> Iterator[None]:
+    """Raise on leaving the block if anything in it cost more than the regions declare.
+
+    A violation is a region over its budget (graphs for one model input shape in one mode, counted since
+    ``compile_regions``), a graph break, a recompile (one class, signature, mode and kind of input compiled twice), or
+    a region that did not run compiled: bypassed by a direct ``forward``, disabled, or never reached.
+
+    An exception raised in the block passes through unchanged.
+
+    Raises:
+        ValueError: If the model is not compiled: a deepcopy or unpickled model is eager.
+        BudgetError: On leaving, naming every violation.
+    """
+    plan = plan_of(model)
+    if plan is None:
+        raise ValueError(
+            f"{type(model).__name__} has no compiled regions to enforce a budget on: call zoo.compile_regions(model) "
+            "(a deepcopy or unpickled model is eager until then)"
+        )
+    first = len(LEDGER.entries)
+    breaks = _breaks()
+    modes: dict[str, set[str]] = {name: set() for name in plan.modules}
+    with _noting_calls(plan, modes):
+        yield
+    new = [entry for entry in LEDGER.entries[first:] if entry.model == plan.ledger_id]
+    violations = [
+        *_over_budget(plan),
+        *_recompiled(plan, new),
+        *(f"graph break: {reason}" for reason in _breaks() - breaks),
+        *_not_compiled(plan, modes),
+    ]
+    if violations:
+        raise BudgetError(violations)
+
+
+@contextmanager
+def _noting_calls(plan: Plan, modes: dict[str, set[str]]) -> Iterator[None]:
+    """Note the modes that each region's compiled call ran in. Hooks would be traced and cost a graph."""
+    originals = {name: module._compiled_call_impl for name, module in plan.modules.items()}
+
+    def noted(name: str, module: nn.Module, call: Any) -> Any:
+        @functools.wraps(call)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            result = call(*args, **kwargs)
+            modes[name].add(mode(module))
+            return result
+
+        return run
+
+    for name, module in plan.modules.items():
+        if originals[name] is not None:
+            module._compiled_call_impl = noted(name, module, originals[name])
+    try:
+        yield
+    finally:
+        for name, module in plan.modules.items():
+            module._compiled_call_impl = originals[name]
+
+
+def _over_budget(plan: Plan) -> Iterator[str]:
+    groups: dict[tuple[Any, ...], list[Entry]] = defaultdict(list)
+    for entry in LEDGER.of(plan.ledger_id):
+        groups[entry.region, entry.mode, entry.model_inputs].append(entry)
+    for (cls, in_mode, _), entries in groups.items():
+        found = plan.region_of(cls)
+        graphs = sum(entry.graphs for entry in entries)
+        if graphs > found.budget:
+            where = ", ".join(f"{entry.name} ({_reason(entry)})" for entry in entries[found.budget :])
+            yield f"{found.name}: {graphs} graphs in mode {in_mode}, budget {found.budget}; beyond it: {where}"
+
+
+def _recompiled(plan: Plan, new: list[Entry]) -> Iterator[str]:
+    counts = Counter(entry.key for entry in LEDGER.of(plan.ledger_id) if entry.graphs)
+    for entry in new:
+        if entry.graphs and counts[entry.key] > 1:
+            counts[entry.key] = 0
+            yield (
+                f"{entry.region.__name__} ({entry.name}): recompiled for a signature, mode and kind of input that was "
+                f"compiled before: {_reason(entry)}"
+            )
+
+
+def _not_compiled(plan: Plan, modes: dict[str, set[str]]) -> Iterator[str]:
+    for name, module in plan.modules.items():
+        if not modes[name]:
+            yield (
+                f"{type(module).__name__} ({name}): its compiled call never ran; it was bypassed (block.forward(x), "
+                "checkpoint(block.forward)) or not reached: call the module itself"
+            )
+        for in_mode in modes[name]:
+            if not LEDGER.compiled(module, in_mode):
+                yield (
+                    f"{type(module).__name__} ({name}): was called in mode {in_mode} but no graph of it was ever "
+                    "compiled: its forward is disabled or was skipped, and ran eagerly"
+                )
+
+
+def _reason(entry: Entry) -> str:
+    return (recompile_reason(entry.compile_id) or "first compilation").splitlines()[0]
+
+
+def _breaks() -> Counter[str]:
+    from torch._dynamo.utils import counters
+
+    return Counter(counters["graph_break"])

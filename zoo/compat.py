@@ -1,0 +1,29 @@
+"""What only some supported torch releases have, gated here and nowhere else."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+# Dynamo's own limit is a backstop far above any honest budget: on reaching it a frame falls to eager or raises,
+# depending on the release and on fullgraph. Our own count is what enforces budgets.
+RECOMPILE_LIMIT = 1024
+
+
+def compile_limit_kwargs() -> dict[str, Any]:
+    """Raise Dynamo's recompile limit for one ``torch.compile`` call.
+
+    From 2.13 the limit is a keyword. Before, it exists only as process-wide configuration that is read at the first
+    call, so patching it around ``.compile()`` would have no effect: there it is raised for the process.
+    """
+    import torch._dynamo
+
+    config = torch._dynamo.config
+    # The accumulated limit has no keyword in any release.
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, RECOMPILE_LIMIT)
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        return {"recompile_limit": RECOMPILE_LIMIT}
+    config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
+    return {}

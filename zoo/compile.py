@@ -1,0 +1,243 @@
+"""Compile the regions of a model in place, pay for it when you choose, and undo it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from zoo.compat import compile_limit_kwargs
+from zoo.ledger import LEDGER, Entry
+from zoo.regions import FoundRegion, Region, RegionReport, find_regions, resolve
+
+_CUDA_GRAPH_MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+
+
+class RegionWarning(UserWarning):
+    """Something about a model that the zoo did not write will cost graphs or speed."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What ``compile_regions`` did to a model: kept beside it, so that it never reaches a state dict or a copy."""
+
+    report: RegionReport
+    modules: Mapping[str, nn.Module]
+    ledger_id: int
+
+    def region_of(self, cls: type[nn.Module]) -> FoundRegion:
+        return next(found for found in self.report.regions if found.region.cls is cls)
+
+
+_PLANS: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
+
+
+def plan_of(model: nn.Module) -> Plan | None:
+    """The plan of a compiled model; None for an eager one, which every deepcopy and unpickled model is."""
+    return _PLANS.get(model)
+
+
+def compile_regions(
+    model: nn.Module,
+    *,
+    regions: Sequence[Region | type[nn.Module]] | None = None,
+    exclude: Sequence[type[nn.Module] | str] = (),
+    mode: str | None = None,
+    backend: Any = "inductor",
+    options: Mapping[str, Any] | None = None,
+    dynamic: bool | None = False,
+    fullgraph: bool = True,
+) -> nn.Module:
+    """Compile each region of a model in place; nothing is compiled before the first call (or ``warm_up``).
+
+    State-dict keys, parameters and the class of the model stay as they are. A deepcopy or a pickle of the model is
+    eager again. To take back the per-block launch cost, put ``zoo.cuda_graph`` around the step.
+
+    Args:
+        model: Any module. Models of the zoo declare their regions; for others they are given or discovered.
+        regions: Regions or exact classes to compile instead.
+        exclude: Classes, or exact module names, to leave eager.
+        mode: A ``torch.compile`` mode without CUDA graphs: ``"default"`` or ``"max-autotune-no-cudagraphs"``.
+        backend: A ``torch.compile`` backend.
+        options: Backend options, as ``torch.compile`` takes them; not together with ``mode``.
+        dynamic: ``False`` keeps shapes static: the default of ``torch.compile`` would turn the second shape that a
+            class meets symbolic, slower to compile and to run.
+        fullgraph: ``False`` lets graphs break inside a region. Only for models that cannot be changed.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: If a region is not a module class.
+        ValueError: If a region matches nothing, is nested in another or has its forward in ``torch.nn``; if it needs
+            more graphs than its budget or reads a per-layer value (for a model that declares its regions; others get
+            a ``RegionWarning``); if something is compiled already; if ``mode`` or ``options`` turn CUDA graphs on.
+    """
+    _refuse_cuda_graphs(mode, options)
+    chosen = resolve(model, regions, exclude)
+    if not chosen:
+        raise ValueError(
+            f"{type(model).__name__} declares no regions and has no repeated module class to discover; "
+            "name classes with regions=[...]"
+        )
+    taken = [name or "the model itself" for name, module in model.named_modules() if module._compiled_call_impl]
+    if taken:
+        raise ValueError(f"already compiled: {', '.join(taken[:4])}; call zoo.uncompile(model) first")
+    report = find_regions(model, list(chosen), exclude=exclude)
+    _judge(model, report, strict=regions is None and bool(getattr(type(model), "regions", ())))
+    modules = {name: module for group in chosen.values() for name, module in group.items()}
+    limit = compile_limit_kwargs()
+    for module in modules.values():
+        module.compile(
+            fullgraph=fullgraph,
+            dynamic=dynamic,
+            backend=backend,
+            mode=mode,
+            options=dict(options) if options is not None else None,
+            **limit,
+        )
+    _PLANS[model] = Plan(report, modules, LEDGER.watch(model, modules))
+    return model
+
+
+def uncompile(model: nn.Module) -> nn.Module:
+    """Make a model eager again, whoever compiled its submodules in place. Returns the same model."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, expected an nn.Module")
+    plan = _PLANS.pop(model, None)
+    if plan is not None:
+        LEDGER.forget(model, dict(plan.modules))
+    for module in model.modules():
+        module._compiled_call_impl = None
+    return model
+
+
+@dataclass(frozen=True)
+class RegionCost:
+    """What one region cost to compile: graphs, forward and backward seconds."""
+
+    region: str
+    graphs: int
+    seconds: float
+    first_module: str
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """What ``warm_up`` spent. ``seconds`` is the whole call; the rest of it is running, not compiling."""
+
+    costs: tuple[RegionCost, ...]
+    seconds: float
+    mode: str
+    graphs: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "graphs", sum(cost.graphs for cost in self.costs))
+
+    def __str__(self) -> str:
+        lines = [f"{self.graphs} graph(s) in {self.seconds:.2f} s ({self.mode})"]
+        lines += [f"  {c.region} ({c.first_module}): {c.graphs} graph(s), {c.seconds:.2f} s" for c in self.costs]
+        return "\n".join(lines)
+
+
+def warm_up(model: nn.Module, **inputs: Any) -> WarmUp:
+    """Compile all regions now, by one call in the caller's mode, with a progress bar over regions.
+
+    With gradients on and the model in training, the backward is compiled too. Buffers, gradients and random state
+    are left as they were.
+
+    Args:
+        model: A model that ``compile_regions`` was called on.
+        inputs: Keyword arguments of one call, of the shapes that will be used.
+
+    Returns:
+        What each region cost; printable.
+
+    Raises:
+        ValueError: If the model is not compiled.
+    """
+    from tqdm.auto import tqdm
+
+    plan = plan_of(model)
+    if plan is None:
+        raise ValueError(f"{type(model).__name__} has no compiled regions: call zoo.compile_regions(model) first")
+    entries: list[Entry] = []
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()} if model.training else {}
+    devices = sorted({t.device.index for t in itertools.chain(model.parameters(), model.buffers()) if t.is_cuda})
+    started = time.perf_counter()
+    with tqdm(total=plan.report.graphs_needed, desc="compiling regions", unit="graph", leave=False) as bar:
+
+        def note(entry: Entry) -> None:
+            if entry.model != plan.ledger_id:
+                return
+            entries.append(entry)
+            if not entry.backward:
+                bar.total = max(bar.total, bar.n + entry.graphs)
+                bar.update(entry.graphs)
+                bar.set_postfix_str(f"{entry.region.__name__} {entry.seconds:.1f} s")
+
+        LEDGER.listeners.append(note)
+        try:
+            with torch.random.fork_rng(devices=devices):
+                outputs = model(**inputs)
+                if model.training and torch.is_grad_enabled():
+                    _run_backward(model, outputs)
+        finally:
+            LEDGER.listeners.remove(note)
+            with torch.no_grad():
+                for name, buffer in model.named_buffers():
+                    if name in buffers:
+                        buffer.copy_(buffers[name])
+    for index in devices:
+        torch.cuda.synchronize(index)
+    costs: dict[tuple[str, object], RegionCost] = {}
+    for entry in entries:
+        key = (entry.region.__name__, entry.key)
+        before = costs.get(key, RegionCost(entry.region.__name__, 0, 0.0, entry.name))
+        costs[key] = RegionCost(
+            before.region, before.graphs + entry.graphs, before.seconds + entry.seconds, before.first_module
+        )
+    from zoo.signature import mode as mode_of
+
+    return WarmUp(tuple(costs.values()), time.perf_counter() - started, mode_of(model))
+
+
+def _run_backward(model: nn.Module, outputs: Any) -> None:
+    """Run the compiled backward without touching ``.grad``."""
+    tensors = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
+    wanted = [p for p in model.parameters() if p.requires_grad]
+    if tensors and wanted:
+        torch.autograd.grad([t.float().sum() for t in tensors], wanted, allow_unused=True)
+
+
+def _refuse_cuda_graphs(mode: str | None, options: Mapping[str, Any] | None) -> None:
+    if mode in _CUDA_GRAPH_MODES:
+        raise ValueError(
+            f"mode={mode!r} records a CUDA graph for every region, and the next region overwrites its outputs; use "
+            f"mode={_CUDA_GRAPH_MODES[mode]!r} and put zoo.cuda_graph around the whole step"
+        )
+    if options and options.get("triton.cudagraphs"):
+        raise ValueError("options turn triton.cudagraphs on for every region; put zoo.cuda_graph around the step")
+
+
+def _judge(model: nn.Module, report: RegionReport, *, strict: bool) -> None:
+    """Refuse what would silently be slow in a model that declares its regions; warn of it in any other."""
+    complaints = [str(obstacle) for obstacle in report.obstacles]
+    complaints += [
+        f"{found.name}: needs {found.graphs_needed} graphs, its budget is {found.budget}"
+        + (f" ({'; '.join(found.differences)})" if found.differences else "")
+        for found in report.regions
+        if found.graphs_needed > found.budget
+    ]
+    if complaints and strict:
+        raise ValueError(f"{type(model).__name__}: " + "; ".join(complaints))
+    for complaint in complaints:
+        warnings.warn(f"{type(model).__name__}: {complaint}", RegionWarning, stacklevel=3)

@@ -1,0 +1,192 @@
+"""Every graph that a region compiled in this process, noted as Dynamo compiles it.
+
+Dynamo's compile callbacks say when a compilation starts and ends; the Python stack at that moment says which module
+was being called, from which model and with what. So a region is compiled exactly as ``module.compile()`` would do it,
+with no wrapper in the way at run time.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from zoo.signature import input_signature, mode, signature
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One compilation of one region.
+
+    ``graphs`` is what reached the backend (0: nothing was captured). ``inputs`` and ``model_inputs`` are kinds of
+    input, hashable; ``seconds`` is the forward's compile time, a backward compiled later is an entry of its own with
+    ``backward=True`` and no graph.
+    """
+
+    compile_id: str
+    region: type[nn.Module]
+    name: str
+    model: int
+    signature: Hashable
+    mode: str
+    inputs: Hashable
+    model_inputs: Hashable
+    graphs: int
+    seconds: float
+    backward: bool = False
+
+    @property
+    def key(self) -> Hashable:
+        """The same key compiled twice is a recompile."""
+        return self.region, self.signature, self.mode, self.inputs
+
+
+@dataclass
+class _Open:
+    module: nn.Module
+    name: str
+    model: int
+    signature: Hashable
+    mode: str
+    inputs: Hashable
+    model_inputs: Hashable
+    graphs: int
+    started: float
+
+
+class Ledger:
+    """Entries of the process, in order. There is one, ``LEDGER``; it listens from the first compiled region on."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.listeners: list[Callable[[Entry], None]] = []
+        # module -> (model, the module's name in it)
+        self._watched: WeakKeyDictionary[nn.Module, tuple[int, str]] = WeakKeyDictionary()
+        self._roots: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+        self._open: dict[str, _Open] = {}
+        self._listening = False
+        self._next = 0
+
+    def watch(self, model: nn.Module, modules: dict[str, nn.Module]) -> int:
+        """Note compilations of these modules from now on, under a number that stands for the model."""
+        if not self._listening:
+            from torch._dynamo.callback import callback_handler
+
+            callback_handler.register_start_callback(self._start)
+            callback_handler.register_end_callback(self._end)
+            self._listening = True
+        self._next += 1
+        self._roots[model] = self._next
+        for name, module in modules.items():
+            self._watched[module] = (self._next, name)
+        return self._next
+
+    def forget(self, model: nn.Module, modules: dict[str, nn.Module]) -> None:
+        self._roots.pop(model, None)
+        for module in modules.values():
+            self._watched.pop(module, None)
+
+    def of(self, model: int) -> list[Entry]:
+        return [entry for entry in self.entries if entry.model == model]
+
+    def compiled(self, module: nn.Module, in_mode: str) -> bool:
+        """Whether code for a module of this class and signature was compiled in this mode, by any model."""
+        static = signature(module)
+        return any(
+            e.graphs and e.region is type(module) and e.mode == in_mode and e.signature == static for e in self.entries
+        )
+
+    def _start(self, args: Any) -> None:
+        if args.callback_trigger.name == "LAZY_BACKWARD":
+            self._open[f"backward {args.compile_id}"] = _Open(
+                nn.Module(), "", 0, None, "", None, None, 0, time.perf_counter()
+            )
+            return
+        if args.callback_trigger.name != "DYNAMO":
+            return
+        module, call, root_call = self._caller()
+        if module is None:
+            return
+        model, name = self._watched[module]
+        self._open[args.compile_id] = _Open(
+            module, name, model, signature(module), mode(module), call, root_call, _unique_graphs(), time.perf_counter()
+        )
+
+    def _end(self, args: Any) -> None:
+        if args.callback_trigger.name == "LAZY_BACKWARD":
+            opened = self._open.pop(f"backward {args.compile_id}", None)
+            forward = next((e for e in reversed(self.entries) if e.compile_id == args.compile_id), None)
+            if opened is None or forward is None:
+                return
+            fields = {**vars(forward), "graphs": 0, "backward": True}
+            fields["seconds"] = time.perf_counter() - opened.started
+            self._add(Entry(**fields))
+            return
+        opened = self._open.pop(args.compile_id, None)
+        if opened is None:
+            return
+        self._add(
+            Entry(
+                compile_id=args.compile_id,
+                region=type(opened.module),
+                name=opened.name,
+                model=opened.model,
+                signature=opened.signature,
+                mode=opened.mode,
+                inputs=opened.inputs,
+                model_inputs=opened.model_inputs,
+                graphs=_unique_graphs() - opened.graphs,
+                seconds=time.perf_counter() - opened.started,
+            )
+        )
+
+    def _add(self, entry: Entry) -> None:
+        self.entries.append(entry)
+        for listener in list(self.listeners):
+            listener(entry)
+
+    def _caller(self) -> tuple[nn.Module | None, Hashable, Hashable]:
+        """The watched module whose call is being compiled, its inputs, and the inputs of the model around it."""
+        module: nn.Module | None = None
+        call: Hashable = None
+        root_call: Hashable = None
+        entry_point = nn.Module._wrapped_call_impl.__code__
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code is entry_point:
+                called = frame.f_locals["self"]
+                kinds = input_signature(*frame.f_locals["args"], **frame.f_locals["kwargs"])
+                if module is None:
+                    # Only the innermost call counts: a helper compiled inside a region is not the region.
+                    if called not in self._watched:
+                        return None, None, None
+                    module, call = called, kinds
+                if called in self._roots:
+                    root_call = kinds
+                    break
+            frame = frame.f_back  # type: ignore[assignment]
+        return module, call, root_call
+
+
+def _unique_graphs() -> int:
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def recompile_reason(compile_id: str) -> str | None:
+    """Dynamo's own words on why this compilation was needed, if it still remembers."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    for metrics in reversed(get_compilation_metrics()):
+        if str(metrics.compile_id) == compile_id and metrics.recompile_reason:
+            return str(metrics.recompile_reason)
+    return None
+
+
+LEDGER = Ledger()
