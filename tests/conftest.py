@@ -1,0 +1,61 @@
+"""What every test relies on: caches of its own, a compiler without memory of the last test, and honest GPU tests."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+# Before torch is imported. A compiler cache that outlives the run would let a test pass by what an earlier run left
+# there. Workers of pytest-xdist inherit the folder and its variables from the process that started them.
+_OWN_CACHE = "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+if _OWN_CACHE:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="regional-zoo-tests-")
+    os.environ["TRITON_CACHE_DIR"] = os.path.join(os.environ["TORCHINDUCTOR_CACHE_DIR"], "triton")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+import torch  # noqa: E402
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _OWN_CACHE:
+        shutil.rmtree(os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
+
+
+def _asks_for_gpu(config: pytest.Config) -> bool:
+    return re.search(r"\bgpu\b", config.option.markexpr) is not None
+
+
+# Last, when -m has made its choice: what is left of "not gpu" holds no GPU test.
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available() or _asks_for_gpu(config):
+        return
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu:
+        config.hook.pytest_deselected(items=gpu)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.fail("a test marked gpu was asked for by -m, and torch sees no CUDA device", pytrace=False)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device: gpu tests are left out"
+    return f"torch {torch.__version__}, {device}"
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler_and_seed() -> Iterator[None]:
+    """Compiled code, recompile counts and random state do not pass from one test to the next."""
+    torch.manual_seed(0)
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
