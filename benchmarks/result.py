@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from benchmarks.case import Case
 
@@ -114,53 +115,210 @@ class Result:
             raise ValueError(f"a row with status {self.status!r} needs a reason")
 
     def to_json(self) -> dict[str, Any]:
+        """The row as plain values, for ``Store.append``."""
         return {"kind": "result", "schema": SCHEMA, **asdict(self)}
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Result:
-        values = {f.name: row.get(f.name) for f in dataclasses.fields(cls) if f.name in row}
-        values["case"] = Case(**row["case"])
+        """A row read back. ValueError on another schema, a missing case, or a field that this code does not know.
+
+        Unknown fields are refused instead of dropped: the row was written by newer code, and a comparison that leaves
+        out half of it would not say so.
+        """
+        if row.get("schema") != SCHEMA:
+            raise ValueError(
+                f"the row has schema {row.get('schema')!r}, this code reads {SCHEMA}; "
+                "measure it again, or use the commit that wrote it"
+            )
+        if not isinstance(row.get("case"), Mapping):
+            raise ValueError(f"a result row needs a case, got {row.get('case')!r}")
+        values = {name: value for name, value in row.items() if name not in ("kind", "schema")}
+        _refuse_unknown(cls, values, "the row")
+        values["case"] = _section(Case, row["case"], "case")
         sections = {"cold": Compile, "warm": Compile, "steady": Steady, "memory": Memory, "check": Check, "work": Work}
         for name, section in sections.items():
             if values.get(name) is not None:
-                values[name] = section(**values[name])
+                values[name] = _section(section, values[name], name)
         return cls(**values)
+
+
+def _refuse_unknown(record: type[Any], values: Mapping[str, Any], where: str) -> None:
+    known = {field.name for field in dataclasses.fields(record)}
+    if unknown := sorted(set(values) - known):
+        raise ValueError(f"{where} has fields that this code does not know: {', '.join(unknown)}; update the clone")
+
+
+def _section(record: type[Any], values: Any, where: str) -> Any:
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{where} must be an object, got {values!r}")
+    _refuse_unknown(record, values, where)
+    try:
+        return record(**values)
+    except TypeError as error:  # a field without a default is missing
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _refuse_unwritable(value: Any, where: str) -> None:
+    """JSON has no NaN and no arrays; say which field holds one, so that the row can become a failure with a reason."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{where} is {value}, which JSON cannot hold; leave the field None or make the row a failure")
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            if not isinstance(name, str):
+                raise TypeError(f"{where} has the key {name!r}; JSON keys are strings")
+            _refuse_unwritable(item, f"{where}.{name}" if where else name)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _refuse_unwritable(item, f"{where}[{index}]")
+    elif not isinstance(value, str | int | float | None):
+        raise TypeError(f"{where} is a {type(value).__name__}; rows hold str, int, float, bool, None, lists and dicts")
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    row = json.loads(line, parse_constant=_refuse_constant)
+    if not isinstance(row, dict):
+        raise ValueError(f"expected an object, got {type(row).__name__}")
+    return row
 
 
 class Store:
     """An append-only JSONL file of rows. A line is written whole and flushed to disk before the next case starts."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = Path(path)
 
     def append(self, row: Mapping[str, Any]) -> None:
+        """Write one row at the end and wait until the disk has it.
+
+        A last line that a kill had cut short is removed first: appending to it would spoil two rows.
+
+        Raises:
+            ValueError: Where a number is NaN or infinite, naming the field; nothing is written.
+            TypeError: Where a value is not JSON's (a tensor, a numpy number), naming the field; nothing is written.
+        """
+        _refuse_unwritable(row, "")
+        line = json.dumps(row, allow_nan=False, separators=(",", ":")).encode() + b"\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n")
+        with self.path.open("a+b") as file:
+            self._repair(file)
+            file.write(line)
             file.flush()
             os.fsync(file.fileno())
 
+    @staticmethod
+    def _repair(file: IO[bytes]) -> None:
+        size = file.seek(0, os.SEEK_END)
+        if size == 0:
+            return
+        file.seek(size - 1)
+        if file.read(1) == b"\n":
+            return
+        file.seek(0)
+        content = file.read()
+        start = content.rfind(b"\n") + 1
+        try:
+            _parse(content[start:])
+        except ValueError:
+            file.truncate(start)
+        else:
+            file.write(b"\n")  # the row is whole, only its line end is missing
+
     def rows(self) -> Iterator[dict[str, Any]]:
-        """All rows; a last line cut short by a kill is dropped, a broken line before it is an error naming it."""
+        """All rows; a last line cut short by a kill is dropped, any other broken line is an error naming it."""
+        for _, row in self._numbered():
+            yield row
+
+    def _numbered(self) -> Iterator[tuple[int, dict[str, Any]]]:
         if not self.path.exists():
             return
-        lines = self.path.read_text(encoding="utf-8").splitlines()
+        lines = self.path.read_bytes().split(b"\n")
         for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
             try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                if number == len(lines):
+                yield number, _parse(line)
+            except ValueError as error:
+                if number == len(lines):  # no line end after it: the writer was killed
                     return
-                raise ValueError(f"{self.path}:{number} is not a JSON row ({error}); repair or delete that line") from error
+                raise ValueError(
+                    f"{self.path}:{number} is not a JSON row ({error}); repair or delete that line"
+                ) from error
 
     def results(self) -> list[Result]:
-        """The newest result of every case, in file order."""
+        """The newest result of every case, in the order in which the cases first appear.
+
+        Raises:
+            ValueError: Naming file and line, on an unreadable row or one whose environment does not stand before it.
+        """
         newest: dict[str, Result] = {}
-        for row in self.rows():
-            if row.get("kind") == "result":
+        environments: set[str] = set()
+        for number, row in self._numbered():
+            if row.get("kind") == "environment":
+                environments.add(row["id"])
+            if row.get("kind") != "result":
+                continue
+            try:
                 result = Result.from_json(row)
-                newest[result.case.key] = result
+                if result.environment is not None and result.environment not in environments:
+                    raise ValueError(
+                        f"environment {result.environment!r} is in no row before it; write the environment's row first"
+                    )
+            except ValueError as error:
+                raise ValueError(f"{self.path}:{number}: {error}") from error
+            newest[result.case.key] = result
         return list(newest.values())
 
     def environments(self) -> dict[str, dict[str, Any]]:
+        """Environment rows by id; the newest where an id occurs again."""
         return {row["id"]: row for row in self.rows() if row.get("kind") == "environment"}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What one file or a folder of files holds: results, and the environments that they name by id."""
+
+    results: list[Result]
+    environments: dict[str, dict[str, Any]]
+
+    def environment(self, result: Result) -> dict[str, Any]:
+        """The environment of a result; empty where the row names none."""
+        return self.environments.get(result.environment or "", {})
+
+
+def device_name(environment: Mapping[str, Any]) -> str:
+    """The device that an environment row speaks of: its GPU, or its CPU where there is none."""
+    return str(environment.get("gpu") or environment.get("cpu") or "unknown device")
+
+
+def load(path: Path) -> Rows:
+    """The rows of a JSONL file, or of every ``*.jsonl`` below a folder in the order of their paths.
+
+    Where two files hold the same case on the same device and torch version, the later path wins, as the later line does
+    within a file.
+
+    Raises:
+        FileNotFoundError: Where there is no such file or folder.
+        ValueError: Naming file and line, where a row cannot be read.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist; give a .jsonl file of rows or a folder that holds some")
+    files = [path] if path.is_file() else sorted(path.rglob("*.jsonl"))
+    environments: dict[str, dict[str, Any]] = {}
+    newest: dict[tuple[str, ...], Result] = {}
+    for file in files:
+        store = Store(file)
+        ids = {}
+        for name, environment in store.environments().items():
+            taken = environments.get(name, environment) != environment
+            ids[name] = f"{name} of {file}" if taken else name  # ids are unique within a file only
+            environments[ids[name]] = environment
+        for result in store.results():
+            result.environment = ids.get(result.environment or "")
+            environment = environments.get(result.environment or "", {})
+            newest[device_name(environment), str(environment.get("torch")), result.case.key] = result
+    return Rows(list(newest.values()), environments)

@@ -1,0 +1,258 @@
+"""Medians, confidence intervals and verdicts: how two arms are told apart, and when they are not.
+
+Every ratio here is a *speed-up*: the reference's time over the arm's, so that above 1 the arm is faster. Its interval
+comes from a percentile bootstrap over rounds. Timing noise is skewed and drifts with the clocks, therefore medians
+instead of means, and rounds paired wherever both arms ran in the same ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+CONFIDENCE = 0.95
+RESAMPLES = 9999
+
+# The widest interval that n samples can give for their median is [min, max], which covers it with probability
+# 1 - 2 ** (1 - n). Five samples reach 93.75 %, so that no 95 % interval exists below six.
+MIN_ROUNDS = 6
+
+Verdict = Literal["faster", "slower", "undetermined"]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A speed-up with its 95 % interval; ``[0, inf]`` where the rounds are too few for one.
+
+    Args:
+        value: Reference time over the arm's time.
+        low: Lower end of the interval.
+        high: Upper end of the interval.
+        rounds: Samples it rests on (of the shorter arm where unpaired).
+        paired: Whether round n of one arm was held against round n of the other.
+    """
+
+    value: float
+    low: float
+    high: float
+    rounds: int
+    paired: bool
+
+    @property
+    def inverse(self) -> Ratio:
+        """The same comparison seen from the other arm."""
+        low = 0.0 if math.isinf(self.high) else 1 / self.high
+        high = math.inf if self.low == 0 else 1 / self.low
+        return Ratio(1 / self.value, low, high, self.rounds, self.paired)
+
+    @property
+    def has_interval(self) -> bool:
+        return math.isfinite(self.high)
+
+
+def _checked(samples: Sequence[float], what: str) -> NDArray[np.float64]:
+    """The samples as an array, or a ValueError that says which one is no time."""
+    array = np.asarray(samples, dtype=np.float64)
+    if array.ndim != 1:
+        raise ValueError(f"{what}: expected a flat list of times, got shape {array.shape}")
+    if array.size == 0:
+        raise ValueError(f"{what}: no samples; the arm ran no round, so give it a failure row instead")
+    bad = np.flatnonzero(~np.isfinite(array) | (array <= 0))
+    if bad.size:
+        raise ValueError(f"{what}: sample {bad[0]} is {array[bad[0]]}; a time must be finite and above 0")
+    return array
+
+
+def median(samples: Sequence[float]) -> float:
+    """The median, in the samples' unit. ValueError on no samples, or one that is NaN, infinite or not positive."""
+    return float(np.median(_checked(samples, "median")))
+
+
+def percentile(samples: Sequence[float], percent: float) -> float:
+    """A percentile by linear interpolation, in the samples' unit; errors as for ``median``."""
+    if not 0 <= percent <= 100:
+        raise ValueError(f"percent must lie in 0..100, got {percent}")
+    return float(np.percentile(_checked(samples, f"p{percent:g}"), percent))
+
+
+def p95(samples: Sequence[float]) -> float:
+    """The 95th percentile, in the samples' unit."""
+    return percentile(samples, 95)
+
+
+def _resampled_medians(values: NDArray[np.float64], random: np.random.RandomState) -> NDArray[np.float64]:
+    picks = random.randint(0, values.size, size=(RESAMPLES, values.size))
+    return np.asarray(np.median(values[picks], axis=1))
+
+
+def _interval(resampled: NDArray[np.float64]) -> tuple[float, float]:
+    tail = 100 * (1 - CONFIDENCE) / 2
+    low, high = np.percentile(resampled, [tail, 100 - tail])
+    return float(low), float(high)
+
+
+def _seeded() -> np.random.RandomState:
+    # A fixed seed, and numpy's legacy generator because its stream is frozen for good: tables that are generated from
+    # committed rows must come out equal on every machine and every numpy.
+    return np.random.RandomState(0)
+
+
+def paired_ratio(
+    reference: Sequence[float],
+    arm: Sequence[float],
+    reference_rounds: Sequence[int],
+    arm_rounds: Sequence[int],
+) -> Ratio:
+    """The arm's speed-up over the reference: the median over rounds of the ratio within a round.
+
+    What slows a whole round (a clock that drops, a busy neighbour) cancels out of its ratio, which makes the interval
+    narrower than that of two separate medians.
+
+    Args:
+        reference: One time a round.
+        arm: One time a round, same unit.
+        reference_rounds: Round number of each sample of the reference; no number twice.
+        arm_rounds: The same for the arm; both must have run in the same rounds, in whatever order.
+
+    Raises:
+        ValueError: On empty or non-finite samples, or where the rounds do not match.
+    """
+    sides = []
+    for what, samples, rounds in (("reference", reference, reference_rounds), ("arm", arm, arm_rounds)):
+        array = _checked(samples, what)
+        if array.size != len(rounds):
+            raise ValueError(f"{what}: {array.size} samples but {len(rounds)} round numbers; each sample needs one")
+        by_round = dict(zip(rounds, array.tolist(), strict=True))
+        if len(by_round) != len(rounds):
+            twice = next(number for number in rounds if list(rounds).count(number) > 1)
+            raise ValueError(f"{what}: round {twice} occurs twice; number the rounds on across sets of processes")
+        sides.append(by_round)
+    first, second = sides
+    if lonely := sorted(first.keys() ^ second.keys()):
+        shown = ", ".join(map(str, lonely[:5])) + (" ..." if len(lonely) > 5 else "")
+        raise ValueError(f"rounds {shown} have a sample of one arm only; pair common rounds or use unpaired_ratio")
+    ratios = np.array([first[number] / second[number] for number in sorted(first)])
+    value = float(np.median(ratios))
+    if ratios.size < MIN_ROUNDS:
+        return Ratio(value, 0.0, math.inf, ratios.size, paired=True)
+    low, high = _interval(_resampled_medians(ratios, _seeded()))
+    return Ratio(value, low, high, ratios.size, paired=True)
+
+
+def unpaired_ratio(reference: Sequence[float], arm: Sequence[float]) -> Ratio:
+    """The arm's speed-up over a reference that did not run in the same rounds: the ratio of two medians.
+
+    Each side is resampled on its own. Drift between the two sessions is in the ratio and not in the interval; an A/A
+    noise floor does not catch it either. Errors as for ``median``.
+    """
+    first, second = _checked(reference, "reference"), _checked(arm, "arm")
+    value = float(np.median(first) / np.median(second))
+    rounds = min(first.size, second.size)
+    if rounds < MIN_ROUNDS:
+        return Ratio(value, 0.0, math.inf, rounds, paired=False)
+    random = _seeded()
+    low, high = _interval(_resampled_medians(first, random) / _resampled_medians(second, random))
+    return Ratio(value, low, high, rounds, paired=False)
+
+
+def noise_floor(control: Ratio) -> float:
+    """How far two copies of one arm stand apart: the widest distance of the A/A interval from 1, as a fraction.
+
+    0.02 says that a factor of 1.02 either way can come from nothing at all. Infinite where the control has no interval.
+    """
+    return math.inf if control.low == 0 else max(control.high, 1 / control.low) - 1
+
+
+def verdict(speedup: Ratio, noise: float | None) -> Verdict:
+    """``faster`` or ``slower`` only if the whole interval lies beyond the noise floor, else ``undetermined``.
+
+    Args:
+        speedup: Reference over arm.
+        noise: The A/A noise floor as a fraction, or None where no control ran: then the interval decides alone, and
+            whoever shows the verdict has to say that the noise is unknown.
+    """
+    if noise is not None and (math.isnan(noise) or noise < 0):
+        raise ValueError(f"the noise floor is a fraction of at least 0, got {noise}")
+    bound = 1 + (noise or 0.0)
+    if speedup.low > bound:
+        return "faster"
+    if speedup.high < 1 / bound:
+        return "slower"
+    return "undetermined"
+
+
+def break_even_calls(compile_seconds: float, eager_ms: float, arm_ms: float) -> int | None:
+    """Calls until the time spent on compiling is paid back by faster calls; None if it never is.
+
+    Args:
+        compile_seconds: What was paid before, seconds: compilation, and capture where there was one. A figure just
+            below 0 (compile time is a difference of two measurements) counts as 0.
+        eager_ms: One call without compilation, milliseconds.
+        arm_ms: One call of the arm, milliseconds.
+    """
+    _checked([eager_ms, arm_ms], "break-even")
+    if not math.isfinite(compile_seconds):
+        raise ValueError(f"break-even: compile seconds must be finite, got {compile_seconds}")
+    saved_ms = eager_ms - arm_ms
+    if saved_ms <= 0:
+        return None
+    return math.ceil(max(compile_seconds, 0.0) * 1e3 / saved_ms)
+
+
+@dataclass(frozen=True)
+class Utilisation:
+    """How near a call comes to what the device can do; None where the work or the peak was not measured.
+
+    Args:
+        bandwidth: Bytes a second over the peak bandwidth, as a fraction.
+        flops: FLOP/s over the peak, as a fraction.
+        floor_ms: The roofline: no call can be shorter, milliseconds.
+        times_floor: The call's time over that floor.
+    """
+
+    bandwidth: float | None
+    flops: float | None
+    floor_ms: float | None
+    times_floor: float | None
+
+
+def utilisation(
+    milliseconds: float,
+    *,
+    bytes: float | None,
+    flops: float | None,
+    peak_bandwidth: float | None,
+    peak_flops: float | None,
+) -> Utilisation:
+    """Utilisation of one call from its fewest bytes, its FLOPs and the peaks measured on the same device.
+
+    A fraction above 1 is kept as it is: it says that bytes or peak are counted wrong, or that a cache served them.
+
+    Args:
+        milliseconds: One call.
+        bytes: Fewest bytes that it must move.
+        flops: Floating-point operations.
+        peak_bandwidth: byte/s.
+        peak_flops: FLOP/s.
+    """
+    seconds = float(_checked([milliseconds], "utilisation")[0]) / 1e3
+    least = []
+    for what, amount, peak in (("bandwidth", bytes, peak_bandwidth), ("flops", flops, peak_flops)):
+        if peak is not None and not (math.isfinite(peak) and peak > 0):
+            raise ValueError(f"utilisation: the peak {what} must be finite and above 0, got {peak}")
+        if amount is not None and not (math.isfinite(amount) and amount >= 0):
+            raise ValueError(f"utilisation: the work for {what} must be finite and not negative, got {amount}")
+        least.append(None if amount is None or peak is None else amount / peak)
+    known = [floor for floor in least if floor is not None]
+    floor = max(known, default=0.0)
+    return Utilisation(
+        bandwidth=None if least[0] is None else least[0] / seconds,
+        flops=None if least[1] is None else least[1] / seconds,
+        floor_ms=floor * 1e3 if known else None,
+        times_floor=seconds / floor if floor else None,
+    )

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.case import Case
+from benchmarks.result import Check, Result, Store, device_name, load
+from tests.rows import ENVIRONMENT, failure, race, row, write
+
+
+def test_rows_survive_the_round_trip(tmp_path: Path) -> None:
+    rows = [*race(), failure("crashed", "signal 11", strategy="hierarchical")]
+    store = Store(write(tmp_path / "new" / "rows.jsonl", rows))
+    assert store.results() == rows
+    assert store.environments() == {"e1": ENVIRONMENT}
+
+
+def test_the_newest_row_of_a_case_wins(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [row(1.0, seed=1), row(9.0, model="gat"), row(2.0, seed=2)])
+    models = [(result.case.model, round(result.steady.samples[0])) for result in Store(path).results() if result.steady]
+    assert models == [("gcn", 2), ("gat", 9)]
+
+
+@pytest.mark.parametrize("keep", [1, 40, -1])
+def test_append_after_a_row_cut_short_spoils_nothing(tmp_path: Path, keep: int) -> None:
+    path = write(tmp_path / "rows.jsonl", [row(1.0)])
+    whole = path.read_bytes()
+    cut = json.dumps(row(2.0, model="gat").to_json()).encode()[:keep]
+    path.write_bytes(whole + cut)
+    store = Store(path)
+    assert [result.case.model for result in store.results()] == ["gcn"]  # dropped on reading
+    store.append(row(3.0, model="sage").to_json())
+    assert [result.case.model for result in store.results()] == ["gcn", "sage"]
+    assert path.read_bytes().startswith(whole) and path.read_bytes().count(b"\n") == 3
+
+
+def test_append_after_a_whole_row_without_its_line_end_keeps_it(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [row(1.0)])
+    path.write_bytes(path.read_bytes().rstrip(b"\n"))
+    store = Store(path)
+    assert len(store.results()) == 1
+    store.append(row(3.0, model="sage").to_json())
+    assert [result.case.model for result in store.results()] == ["gcn", "sage"]
+
+
+def test_a_broken_line_inside_names_file_and_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [])
+    with path.open("a") as file:
+        file.write('{"kind": "res\n')
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2 is not a JSON row .* repair or delete"):
+        list(Store(path).rows())
+
+
+def _changed(**changes: Any) -> dict[str, Any]:
+    return {**row(1.0).to_json(), **changes}
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (_changed(schema=7), r"rows\.jsonl:2: the row has schema 7, this code reads 1"),
+        (_changed(schema=None), "schema None"),
+        (_changed(speed=1, colour=2), "fields that this code does not know: colour, speed"),
+        (_changed(check={"error": 1e-7, "digits": 3}), "check has fields that this code does not know: digits"),
+        (_changed(case={"family": "gnn"}), "case: .*model"),
+        (_changed(case=None), "needs a case, got None"),
+        (_changed(memory=3), "memory must be an object, got 3"),
+        (_changed(status="fine"), "status 'fine'"),
+        (_changed(environment="e9"), "environment 'e9' is in no row before it"),
+    ],
+)
+def test_unreadable_rows_are_refused_by_name(tmp_path: Path, bad: dict[str, Any], said: str) -> None:
+    path = write(tmp_path / "rows.jsonl", [])
+    Store(path).append(bad)
+    with pytest.raises(ValueError, match=said):
+        Store(path).results()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_non_finite_numbers_are_named_and_nothing_is_written(tmp_path: Path, value: float) -> None:
+    result = row(1.0)
+    result.check = Check(error=value)
+    store = Store(tmp_path / "rows.jsonl")
+    with pytest.raises(ValueError, match=rf"check\.error is {value}"):
+        store.append(result.to_json())
+    result = row(1.0)
+    assert result.steady is not None
+    result.steady.device_ms[3] = value
+    with pytest.raises(ValueError, match=r"steady\.device_ms\[3\]"):
+        store.append(result.to_json())
+    assert not store.path.exists()
+
+
+def test_values_that_json_cannot_hold_are_named(tmp_path: Path) -> None:
+    result = row(1.0)
+    result.sizes = {"nodes": np.int64(3)}  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match=r"sizes\.nodes is a int64"):
+        Store(tmp_path / "rows.jsonl").append(result.to_json())
+
+
+def test_nan_written_by_other_hands_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"kind": "environment", "id": "e1", "clock": NaN}\n')
+    with pytest.raises(ValueError, match="NaN is not JSON"):
+        list(Store(path).rows())
+
+
+def test_a_failure_needs_its_reason() -> None:
+    with pytest.raises(ValueError, match="needs a reason"):
+        Result(case=Case(family="gnn", model="gcn", input="cora"), status="timeout")
+
+
+def test_load_reads_folders_and_keeps_environments_apart(tmp_path: Path) -> None:
+    write(tmp_path / "a" / "rows.jsonl", [row(1.0)])
+    write(tmp_path / "b" / "rows.jsonl", [row(2.0)], {**ENVIRONMENT, "gpu": "NVIDIA A100"})  # the same id
+    rows = load(tmp_path)
+    assert [device_name(rows.environment(result)) for result in rows.results] == ["NVIDIA H200", "NVIDIA A100"]
+    write(tmp_path / "c" / "rows.jsonl", [row(3.0)])
+    newest = load(tmp_path).results  # the same case, device and torch: the later path wins
+    assert [round(result.steady.samples[0]) for result in newest if result.steady] == [3, 2]
+
+
+def test_load_of_nothing(tmp_path: Path) -> None:
+    assert load(tmp_path).results == []
+    with pytest.raises(FileNotFoundError, match=r"give a \.jsonl file"):
+        load(tmp_path / "rows.jsonl")

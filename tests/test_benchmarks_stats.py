@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from benchmarks import stats
+from benchmarks.stats import Ratio
+
+
+def _ratio(low: float, high: float) -> Ratio:
+    return Ratio((low + high) / 2, low, high, 30, paired=True)
+
+
+def test_median_and_p95_of_known_samples() -> None:
+    samples = [float(value) for value in range(1, 102)]
+    assert stats.median(samples) == 51
+    assert stats.p95(samples) == 96
+    assert stats.percentile([3.0], 5) == 3
+
+
+@pytest.mark.parametrize(
+    ("samples", "said"),
+    [([], "no samples"), ([1.0, math.nan], "sample 1 is nan"), ([math.inf], "inf"), ([0.0], "above 0"), ([-1.0], "-1")],
+)
+def test_bad_samples_are_named(samples: list[float], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        stats.median(samples)
+    with pytest.raises(ValueError, match=said):
+        stats.unpaired_ratio(samples, [1.0])
+
+
+def test_percent_out_of_range() -> None:
+    with pytest.raises(ValueError, match=r"0\.\.100, got 101"):
+        stats.percentile([1.0], 101)
+
+
+def test_pairing_cancels_what_slows_a_whole_round() -> None:
+    random = np.random.RandomState(1)
+    drift = random.uniform(1, 3, size=40)  # a clock that wanders by a factor of three
+    reference = drift * 2.0 * random.normal(1, 0.002, size=40)
+    arm = drift * random.normal(1, 0.002, size=40)
+    order = random.permutation(40)  # rounds are matched by number, not by position
+    paired = stats.paired_ratio(list(reference), list(arm[order]), list(range(40)), [int(number) for number in order])
+    assert paired.low < 2.0 < paired.high and paired.high - paired.low < 0.02
+    unpaired = stats.unpaired_ratio(list(reference), list(arm))
+    assert unpaired.high - unpaired.low > 10 * (paired.high - paired.low)
+
+
+def test_interval_covers_the_true_ratio_about_as_often_as_it_says() -> None:
+    random = np.random.RandomState(2)
+    covered = 0
+    for _ in range(200):
+        reference = 3.0 * random.lognormal(0, 0.1, size=20)
+        arm = random.lognormal(0, 0.1, size=20)
+        ratio = stats.paired_ratio(list(reference), list(arm), range(20), range(20))
+        covered += ratio.low <= 3.0 <= ratio.high
+    assert 0.89 <= covered / 200 <= 0.99
+
+
+def test_intervals_are_reproducible() -> None:
+    times = [1.0, 1.1, 0.9, 1.2, 1.05, 1.0, 0.98]
+    assert stats.unpaired_ratio(times, times[::-1]) == stats.unpaired_ratio(times, times[::-1])
+
+
+def test_too_few_rounds_give_no_interval() -> None:
+    few = stats.MIN_ROUNDS - 1
+    ratio = stats.paired_ratio([2.0] * few, [1.0] * few, range(few), range(few))
+    assert ratio.value == 2 and not ratio.has_interval
+    assert stats.verdict(ratio, 0.0) == "undetermined"
+    assert stats.noise_floor(ratio) == math.inf
+    enough = stats.paired_ratio([2.0] * 6, [1.0] * 6, range(6), range(6))
+    assert enough.has_interval and stats.verdict(enough, 0.0) == "faster"
+
+
+@pytest.mark.parametrize(
+    ("reference_rounds", "arm_rounds", "said"),
+    [
+        ([0, 1, 2], [0, 1], "reference: 2 samples but 3 round numbers"),
+        ([0, 1], [0, 2], "rounds 1, 2 have a sample of one arm only"),
+        ([0, 0], [0, 1], "reference: round 0 occurs twice"),
+    ],
+)
+def test_mismatched_rounds(reference_rounds: list[int], arm_rounds: list[int], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        stats.paired_ratio([1.0, 1.0], [1.0, 1.0], reference_rounds, arm_rounds)
+
+
+def test_inverse_swaps_the_ends() -> None:
+    inverse = Ratio(2.0, 1.6, 2.5, 9, paired=False).inverse
+    assert (inverse.value, inverse.low, inverse.high) == pytest.approx((0.5, 0.4, 0.625))
+    assert Ratio(2.0, 0.0, math.inf, 3, paired=True).inverse == Ratio(0.5, 0.0, math.inf, 3, paired=True)
+
+
+def test_noise_floor_takes_the_farther_end() -> None:
+    assert stats.noise_floor(_ratio(0.99, 1.03)) == pytest.approx(0.03)
+    assert stats.noise_floor(_ratio(0.8, 1.03)) == pytest.approx(0.25)
+
+
+def test_a_difference_below_the_noise_is_undetermined() -> None:
+    small_gain = _ratio(1.01, 1.03)
+    assert stats.verdict(small_gain, 0.0) == "faster"
+    assert stats.verdict(small_gain, None) == "faster"
+    assert stats.verdict(small_gain, 0.02) == "undetermined"
+    assert stats.verdict(_ratio(0.95, 0.97), 0.02) == "slower"
+    assert stats.verdict(_ratio(0.97, 0.99), 0.02) == "undetermined"
+    assert stats.verdict(_ratio(0.9, 1.1), 0.0) == "undetermined"
+    with pytest.raises(ValueError, match="noise floor"):
+        stats.verdict(small_gain, -0.1)
+
+
+def test_break_even() -> None:
+    assert stats.break_even_calls(2.0, eager_ms=3.0, arm_ms=1.0) == 1000
+    assert stats.break_even_calls(0.0011, eager_ms=2.0, arm_ms=1.0) == 2
+    assert stats.break_even_calls(-0.01, eager_ms=2.0, arm_ms=1.0) == 0
+    assert stats.break_even_calls(2.0, eager_ms=1.0, arm_ms=1.0) is None
+    assert stats.break_even_calls(2.0, eager_ms=1.0, arm_ms=1.5) is None
+    with pytest.raises(ValueError, match="nan"):
+        stats.break_even_calls(math.nan, eager_ms=2.0, arm_ms=1.0)
+
+
+def test_roofline() -> None:
+    # 4 GB at 4 TB/s take 1 ms, 400 GFLOP at 800 TFLOP/s half of that: bandwidth bound.
+    use = stats.utilisation(2.0, bytes=4e9, flops=4e11, peak_bandwidth=4e12, peak_flops=8e14)
+    assert use.bandwidth == pytest.approx(0.5)
+    assert use.flops == pytest.approx(0.25)
+    assert use.floor_ms == pytest.approx(1.0)
+    assert use.times_floor == pytest.approx(2.0)
+
+
+def test_roofline_with_parts_unknown() -> None:
+    use = stats.utilisation(2.0, bytes=4e9, flops=None, peak_bandwidth=4e12, peak_flops=8e14)
+    assert use.flops is None and use.floor_ms == pytest.approx(1.0)
+    nothing = stats.utilisation(2.0, bytes=None, flops=None, peak_bandwidth=None, peak_flops=None)
+    assert nothing.floor_ms is None and nothing.times_floor is None
+    with pytest.raises(ValueError, match="peak bandwidth must be"):
+        stats.utilisation(2.0, bytes=1, flops=1, peak_bandwidth=0.0, peak_flops=1.0)
