@@ -1,0 +1,22 @@
+"""Regional compilation model zoo: models whose blocks compile once and are reused by every copy.
+
+``import zoo`` imports torch and nothing heavier; upstream libraries come in only when a model is converted.
+"""
+
+from zoo import gnn as gnn
+from zoo.budget import BudgetError as BudgetError
+from zoo.budget import enforce_budget as enforce_budget
+from zoo.compile import RegionWarning as RegionWarning
+from zoo.compile import compile_regions as compile_regions
+from zoo.compile import uncompile as uncompile
+from zoo.compile import warm_up as warm_up
+from zoo.cudagraph import cuda_graph as cuda_graph
+from zoo.regions import Region as Region
+from zoo.regions import find_regions as find_regions
+from zoo.registry import create as create
+from zoo.registry import example_inputs as example_inputs
+from zoo.registry import from_upstream as from_upstream
+from zoo.registry import list_models as list_models
+from zoo.registry import to_upstream as to_upstream
+
+__version__ = "0.1.0"

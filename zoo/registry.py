@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
+
+from zoo.weights import read_state_dict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +40,172 @@ class Family:
     upstream_module: str
     upstream_packages: tuple[str, ...]
 
+    def upstream(self) -> ModuleType:
+        """The family's upstream module; imports the upstream library."""
+        return importlib.import_module(self.upstream_module)
+
 
 _FAMILIES: dict[str, Family] = {}
 
 
 def register(family: Family) -> Family:
-    """Add a family; a preset name that another family has already taken is an error."""
+    """Add a family. A preset name that another family has already taken is a ValueError."""
     for other in _FAMILIES.values():
         if other.name != family.name and (taken := set(other.presets) & set(family.presets)):
             raise ValueError(f"family {family.name!r}: preset names {sorted(taken)} already belong to {other.name!r}")
     _FAMILIES[family.name] = family
     return family
+
+
+def families() -> tuple[Family, ...]:
+    """All registered families, in order of registration."""
+    return tuple(_FAMILIES.values())
+
+
+def family_of(model: nn.Module) -> Family:
+    """The family a zoo model belongs to; TypeError for a module that is not the zoo's."""
+    for family in _FAMILIES.values():
+        if type(model) in family.model_types:
+            return family
+    raise TypeError(
+        f"{type(model).__module__}.{type(model).__name__} is not a model of the zoo; zoo.from_upstream(module) converts "
+        "an upstream library's"
+    )
+
+
+def list_models(family: str | None = None) -> list[str]:
+    """Preset names, of one family or of all.
+
+    Raises:
+        ValueError: If there is no such family.
+    """
+    if family is None:
+        return [name for each in _FAMILIES.values() for name in each.presets]
+    if family not in _FAMILIES:
+        raise ValueError(f"no family {family!r}{_did_you_mean(family, _FAMILIES)}; there are {', '.join(_FAMILIES)}")
+    return list(_FAMILIES[family].presets)
+
+
+def create(
+    name: str,
+    *,
+    weights: Any = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    **overrides: Any,
+) -> nn.Module:
+    """Build a model by its preset's name, in eval mode, nothing compiled.
+
+    Args:
+        name: One of ``list_models()``.
+        weights: None for random weights, else a local file or folder (safetensors, or a ``.pt``/``.pth`` holding
+            tensors only) or a hub id. Keys may be the zoo's or the upstream library's.
+        device: Where to build; torch's default device when left out.
+        dtype: Floating-point dtype of the parameters; torch's default dtype when left out.
+        overrides: Fields of the preset's config to replace.
+
+    Raises:
+        ValueError: If the name or an override does not exist, or a tensor of ``weights`` is missing, left over or of
+            another shape.
+        FileNotFoundError: If ``weights`` looks like a path and is not there.
+    """
+    family = next((each for each in _FAMILIES.values() if name in each.presets), None)
+    if family is None:
+        known = list_models()
+        raise ValueError(f"no model {name!r}{_did_you_mean(name, known)}; zoo.list_models() has {', '.join(known)}")
+    config = family.presets[name]
+    fields = [field.name for field in dataclasses.fields(config) if field.init]
+    for key in overrides:
+        if key not in fields:
+            raise ValueError(f"{name} has no option {key!r}{_did_you_mean(key, fields)}; it has {', '.join(fields)}")
+    config = dataclasses.replace(config, **overrides)
+    if weights is None:
+        return _build(family, config, device, dtype).eval()
+    state = read_state_dict(weights)
+    # Built without memory, then given the loaded tensors: never two copies of the weights.
+    model = _build(family, config, torch.device("meta"), dtype)
+    if not set(state) == set(model.state_dict()):
+        state = family.upstream().convert_state_dict(state, config)
+    _assign(model, state, device or torch.get_default_device(), dtype or torch.get_default_dtype(), str(weights))
+    return model.eval()
+
+
+def from_upstream(module: nn.Module) -> nn.Module:
+    """The zoo's model with the weights, configuration and mode of an upstream library's: same outputs.
+
+    Raises:
+        TypeError: If no family takes this class.
+        ValueError: If the module uses an option that the zoo does not support; the message names it.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}, expected an nn.Module of an upstream library")
+    packages = {cls.__module__.partition(".")[0] for cls in type(module).__mro__}
+    for family in _FAMILIES.values():
+        if packages & set(family.upstream_packages):
+            try:
+                model: nn.Module = family.upstream().from_upstream(module)
+            except NotImplementedError:
+                continue
+            return model.train(module.training)
+    taken = {family.name: "/".join(family.upstream_packages) for family in _FAMILIES.values()}
+    raise TypeError(
+        f"no family converts {type(module).__module__}.{type(module).__name__}; families and their libraries: {taken}"
+    )
+
+
+def to_upstream(model: nn.Module) -> nn.Module:
+    """The upstream library's model with a zoo model's weights, configuration and mode.
+
+    Raises:
+        TypeError: If the model is not the zoo's.
+    """
+    module: nn.Module = family_of(model).upstream().to_upstream(model)
+    return module.train(model.training)
+
+
+def example_inputs(model: nn.Module, **sizes: Any) -> dict[str, Any]:
+    """Random but valid keyword arguments for ``model(**inputs)``, on the model's device and in its dtype.
+
+    Args:
+        model: A model of the zoo.
+        sizes: What the family lets you choose: ``num_nodes``, ``batch``, ... and ``seed``.
+
+    Raises:
+        TypeError: If the model is not the zoo's, or a size is not one of its family's.
+    """
+    return family_of(model).example_inputs(model, **sizes)
+
+
+def _build(family: Family, config: Any, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Module:
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype is {dtype}, but parameters need a floating-point one")
+    before = torch.get_default_dtype()
+    try:
+        if dtype is not None:
+            torch.set_default_dtype(dtype)
+        with torch.device(device) if device is not None else torch.device(torch.get_default_device()):
+            return family.build(config)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _assign(
+    model: nn.Module, state: Mapping[str, torch.Tensor], device: torch.device | str, dtype: torch.dtype, source: str
+) -> None:
+    expected = model.state_dict()
+    missing, extra = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
+    if missing or extra:
+        raise ValueError(f"{source}: missing tensors {missing[:8]}, unexpected tensors {extra[:8]}")
+    for key, tensor in state.items():
+        if tensor.shape != expected[key].shape:
+            raise ValueError(f"{source}: {key} has shape {tuple(tensor.shape)}, expected {tuple(expected[key].shape)}")
+    placed = {k: v.to(device, dtype if v.is_floating_point() else None) for k, v in state.items()}
+    model.load_state_dict(placed, strict=True, assign=True)
+    left = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
+    if left:
+        raise ValueError(f"{source}: nothing was loaded into {left[:8]}")
+
+
+def _did_you_mean(wrong: str, known: Any) -> str:
+    close = difflib.get_close_matches(str(wrong), list(known), n=1)
+    return f", did you mean {close[0]!r}?" if close else ""

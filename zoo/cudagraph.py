@@ -1,0 +1,393 @@
+"""One outer CUDA graph around a whole step: the launch and guard cost of every block, paid once.
+
+On a CPU the same interface copies inputs in and overwrites outputs in the same way, so that code which would alias on
+a GPU is seen to alias in tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from zoo.reachable import Weights, reachable_modules
+
+_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+class CaptureError(RuntimeError):
+    """The step cannot be captured; the message names the operation and the line it was called from."""
+
+
+def cuda_graph(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    clone_outputs: bool = True,
+    static: Iterable[int | str] = (),
+    buckets: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]] | None = None,
+    warmup: int = 3,
+) -> GraphedStep:
+    """Capture ``fn(*args, **kwargs)`` once; the returned step copies new inputs in and replays it.
+
+    The step is run ``warmup`` times on a side stream first, and whatever is lazily compiled compiles then. Grad mode,
+    inference mode and autocast are those of this call, as is the device of the inputs. Random state is registered:
+    each replay draws new dropout, and a seed gives what eager would.
+
+    Args:
+        fn: A module or function whose work has static shapes and never synchronises.
+        args: Example positional arguments.
+        kwargs: Example keyword arguments.
+        clone_outputs: ``True`` returns fresh tensors. ``False`` returns the static outputs, which the next call of
+            this step overwrites.
+        static: Positions or names of arguments that are the same object in every call (a prepared graph, a cache).
+            They are not copied in.
+        buckets: Further calls to capture, one ``(args, kwargs)`` pair for each shape, sharing one memory pool. A call
+            replays the bucket of its exact shapes; padding to a bucket is the caller's.
+        warmup: Runs before capture, at least 2: the last one is watched for synchronising operations.
+
+    Returns:
+        A callable with the signature of ``fn``. It is not reentrant.
+
+    Raises:
+        CaptureError: If an operation synchronises or the capture fails; the process stays usable.
+        TypeError: If an argument is neither a tensor, a plain value, nor a container of them, and is not static.
+        ValueError: If an input requires grad, or two buckets have the same shapes.
+    """
+    if warmup < 2:
+        raise ValueError(f"warmup is {warmup}; at least 2 runs are needed, one to compile and one to watch")
+    if not callable(fn):
+        raise TypeError(f"fn is a {type(fn).__name__}, expected a module or a function")
+    return GraphedStep(fn, [(tuple(args), dict(kwargs or {})), *(buckets or ())], clone_outputs, tuple(static), warmup)
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """One captured shape: static input buffers (None where the leaf is a constant), outputs, and the replay."""
+
+    leaves: list[Any]
+    buffers: list[torch.Tensor | None]
+    outputs: list[Any] = field(default_factory=list)
+    output_spec: Any = None
+    graph: torch.cuda.CUDAGraph | None = None
+
+
+class GraphedStep:
+    """A captured step; made by ``cuda_graph``."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        calls: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]],
+        clone_outputs: bool,
+        static: tuple[int | str, ...],
+        warmup: int,
+    ) -> None:
+        self._fn = fn
+        self._clone = clone_outputs
+        self._lock = threading.Lock()
+        self._static = {place: _static_value(calls[0], place) for place in static}
+        flat = [self._flatten(args, dict(kwargs), spec=None) for args, kwargs in calls]
+        self._spec = flat[0][1]
+        for index, (_, spec) in enumerate(flat):
+            if spec != self._spec:
+                raise ValueError(f"bucket {index} is called with another structure of arguments than the first call")
+        tensors = [leaf for leaves, _ in flat for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        modules = reachable_modules(fn, *self._static.values())
+        self._weights = Weights(modules)
+        self.device = _device([*tensors, *self._weights.tensors(), *_tensors_in(self._static.values())])
+        self._buckets: dict[tuple[Any, ...], _Bucket] = {}
+        # The largest first: later captures then fit into the pool that it reserved.
+        pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        for leaves, _ in sorted(flat, key=lambda item: -sum(t.numel() for t in item[0] if isinstance(t, torch.Tensor))):
+            for leaf in leaves:
+                _check_leaf(leaf)
+            if (key := _key(leaves)) in self._buckets:
+                raise ValueError(f"two buckets have the same shapes: {_describe(leaves)}")
+            bucket = _Bucket(leaves, [_buffer(leaf) for leaf in leaves])
+            capture = self._capture if pool is not None else self._imitate
+            capture(bucket, warmup, pool)
+            self._buckets[key] = bucket
+        self._only = next(iter(self._buckets.values())) if len(self._buckets) == 1 else None
+        self._weights.remember()
+
+    @property
+    def shapes(self) -> list[str]:
+        """The captured buckets, in words."""
+        return [_describe(bucket.leaves) for bucket in self._buckets.values()]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Replay on new inputs.
+
+        Raises:
+            ValueError: If a shape, dtype, device or constant differs from what was captured, or a static argument is
+                another object.
+            RuntimeError: If weights were moved or replaced since capture, or the step is already running.
+        """
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError("this step is running already (it is not reentrant): capture a second one for each user")
+        try:
+            leaves, _ = self._flatten(args, kwargs, spec=self._spec)
+            bucket = self._match(leaves)
+            self._weights.check()
+            _copy_in(bucket, leaves)
+            if bucket.graph is not None:
+                bucket.graph.replay()
+            else:
+                self._run_imitation(bucket)
+            outputs = bucket.outputs
+            if self._clone:
+                outputs = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in outputs]
+            return pytree.tree_unflatten(outputs, bucket.output_spec)
+        finally:
+            self._lock.release()
+
+    def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any], spec: Any) -> tuple[list[Any], Any]:
+        """Leaves without the static arguments, which must be the very objects of the first call."""
+        positional: tuple[Any, ...] | list[Any] = args
+        for place, value in self._static.items():
+            given: Any
+            if isinstance(place, int):
+                given = args[place] if place < len(args) else None
+                positional = list(positional)
+                if place < len(args):
+                    positional[place] = None
+            else:
+                given = kwargs.get(place)
+                kwargs = {key: item for key, item in kwargs.items() if key != place}
+            if given is not value:
+                raise ValueError(
+                    f"static argument {place!r} is another object than the one captured; capture again, or leave it "
+                    "out of static= to have it copied in"
+                )
+        names = tuple(kwargs)
+        if not any(isinstance(value, (dict, list, tuple)) for value in (*positional, *kwargs.values())):
+            # Nothing is nested: a sorted walk costs a microsecond, a general one ten.
+            names = tuple(sorted(names))
+            flat_spec = (len(positional), names)
+            leaves = [*positional, *(kwargs[name] for name in names)]
+        else:
+            leaves, flat_spec = pytree.tree_flatten((tuple(positional), dict(sorted(kwargs.items()))))
+        if spec is not None and flat_spec != spec:
+            raise ValueError(f"called with another structure of arguments ({flat_spec}) than captured ({spec})")
+        return leaves, flat_spec
+
+    def _match(self, leaves: list[Any]) -> _Bucket:
+        bucket = self._only if self._only is not None else self._buckets.get(_key(leaves))
+        if bucket is None:
+            raise ValueError(f"no bucket for {_describe(leaves)}; captured: {'; '.join(self.shapes)}")
+        for index, (leaf, buffer) in enumerate(zip(leaves, bucket.buffers, strict=True)):
+            if buffer is None:
+                if isinstance(leaf, torch.Tensor) or leaf != bucket.leaves[index]:
+                    raise ValueError(
+                        f"input {index} is {leaf!r}, but {bucket.leaves[index]!r} was captured as a constant; pass a "
+                        "tensor for what changes"
+                    )
+            elif (
+                not isinstance(leaf, torch.Tensor)
+                or leaf.shape != buffer.shape
+                or leaf.dtype != buffer.dtype
+                or leaf.device != buffer.device
+            ):
+                raise ValueError(
+                    f"input {index} is {_describe([leaf])}, but {_describe([buffer])} was captured; capture this "
+                    "shape as one of buckets=, or pad to a captured one"
+                )
+        return bucket
+
+    def _call(self, bucket: _Bucket) -> Any:
+        leaves = [leaf if buffer is None else buffer for leaf, buffer in zip(bucket.leaves, bucket.buffers, strict=True)]
+        if isinstance(self._spec, tuple):
+            count, names = self._spec
+            args, kwargs = list(leaves[:count]), dict(zip(names, leaves[count:], strict=True))
+        else:
+            positional, kwargs = pytree.tree_unflatten(leaves, self._spec)
+            args = list(positional)
+        for place, value in self._static.items():
+            if isinstance(place, int):
+                args[place] = value
+            else:
+                kwargs[place] = value
+        return self._fn(*args, **kwargs)
+
+    def _capture(self, bucket: _Bucket, warmup: int, pool: Any) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise CaptureError("another CUDA graph is being captured on this stream; capture steps one after the other")
+        index = self.device.index if self.device.index is not None else torch.cuda.current_device()
+        with torch.cuda.device(index), _uncached_autocast():
+            with torch.random.fork_rng(devices=[index]):
+                self._warm_up(bucket, warmup)
+            generator = torch.cuda.default_generators[index]
+            # A failed capture leaves the generator believing that it still records; only a clone can be put back.
+            state = generator.clone_state()
+            graph = torch.cuda.CUDAGraph()
+            failure: Exception | None = None
+            try:
+                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                    try:
+                        outputs = self._call(bucket)
+                    except Exception as error:
+                        failure = error
+                        raise
+            except Exception as error:
+                generator.graphsafe_set_state(state)
+                with contextlib.suppress(RuntimeError):
+                    torch.cuda.synchronize(index)
+                cause = failure or error
+                raise CaptureError(f"capture failed: {_first_line(cause)}{_where(cause)}") from cause
+        bucket.graph = graph
+        bucket.outputs, bucket.output_spec = _flatten_outputs(outputs)
+
+    def _warm_up(self, bucket: _Bucket, warmup: int) -> None:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(warmup - 1):
+                self._call(bucket)
+            torch.cuda.synchronize()
+            before = torch.cuda.get_sync_debug_mode()
+            # Synchronising is found here, where it raises and harms nothing, not in a capture that it would poison.
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                self._call(bucket)
+            except RuntimeError as error:
+                if "synchroniz" not in str(error):
+                    raise
+                raise CaptureError(
+                    f"the step synchronises with the host, which no CUDA graph can hold: {_first_line(error)}"
+                    f"{_where(error)}; move it out of the step"
+                ) from error
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+
+    def _imitate(self, bucket: _Bucket, warmup: int, _: Any) -> None:
+        with _uncached_autocast(), torch.random.fork_rng(devices=[]):
+            for _ in range(warmup):
+                outputs = self._call(bucket)
+        leaves, bucket.output_spec = _flatten_outputs(outputs)
+        bucket.outputs = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+    def _run_imitation(self, bucket: _Bucket) -> None:
+        leaves, _ = _flatten_outputs(self._call(bucket))
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                with _may_write(bucket.outputs[index]):
+                    bucket.outputs[index].copy_(leaf)
+
+
+def _static_value(call: tuple[tuple[Any, ...], Mapping[str, Any]], place: int | str) -> Any:
+    args, kwargs = call
+    if isinstance(place, int) and 0 <= place < len(args):
+        return args[place]
+    if isinstance(place, str) and place in kwargs:
+        return kwargs[place]
+    raise ValueError(f"static names {place!r}, but the call has {len(args)} positional argument(s) and {sorted(kwargs)}")
+
+
+def _check_leaf(leaf: Any) -> None:
+    if isinstance(leaf, torch.Tensor):
+        if leaf.requires_grad:
+            raise ValueError(f"input {_describe([leaf])} requires grad; run backward inside the step, or detach it")
+        if leaf.layout is not torch.strided:
+            raise TypeError(f"input {_describe([leaf])} is {leaf.layout}; only strided tensors are copied in: name it static=")
+    elif not isinstance(leaf, _CONSTANTS):
+        raise TypeError(f"an input is a {type(leaf).__name__}, which cannot be copied in; name it in static=")
+
+
+def _buffer(leaf: Any) -> torch.Tensor | None:
+    """A static copy of the same kind: an inference tensor only where the example was one, or blocks would recompile."""
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    with torch.inference_mode(leaf.is_inference()), torch.no_grad():
+        return torch.empty_like(leaf).copy_(leaf)
+
+
+def _copy_in(bucket: _Bucket, leaves: list[Any]) -> None:
+    pairs = [
+        (buffer, leaf)
+        for buffer, leaf in zip(bucket.buffers, leaves, strict=True)
+        if buffer is not None and leaf is not buffer
+    ]
+    if not pairs:
+        return
+    with _may_write(pairs[0][0]), torch.no_grad():
+        for buffer, leaf in pairs:
+            buffer.copy_(leaf)
+
+
+@contextlib.contextmanager
+def _may_write(tensor: torch.Tensor) -> Iterator[None]:
+    """An inference tensor may be written in inference mode only."""
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        with torch.inference_mode():
+            yield
+    else:
+        yield
+
+
+@contextlib.contextmanager
+def _uncached_autocast() -> Iterator[None]:
+    """Autocast's cache would keep casts that live in the graph's pool: off, for contexts entered inside too."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+def _flatten_outputs(outputs: Any) -> tuple[list[Any], Any]:
+    leaves, spec = pytree.tree_flatten(outputs)
+    return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec
+
+
+def _tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Tensors in static arguments, a level deep into plain objects, to learn the device."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        for leaf in pytree.tree_leaves(value):
+            candidates = [leaf, *getattr(leaf, "__dict__", {}).values()]
+            found += [item for item in candidates if isinstance(item, torch.Tensor)]
+    return found
+
+
+def _device(tensors: list[torch.Tensor]) -> torch.device:
+    on_gpu = {tensor.device for tensor in tensors if tensor.is_cuda}
+    if len(on_gpu) > 1:
+        raise ValueError(f"inputs and weights lie on {sorted(map(str, on_gpu))}; one CUDA graph runs on one device")
+    return on_gpu.pop() if on_gpu else torch.device("cpu")
+
+
+def _key(leaves: list[Any]) -> tuple[Any, ...]:
+    return tuple(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+
+
+def _describe(leaves: Iterable[Any]) -> str:
+    words = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            words.append(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)} on {leaf.device}")
+        else:
+            words.append(repr(leaf))
+    return ", ".join(words)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line outside torch that the error came through."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
+    own = [frame for frame in frames if frame.filename != __file__] or frames
+    return f" (in {own[-1].name}, line {own[-1].lineno}: {own[-1].line})" if own else ""
