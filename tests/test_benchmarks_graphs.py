@@ -1,0 +1,283 @@
+"""The benchmark's graphs: counts, seeds and skew of generated ones, and small files in the real sets' formats."""
+
+from __future__ import annotations
+
+import gzip
+import pickle
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.sparse
+import torch
+
+from benchmarks.workloads import graphs, real_graphs
+from benchmarks.workloads.graphs import INPUTS, SPECS, GraphSpec
+
+SMALL = GraphSpec(nodes=3_000, edges=40_000, features=16, classes=5, hub=900)
+
+
+def skew(graph: graphs.Graph) -> float:
+    """Largest degree over the mean degree."""
+    return graph.max_degree * graph.nodes / graph.edges
+
+
+def test_inputs_are_the_documented_ones():
+    assert INPUTS == (
+        "karate",
+        "cora",
+        "cora-powerlaw",
+        "arxiv",
+        "arxiv-powerlaw",
+        "reddit",
+        "reddit-powerlaw",
+        "products",
+        "products-powerlaw",
+    )
+
+
+def test_published_counts():
+    counts = {name: (s.nodes, s.edges, s.features, s.classes) for name, s in SPECS.items()}
+    assert counts["cora"] == (2_708, 10_556, 1_433, 7)
+    assert counts["arxiv"] == (169_343, 2_315_598, 128, 40)
+    assert counts["reddit"] == (232_965, 114_615_892, 602, 41)
+    assert counts["products"] == (2_449_029, 2 * 61_859_140, 100, 47)
+
+
+def test_karate_is_the_real_club():
+    graph = graphs.load("karate")
+    assert (graph.nodes, graph.edges, graph.classes, graph.data) == (34, 156, 4, "bundled (KarateClub)")
+    # Instructor and president, the two hubs of the paper, are not friends.
+    degree = torch.bincount(graph.edge_index[1])
+    assert degree[0] == 16 and degree[33] == 17
+    assert not ((graph.edge_index[0] == 0) & (graph.edge_index[1] == 33)).any()
+
+
+@pytest.mark.parametrize("name", ["cora", "cora-powerlaw"])
+def test_stand_in_has_the_counts_of_the_real_set(name: str):
+    graph = graphs.load(name)
+    assert (graph.nodes, graph.edges, graph.x.size(1), graph.classes) == (2_708, 10_556, 1_433, 7)
+    assert graph.edge_index.dtype == torch.int64 and graph.x.dtype == torch.float32
+    assert graph.data == ("generated, power law" if name.endswith("powerlaw") else "generated, uniform")
+
+
+@pytest.mark.parametrize("power_law", [False, True])
+@pytest.mark.parametrize("order", ["source", "destination", "pairs"])
+def test_generated_graph_is_undirected_without_loops(power_law: bool, order: str):
+    counts = GraphSpec(nodes=50, edges=600, features=3, classes=2, hub=60, order=order)
+    edge_index = graphs.generate(counts, power_law=power_law).edge_index
+    assert edge_index.shape == (2, 600) and edge_index.is_contiguous()
+    assert edge_index.min() >= 0 and edge_index.max() < 50
+    assert (edge_index[0] != edge_index[1]).all()
+    key, reverse = edge_index[0] * 50 + edge_index[1], edge_index[1] * 50 + edge_index[0]
+    assert torch.equal(key.sort().values, reverse.sort().values)
+    if order == "pairs":
+        assert torch.equal(edge_index[:, ::2], edge_index[:, 1::2].flip(0))
+    else:
+        ordered = key if order == "source" else reverse
+        assert (ordered.diff() >= 0).all()
+
+
+def test_power_law_is_skewed_and_uniform_is_not():
+    uniform, power_law = graphs.generate(SMALL), graphs.generate(SMALL, power_law=True)
+    assert skew(uniform) < 4
+    assert 0.8 * SMALL.hub < power_law.max_degree < 1.2 * SMALL.hub
+    median = torch.bincount(power_law.edge_index[1], minlength=SMALL.nodes).median()
+    assert median < 0.7 * SMALL.edges / SMALL.nodes
+    # Ids are shuffled: the hub sits anywhere, so two seeds put it at two places.
+    seeded = [graphs.generate(SMALL, power_law=True, seed=seed) for seed in range(3)]
+    hubs = {int(torch.bincount(graph.edge_index[1]).argmax()) for graph in seeded}
+    assert len(hubs) > 1
+
+
+def test_power_law_tail_falls_with_the_stated_exponent():
+    counts = GraphSpec(nodes=100_000, edges=2_000_000, features=1, classes=2, hub=20_000)
+    degree = torch.bincount(graphs.generate(counts, power_law=True).edge_index[1]).sort(descending=True).values.double()
+    # A density of k**-EXPONENT is a rank-degree line of slope -1 / (EXPONENT - 1).
+    first, last = 300, 30_000
+    slope = torch.log(degree[last] / degree[first]) / np.log(last / first)
+    assert abs(-1 / slope + 1 - graphs.EXPONENT) < 0.15
+
+
+@pytest.mark.parametrize("power_law", [False, True])
+def test_seeds(power_law: bool):
+    one, again, other = (graphs.generate(SMALL, power_law=power_law, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(one.edge_index, again.edge_index) and torch.equal(one.x, again.x)
+    assert not torch.equal(one.edge_index, other.edge_index) and not torch.equal(one.x, other.x)
+
+
+def test_features_of_another_width():
+    narrow, wide = graphs.load("cora", seed=3), graphs.load("cora", features=256, seed=3)
+    assert wide.x.shape == (2_708, 256)
+    assert torch.equal(narrow.edge_index, wide.edge_index)
+    real = graphs.load("karate", features=256)
+    assert real.x.shape == (34, 256) and real.data == "bundled (KarateClub), features generated"
+
+
+def test_unknown_input():
+    with pytest.raises(ValueError, match="no graph 'coral'; choose one of karate"):
+        graphs.load("coral")
+    with pytest.raises(ValueError, match="no graph 'karate-powerlaw'"):
+        graphs.spec("karate-powerlaw")
+
+
+def test_odd_number_of_edges():
+    with pytest.raises(ValueError, match="even number of edges"):
+        graphs.generate(GraphSpec(nodes=4, edges=3, features=1, classes=1, hub=1))
+
+
+# --- real formats ----------------------------------------------------------------------------------------------------
+
+
+def write_cora(root: Path) -> dict[int, list[int]]:
+    """540 nodes in Planetoid's eight files: 20 labelled, 530 in allx, the last 10 the test nodes, in another order."""
+    rng = np.random.default_rng(0)
+    raw = root / "Cora" / "raw"
+    raw.mkdir(parents=True)
+    features = scipy.sparse.csr_matrix((rng.random((540, 6)) < 0.4).astype(np.float32))
+    labels = np.eye(3, dtype=np.int32)[rng.integers(3, size=540)]
+    neighbours: dict[int, list[int]] = defaultdict(list)
+    for a, b in [(0, 1), (1, 2), (5, 539), (7, 7), (0, 1)]:  # with a self-loop and a duplicate, as in the real files
+        neighbours[a].append(b)
+        neighbours[b].append(a)
+    test = rng.permutation(np.arange(530, 540))
+    files = {
+        "x": features[:20],
+        "y": labels[:20],
+        "allx": features[:530],
+        "ally": labels[:530],
+        "tx": features[530:],
+        "ty": labels[530:],
+        "graph": neighbours,
+    }
+    for name, value in files.items():
+        (raw / f"ind.cora.{name}").write_bytes(pickle.dumps(value))
+    (raw / "ind.cora.test.index").write_text("".join(f"{index}\n" for index in test))
+    return neighbours
+
+
+def write_reddit(root: Path) -> None:
+    raw = root / "Reddit" / "raw"
+    raw.mkdir(parents=True)
+    np.savez(
+        raw / "reddit_data.npz",
+        feature=np.arange(12, dtype=np.float64).reshape(4, 3),
+        label=np.array([0, 1, 2, 1]),
+        node_types=np.array([1, 1, 2, 3]),
+    )
+    row, col = np.array([0, 1, 1, 3]), np.array([1, 0, 3, 1])
+    scipy.sparse.save_npz(raw / "reddit_graph.npz", scipy.sparse.coo_matrix((np.ones(4), (row, col)), shape=(4, 4)))
+
+
+def write_ogb(root: Path, folder: str, *, year: bool) -> None:
+    raw = root / folder / "raw"
+    raw.mkdir(parents=True)
+    (root / folder / "RELEASE_v1.txt").touch()
+    files = {
+        "edge": "0,1\n2,1\n1,2\n",
+        "num-node-list": "4\n",
+        "num-edge-list": "3\n",
+        "node-feat": "0.5,1.5\n-1.0,0.0\n2.0,3.0\n4.0,5.5\n",
+        "node-label": "0\n1\n2\n0\n",
+    }
+    if year:
+        files["node_year"] = "2010\n2011\n2012\n2013\n"
+    for name, text in files.items():
+        with gzip.open(raw / f"{name}.csv.gz", "wt") as file:
+            file.write(text)
+
+
+def pairs(graph: graphs.Graph) -> list[tuple[int, int]]:
+    return sorted(zip(*graph.edge_index.tolist(), strict=True))
+
+
+def test_real_cora(tmp_path: Path):
+    write_cora(tmp_path)
+    graph = graphs.load("cora", data_root=str(tmp_path))
+    assert graph.data == "real (Planetoid)"
+    assert graph.x.shape == (540, 6) and graph.classes == 3
+    # Duplicates and self-loops go, each edge stays in both directions.
+    assert pairs(graph) == [(0, 1), (1, 0), (1, 2), (2, 1), (5, 539), (539, 5)]
+    # Processed once, it loads without its raw files.
+    for file in (tmp_path / "Cora" / "raw").iterdir():
+        file.unlink()
+    again = graphs.load("cora", data_root=str(tmp_path))
+    assert torch.equal(again.x, graph.x) and torch.equal(again.edge_index, graph.edge_index)
+
+
+def test_real_reddit(tmp_path: Path):
+    write_reddit(tmp_path)
+    graph = graphs.load("reddit", data_root=str(tmp_path))
+    assert graph.data == "real (Reddit)"
+    assert graph.x.dtype == torch.float32 and graph.x.tolist()[1] == [3.0, 4.0, 5.0]
+    assert pairs(graph) == [(0, 1), (1, 0), (1, 3), (3, 1)] and graph.classes == 3
+
+
+@pytest.mark.parametrize("folder", ["ogbn_arxiv", "ogbn_arxiv_pyg"])
+def test_real_arxiv_is_made_undirected(tmp_path: Path, folder: str):
+    write_ogb(tmp_path, folder, year=True)
+    graph = graphs.load("arxiv", data_root=str(tmp_path))
+    assert graph.data == "real (ogbn-arxiv)"
+    assert graph.x.tolist()[3] == [4.0, 5.5] and graph.classes == 40
+    assert pairs(graph) == [(0, 1), (1, 0), (1, 2), (2, 1)]
+
+
+def test_real_products_keeps_both_directions_of_the_loader(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write_ogb(tmp_path, "ogbn_products", year=False)
+    graph = graphs.load("products", data_root=str(tmp_path))
+    assert graph.data == "real (ogbn-products)" and graph.classes == 47
+    assert graph.edge_index.tolist() == [[0, 1, 2, 1, 1, 2], [1, 0, 1, 2, 2, 1]]
+    assert capsys.readouterr().out == ""
+    assert graphs.load("products", data_root=str(tmp_path)).edges == 6  # from its processed file
+
+
+def test_importing_ogb_asks_no_server(tmp_path: Path):
+    write_ogb(tmp_path, "ogbn_products", year=False)
+    graphs.load("products", data_root=str(tmp_path))
+    assert sys.modules["ogb.version"].check_outdated is None
+    assert sys.modules.get("outdated", real_graphs) is not None
+
+
+def test_incomplete_folder_names_what_is_missing(tmp_path: Path):
+    write_cora(tmp_path)
+    (tmp_path / "Cora" / "raw" / "ind.cora.graph").unlink()
+    with pytest.raises(FileNotFoundError, match=r"ind\.cora\.graph missing; complete the folder, or move it away"):
+        graphs.load("cora", data_root=str(tmp_path))
+    write_reddit(tmp_path)
+    (tmp_path / "Reddit" / "raw" / "reddit_graph.npz").unlink()
+    with pytest.raises(FileNotFoundError, match=r"reddit_graph\.npz missing"):
+        graphs.load("reddit", data_root=str(tmp_path))
+
+
+def test_incomplete_ogb_folder_is_neither_deleted_nor_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("builtins.input", lambda prompt="": pytest.fail("the loader asked whether it may delete"))
+    write_ogb(tmp_path, "ogbn_products", year=False)
+    (tmp_path / "ogbn_products" / "RELEASE_v1.txt").unlink()
+    with pytest.raises(FileNotFoundError, match=r"RELEASE_v1\.txt is missing"):
+        graphs.load("products", data_root=str(tmp_path))
+    (tmp_path / "ogbn_products" / "RELEASE_v1.txt").touch()
+    (tmp_path / "ogbn_products" / "raw" / "node-feat.csv.gz").unlink()
+    with pytest.raises(FileNotFoundError, match=r"node-feat\.csv\.gz missing"):
+        graphs.load("products", data_root=str(tmp_path))
+    assert (tmp_path / "ogbn_products" / "raw" / "edge.csv.gz").is_file()
+
+
+def test_ogb_data_without_ogb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_ogb(tmp_path, "ogbn_arxiv", year=True)
+    monkeypatch.setitem(sys.modules, "ogb.nodeproppred", None)
+    with pytest.raises(ImportError, match="pip install ogb"):
+        graphs.load("arxiv", data_root=str(tmp_path))
+
+
+def test_data_root_without_the_set_falls_back_and_says_so(tmp_path: Path):
+    assert graphs.load("cora", data_root=str(tmp_path)).data == "generated, uniform"
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(FileNotFoundError, match="is not a folder"):
+        graphs.load("cora", data_root=str(tmp_path / "missing"))
+
+
+def test_power_law_name_is_generated_even_beside_the_real_set(tmp_path: Path):
+    write_cora(tmp_path)
+    assert graphs.load("cora-powerlaw", data_root=str(tmp_path)).data == "generated, power law"
