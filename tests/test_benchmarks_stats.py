@@ -114,8 +114,8 @@ def test_break_even() -> None:
     assert stats.break_even_calls(2.0, eager_ms=3.0, arm_ms=1.0) == 1000
     assert stats.break_even_calls(0.0011, eager_ms=2.0, arm_ms=1.0) == 2
     assert stats.break_even_calls(-0.01, eager_ms=2.0, arm_ms=1.0) == 0
-    assert stats.break_even_calls(2.0, eager_ms=1.0, arm_ms=1.0) is None
-    assert stats.break_even_calls(2.0, eager_ms=1.0, arm_ms=1.5) is None
+    assert stats.break_even_calls(2.0, eager_ms=1.0, arm_ms=1.0) == math.inf
+    assert stats.break_even_calls(2.0, eager_ms=1.0, arm_ms=1.5) == math.inf
     with pytest.raises(ValueError, match="nan"):
         stats.break_even_calls(math.nan, eager_ms=2.0, arm_ms=1.0)
 

@@ -1,0 +1,112 @@
+"""What stands in the columns of a race's table, as text; terminal and Markdown show the same."""
+
+from __future__ import annotations
+
+from benchmarks.rendering import numbers
+from benchmarks.rendering.race import Arm, Race
+from benchmarks.result import Compile, Result
+
+MOST_REASON = 300
+
+
+def name(arm: Arm) -> str:
+    return f"{arm.name} !" if arm.wrong else arm.name
+
+
+def verdict(race: Race, arm: Arm, over: Arm | None) -> str:
+    """``faster``, ``slower`` or ``undetermined``; the arm that all are held against is ``reference``."""
+    if arm is over:
+        return "reference"
+    return race.verdict(arm, over) or numbers.NOTHING
+
+
+def speedup(race: Race, arm: Arm, over: Arm | None) -> str:
+    return "1×" if arm is over else numbers.interval(race.speedup(arm, over))
+
+
+def speedup_and_verdict(race: Race, arm: Arm, over: Arm | None) -> str:
+    """Both in one cell: ``8.54× [8.49, 8.60] faster``."""
+    if race.speedup(arm, over) is None:
+        return numbers.NOTHING
+    return "reference" if arm is over else f"{speedup(race, arm, over)} {verdict(race, arm, over)}"
+
+
+def compiler_counts(compile: Compile | None) -> str:
+    """Graphs, breaks and recompiles: ``2/0/0``; a dash where nothing was compiled."""
+    if compile is None or compile.graphs is None:
+        return numbers.NOTHING
+    return f"{compile.graphs}/{len(compile.breaks)}/{len(compile.recompiles)}"
+
+
+def seconds(compile: Compile | None) -> str:
+    return numbers.significant(compile.seconds if compile else None)
+
+
+def kernels(arm: Arm) -> str:
+    return numbers.count(arm.result.work.kernels if arm.result.work else None)
+
+
+def memory(arm: Arm) -> str:
+    """Peak of allocated memory, MiB."""
+    return numbers.mebibytes(arm.result.memory.allocated if arm.result.memory else None)
+
+
+def error(arm: Arm) -> str:
+    return numbers.exponent(arm.result.check.error if arm.result.check else None)
+
+
+def eager_error(arm: Arm) -> str:
+    return numbers.exponent(arm.result.check.eager_error if arm.result.check else None)
+
+
+def break_even(race: Race, arm: Arm) -> str:
+    """Break-even calls cold and warm: ``1,234/567``, or one word if both agree."""
+    both = [numbers.calls(race.break_even(arm, compile)) for compile in (arm.result.cold, arm.result.warm)]
+    return both[0] if both[0] == both[1] else "/".join(both)
+
+
+def times_floor(arm: Arm) -> str:
+    """The call's time over the roofline floor."""
+    use = arm.utilisation
+    return numbers.NOTHING if use is None or use.times_floor is None else f"{numbers.significant(use.times_floor)}×"
+
+
+def utilisation(arm: Arm) -> str:
+    """Share of the peak bandwidth and of the peak FLOP/s: ``10.4 % / 20.1 %``."""
+    use = arm.utilisation
+    if use is None or (use.bandwidth is None and use.flops is None):
+        return numbers.NOTHING
+    return f"{numbers.percent(use.bandwidth)} / {numbers.percent(use.flops)}"
+
+
+def shortened(reason: str) -> str:
+    """A reason on one line; rows keep it in full."""
+    reason = " ".join(reason.split())
+    return reason if len(reason) <= MOST_REASON else reason[: MOST_REASON - 4].rstrip() + " ..."
+
+
+def failure(result: Result) -> str:
+    """One line: ``zoo hierarchical: crashed: signal 11``."""
+    return f"{result.case.arm}: {result.status}: {shortened(result.reason or '')}"
+
+
+def subject(race: Race) -> str:
+    """Where it ran and on what: ``NVIDIA H200, torch 2.11.0+cu130; real data; 2,708 nodes``."""
+    parts = [race.machine]
+    results = [arm.result for arm in race.arms] or list(race.failures)
+    if data := next((result.data for result in results if result.data), None):
+        parts.append(f"{data} data")
+    if sizes := next((result.sizes for result in results if result.sizes), None):
+        parts.append(", ".join(f"{numbers.count(value)} {what}" for what, value in sizes.items()))
+    return "; ".join(parts)
+
+
+def bests(race: Race) -> list[str]:
+    """The upstream arms that ours are held against, by name and time."""
+    lines = []
+    for what, best in (("as shipped", race.best_shipped), ("tuned", race.best_tuned)):
+        if best is not None:
+            lines.append(f"Best upstream {what}: {best.name}, {numbers.significant(best.p50)} ms.")
+        else:
+            lines.append(f"Best upstream {what}: none ran.")
+    return lines

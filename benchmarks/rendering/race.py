@@ -1,0 +1,268 @@
+"""One race made ready to show: which arm is the reference, which upstream arm is the best, who is how much faster."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from benchmarks import stats
+from benchmarks.case import Case
+from benchmarks.rendering.numbers import exponent, percent
+from benchmarks.result import Compile, Result, device_name
+from benchmarks.stats import Ratio, Utilisation, Verdict
+
+# What users of the upstream library run today. Whatever else an upstream arm does to be fast counts as tuned.
+AS_SHIPPED = (("eager", "default"), ("full", "default"), ("full", "reduce-overhead"), ("regional", "default"))
+
+# An arm whose error is this many times eager's own computes something else; its time is shown and not counted.
+WRONG = 10
+EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+
+
+def is_shipped(case: Case) -> bool:
+    """Whether the arm is the upstream library as its users would run it today."""
+    return (
+        case.impl == "upstream"
+        and (case.strategy, case.mode) in AS_SHIPPED
+        and not case.cuda_graph
+        and not case.dynamic
+        and not case.control
+    )
+
+
+def is_tuned(case: Case) -> bool:
+    """Whether the arm is the upstream library at its documented best, or with our outer CUDA graph around it."""
+    return case.impl != "zoo" and not is_shipped(case) and not case.control
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One arm that ran, with its median and 95th percentile in milliseconds (None where no round was raced)."""
+
+    result: Result
+    p50: float | None
+    p95: float | None
+
+    @property
+    def name(self) -> str:
+        return self.result.case.arm
+
+    @property
+    def wrong(self) -> bool:
+        """Whether its output is farther from the reference than rounding explains."""
+        check = self.result.check
+        if check is None or check.error is None or check.eager_error is None:
+            return False
+        return check.error > WRONG * max(check.eager_error, EPSILON[self.result.case.dtype])
+
+    @property
+    def utilisation(self) -> Utilisation | None:
+        work = self.result.work
+        if work is None or self.p50 is None:
+            return None
+        return stats.utilisation(
+            self.p50,
+            bytes=work.bytes,
+            flops=work.flops,
+            peak_bandwidth=work.peak_bandwidth,
+            peak_flops=work.peak_flops,
+        )
+
+
+@dataclass(frozen=True)
+class Race:
+    """All arms that share model, input, workload, dtype, device and torch.
+
+    Args:
+        case: What they share, as the case of one of them.
+        environment: The environment of one of them.
+        arms: Those that ran, fastest first, without A/A controls.
+        failures: Those that did not.
+        clock: ``device`` events, or ``wall`` clock where an arm has no device times.
+        noise: The A/A noise floor as a fraction; None where no control ran beside its twin.
+        noise_arm: Name of the arm that the noise was measured with.
+    """
+
+    case: Case
+    environment: Mapping[str, Any]
+    arms: tuple[Arm, ...]
+    failures: tuple[Result, ...]
+    clock: Literal["device", "wall"]
+    noise: float | None
+    noise_arm: str | None
+
+    @property
+    def title(self) -> str:
+        return " · ".join(self.case.race[1:])
+
+    @property
+    def machine(self) -> str:
+        """The environment in words: ``NVIDIA H200, torch 2.11.0+cu130``."""
+        return f"{device_name(self.environment)}, torch {self.environment.get('torch', 'unknown')}"
+
+    def find(self, *, impl: str, strategy: str, cuda_graph: bool = False, mode: str = "default") -> Arm | None:
+        """The arm of exactly these options that is not dynamic, or None."""
+        wanted = (impl, strategy, cuda_graph, mode, False)
+        for arm in self.arms:
+            case = arm.result.case
+            if (case.impl, case.strategy, case.cuda_graph, case.mode, case.dynamic) == wanted:
+                return arm
+        return None
+
+    @property
+    def reference(self) -> Arm | None:
+        """Upstream eager if it ran, else the zoo's eager."""
+        for impl in ("upstream", "zoo"):
+            arm = self.find(impl=impl, strategy="eager")
+            if arm is not None and arm.p50 is not None:
+                return arm
+        return None
+
+    def _fastest(self, arms: Iterable[Arm]) -> Arm | None:
+        return next((arm for arm in arms if arm.p50 is not None and not arm.wrong), None)  # arms are sorted by time
+
+    @property
+    def best_shipped(self) -> Arm | None:
+        """The fastest upstream arm as shipped whose output is right."""
+        return self._fastest(arm for arm in self.arms if is_shipped(arm.result.case))
+
+    @property
+    def best_tuned(self) -> Arm | None:
+        """The fastest tuned upstream arm whose output is right."""
+        return self._fastest(arm for arm in self.arms if is_tuned(arm.result.case))
+
+    def speedup(self, arm: Arm, over: Arm | None) -> Ratio | None:
+        """How much faster ``arm`` is than ``over``; paired where both ran in the same rounds of one run."""
+        if over is None or over.p50 is None or arm.p50 is None:
+            return None
+        return _ratio(over.result, arm.result, self.clock)
+
+    def verdict(self, arm: Arm, over: Arm | None) -> Verdict | None:
+        """What the interval and the noise floor say about that speed-up."""
+        ratio = self.speedup(arm, over)
+        return None if ratio is None else stats.verdict(ratio, self.noise)
+
+    def own_eager(self, arm: Arm) -> Arm | None:
+        """What the arm would be without compilation: its implementation's eager, else upstream's."""
+        for impl in (arm.result.case.impl, "upstream"):
+            eager = self.find(impl=impl, strategy="eager")
+            if eager is not None and eager.p50 is not None:
+                return eager
+        return None
+
+    def break_even(self, arm: Arm, compile: Compile | None) -> float | None:
+        """Calls until compile and capture seconds are paid back by being faster than the arm's own eager.
+
+        Infinite if never, NaN if eager and the arm cannot be told apart, None where one of the figures is missing.
+        """
+        eager = self.own_eager(arm)
+        if compile is None or eager is None or eager.p50 is None or arm.p50 is None or arm is eager:
+            return None
+        paid = [seconds for seconds in (compile.seconds, compile.capture) if seconds is not None]
+        if not paid:
+            return None
+        if self.verdict(arm, eager) == "undetermined":
+            return math.nan
+        return stats.break_even_calls(sum(paid), eager.p50, arm.p50)
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader must know to read the figures right, one sentence each."""
+        timed = [arm for arm in self.arms if arm.p50 is not None]
+        notes = []
+        if timed:
+            by = "device events" if self.clock == "device" else "the wall clock"
+            notes.append(f"Times are milliseconds a call by {by}; intervals are 95 % bootstrap over rounds.")
+            if self.noise is None:
+                notes.append("No A/A control ran: the noise is unknown, verdicts rest on the intervals alone.")
+            elif math.isinf(self.noise):
+                notes.append(f"The A/A control ran fewer than {stats.MIN_ROUNDS} rounds: nothing can be told apart.")
+            else:
+                notes.append(f"A/A noise {percent(self.noise)} ({self.noise_arm} against its copy).")
+        few = [arm.name for arm in timed if len(_samples(arm.result, self.clock)) < stats.MIN_ROUNDS]
+        if few:
+            notes.append(f"Fewer than {stats.MIN_ROUNDS} rounds, so no interval: {', '.join(few)}.")
+        apart = [arm for arm in timed if (ratio := self.speedup(arm, self.reference)) and not ratio.paired]
+        if apart:
+            notes.append(f"Not raced in the reference's rounds, compared unpaired: {', '.join(a.name for a in apart)}.")
+        if wrong := [arm.name for arm in self.arms if arm.wrong]:
+            notes.append(f"! Error above {WRONG}× eager's own, not counted among the best: {', '.join(wrong)}.")
+        checks = [arm.result.check for arm in self.arms if arm.result.check is not None]
+        errors = {check.eager_error for check in checks if check.eager_error is not None}
+        if errors:
+            against = " and ".join(sorted({str(check.reference_dtype) for check in checks if check.reference_dtype}))
+            widest = " to ".join(exponent(error) for error in sorted({min(errors), max(errors)}))
+            notes.append(
+                f"Errors are relative, norm-wise, against {against or 'the reference'}; eager's own is {widest}."
+            )
+        return notes
+
+
+def _samples(result: Result, clock: str) -> list[float]:
+    if result.steady is None:
+        return []
+    return result.steady.device_ms if clock == "device" else result.steady.wall_ms
+
+
+def _ratio(reference: Result, arm: Result, clock: str) -> Ratio:
+    first, second = _samples(reference, clock), _samples(arm, clock)
+    assert reference.steady is not None and arm.steady is not None
+    rounds, others = reference.steady.rounds, arm.steady.rounds
+    if reference.environment == arm.environment and sorted(rounds) == sorted(others):
+        return _paired(tuple(first), tuple(second), tuple(rounds), tuple(others))
+    return _unpaired(tuple(first), tuple(second))
+
+
+# A table asks for the same ratio several times: for the figure, its verdict and the notes.
+_paired = functools.lru_cache(maxsize=4096)(stats.paired_ratio)
+_unpaired = functools.lru_cache(maxsize=4096)(stats.unpaired_ratio)
+
+
+def _noise(ran: list[Result], clock: str) -> tuple[float | None, str | None]:
+    """The widest A/A interval of the race's controls, and the arm it was measured with."""
+    by_key = {result.case.key: result for result in ran}
+    widest: tuple[float | None, str | None] = (None, None)
+    for control in ran:
+        if not control.case.control:
+            continue
+        twin = by_key.get(control.case.key.removesuffix(" (A/A)"))
+        if twin is None or not _samples(twin, clock) or not _samples(control, clock):
+            continue
+        noise = stats.noise_floor(_ratio(twin, control, clock))
+        if widest[0] is None or noise > widest[0]:
+            widest = (noise, twin.case.arm)
+    return widest
+
+
+def races(results: Iterable[Result], environments: Mapping[str, Mapping[str, Any]]) -> list[Race]:
+    """Rows grouped into races, in the order in which they first appear."""
+    groups: dict[tuple[str, ...], list[Result]] = {}
+    for result in results:
+        environment = environments.get(result.environment or "", {})
+        where = (device_name(environment), str(environment.get("torch")))
+        groups.setdefault((*where, *result.case.race), []).append(result)
+    return [_race(group, environments.get(group[0].environment or "", {})) for group in groups.values()]
+
+
+def _race(results: list[Result], environment: Mapping[str, Any]) -> Race:
+    ran = [result for result in results if result.status == "ok"]
+    steady = [result.steady for result in ran if result.steady is not None]
+    clock: Literal["device", "wall"] = "device" if steady and all(s.device_ms for s in steady) else "wall"
+    arms = []
+    for result in ran:
+        if not result.case.control:
+            samples = _samples(result, clock)
+            arms.append(Arm(result, stats.median(samples), stats.p95(samples)) if samples else Arm(result, None, None))
+    noise, noise_arm = _noise(ran, clock)
+    return Race(
+        case=results[0].case,
+        environment=environment,
+        arms=tuple(sorted(arms, key=lambda arm: math.inf if arm.p50 is None else arm.p50)),
+        failures=tuple(result for result in results if result.status != "ok"),
+        clock=clock,
+        noise=noise,
+        noise_arm=noise_arm,
+    )
