@@ -50,6 +50,7 @@ format: $(INSTALLED)
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
+docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(INSTALLED)
 	$(RUN) -m mkdocs build --strict --quiet
 

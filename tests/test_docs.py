@@ -1,0 +1,87 @@
+"""The documentation is run: every Python block, every harness option it names, every field of a result row."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from benchmarks import result
+from zoo import registry
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [path for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] if path.exists()]
+BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"python -m (benchmarks\.\w+)((?: +[^\s`]+)*)")
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path, *languages: str) -> list[tuple[int, str]]:
+    """Line number and text of the page's fenced blocks in these languages."""
+    text = page.read_text(encoding="utf-8")
+    return [(text.count("\n", 0, match.start(2)), match[2]) for match in BLOCK.finditer(text) if match[1] in languages]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name_of)
+def test_python_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # One module a page, its blocks in order. Classes need a module that can be found by name, and what a page
+    # registers stays in this test.
+    module = types.ModuleType("page_" + page.stem.replace("-", "_"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
+    monkeypatch.chdir(tmp_path)
+    for line, source in blocks(page, "python"):
+        # Blank lines in front make the traceback point at the page's own line.
+        exec(compile("\n" * line + source, str(page), "exec"), module.__dict__)
+
+
+def test_only_known_kinds_of_block() -> None:
+    # A block that is meant to run and is spelled "py" would never be run.
+    known = {"python", "text", "pycon", "console", "sh", "json", "toml", "make"}
+    for page in PAGES:
+        kinds = {match[1] for match in BLOCK.finditer(page.read_text(encoding="utf-8"))}
+        assert kinds <= known, f"{name_of(page)} has blocks of kind {kinds - known}"
+
+
+def commands() -> dict[str, set[tuple[str, str]]]:
+    """Harness module -> (page, option) for every command line in the documentation."""
+    found: dict[str, set[tuple[str, str]]] = {}
+    for page in PAGES:
+        for match in COMMAND.finditer(page.read_text(encoding="utf-8").replace("\\\n", " ")):
+            options = re.findall(r"(--[\w-]+)", match[2])
+            found.setdefault(match[1], set()).update((name_of(page), option) for option in options)
+    return found
+
+
+@pytest.mark.parametrize("module", sorted(commands()))
+def test_harness_options_exist(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--help"],
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    known = set(re.findall(r"--[\w-]+", done.stdout))
+    wrong = [(page, option) for page, option in sorted(commands()[module]) if option not in known]
+    assert not wrong, f"{module} has no such options: {wrong}"
+
+
+def test_every_field_of_a_row_is_documented() -> None:
+    text = (ROOT / "docs/benchmarking.md").read_text(encoding="utf-8")
+    sections = [result.Result, result.Compile, result.Steady, result.Memory, result.Check, result.Work]
+    fields = {f"{section.__name__}.{field.name}" for section in sections for field in dataclasses.fields(section)}
+    missing = [name for name in sorted(fields) if f"`{name.split('.')[1]}`" not in text]
+    assert not missing
+    assert all(f"`{status}`" in text for status in result.STATUSES)
