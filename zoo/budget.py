@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,6 +43,7 @@ def enforce_budget(model: nn.Module) -> Iterator[None]:
             f"{type(model).__name__} has no compiled regions to enforce a budget on: call zoo.compile_regions(model) "
             "(a deepcopy or unpickled model is eager until then)"
         )
+    LEDGER.listen()
     first = len(LEDGER.entries)
     breaks = _breaks()
     modes: dict[str, set[str]] = {name: set() for name in plan.modules}
@@ -96,14 +97,15 @@ def _over_budget(plan: Plan) -> Iterator[str]:
 
 
 def _recompiled(plan: Plan, new: list[Entry]) -> Iterator[str]:
-    counts = Counter(entry.key for entry in LEDGER.of(plan.ledger_id) if entry.graphs)
-    for entry in new:
-        if entry.graphs and counts[entry.key] > 1:
-            counts[entry.key] = 0
+    seen: set[Hashable] = set()
+    for entry in LEDGER.of(plan.ledger_id):
+        if entry.graphs and entry.key in seen and entry in new:
             yield (
                 f"{entry.region.__name__} ({entry.name}): recompiled for a signature, mode and kind of input that was "
                 f"compiled before: {_reason(entry)}"
             )
+        if entry.graphs:
+            seen.add(entry.key)
 
 
 def _not_compiled(plan: Plan, modes: dict[str, set[str]]) -> Iterator[str]:

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from zoo.compat import compile_limit_kwargs
 from zoo.ledger import LEDGER, Entry
 from zoo.regions import FoundRegion, Region, RegionReport, find_regions, resolve
+from zoo.signature import mode as mode_in_words
 
 _CUDA_GRAPH_MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
@@ -91,8 +92,8 @@ def compile_regions(
     taken = [name or "the model itself" for name, module in model.named_modules() if module._compiled_call_impl]
     if taken:
         raise ValueError(f"already compiled: {', '.join(taken[:4])}; call zoo.uncompile(model) first")
-    report = find_regions(model, list(chosen), exclude=exclude)
-    _judge(model, report, strict=regions is None and bool(getattr(type(model), "regions", ())))
+    report = find_regions(model, regions, exclude=exclude)
+    _judge(model, report, strict=report.declared)
     modules = {name: module for group in chosen.values() for name, module in group.items()}
     limit = compile_limit_kwargs()
     for module in modules.values():
@@ -184,6 +185,7 @@ def warm_up(model: nn.Module, **inputs: Any) -> WarmUp:
                 bar.update(entry.graphs)
                 bar.set_postfix_str(f"{entry.region.__name__} {entry.seconds:.1f} s")
 
+        LEDGER.listen()
         LEDGER.listeners.append(note)
         try:
             with torch.random.fork_rng(devices=devices):
@@ -205,9 +207,7 @@ def warm_up(model: nn.Module, **inputs: Any) -> WarmUp:
         costs[key] = RegionCost(
             before.region, before.graphs + entry.graphs, before.seconds + entry.seconds, before.first_module
         )
-    from zoo.signature import mode as mode_of
-
-    return WarmUp(tuple(costs.values()), time.perf_counter() - started, mode_of(model))
+    return WarmUp(tuple(costs.values()), time.perf_counter() - started, mode_in_words(model))
 
 
 def _run_backward(model: nn.Module, outputs: Any) -> None:

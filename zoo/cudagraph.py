@@ -222,9 +222,10 @@ class GraphedStep:
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError("another CUDA graph is being captured on this stream; capture steps one after the other")
         index = self.device.index if self.device.index is not None else torch.cuda.current_device()
-        with torch.cuda.device(index), _uncached_autocast():
+        with torch.cuda.device(index), _own_autocast_cache():
             with torch.random.fork_rng(devices=[index]):
                 self._warm_up(bucket, warmup)
+            torch.clear_autocast_cache()
             generator = torch.cuda.default_generators[index]
             # A failed capture leaves the generator believing that it still records; only a clone can be put back.
             state = generator.clone_state()
@@ -271,7 +272,7 @@ class GraphedStep:
         torch.cuda.synchronize()
 
     def _imitate(self, bucket: _Bucket, warmup: int, _: Any) -> None:
-        with _uncached_autocast(), torch.random.fork_rng(devices=[]):
+        with _own_autocast_cache(), torch.random.fork_rng(devices=[]):
             for _ in range(warmup):
                 outputs = self._call(bucket)
         leaves, bucket.output_spec = _flatten_outputs(outputs)
@@ -336,14 +337,16 @@ def _may_write(tensor: torch.Tensor) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _uncached_autocast() -> Iterator[None]:
-    """Autocast's cache would keep casts that live in the graph's pool: off, for contexts entered inside too."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
+def _own_autocast_cache() -> Iterator[None]:
+    """Autocast keeps casts until its outermost context ends: none from before may be baked in, none may leave the pool.
+
+    Switching the cache off instead would change a global state that Dynamo guards on, and recompile every region.
+    """
+    torch.clear_autocast_cache()
     try:
         yield
     finally:
-        torch.set_autocast_cache_enabled(before)
+        torch.clear_autocast_cache()
 
 
 def _flatten_outputs(outputs: Any) -> tuple[list[Any], Any]:

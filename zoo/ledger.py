@@ -69,17 +69,20 @@ class Ledger:
         self._watched: WeakKeyDictionary[nn.Module, tuple[int, str]] = WeakKeyDictionary()
         self._roots: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         self._open: dict[str, _Open] = {}
-        self._listening = False
         self._next = 0
+
+    def listen(self) -> None:
+        """Register with Dynamo, once. Again after ``torch.compiler.reset()``, which forgets who listens."""
+        from torch._dynamo.callback import callback_handler
+
+        if self._start not in callback_handler.start_callbacks:
+            callback_handler.register_start_callback(self._start)
+        if self._end not in callback_handler.end_callbacks:
+            callback_handler.register_end_callback(self._end)
 
     def watch(self, model: nn.Module, modules: dict[str, nn.Module]) -> int:
         """Note compilations of these modules from now on, under a number that stands for the model."""
-        if not self._listening:
-            from torch._dynamo.callback import callback_handler
-
-            callback_handler.register_start_callback(self._start)
-            callback_handler.register_end_callback(self._end)
-            self._listening = True
+        self.listen()
         self._next += 1
         self._roots[model] = self._next
         for name, module in modules.items():

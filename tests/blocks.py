@@ -1,0 +1,109 @@
+"""Small models for tests of the engine."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from zoo import Region
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.relu(self.linear(x))
+
+
+class Stack(nn.Module):
+    """A stem and a few copies of one block, declared."""
+
+    regions: ClassVar[tuple[Region, ...]] = (Region(Block, graphs=1),)
+
+    def __init__(self, width: int = 8, depth: int = 3) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class IndexedBlock(nn.Module):
+    """Reads its index: a graph a layer."""
+
+    def __init__(self, width: int, index: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.index = index
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * (self.index + 1)
+
+
+class StoringBlock(nn.Module):
+    """Stores its index and never reads it."""
+
+    def __init__(self, width: int, index: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.index = index
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).relu()
+
+    def extra_repr(self) -> str:
+        return f"index={self.index}"
+
+
+class Disabled(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class Child(Block):
+    """Inherits forward."""
+
+
+class Dropping(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.norm(self.linear(x)), 0.5, self.training)
+
+
+class Sequence(nn.Module):
+    """Any blocks, one after the other; declares nothing."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Declared(Sequence):
+    regions: ClassVar[tuple[Region, ...]] = ()
+
+
+def declared(*regions: Region) -> type[Declared]:
+    """A Sequence that declares these regions."""
+    return type("DeclaredHere", (Declared,), {"regions": regions})

@@ -1,0 +1,156 @@
+"""Budgets: every way to be slow in silence is a violation with a name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from blocks import Block, Disabled, IndexedBlock, Sequence, Stack
+from torch import Tensor, nn
+
+import zoo
+from zoo import BudgetError, Region
+
+
+def compiled(model: nn.Module, **kwargs: object) -> nn.Module:
+    return zoo.compile_regions(model, backend="eager", **kwargs)  # type: ignore[arg-type]
+
+
+def violations(model: nn.Module, *calls: Callable[[], object]) -> list[str]:
+    with pytest.raises(BudgetError) as caught, zoo.enforce_budget(model):
+        for call in calls:
+            call()
+    return caught.value.violations
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "grad": nullcontext,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("mode", MODES)
+def test_one_graph_in_every_mode(mode: str, training: bool) -> None:
+    model = compiled(Stack()).train(training)
+    with zoo.enforce_budget(model), MODES[mode]():
+        for _ in range(3):
+            model(torch.randn(2, 4))
+
+
+def test_budgets_hold_for_each_mode_and_each_shape_apart() -> None:
+    model = compiled(Stack())
+    with zoo.enforce_budget(model):
+        for context in MODES.values():
+            for training in (True, False):
+                for batch in (2, 3):
+                    with context():
+                        model.train(training)(torch.randn(batch, 4))
+
+
+def test_an_eager_model_has_no_budget() -> None:
+    with pytest.raises(ValueError, match=r"call zoo\.compile_regions"), zoo.enforce_budget(Stack()):
+        pass
+
+
+def test_over_budget_names_the_region_the_mode_and_the_reason() -> None:
+    class Odd(Stack):
+        """The same block meets two shapes in one call: two graphs where one was declared."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.blocks[0](self.stem(x))
+            return self.blocks[2](self.blocks[1](x.repeat(2, 1)))
+
+    model = compiled(Odd().eval())
+    (violation,) = violations(model, lambda: model(torch.randn(2, 4)))
+    assert "Block: 2 graphs in mode eval, grad, budget 1" in violation and "blocks.1" in violation
+    assert "size mismatch" in violation
+
+
+def test_a_graph_a_layer_is_over_budget_at_run_time_too() -> None:
+    blocks = Sequence(*(IndexedBlock(4, i) for i in range(3)))
+    with pytest.warns(zoo.RegionWarning):
+        model = compiled(blocks, regions=[Region(IndexedBlock, graphs=1)])
+    (violation,) = violations(model, lambda: model(torch.randn(2, 4)))
+    assert "3 graphs" in violation and "budget 1" in violation
+
+
+def test_a_recompile_of_the_same_kind_is_a_violation() -> None:
+    class Moody(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self._scale = 1
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) * self._scale
+
+    model = compiled(Sequence(Moody()), regions=[Moody])
+
+    def change() -> None:
+        model.blocks[0]._scale = 2
+        model(x)
+
+    x = torch.randn(2, 4)
+    found = violations(model, lambda: model(x), change)
+    assert any("recompiled" in v and "_scale" in v for v in found), found
+
+
+@pytest.mark.parametrize("bypass", ["forward", "checkpoint"])
+def test_a_bypassed_region_is_a_violation(bypass: str) -> None:
+    class Bypass(Sequence):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.blocks[0](x)
+            if bypass == "checkpoint":
+                return torch.utils.checkpoint.checkpoint(self.blocks[1].forward, x, use_reentrant=False)
+            return self.blocks[1].forward(x)
+
+    model = compiled(Bypass(Block(4), Block(4)))
+    (violation,) = violations(model, lambda: model(torch.randn(2, 4)))
+    assert "blocks.1" in violation and "never ran" in violation
+
+
+def test_a_disabled_forward_is_a_violation() -> None:
+    model = compiled(Sequence(Disabled(4), Disabled(4)), fullgraph=False)
+    found = violations(model, lambda: model(torch.randn(2, 4)))
+    assert any("ran eagerly" in violation for violation in found), found
+
+
+def test_a_graph_break_is_a_violation_with_its_reason() -> None:
+    class Breaking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.linear(x)
+            torch._dynamo.graph_break("on purpose")
+            return x.relu()
+
+    model = compiled(Sequence(Breaking(), Breaking()), fullgraph=False)
+    assert any("graph break" in v and "on purpose" in v for v in violations(model, lambda: model(torch.randn(2, 4))))
+
+
+def test_nothing_run_is_a_violation() -> None:
+    assert all("never ran" in violation for violation in violations(compiled(Stack())))
+
+
+def test_an_error_inside_passes_through() -> None:
+    model = compiled(Stack())
+    with pytest.raises(KeyError), zoo.enforce_budget(model):
+        raise KeyError("mine")
+    assert all(m._compiled_call_impl.__name__ != "run" for m in model.blocks)
+
+
+def test_a_second_model_of_the_same_shapes_compiles_nothing_and_is_within_budget() -> None:
+    first, second, x = compiled(Stack().eval()), compiled(Stack().eval()), torch.randn(2, 4)
+    with torch.no_grad():
+        first(x)
+        entries = len(zoo.ledger.LEDGER.entries)
+        with zoo.enforce_budget(second):
+            second(x)
+    assert len(zoo.ledger.LEDGER.entries) == entries

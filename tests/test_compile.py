@@ -1,0 +1,155 @@
+"""Compiling in place: what is refused, what stays as it was, what is spent."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from blocks import Block, Child, Dropping, IndexedBlock, Sequence, Stack, declared
+from torch import nn
+
+import zoo
+from zoo import Region
+from zoo.compile import plan_of
+
+
+def compiled(model: nn.Module, **kwargs: object) -> nn.Module:
+    return zoo.compile_regions(model, backend=kwargs.pop("backend", "eager"), **kwargs)  # type: ignore[arg-type]
+
+
+def test_outputs_and_state_dict_keys_are_unchanged() -> None:
+    model = Stack().eval()
+    keys, x = list(model.state_dict()), torch.randn(2, 4)
+    expected = model(x)
+    assert compiled(model, backend="aot_eager") is model
+    torch.testing.assert_close(model(x), expected)
+    assert list(model.state_dict()) == keys
+
+
+def test_uncompile_restores_eager() -> None:
+    model = compiled(Stack())
+    model(torch.randn(2, 4))
+    assert zoo.uncompile(model) is model
+    assert plan_of(model) is None and all(m._compiled_call_impl is None for m in model.modules())
+    before = len(zoo.ledger.LEDGER.entries)
+    model(torch.randn(7, 4))
+    assert len(zoo.ledger.LEDGER.entries) == before
+    compiled(model)  # and it can be compiled again
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_cuda_graphs_per_region_are_refused(mode: str) -> None:
+    with pytest.raises(ValueError, match=r"zoo\.cuda_graph around the whole step"):
+        zoo.compile_regions(Stack(), mode=mode)
+    with pytest.raises(ValueError, match=r"triton\.cudagraphs"):
+        zoo.compile_regions(Stack(), options={"triton.cudagraphs": True})
+
+
+def test_compiling_twice_is_refused() -> None:
+    model = compiled(Stack())
+    with pytest.raises(ValueError, match=r"already compiled: blocks\.0, .*zoo\.uncompile"):
+        compiled(model)
+
+
+def test_a_model_without_regions_is_refused() -> None:
+    with pytest.raises(ValueError, match="no repeated module class"):
+        compiled(Sequence(Block(2), Block(4)))
+
+
+def test_a_per_layer_int_is_an_error_in_a_declared_model_and_a_warning_in_another() -> None:
+    blocks = [IndexedBlock(4, i) for i in range(3)]
+    with pytest.raises(ValueError, match="forward reads index, which differs in every layer"):
+        compiled(declared(Region(IndexedBlock))(*blocks))
+    with pytest.warns(zoo.RegionWarning, match="forward reads index"):
+        compiled(Sequence(*blocks), regions=[IndexedBlock])
+
+
+def test_more_signatures_than_the_budget_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"needs 2 graphs, its budget is 1 \(parameters: linear\.weight \(4, 4\)"):
+        compiled(declared(Region(Block, graphs=1))(Block(4), Block(8)))
+
+
+def test_an_inherited_forward_is_an_error_in_a_declared_model() -> None:
+    with pytest.raises(ValueError, match="inherits forward from Block"):
+        compiled(declared(Region(Child))(Child(4)))
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_of_a_compiled_model_are_eager_and_can_be_compiled(again: object) -> None:
+    plain = again(Stack())  # type: ignore[operator]
+    compiled(plain)(torch.randn(2, 4))
+    model = compiled(Stack())
+    expected = model(x := torch.randn(2, 4))
+    copied = again(model)  # type: ignore[operator]
+    assert plan_of(copied) is None and all(m._compiled_call_impl is None for m in copied.modules())
+    torch.testing.assert_close(copied(x), expected)
+    compiled(copied)
+    torch.testing.assert_close(copied(x), expected)
+    assert plan_of(model) is not None
+
+
+def test_shapes_stay_static() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("eager")
+    model = compiled(Stack(depth=1), backend=counter)
+    with torch.no_grad():
+        for batch in (2, 3, 5):
+            model(torch.randn(batch, 4))
+    symbolic = [
+        size
+        for graph in counter.graphs
+        for node in graph.graph.nodes
+        if node.op == "placeholder" and isinstance(node.meta.get("example_value"), torch.Tensor)
+        for size in node.meta["example_value"].shape
+        if not isinstance(size, int)
+    ]
+    assert counter.frame_count == 3 and not symbolic
+
+
+def test_a_ninth_model_of_one_class_still_compiles() -> None:
+    with torch.no_grad():
+        for width in range(2, 14):
+            model = compiled(Stack(width=width))
+            with zoo.enforce_budget(model):
+                model(torch.randn(2, 4))
+
+
+def test_warm_up_says_what_was_spent(capsys: pytest.CaptureFixture[str]) -> None:
+    model = compiled(Sequence(Block(4), Block(4), Block(4)), backend="aot_eager").eval()
+    with torch.no_grad():
+        spent = zoo.warm_up(model, x=torch.randn(2, 4))
+        assert spent.graphs == 1 and [cost.first_module for cost in spent.costs] == ["blocks.0"]
+        assert 0 < spent.costs[0].seconds < spent.seconds
+        assert "1 graph(s)" in str(spent) and "eval, no_grad" in str(spent)
+        assert zoo.warm_up(model, x=torch.randn(2, 4)).graphs == 0
+    assert "compiling regions" in capsys.readouterr().err
+
+
+def test_warm_up_in_training_compiles_the_backward_and_leaves_state_alone() -> None:
+    model = compiled(Sequence(Dropping(4), Dropping(4)), backend="aot_eager").train()
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    x, state = torch.randn(8, 4), torch.get_rng_state()
+    zoo.warm_up(model, x=x)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(buffers[name], buffer) for name, buffer in model.named_buffers())
+    assert all(p.grad is None for p in model.parameters())
+    entries = len(zoo.ledger.LEDGER.entries)
+    model(x).sum().backward()
+    assert len(zoo.ledger.LEDGER.entries) == entries, "the backward was compiled by warm_up"
+
+
+def test_warm_up_of_an_eager_model_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"call zoo\.compile_regions\(model\) first"):
+        zoo.warm_up(Stack(), x=torch.randn(2, 4))
+
+
+def test_inductor_for_real() -> None:
+    model, x = Stack().eval(), torch.randn(2, 4)
+    with torch.no_grad():
+        expected = model(x)
+        zoo.compile_regions(model)
+        with zoo.enforce_budget(model):
+            torch.testing.assert_close(model(x), expected)

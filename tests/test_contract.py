@@ -1,0 +1,122 @@
+"""What every family promises, asked of everything in the registry. A new family is picked up unedited."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import zoo
+from zoo.registry import Family, families
+
+DEBUG = [name for name in zoo.list_models() if name.endswith("-debug")]
+MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "grad": nullcontext,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+def family_of(name: str) -> Family:
+    return next(family for family in families() if name in family.presets)
+
+
+def outputs_of(model: torch.nn.Module, inputs: dict[str, object]) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(model(**inputs)) if isinstance(leaf, torch.Tensor)]
+
+
+@pytest.mark.parametrize("name", zoo.list_models())
+def test_every_preset_builds_without_memory(name: str) -> None:
+    model = zoo.create(name, device="meta")
+    assert type(model) in family_of(name).model_types
+    assert model.config == family_of(name).presets[name]
+    assert type(model).regions and all(region.why for region in type(model).regions)
+    report = zoo.find_regions(model)
+    assert report.declared and not report.obstacles, str(report)
+
+
+@pytest.mark.parametrize("name", DEBUG)
+def test_hot_modules_are_importable_from_the_family(name: str) -> None:
+    family = family_of(name)
+    package = __import__(f"zoo.{family.name}", fromlist=["x"])
+    for cls in (type(zoo.create(name)), *(region.cls for region in type(zoo.create(name)).regions)):
+        assert getattr(package, cls.__name__) is cls
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("name", DEBUG)
+def test_regions_hold_their_budget_in_every_mode(name: str, training: bool, mode: str) -> None:
+    model = zoo.compile_regions(zoo.create(name), backend="eager").train(training)
+    with MODES[mode]():
+        inputs = zoo.example_inputs(model)
+        with zoo.enforce_budget(model):
+            model(**inputs)
+            model(**inputs)
+            model(**zoo.example_inputs(model, seed=1))
+
+
+@pytest.mark.parametrize("name", DEBUG)
+def test_compiled_regions_compute_what_eager_does(name: str) -> None:
+    model = zoo.create(name)
+    inputs = zoo.example_inputs(model)
+    with torch.no_grad():
+        expected = outputs_of(model, inputs)
+        zoo.compile_regions(model, backend="aot_eager")
+        torch.testing.assert_close(outputs_of(model, inputs), expected)
+        zoo.uncompile(model)
+        torch.testing.assert_close(outputs_of(model, inputs), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", DEBUG)
+def test_gradients_pass_through_compiled_regions(name: str) -> None:
+    model = zoo.create(name)
+    inputs = zoo.example_inputs(model)
+
+    def gradients() -> list[torch.Tensor | None]:
+        loss = sum(output.square().sum() for output in outputs_of(model, inputs))
+        return list(torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
+
+    expected = gradients()
+    zoo.compile_regions(model, backend="aot_eager")
+    with zoo.enforce_budget(model):
+        got = gradients()
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("name", DEBUG)
+def test_a_model_takes_part_in_an_outer_cuda_graph(name: str) -> None:
+    model = zoo.create(name)
+    inputs, others = zoo.example_inputs(model), zoo.example_inputs(model, seed=1)
+    # What is not a tensor (a prepared graph) is static; so is anything of integers that a model prepares itself.
+    moving = [key for key, value in inputs.items() if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    static = [key for key in inputs if key not in moving]
+    others = {**inputs, **{key: others[key] for key in moving}}
+    with torch.inference_mode():
+        step = zoo.cuda_graph(model, (), inputs, static=static)
+        torch.testing.assert_close(step(**others), model(**others))
+
+
+@pytest.mark.parametrize("name", DEBUG)
+def test_state_dict_round_trip_with_upstream(name: str) -> None:
+    model = zoo.create(name)
+    back = zoo.from_upstream(zoo.to_upstream(model))
+    assert type(back) is type(model) and back.config == model.config
+    assert list(back.state_dict()) == list(model.state_dict())
+    inputs = zoo.example_inputs(model)
+    torch.testing.assert_close(outputs_of(back, inputs), outputs_of(model, inputs), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", DEBUG)
+def test_example_inputs_are_seeded_and_refuse_unknown_sizes(name: str) -> None:
+    model = zoo.create(name)
+    first, second, other = zoo.example_inputs(model), zoo.example_inputs(model), zoo.example_inputs(model, seed=1)
+    tensors = [[t for t in pytree.tree_leaves(i) if isinstance(t, torch.Tensor)] for i in (first, second, other)]
+    torch.testing.assert_close(tensors[0], tensors[1], rtol=0, atol=0)
+    assert any(not torch.equal(a, b) for a, b in zip(tensors[0], tensors[2], strict=True))
+    with pytest.raises(TypeError, match="no_such_size"):
+        zoo.example_inputs(model, no_such_size=1)

@@ -1,0 +1,298 @@
+"""The outer CUDA graph. Everything but capture itself is shown on the CPU too, by the same copying and overwriting."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from blocks import Dropping, Stack
+from torch import Tensor, nn
+
+import zoo
+from zoo.cudagraph import CaptureError
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "regional"])
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_replay_computes_on_new_inputs(device: str, compiled: bool, context: Any) -> None:
+    model = Stack().to(device).eval()
+    if compiled:
+        zoo.compile_regions(model, backend="aot_eager" if device == "cpu" else "inductor")
+    first, second = torch.randn(2, 4, device=device), torch.randn(2, 4, device=device)
+    with context():
+        step = zoo.cuda_graph(model, (first,))
+        expected = [model(first), model(second)]
+        torch.testing.assert_close([step(first), step(second)], expected)
+    torch.testing.assert_close([step(first), step(second)], expected)
+
+
+def test_regions_within_budget_under_capture(device: str) -> None:
+    model = zoo.compile_regions(Stack().to(device).eval(), backend="aot_eager")
+    x = torch.randn(2, 4, device=device)
+    for context in (torch.no_grad, torch.inference_mode):
+        with zoo.enforce_budget(model), context():
+            zoo.cuda_graph(model, (x,))(x)
+
+
+def test_outputs_are_fresh_unless_asked_otherwise(device: str) -> None:
+    model, x, y = Stack().to(device).eval(), torch.randn(2, 4, device=device), torch.randn(2, 4, device=device)
+    with torch.no_grad():
+        fresh = zoo.cuda_graph(model, (x,))
+        kept = fresh(x)
+        fresh(y)
+        torch.testing.assert_close(kept, model(x))
+        static = zoo.cuda_graph(model, (x,), clone_outputs=False)
+        overwritten = static(x)
+        assert static(y) is overwritten or static(y).data_ptr() == overwritten.data_ptr()
+        torch.testing.assert_close(overwritten, model(y))
+
+
+def test_inputs_are_copied_so_a_step_does_not_keep_the_callers_tensor(device: str) -> None:
+    x = torch.ones(3, device=device)
+    step = zoo.cuda_graph(lambda x: x.add_(1), (x,))
+    assert torch.equal(x, torch.ones(3, device=device)), "warm-up must not write to the example"
+    torch.testing.assert_close(step(x), x + 1)
+    assert torch.equal(x, torch.ones(3, device=device))
+
+
+def test_structures_of_inputs_and_outputs(device: str) -> None:
+    def fn(pair: tuple[Tensor, Tensor], *, scale: float, more: dict[str, Tensor]) -> dict[str, Any]:
+        return {"sum": [pair[0] + pair[1] * scale, more["x"]], "scale": scale}
+
+    make = lambda: torch.randn(3, device=device)  # noqa: E731
+    step = zoo.cuda_graph(fn, ((make(), make()),), {"scale": 2.0, "more": {"x": make()}})
+    a, b, x = make(), make(), make()
+    out = step((a, b), scale=2.0, more={"x": x})
+    torch.testing.assert_close(out, {"sum": [a + 2 * b, x], "scale": 2.0})
+    out = step((a, b), more={"x": x}, scale=2.0)
+    torch.testing.assert_close(out["sum"][1], x)
+    with pytest.raises(ValueError, match="structure"):
+        step((a, b, x), scale=2.0, more={"x": x})
+    with pytest.raises(ValueError, match=r"3\.0, but 2\.0 was captured as a constant"):
+        step((a, b), scale=3.0, more={"x": x})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda d: torch.randn(3, 4, device=d), r"float32\[3, 4\] on .*, but float32\[2, 4\]"),
+        (lambda d: torch.randn(2, 4, device=d, dtype=torch.float64), r"float64\[2, 4\] on .*, but float32\[2, 4\]"),
+        (lambda d: torch.randn(2, 4, device="meta"), r"float32\[2, 4\] on meta, but float32\[2, 4\] on"),
+        (lambda d: 3, "input 0 is 3, but float32"),
+    ],
+)
+def test_another_shape_dtype_or_device_names_both(device: str, wrong: Any, words: str) -> None:
+    with torch.no_grad():
+        step = zoo.cuda_graph(Stack().to(device), (torch.randn(2, 4, device=device),))
+    with pytest.raises(ValueError, match=words):
+        step(wrong(device))
+
+
+def test_buckets_replay_their_own_shape(device: str) -> None:
+    model = Stack().to(device).eval()
+    shapes = [(n, 4) for n in (2, 8, 4)]
+    calls = [((torch.randn(shape, device=device),), {}) for shape in shapes]
+    with torch.no_grad():
+        step = zoo.cuda_graph(model, *calls[0], buckets=calls[1:])
+        kept = []
+        for shape in shapes * 2:
+            x = torch.randn(shape, device=device)
+            kept.append((step(x), model(x)))
+        for got, expected in kept:
+            torch.testing.assert_close(got, expected)
+        assert len(step.shapes) == 3
+        with pytest.raises(ValueError, match=r"no bucket for float32\[3, 4\].*captured: float32\[8, 4\]"):
+            step(torch.randn(3, 4, device=device))
+        with pytest.raises(ValueError, match="two buckets have the same shapes"):
+            zoo.cuda_graph(model, *calls[0], buckets=[calls[0]])
+        with pytest.raises(ValueError, match="bucket 1 is called with another structure"):
+            zoo.cuda_graph(model, *calls[0], buckets=[((), {"x": calls[0][0][0]})])
+
+
+def test_static_arguments_are_not_copied(device: str) -> None:
+    cache = torch.zeros(3, device=device)
+
+    def fn(x: Tensor, cache: Tensor) -> Tensor:
+        cache.add_(x)
+        return cache * 1
+
+    step = zoo.cuda_graph(fn, (torch.ones(3, device=device), cache), static=(1,))
+    cache.zero_()
+    x = torch.ones(3, device=device)
+    for calls in (1.0, 2.0):
+        torch.testing.assert_close(step(x, cache), torch.full_like(cache, calls))
+    assert cache[0] == 2
+    with pytest.raises(ValueError, match="static argument 1 is another object"):
+        step(x, cache.clone())
+    named = zoo.cuda_graph(fn, (x,), {"cache": cache}, static=("cache",))
+    named(x, cache=cache)
+    for wrong in (2, -1, "chache"):
+        with pytest.raises(ValueError, match="static names"):
+            zoo.cuda_graph(fn, (x, cache), static=(wrong,))
+
+
+def test_what_cannot_be_copied_in_is_refused(device: str) -> None:
+    class Opaque:
+        def __init__(self) -> None:
+            self.x = torch.ones(2, device=device)
+
+    graph = Opaque()
+    with pytest.raises(TypeError, match="Opaque, which cannot be copied in; name it in static="):
+        zoo.cuda_graph(lambda g: g.x + 1, (graph,))
+    torch.testing.assert_close(zoo.cuda_graph(lambda g: g.x + 1, (graph,), static=(0,))(graph), graph.x + 1)
+    with pytest.raises(ValueError, match="requires grad"):
+        zoo.cuda_graph(torch.relu, (torch.ones(2, device=device, requires_grad=True),))
+    with pytest.raises(TypeError, match="sparse_coo"):
+        zoo.cuda_graph(lambda x: x, (torch.eye(2, device=device).to_sparse(),))
+    with pytest.raises(ValueError, match="warmup is 1"):
+        zoo.cuda_graph(torch.relu, (torch.ones(2),), warmup=1)
+    with pytest.raises(TypeError, match="fn is a int"):
+        zoo.cuda_graph(3)  # type: ignore[arg-type]
+
+
+def _moved(model: nn.Module) -> None:
+    model.double().float()
+
+
+def _assigned(model: nn.Module) -> None:
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+
+
+def _replaced(model: nn.Module) -> None:
+    model.blocks[1].linear.weight = nn.Parameter(model.blocks[1].linear.weight.clone())
+
+
+@pytest.mark.parametrize("reached", ["module", "closure", "method"])
+@pytest.mark.parametrize("change", [_moved, _assigned, _replaced])
+def test_weights_that_moved_are_an_error(device: str, change: Any, reached: str) -> None:
+    model, x = Stack().to(device).eval(), torch.randn(2, 4, device=device)
+    fn = {"module": model, "closure": lambda x: model(x), "method": model.forward}[reached]
+    with torch.no_grad():
+        step = zoo.cuda_graph(fn, (x,))
+        change(model)
+        with pytest.raises(RuntimeError, match=r"(stem|blocks\.1\.linear)\.weight was moved or replaced"):
+            step(x)
+
+
+def test_weights_loaded_in_place_are_used(device: str) -> None:
+    model, other, x = Stack().to(device), Stack().to(device), torch.randn(2, 4, device=device)
+    with torch.no_grad():
+        step = zoo.cuda_graph(model, (x,))
+        model.load_state_dict(other.state_dict())
+        torch.testing.assert_close(step(x), other(x))
+
+
+def test_a_step_is_not_reentrant() -> None:
+    calls: list[Any] = []
+
+    def fn(x: Tensor) -> Tensor:
+        if calls:
+            calls[0](x)
+        return x + 1
+
+    step = zoo.cuda_graph(fn, (torch.ones(2),))
+    calls.append(step)
+    with pytest.raises(RuntimeError, match="not reentrant"):
+        step(torch.ones(2))
+    calls.clear()
+    step(torch.ones(2))  # and it is usable again
+
+
+@pytest.mark.parametrize("place", ["inside", "outside"])
+def test_autocast_bakes_no_cast_in(device: str, place: str) -> None:
+    model, x = Stack().to(device), torch.randn(2, 4, device=device)
+    autocast = torch.autocast(device, torch.bfloat16)
+
+    def fn(x: Tensor) -> Tensor:
+        with autocast if place == "inside" else contextlib.nullcontext():
+            return model(x)
+
+    # Casts are cached where gradients are on.
+    with autocast if place == "outside" else contextlib.nullcontext():
+        step = zoo.cuda_graph(fn, (x,))
+    with torch.no_grad():
+        model.stem.weight.mul_(2)
+    with autocast:
+        torch.testing.assert_close(step(x), model(x))
+
+
+def test_random_state_is_as_if_nothing_had_been_captured(device: str) -> None:
+    model, x = Dropping(16).to(device).train(), torch.randn(8, 16, device=device)
+    with torch.no_grad():
+        step = zoo.cuda_graph(model, (x,))
+        torch.manual_seed(3)
+        first, second = step(x), step(x)
+        torch.manual_seed(3)
+        again, eager = step(x), model(x)
+    assert not torch.equal(first, second), "each replay draws anew"
+    torch.testing.assert_close(first, again)
+    torch.testing.assert_close(second, eager)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_synchronising_step_is_named_and_the_process_stays_usable(compiled: bool) -> None:
+    def synchronising(x: Tensor) -> Tensor:
+        return x * x.sum().item()
+
+    x = torch.ones(4, device="cuda")
+    with pytest.raises(CaptureError, match=r"synchronises.*x\.sum\(\)\.item\(\)"):
+        zoo.cuda_graph(synchronising, (x,))
+    _usable(compiled)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_failed_capture_leaves_the_process_usable(compiled: bool) -> None:
+    model = Dropping(16).cuda().train()
+
+    def fails(x: Tensor) -> Tensor:
+        x = model(x)
+        if torch.cuda.is_current_stream_capturing():
+            raise ArithmeticError("only while capturing")
+        return x
+
+    with torch.no_grad(), pytest.raises(CaptureError, match="only while capturing"):
+        zoo.cuda_graph(fails, (torch.randn(8, 16, device="cuda"),))
+
+    def invalidates(x: Tensor) -> Tensor:
+        x = model(x)
+        if torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize()
+        return x
+
+    with torch.no_grad(), pytest.raises(CaptureError, match="capture failed"):
+        zoo.cuda_graph(invalidates, (torch.randn(8, 16, device="cuda"),))
+    _usable(compiled)
+
+
+def _usable(compiled: bool) -> None:
+    """Dropout draws, things compile, and a new capture works."""
+    model, x = Dropping(16).cuda().train(), torch.randn(8, 16, device="cuda")
+    torch.nn.functional.dropout(x)
+    if compiled:
+        model.compile(fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        model(x)
+        step = zoo.cuda_graph(model, (x,))
+        assert not torch.equal(step(x), step(x))
+
+
+@pytest.mark.gpu
+def test_capture_is_one_launch() -> None:
+    model, x = Stack(depth=8).cuda().eval(), torch.randn(2, 4, device="cuda")
+    with torch.no_grad():
+        step = zoo.cuda_graph(model, (x,))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            step(x)
+    launches = [e.key for e in profiler.key_averages() if "LaunchKernel" in e.key or "GraphLaunch" in e.key]
+    assert any("GraphLaunch" in key for key in launches), launches

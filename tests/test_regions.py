@@ -1,0 +1,161 @@
+"""What can be compiled, and what stands in its way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from blocks import Block, Child, IndexedBlock, Sequence, Stack, StoringBlock
+from torch import nn
+
+import zoo
+from zoo import Region
+from zoo.signature import mode
+
+
+def test_declared_regions_are_grouped_by_signature() -> None:
+    report = zoo.find_regions(Stack(depth=3))
+    (found,) = report.regions
+    assert report.declared and found.name == "Block"
+    assert found.signatures == (("blocks.0", "blocks.1", "blocks.2"),)
+    assert report.graphs_needed == 1 and not report.obstacles
+
+
+def test_report_prints_modules_graphs_and_differences() -> None:
+    text = str(zoo.find_regions(Sequence(Block(4), Block(4), Block(8), Block(8))))
+    assert "Block: 4 module(s), 2 graph(s), budget 2" in text
+    assert "2 x blocks.0, blocks.1" in text and "2 x blocks.2, blocks.3" in text
+    assert "differs: parameters: linear.weight (4, 4)" in text
+
+
+@pytest.mark.parametrize("region", ["Block", 3, Block(2), int])
+def test_a_region_that_is_no_module_class_is_a_type_error(region: object) -> None:
+    with pytest.raises(TypeError, match="nn.Module class"):
+        zoo.find_regions(Stack(), [region])  # type: ignore[list-item]
+
+
+def test_a_bare_class_instead_of_a_list_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match=r"regions=\[\.\.\.\]"):
+        zoo.find_regions(Stack(), Block)  # type: ignore[arg-type]
+
+
+def test_no_graphs_is_no_budget() -> None:
+    with pytest.raises(ValueError, match="graphs is 0"):
+        Region(Block, graphs=0)
+
+
+def test_a_region_that_matches_nothing_is_an_error_that_names_subclasses() -> None:
+    with pytest.raises(ValueError, match=r"Block matches no module of Sequence; its subclasses \['Child'\]"):
+        zoo.find_regions(Sequence(Child(4)), [Block])
+
+
+def test_a_forward_in_torch_nn_is_an_error() -> None:
+    class Wrapped(nn.Sequential):
+        pass
+
+    for cls in (nn.Sequential, nn.Linear, Wrapped):
+        with pytest.raises(ValueError, match=r"forward in torch\.nn"):
+            zoo.find_regions(Sequence(nn.Sequential(nn.Linear(2, 2)), Wrapped()), [cls])
+
+
+def test_nested_regions_are_an_error_that_names_both() -> None:
+    with pytest.raises(ValueError, match=r"Block \(blocks\.0\.blocks\.0\) is nested in region Sequence"):
+        zoo.find_regions(Stack_of_sequences(), [Sequence, Block])
+
+
+def Stack_of_sequences() -> nn.Module:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Sequence(Block(4)), Sequence(Block(4))])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.blocks[1](self.blocks[0](x))
+
+    return Outer()
+
+
+def test_discovery_takes_the_outermost_repeated_class() -> None:
+    assert [found.name for found in zoo.find_regions(Stack_of_sequences()).regions] == ["Sequence"]
+
+
+def test_discovery_passes_over_copies_that_share_nothing() -> None:
+    assert not zoo.find_regions(Sequence(Block(2), Block(4), Block(8))).regions
+
+
+def test_exclude_by_class_and_by_name() -> None:
+    model = Sequence(Block(4), Block(4), Block(4))
+    assert zoo.find_regions(model, exclude=["blocks.1"]).regions[0].modules == ("blocks.0", "blocks.2")
+    assert not zoo.find_regions(model, exclude=[Block]).regions
+    with pytest.raises(ValueError, match=r"'blocks\.7'"):
+        zoo.find_regions(model, exclude=["blocks.7"])
+
+
+def test_an_index_that_is_read_is_an_obstacle_and_one_that_is_stored_is_not() -> None:
+    read = zoo.find_regions(Sequence(*(IndexedBlock(4, i) for i in range(5))), [IndexedBlock])
+    assert read.graphs_needed == 5
+    assert "reads index, which differs in every layer (0, 1, 2, 3, ... (5))" in str(read.obstacles[0])
+    stored = zoo.find_regions(Sequence(*(StoringBlock(4, i) for i in range(5))))
+    assert stored.graphs_needed == 1 and not stored.obstacles
+
+
+def test_prediction_agrees_with_the_compiler() -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    for model in (
+        Sequence(*(IndexedBlock(4, i) for i in range(3))),
+        Sequence(*(StoringBlock(4, i) for i in range(3))),
+        Sequence(Block(4), Block(4)),
+    ):
+        counter = CompileCounter()
+        cls = type(model.blocks[0])
+        predicted = zoo.find_regions(model, [cls]).graphs_needed
+        for block in model.blocks:
+            block.compile(fullgraph=True, dynamic=False, backend=counter)
+        with torch.no_grad():
+            model(torch.randn(2, 4))
+        assert counter.frame_count == predicted
+
+
+def test_an_inherited_forward_is_an_obstacle() -> None:
+    (obstacle,) = zoo.find_regions(Sequence(Child(4), Child(4)), [Child]).obstacles
+    assert "inherits forward from Block" in str(obstacle)
+
+
+def test_inputs_tell_layers_apart_and_find_a_bypass() -> None:
+    class Bypass(Sequence):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.blocks[0](x)
+            x = self.blocks[1](x.repeat(2, 1))
+            return self.blocks[2].forward(x)
+
+    report = zoo.find_regions(Bypass(Block(4), Block(4), Block(4)), inputs={"x": torch.randn(2, 4)})
+    # The bypassed block is counted with no input: the prediction errs on the side of more.
+    assert report.regions[0].signatures[:2] == (("blocks.0",), ("blocks.1",))
+    assert "blocks.2 was not called as a module" in str(report.obstacles[0])
+
+
+def test_inputs_leave_no_hook_behind() -> None:
+    model = Stack()
+    zoo.find_regions(model, inputs={"x": torch.randn(2, 4)})
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+    with pytest.raises(TypeError):
+        zoo.find_regions(model, inputs={"wrong": 1})
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+def test_mode_in_words() -> None:
+    block = Block(2).eval()
+    assert mode(block) == "eval, grad"
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert mode(block) == "eval, no_grad, autocast(cpu:bfloat16)"
+    with torch.inference_mode():
+        assert mode(block.train()) == "train, inference_mode"
+
+
+@pytest.mark.gpu
+def test_device_share_on_a_gpu() -> None:
+    model = Stack(width=512, depth=4).cuda()
+    report = zoo.find_regions(model, inputs={"x": torch.randn(4096, 4, device="cuda")})
+    share = report.regions[0].device_share
+    assert share is not None and 0.5 < share <= 1.0
+    assert "% of device time" in str(report)
