@@ -7,7 +7,7 @@
 # Each creates .venv and installs into it where that has not happened yet.
 #
 #   make bench ARGS="--model gcn --input cora"    options of benchmarks.run
-#   make test ARGS="-k regions"                   options of pytest
+#   make test ARGS="-k regions"                   options of pytest; "-m gpu" for the tests that need a GPU
 #   make test PYTHON=python3.12                   the interpreter that .venv is made of
 
 PYTHON ?= python3
