@@ -128,7 +128,7 @@ def test_odd_number_of_edges():
         graphs.generate(GraphSpec(nodes=4, edges=3, features=1, classes=1, hub=1))
 
 
-# --- real formats ----------------------------------------------------------------------------------------------------
+# --- real formats ---
 
 
 def write_cora(root: Path) -> dict[int, list[int]]:

@@ -1,0 +1,208 @@
+"""GCN, GAT and GraphSAGE over a whole graph: models, inputs, and the arms of both libraries from one set of weights."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.case import IMPLEMENTATIONS, MODES, STRATEGIES, Case
+from benchmarks.workloads import gnn_upstream, gnn_work, graphs
+from benchmarks.workloads.base import Prepared
+from benchmarks.workloads.gnn_work import Architecture
+from benchmarks.workloads.graphs import POWER_LAW, Graph
+
+KINDS = ("gcn", "gat", "graphsage")
+HEADS = 8
+SMALL = ("karate", "cora")
+
+_DEEP = re.compile(r"(?P<kind>\w+)-(?P<layers>\d+)x(?P<width>\d+)")
+
+
+class GnnWorkload:
+    """Inference over the whole graph, all nodes at once; one call returns the logits of every node.
+
+    ``gcn``, ``gat`` and ``graphsage`` have two layers, 64 wide (GAT 8 heads of 8), on karate and cora, and three, 256
+    wide (GAT 8 heads of 32), on larger graphs; the last layer ends in the classes. ``<kind>-8x256`` has eight layers of
+    one width from end to end, so that all share one signature.
+    """
+
+    family = "gnn"
+    models: tuple[str, ...] = (*KINDS, *(f"{kind}-8x256" for kind in KINDS))
+    inputs: tuple[str, ...] = graphs.INPUTS
+
+    def default_races(self, device: str, quick: bool) -> list[tuple[str, str]]:
+        """(model, input) pairs of a plain run."""
+        if device == "cpu":
+            return [("gcn", "karate")]
+        if quick:
+            return [("gcn", "cora")]
+        return [*((kind, "arxiv") for kind in KINDS), ("gcn", "cora")]
+
+    def dtypes(self, device: str) -> tuple[str, ...]:
+        """Supported dtypes, the default first."""
+        return ("float32", "bfloat16") if device == "cpu" else ("float32", "bfloat16", "float16")
+
+    def refuses(self, case: Case) -> str | None:
+        """Why this combination does not exist, or None."""
+        for what, value, known in (
+            ("model", case.model, self.models),
+            ("input", case.input, self.inputs),
+            ("workload", case.workload, ("inference",)),
+            ("dtype", case.dtype, self.dtypes(case.device)),
+            ("implementation", case.impl, IMPLEMENTATIONS),
+            ("strategy", case.strategy, STRATEGIES),
+            ("mode", case.mode, MODES),
+        ):
+            if value not in known:
+                return f"{what} {value!r} is not one of {', '.join(known)} on {case.device}"
+        if case.strategy == "eager" and case.mode != "default":
+            return f"mode {case.mode!r} is an option of the compiler, and eager compiles nothing"
+        if case.strategy == "eager" and case.dynamic:
+            return "dynamic shapes are an option of the compiler, and eager compiles nothing"
+        if case.strategy == "hierarchical" and case.impl != "zoo":
+            return "hierarchical needs declared regions, which the upstream library's models do not have"
+        if case.mode == "reduce-overhead" and case.strategy != "full":
+            return "reduce-overhead works on the whole model only: its CUDA graphs overwrite outputs between regions"
+        if case.mode == "reduce-overhead" and case.device == "cpu":
+            return "reduce-overhead means CUDA graphs, which a CPU does not have"
+        if case.cuda_graph and case.device == "cpu":
+            return "a CPU has no CUDA graphs"
+        if case.cuda_graph and case.mode == "reduce-overhead":
+            return "reduce-overhead makes CUDA graphs of its own, which cannot be captured into an outer one"
+        if case.cuda_graph and case.dynamic:
+            return "a CUDA graph has fixed shapes, so dynamic shapes cannot be captured"
+        return None
+
+    def memory_bytes(self, case: Case) -> int:
+        """Estimated peak device memory of the case in bytes, from the counts of the published graph."""
+        counts = graphs.spec(case.input)
+        arch = architecture(case.model, case.input, features=counts.features, classes=counts.classes)
+        nodes, edges, itemsize = counts.nodes, counts.edges, _dtype(case).itemsize
+        # Raw edges, and while they are sorted (by the generator, or for a CSR) keys, values, order and work space.
+        sorting = 6 * 16 * edges
+        # What stays: raw edges, and what was prepared from them (in the zoo with and without self-loops).
+        prepared = {"upstream": 0, "upstream-tuned": 24, "zoo": 52 if arch.self_loops else 24}[case.impl]
+        graph = (16 + prepared) * arch.edges(nodes, edges)
+        running = gnn_work.dense_bytes(arch, nodes, itemsize)
+        if case.impl == "upstream-tuned" and gnn_upstream.tuned_layout(case, arch.kind) == "csr":
+            messages = 0
+        elif case.strategy == "eager":
+            # The zoo sums half precision in float32.
+            held = max(itemsize, 4) if case.impl == "zoo" else itemsize
+            messages = gnn_work.message_bytes(arch, nodes, edges, held)
+        else:
+            # Inductor fuses gather, weight and scatter; GAT's scores and their sums stay, a few values a head and edge.
+            messages = arch.edges(nodes, edges) * 6 * arch.heads * itemsize
+        return graph + gnn_work.dense_bytes(arch, nodes, itemsize) + max(sorting, running + messages)
+
+    def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
+        """Build model and inputs on the device.
+
+        Args:
+            case: What to build.
+            data_root: Folder of real data sets, or None.
+            seed: Of the generated graph, the features and the weights.
+
+        Raises:
+            ValueError: If the case is one that :meth:`refuses` names.
+            FileNotFoundError: If the real data set is incomplete.
+        """
+        if reason := self.refuses(case):
+            raise ValueError(f"{case.arm}: {reason}")
+        device, dtype = torch.device(case.device), _dtype(case)
+        deep = _DEEP.fullmatch(case.model)
+        graph = graphs.load(
+            case.input, data_root=data_root, features=int(deep["width"]) if deep else None, seed=seed, device=device
+        )
+        arch = architecture(case.model, case.input, features=graph.x.size(1), classes=graph.classes)
+        shipped = gnn_upstream.build(arch, seed=seed).to(device, dtype)
+        x = graph.x.to(dtype)
+
+        _wait(device)
+        start = time.perf_counter()
+        model, inputs, what = _implementation(case, arch, shipped, graph)
+        _wait(device)
+        preparation = {} if what is None else {what: time.perf_counter() - start}
+
+        def compile_convs(model: torch.nn.Module, **options: Any) -> None:
+            if case.impl == "upstream" and not case.dynamic:
+                options["dynamic"] = None  # as its users leave it
+            gnn_upstream.compile_convs(model, **options)
+
+        return Prepared(
+            model=model.eval(),
+            inputs={"x": x, **inputs},
+            static=tuple(inputs),
+            compile_regions=None if case.impl == "zoo" else compile_convs,
+            reference=lambda: gnn_upstream.reference_output(
+                arch, gnn_upstream.build(arch, seed=seed).to(device, dtype), x, graph.edge_index
+            ),
+            reference_dtype="float64",
+            bytes=gnn_work.bytes_moved(arch, graph.nodes, graph.edges, dtype.itemsize),
+            bytes_formula=gnn_work.BYTES_FORMULA,
+            flops=gnn_work.flops(arch, graph.nodes, graph.edges),
+            data=graph.data,
+            preparation_seconds=preparation,
+            sizes={
+                "nodes": graph.nodes,
+                "edges": graph.edges,
+                "max_degree": graph.max_degree,
+                "features": arch.features,
+                "classes": graph.classes,
+                "layers": arch.layers,
+                "width": arch.hidden,
+                "heads": arch.heads,
+                "parameters": gnn_work.parameters(arch),
+            },
+        )
+
+
+def architecture(model: str, input: str, *, features: int, classes: int) -> Architecture:
+    """The model's shape on this input.
+
+    Args:
+        model: A name of :attr:`GnnWorkload.models`.
+        input: A name of :data:`graphs.INPUTS`.
+        features: Width of the node features; a model of one width replaces it.
+        classes: Number of classes; a model of one width has none.
+    """
+    if deep := _DEEP.fullmatch(model):
+        kind, layers, width = deep["kind"], int(deep["layers"]), int(deep["width"])
+        return Architecture(
+            kind=kind, features=width, hidden=width, layers=layers, classes=None, heads=HEADS if kind == "gat" else 1
+        )
+    layers, hidden = (2, 64) if input.removesuffix(POWER_LAW) in SMALL else (3, 256)
+    heads = HEADS if model == "gat" else 1
+    return Architecture(kind=model, features=features, hidden=hidden, layers=layers, classes=classes, heads=heads)
+
+
+def _implementation(
+    case: Case, arch: Architecture, shipped: torch.nn.Module, graph: Graph
+) -> tuple[torch.nn.Module, dict[str, Any], str | None]:
+    """The case's model, its inputs besides ``x``, and what was prepared once, if anything."""
+    if case.impl == "upstream":
+        return shipped, {"edge_index": graph.edge_index}, None
+    if case.impl == "upstream-tuned":
+        layout = gnn_upstream.tuned_layout(case, arch.kind)
+        model, inputs = gnn_upstream.tune(arch, shipped, graph.edge_index, graph.nodes, layout)
+        return model, inputs, "CSR adjacency" if layout == "csr" else "sorted edges"
+    from zoo.gnn.upstream import from_upstream
+
+    model = from_upstream(shipped)
+    return model, {"edge_index": model.prepare(graph.edge_index, num_nodes=graph.nodes)}, "CSRGraph"
+
+
+def _dtype(case: Case) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, case.dtype)
+    return dtype
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+WORKLOAD = GnnWorkload()
