@@ -289,16 +289,16 @@ class Rows:
         return self.environments.get(result.environment or "", {})
 
 
-def device_name(environment: Mapping[str, Any]) -> str:
-    """The device that an environment row speaks of: its GPU, or its CPU where there is none."""
-    return str(environment.get("gpu") or environment.get("cpu") or "unknown device")
+def device_name(environment: Mapping[str, Any], device: str) -> str:
+    """What a case's ``device`` is on that machine, by name: its GPU, or its CPU for ``cpu``."""
+    return str(environment.get("cpu" if device.startswith("cpu") else "gpu") or f"unknown {device}")
 
 
 def load(path: Path) -> Rows:
     """The rows of a JSONL file, or of every ``*.jsonl`` below a folder in the order of their paths.
 
-    Where two files hold the same case on the same device and torch version, the later path wins, as the later line does
-    within a file.
+    Where two files hold the same case on the same device and torch version, the environment's later ``time`` wins, or
+    the later path where times agree or are missing, as the later line does within a file.
 
     Raises:
         FileNotFoundError: Where there is no such file or folder.
@@ -320,5 +320,12 @@ def load(path: Path) -> Rows:
         for result in store.results():
             result.environment = ids.get(result.environment or "")
             environment = environments.get(result.environment or "", {})
-            newest[device_name(environment), str(environment.get("torch")), result.case.key] = result
+            what = (device_name(environment, result.case.device), str(environment.get("torch")), result.case.key)
+            known = newest.get(what)
+            if known is None or _time(environment) >= _time(environments.get(known.environment or "", {})):
+                newest[what] = result
     return Rows(list(newest.values()), environments)
+
+
+def _time(environment: Mapping[str, Any]) -> str:
+    return str(environment.get("time") or "")  # ISO 8601 in UTC, so that text sorts as time does

@@ -119,9 +119,15 @@ def test_load_reads_folders_and_keeps_environments_apart(tmp_path: Path) -> None
     write(tmp_path / "a" / "rows.jsonl", [row(1.0)])
     write(tmp_path / "b" / "rows.jsonl", [row(2.0)], {**ENVIRONMENT, "gpu": "NVIDIA A100"})  # the same id
     rows = load(tmp_path)
-    assert [device_name(rows.environment(result)) for result in rows.results] == ["NVIDIA H200", "NVIDIA A100"]
+    assert [device_name(rows.environment(result), result.case.device) for result in rows.results] == [
+        "NVIDIA H200",
+        "NVIDIA A100",
+    ]
     write(tmp_path / "c" / "rows.jsonl", [row(3.0)])
     newest = load(tmp_path).results  # the same case, device and torch: the later path wins
+    assert [round(result.steady.samples[0]) for result in newest if result.steady] == [3, 2]
+    write(tmp_path / "d" / "rows.jsonl", [row(4.0)], {**ENVIRONMENT, "time": "2025-01-01T00:00:00Z"})  # measured before
+    newest = load(tmp_path).results
     assert [round(result.steady.samples[0]) for result in newest if result.steady] == [3, 2]
 
 

@@ -33,6 +33,7 @@ def race_table(race: Race) -> str:
         "memory MiB",
         "error",
         "times the floor",
+        "of peak bandwidth / FLOP/s",
         "break-even calls, cold / warm",
     )
     rows = [
@@ -47,6 +48,7 @@ def race_table(race: Race) -> str:
             cells.memory(arm),
             cells.error(arm),
             cells.times_floor(arm),
+            cells.utilisation(arm),
             cells.break_even(race, arm).replace("/", " / "),
         )
         for arm in race.arms

@@ -38,7 +38,7 @@ def is_tuned(case: Case) -> bool:
     return case.impl != "zoo" and not is_shipped(case) and not case.control
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Arm:
     """One arm that ran, with its median and 95th percentile in milliseconds (None where no round was raced)."""
 
@@ -72,7 +72,7 @@ class Arm:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Race:
     """All arms that share model, input, workload, dtype, device and torch.
 
@@ -101,7 +101,7 @@ class Race:
     @property
     def machine(self) -> str:
         """The environment in words: ``NVIDIA H200, torch 2.11.0+cu130``."""
-        return f"{device_name(self.environment)}, torch {self.environment.get('torch', 'unknown')}"
+        return f"{device_name(self.environment, self.case.device)}, torch {self.environment.get('torch', 'unknown')}"
 
     def find(self, *, impl: str, strategy: str, cuda_graph: bool = False, mode: str = "default") -> Arm | None:
         """The arm of exactly these options that is not dynamic, or None."""
@@ -242,7 +242,7 @@ def races(results: Iterable[Result], environments: Mapping[str, Mapping[str, Any
     groups: dict[tuple[str, ...], list[Result]] = {}
     for result in results:
         environment = environments.get(result.environment or "", {})
-        where = (device_name(environment), str(environment.get("torch")))
+        where = (device_name(environment, result.case.device), str(environment.get("torch")))
         groups.setdefault((*where, *result.case.race), []).append(result)
     return [_race(group, environments.get(group[0].environment or "", {})) for group in groups.values()]
 

@@ -60,7 +60,7 @@ def _table(title: str, *columns: str) -> Table:
     table = Table(
         title=Text(title), title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0), pad_edge=False
     )
-    table.add_column(Text("arm", style="underline"), overflow="fold", ratio=None, min_width=20)
+    table.add_column(Text("arm", style="underline"), overflow="fold", min_width=16)
     for column in columns:
         table.add_column(Text(column, style="underline"), justify="right", no_wrap=True)
     return table
@@ -73,9 +73,9 @@ def _verdict(text: str) -> Text:
 def _times(race: Race, wide: bool) -> Table:
     reference = race.reference
     title = f"Speed-up over {reference.name}" if reference else "Times; no eager arm to compare with"
-    columns = ["p50 ms", "p95 ms", "speed-up", "verdict"]
+    columns = ["p50 ms", "p95 ms", "speed-up", "verdict", "× floor"]
     if wide:
-        columns += ["× best as shipped", "× best tuned", "× floor"]
+        columns += ["× best as shipped", "× best tuned"]
     table = _table(title, *columns)
     for arm in race.arms:
         row = [
@@ -84,12 +84,10 @@ def _times(race: Race, wide: bool) -> Table:
             Text(numbers.significant(arm.p95)),
             Text(cells.speedup(race, arm, reference)),
             _verdict(cells.verdict(race, arm, reference)),
+            Text(cells.times_floor(arm)),
         ]
         if wide:
-            row += [
-                _verdict(cells.speedup_and_verdict(race, arm, best)) for best in (race.best_shipped, race.best_tuned)
-            ]
-            row.append(Text(cells.times_floor(arm)))
+            row += [_over_best(race, arm, best) for best in (race.best_shipped, race.best_tuned)]
         table.add_row(*row)
     return table
 

@@ -1,0 +1,307 @@
+"""Two runs held against each other, arm by arm, so that a CI can be gated by it.
+
+python -m benchmarks.compare OLD NEW                       files of rows, or folders of such files
+python -m benchmarks.compare OLD NEW --max-regression 3%
+
+Exits 1 where an arm is slower by more than the bound, by its whole interval, or fails and did not before; 2 on wrong
+usage; else 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from benchmarks import stats
+from benchmarks.rendering import cells, numbers
+from benchmarks.rendering.race import Race, races
+from benchmarks.result import Compile, Result, Rows, device_name, load
+from benchmarks.stats import Ratio, Verdict
+from benchmarks.usage import UsageError, run_command
+
+STYLES = {"faster": "green", "slower": "red", "undetermined": "yellow", "fails": "red"}
+MEMORY_CHANGE = 0.01  # an allocator's rounding moves a peak by less
+
+
+@dataclass(frozen=True)
+class Change:
+    """What became of one arm.
+
+    Args:
+        old: The row before, or None for an arm that is new.
+        new: The row now, or None for an arm that is gone.
+        ratio: Old time over new time, above 1 if it got faster; None where one has no times.
+        noise: The wider A/A noise floor of the two runs; None where neither ran a control.
+        verdict: Of the ratio; None where there is none.
+        notes: What else changed: status, graphs, breaks, recompiles, kernels, memory, error.
+        grew: Whether it has more graphs, breaks or recompiles than before.
+    """
+
+    old: Result | None
+    new: Result | None
+    ratio: Ratio | None = None
+    noise: float | None = None
+    verdict: Verdict | None = None
+    notes: tuple[str, ...] = ()
+    grew: bool = False
+
+    @property
+    def row(self) -> Result:
+        row = self.new or self.old
+        assert row is not None
+        return row
+
+    @property
+    def newly_failing(self) -> bool:
+        """Whether it ran before and does not now."""
+        return bool(self.old and self.new and self.old.status == "ok" and self.new.status != "ok")
+
+    def regressed(self, bound: float) -> bool:
+        """Whether it is slower, and by more than ``bound`` (a fraction of the old time) all over its interval."""
+        return self.ratio is not None and self.verdict == "slower" and self.ratio.inverse.low > 1 + bound
+
+
+def compare(old: Rows, new: Rows, *, across_devices: bool = False) -> list[Change]:
+    """Every arm of either run, in the order of the old one.
+
+    Raises:
+        UsageError: Where no arm is in both, or arms ran on different devices and ``across_devices`` is not given.
+    """
+    before, after = _by_key(old, across_devices), _by_key(new, across_devices)
+    common = before.keys() & after.keys()
+    devices = [_devices(rows) for rows in (old, new)]
+    if not common:
+        raise UsageError(
+            f"no arm is in both: the old run has {_races(before)} on {devices[0]}, the new one {_races(after)} on "
+            f"{devices[1]}; measure the same model, input, dtype and device, or give --across-devices"
+        )
+    if not across_devices:
+        for key in before:
+            if key in common and (was := _device(old, before[key])) != (now := _device(new, after[key])):
+                raise UsageError(
+                    f"the old run is from {was}, the new one from {now}: times of different devices say nothing about "
+                    "the code; measure again on one of them, or give --across-devices"
+                )
+    noises = [_noise(races(rows.results, rows.environments), across_devices) for rows in (old, new)]
+    changes = []
+    for key in dict.fromkeys((*before, *after)):
+        was_row, now_row = before.get(key), after.get(key)
+        if was_row is None or now_row is None:
+            changes.append(Change(was_row, now_row))
+            continue
+        floors = [floor for noise in noises if (floor := noise.get(_race_key(was_row, across_devices))) is not None]
+        changes.append(_change(was_row, now_row, max(floors, default=None)))
+    return changes
+
+
+def _by_key(rows: Rows, across_devices: bool) -> dict[str, Result]:
+    found: dict[str, Result] = {}
+    for result in rows.results:
+        if result.case.control:  # it serves the noise floor
+            continue
+        key = dataclasses.replace(result.case, device="any").key if across_devices else result.case.key
+        if key in found and _device(rows, found[key]) != _device(rows, result):
+            raise UsageError(
+                f"{key} was measured on {_device(rows, found[key])} and on {_device(rows, result)} in the same run; "
+                "give the folder or file of one device"
+            )
+        found[key] = result
+    return found
+
+
+def _race_key(result: Result, across_devices: bool) -> tuple[str, ...]:
+    return result.case.race[:-1] if across_devices else result.case.race
+
+
+def _noise(shown: list[Race], across_devices: bool) -> dict[tuple[str, ...], float]:
+    return {
+        race.case.race[:-1] if across_devices else race.case.race: race.noise
+        for race in shown
+        if race.noise is not None
+    }
+
+
+def _device(rows: Rows, result: Result) -> str:
+    return device_name(rows.environment(result), result.case.device)
+
+
+def _devices(rows: Rows) -> str:
+    return ", ".join(sorted({_device(rows, result) for result in rows.results})) or "nothing"
+
+
+def _races(rows: dict[str, Result]) -> str:
+    names = list(dict.fromkeys(f"{row.case.model} on {row.case.input}" for row in rows.values()))
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "no rows"
+
+
+def _change(old: Result, new: Result, noise: float | None) -> Change:
+    ratio = verdict = None
+    if old.steady and new.steady:
+        by_device = bool(old.steady.device_ms and new.steady.device_ms)
+        first, second = (row.device_ms if by_device else row.wall_ms for row in (old.steady, new.steady))
+        if first and second:
+            ratio = stats.unpaired_ratio(first, second)
+            verdict = stats.verdict(ratio, noise)
+    grew, notes = _counts(old.cold or Compile(), new.cold or Compile())
+    return Change(old, new, ratio, noise, verdict, (*_status(old, new), *notes, *_sizes(old, new)), grew)
+
+
+def _status(old: Result, new: Result) -> list[str]:
+    if old.status == new.status:
+        return []
+    return [f"{old.status} → {new.status}" + (f": {cells.shortened(new.reason)}" if new.reason else "")]
+
+
+def _counts(old: Compile, new: Compile) -> tuple[bool, list[str]]:
+    if old.graphs is None or new.graphs is None:
+        return False, []
+    pairs = (
+        ("graphs", old.graphs, new.graphs),
+        ("breaks", len(old.breaks), len(new.breaks)),
+        ("recompiles", len(old.recompiles), len(new.recompiles)),
+    )
+    return any(now > was for _, was, now in pairs), [f"{what} {was} → {now}" for what, was, now in pairs if was != now]
+
+
+def _sizes(old: Result, new: Result) -> list[str]:
+    notes = []
+    if (
+        old.work
+        and new.work
+        and None not in (old.work.kernels, new.work.kernels)
+        and old.work.kernels != new.work.kernels
+    ):
+        notes.append(f"kernels {numbers.count(old.work.kernels)} → {numbers.count(new.work.kernels)}")
+    if old.memory and new.memory:
+        was, now = old.memory.allocated, new.memory.allocated
+        if was is not None and now is not None and abs(now - was) > MEMORY_CHANGE * was:
+            notes.append(f"memory {numbers.mebibytes(was)} → {numbers.mebibytes(now)} MiB")
+    if old.check and new.check and old.check.error is not None and new.check.error is not None:
+        was_error, now_error = old.check.error, new.check.error
+        if max(was_error, now_error) > 10 * max(min(was_error, now_error), 1e-8):
+            notes.append(f"error {numbers.exponent(was_error)} → {numbers.exponent(now_error)}")
+    return notes
+
+
+# Printing ----------------------------------------------------------------------------------------------------------
+
+
+def render(changes: Sequence[Change], console: Console) -> None:
+    """A table of the arms in both runs, race by race, with what else changed below it; then the arms in only one."""
+    groups: dict[tuple[str, ...], list[Change]] = {}
+    for change in changes:
+        if change.old and change.new:
+            groups.setdefault(change.row.case.race, []).append(change)
+    for race, group in groups.items():
+        console.print(Text("\n" + " · ".join(race[1:]), style="bold"))
+        table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+        table.add_column("arm", overflow="fold", min_width=20)
+        for column in ("old ms", "new ms", "speed-up", "verdict"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for change in group:
+            said = "fails" if change.newly_failing else change.verdict or numbers.NOTHING
+            table.add_row(
+                Text(change.row.case.arm),
+                *(Text(numbers.significant(_p50(row))) for row in (change.old, change.new)),
+                Text(numbers.interval(change.ratio)),
+                Text(said, style=STYLES.get(said, "")),
+            )
+        console.print(table)
+        for change in group:
+            if change.notes:
+                console.print(Text(f"{change.row.case.arm}: {', '.join(change.notes)}"))
+        noise = group[0].noise
+        known = (
+            f"A/A noise {numbers.percent(noise)}" if noise is not None else "No A/A control ran, the noise is unknown"
+        )
+        console.print(Text(f"{known}; a speed-up above 1× is faster than before.", style="dim"))
+    for title, rows in (
+        ("Only in the old run", [change.old for change in changes if change.new is None]),
+        ("Only in the new run", [change.new for change in changes if change.old is None]),
+    ):
+        if rows:
+            console.print(Text(f"\n{title}:", style="bold"))
+            for row in rows:
+                if row is not None:
+                    console.print(Text(f"  {row.case.key} ({row.status})"))
+
+
+def _p50(result: Result | None) -> float | None:
+    samples = result.steady.samples if result and result.steady else []
+    return stats.median(samples) if samples else None
+
+
+def fraction(text: str) -> float:
+    """``5%`` or ``0.05`` as 0.05. UsageError on anything else, and on a bare number of 1 or more."""
+    try:
+        value = float(text.removesuffix("%").strip()) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise UsageError(f"--max-regression takes a percentage of at least 0, got {text!r}; write 5%")
+    if value >= 1 and not text.endswith("%"):
+        raise UsageError(f"--max-regression {text} would allow {value:.0%}; did you mean {text}%?")
+    return value
+
+
+def command(
+    old: Annotated[Path, typer.Argument(help="Rows before: a .jsonl file, or a folder of them.")],
+    new: Annotated[Path, typer.Argument(help="Rows now.")],
+    max_regression: Annotated[
+        str, typer.Option(help="How much slower an arm may get before the exit code is 1.")
+    ] = "5%",
+    fail_on_counts: Annotated[
+        bool, typer.Option("--fail-on-counts", help="Exit 1 as well where graphs, breaks or recompiles grew.")
+    ] = False,
+    across_devices: Annotated[
+        bool, typer.Option("--across-devices", help="Compare although the rows come from different devices.")
+    ] = False,
+) -> int:
+    """Say of each arm whether it got faster or slower, and what else changed; exit 1 past the given regression."""
+    bound = fraction(max_regression)
+    try:
+        before, after = load(old), load(new)
+        changes = compare(before, after, across_devices=across_devices)
+    except (ValueError, FileNotFoundError) as error:
+        raise UsageError(str(error)) from error
+    console = Console()
+    if across_devices and _devices(before) != _devices(after):
+        console.print(Text(f"Across devices: {_devices(before)} → {_devices(after)}.", style="yellow"))
+    torches = [
+        ", ".join(sorted({str(rows.environment(r).get("torch")) for r in rows.results})) for rows in (before, after)
+    ]
+    if torches[0] != torches[1]:
+        console.print(Text(f"torch {torches[0]} → {torches[1]}.", style="yellow"))
+    render(changes, console)
+    bad: list[str] = []
+    for change in changes:
+        if change.regressed(bound):
+            bad.append(f"{change.row.case.key}: slower by more than {numbers.percent(bound)}")
+        if change.newly_failing and change.new:
+            bad.append(f"{change.row.case.key}: newly {change.new.status}")
+        if fail_on_counts and change.grew:
+            bad.append(f"{change.row.case.key}: more graphs, breaks or recompiles")
+    both = [change for change in changes if change.old and change.new]
+    tally = {word: sum(change.verdict == word for change in both) for word in ("faster", "slower", "undetermined")}
+    console.print(Text("\n" + ", ".join(f"{count} {word}" for word, count in tally.items()) + "."))
+    for line in bad:
+        console.print(Text(f"Regression: {line}", style="red"))
+    return 1 if bad else 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return run_command(command, "python -m benchmarks.compare", arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,325 @@
+"""The kinds of tables and values that docs can ask for, made from measured rows alone."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Sequence
+
+from benchmarks.case import Case
+from benchmarks.rendering import cells, markdown, numbers
+from benchmarks.rendering.blocks import Spec
+from benchmarks.rendering.race import Arm, Race, races
+from benchmarks.result import Compile, Result, Rows, device_name
+from benchmarks.stats import Ratio
+from benchmarks.usage import did_you_mean
+
+SELECTING = ("family", "model", "input", "workload", "dtype", "device", "gpu", "torch")
+DEFAULTS = {"workload": "inference", "dtype": "float32"}
+MOST_COMMANDS = 3
+UPSTREAM = {
+    "gnn": "torch-geometric",
+    "resnet": "torchvision",
+    "bert": "transformers",
+    "llm": "transformers",
+    "unet": "diffusers",
+}
+
+
+def make_table(spec: Spec, rows: Rows) -> str:
+    """The Markdown that belongs into a table block.
+
+    Raises:
+        ValueError: On a kind or option that does not exist, or options that select no single race.
+    """
+    makers: dict[str, Callable[[Spec, list[Race]], str]] = {
+        "headline": _headline,
+        "race": _of_one(markdown.race_table),
+        "compile": _of_one(markdown.compile_table),
+        "decomposition": _of_one(_decomposition),
+    }
+    if spec.kind not in makers:
+        raise ValueError(f"there is no table {spec.kind!r}; {did_you_mean(spec.kind, makers)}")
+    _refuse_options(spec, SELECTING)
+    if spec.kind != "headline" and not {"model", "input"} <= spec.options.keys():
+        raise ValueError(f"a {spec.kind} table shows one race; give model=... input=...")
+    return makers[spec.kind](spec, races(rows.results, rows.environments))
+
+
+def make_value(spec: Spec, rows: Rows) -> str:
+    """The text that belongs into a value block: a measured figure with its unit.
+
+    Raises:
+        ValueError: On a figure, option or arm that does not exist.
+    """
+    if spec.kind not in VALUES:
+        raise ValueError(f"there is no value {spec.kind!r}; {did_you_mean(spec.kind, VALUES)}")
+    _refuse_options(spec, (*SELECTING, "arm", "against"))
+    if not {"model", "input", "arm"} <= spec.options.keys():
+        raise ValueError('a value belongs to one arm; give model=... input=... arm="zoo regional"')
+    race = _single(spec, races(rows.results, rows.environments))
+    if race is None:
+        return "not measured yet"
+    found = _arm(race, spec.options["arm"])
+    if isinstance(found, Result):
+        return found.status
+    return VALUES[spec.kind](race, found, spec.options.get("against", "shipped"))
+
+
+def _refuse_options(spec: Spec, known: Sequence[str]) -> None:
+    for key in spec.options:
+        if key not in known:
+            raise ValueError(f"there is no option {key!r}; {did_you_mean(key, known)}")
+
+
+# Which rows --------------------------------------------------------------------------------------------------------
+
+
+def _select(spec: Spec, shown: list[Race], *, ignore: tuple[str, ...] = ()) -> list[Race]:
+    """Races that the options name (commas separate alternatives), of the newest torch on the one device there is."""
+    said = {**DEFAULTS, **spec.options}
+    wanted = {key: said[key] for key in SELECTING if key in said and key not in ignore}
+    chosen = [race for race in shown if all(_option(race, key) in value.split(",") for key, value in wanted.items())]
+    devices = sorted({(_option(race, "gpu"), race.case.device) for race in chosen})
+    if len(devices) > 1:
+        names = " and ".join(f"{gpu} ({device})" for gpu, device in devices)
+        raise ValueError(f'there are rows of {names}; add gpu="..." or device=...')
+    newest: dict[tuple[str, ...], Race] = {}
+    for race in chosen:
+        known = newest.get(race.case.race)
+        if known is None or _version(_option(race, "torch")) >= _version(_option(known, "torch")):
+            newest[race.case.race] = race
+    return list(newest.values())
+
+
+def _option(race: Race, key: str) -> str:
+    if key == "gpu":
+        return device_name(race.environment, race.case.device)
+    if key == "torch":
+        return str(race.environment.get("torch"))
+    return str(getattr(race.case, key))
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text.partition("+")[0])))
+
+
+def _single(spec: Spec, shown: list[Race]) -> Race | None:
+    chosen = _select(spec, shown)
+    if len(chosen) > 1:
+        raise ValueError(f"{len(chosen)} races match: {'; '.join(race.title for race in chosen)}; give more options")
+    return chosen[0] if chosen else None
+
+
+def _of_one(make: Callable[[Race], str]) -> Callable[[Spec, list[Race]], str]:
+    def table(spec: Spec, shown: list[Race]) -> str:
+        race = _single(spec, shown)
+        if race is None:
+            return _nothing(spec)
+        return "\n\n".join([make(race), " ".join(markdown.notes(race)), _origin(spec, [race])])
+
+    return table
+
+
+def _arm(race: Race, name: str) -> Arm | Result:
+    arms: dict[str, Arm | Result] = {arm.name: arm for arm in race.arms}
+    arms |= {result.case.arm: result for result in race.failures}
+    if name not in arms:
+        raise ValueError(f"{race.title} has no arm {name!r}; {did_you_mean(name, arms)}")
+    return arms[name]
+
+
+# What stands below a table -----------------------------------------------------------------------------------------
+
+
+def _commands(spec: Spec, shown: Sequence[Race]) -> str:
+    """What the rows say they were measured by; where each arm says something else, the run that covers them all."""
+    said = dict.fromkeys(arm.result.command for race in shown for arm in race.arms if arm.result.command)
+    return "\n".join(said) if 0 < len(said) <= MOST_COMMANDS else _command(spec, shown)
+
+
+def _command(spec: Spec, shown: Sequence[Race]) -> str:
+    words = ["python", "-m", "benchmarks.run"]
+    for key in ("family", "model", "input", "workload", "dtype", "device"):
+        values = list(dict.fromkeys(_option(race, key) for race in shown)) or spec.options.get(key, "").split(",")
+        for value in filter(None, values):
+            words += [f"--{key}", value]
+    return shlex.join(words)
+
+
+def _nothing(spec: Spec) -> str:
+    return f"No rows measured yet; run `{_command(spec, [])}`."
+
+
+def _origin(spec: Spec, shown: Sequence[Race]) -> str:
+    machines = "; ".join(dict.fromkeys(_machine(race) for race in shown))
+    return f"{machines}. Measure it again:\n\n```bash\n{_commands(spec, shown)}\n```"
+
+
+def _machine(race: Race) -> str:
+    environment = race.environment
+    parts = [race.machine]
+    libraries = environment.get("libraries") or {}
+    parts += [f"{name} {libraries[name]}" for name in ("triton", UPSTREAM.get(race.case.family)) if name in libraries]
+    if environment.get("driver"):
+        parts.append(f"driver {environment['driver']}")
+    if commit := environment.get("commit"):
+        parts.append(f"commit {str(commit)[:10]}" + (" with changes" if environment.get("dirty") else ""))
+    return ", ".join(parts)
+
+
+# Headline ----------------------------------------------------------------------------------------------------------
+
+
+def _ours(race: Race) -> Arm | None:
+    """The arm we stand for: regional with the outer CUDA graph, or without where it cannot be captured."""
+    for cuda_graph in (True, False):
+        arm = race.find(impl="zoo", strategy="regional", cuda_graph=cuda_graph)
+        if arm is not None and arm.p50 is not None and not arm.wrong:
+            return arm
+    return None
+
+
+def worst_row(shown: Sequence[Race]) -> tuple[Race, Arm, Ratio] | None:
+    """The row with our lowest speed-up over the best upstream arm as shipped.
+
+    Where the arm we stand for loses, that is its worst race; where it loses nowhere, the lowest of all regional arms,
+    with and without the outer CUDA graph.
+    """
+    stood_for, all_regional = [], []
+    for race in shown:
+        for arm in race.arms:
+            case = arm.result.case
+            if (case.impl, case.strategy, case.mode, case.dynamic) != ("zoo", "regional", "default", False):
+                continue
+            if (ratio := race.speedup(arm, race.best_shipped)) is not None:
+                all_regional.append((race, arm, ratio))
+                if arm is _ours(race):
+                    stood_for.append((race, arm, ratio))
+    worst = min(stood_for, key=lambda row: row[2].value, default=None)
+    if worst is not None and worst[2].value < 1:
+        return worst
+    return min(all_regional, key=lambda row: row[2].value, default=None)
+
+
+def _headline(spec: Spec, shown: list[Race]) -> str:
+    chosen = _select(spec, shown)
+    if not chosen:
+        return _nothing(spec)
+    head = (
+        "model, input",
+        "upstream as shipped, its best: ms",
+        "ours: ms",
+        "speed-up",
+        "over upstream's best tuned",
+        "cold compile s, upstream full → ours",
+    )
+    rows = [(race, _ours(race)) for race in chosen]
+    # The worst row comes from all races of the family, so that a choice of models or inputs cannot hide it.
+    everything = _select(spec, shown, ignore=("model", "input"))
+    worst = worst_row(everything)
+    if worst is not None and (worst[0], worst[1]) not in rows:
+        rows.append((worst[0], worst[1]))
+    notes = []
+    if worst is not None:
+        race, arm, _ = worst
+        said = cells.speedup_and_verdict(race, arm, race.best_shipped)
+        notes.append(
+            f"Our worst row, by rule the lowest speed-up of a regional arm among all {len(everything)} races: "
+            f"{race.case.model}, {race.case.input}: {arm.name}, {said}."
+        )
+    notes.append("Intervals are 95 % bootstrap over rounds; a difference within the A/A noise is undetermined.")
+    body = markdown.table(head, [_headline_row(race, arm) for race, arm in rows])
+    return "\n\n".join([body, " ".join(notes), _origin(spec, list(dict.fromkeys(race for race, _ in rows)))])
+
+
+def _headline_row(race: Race, ours: Arm | None) -> tuple[str, ...]:
+    shipped, tuned = race.best_shipped, race.best_tuned
+    full = race.find(impl="upstream", strategy="full")
+    before = cells.seconds(full.result.cold if full else None)
+    after = cells.seconds(ours.result.cold if ours else None)
+    return (
+        f"{race.case.model}, {race.case.input}",
+        _named(shipped) or _why_not(race, impl="upstream"),
+        _named(ours) or _why_not(race, impl="zoo", strategy="regional"),
+        cells.speedup_and_verdict(race, ours, shipped) if ours else numbers.NOTHING,
+        f"{cells.speedup_and_verdict(race, ours, tuned)} ({tuned.name})" if ours and tuned else numbers.NOTHING,
+        f"{before} → {after}",
+    )
+
+
+def _named(arm: Arm | None) -> str:
+    return f"{arm.name}: {numbers.significant(arm.p50)}" if arm else ""
+
+
+def _why_not(race: Race, **options: str) -> str:
+    """Why no arm of these options can be shown: how they failed, or that none was tried."""
+    failed = [r for r in race.failures if all(getattr(r.case, key) == value for key, value in options.items())]
+    return "; ".join(f"{result.case.arm}: {result.status}" for result in failed) or "not measured"
+
+
+# Decomposition -----------------------------------------------------------------------------------------------------
+
+
+def _decomposition(race: Race) -> str:
+    steps: list[tuple[str, Case]] = []
+    for step, options in (
+        ("upstream eager", {"impl": "upstream", "strategy": "eager"}),
+        ("ours, eager", {"impl": "zoo", "strategy": "eager"}),
+        ("+ regions", {"impl": "zoo", "strategy": "regional"}),
+        ("+ outer CUDA graph", {"impl": "zoo", "strategy": "regional", "cuda_graph": True}),
+    ):
+        steps.append((step, _case(race, **options)))
+    rows = []
+    first: Arm | None = None
+    before: Arm | None = None
+    for step, case in steps:
+        arm = next((arm for arm in race.arms if arm.result.case == case and arm.p50 is not None), None)
+        if arm is None:
+            failed = next((result.status for result in race.failures if result.case == case), "not measured")
+            rows.append((step, failed, *[numbers.NOTHING] * 3))
+            continue
+        rows.append(
+            (
+                step,
+                numbers.significant(arm.p50),
+                cells.speedup_and_verdict(race, arm, before) if before else numbers.NOTHING,
+                cells.speedup_and_verdict(race, arm, first) if first else numbers.NOTHING,
+                cells.kernels(arm),
+            )
+        )
+        first, before = first or arm, arm
+    return markdown.table(("step", "p50 ms", "over the row above", "over the first row", "kernels"), rows)
+
+
+def _case(race: Race, **options: object) -> Case:
+    names = ("family", "model", "input", "workload", "dtype", "device")
+    return Case(**dict(zip(names, race.case.race, strict=True)), **options)  # type: ignore[arg-type]
+
+
+# Values ------------------------------------------------------------------------------------------------------------
+
+
+def _speedup_value(race: Race, arm: Arm, against: str) -> str:
+    known = {"eager": race.reference, "shipped": race.best_shipped, "tuned": race.best_tuned}
+    if against in known:
+        over = known[against]
+    else:
+        found = _arm(race, against)
+        over = found if isinstance(found, Arm) else None
+    ratio = race.speedup(arm, over)
+    return numbers.times(ratio.value) if ratio else "not measured"
+
+
+def _with_unit(number: float | None, unit: str) -> str:
+    return "not measured" if number is None else f"{numbers.significant(number)} {unit}"
+
+
+VALUES: dict[str, Callable[[Race, Arm, str], str]] = {
+    "p50": lambda race, arm, against: _with_unit(arm.p50, "ms"),
+    "p95": lambda race, arm, against: _with_unit(arm.p95, "ms"),
+    "speedup": _speedup_value,
+    "compile-cold": lambda race, arm, against: _with_unit((arm.result.cold or Compile()).seconds, "s"),
+    "compile-warm": lambda race, arm, against: _with_unit((arm.result.warm or Compile()).seconds, "s"),
+    "graphs": lambda race, arm, against: numbers.count(arm.result.cold.graphs if arm.result.cold else None),
+}

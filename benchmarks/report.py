@@ -1,0 +1,110 @@
+"""Shows measured rows, and keeps the tables in the docs equal to them.
+
+python -m benchmarks.report runs/today                  a table here, and runs/today/report.md
+python -m benchmarks.report --update README.md docs     rewrite the generated blocks from benchmarks/results
+python -m benchmarks.report --check README.md docs      exit 1 if a block differs from what the rows say
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.rendering import blocks, markdown, tables, terminal
+from benchmarks.result import Rows, load
+from benchmarks.usage import UsageError, run_command
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def regenerated(file: Path, rows: Rows) -> tuple[str, str]:
+    """A Markdown file's text as it is, and as the rows would have it. ValueError naming file and line."""
+    text = file.read_text(encoding="utf-8")
+    try:
+        return text, blocks.rewrite(
+            text, lambda spec: tables.make_table(spec, rows), lambda spec: tables.make_value(spec, rows)
+        )
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def update(paths: list[Path], rows: Rows) -> list[Path]:
+    """Rewrite the generated blocks of Markdown files and folders of them; the files that changed."""
+    made = [(file, *regenerated(file, rows)) for file in blocks.markdown_files(paths)]  # all or none
+    changed = [(file, after) for file, before, after in made if before != after]
+    for file, after in changed:
+        file.write_text(after, encoding="utf-8")
+    return [file for file, _ in changed]
+
+
+def drift(paths: list[Path], rows: Rows) -> str:
+    """A diff of every generated block that is not what the rows say; empty where all agree."""
+    parts: list[str] = []
+    for file in blocks.markdown_files(paths):
+        before, after = (text.splitlines(keepends=True) for text in regenerated(file, rows))
+        parts += difflib.unified_diff(before, after, str(file), f"{file} from the rows")
+    return "".join(parts)
+
+
+def command(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="A folder or file of rows; with --update or --check Markdown, README.md and docs if left out."
+        ),
+    ] = None,
+    update_blocks: Annotated[bool, typer.Option("--update", help="Rewrite the generated blocks.")] = False,
+    check_blocks: Annotated[bool, typer.Option("--check", help="Exit 1 if a generated block has drifted.")] = False,
+    results: Annotated[Path, typer.Option(help="The rows that blocks are made from.")] = RESULTS,
+    out: Annotated[
+        Path | None, typer.Option(help="Where the Markdown report goes; beside the rows if left out.")
+    ] = None,
+) -> int:
+    """Show rows as tables, or make the tables in Markdown files from them."""
+    if update_blocks and check_blocks:
+        raise UsageError("--update and --check exclude each other; give one")
+    paths = paths or []
+    if not paths and (update_blocks or check_blocks):
+        paths = [root for root in (ROOT / "README.md", ROOT / "docs") if root.exists()]
+    try:
+        if update_blocks:
+            # A clone without committed rows still has tables: they say that nothing was measured.
+            for file in update(paths, load(results) if results.exists() else Rows([], {})):
+                print(f"updated {file}")
+            return 0
+        if check_blocks:
+            found = drift(paths, load(results) if results.exists() else Rows([], {}))
+            if found:
+                print(found)
+                again = " ".join(map(str, paths))
+                print(f"Tables differ from the rows; run python -m benchmarks.report --update {again}")
+            return 1 if found else 0
+        return _show(paths, out)
+    except (ValueError, FileNotFoundError) as error:
+        raise UsageError(str(error)) from error
+
+
+def _show(paths: list[Path], out: Path | None) -> int:
+    if len(paths) != 1:
+        raise UsageError(f"give one folder or file of rows, got {len(paths)}; or did you mean --update or --check?")
+    rows = load(paths[0])
+    if not rows.results:
+        raise UsageError(f"{paths[0]} holds no rows; run python -m benchmarks.run --out {paths[0]} first")
+    terminal.render(rows.results, rows.environments)
+    target = out or (paths[0] if paths[0].is_dir() else paths[0].parent) / "report.md"
+    target.write_text(markdown.report(rows.results, rows.environments), encoding="utf-8")
+    print(f"\nreport: {target}")
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return run_command(command, "python -m benchmarks.report", arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,421 @@
+from __future__ import annotations
+
+import io
+import math
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmarks.rendering import blocks, cells, markdown, numbers, tables, terminal
+from benchmarks.rendering.blocks import Spec
+from benchmarks.rendering.race import Arm, Race, is_shipped, is_tuned, races
+from benchmarks.result import Result, Rows, Steady
+from benchmarks.stats import Ratio
+from tests.rows import ENVIRONMENT, failure, race, row
+
+ENVIRONMENTS = {"e1": ENVIRONMENT}
+
+
+def _one(results: list[Result]) -> Race:
+    (only,) = races(results, ENVIRONMENTS)
+    return only
+
+
+def _arm(shown: Race, name: str) -> Arm:
+    return next(arm for arm in shown.arms if arm.name == name)
+
+
+def _printed(results: list[Result], width: int) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    terminal.render(results, ENVIRONMENTS, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+# Numbers
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),
+        (0, "0"),
+        (0.5, "0.500"),
+        (0.04918, "0.0492"),
+        (9.996, "10.0"),
+        (99.96, "100"),
+        (999.4, "999"),
+        (999.6, "1,000"),
+        (12345.6, "12,346"),
+        (0.00012345, "1.23e-04"),
+        (math.inf, "∞"),
+    ],
+)
+def test_three_significant_digits(value: float | None, text: str) -> None:
+    assert numbers.significant(value) == text
+
+
+def test_a_ratio_near_one_keeps_the_digit_that_decides() -> None:
+    assert numbers.interval(Ratio(1.004, 1.002, 1.006, 30, paired=True)) == "1.004× [1.002, 1.006]"
+    assert numbers.interval(Ratio(8.538, 8.49, 8.6, 30, paired=True)) == "8.54× [8.49, 8.60]"
+    assert numbers.interval(Ratio(2.0, 0.0, math.inf, 4, paired=True)) == "2.00× [4 rounds]"
+
+
+def test_calls() -> None:
+    said = [numbers.calls(value) for value in (None, math.nan, math.inf, 0, 1234, 9999, 15_485_067, 2e12)]
+    assert said == ["–", "unclear", "never", "0", "1,234", "10.0k", "15.5M", "2,000G"]
+
+
+# Races
+
+
+def test_reference_and_bests_are_chosen_by_rule() -> None:
+    shown = _one(race())
+    assert shown.reference is not None and shown.reference.name == "upstream eager"
+    assert shown.best_shipped is not None and shown.best_shipped.name == "upstream full reduce-overhead"
+    assert shown.best_tuned is not None and shown.best_tuned.name == "upstream-tuned full + CUDA graph"
+    assert shown.arms[0].name == "zoo regional + CUDA graph"
+    assert not any(arm.result.case.control for arm in shown.arms)
+
+
+def test_what_counts_as_shipped() -> None:
+    shipped = {
+        f"{strategy} {mode}"
+        for strategy in ("eager", "full", "regional", "hierarchical")
+        for mode in ("default", "reduce-overhead", "max-autotune-no-cudagraphs")
+        if is_shipped(row(impl="upstream", strategy=strategy, mode=mode).case)
+    }
+    assert shipped == {"eager default", "full default", "full reduce-overhead", "regional default"}
+    with_graph = row(impl="upstream", strategy="full", cuda_graph=True).case
+    assert is_tuned(with_graph) and not is_shipped(with_graph)
+    assert not is_tuned(row(impl="zoo", strategy="full").case)
+
+
+def test_zoo_eager_is_the_reference_where_upstream_eager_failed() -> None:
+    results = [result for result in race() if result.case.arm != "upstream eager"]
+    shown = _one([*results, failure("crashed", "signal 11", impl="upstream", strategy="eager")])
+    assert shown.reference is not None and shown.reference.name == "zoo eager"
+
+
+def test_verdicts_know_the_noise() -> None:
+    quiet = _one(race({"zoo full": 0.05 / 0.197, "zoo regional": 0.0505 / 0.23}))  # 1 % apart
+    full, regional = _arm(quiet, "zoo full"), _arm(quiet, "zoo regional")
+    assert quiet.noise is not None and quiet.noise < 0.006
+    assert quiet.verdict(full, regional) == "faster"
+    loud = race({"zoo full": 0.05 / 0.197, "zoo regional": 0.0505 / 0.23, "zoo eager (A/A)": 1.05})
+    noisy = _one(loud)
+    assert noisy.noise is not None and noisy.noise > 0.04
+    assert noisy.verdict(_arm(noisy, "zoo full"), _arm(noisy, "zoo regional")) == "undetermined"
+    without = _one([result for result in loud if not result.case.control])
+    assert without.noise is None and any("noise is unknown" in note for note in without.notes)
+
+
+def test_arms_of_another_run_are_compared_unpaired_and_named() -> None:
+    results = race()
+    results[7].environment = "e2"
+    (shown,) = races(results, {**ENVIRONMENTS, "e2": {**ENVIRONMENT, "id": "e2"}})
+    ratio = shown.speedup(_arm(shown, "zoo regional"), shown.reference)
+    assert ratio is not None and not ratio.paired
+    assert any("unpaired: zoo regional." in note for note in shown.notes)
+
+
+def test_devices_and_torch_versions_are_different_races() -> None:
+    results = [row(1.0), row(2.0, environment="a100"), row(3.0, environment="newer")]
+    others = {"a100": {**ENVIRONMENT, "gpu": "NVIDIA A100"}, "newer": {**ENVIRONMENT, "torch": "2.13.0"}}
+    machines = [shown.machine for shown in races(results, {**ENVIRONMENTS, **others})]
+    assert machines == [
+        "NVIDIA H200, torch 2.11.0+cu130",
+        "NVIDIA A100, torch 2.11.0+cu130",
+        "NVIDIA H200, torch 2.13.0",
+    ]
+
+
+def test_a_wrong_arm_is_shown_and_not_the_best() -> None:
+    results = race()
+    check = results[2].check  # upstream full reduce-overhead, the fastest as shipped
+    assert check is not None
+    check.error = 3e-3
+    shown = _one(results)
+    assert shown.best_shipped is not None and shown.best_shipped.name == "upstream regional"
+    assert cells.name(_arm(shown, "upstream full reduce-overhead")).endswith("!")
+    assert any("not counted among the best: upstream full reduce-overhead" in note for note in shown.notes)
+
+
+def test_break_even_is_against_the_own_eager_with_capture() -> None:
+    shown = _one(race())
+    arm = _arm(shown, "zoo regional + CUDA graph")
+    eager = _arm(shown, "zoo eager")
+    assert eager.p50 is not None and arm.p50 is not None
+    paid = (1.42 + 0.031) * 1e3 / (eager.p50 - arm.p50)
+    assert shown.break_even(arm, arm.result.cold) == math.ceil(paid)
+    same = _arm(shown, "upstream full")  # as fast as its eager
+    assert math.isnan(shown.break_even(same, same.result.cold) or 0)
+    slow = _one(race({"upstream full": 2.0}))
+    assert slow.break_even(_arm(slow, "upstream full"), row(cold=1.0, strategy="full").cold) == math.inf
+    assert shown.break_even(eager, eager.result.cold) is None
+
+
+def test_wall_clock_where_there_are_no_device_times() -> None:
+    results = race()
+    for result in results:
+        assert result.steady is not None
+        result.steady.device_ms = []
+    shown = _one(results)
+    assert shown.clock == "wall" and any("wall clock" in note for note in shown.notes)
+
+
+# Terminal
+
+
+def _extreme() -> list[Result]:
+    """Every column at its widest: a long arm name, an arm that loses by far, counts of three digits, failures."""
+    results = race({"upstream regional": 15.0, "upstream full": 1234.0})
+    results += [
+        row(
+            0.8,
+            cold=123.4,
+            warm=12.3,
+            graphs=120,
+            kernels=12345,
+            breaks=12,
+            impl="upstream-tuned",
+            strategy="full",
+            mode="max-autotune-no-cudagraphs",
+            cuda_graph=True,
+        ),
+        failure("failed", "Unsupported: [bold]nested[/bold] " + "and so on " * 100, strategy="hierarchical"),
+    ]
+    return results
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_nothing_is_cut_off(width: int) -> None:
+    results = _extreme()
+    text = _printed(results, width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    words = set(text.split())
+    shown = _one(results)
+    for arm in shown.arms:
+        assert {numbers.significant(arm.p50), numbers.significant(arm.p95)} <= words
+        assert cells.speedup(shown, arm, shown.reference) in text
+        assert {cells.kernels(arm), cells.memory(arm), cells.error(arm)} <= words
+        assert {cells.seconds(arm.result.cold), cells.seconds(arm.result.warm)} <= words
+        assert {cells.compiler_counts(arm.result.cold), cells.break_even(shown, arm), cells.times_floor(arm)} <= words
+        if arm.result.case.impl == "zoo":
+            assert cells.speedup(shown, arm, shown.best_shipped) in text
+            assert cells.speedup(shown, arm, shown.best_tuned) in text
+
+
+def test_terminal_names_failures_bests_and_noise() -> None:
+    text = " ".join(_printed(_extreme(), 80).split())
+    assert "zoo hierarchical: failed: Unsupported: [bold]nested[/bold] and so on" in text
+    assert "Best upstream as shipped: upstream full reduce-overhead, 0.420 ms." in text
+    assert "Best upstream tuned: upstream-tuned full + CUDA graph, 0.0534 ms." in text
+    assert re.search(r"A/A noise 0\.\d+ % \(zoo eager against its copy\)", text)
+    assert "eager's own is 1.9e-07" in text
+
+
+def test_terminal_of_odd_rows() -> None:
+    assert "No rows." in _printed([], 80)
+    assert "crashed: signal 11" in _printed([failure("crashed", "signal 11")], 80)
+    started_only = row(1.0, strategy="regional", cold=2.0, graphs=1)
+    started_only.steady = None
+    few = row(1.0, rounds=3)
+    text = " ".join(_printed([started_only, few], 80).split())
+    assert "Fewer than 6 rounds, so no interval: zoo eager." in text
+    empty = row(1.0)
+    empty.steady, empty.check, empty.work, empty.memory, empty.cold, empty.warm = Steady(), None, None, None, None, None
+    assert "zoo eager" in _printed([empty], 80)
+
+
+# Markdown
+
+
+def test_every_row_of_a_markdown_table_has_every_cell() -> None:
+    text = markdown.race_table(_one(_extreme()))
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in lines}) == 1
+    assert len(lines) == 2 + 10
+
+
+def test_report_says_why_graphs_broke_and_escapes_reasons() -> None:
+    results = _extreme()
+    assert results[1].cold is not None
+    results[1].cold.breaks = ["call_function <built-in foo> *args", "call_function <built-in foo> *args"]
+    text = markdown.report(results, ENVIRONMENTS)
+    assert r"upstream full: 2× break: call\_function \<built-in foo\> \*args" in text
+    assert "python -m benchmarks.run --family gnn --model gcn --input cora" in text
+    assert markdown.report([], {}) == "# Report\n\nNo rows.\n"
+
+
+def test_pipes_are_escaped() -> None:
+    assert markdown.table(["a", "b"], [["x|y", "1"]]).splitlines()[-1] == r"| x\|y | 1 |"
+
+
+# Tables of the docs
+
+
+def _table(text: str, results: list[Result]) -> str:
+    return tables.make_table(Spec.parse(text), Rows(results, ENVIRONMENTS))
+
+
+def _value(text: str, results: list[Result]) -> str:
+    return tables.make_value(Spec.parse(text), Rows(results, ENVIRONMENTS))
+
+
+@pytest.mark.parametrize("kind", ["race", "compile", "decomposition"])
+def test_tables_of_one_race_end_with_environment_and_command(kind: str) -> None:
+    text = _table(f"{kind} model=gcn input=cora", race())
+    assert (
+        "NVIDIA H200, torch 2.11.0+cu130, triton 3.6.0, torch-geometric 2.8.0, driver 580.65, commit 0123456789" in text
+    )
+    assert text.endswith("```bash\npython -m benchmarks.run --family gnn --model gcn --input cora\n```")
+
+
+@pytest.mark.parametrize("text", ["race model=gcn input=cora", "headline family=gnn", "compile model=gat input=cora"])
+def test_a_table_without_rows_says_so(text: str) -> None:
+    made = _table(text, [])
+    assert made.startswith("No rows measured yet; run `python -m benchmarks.run --")
+
+
+def test_headline_adds_our_worst_row_by_rule() -> None:
+    wins = race()
+    loses = race({"zoo regional + CUDA graph": 20.0}, input="arxiv")
+    text = _table("headline family=gnn input=cora", [*wins, *loses])
+    rows = [line for line in text.splitlines() if line.startswith("| gcn")]
+    assert [line.split(" | ")[0] for line in rows] == ["| gcn, cora", "| gcn, arxiv"]
+    assert "8.53×" in rows[0] and "slower" in rows[1]
+    assert re.search(r"Our worst row, .* all 2 races: gcn, arxiv: zoo regional \+ CUDA graph, 0\.4\d+× .* slower", text)
+
+
+def test_headline_takes_the_arm_without_cuda_graph_where_only_that_one_loses() -> None:
+    results = race({"zoo regional": 4.0})
+    text = _table("headline family=gnn", results)
+    assert "zoo regional: 0.9" in text.splitlines()[3] and "slower" in text.splitlines()[3]
+
+
+def test_headline_shows_a_race_that_upstream_cannot_run() -> None:
+    ours = [result for result in race() if result.case.impl == "zoo"]
+    text = _table("headline", [*ours, failure("crashed", "misaligned address", impl="upstream", strategy="full")])
+    assert "| upstream full: crashed | zoo regional + CUDA graph: 0.0492 | – |" in text
+
+
+def test_decomposition_walks_from_upstream_to_the_cuda_graph() -> None:
+    results = [result for result in race() if result.case.arm != "zoo regional"]
+    text = _table("decomposition model=gcn input=cora", [*results, failure("timeout", "60 s", strategy="regional")])
+    cells_of = [line.strip("| ").split(" | ") for line in text.splitlines()[2:6]]
+    assert [line[0] for line in cells_of] == ["upstream eager", "ours, eager", "+ regions", "+ outer CUDA graph"]
+    assert cells_of[2][1] == "timeout"
+    assert cells_of[3][2].startswith("8.7")  # over the last row that has a time: ours, eager
+    assert cells_of[3][3].startswith("14.2×")
+
+
+def test_newest_torch_is_shown_and_two_gpus_need_a_choice() -> None:
+    old, new = race(), race({"zoo regional": 2.0})
+    for result in new:
+        result.environment = "e2"
+    rows = Rows([*new, *old], {**ENVIRONMENTS, "e2": {**ENVIRONMENT, "torch": "2.13.0"}})
+    assert "torch 2.13.0" in tables.make_table(Spec.parse("race model=gcn input=cora"), rows)
+    assert "torch 2.11.0" in tables.make_table(Spec.parse("race model=gcn input=cora torch=2.11.0+cu130"), rows)
+    rows = Rows([*new, *old], {**ENVIRONMENTS, "e2": {**ENVIRONMENT, "gpu": "NVIDIA A100"}})
+    with pytest.raises(ValueError, match=r"NVIDIA A100 \(cuda\) and NVIDIA H200 \(cuda\); add gpu="):
+        tables.make_table(Spec.parse("race model=gcn input=cora"), rows)
+    chosen = tables.make_table(Spec.parse('race model=gcn input=cora gpu="NVIDIA A100"'), rows)
+    assert "NVIDIA A100, torch" in chosen
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('p50 model=gcn input=cora arm="zoo regional"', "0.236 ms"),
+        ('speedup model=gcn input=cora arm="zoo regional + CUDA graph"', "8.53×"),
+        ('speedup model=gcn input=cora arm="zoo regional + CUDA graph" against=tuned', "1.085×"),
+        ('speedup model=gcn input=cora arm="zoo regional" against="zoo full"', "0.858×"),
+        ('compile-cold model=gcn input=cora arm="zoo regional"', "1.40 s"),
+        ('graphs model=gcn input=cora arm="zoo regional"', "2"),
+        ('p50 model=gcn input=cora arm="zoo hierarchical"', "crashed"),
+        ('p50 model=gcn input=products arm="zoo regional"', "not measured yet"),
+    ],
+)
+def test_values(text: str, value: str) -> None:
+    assert _value(text, [*race(), failure("crashed", "signal 11", strategy="hierarchical")]) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("rase model=gcn input=cora", "no table 'rase'; did you mean 'race'"),
+        ("race model=gcn", "give model=... input=..."),
+        ("race modle=gcn input=cora", "no option 'modle'; did you mean 'model'"),
+        ("race model=gcn,gat input=cora", "2 races match: gcn .* gat"),
+    ],
+)
+def test_wrong_table_markers(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        _table(text, [*race(), *race(model="gat")])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("p500 model=gcn input=cora arm=x", "no value 'p500'; did you mean 'p50'"),
+        ("p50 model=gcn input=cora", "give model=... input=... arm="),
+        ('p50 model=gcn input=cora arm="zoo regionl"', "no arm 'zoo regionl'; did you mean 'zoo regional'"),
+    ],
+)
+def test_wrong_value_markers(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        _value(text, race())
+
+
+# Markers
+
+
+def _rewritten(text: str) -> str:
+    return blocks.rewrite(text, lambda spec: f"table of {spec.kind}", lambda spec: f"value of {spec.kind}")
+
+
+def test_blocks_are_replaced_and_the_rest_is_kept() -> None:
+    text = "a\n<!-- table: race x=1 -->\nold\n\nolder\n<!-- end table -->\nb <!-- value: p50 -->3<!-- end --> c\n"
+    once = _rewritten(text)
+    assert once == (
+        "a\n<!-- table: race x=1 -->\n\ntable of race\n\n<!-- end table -->\n"
+        "b <!-- value: p50 -->value of p50<!-- end --> c\n"
+    )
+    assert _rewritten(once) == once
+
+
+def test_markers_in_code_are_left_alone() -> None:
+    text = (
+        "```md\n<!-- table: race -->\n<!-- value: x -->\n```\n~~~~\n<!-- end table -->\n~~~\n~~~~\n`<!-- value: x -->`"
+    )
+    assert _rewritten(text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("\n<!-- table: race -->\n", "line 2: the table is not closed"),
+        ("<!-- table: a -->\n<!-- table: b -->\n<!-- end table -->", "line 1: the table is not closed"),
+        ("<!-- end table -->", "line 1: .* closes no table"),
+        ("x <!-- value: p50 --> y", "line 1: a value is not closed"),
+        ("<!-- table: -->\n<!-- end table -->", "line 1: .*names nothing"),
+        ("<!-- table: race cora -->\n<!-- end table -->", "line 1: race cora: 'cora' is no key=value"),
+        ("<!-- table: race a=1 a=2 -->\n<!-- end table -->", "a is given twice"),
+    ],
+)
+def test_broken_markers_name_their_line(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        _rewritten(text)
+
+
+def test_markdown_files_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "b.md").touch()
+    (tmp_path / "a.txt").touch()
+    assert blocks.markdown_files([tmp_path]) == [tmp_path / "sub" / "b.md"]
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        blocks.markdown_files([tmp_path / "none"])
