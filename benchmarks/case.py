@@ -1,8 +1,9 @@
-"""One arm of a race, as data: what is run, how it is compiled, on what."""
+"""One arm of a race, as data: what is run, how it is compiled, on what; and how options expand into arms."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 STRATEGIES = ("eager", "full", "regional", "hierarchical")
@@ -10,6 +11,24 @@ IMPLEMENTATIONS = ("zoo", "upstream", "upstream-tuned")
 MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs")
 WORKLOADS = ("inference",)
 DTYPES = ("float32", "bfloat16", "float16")
+
+# What --strategy takes: a strategy, or one under the outer CUDA graph.
+CUDA_GRAPH = "+cudagraph"
+STRATEGY_NAMES = (*STRATEGIES, *(name + CUDA_GRAPH for name in STRATEGIES))
+
+# The arms of a plain run: (implementation, strategy name, mode, needs a GPU). Few on purpose; the rest is by option.
+DEFAULT_ARMS = (
+    ("zoo", "eager", "default", False),
+    ("zoo", "full", "default", False),
+    ("zoo", "regional", "default", False),
+    ("zoo", "regional+cudagraph", "default", True),
+    ("upstream", "eager", "default", False),
+    ("upstream", "full", "default", False),
+    ("upstream", "full", "reduce-overhead", True),
+    ("upstream", "regional", "default", False),
+)
+# What an implementation without default arms runs when it is asked for by name alone.
+FALLBACK_STRATEGIES = (("eager", False), ("full", False), ("regional", False), ("regional+cudagraph", True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,5 +74,109 @@ class Case:
         """A stable identity across runs, for ``--resume`` and ``compare``."""
         return " / ".join((*self.race, self.arm))
 
+    @property
+    def strategy_name(self) -> str:
+        """The name that ``--strategy`` takes for this arm."""
+        return self.strategy + (CUDA_GRAPH if self.cuda_graph else "")
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def refusal(case: Case) -> str | None:
+    """Why no workload can have such an arm, or None."""
+    compiled = case.strategy != "eager"
+    if not compiled and case.mode != "default":
+        return f"eager is not compiled, so mode {case.mode} does not apply"
+    if case.strategy == "hierarchical" and case.impl != "zoo":
+        return "hierarchical needs the declared regions of a zoo model"
+    if case.mode == "reduce-overhead":
+        if case.strategy != "full":
+            return "reduce-overhead records a CUDA graph for each compiled block; it is for full alone"
+        if case.cuda_graph:
+            return "reduce-overhead records CUDA graphs itself; leave out +cudagraph"
+        if case.device == "cpu":
+            return "reduce-overhead needs a GPU"
+    return None
+
+
+def arms_of(
+    base: Case,
+    *,
+    impls: Sequence[str] = (),
+    strategies: Sequence[str] = (),
+    modes: Sequence[str] = (),
+    dynamic: bool = False,
+) -> list[Case]:
+    """The arms that the options name, on the model and input of ``base``; the default arms where they name none.
+
+    What is given is combined, each with each; what is left out takes the default arms' values. Arms that cannot exist
+    are still in the list: ``expand`` drops them and knows why.
+    """
+    chosen: list[tuple[str, str, str]] = []
+    if not (impls or strategies or modes):
+        chosen = [(i, s, m) for i, s, m, gpu in DEFAULT_ARMS if base.device != "cpu" or not gpu]
+    else:
+        for impl in impls or ("zoo", "upstream"):
+            if strategies or modes:
+                names = strategies or [s for s, gpu in FALLBACK_STRATEGIES if base.device != "cpu" or not gpu]
+                chosen += [(impl, s, m) for s in names for m in modes or ("default",)]
+            elif impl in {i for i, *_ in DEFAULT_ARMS}:
+                chosen += [
+                    (i, s, m) for i, s, m, gpu in DEFAULT_ARMS if i == impl and (base.device != "cpu" or not gpu)
+                ]
+            else:
+                chosen += [(impl, s, "default") for s, gpu in FALLBACK_STRATEGIES if base.device != "cpu" or not gpu]
+    arms = []
+    for impl, name, mode in dict.fromkeys(chosen):
+        strategy = name.removesuffix(CUDA_GRAPH)
+        arms.append(
+            replace(
+                base,
+                impl=impl,
+                strategy=strategy,
+                mode=mode,
+                cuda_graph=name.endswith(CUDA_GRAPH),
+                dynamic=dynamic and strategy != "eager",
+            )
+        )
+    return arms
+
+
+def expand(
+    bases: Iterable[Case], refuses: Callable[[Case], str | None], **options: Any
+) -> tuple[list[Case], Mapping[str, str]]:
+    """All arms of all races, race by race, each with its A/A control last; and why arms were left out, by case key.
+
+    Args:
+        bases: One case a race: its model, input, workload, dtype and device.
+        refuses: The workload's own refusals.
+        options: As ``arms_of`` takes them.
+    """
+    cases: list[Case] = []
+    refused: dict[str, str] = {}
+    for base in bases:
+        arms = []
+        for case in arms_of(base, **options):
+            if why := refusal(case) or refuses(case):
+                refused[case.key] = why
+            else:
+                arms.append(case)
+        cases += arms
+        if len(arms) > 1:  # one arm alone has no ratio, so it needs no noise floor
+            cases.append(replace(twin_of(arms), control=True))
+    return cases, refused
+
+
+def twin_of(arms: Sequence[Case]) -> Case:
+    """The arm whose second copy gives the noise floor: the zoo's last, or the last of all."""
+    own = [case for case in arms if case.impl == "zoo"]
+    return (own or list(arms))[-1]
+
+
+def races_of(cases: Iterable[Case]) -> dict[tuple[str, ...], list[Case]]:
+    """Cases by race, in order."""
+    races: dict[tuple[str, ...], list[Case]] = {}
+    for case in cases:
+        races.setdefault(case.race, []).append(case)
+    return races

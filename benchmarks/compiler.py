@@ -1,0 +1,226 @@
+"""What the compiler did: its start-up, its caches, graphs, breaks and recompiles with reasons, seconds by phase."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+REASON_LENGTH = 400
+
+
+def cache_environment(folder: Path) -> dict[str, str]:
+    """The variables that put every on-disk cache of the compiler under ``folder``.
+
+    Precompiled C++ headers are the exception: Inductor keeps one set a machine and toolchain on purpose.
+    """
+    return {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}
+
+
+def cached_files() -> int:
+    """How many files this process' cache folders hold."""
+    folders = {os.environ[name] for name in CACHE_VARIABLES if name in os.environ}
+    return len({file for folder in folders for file in Path(folder).rglob("*") if file.is_file()})
+
+
+@contextmanager
+def other_cache(folder: Path) -> Iterator[None]:
+    """Compile into another folder for a while.
+
+    Inductor and Triton read the variables at every compilation and hand them on to compile workers that already run;
+    what they remember in memory is dropped on both ways. (Same on torch 2.11 and 2.15.)
+    """
+    from torch._inductor.utils import clear_caches
+
+    before = {name: os.environ.get(name) for name in CACHE_VARIABLES}
+    os.environ.update(cache_environment(folder))
+    clear_caches()
+    try:
+        yield
+    finally:
+        clear_caches()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _warm_up_graph(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    attended = scaled_dot_product_attention(x, x, x)
+    return torch.softmax((attended @ weight).relu(), -1).sum(-1)
+
+
+def start_up(folder: Path, device: str, dtype: torch.dtype, backend: str) -> float:
+    """Start the compiler: compile a small graph into ``folder`` and wait for Inductor's workers. Returns seconds.
+
+    Otherwise whoever compiles first in a process pays for the compiler's imports, toolchain probes and worker pool.
+    """
+    began = time.perf_counter()
+    import torch._dynamo.utils as dynamo
+    from torch._inductor.async_compile import AsyncCompile
+
+    dynamo.set_compilation_metrics_limit(4096)
+    x, weight = torch.randn(1, 2, 16, 16, device=device, dtype=dtype), torch.randn(16, 16, device=device, dtype=dtype)
+    with other_cache(folder), torch.inference_mode():
+        torch.compile(_warm_up_graph, dynamic=False, backend=backend)(x, weight)
+        if backend == "inductor":
+            AsyncCompile.wait_pool_ready()
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was compiled between two moments."""
+
+    phases: dict[str, float]
+    graphs: int
+    breaks: list[str]
+    recompiles: list[str]
+    cache_hits: int
+    cache_misses: int
+    cache_bypasses: int
+
+
+class Recorder:
+    """Counts what Dynamo and Inductor do from its making, or its last restart, on.
+
+    Args:
+        model: The arm's model, its layers' signatures being what a frame may legitimately be compiled again for.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        import torch._dynamo.utils as dynamo
+
+        dynamo.set_compilation_metrics_limit(4096)
+        self._dynamo = dynamo
+        self._signatures: dict[tuple[str, int, int], set[Any]] = defaultdict(set)
+        self._model = model
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was compiled so far; the layers' signatures stay."""
+        self._seen = len(self._dynamo.get_compilation_metrics())
+        self._counters = self._snapshot()
+
+    def _snapshot(self) -> dict[str, Counter[str]]:
+        return {name: Counter(values) for name, values in self._dynamo.counters.items()}
+
+    @contextmanager
+    def watching_signatures(self) -> Iterator[None]:
+        """Note, during eager calls, which kinds of weights and inputs each layer's code meets."""
+        handles = [m.register_forward_pre_hook(self._note, with_kwargs=True) for m in self._model.modules()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        weights = tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
+        inputs = tuple(
+            (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else type(value)
+            for value in (*args, *kwargs.values())
+        )
+        for span in _spans(type(module)):
+            self._signatures[span].add((type(module), weights, inputs, module.training))
+
+    def facts(self) -> Facts:
+        """Everything since the recorder was made or restarted."""
+        records = self._dynamo.get_compilation_metrics()[self._seen :]
+        now = self._snapshot()
+
+        def grown(group: str) -> Counter[str]:
+            return now.get(group, Counter()) - self._counters.get(group, Counter())
+
+        inductor, autograd = grown("inductor"), grown("aot_autograd")
+        return Facts(
+            phases=_phases(records),
+            graphs=grown("stats")["unique_graphs"],
+            breaks=[_short(reason) for reason, count in grown("graph_break").items() for _ in range(count)],
+            recompiles=self._recompiles(records),
+            # A graph found by the outer cache is not looked up in the inner one, depending on the version.
+            cache_hits=max(inductor["fxgraph_cache_hit"], autograd["autograd_cache_hit"]),
+            cache_misses=max(inductor["fxgraph_cache_miss"], autograd["autograd_cache_miss"]),
+            cache_bypasses=max(inductor["fxgraph_cache_bypass"], autograd["autograd_cache_bypass"]),
+        )
+
+    def _recompiles(self, records: list[Any]) -> list[str]:
+        """Reasons of compilations beyond one for each kind of layer that a frame serves.
+
+        Dynamo calls the second width of one class a recompile; that graph is needed. For code that is no layer's
+        method, Dynamo's word stands.
+        """
+        frames: dict[tuple[str, int, str], list[Any]] = defaultdict(list)
+        for record in records:
+            if getattr(record, "is_runtime", False) or record.co_filename is None:
+                continue
+            frames[(record.co_filename, record.co_firstlineno or 0, record.co_name or "")].append(record)
+        reasons = []
+        for (filename, line, name), compiled in frames.items():
+            needed = max(
+                (len(kinds) for (file, first, last), kinds in self._signatures.items()
+                 if file == filename and first <= line <= last),
+                default=1,
+            )  # fmt: skip
+            for record in compiled[needed:]:
+                if record.recompile_reason:
+                    reasons.append(_short(f"{name}: {record.recompile_reason}"))
+        return reasons
+
+
+def _spans(cls: type[nn.Module]) -> set[tuple[str, int, int]]:
+    """File, first and last line of every method that the class runs, torch's own layers apart."""
+    spans = set()
+    for base in cls.__mro__:
+        if base.__module__.partition(".")[0] in ("torch", "builtins", "typing"):
+            continue
+        for function in vars(base).values():
+            if isinstance(function, FunctionType):
+                spans.add(_span(function.__code__))
+    return spans
+
+
+def _span(code: CodeType) -> tuple[str, int, int]:
+    lines = [line for *_, line in code.co_lines() if line is not None]
+    return code.co_filename, code.co_firstlineno, max(lines, default=code.co_firstlineno)
+
+
+def _phases(records: list[Any]) -> dict[str, float]:
+    """Seconds by phase, none of them counted twice. Dynamo's figures are nested; these are the differences."""
+
+    def total(name: str) -> float:
+        return sum(getattr(record, f"{name}_us", None) or 0 for record in records) / 1e6
+
+    dynamo, aot = total("dynamo_cumulative_compile_time"), total("aot_autograd_cumulative_compile_time")
+    inductor, codegen = total("inductor_cumulative_compile_time"), total("inductor_code_gen_cumulative_compile_time")
+    kernels = total("triton_compile_time")
+    phases = {
+        "dynamo": dynamo - aot,
+        "aot": aot - inductor,
+        "inductor": inductor - codegen,
+        "codegen": codegen - kernels,
+        "kernels": kernels,
+    }
+    return {name: round(max(0.0, seconds), 6) for name, seconds in phases.items()}
+
+
+def _short(reason: str) -> str:
+    """The reason without its hints and links, on one line."""
+    lines = [line.strip() for line in str(reason).splitlines() if line.strip()]
+    kept = [line for line in lines if not line.startswith(("Hint:", "For more details", "Developer debug"))]
+    text = "; ".join(kept or lines)
+    return text if len(text) <= REASON_LENGTH else text[: REASON_LENGTH - 1] + "…"

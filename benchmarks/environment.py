@@ -1,0 +1,188 @@
+"""Where a run was measured: device, software, commit. A number without it cannot be reproduced."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+LIBRARIES = ("torch-geometric", "torchvision", "transformers", "diffusers", "numpy", "triton")
+
+
+def row(facts: dict[str, Any], peaks: dict[str, Any]) -> dict[str, Any]:
+    """The environment row of a results file.
+
+    Args:
+        facts: What ``device_facts`` returned in a worker process.
+        peaks: What ``peaks.measure`` returned there.
+    """
+    content = {
+        **facts,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": _cpu_model(),
+        "cpu_count": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu_mhz": _cpu_mhz(),
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+        "libraries": _versions(),
+        **_commit(),
+        "peaks": peaks,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return {"kind": "environment", "id": digest[:12], **content}
+
+
+def device_facts(device: str) -> dict[str, Any]:
+    """What torch says of the device and of itself. Called in a worker: it creates a context on a GPU."""
+    import torch
+
+    facts: dict[str, Any] = {"device": device, "torch": torch.__version__, "cuda": torch.version.cuda}
+    if device == "cpu":
+        return {**facts, "gpu": None, "torch_threads": torch.get_num_threads()}
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    uuid = str(getattr(properties, "uuid", "")) or None
+    monitor = Monitor(uuid)
+    return {
+        **facts,
+        "gpu": properties.name,
+        "gpu_uuid": uuid,
+        "gpu_count": torch.cuda.device_count(),
+        "gpu_memory": properties.total_memory,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "cudnn": torch.backends.cudnn.version(),
+        "driver": monitor.driver(),
+        "sm_clock_max_mhz": monitor.max_sm_clock(),
+        "power_limit_w": monitor.power_limit(),
+    }
+
+
+def _cpu_model() -> str:
+    for line in _cpuinfo():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _cpu_mhz() -> float | None:
+    speeds = [float(line.partition(":")[2]) for line in _cpuinfo() if line.startswith("cpu MHz")]
+    return max(speeds, default=None)
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for name in LIBRARIES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _commit() -> dict[str, Any]:
+    """The clone's commit, and whether files that git tracks differ from it; None outside a clone."""
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=30)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    changes = git("status", "--porcelain", "--untracked-files=no")
+    return {"commit": git("rev-parse", "HEAD"), "dirty": None if changes is None else bool(changes)}
+
+
+class Monitor:
+    """Clock, power and memory of one GPU by NVML, without a CUDA context. Every answer is None where there is none.
+
+    Args:
+        uuid: The device's UUID as torch knows it; the first device if it cannot be found.
+    """
+
+    _SM_CLOCK = 1
+
+    class _Memory(ctypes.Structure):
+        _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+    def __init__(self, uuid: str | None = None) -> None:
+        self._nvml: Any = None
+        self._device = ctypes.c_void_p()
+        if sys.platform != "linux":
+            return
+        try:
+            library = ctypes.CDLL("libnvidia-ml.so.1")
+        except OSError:
+            return
+        if library.nvmlInit_v2() != 0:
+            return
+        wanted = uuid if uuid is None or uuid.startswith("GPU-") else f"GPU-{uuid}"
+        by_uuid = (
+            wanted is not None and library.nvmlDeviceGetHandleByUUID(wanted.encode(), ctypes.byref(self._device)) == 0
+        )
+        if by_uuid or library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(self._device)) == 0:
+            self._nvml = library
+
+    def _number(self, function: str, *arguments: Any) -> int | None:
+        value = ctypes.c_uint()
+        if self._nvml is None or getattr(self._nvml, function)(self._device, *arguments, ctypes.byref(value)) != 0:
+            return None
+        return value.value
+
+    def sm_clock(self) -> float | None:
+        """MHz, now."""
+        mhz = self._number("nvmlDeviceGetClockInfo", self._SM_CLOCK)
+        return None if mhz is None else float(mhz)
+
+    def max_sm_clock(self) -> float | None:
+        mhz = self._number("nvmlDeviceGetMaxClockInfo", self._SM_CLOCK)
+        return None if mhz is None else float(mhz)
+
+    def power(self) -> float | None:
+        """Watts, now."""
+        milliwatts = self._number("nvmlDeviceGetPowerUsage")
+        return None if milliwatts is None else milliwatts / 1e3
+
+    def power_limit(self) -> float | None:
+        milliwatts = self._number("nvmlDeviceGetEnforcedPowerLimit")
+        return None if milliwatts is None else milliwatts / 1e3
+
+    def memory(self) -> tuple[int, int] | None:
+        """Bytes used on the device by anybody, and free."""
+        memory = self._Memory()
+        if self._nvml is None or self._nvml.nvmlDeviceGetMemoryInfo(self._device, ctypes.byref(memory)) != 0:
+            return None
+        return int(memory.used), int(memory.free)
+
+    def driver(self) -> str | None:
+        text = ctypes.create_string_buffer(96)
+        if self._nvml is None or self._nvml.nvmlSystemGetDriverVersion(text, 96) != 0:
+            return None
+        return text.value.decode()
+
+
+def free_memory(device: str, monitor: Monitor) -> int | None:
+    """Bytes that a new case can have, or None where nobody knows."""
+    if device != "cpu":
+        memory = monitor.memory()
+        return None if memory is None else memory[1]
+    path = Path("/proc/meminfo")
+    for line in path.read_text().splitlines() if path.exists() else []:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None

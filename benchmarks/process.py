@@ -1,0 +1,176 @@
+"""The harness' end of a worker process: start, ask, kill; and what became of it, in words."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+REASON_LENGTH = 600
+TAIL_LINES = 4
+
+_alive: set[Worker] = set()
+
+
+class WorkerFailure(Exception):
+    """An arm that did not answer well: a status of ``benchmarks.result.STATUSES`` and a reason."""
+
+    def __init__(self, status: str, reason: str) -> None:
+        super().__init__(f"{status}: {reason}")
+        self.status = status
+        self.reason = reason
+
+
+class Worker:
+    """A worker process. Not thread-safe; one request is under way at a time.
+
+    Args:
+        environment: Variables to set for it, beside the harness' own.
+        timeout: Seconds that one request may take before the process is killed.
+    """
+
+    def __init__(self, environment: Mapping[str, str], *, timeout: float) -> None:
+        self.timeout = timeout
+        self.log: list[dict[str, Any]] = []  # what was asked and when it was worked on
+        self._stderr: deque[str] = deque(maxlen=200)
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=os.getcwd(),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
+            # Its own group: Ctrl-C reaches the harness alone, and a kill takes its compile workers along.
+            start_new_session=True,
+        )
+        assert self._process.stdin and self._process.stdout and self._process.stderr
+        self._requests, self._replies = self._process.stdin, self._process.stdout
+        self._unread = b""
+        self._pending: str | None = None
+        self._reader = threading.Thread(target=self._drain, args=(self._process.stderr,), daemon=True)
+        self._reader.start()
+        _alive.add(self)
+
+    def _drain(self, stream: Any) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            for line in stream:
+                self._stderr.append(line[:2000].decode(errors="replace").rstrip())
+
+    def send(self, operation: str, **payload: Any) -> None:
+        """Send a request without waiting for its reply."""
+        self._pending = operation
+        try:
+            self._requests.write(json.dumps({"op": operation, **payload}).encode() + b"\n")
+            self._requests.flush()
+        except OSError:
+            raise self._death() from None
+
+    def receive(self) -> dict[str, Any]:
+        """The reply to what was sent.
+
+        Raises:
+            WorkerFailure: If the process reports a failure, dies or takes longer than the timeout; it is gone then.
+        """
+        line = self._line(time.monotonic() + self.timeout)
+        reply: dict[str, Any] = json.loads(line)
+        self.log.append({name: reply[name] for name in ("op", "began", "ended")})
+        if not reply["ok"]:
+            status, reason = reply["status"], self._describe(reply["reason"], tail=False)
+            self.kill()
+            raise WorkerFailure(status, reason)
+        return reply
+
+    def ask(self, operation: str, **payload: Any) -> dict[str, Any]:
+        self.send(operation, **payload)
+        return self.receive()
+
+    def _line(self, deadline: float) -> bytes:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._replies, selectors.EVENT_READ)
+            while b"\n" not in self._unread:
+                left = deadline - time.monotonic()
+                if left <= 0 or not selector.select(left):
+                    reason = f"{self._pending} took longer than {self.timeout:g} s; raise it with --timeout"
+                    reason = self._describe(reason)
+                    self.kill()
+                    raise WorkerFailure("timeout", reason)
+                chunk = os.read(self._replies.fileno(), 1 << 16)
+                if not chunk:
+                    raise self._death()
+                self._unread += chunk
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
+
+    def _death(self) -> WorkerFailure:
+        """What killed the process, which has closed its pipe."""
+        try:
+            code = self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            code = None
+        self._reader.join(timeout=1)
+        if code is None:
+            how = "closed its pipe without ending"
+        elif code < 0:
+            how = f"killed by {signal.Signals(-code).name}"
+            if -code == signal.SIGKILL:
+                how += " (on Linux often for want of memory)"
+        else:
+            how = f"exited with code {code}"
+        reason = self._describe(f"{how} during {self._pending}")
+        self.kill()
+        return WorkerFailure("crashed", reason)
+
+    def _describe(self, reason: str, *, tail: bool = True) -> str:
+        """The reason and the last lines of standard error, bounded and without this machine's paths."""
+        lines = [line for line in self._stderr if line.strip() and not line.startswith("  ")] if tail else []
+        text = "; ".join([reason, *lines[-TAIL_LINES:]])
+        text = text.replace(f"{ROOT}/", "").replace(str(Path.home()), "~")
+        text = re.sub(r"/[^\s'\"]*/site-packages/", "", text)
+        return text if len(text) <= REASON_LENGTH else text[: REASON_LENGTH - 1] + "…"
+
+    @property
+    def alive(self) -> bool:
+        return self in _alive
+
+    def stop(self) -> None:
+        """End the process; its caches are on disk by then."""
+        if self.alive:
+            with contextlib.suppress(OSError):
+                self._requests.write(b'{"op": "stop"}\n')
+                self._requests.flush()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=5)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the process and its compile workers at once."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=10)
+        for pipe in (self._requests, self._replies):
+            with contextlib.suppress(OSError):
+                pipe.close()
+        self._reader.join(timeout=1)
+        if not self._reader.is_alive() and self._process.stderr is not None:
+            self._process.stderr.close()
+        _alive.discard(self)
+
+
+def kill_all() -> None:
+    """End every worker that is still alive."""
+    for worker in list(_alive):
+        worker.kill()

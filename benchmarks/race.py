@@ -1,0 +1,199 @@
+"""One race from its cases to its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.case import Case, twin_of
+from benchmarks.environment import free_memory
+from benchmarks.result import Result
+from benchmarks.startup import (
+    Arm,
+    Reporter,
+    Settings,
+    estimate,
+    estimate_rounds,
+    failures_of,
+    measure_compilation,
+    prepare_race,
+)
+from benchmarks.steady_state import race
+
+ROUNDS_OF_A_SET = 1000  # round n of set s is numbered s * 1000 + n
+MEMORY_SHARE = 0.9  # of what is free; estimates are estimates
+
+Emit = Callable[[Result], None]
+
+
+def run_race(
+    cases: Sequence[Case],
+    settings: Settings,
+    report: Reporter,
+    emit: Emit,
+    *,
+    memory_bytes: Callable[[Case], int],
+    peaks: Mapping[str, Any],
+    first_set: int = 0,
+) -> None:
+    """Measure the arms of one race and hand out a row for each; a failure is a row too.
+
+    Args:
+        cases: Cases of one race.
+        settings: What the run was asked for.
+        report: Who is told what goes on.
+        emit: Takes each row as it is ready.
+        memory_bytes: The workload's estimate of an arm's peak.
+        peaks: What ``peaks.measure`` found on this device.
+        first_set: Number of the first set of processes: above what the file holds already, so that samples of
+            different days are never paired.
+    """
+    arms = _arms(cases, settings)
+    emitted: set[str] = set()
+
+    def hand_out(arm: Arm) -> None:
+        if arm.case.key not in emitted:
+            emitted.add(arm.case.key)
+            emit(arm.result)
+
+    def hand_out_failures() -> None:
+        for arm in arms:
+            if not arm.ok and arm.case.key not in emitted:
+                report.note(f"{arm.case.arm}: {arm.result.status}: {arm.result.reason}")
+                hand_out(arm)
+
+    try:
+        groups = _groups(arms, settings, memory_bytes)
+        hand_out_failures()
+        measure_compilation(arms, settings, report, estimate)
+        _fail_controls(arms)
+        hand_out_failures()
+        reference = settings.scratch / ("-".join(_safe(cases[0].race)) + ".pt")
+        for number in range(settings.sets):
+            for index, group in enumerate(groups):
+                first_round = ((first_set + number) * len(groups) + index) * ROUNDS_OF_A_SET
+                _race_group(group, settings, report, reference, first_round, last=number == settings.sets - 1)
+                _fail_controls(arms)
+                hand_out_failures()
+        _finish(arms, peaks)
+        for arm in arms:
+            hand_out(arm)
+    except KeyboardInterrupt:
+        for arm in arms:
+            if arm.ok and arm.result.work is not None:
+                arm.fail("interrupted", "stopped before its race had ended")
+                hand_out(arm)
+        raise
+    finally:
+        for arm in arms:
+            if arm.worker is not None:
+                arm.worker.kill()
+
+
+def _arms(cases: Sequence[Case], settings: Settings) -> list[Arm]:
+    root = settings.scratch / "-".join(_safe(cases[0].race))
+    arms = []
+    for case in cases:
+        twin = case.arm.removesuffix(" (A/A)")
+        folder = settings.scratch / "shared" if settings.steady_only else root / "-".join(_safe([twin]))
+        arms.append(Arm(case=case, folder=folder))
+    return arms
+
+
+def _safe(parts: Iterable[str]) -> list[str]:
+    return ["".join(c if c.isalnum() or c in "._-" else "_" for c in part) for part in parts]
+
+
+def _groups(arms: Sequence[Arm], settings: Settings, memory_bytes: Callable[[Case], int]) -> list[list[Arm]]:
+    """Arms that fit in memory side by side. Where not all do, each group holds the reference arm again, to be paired.
+
+    An arm that does not fit alone fails here, saying what it needs.
+    """
+    free = free_memory(arms[0].case.device, settings.monitor)
+    needs: dict[str, int] = {}
+    for arm in arms:
+        try:
+            needs[arm.case.key] = memory_bytes(arm.case)
+        except Exception as error:
+            arm.fail("failed", f"its memory could not be estimated: {type(error).__name__}: {error}")
+            continue
+        if free is not None and needs[arm.case.key] > free:
+            arm.fail(
+                "does-not-fit",
+                f"needs about {_gib(needs[arm.case.key])} of memory, {_gib(free)} are free on the device",
+            )
+    fitting = [arm for arm in arms if arm.ok]
+    if not fitting:
+        return []
+    reference_case = twin_of([arm.case for arm in fitting if not arm.case.control] or [fitting[0].case])
+    reference = next(arm for arm in fitting if arm.case == reference_case)
+    room = float("inf") if free is None else MEMORY_SHARE * free
+    if sum(needs[arm.case.key] for arm in fitting) <= room:
+        return [fitting]
+    groups: list[list[Arm]] = []
+    for arm in fitting:
+        if arm is reference:
+            continue
+        if groups and sum(needs[a.case.key] for a in (*groups[-1], arm)) <= room:
+            groups[-1].append(arm)
+        else:
+            groups.append([reference, arm])
+    return groups or [[reference]]
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def _fail_controls(arms: Sequence[Arm]) -> None:
+    """A control without its twin measures nothing."""
+    by_name = {arm.case.arm: arm for arm in arms}
+    for arm in arms:
+        if arm.case.control and arm.ok:
+            twin = by_name.get(arm.case.arm.removesuffix(" (A/A)"))
+            if twin is not None and not twin.ok:
+                arm.fail("failed", f"its twin is {twin.result.status}, so there is no noise floor to measure")
+
+
+def _race_group(
+    group: Sequence[Arm], settings: Settings, report: Reporter, reference: Path, first_round: int, *, last: bool
+) -> None:
+    racing = [arm for arm in group if arm.ok]
+    prepare_race(racing, settings, report, estimate, reference)
+    racing = [arm for arm in racing if arm.ok]
+    if not racing:
+        return
+    seconds = estimate_rounds(len(racing), settings)
+    report.begin(f"{len(racing)} arms race, {settings.rounds} rounds", seconds)
+    race(
+        racing,
+        rounds=settings.rounds,
+        first_round=first_round,
+        seed=settings.seed + first_round,
+        monitor=settings.monitor,
+    )
+    for arm in racing:
+        if last and arm.ok:
+            # Profilers leave hooks behind, so they come after everything timed.
+            with failures_of(arm):
+                assert arm.result.work is not None
+                arm.result.work.kernels = arm.ask("kernels")["kernels"]
+                if settings.traces is not None:
+                    arm.ask("trace", path=str(settings.traces / ("-".join(_safe([arm.case.key])) + ".json.gz")))
+        if arm.worker is not None:
+            arm.worker.stop()
+            arm.worker = None
+
+
+def _finish(arms: Sequence[Arm], peaks: Mapping[str, Any]) -> None:
+    """What takes the whole race, or the run, to fill in."""
+    eager = next((a for a in arms if a.ok and a.case.impl == "upstream" and a.case.strategy_name == "eager"), None)
+    for arm in arms:
+        if arm.result.check is not None and eager is not None and eager.result.check is not None:
+            arm.result.check.eager_error = eager.result.check.error
+        if arm.result.work is not None:
+            arm.result.work.peak_flops = peaks.get("matmul_flops", {}).get(arm.case.dtype)
+            arm.result.work.peak_bandwidth = max(
+                (peaks[name] for name in ("copy_bandwidth", "read_bandwidth") if name in peaks), default=None
+            )

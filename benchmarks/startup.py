@@ -1,0 +1,291 @@
+"""From a fresh process to an arm that can race: cold, first result, warm, each in a process of its own.
+
+1. *cold*: empty cache folders; the compiler started, then the case compiled: the compile figure.
+2. *first result*: other empty folders, nothing compiled before: what a user feels.
+3. *race*: the folders that the first process filled; proven warm by hits. This process stays alive and races.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from benchmarks.case import Case
+from benchmarks.compiler import cache_environment
+from benchmarks.environment import Monitor
+from benchmarks.process import Worker, WorkerFailure
+from benchmarks.result import Check, Compile, Memory, Result, Work
+
+COUNTED = ("seconds", "phases", "graphs", "breaks", "recompiles", "cache_hits", "cache_misses", "cache_bypasses")
+COLD, FIRST_RESULT, RACE = "cold process", "first result", "start of the racing process"
+
+
+class Reporter(Protocol):
+    """Who is told what goes on."""
+
+    def begin(self, what: str, seconds: float) -> None:
+        """Something starts that was planned to take so long."""
+
+    def note(self, text: str) -> None:
+        """Something that the user should see."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a run is asked for, the cases apart.
+
+    Args:
+        workload: Family, or dotted name of a workload's module.
+        scratch: Folder for caches and references; the caller removes it.
+        ahead: How many workers may import at the same time.
+        rounds: Rounds of a race, in each set of processes.
+    """
+
+    workload: str
+    scratch: Path
+    monitor: Monitor
+    timeout: float = 900.0
+    rounds: int = 30
+    sets: int = 1
+    quick: bool = False
+    steady_only: bool = False
+    traces: Path | None = None
+    data_root: str | None = None
+    seed: int = 0
+    ahead: int = 1
+
+
+@dataclass(kw_only=True)
+class Arm:
+    """One arm of the race that is going on, as the harness sees it."""
+
+    case: Case
+    folder: Path  # of its caches; the A/A control shares its twin's
+    worker: Worker | None = None
+    result: Result = field(init=False)
+    calls: int = 0
+
+    def __post_init__(self) -> None:
+        self.result = Result(case=self.case)
+
+    @property
+    def ok(self) -> bool:
+        return self.result.status == "ok"
+
+    @property
+    def compiled(self) -> bool:
+        return self.case.strategy != "eager"
+
+    def fail(self, status: str, reason: str) -> None:
+        """Type the failure; what was measured before it stays in the row, steady state apart."""
+        self.result.status, self.result.reason = status, reason
+        self.result.steady = None
+        if self.worker is not None:
+            self.worker.kill()
+            self.worker = None
+
+    def ask(self, operation: str, **payload: Any) -> dict[str, Any]:
+        assert self.worker is not None
+        return self.worker.ask(operation, **payload)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One process of one arm."""
+
+    arm: Arm
+    phase: str
+
+    @property
+    def folder(self) -> Path:
+        return self.arm.folder / ("first" if self.phase == FIRST_RESULT else "cache")
+
+
+def jobs_before_the_race(arms: Sequence[Arm], settings: Settings) -> list[Job]:
+    """The processes that only measure compilation."""
+    if settings.quick or settings.steady_only:
+        return []
+    measured = [arm for arm in arms if arm.compiled and not arm.case.control]
+    return [Job(arm, phase) for phase in (COLD, FIRST_RESULT) for arm in measured]
+
+
+def spawn(job: Job, settings: Settings) -> Worker:
+    """Start the process of a job and let it import."""
+    job.folder.mkdir(parents=True, exist_ok=True)
+    worker = Worker(cache_environment(job.folder), timeout=settings.timeout)
+    worker.send("load", workload=settings.workload)
+    return worker
+
+
+def processes(jobs: Sequence[Job], settings: Settings) -> Iterator[tuple[Job, Worker]]:
+    """A worker for each job, in order, ready to work; jobs of arms that failed meanwhile are left out.
+
+    Several import at the same time, and nothing is handed out while one still does: an import beside a measurement
+    would be measured with it.
+    """
+    for first in range(0, len(jobs), settings.ahead):
+        batch: list[tuple[Job, Worker]] = []
+        try:
+            for job in jobs[first : first + settings.ahead]:
+                if job.arm.ok:
+                    batch.append((job, spawn(job, settings)))
+            for job, worker in batch:
+                with failures_of(job.arm):
+                    worker.receive()
+            for job, worker in batch:
+                if job.arm.ok and worker.alive:
+                    yield job, worker
+        finally:
+            for job, worker in batch:
+                if worker is not job.arm.worker:
+                    worker.kill()
+
+
+class failures_of:
+    """A context in which a worker's failure becomes the arm's status instead of an exception."""
+
+    def __init__(self, arm: Arm) -> None:
+        self.arm = arm
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if isinstance(error, WorkerFailure):
+            self.arm.fail(error.status, error.reason)
+            return True
+        return False
+
+
+def measure_compilation(
+    arms: Sequence[Arm], settings: Settings, report: Reporter, cost: Callable[[Job], float]
+) -> None:
+    """Run the cold and the first-result process of every compiled arm."""
+    for job, worker in processes(jobs_before_the_race(arms, settings), settings):
+        arm = job.arm
+        report.begin(f"{arm.case.arm}: {job.phase}", cost(job))
+        with failures_of(arm):
+            if job.phase == COLD:
+                arm.result.cold = bring_up(arm, worker, settings)
+            else:
+                assert arm.result.cold is not None
+                _prepare(arm, worker, settings)
+                arm.result.cold.time_to_first_result = worker.ask("first_result")["seconds"]
+        worker.stop()
+
+
+def prepare_race(
+    arms: Sequence[Arm], settings: Settings, report: Reporter, cost: Callable[[Job], float], reference: Path
+) -> None:
+    """Bring every arm to where it can race, its process alive."""
+    jobs = [Job(arm, RACE) for arm in arms if arm.ok]
+    if settings.steady_only:
+        report.begin(f"{len(jobs)} arms start together", sum(cost(job) for job in jobs) / settings.ahead)
+        with ThreadPoolExecutor(settings.ahead) as pool:
+            list(pool.map(lambda job: _start_alone(job, settings, reference), jobs))
+        return
+    for job, worker in processes(jobs, settings):
+        report.begin(f"{job.arm.case.arm}: {job.phase}", cost(job))
+        _start_racing(job.arm, worker, settings, reference)
+
+
+def _start_alone(job: Job, settings: Settings, reference: Path) -> None:
+    worker = spawn(job, settings)
+    with failures_of(job.arm):
+        worker.receive()
+        _start_racing(job.arm, worker, settings, reference)
+
+
+def _start_racing(arm: Arm, worker: Worker, settings: Settings, reference: Path) -> None:
+    arm.worker = worker
+    with failures_of(arm):
+        used = settings.monitor.memory()
+        figures = bring_up(arm, worker, settings)
+        if settings.steady_only:
+            # Arms that start together disturb each other: counts and reasons hold, seconds do not.
+            figures = figures and Compile(
+                graphs=figures.graphs,
+                breaks=figures.breaks,
+                recompiles=figures.recompiles,
+                cache_hits=figures.cache_hits,
+                cache_misses=figures.cache_misses,
+                cache_bypasses=figures.cache_bypasses,
+            )
+        if settings.quick and not settings.steady_only and arm.result.cold is None and not arm.case.control:
+            arm.result.cold = figures
+        else:
+            arm.result.warm = figures
+        if not arm.compiled:
+            arm.result.cold = figures  # an outer CUDA graph over eager code knows no cold and warm
+        assert arm.result.memory is not None
+        if not arm.case.cuda_graph:
+            peaks = worker.ask("memory")
+            arm.result.memory.allocated, arm.result.memory.reserved = peaks["allocated"], peaks["reserved"]
+        after = settings.monitor.memory()
+        if arm.case.device != "cpu" and used and after and not settings.steady_only:
+            arm.result.memory.device = max(0, after[0] - used[0])
+        check = worker.ask("check", reference=str(reference))
+        arm.result.check = Check(
+            error=check["error"], eager_error=check["eager_error"], reference_dtype=check["reference_dtype"]
+        )
+
+
+def _prepare(arm: Arm, worker: Worker, settings: Settings) -> None:
+    ready = worker.ask("prepare", case=arm.case.to_json(), data_root=settings.data_root, seed=settings.seed)
+    result = arm.result
+    result.data, result.sizes, result.preparation = ready["data"], ready["sizes"], ready["preparation"]
+    flops = result.work.flops if result.work is not None else None
+    result.work = Work(flops=flops, bytes=ready["bytes"], bytes_formula=ready["bytes_formula"])
+    result.memory = Memory(model=ready["model_bytes"])
+
+
+def bring_up(arm: Arm, worker: Worker, settings: Settings) -> Compile | None:
+    """Prepare, start the compiler, compile, capture. What that took; None for a plain eager arm."""
+    _prepare(arm, worker, settings)
+    folder = arm.folder / "start-up"
+    started = worker.ask("start_up", folder=str(folder) if arm.compiled else None)
+    assert arm.result.work is not None and arm.result.memory is not None
+    arm.result.work.flops = started["flops"]
+    first = worker.ask("first_call")
+    figures = None
+    if arm.compiled:
+        figures = Compile(
+            start_up=started["seconds"],
+            capture=first["recording"],
+            cache_empty_at_start=first["files_at_start"] == 0,
+            **{name: first[name] for name in COUNTED},
+        )
+    if arm.case.cuda_graph:
+        captured = worker.ask("capture")
+        figures = figures or Compile(seconds=0.0, graphs=0)
+        figures.capture = captured["seconds"]
+        # Replay hides allocations: the peak is the capture's, and its pool stays.
+        arm.result.memory.allocated, arm.result.memory.reserved = captured["allocated"], captured["reserved"]
+    return figures
+
+
+def estimate(job: Job) -> float:
+    """Seconds that a process is likely to take; only for the plan and the time left."""
+    device = "cpu" if job.arm.case.device == "cpu" else "gpu"
+    imports = 4.0
+    if not job.arm.compiled:
+        return imports + 2.0
+    whole = 1.6 if job.arm.case.strategy in ("full", "hierarchical") else 1.0
+    table = {"cpu": {COLD: 18.0, FIRST_RESULT: 12.0, RACE: 5.0}, "gpu": {COLD: 12.0, FIRST_RESULT: 10.0, RACE: 7.0}}
+    return imports + whole * table[device][job.phase]
+
+
+def estimate_race(cases: Sequence[Case], settings: Settings) -> float:
+    """Seconds that a whole race is likely to take."""
+    arms = [Arm(case=case, folder=settings.scratch) for case in cases]
+    before = sum(map(estimate, jobs_before_the_race(arms, settings)))
+    phase = COLD if settings.quick else RACE
+    starts = sum(estimate(Job(arm, phase)) for arm in arms) / (settings.ahead if settings.steady_only else 1)
+    return before + settings.sets * (starts + estimate_rounds(len(arms), settings))
+
+
+def estimate_rounds(arms: int, settings: Settings) -> float:
+    return 1.0 + 0.04 * arms * settings.rounds

@@ -1,0 +1,377 @@
+"""One arm in a process of its own, driven by messages: ``python -m benchmarks.worker``.
+
+A message is a JSON object a line on what was standard input, a reply one on what was standard output. Both are moved to
+private descriptors first, and whatever the model prints goes to standard error, whose end the harness keeps. The
+process works only while it answers a message; in between it is idle, so that the arms of a race do not disturb
+each other.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+# torch and the rest come in with the first message and not here: the process is up at once and can say what fails.
+if TYPE_CHECKING:
+    import torch
+
+    from benchmarks.compiler import Recorder
+    from benchmarks.workloads.base import Prepared, Workload
+
+Reply = dict[str, Any]
+
+
+def load_workload(name: str) -> Workload:
+    """The workload of a family, or of a module given by its dotted name."""
+    module = importlib.import_module(name if "." in name else f"benchmarks.workloads.{name}")
+    workload: Workload = module.WORKLOAD
+    return workload
+
+
+class Arm:
+    """Everything that one arm can be asked for. A public method answers the message of its name."""
+
+    step: Callable[[], Any]
+
+    def __init__(self) -> None:
+        self._eager_output: torch.Tensor | None = None
+        self._recorder: Recorder | None = None
+
+    def load(self, *, workload: str) -> Reply:
+        """Import what the case will need, so that imports of several workers overlap and are in no figure."""
+        import torch
+
+        importlib.import_module("benchmarks.strategies")
+        self.workload = load_workload(workload)
+        return {"torch": torch.__version__, "pid": os.getpid()}
+
+    def prepare(self, *, case: Mapping[str, Any], data_root: str | None, seed: int) -> Reply:
+        """Build model and inputs."""
+        import torch
+
+        from benchmarks.case import Case
+
+        self.case = Case(**case)
+        self.device = self.case.device
+        if self.device != "cpu":
+            # The one switch for TF32, the same in every arm.
+            torch.set_float32_matmul_precision("high")
+        torch.manual_seed(seed)
+        self.prepared: Prepared = self.workload.prepare(self.case, data_root=data_root, seed=seed)
+        self.model = self.prepared.model
+        storages = {
+            t.data_ptr(): t.numel() * t.element_size() for t in (*self.model.parameters(), *self.model.buffers())
+        }
+        return {
+            "bytes": int(self.prepared.bytes),
+            "bytes_formula": self.prepared.bytes_formula,
+            "data": self.prepared.data,
+            "sizes": {name: int(size) for name, size in self.prepared.sizes.items()},
+            "preparation": {name: float(seconds) for name, seconds in self.prepared.preparation_seconds.items()},
+            "model_bytes": sum(storages.values()),
+        }
+
+    def start_up(self, *, folder: str | None) -> Reply:
+        """An eager call at the case's shapes; FLOPs, counted on another; the compiler's start, in another folder."""
+        import torch
+
+        from benchmarks import compiler, strategies
+        from benchmarks.timing import synchronise
+
+        self._recorder = compiler.Recorder(self.model) if folder is not None else None
+        with strategies.execution_mode(self.case):
+            if self._recorder is not None:
+                with self._recorder.watching_signatures():
+                    output = self.model(**self.prepared.inputs)
+            else:
+                output = self.model(**self.prepared.inputs)
+            self._eager_output = _flat(output).clone()
+        synchronise(self.device)
+        flops = self._count_flops() if self.prepared.flops is None else int(self.prepared.flops)
+        seconds = None
+        if folder is not None:
+            dtype = getattr(torch, self.case.dtype)
+            seconds = compiler.start_up(Path(folder), self.device, dtype, strategies.backend())
+        return {"flops": flops, "seconds": seconds}
+
+    def _count_flops(self) -> int:
+        import torch
+        from torch.utils.flop_counter import FlopCounterMode
+
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            self.model(**self.prepared.inputs)
+        return int(counter.get_total_flops())
+
+    def first_call(self) -> Reply:
+        """Compile, by the first call to its result less one steady call. An eager arm has nothing to compile."""
+        from benchmarks import strategies
+        from benchmarks.compiler import Recorder, cached_files
+        from benchmarks.timing import once, synchronise
+
+        if self.case.strategy == "eager":
+            self._use(self.model)
+            return {"seconds": None}
+        files = cached_files()
+        recorder = self._recorder or Recorder(self.model)
+        recorder.restart()
+        synchronise(self.device)
+        with strategies.execution_mode(self.case):
+            began = time.perf_counter()
+            self._use(strategies.apply(self.case, self.prepared))
+            self.step()
+            synchronise(self.device)
+            first = time.perf_counter() - began
+            # The second and third call of reduce-overhead warm up and record its CUDA graph.
+            records = self.case.mode == "reduce-overhead"
+            recording = [once(self.step, self.device) for _ in range(2 if records else 0)]
+            later = [once(self.step, self.device)]
+            while len(later) < 5 and sum(later) < 2.0:
+                later.append(once(self.step, self.device))
+        steady = sorted(later)[len(later) // 2]
+        return {
+            "seconds": max(0.0, first - steady),
+            "recording": max(0.0, sum(recording) - steady * len(recording)) if records else None,
+            "files_at_start": files,
+            **asdict(recorder.facts()),
+        }
+
+    def capture(self) -> Reply:
+        """Put the outer CUDA graph around the step; seconds with its warm-up. Memory as the capture leaves it."""
+        from benchmarks import strategies
+        from benchmarks.timing import synchronise
+
+        self._reset_peak()
+        with strategies.execution_mode(self.case):
+            began = time.perf_counter()
+            self._capture()
+            synchronise(self.device)
+            seconds = time.perf_counter() - began
+            self.step()
+        return {"seconds": seconds, **self._peaks()}
+
+    def first_result(self) -> Reply:
+        """From a process with nothing compiled before to the first result, the outer CUDA graph included."""
+        from benchmarks import strategies
+        from benchmarks.timing import synchronise
+
+        synchronise(self.device)
+        with strategies.execution_mode(self.case):
+            began = time.perf_counter()
+            self._use(strategies.apply(self.case, self.prepared))
+            if self.case.cuda_graph:
+                self._capture()
+            self.step()
+            synchronise(self.device)
+            seconds = time.perf_counter() - began
+        from benchmarks.compiler import cached_files
+
+        return {"seconds": seconds, "files_at_end": cached_files()}
+
+    def _use(self, call: Callable[..., Any]) -> None:
+        from benchmarks import strategies
+
+        self.call = call
+        self.step = functools.partial(strategies.marked(self.case, call), **self.prepared.inputs)
+
+    def _capture(self) -> None:
+        import zoo
+
+        # Outputs stay in the graph's own buffers, as those of reduce-overhead do.
+        inputs, static = self.prepared.inputs, self.prepared.static
+        self._use(zoo.cuda_graph(self.call, kwargs=inputs, static=static, clone_outputs=False))
+
+    def check(self, *, reference: str) -> Reply:
+        """Relative errors of this arm and of its own eager call. The race's first arm computes the reference."""
+        import torch
+
+        from benchmarks import strategies
+
+        path = Path(reference)
+        if not path.exists():
+            with torch.no_grad():
+                precision = torch.get_float32_matmul_precision()
+                torch.set_float32_matmul_precision("highest")
+                try:
+                    expected = _flat(self.prepared.reference()).cpu()
+                finally:
+                    torch.set_float32_matmul_precision(precision)
+            own = path.with_suffix(f".{os.getpid()}")  # another arm may be writing its own at the same time
+            torch.save({"output": expected, "dtype": self.prepared.reference_dtype}, own)
+            own.replace(path)
+        saved = torch.load(path, weights_only=True)
+        with strategies.execution_mode(self.case):
+            output = _flat(self.step()).clone()
+        assert self._eager_output is not None, "start_up comes before check"
+        errors = {
+            "error": _relative_error(output, saved["output"], "the output"),
+            "eager_error": _relative_error(self._eager_output, saved["output"], "eager's output"),
+        }
+        self._eager_output = None
+        return {**errors, "reference_dtype": saved["dtype"]}
+
+    def memory(self) -> Reply:
+        """Peaks of one steady call; None on a CPU."""
+        from benchmarks import strategies
+
+        self._reset_peak()
+        with strategies.execution_mode(self.case):
+            self.step()
+        return self._peaks()
+
+    def _reset_peak(self) -> None:
+        if self.device == "cpu":
+            return
+        import torch
+
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+    def _peaks(self) -> Reply:
+        if self.device == "cpu":
+            return {"allocated": None, "reserved": None}
+        import torch
+
+        torch.cuda.synchronize()
+        return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+
+    def calibrate(self, *, milliseconds: float) -> Reply:
+        from benchmarks import strategies, timing
+
+        with strategies.execution_mode(self.case):
+            return {"calls": timing.calibrate(self.step, self.device, milliseconds)}
+
+    def round(self, *, calls: int) -> Reply:
+        """Back-to-back calls after a few unmeasured ones."""
+        from benchmarks import strategies, timing
+
+        with strategies.execution_mode(self.case):
+            timing.settle(self.step, self.device)
+            return asdict(timing.back_to_back(self.step, self.device, calls))
+
+    def kernels(self) -> Reply:
+        """How many kernels one call launches, by the profiler; None on a CPU. Copies and fills are not kernels."""
+        if self.device == "cpu":
+            return {"kernels": None}
+        from torch.autograd import DeviceType
+
+        events = self._profile(calls=1).events() or []
+        names = [
+            e.name for e in events if e.device_type == DeviceType.CUDA and not getattr(e, "is_user_annotation", False)
+        ]
+        return {"kernels": sum(not name.startswith(("Memcpy", "Memset")) for name in names)}
+
+    def trace(self, *, path: str) -> Reply:
+        """A profiler trace of a few steady calls, for chrome://tracing or Perfetto."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._profile(calls=3).export_chrome_trace(path)
+        return {"path": path}
+
+    def _profile(self, *, calls: int) -> Any:
+        from torch.profiler import ProfilerActivity, profile
+
+        from benchmarks import strategies
+        from benchmarks.timing import synchronise
+
+        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.device != "cpu" else [])
+        with strategies.execution_mode(self.case):
+            self.step()
+            synchronise(self.device)
+            with profile(activities=activities, acc_events=True) as profiler:
+                for _ in range(calls):
+                    self.step()
+                synchronise(self.device)
+        return profiler
+
+    def peaks(self, *, device: str, dtypes: list[str], quick: bool) -> Reply:
+        """What the device and this run's software are, and what the device can do at best."""
+        from benchmarks import environment, peaks
+
+        return {"device": environment.device_facts(device), "peaks": peaks.measure(device, dtypes, quick=quick)}
+
+
+def _flat(output: Any) -> torch.Tensor:
+    """The output, or several of them end to end, as one vector."""
+    import torch
+
+    outputs = output if isinstance(output, tuple | list) else (output,)
+    return torch.cat([tensor.reshape(-1) for tensor in outputs])
+
+
+def _relative_error(output: torch.Tensor, expected: torch.Tensor, what: str) -> float:
+    """Norm of the difference over the norm of the reference, in float64."""
+    import torch
+
+    if output.shape != expected.shape:
+        raise ValueError(f"{what} has {output.numel()} values, the reference {expected.numel()}")
+    got, wanted = output.double(), expected.to(output.device).double()
+    error = float(torch.linalg.vector_norm(got - wanted) / torch.linalg.vector_norm(wanted).clamp_min(1e-300))
+    if error != error or error == float("inf"):
+        raise ValueError(f"{what} has {int((~got.isfinite()).sum())} values that are not finite, the reference "
+                         f"{int((~wanted.isfinite()).sum())}")  # fmt: skip
+    return error
+
+
+def failure_of(error: BaseException) -> Reply:
+    """A failure's type and its last line, the cause that the compiler wrapped included."""
+    import traceback
+
+    status, seen = "failed", set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        name = type(cause).__name__
+        if isinstance(cause, MemoryError) or name == "OutOfMemoryError" or "can't allocate memory" in str(cause):
+            status = "out-of-memory"
+        cause = cause.__cause__ or cause.__context__
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    message = f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
+    traceback.print_exception(error, file=sys.stderr)
+    return {"ok": False, "status": status, "reason": message}
+
+
+def serve(requests: IO[str], replies: IO[str]) -> None:
+    """Answer messages until there are no more, or until "stop"."""
+    arm = Arm()
+    for line in requests:
+        message = json.loads(line)
+        operation = message.pop("op")
+        if operation == "stop":
+            return
+        began = time.monotonic()
+        try:
+            reply = {"ok": True, **getattr(arm, operation)(**message)}
+        except Exception as error:
+            reply = failure_of(error)
+        reply |= {"op": operation, "began": began, "ended": time.monotonic()}
+        sys.stderr.flush()
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+
+def main() -> None:
+    """Move the pipes out of reach of stray prints, then serve."""
+    requests, replies = os.fdopen(os.dup(0), "r", encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    serve(requests, replies)
+    # Compile workers and libraries take seconds to shut down in order; nothing of theirs is needed any more.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
