@@ -1,0 +1,29 @@
+"""Graph neural networks: GCN, GAT and GraphSAGE over a graph that is prepared once."""
+
+from zoo.gnn.config import GATConfig as GATConfig
+from zoo.gnn.config import GCNConfig as GCNConfig
+from zoo.gnn.config import SAGEConfig as SAGEConfig
+from zoo.gnn.convs import GATConv as GATConv
+from zoo.gnn.convs import GCNConv as GCNConv
+from zoo.gnn.convs import SAGEConv as SAGEConv
+from zoo.gnn.csr import CSRGraph as CSRGraph
+from zoo.gnn.model import GAT as GAT
+from zoo.gnn.model import GCN as GCN
+from zoo.gnn.model import GATLayer as GATLayer
+from zoo.gnn.model import GCNLayer as GCNLayer
+from zoo.gnn.model import GraphSAGE as GraphSAGE
+from zoo.gnn.model import SAGELayer as SAGELayer
+from zoo.gnn.presets import PRESETS, build, example_inputs
+from zoo.registry import Family, register
+
+FAMILY = register(
+    Family(
+        name="gnn",
+        presets=PRESETS,
+        build=build,
+        model_types=(GCN, GAT, GraphSAGE),
+        example_inputs=example_inputs,
+        upstream_module="zoo.gnn.upstream",
+        upstream_packages=("torch_geometric",),
+    )
+)

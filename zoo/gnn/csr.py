@@ -1,0 +1,353 @@
+"""A graph as the aggregations want it: edges sorted by destination, with self-loops and normalisation prepared once.
+
+Shape legend: N nodes, S sources and D destinations of a rectangular graph, E edges.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class GraphTensors(NamedTuple):
+    """The part of a graph that enters a region: tensors only, sizes come from their shapes.
+
+    Edges are sorted by destination, and keep the order of the input within one destination.
+
+    Args:
+        rowptr: [D + 1] int64, where the edges of each destination start. int64: there may be more than 2^31 edges.
+        source: [E] int64, the node that each edge comes from.
+        destination: [E] int64, ascending, the node that each edge goes to.
+        weight: [E], one factor an edge, or None.
+        inverse_degree: [D], one over the number of incoming edges (1 where there are none), or None.
+    """
+
+    rowptr: Tensor
+    source: Tensor
+    destination: Tensor
+    weight: Tensor | None = None
+    inverse_degree: Tensor | None = None
+
+
+class Transpose(NamedTuple):
+    """The same edges sorted by source, for backward passes.
+
+    Args:
+        colptr: [S + 1] int64, where the edges of each source start.
+        destination: [E] int64.
+        permutation: [E] int64, each edge's place in CSR order.
+    """
+
+    colptr: Tensor
+    destination: Tensor
+    permutation: Tensor
+
+
+class Recipe(NamedTuple):
+    """What is done to a graph before it enters a region; part of a model, equal for all of its layers.
+
+    Args:
+        self_loops: Every node has exactly one self-loop: existing ones are kept (of several, the last), others added.
+        normalize: Weights are those of GCN, ``w_ij / sqrt(d_i d_j)`` with weighted degrees ``d``.
+        improved: Added self-loops weigh 2 and not 1, if the graph has weights at all (as torch-geometric does it).
+        mean: Inverse degrees are there.
+        weighted: Edge weights are used; a graph that has some is refused otherwise.
+    """
+
+    self_loops: bool = False
+    normalize: bool = False
+    improved: bool = False
+    mean: bool = False
+    weighted: bool = True
+
+
+class _Structure:
+    """Sorted edges without weights. ``origin`` [E] is each edge's place in the input; past its end for an added one."""
+
+    def __init__(self, source: Tensor, destination: Tensor, origin: Tensor | None, inputs: int, sizes: tuple[int, int]):
+        self.destination, order = torch.sort(destination, stable=True)
+        self.source = source.index_select(0, order)
+        self.origin = order if origin is None else origin.index_select(0, order)
+        self.inputs = inputs
+        self.sizes = sizes
+        nodes = torch.arange(sizes[1] + 1, device=destination.device)
+        self.rowptr = torch.searchsorted(self.destination, nodes)
+        self._looped: _Structure | None = None
+        self._transpose: Transpose | None = None
+        self.unweighted: dict[tuple[Recipe, torch.dtype], GraphTensors] = {}
+
+    def looped(self) -> _Structure:
+        """The same graph with exactly one self-loop a node, if the node is both a source and a destination."""
+        if self._looped is None:
+            nodes = min(self.sizes)
+            is_loop = self.source == self.destination
+            here, elsewhere = is_loop.nonzero().view(-1), (~is_loop).nonzero().view(-1)
+            loop = torch.arange(nodes, device=self.source.device)
+            # Of several self-loops of a node the last of the input counts, on every device.
+            origin = torch.full_like(loop, -1)
+            origin.scatter_reduce_(0, self.source[here], self.origin[here], "amax")
+            self._looped = _Structure(
+                torch.cat([self.source[elsewhere], loop]),
+                torch.cat([self.destination[elsewhere], loop]),
+                torch.cat([self.origin[elsewhere], origin.masked_fill_(origin == -1, self.inputs)]),
+                self.inputs,
+                self.sizes,
+            )
+        return self._looped
+
+    def transpose(self) -> Transpose:
+        if self._transpose is None:
+            source, permutation = torch.sort(self.source, stable=True)
+            nodes = torch.arange(self.sizes[0] + 1, device=source.device)
+            colptr = torch.searchsorted(source, nodes)
+            self._transpose = Transpose(colptr, self.destination.index_select(0, permutation), permutation)
+        return self._transpose
+
+    def to(self, device: torch.device | str) -> _Structure:
+        moved = _Structure.__new__(_Structure)
+        for name in ("source", "destination", "origin", "rowptr"):
+            setattr(moved, name, getattr(self, name).to(device))
+        moved.inputs, moved.sizes = self.inputs, self.sizes
+        moved._looped = None if self._looped is None else self._looped.to(device)
+        moved._transpose = None if self._transpose is None else Transpose(*(t.to(device) for t in self._transpose))
+        moved.unweighted = {}
+        return moved
+
+
+class CSRGraph:
+    """A graph in compressed sparse rows, one row a destination, built once and used by every layer and every call.
+
+    Build one by ``CSRGraph.from_edge_index``, or by ``model.prepare`` with self-loops and normalisation done. A model
+    that is given a graph with another recipe derives what it needs once; derived tensors are remembered by all graphs
+    that come from one ``from_edge_index``.
+
+    ``tensors`` is what regions see. Weights that require grad stay part of the autograd graph: they are normalised
+    anew at each use, everything else is done once. In-place changes of the ``edge_index`` or of weights without grad
+    are not seen: build another graph.
+    """
+
+    def __init__(
+        self, structure: _Structure, edge_weight: Tensor | None, recipe: Recipe, weight_dtype: torch.dtype
+    ) -> None:
+        self._structure = structure
+        self._edge_weight = edge_weight
+        self._differentiable = edge_weight is not None and edge_weight.requires_grad
+        self._siblings: dict[tuple[Recipe, torch.dtype], GraphTensors] = {}
+        self.recipe = recipe
+        self.weight_dtype = weight_dtype
+        self.is_square = structure.sizes[0] == structure.sizes[1]
+        self._tensors: GraphTensors | None = None
+
+    @classmethod
+    def from_edge_index(
+        cls,
+        edge_index: Tensor,
+        edge_weight: Tensor | None = None,
+        num_nodes: int | tuple[int, int] | None = None,
+    ) -> CSRGraph:
+        """Sort a graph by destination; edges, weights and duplicates stay as they are.
+
+        Args:
+            edge_index: [2, E] int64, sources above destinations.
+            edge_weight: [E] floating point, or None.
+            num_nodes: N, or (S, D) for a rectangular graph; one more than the greatest index when left out.
+
+        Raises:
+            TypeError: If something is not a dense tensor of the right dtype.
+            ValueError: If a shape or device is wrong, or an index is negative or out of range.
+        """
+        check_edges(edge_index, edge_weight)
+        with torch.inference_mode(False), torch.no_grad():
+            # Subclasses of Tensor (torch-geometric's EdgeIndex) carry metadata that the plain tensor does not need.
+            plain = edge_index.as_subclass(Tensor)
+            sizes = _sizes(plain, num_nodes)
+            structure = _Structure(plain[0], plain[1], None, plain.shape[1], sizes)
+        return cls._attach(structure, edge_weight)
+
+    @classmethod
+    def _attach(cls, structure: _Structure, edge_weight: Tensor | None) -> CSRGraph:
+        if edge_weight is not None and not edge_weight.requires_grad:
+            with torch.inference_mode(False):
+                edge_weight = edge_weight.clone()
+        dtype = torch.float64 if edge_weight is not None and edge_weight.dtype == torch.float64 else torch.float32
+        return cls(structure, edge_weight, Recipe(), dtype)._fill()
+
+    def with_weights(self, edge_weight: Tensor | None) -> CSRGraph:
+        """The graph without self-loops or normalisation and with other weights, [E] in the order of the input."""
+        if edge_weight is not None:
+            check_edge_weight(edge_weight, self._structure.inputs, self.device)
+        return self._attach(self._structure, edge_weight)
+
+    def prepared(self, recipe: Recipe, weight_dtype: torch.dtype = torch.float32) -> CSRGraph:
+        """The graph that a recipe asks for, always derived from the edges as they were given."""
+        if recipe == self.recipe and weight_dtype == self.weight_dtype:
+            return self
+        if self._edge_weight is not None and not recipe.weighted:
+            raise ValueError("the graph carries edge weights, which this layer does not use; build it without them")
+        if recipe.normalize and not self.is_square:
+            raise ValueError(
+                f"normalisation needs a square graph, this one has {self.num_sources} sources and "
+                f"{self.num_destinations} destinations; use normalize=False, or GraphSAGE or GAT"
+            )
+        derived = CSRGraph(self._structure, self._edge_weight, recipe, weight_dtype)
+        derived._siblings = self._siblings
+        return derived._fill()
+
+    def with_self_loops(self, *, improved: bool = False) -> CSRGraph:
+        """The graph with exactly one self-loop a node; see ``Recipe``."""
+        return self.prepared(Recipe(self_loops=True, improved=improved), self.weight_dtype)
+
+    def gcn_normalized(self, *, add_self_loops: bool = True, improved: bool = False) -> CSRGraph:
+        """The graph with the symmetric normalisation of GCN as weights; see ``Recipe``."""
+        return self.prepared(Recipe(self_loops=add_self_loops, normalize=True, improved=improved), self.weight_dtype)
+
+    @property
+    def tensors(self) -> GraphTensors:
+        """What a region is given."""
+        return self._tensors if self._tensors is not None else self._build()
+
+    def _fill(self) -> CSRGraph:
+        with torch.inference_mode(False), torch.no_grad():
+            # Also where only the weights are left to do: adding self-loops reads sizes from the device.
+            _ = self._edges
+        if not self._differentiable:
+            # Without weights all graphs of one structure share; with weights, all that have the same.
+            known = self._structure.unweighted if self._edge_weight is None else self._siblings
+            key = self.recipe, self.weight_dtype
+            if key not in known:
+                with torch.inference_mode(False), torch.no_grad():
+                    known[key] = self._build()
+            self._tensors = known[key]
+        return self
+
+    def _build(self) -> GraphTensors:
+        edges = self._edges
+        weight = None
+        if self._edge_weight is not None:
+            wide = self._edge_weight.to(torch.promote_types(self._edge_weight.dtype, self.weight_dtype))
+            added = wide.new_full((1,), 2.0 if self.recipe.improved else 1.0)
+            weight = torch.cat([wide, added]).index_select(0, edges.origin)
+        if self.recipe.normalize:
+            weight = _normalized(edges, weight, self.weight_dtype)
+        inverse_degree = None
+        if self.recipe.mean:
+            inverse_degree = edges.rowptr.diff().clamp(min=1).to(self.weight_dtype).reciprocal()
+        weight = None if weight is None else weight.to(self.weight_dtype)
+        return GraphTensors(edges.rowptr, edges.source, edges.destination, weight, inverse_degree)
+
+    @property
+    def _edges(self) -> _Structure:
+        return self._structure.looped() if self.recipe.self_loops else self._structure
+
+    @property
+    def transpose(self) -> Transpose:
+        """The edges sorted by source; built at first use."""
+        with torch.inference_mode(False), torch.no_grad():
+            return self._edges.transpose()
+
+    @property
+    def num_sources(self) -> int:
+        """S."""
+        return self._structure.sizes[0]
+
+    @property
+    def num_destinations(self) -> int:
+        """D."""
+        return self._structure.sizes[1]
+
+    @property
+    def num_edges(self) -> int:
+        """Edges after self-loops were added."""
+        return self._edges.source.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self._structure.source.device
+
+    def to(self, device: torch.device | str) -> CSRGraph:
+        """The graph on another device; this one stays."""
+        with torch.inference_mode(False):
+            weight = None if self._edge_weight is None else self._edge_weight.to(device)
+            structure = self._structure.to(device)
+        return CSRGraph(structure, weight, self.recipe, self.weight_dtype)._fill()
+
+    def __repr__(self) -> str:
+        nodes = self.num_sources if self.is_square else self._structure.sizes
+        weighted = ", weighted" if self._edge_weight is not None else ""
+        done = "".join(f", {word}" for word in ("self_loops", "normalize", "mean") if getattr(self.recipe, word))
+        return f"CSRGraph(nodes={nodes}, edges={self.num_edges}{weighted}{done}, device={self.device})"
+
+
+def _normalized(edges: _Structure, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """w_ij / sqrt(d_i d_j) [E], in at least ``dtype``; a degree of zero gives zero and no gradient."""
+    if weight is None:
+        degree = edges.rowptr.diff().to(dtype)
+    else:
+        degree = weight.new_zeros(edges.sizes[1]).index_add(0, edges.destination, weight)
+    isolated = degree == 0
+    scale = degree.masked_fill(isolated, 1.0).pow(-0.5).masked_fill(isolated, 0.0)
+    both = scale.index_select(0, edges.source) * scale.index_select(0, edges.destination)
+    return both if weight is None else both * weight
+
+
+def check_edges(edge_index: Tensor, edge_weight: Tensor | None) -> None:
+    """Kinds and shapes of a raw graph, checked without reading a value."""
+    if not isinstance(edge_index, Tensor):
+        raise TypeError(
+            f"edge_index is a {type(edge_index).__name__}, expected an int64 tensor [2, E] or a CSRGraph; build one "
+            "with CSRGraph.from_edge_index"
+        )
+    if edge_index.layout != torch.strided:
+        raise TypeError(f"edge_index is {edge_index.layout}, expected a dense int64 tensor [2, E] or a CSRGraph")
+    if edge_index.dtype != torch.int64:
+        raise TypeError(f"edge_index is {edge_index.dtype}, expected torch.int64; use edge_index.long()")
+    if edge_index.dim() != 2 or edge_index.shape[0] != 2:
+        hint = "; transpose it with .t()" if edge_index.dim() == 2 and edge_index.shape[1] == 2 else ""
+        raise ValueError(f"edge_index has shape {tuple(edge_index.shape)}, expected [2, E]{hint}")
+    if edge_weight is not None:
+        check_edge_weight(edge_weight, edge_index.shape[1], edge_index.device)
+
+
+def check_edge_weight(edge_weight: Tensor, edges: int, device: torch.device) -> None:
+    """One real factor an edge."""
+    if not isinstance(edge_weight, Tensor) or edge_weight.layout != torch.strided:
+        raise TypeError(f"edge_weight is a {type(edge_weight).__name__}, expected a dense tensor [E] of floats")
+    if not edge_weight.dtype.is_floating_point:
+        raise TypeError(f"edge_weight is {edge_weight.dtype}, expected floating point; use edge_weight.float()")
+    if tuple(edge_weight.shape) != (edges,):
+        raise ValueError(
+            f"edge_weight has shape {tuple(edge_weight.shape)} and there are {edges} edges, expected one weight an "
+            f"edge, ({edges},)"
+        )
+    if edge_weight.device != device:
+        raise ValueError(f"edge_weight is on {edge_weight.device} and the edges on {device}; move one of them")
+
+
+def _sizes(edge_index: Tensor, num_nodes: int | tuple[int, int] | None) -> tuple[int, int]:
+    """(S, D), with every index checked. Reads two numbers from the device."""
+    least, greatest = [-1, -1], [-1, -1]
+    if edge_index.shape[1]:
+        low, high = edge_index.aminmax(dim=1)
+        (least, greatest) = torch.stack([low, high]).tolist()
+    if num_nodes is None:
+        nodes = max(*greatest, -1) + 1
+        num_nodes = (nodes, nodes)
+    elif isinstance(num_nodes, int) and not isinstance(num_nodes, bool):
+        num_nodes = (num_nodes, num_nodes)
+    if not (
+        isinstance(num_nodes, tuple) and len(num_nodes) == 2 and all(isinstance(n, int) and n >= 0 for n in num_nodes)
+    ):
+        raise ValueError(f"num_nodes is {num_nodes!r}, expected a count, or (sources, destinations)")
+    if edge_index.shape[1]:
+        for row, what in enumerate(("source", "destination")):
+            if least[row] < 0:
+                raise ValueError(f"edge_index holds the negative {what} {least[row]}; nodes are numbered from 0")
+            if greatest[row] >= num_nodes[row]:
+                raise ValueError(
+                    f"edge_index holds {what} {greatest[row]}, but there are {num_nodes[row]} nodes (0 to "
+                    f"{num_nodes[row] - 1}); give features for every node, or drop the edge"
+                )
+    return num_nodes
