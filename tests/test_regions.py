@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from blocks import Block, Child, IndexedBlock, Sequence, Stack, StoringBlock
+from blocks import Block, Child, Dropping, IndexedBlock, Sequence, Stack, StoringBlock
 from torch import nn
 
 import zoo
@@ -59,10 +59,10 @@ def test_a_forward_in_torch_nn_is_an_error() -> None:
 
 def test_nested_regions_are_an_error_that_names_both() -> None:
     with pytest.raises(ValueError, match=r"Block \(blocks\.0\.blocks\.0\) is nested in region Sequence"):
-        zoo.find_regions(Stack_of_sequences(), [Sequence, Block])
+        zoo.find_regions(stack_of_sequences(), [Sequence, Block])
 
 
-def Stack_of_sequences() -> nn.Module:
+def stack_of_sequences() -> nn.Module:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -75,7 +75,7 @@ def Stack_of_sequences() -> nn.Module:
 
 
 def test_discovery_takes_the_outermost_repeated_class() -> None:
-    assert [found.name for found in zoo.find_regions(Stack_of_sequences()).regions] == ["Sequence"]
+    assert [found.name for found in zoo.find_regions(stack_of_sequences()).regions] == ["Sequence"]
 
 
 def test_discovery_passes_over_copies_that_share_nothing() -> None:
@@ -93,7 +93,7 @@ def test_exclude_by_class_and_by_name() -> None:
 def test_an_index_that_is_read_is_an_obstacle_and_one_that_is_stored_is_not() -> None:
     read = zoo.find_regions(Sequence(*(IndexedBlock(4, i) for i in range(5))), [IndexedBlock])
     assert read.graphs_needed == 5
-    assert "reads index, which differs in every layer (0, 1, 2, 3, ... (5))" in str(read.obstacles[0])
+    assert "reads index (in some branch), which differs in every layer (0, 1, 2, 3, ... (5))" in str(read.obstacles[0])
     stored = zoo.find_regions(Sequence(*(StoringBlock(4, i) for i in range(5))))
     assert stored.graphs_needed == 1 and not stored.obstacles
 
@@ -141,6 +141,16 @@ def test_inputs_leave_no_hook_behind() -> None:
     with pytest.raises(TypeError):
         zoo.find_regions(model, inputs={"wrong": 1})
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+def test_observing_a_model_in_training_leaves_its_statistics_and_random_state() -> None:
+    model = Sequence(Dropping(4), Dropping(4)).train()
+    before, state = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    inputs = {"x": torch.ones(8, 4)}
+    zoo.find_regions(model, inputs=inputs)
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert type(model.blocks[0]) is Dropping
 
 
 def test_mode_in_words() -> None:

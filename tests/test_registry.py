@@ -21,7 +21,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def test_importing_the_zoo_imports_torch_and_nothing_heavier() -> None:
     heavy = ["torchvision", "transformers", "torch_geometric", "diffusers", "triton", "numpy.testing", "matplotlib"]
-    code = f"import sys, torch; before = set(sys.modules); import zoo; print([m for m in {heavy} if m in set(sys.modules) - before])"
+    code = (
+        "import sys, torch; before = set(sys.modules); import zoo; "
+        f"print([m for m in {heavy} if m in set(sys.modules) - before])"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 

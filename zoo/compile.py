@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from zoo.compat import compile_limit_kwargs
 from zoo.ledger import LEDGER, Entry
+from zoo.observe import undisturbed
 from zoo.regions import FoundRegion, Region, RegionReport, find_regions, resolve
 from zoo.signature import mode as mode_in_words
 
@@ -35,6 +35,7 @@ class Plan:
     ledger_id: int
 
     def region_of(self, cls: type[nn.Module]) -> FoundRegion:
+        """What was found of one region class."""
         return next(found for found in self.report.regions if found.region.cls is cls)
 
 
@@ -171,8 +172,6 @@ def warm_up(model: nn.Module, **inputs: Any) -> WarmUp:
     if plan is None:
         raise ValueError(f"{type(model).__name__} has no compiled regions: call zoo.compile_regions(model) first")
     entries: list[Entry] = []
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()} if model.training else {}
-    devices = sorted({t.device.index for t in itertools.chain(model.parameters(), model.buffers()) if t.is_cuda})
     started = time.perf_counter()
     with tqdm(total=plan.report.graphs_needed, desc="compiling regions", unit="graph", leave=False) as bar:
 
@@ -188,18 +187,14 @@ def warm_up(model: nn.Module, **inputs: Any) -> WarmUp:
         LEDGER.listen()
         LEDGER.listeners.append(note)
         try:
-            with torch.random.fork_rng(devices=devices):
+            with undisturbed(model):
                 outputs = model(**inputs)
                 if model.training and torch.is_grad_enabled():
                     _run_backward(model, outputs)
         finally:
             LEDGER.listeners.remove(note)
-            with torch.no_grad():
-                for name, buffer in model.named_buffers():
-                    if name in buffers:
-                        buffer.copy_(buffers[name])
-    for index in devices:
-        torch.cuda.synchronize(index)
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     costs: dict[tuple[str, object], RegionCost] = {}
     for entry in entries:
         key = (entry.region.__name__, entry.key)

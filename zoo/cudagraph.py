@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from zoo.reachable import Weights, reachable_modules
@@ -172,7 +171,7 @@ class GraphedStep:
         if not any(isinstance(value, (dict, list, tuple)) for value in (*positional, *kwargs.values())):
             # Nothing is nested: a sorted walk costs a microsecond, a general one ten.
             names = tuple(sorted(names))
-            flat_spec = (len(positional), names)
+            flat_spec: Any = (len(positional), names)
             leaves = [*positional, *(kwargs[name] for name in names)]
         else:
             leaves, flat_spec = pytree.tree_flatten((tuple(positional), dict(sorted(kwargs.items()))))
@@ -204,7 +203,9 @@ class GraphedStep:
         return bucket
 
     def _call(self, bucket: _Bucket) -> Any:
-        leaves = [leaf if buffer is None else buffer for leaf, buffer in zip(bucket.leaves, bucket.buffers, strict=True)]
+        leaves = [
+            leaf if buffer is None else buffer for leaf, buffer in zip(bucket.leaves, bucket.buffers, strict=True)
+        ]
         if isinstance(self._spec, tuple):
             count, names = self._spec
             args, kwargs = list(leaves[:count]), dict(zip(names, leaves[count:], strict=True))
@@ -292,7 +293,9 @@ def _static_value(call: tuple[tuple[Any, ...], Mapping[str, Any]], place: int | 
         return args[place]
     if isinstance(place, str) and place in kwargs:
         return kwargs[place]
-    raise ValueError(f"static names {place!r}, but the call has {len(args)} positional argument(s) and {sorted(kwargs)}")
+    raise ValueError(
+        f"static names {place!r}, but the call has {len(args)} positional argument(s) and {sorted(kwargs)}"
+    )
 
 
 def _check_leaf(leaf: Any) -> None:
@@ -300,7 +303,9 @@ def _check_leaf(leaf: Any) -> None:
         if leaf.requires_grad:
             raise ValueError(f"input {_describe([leaf])} requires grad; run backward inside the step, or detach it")
         if leaf.layout is not torch.strided:
-            raise TypeError(f"input {_describe([leaf])} is {leaf.layout}; only strided tensors are copied in: name it static=")
+            raise TypeError(
+                f"input {_describe([leaf])} is {leaf.layout}; only strided tensors are copied in: name it static="
+            )
     elif not isinstance(leaf, _CONSTANTS):
         raise TypeError(f"an input is a {type(leaf).__name__}, which cannot be copied in; name it in static=")
 

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from zoo.signature import input_signature, mode, signature
+from zoo.signature import input_signature, mode, signature, structure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,7 @@ class Entry:
     region: type[nn.Module]
     name: str
     model: int
+    structure: Hashable
     signature: Hashable
     mode: str
     inputs: Hashable
@@ -90,18 +91,23 @@ class Ledger:
         return self._next
 
     def forget(self, model: nn.Module, modules: dict[str, nn.Module]) -> None:
+        """Stop watching a model."""
         self._roots.pop(model, None)
         for module in modules.values():
             self._watched.pop(module, None)
 
     def of(self, model: int) -> list[Entry]:
+        """Entries of one model, by the number that ``watch`` gave it."""
         return [entry for entry in self.entries if entry.model == model]
 
     def compiled(self, module: nn.Module, in_mode: str) -> bool:
-        """Whether code for a module of this class and signature was compiled in this mode, by any model."""
-        static = signature(module)
+        """Whether code for a module of this class and structure was compiled in this mode, by any model.
+
+        Attributes are left out: those that the taken branch does not read cost no graph of their own.
+        """
+        built = structure(module)
         return any(
-            e.graphs and e.region is type(module) and e.mode == in_mode and e.signature == static for e in self.entries
+            e.graphs and e.region is type(module) and e.mode == in_mode and e.structure == built for e in self.entries
         )
 
     def _start(self, args: Any) -> None:
@@ -139,6 +145,7 @@ class Ledger:
                 region=type(opened.module),
                 name=opened.name,
                 model=opened.model,
+                structure=structure(opened.module),
                 signature=opened.signature,
                 mode=opened.mode,
                 inputs=opened.inputs,

@@ -2,39 +2,89 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from zoo.signature import input_signature
+from zoo.signature import input_signature, is_torch_class
 
 if TYPE_CHECKING:
     from zoo.regions import Region
 
 
-def observe_inputs(
-    model: nn.Module, chosen: Mapping[Region, Mapping[str, nn.Module]], inputs: Mapping[str, Any]
-) -> dict[str, list[Hashable]]:
-    """Distinct kinds of input that each region module meets in one eager call."""
-    seen: dict[str, dict[Hashable, None]] = {name: {} for modules in chosen.values() for name in modules}
-    handles = []
-    for modules in chosen.values():
-        for name, module in modules.items():
-
-            def note(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-                seen[name][input_signature(*args, **kwargs)] = None
-
-            handles.append(module.register_forward_pre_hook(note, with_kwargs=True))
+@contextlib.contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Put random state and, in training, buffers (running statistics) back as they were."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()} if model.training else {}
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
     try:
-        with torch.no_grad(), _eager():
-            model(**inputs)
+        with torch.random.fork_rng(devices=devices):
+            yield
     finally:
-        for handle in handles:
-            handle.remove()
-    return {name: list(kinds) for name, kinds in seen.items()}
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name in buffers:
+                    buffer.copy_(buffers[name])
+
+
+@dataclass
+class Observed:
+    """What one call showed of a region module: distinct kinds of input, and the dotted attributes that were read."""
+
+    inputs: dict[Hashable, None] = field(default_factory=dict)
+    reads: set[str] = field(default_factory=set)
+
+
+def observe_call(
+    model: nn.Module, chosen: Mapping[Region, Mapping[str, nn.Module]], inputs: Mapping[str, Any]
+) -> dict[str, Observed]:
+    """Run the model once, eagerly and without gradients, and watch every region module, by name."""
+    seen = {name: Observed() for modules in chosen.values() for name in modules}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(undisturbed(model))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_eager())
+        for modules in chosen.values():
+            for name, module in modules.items():
+
+                def note(_: nn.Module, args: Any, kwargs: Any, observed: Observed = seen[name]) -> None:
+                    observed.inputs[input_signature(*args, **kwargs)] = None
+
+                stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
+                for prefix, child in module.named_modules():
+                    if not is_torch_class(type(child)):
+                        stack.enter_context(_noting_reads(child, prefix, seen[name].reads))
+        model(**inputs)
+    return seen
+
+
+@contextlib.contextmanager
+def _noting_reads(module: nn.Module, prefix: str, reads: set[str]) -> Iterator[None]:
+    """Note which instance attributes are read. Code that is not reached (a cache that is not used) reads nothing."""
+    original = type(module)
+
+    class Noting(original):  # type: ignore[misc, valid-type]
+        def __getattribute__(self, name: str) -> Any:
+            if not name.startswith("_"):
+                reads.add(f"{prefix}.{name}" if prefix else name)
+            return super().__getattribute__(name)
+
+    Noting.__name__, Noting.__qualname__, Noting.__module__ = (
+        original.__name__,
+        original.__qualname__,
+        original.__module__,
+    )
+    module.__class__ = Noting
+    try:
+        yield
+    finally:
+        module.__class__ = original
 
 
 def device_shares(
@@ -60,16 +110,16 @@ def device_shares(
             for module in modules.values():
                 handles.append(module.register_forward_pre_hook(enter))
                 handles.append(module.register_forward_hook(leave, always_call=True))
-        with torch.no_grad(), _eager():
-            with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-                with record_function("zoo.model"):
-                    model(**inputs)
-                torch.cuda.synchronize()
+        activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+        with undisturbed(model), torch.no_grad(), _eager(), profile(activities=activities) as profiler:
+            with record_function("zoo.model"):
+                model(**inputs)
+            torch.cuda.synchronize()
     finally:
         for handle in handles:
             handle.remove()
     # CPU-side ranges own the kernels launched inside them; the device-side copies of the ranges would count twice.
-    ranges = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CPU]
+    ranges = [e for e in profiler.events() if e.device_type == torch._C._autograd.DeviceType.CPU]
     total = sum(e.device_time_total for e in ranges if e.name == "zoo.model")
     if not total:
         return {}
@@ -79,7 +129,7 @@ def device_shares(
     }
 
 
-@contextmanager
+@contextlib.contextmanager
 def _eager() -> Iterator[None]:
     # A hook on a compiled module would be traced into it, and compiling is not what a report should cost.
     with torch.compiler.set_stance("force_eager"):

@@ -40,7 +40,7 @@ def reachable_modules(*roots: Any) -> list[nn.Module]:
         elif type(item).__module__.partition(".")[0] not in ("builtins", "torch") and not isinstance(
             item, (type, types.ModuleType)
         ):
-            todo += [value for value in getattr(item, "__dict__", {}).values()]
+            todo += list(getattr(item, "__dict__", {}).values())
     return list(found.values())
 
 
@@ -70,9 +70,11 @@ class Weights:
         self._remembered: list[tuple[dict[str, Any], str, int]] = []
 
     def tensors(self) -> list[torch.Tensor]:
+        """The weights themselves."""
         return [store[name] for store, name, _ in self._places]
 
     def remember(self) -> None:
+        """Take the addresses of this moment as the ones to check against."""
         self._remembered = [(store, name, store[name].data_ptr()) for store, name, _ in self._places]
 
     def check(self) -> None:

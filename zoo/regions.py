@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from zoo.observe import device_shares, observe_inputs
-from zoo.signature import forward_in_torch_nn, read_attributes, signature, structure
+from zoo.observe import Observed, device_shares, observe_call
+from zoo.signature import Attribute, forward_in_torch_nn, read_attributes, signature, structure
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,6 @@ class Obstacle:
 
     region: str
     message: str
-    graph_a_layer: bool = False
 
     def __str__(self) -> str:
         return f"{self.region}: {self.message}"
@@ -69,18 +67,22 @@ class FoundRegion:
 
     @property
     def name(self) -> str:
+        """The class name."""
         return self.region.cls.__name__
 
     @property
     def modules(self) -> tuple[str, ...]:
+        """Names of all modules, each once."""
         return tuple(dict.fromkeys(name for names in self.signatures for name in names))
 
     @property
     def graphs_needed(self) -> int:
+        """One for each signature."""
         return len(self.signatures)
 
     @property
     def budget(self) -> int:
+        """The declared budget, or as many graphs as are needed."""
         return self.region.graphs if self.region.graphs is not None else self.graphs_needed
 
 
@@ -95,6 +97,7 @@ class RegionReport:
 
     @property
     def graphs_needed(self) -> int:
+        """Graphs of all regions together."""
         return sum(found.graphs_needed for found in self.regions)
 
     def __str__(self) -> str:
@@ -129,8 +132,8 @@ def find_regions(
             declares none they are discovered: the outermost repeated classes whose copies share signatures.
         exclude: Classes, or exact module names, to leave out.
         inputs: Keyword arguments of one call. With them the model runs once, eagerly and without gradients, so that
-            layers that differ only in their inputs are told apart; on a GPU each region's share of device time is
-            measured as well.
+            layers that differ only in their inputs are told apart and attributes count only where a branch that was
+            taken reads them; on a GPU each region's share of device time is measured as well.
 
     Raises:
         TypeError: If something that is not a module class is given as a region.
@@ -138,26 +141,22 @@ def find_regions(
     """
     declared = regions is None and bool(getattr(type(model), "regions", ()))
     chosen = resolve(model, regions, exclude)
-    calls: dict[str, list[Hashable]] = {}
+    observed: Mapping[str, Observed] = {}
     shares: dict[type[nn.Module], float] = {}
     if inputs is not None:
-        calls = observe_inputs(model, chosen, inputs)
+        observed = observe_call(model, chosen, inputs)
         shares = device_shares(model, chosen, inputs)
     found, obstacles = [], []
     for region, modules in chosen.items():
         groups: dict[Hashable, list[str]] = defaultdict(list)
         for name, module in modules.items():
-            for call in calls.get(name, [None]) or [None]:
-                groups[signature(module), call].append(name)
-        obstacles += list(_obstacles(region, modules, calls))
-        found.append(
-            FoundRegion(
-                region,
-                tuple(tuple(names) for names in groups.values()),
-                tuple(_differences(modules)),
-                shares.get(region.cls),
-            )
-        )
+            seen = observed.get(name)
+            static = signature(module, reads=seen.reads if seen else None)
+            for call in seen.inputs if seen else (None,):
+                groups[static, call].append(name)
+        obstacles += list(_obstacles(region, modules, observed))
+        signatures = tuple(tuple(names) for names in groups.values())
+        found.append(FoundRegion(region, signatures, tuple(_differences(modules, observed)), shares.get(region.cls)))
     return RegionReport(type(model).__name__, tuple(found), tuple(obstacles), declared)
 
 
@@ -241,7 +240,7 @@ def _discover(model: nn.Module) -> list[type[nn.Module]]:
 
 
 def _obstacles(
-    region: Region, modules: Mapping[str, nn.Module], calls: Mapping[str, list[Hashable]]
+    region: Region, modules: Mapping[str, nn.Module], observed: Mapping[str, Observed]
 ) -> Iterator[Obstacle]:
     cls = region.cls
     if "forward" not in vars(cls):
@@ -255,38 +254,45 @@ def _obstacles(
     for name, module in modules.items():
         groups[structure(module)][name] = module
     for group in groups.values():
-        attributes = [read_attributes(module, configuration=False) for module in group.values()]
+        attributes = [_read(name, module, observed, configuration=False) for name, module in group.items()]
         for key in attributes[0]:
-            values = [attribute.get(key) for attribute in attributes]
-            # A flag or a choice of activation splits layers into a few kinds; an index, a list or an enum that no two
-            # layers share costs a graph each.
-            countable = all(isinstance(v, int | tuple | enum.Enum) and not isinstance(v, bool) for v in values)
-            if countable and len(values) > 1 and len(set(values)) == len(values):
+            values = [attribute[key] for attribute in attributes if key in attribute and attribute[key].countable]
+            if len(values) == len(group) > 1 and len(set(values)) == len(values):
                 yield Obstacle(
                     cls.__name__,
-                    f"forward reads {key}, which differs in every layer ({_abbreviate([repr(v) for v in values])}): "
-                    f"a graph a layer, {len(values)} in all; pass what it selects as a tensor or hold it as a buffer",
-                    graph_a_layer=True,
+                    f"forward reads {key}{'' if observed else ' (in some branch)'}, which differs in every layer "
+                    f"({_abbreviate([str(v) for v in values])}): a graph a layer, {len(values)} in all; pass what it "
+                    "selects as a tensor or hold it as a buffer",
                 )
     for name in modules:
-        if calls and not calls.get(name):
+        if observed and not observed[name].inputs:
             yield Obstacle(cls.__name__, f"{name} was not called as a module: its forward is bypassed or not reached")
 
 
-def _differences(modules: Mapping[str, nn.Module]) -> Iterator[str]:
-    """What makes modules of one class differ, attribute by attribute, parameters in one line."""
-    names, first = list(modules), next(iter(modules.values()))
-    if len({structure(module) for module in modules.values()}) > 1:
-        shapes = [
-            ", ".join(f"{key} {tuple(p.shape)}" for key, p in module.named_parameters()) for module in modules.values()
-        ]
-        distinct = dict.fromkeys(shapes)
-        yield f"parameters: {_abbreviate(list(distinct), 3)}" if len(distinct) > 1 else "buffers or submodule classes"
-    attributes = {name: read_attributes(module) for name, module in modules.items()}
-    for key in read_attributes(first):
-        values = dict.fromkeys(repr(attributes[name].get(key)) for name in names)
+def _differences(modules: Mapping[str, nn.Module], observed: Mapping[str, Observed]) -> Iterator[str]:
+    """What makes modules of one class differ: tensors in one line, then attributes one by one."""
+    shapes: dict[str, dict[str, None]] = defaultdict(dict)
+    for module in modules.values():
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            shapes[name][str(tuple(tensor.shape))] = None
+    different = [f"{name} {' / '.join(kinds)}" for name, kinds in shapes.items() if len(kinds) > 1]
+    if different:
+        yield f"parameters: {_abbreviate(different, 2)}"
+    elif len({structure(module) for module in modules.values()}) > 1:
+        yield "parameters, buffers or submodules that only some have"
+    # Where tensors differ, so does the configuration of torch's own modules; it would only repeat them.
+    attributes = [_read(name, module, observed, configuration=not different) for name, module in modules.items()]
+    for key in dict.fromkeys(key for attribute in attributes for key in attribute):
+        values = dict.fromkeys(str(attribute[key]) for attribute in attributes if key in attribute)
         if len(values) > 1:
             yield f"{key}: {_abbreviate(list(values))}"
+
+
+def _read(
+    name: str, module: nn.Module, observed: Mapping[str, Observed], *, configuration: bool
+) -> dict[str, Attribute]:
+    reads = observed[name].reads if name in observed else None
+    return read_attributes(module, configuration=configuration, reads=reads)
 
 
 def _abbreviate(items: Sequence[str], most: int = 4) -> str:

@@ -68,8 +68,8 @@ def family_of(model: nn.Module) -> Family:
         if type(model) in family.model_types:
             return family
     raise TypeError(
-        f"{type(model).__module__}.{type(model).__name__} is not a model of the zoo; zoo.from_upstream(module) converts "
-        "an upstream library's"
+        f"{type(model).__module__}.{type(model).__name__} is not a model of the zoo; "
+        "zoo.from_upstream(module) converts an upstream library's"
     )
 
 
@@ -124,7 +124,7 @@ def create(
     state = read_state_dict(weights)
     # Built without memory, then given the loaded tensors: never two copies of the weights.
     model = _build(family, config, torch.device("meta"), dtype)
-    if not set(state) == set(model.state_dict()):
+    if set(state) != set(model.state_dict()):
         state = family.upstream().convert_state_dict(state, config)
     _assign(model, state, device or torch.get_default_device(), dtype or torch.get_default_dtype(), str(weights))
     return model.eval()

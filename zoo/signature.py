@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 import types
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,33 +30,64 @@ def structure(module: nn.Module) -> Hashable:
     return type(module), tensors, tuple((name, type(child)) for name, child in module.named_modules() if name)
 
 
-def read_attributes(module: nn.Module, *, configuration: bool = True) -> dict[str, Hashable]:
+@dataclass(frozen=True)
+class Attribute:
+    """A plain value as Dynamo tells it from others: by type and value (1 is not 1.0), functions by identity."""
+
+    kind: str
+    text: str
+    identity: int = 0
+
+    @property
+    def countable(self) -> bool:
+        """Whether layers can each have their own: an index, a list or an enum, not a flag or an activation."""
+        return self.kind in ("int", "list", "tuple", "enum")
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def read_attributes(
+    module: nn.Module, *, configuration: bool = True, reads: Collection[str] | None = None
+) -> dict[str, Attribute]:
     """Plain Python attributes, of the module and its submodules, that running ``forward`` reads.
 
     Storing a per-layer value costs nothing; reading it makes Dynamo guard on it. Keys are dotted names such as
-    ``self_attn.layer_idx``; values are compared by value for plain types and by identity for functions.
-    ``configuration=False`` leaves out the submodules that torch defines (strides, dropout rates).
+    ``self_attn.layer_idx``.
+
+    Args:
+        module: The module.
+        configuration: ``False`` leaves out the submodules that torch defines (strides, dropout rates).
+        reads: Dotted names that a call was seen to read. Without them every branch of the code counts.
     """
-    found: dict[str, Hashable] = {}
+    found: dict[str, Attribute] = {}
     for prefix, child in module.named_modules():
-        if _is_torch_nn(type(child)):
+        if is_torch_class(type(child)):
             if not configuration:
                 continue
-            # A stride or a dropout rate is configuration that belongs to the structure, all of it is read.
-            names: set[str] = set(child.__constants__) if hasattr(child, "__constants__") else set(vars(child))
+            # A stride or a dropout rate is configuration that belongs to the structure: all of it is read.
+            names = set(getattr(child, "__constants__", None) or vars(child))
+            seen = None
         else:
-            names = _names_read(type(child))
+            names, seen = _names_read(type(child)), reads
         for name, value in vars(child).items():
-            if name in names and not name.startswith("_") and name != "training":
-                key = _plain(value)
-                if key is not None:
-                    found[f"{prefix}.{name}" if prefix else name] = key[0]
+            dotted = f"{prefix}.{name}" if prefix else name
+            if (
+                name not in names
+                or name.startswith("_")
+                or name == "training"
+                or (seen is not None and dotted not in seen)
+            ):
+                continue
+            attribute = _attribute(value)
+            if attribute is not None:
+                found[dotted] = attribute
     return found
 
 
-def signature(module: nn.Module) -> Hashable:
+def signature(module: nn.Module, *, reads: Collection[str] | None = None) -> Hashable:
     """Everything static about a module that a graph is specialised on."""
-    return structure(module), tuple(sorted(read_attributes(module).items(), key=lambda item: item[0]))
+    return structure(module), tuple(sorted(read_attributes(module, reads=reads).items(), key=lambda item: item[0]))
 
 
 def mode(module: nn.Module) -> str:
@@ -87,24 +119,25 @@ def _leaves(tree: Any) -> Iterator[Hashable]:
             fields = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
             yield where, type(leaf), tuple(_leaves(fields))
         else:
-            yield where, (_plain(leaf) or (type(leaf),))[0]
+            yield where, _attribute(leaf) or type(leaf)
 
 
-def _plain(value: Any) -> tuple[Hashable] | None:
-    """A comparable stand-in in a one-tuple, or None for a value that is not compared."""
+def _attribute(value: Any) -> Attribute | None:
+    """None for a value that is not compared."""
     if isinstance(value, _PLAIN):
-        return (value,)
+        return Attribute(type(value).__name__, repr(value))
     if isinstance(value, enum.Enum):
-        return (value,)
+        return Attribute("enum", repr(value))
     if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)):
-        return (f"{value.__module__}.{value.__qualname__}@{id(value)}" if hasattr(value, "__qualname__") else id(value),)
+        return Attribute("function", getattr(value, "__qualname__", repr(value)), id(value))
     if isinstance(value, (list, tuple)):
-        items = [_plain(item) for item in value]
-        return None if any(item is None for item in items) else ((type(value).__name__, *items),)
+        items = [_attribute(item) for item in value]
+        return None if None in items else Attribute(type(value).__name__, ", ".join(map(str, items)))
     return None
 
 
-def _is_torch_nn(cls: type) -> bool:
+def is_torch_class(cls: type) -> bool:
+    """Whether torch itself defines the class."""
     return cls.__module__.partition(".")[0] == "torch"
 
 
@@ -139,7 +172,7 @@ def _unwrap(member: Any) -> Any:
 
 def _defined_by_torch(cls: type, name: str) -> bool:
     owner = next((base for base in cls.__mro__ if name in vars(base)), None)
-    return owner is None or _is_torch_nn(owner)
+    return owner is None or is_torch_class(owner)
 
 
 def _names_in(code: types.CodeType) -> set[str]:

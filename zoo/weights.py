@@ -51,7 +51,13 @@ def _read_folder(folder: Path) -> dict[str, torch.Tensor]:
                 raise FileNotFoundError(f"{index} names {shard}, which is not in {folder}")
             state.update(read_state_dict(folder / shard))
         return state
-    for name in ("model.safetensors", "diffusion_pytorch_model.safetensors", "model.pt", "model.pth", "pytorch_model.bin"):
+    for name in (
+        "model.safetensors",
+        "diffusion_pytorch_model.safetensors",
+        "model.pt",
+        "model.pth",
+        "pytorch_model.bin",
+    ):
         if (folder / name).exists():
             return read_state_dict(folder / name)
     raise FileNotFoundError(f"{folder} holds no model.safetensors (or its sharded index) and no pytorch_model.bin")
@@ -59,7 +65,12 @@ def _read_folder(folder: Path) -> dict[str, torch.Tensor]:
 
 def _from_hub(name: str) -> Path:
     parts = name.split("/")
-    if len(parts) != 2 or not all(parts) or name.startswith((".", "~")) or Path(name).suffix in (".safetensors", *_PICKLED):
+    if (
+        len(parts) != 2
+        or not all(parts)
+        or name.startswith((".", "~"))
+        or Path(name).suffix in (".safetensors", *_PICKLED)
+    ):
         raise FileNotFoundError(f"weights {name!r}: no such file or folder, and not a hub id of the form owner/name")
     from huggingface_hub import snapshot_download
 

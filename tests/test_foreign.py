@@ -1,0 +1,133 @@
+"""Models that the zoo did not write: regions given or discovered, and what falls short is said."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zoo
+from zoo.ledger import LEDGER
+
+
+def bert() -> tuple[nn.Module, dict[str, Any]]:
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    return BertModel(config).eval(), {"input_ids": torch.arange(12).view(2, 6)}
+
+
+def llama() -> tuple[nn.Module, dict[str, Any]]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=32, max_position_embeddings=32,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval(), {"input_ids": torch.arange(12).view(2, 6), "use_cache": False}
+
+
+def resnet() -> tuple[nn.Module, dict[str, Any]]:
+    from torchvision.models import resnet18
+
+    return resnet18(num_classes=5).eval(), {"x": torch.randn(1, 3, 32, 32)}
+
+
+def unet() -> tuple[nn.Module, dict[str, Any]]:
+    from diffusers import UNet2DConditionModel
+
+    model = UNet2DConditionModel(
+        sample_size=8, block_out_channels=(16, 32), layers_per_block=2, cross_attention_dim=8, attention_head_dim=4,
+        norm_num_groups=4, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    )  # fmt: skip
+    inputs = {
+        "sample": torch.randn(1, 4, 8, 8),
+        "timestep": torch.tensor(3),
+        "encoder_hidden_states": torch.randn(1, 5, 8),
+    }
+    return model.eval(), inputs
+
+
+MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, dict[str, Any]]], set[str]]] = {
+    "bert": (bert, {"BertLayer"}),
+    "llama": (llama, {"LlamaDecoderLayer"}),
+    "resnet": (resnet, {"BasicBlock"}),
+    "unet": (unet, {"ResnetBlock2D", "Transformer2DModel"}),
+}
+
+
+def first_tensor(output: Any) -> torch.Tensor:
+    return output if isinstance(output, torch.Tensor) else output[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_discovered_regions(name: str) -> None:
+    make, expected = MODELS[name]
+    model, inputs = make()
+    report = zoo.find_regions(model, inputs=inputs)
+    assert {found.name for found in report.regions} == expected, str(report)
+    assert not report.declared
+    assert all(found.graphs_needed < len(found.modules) for found in report.regions), str(report)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_graphs_are_as_many_as_were_predicted_and_outputs_are_the_same(name: str) -> None:
+    model, inputs = MODELS[name][0]()
+    with torch.no_grad():
+        expected = first_tensor(model(**inputs))
+        predicted = zoo.find_regions(model, inputs=inputs).graphs_needed
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", zoo.RegionWarning)
+            zoo.compile_regions(model, backend="eager")
+        first = len(LEDGER.entries)
+        torch.testing.assert_close(first_tensor(model(**inputs)), expected)
+        assert sum(entry.graphs for entry in LEDGER.entries[first:]) == predicted
+
+
+def test_llamas_layer_index_is_reported_as_what_costs_a_graph_a_layer() -> None:
+    model, inputs = llama()
+    (obstacle,) = zoo.find_regions(model).obstacles
+    assert "self_attn.layer_idx" in str(obstacle) and "a graph a layer, 4 in all" in str(obstacle)
+    # Only the branch with a cache reads it.
+    assert not zoo.find_regions(model, inputs=inputs).obstacles
+    cached = zoo.find_regions(model, inputs={**inputs, "use_cache": True})
+    assert "self_attn.layer_idx" in str(cached.obstacles[0]) and cached.graphs_needed == 4
+    with pytest.warns(zoo.RegionWarning, match="layer_idx"):
+        zoo.compile_regions(model, backend="eager")
+
+
+def test_given_regions_and_exclude() -> None:
+    from transformers.models.bert.modeling_bert import BertAttention, BertLayer
+
+    model, inputs = bert()
+    report = zoo.find_regions(model, [BertAttention], exclude=["encoder.layer.0.attention"])
+    assert report.regions[0].modules == ("encoder.layer.1.attention", "encoder.layer.2.attention")
+    with pytest.warns(zoo.RegionWarning, match=r"layer_idx \(in some branch\)"):
+        zoo.compile_regions(model, regions=[BertLayer], backend="eager")
+    with torch.no_grad(), zoo.enforce_budget(model):
+        model(**inputs)
+    with pytest.raises(ValueError, match=r"BertAttention .* is nested in region BertLayer"):
+        zoo.find_regions(model, [BertLayer, BertAttention])
+    with pytest.raises(ValueError, match="BertLayer matches no module of ResNet"):
+        zoo.find_regions(resnet()[0], [BertLayer])
+
+
+def test_the_report_says_what_makes_blocks_differ() -> None:
+    text = str(zoo.find_regions(resnet()[0]))
+    assert "differs: parameters: " in text and "conv1.weight (64, 64, 3, 3)" in text
+
+
+def test_a_foreign_model_under_the_outer_cuda_graph() -> None:
+    model, inputs = bert()
+    with torch.inference_mode():
+        step = zoo.cuda_graph(lambda ids: model(input_ids=ids).last_hidden_state, (inputs["input_ids"],))
+        ids = inputs["input_ids"].flip(1)
+        torch.testing.assert_close(step(ids), model(input_ids=ids).last_hidden_state)
