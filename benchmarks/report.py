@@ -62,7 +62,7 @@ def command(
     check_blocks: Annotated[bool, typer.Option("--check", help="Exit 1 if a generated block has drifted.")] = False,
     results: Annotated[Path, typer.Option(help="The rows that blocks are made from.")] = RESULTS,
     out: Annotated[
-        Path | None, typer.Option(help="Where the Markdown report goes; beside the rows if left out.")
+        Path | None, typer.Option(help="The Markdown report; report.md beside the rows if left out.")
     ] = None,
 ) -> int:
     """Show rows as tables, or make the tables in Markdown files from them."""
@@ -96,10 +96,18 @@ def _show(paths: list[Path], out: Path | None) -> int:
     if not rows.results:
         raise UsageError(f"{paths[0]} holds no rows; run python -m benchmarks.run --out {paths[0]} first")
     terminal.render(rows.results, rows.environments)
-    target = out or (paths[0] if paths[0].is_dir() else paths[0].parent) / "report.md"
+    target = out or _beside(paths[0])
+    target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(markdown.report(rows.results, rows.environments), encoding="utf-8")
     print(f"\nreport: {target}")
     return 0
+
+
+def _beside(rows: Path) -> Path:
+    folder = rows if rows.is_dir() else rows.parent
+    if folder.resolve().is_relative_to(RESULTS):  # rows and nothing else belong there
+        folder = ROOT / "runs"
+    return folder / "report.md"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -121,6 +121,16 @@ def test_arms_of_another_run_are_compared_unpaired_and_named() -> None:
     assert any("unpaired: zoo regional." in note for note in shown.notes)
 
 
+def test_rounds_that_occur_twice_are_not_paired() -> None:
+    results = race()
+    for result in results:
+        assert result.steady is not None
+        result.steady.rounds = [number % 10 for number in result.steady.rounds]  # three sets that count from 0 each
+    shown = _one(results)
+    ratio = shown.speedup(_arm(shown, "zoo regional"), shown.reference)
+    assert ratio is not None and not ratio.paired and ratio.rounds == 30
+
+
 def test_devices_and_torch_versions_are_different_races() -> None:
     results = [row(1.0), row(2.0, environment="a100"), row(3.0, environment="newer")]
     others = {"a100": {**ENVIRONMENT, "gpu": "NVIDIA A100"}, "newer": {**ENVIRONMENT, "torch": "2.13.0"}}

@@ -211,7 +211,8 @@ def _ratio(reference: Result, arm: Result, clock: str) -> Ratio:
     first, second = _samples(reference, clock), _samples(arm, clock)
     assert reference.steady is not None and arm.steady is not None
     rounds, others = reference.steady.rounds, arm.steady.rounds
-    if reference.environment == arm.environment and sorted(rounds) == sorted(others):
+    same_rounds = sorted(rounds) == sorted(others) and len(set(rounds)) == len(rounds)
+    if reference.environment == arm.environment and same_rounds:
         return _paired(tuple(first), tuple(second), tuple(rounds), tuple(others))
     return _unpaired(tuple(first), tuple(second))
 

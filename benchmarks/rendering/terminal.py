@@ -13,7 +13,7 @@ from benchmarks.rendering import cells, numbers
 from benchmarks.rendering.race import Arm, Race, races
 from benchmarks.result import Result
 
-WIDE = 132  # from here on the comparison with upstream's best stands in the table of times
+ARM_WIDTH = 16  # at least; names wrap at their spaces
 STYLES = {"faster": "green", "slower": "red", "undetermined": "yellow", "reference": "dim"}
 
 
@@ -36,14 +36,15 @@ def render(
 
 
 def _print_race(race: Race, console: Console) -> None:
-    wide = console.width >= WIDE
     console.print()
     console.print(Text(race.title, style="bold"))
     console.print(Text(cells.subject(race), style="dim"))
     if race.arms:
-        tables = [_times(race, wide), _costs(race, wide)]
-        if not wide and any(arm.result.case.impl == "zoo" for arm in race.arms):
-            tables.insert(1, _against_upstream(race))
+        times, costs = _times(race, wide=True), _costs(race, wide=True)
+        tables = [times if _fits(times, console) else _times(race, wide=False)]
+        if not _fits(times, console) and any(arm.result.case.impl == "zoo" for arm in race.arms):
+            tables.append(_against_upstream(race))
+        tables.append(costs if _fits(costs, console) else _costs(race, wide=False))
         for table in tables:
             console.print()
             console.print(table)
@@ -56,11 +57,21 @@ def _print_race(race: Race, console: Console) -> None:
         console.print(Text(line, style="dim"))
 
 
+def _fits(table: Table, console: Console) -> bool:
+    """Whether every figure shows in full; the arms' names may wrap."""
+    options = console.options.update(width=1000)
+    needed = [
+        1 + max(console.measure(cell, options=options).maximum for cell in (column.header, *column.cells))
+        for column in table.columns[1:]
+    ]
+    return ARM_WIDTH + sum(needed) <= console.width
+
+
 def _table(title: str, *columns: str) -> Table:
     table = Table(
         title=Text(title), title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0), pad_edge=False
     )
-    table.add_column(Text("arm", style="underline"), overflow="fold", min_width=16)
+    table.add_column(Text("arm", style="underline"), overflow="fold", min_width=ARM_WIDTH)
     for column in columns:
         table.add_column(Text(column, style="underline"), justify="right", no_wrap=True)
     return table

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import compare
+from benchmarks.compare import Change, fraction, main
+from benchmarks.result import Result, Rows
+from benchmarks.usage import UsageError
+from tests.rows import ENVIRONMENT, failure, race, row, write
+
+ENVIRONMENTS = {"e1": ENVIRONMENT}
+
+
+def _compared(old: list[Result], new: list[Result]) -> dict[str, Change]:
+    changes = compare.compare(Rows(old, ENVIRONMENTS), Rows(new, ENVIRONMENTS))
+    return {change.row.case.arm: change for change in changes}
+
+
+def _run(tmp_path: Path, old: list[Result], new: list[Result], *options: str) -> int:
+    paths = [write(tmp_path / name / "rows.jsonl", rows) for name, rows in (("old", old), ("new", new))]
+    return main([*map(str, paths), *options])
+
+
+def test_verdicts_of_what_got_faster_slower_and_stayed() -> None:
+    changes = _compared(race(), race({"zoo full": 0.8, "zoo regional": 1.2}))
+    assert "zoo eager (A/A)" not in changes
+    assert {arm: change.verdict for arm, change in changes.items() if change.verdict != "undetermined"} == {
+        "zoo full": "faster",
+        "zoo regional": "slower",
+    }
+    slower = changes["zoo regional"]
+    assert slower.ratio is not None and slower.ratio.value == pytest.approx(1 / 1.2, rel=0.01)
+    assert slower.regressed(0.05) and slower.regressed(0.15) and not slower.regressed(0.25)
+
+
+def test_a_slowdown_within_the_noise_of_either_run_is_undetermined() -> None:
+    quiet, loud = race({"zoo full": 1.03}), race({"zoo full": 1.03, "zoo eager (A/A)": 1.08})
+    assert _compared(race(), quiet)["zoo full"].verdict == "slower"
+    assert _compared(race(), loud)["zoo full"].verdict == "undetermined"
+    assert _compared(race({"zoo eager (A/A)": 1.08}), quiet)["zoo full"].verdict == "undetermined"
+
+
+def test_a_regression_counts_by_its_interval_not_by_its_median() -> None:
+    old, new = [row(1.0, noise=0.05, seed=3)], [row(1.06, noise=0.05, seed=4)]
+    (change,) = _compared(old, new).values()
+    assert change.ratio is not None and change.ratio.inverse.value > 1.05
+    assert not change.regressed(0.05)
+
+
+def test_what_else_changed_is_said() -> None:
+    new = race()
+    full = new[6]
+    assert full.cold is not None and full.work is not None and full.memory is not None and full.check is not None
+    full.cold.graphs, full.cold.breaks, full.work.kernels, full.check.error = 3, ["why"], 30, 1e-3
+    full.memory.allocated = 42_800_000
+    change = _compared(race(), new)["zoo full"]
+    assert change.notes == (
+        "graphs 1 → 3",
+        "breaks 0 → 1",
+        "kernels 9 → 30",
+        "memory 20.4 → 40.8 MiB",
+        "error 2.1e-07 → 1.0e-03",
+    )
+    assert change.grew
+    assert not _compared(new, race())["zoo full"].grew
+    assert _compared(race(), race())["zoo full"].notes == ()
+
+
+def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(tmp_path / "same", race(), race()) == 0
+    assert _run(tmp_path / "faster", race(), race({"zoo full": 0.5})) == 0
+    assert _run(tmp_path / "slower", race(), race({"zoo full": 1.2})) == 1
+    assert "zoo full: slower by more than 5 %" in " ".join(capsys.readouterr().out.split())
+    assert _run(tmp_path / "allowed", race(), race({"zoo full": 1.2}), "--max-regression", "30%") == 0
+
+
+@pytest.mark.parametrize("impl", ["zoo", "upstream"])
+def test_a_case_that_newly_fails_is_a_regression(tmp_path: Path, capsys: pytest.CaptureFixture[str], impl: str) -> None:
+    fails = [failure("crashed", "signal 11", impl=impl, strategy="full")]
+    rest = [result for result in race() if result.case.arm != f"{impl} full"]
+    assert _run(tmp_path / "new", race(), [*rest, *fails]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "ok → crashed: signal 11" in said and f"{impl} full: newly crashed" in said
+    assert _run(tmp_path / "still", [*rest, *fails], [*rest, *fails]) == 0
+    assert _run(tmp_path / "healed", [*rest, *fails], race()) == 0
+    assert "crashed → ok" in capsys.readouterr().out
+
+
+def test_counts_fail_only_when_asked(tmp_path: Path) -> None:
+    new = race()
+    assert new[6].cold is not None
+    new[6].cold.recompiles = ["a size changed"]
+    assert _run(tmp_path / "a", race(), new) == 0
+    assert _run(tmp_path / "b", race(), new, "--fail-on-counts") == 1
+    assert _run(tmp_path / "c", new, race(), "--fail-on-counts") == 0
+
+
+def test_cases_in_only_one_run_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = [row(1.0), row(1.0, model="gat")], [row(1.0), row(1.0, model="sage")]
+    assert _run(tmp_path, old, new) == 0
+    said = capsys.readouterr().out
+    assert "Only in the old run:\n  gnn / gat" in said and "Only in the new run:\n  gnn / sage" in said
+
+
+def test_different_devices_are_refused_unless_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = str(write(tmp_path / "old.jsonl", race()))
+    new = str(write(tmp_path / "new.jsonl", race({"zoo full": 1.2}), {**ENVIRONMENT, "gpu": "NVIDIA A100"}))
+    assert main([old, new]) == 2
+    assert "old run is from NVIDIA H200, the new one from NVIDIA A100" in capsys.readouterr().err
+    assert main([old, new, "--across-devices"]) == 1
+    assert "Across devices: NVIDIA H200 → NVIDIA A100." in capsys.readouterr().out
+    cpu = str(write(tmp_path / "cpu.jsonl", race(device="cpu")))
+    assert main([old, cpu]) == 2
+    assert "no arm is in both" in capsys.readouterr().err
+    assert main([old, cpu, "--across-devices"]) == 0
+
+
+def test_one_folder_with_two_devices_is_ambiguous(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "h200" / "rows.jsonl", race())
+    write(tmp_path / "a100" / "rows.jsonl", race(), {**ENVIRONMENT, "gpu": "NVIDIA A100"})
+    assert main([str(tmp_path), str(tmp_path / "h200")]) == 2
+    assert "in the same run; give the folder or file of one device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["{rows}"], "Missing argument"),
+        (["{rows}", "{rows}", "--max-regresion", "3%"], "--max-regression"),
+        (["{rows}", "{rows}", "--max-regression", "5"], "did you mean 5%?"),
+        (["{rows}", "{rows}", "--max-regression", "five"], "got 'five'; write 5%"),
+        (["{rows}", "{rows}", "--max-regression", "-1%"], "at least 0, got '-1%'"),
+        (["{rows}", "{rows}.gz"], "does not exist; give a .jsonl file"),
+        (["{rows}", "{empty}"], "no arm is in both: the old run has gcn on cora on NVIDIA H200, the new one no rows"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    rows = write(tmp_path / "rows.jsonl", race())
+    (tmp_path / "empty").mkdir()
+    assert main([word.format(rows=rows, empty=tmp_path / "empty") for word in arguments]) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err and captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_fractions() -> None:
+    assert (fraction("5%"), fraction("0.05"), fraction("0"), fraction("150 %")) == (0.05, 0.05, 0.0, 1.5)
+    with pytest.raises(UsageError, match="nan"):
+        fraction("nan")
+
+
+def test_as_a_command(tmp_path: Path) -> None:
+    old, new = (
+        write(tmp_path / name, rows) for name, rows in (("o.jsonl", race()), ("n.jsonl", race({"zoo full": 2})))
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.compare", str(old), str(new)],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and done.stderr == ""
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "slower" in done.stdout
