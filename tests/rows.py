@@ -76,8 +76,9 @@ def row(
             cache_bypasses=0,
         )
 
+    made = Case(**case)
     return Result(
-        case=Case(**case),
+        case=made,
         cold=_compile(cold, 0, graphs),
         warm=_compile(warm, graphs, 0),
         steady=Steady(
@@ -95,14 +96,24 @@ def row(
         ),
         data="generated, power-law",
         sizes={"nodes": 2708, "edges": 10556, "features": 1433},
-        command="python -m benchmarks.run --family gnn --model gcn --input cora",
+        command=command(made),
         environment=environment,
+    )
+
+
+def command(case: Case) -> str:
+    """What benchmarks.run writes into the row of such a case."""
+    return (
+        f"python -m benchmarks.run --family {case.family} --model {case.model} --input {case.input} "
+        f"--workload {case.workload} --dtype {case.dtype} --device {case.device} "
+        f"--impl {case.impl} --strategy {case.strategy_name} --mode {case.mode} --rounds 30 --sets 3"
     )
 
 
 def failure(status: str, reason: str, **case: Any) -> Result:
     case = {"family": "gnn", "model": "gcn", "input": "cora", "device": "cuda", **case}
-    return Result(case=Case(**case), status=status, reason=reason, environment="e1")
+    made = Case(**case)
+    return Result(case=made, status=status, reason=reason, command=command(made), environment="e1")
 
 
 def race(scale: Mapping[str, float] | None = None, **case: Any) -> list[Result]:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.rendering import blocks, cells, markdown, numbers, tables, terminal
+from benchmarks.case import arms_of
+from benchmarks.rendering import blocks, cells, commands, markdown, numbers, tables, terminal
 from benchmarks.rendering.blocks import Spec
 from benchmarks.rendering.race import Arm, Race, is_shipped, is_tuned, races
 from benchmarks.result import Result, Rows, Steady
@@ -257,12 +258,48 @@ def test_report_says_why_graphs_broke_and_escapes_reasons() -> None:
     results[1].cold.breaks = ["call_function <built-in foo> *args", "call_function <built-in foo> *args"]
     text = markdown.report(results, ENVIRONMENTS)
     assert r"upstream full: 2× break: call\_function \<built-in foo\> \*args" in text
-    assert "python -m benchmarks.run --family gnn --model gcn --input cora" in text
+    assert (
+        "```\npython -m benchmarks.run --family gnn --model gcn --input cora --impl zoo,upstream-tuned,upstream" in text
+    )
     assert markdown.report([], {}) == "# Report\n\nNo rows.\n"
 
 
 def test_pipes_are_escaped() -> None:
     assert markdown.table(["a", "b"], [["x|y", "1"]]).splitlines()[-1] == r"| x\|y | 1 |"
+
+
+# Commands
+
+
+def test_commands_that_differ_in_lists_alone_become_one() -> None:
+    run = "python -m benchmarks.run --family gnn"
+    assert commands.merged(
+        [
+            f"{run} --model gcn --strategy eager --rounds 30",
+            f"{run} --model gcn --strategy full --rounds 30",
+            f"{run} --model gat,gcn --strategy full --rounds 30",
+            f"{run} --model gcn --strategy full --rounds 10",
+            f"{run} --model gcn --strategy full --rounds 30 --dynamic",
+            f"{run} --model sage --rounds 30",
+            "make bench",
+        ]
+    ) == [
+        f"{run} --model gcn,gat --strategy eager,full --rounds 30",
+        f"{run} --model gcn --strategy full --rounds 10",
+        f"{run} --model gcn --strategy full --rounds 30 --dynamic",
+        f"{run} --model sage --rounds 30",
+        "make bench",
+    ]
+
+
+def test_merged_commands_are_ones_that_the_harness_takes() -> None:
+    (command,) = commands.commands_of(races([*race(), *race(model="gat")], ENVIRONMENTS))
+    said = command.split()
+    given = {key: said[said.index(f"--{key}") + 1].split(",") for key in ("impl", "strategy", "mode")}
+    arms = arms_of(
+        row(model="gcn").case, impls=given["impl"], strategies=given["strategy"], modes=given["mode"]
+    )  # what benchmarks.run makes of them
+    assert {result.case for result in race() if not result.case.control} <= set(arms)
 
 
 # Tables of the docs
@@ -282,7 +319,11 @@ def test_tables_of_one_race_end_with_environment_and_command(kind: str) -> None:
     assert (
         "NVIDIA H200, torch 2.11.0+cu130, triton 3.6.0, torch-geometric 2.8.0, driver 580.65, commit 0123456789" in text
     )
-    assert text.endswith("```bash\npython -m benchmarks.run --family gnn --model gcn --input cora\n```")
+    assert text.endswith(
+        "```bash\npython -m benchmarks.run --family gnn --model gcn --input cora --impl zoo,upstream-tuned,upstream "
+        "--strategy regional+cudagraph,full+cudagraph,full,regional,eager --mode default,reduce-overhead "
+        "--dtype float32 --workload inference --device cuda --rounds 30 --sets 3\n```"
+    )
 
 
 @pytest.mark.parametrize("text", ["race model=gcn input=cora", "headline family=gnn", "compile model=gat input=cora"])

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.rendering import cells, numbers
+from benchmarks.rendering.commands import commands_of
 from benchmarks.rendering.race import Arm, Race, races
 from benchmarks.result import Compile, Result
 
@@ -112,8 +113,7 @@ def report(results: Iterable[Result], environments: Mapping[str, Mapping[str, An
         parts += [f"## {race.title}", cells.subject(race) + ".", race_table(race), " ".join(notes(race))]
         if troubles := [line for arm in race.arms for line in _troubles(arm)]:
             parts += ["Graph breaks and recompiles:", "\n".join(troubles)]
-        commands = dict.fromkeys(arm.result.command for arm in race.arms if arm.result.command)
-        if commands:
+        if commands := commands_of([race]):
             parts += ["Measured by:", "```\n" + "\n".join(commands) + "\n```"]
     return "\n\n".join(part for part in parts if part) + "\n"
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from benchmarks.case import Case
 from benchmarks.rendering import cells, markdown, numbers
 from benchmarks.rendering.blocks import Spec
+from benchmarks.rendering.commands import commands_of
 from benchmarks.rendering.race import Arm, Race, races
 from benchmarks.result import Compile, Result, Rows, device_name
 from benchmarks.stats import Ratio
@@ -16,7 +17,6 @@ from benchmarks.usage import did_you_mean
 
 SELECTING = ("family", "model", "input", "workload", "dtype", "device", "gpu", "torch")
 DEFAULTS = {"workload": "inference", "dtype": "float32"}
-MOST_COMMANDS = 3
 UPSTREAM = {
     "gnn": "torch-geometric",
     "resnet": "torchvision",
@@ -116,7 +116,7 @@ def _of_one(make: Callable[[Race], str]) -> Callable[[Spec, list[Race]], str]:
         race = _single(spec, shown)
         if race is None:
             return _nothing(spec)
-        return "\n\n".join([make(race), " ".join(markdown.notes(race)), _origin(spec, [race])])
+        return "\n\n".join([make(race), " ".join(markdown.notes(race)), _origin([race])])
 
     return table
 
@@ -132,28 +132,20 @@ def _arm(race: Race, name: str) -> Arm | Result:
 # What stands below a table -----------------------------------------------------------------------------------------
 
 
-def _commands(spec: Spec, shown: Sequence[Race]) -> str:
-    """What the rows say they were measured by; where each arm says something else, the run that covers them all."""
-    said = dict.fromkeys(arm.result.command for race in shown for arm in race.arms if arm.result.command)
-    return "\n".join(said) if 0 < len(said) <= MOST_COMMANDS else _command(spec, shown)
-
-
-def _command(spec: Spec, shown: Sequence[Race]) -> str:
+def _nothing(spec: Spec) -> str:
     words = ["python", "-m", "benchmarks.run"]
     for key in ("family", "model", "input", "workload", "dtype", "device"):
-        values = list(dict.fromkeys(_option(race, key) for race in shown)) or spec.options.get(key, "").split(",")
-        for value in filter(None, values):
-            words += [f"--{key}", value]
-    return shlex.join(words)
+        if key in spec.options:
+            words += [f"--{key}", spec.options[key]]
+    return f"No rows measured yet; run `{shlex.join(words)}`."
 
 
-def _nothing(spec: Spec) -> str:
-    return f"No rows measured yet; run `{_command(spec, [])}`."
-
-
-def _origin(spec: Spec, shown: Sequence[Race]) -> str:
+def _origin(shown: Sequence[Race]) -> str:
     machines = "; ".join(dict.fromkeys(_machine(race) for race in shown))
-    return f"{machines}. Measure it again:\n\n```bash\n{_commands(spec, shown)}\n```"
+    commands = "\n".join(commands_of(shown))
+    if not commands:
+        return f"{machines}. The rows name no command that measures them again."
+    return f"{machines}. Measure it again:\n\n```bash\n{commands}\n```"
 
 
 def _machine(race: Race) -> str:
@@ -230,7 +222,7 @@ def _headline(spec: Spec, shown: list[Race]) -> str:
         )
     notes.append("Intervals are 95 % bootstrap over rounds; a difference within the A/A noise is undetermined.")
     body = markdown.table(head, [_headline_row(race, arm) for race, arm in rows])
-    return "\n\n".join([body, " ".join(notes), _origin(spec, list(dict.fromkeys(race for race, _ in rows)))])
+    return "\n\n".join([body, " ".join(notes), _origin(list(dict.fromkeys(race for race, _ in rows)))])
 
 
 def _headline_row(race: Race, ours: Arm | None) -> tuple[str, ...]:
