@@ -217,7 +217,7 @@ def _headline(spec: Spec, shown: list[Race]) -> str:
         race, arm, _ = worst
         said = cells.speedup_and_verdict(race, arm, race.best_shipped)
         notes.append(
-            f"Our worst row, by rule the lowest speed-up of a regional arm among all {len(everything)} races: "
+            f"Our worst row, chosen by rule among all {len(everything)} races: "
             f"{race.case.model}, {race.case.input}: {arm.name}, {said}."
         )
     notes.append("Intervals are 95 % bootstrap over rounds; a difference within the A/A noise is undetermined.")
