@@ -17,39 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.gnn.aggregate import edge_softmax, max_neighbours, mean_neighbours, sum_neighbours, weighted_sum
+from zoo.gnn.checks import check_features, check_nodes
 from zoo.gnn.csr import CSRGraph, GraphTensors, Recipe
 from zoo.gnn.prepare import GraphMemory, outside_compile, weight_dtype
 
 Graph: TypeAlias = GraphTensors | CSRGraph | Tensor
 Features: TypeAlias = Tensor | tuple[Tensor, Tensor]
-
-
-def check_features(x: Tensor, channels: int, weight: Tensor, what: str = "x") -> None:
-    """Features that the weights can be applied to. Reads no value, so it never synchronises."""
-    if not isinstance(x, Tensor) or x.layout != torch.strided:
-        found = x.layout if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"{what} is a {found}, expected a dense tensor [N, {channels}] of features")
-    if x.dim() != 2 or x.shape[1] != channels:
-        raise ValueError(f"{what} has shape {tuple(x.shape)}, expected [N, {channels}]: a row of {channels} a node")
-    if x.device != weight.device:
-        raise ValueError(f"{what} is on {x.device} and the weights are on {weight.device}; move one of them")
-    if not x.dtype.is_floating_point:
-        raise TypeError(f"{what} is {x.dtype}, expected {weight.dtype}; use {what}.to({weight.dtype})")
-    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-        raise TypeError(
-            f"{what} is {x.dtype} and the weights are {weight.dtype}; use {what}.to({weight.dtype}), or torch.autocast"
-        )
-
-
-def check_nodes(x: Tensor, count: int, device: torch.device, what: str = "x") -> None:
-    """One row of features for each node of the graph, beside it."""
-    if x.shape[0] != count:
-        raise ValueError(
-            f"{what} has {x.shape[0]} rows and the graph has {count} nodes; prepare the graph with "
-            f"num_nodes={x.shape[0]}"
-        )
-    if x.device != device:
-        raise ValueError(f"{what} is on {x.device} and the graph on {device}; move one of them, graph.to({x.device})")
 
 
 @outside_compile

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zoo.gnn.checks import check_edge_weight, check_edges, node_counts
+
 
 class GraphTensors(NamedTuple):
     """The part of a graph that enters a region: tensors only, sizes come from their shapes.
@@ -162,7 +164,7 @@ class CSRGraph:
         with torch.inference_mode(False), torch.no_grad():
             # Subclasses of Tensor (torch-geometric's EdgeIndex) carry metadata that the plain tensor does not need.
             plain = edge_index.as_subclass(Tensor)
-            sizes = _sizes(plain, num_nodes)
+            sizes = node_counts(plain, num_nodes)
             structure = _Structure(plain[0], plain[1], None, plain.shape[1], sizes)
         return cls._attach(structure, edge_weight)
 
@@ -291,63 +293,3 @@ def _normalized(edges: _Structure, weight: Tensor | None, dtype: torch.dtype) ->
     scale = degree.masked_fill(isolated, 1.0).pow(-0.5).masked_fill(isolated, 0.0)
     both = scale.index_select(0, edges.source) * scale.index_select(0, edges.destination)
     return both if weight is None else both * weight
-
-
-def check_edges(edge_index: Tensor, edge_weight: Tensor | None) -> None:
-    """Kinds and shapes of a raw graph, checked without reading a value."""
-    if not isinstance(edge_index, Tensor):
-        raise TypeError(
-            f"edge_index is a {type(edge_index).__name__}, expected an int64 tensor [2, E] or a CSRGraph; build one "
-            "with CSRGraph.from_edge_index"
-        )
-    if edge_index.layout != torch.strided:
-        raise TypeError(f"edge_index is {edge_index.layout}, expected a dense int64 tensor [2, E] or a CSRGraph")
-    if edge_index.dtype != torch.int64:
-        raise TypeError(f"edge_index is {edge_index.dtype}, expected torch.int64; use edge_index.long()")
-    if edge_index.dim() != 2 or edge_index.shape[0] != 2:
-        hint = "; transpose it with .t()" if edge_index.dim() == 2 and edge_index.shape[1] == 2 else ""
-        raise ValueError(f"edge_index has shape {tuple(edge_index.shape)}, expected [2, E]{hint}")
-    if edge_weight is not None:
-        check_edge_weight(edge_weight, edge_index.shape[1], edge_index.device)
-
-
-def check_edge_weight(edge_weight: Tensor, edges: int, device: torch.device) -> None:
-    """One real factor an edge."""
-    if not isinstance(edge_weight, Tensor) or edge_weight.layout != torch.strided:
-        raise TypeError(f"edge_weight is a {type(edge_weight).__name__}, expected a dense tensor [E] of floats")
-    if not edge_weight.dtype.is_floating_point:
-        raise TypeError(f"edge_weight is {edge_weight.dtype}, expected floating point; use edge_weight.float()")
-    if tuple(edge_weight.shape) != (edges,):
-        raise ValueError(
-            f"edge_weight has shape {tuple(edge_weight.shape)} and there are {edges} edges, expected one weight an "
-            f"edge, ({edges},)"
-        )
-    if edge_weight.device != device:
-        raise ValueError(f"edge_weight is on {edge_weight.device} and the edges on {device}; move one of them")
-
-
-def _sizes(edge_index: Tensor, num_nodes: int | tuple[int, int] | None) -> tuple[int, int]:
-    """(S, D), with every index checked. Reads two numbers from the device."""
-    least, greatest = [-1, -1], [-1, -1]
-    if edge_index.shape[1]:
-        low, high = edge_index.aminmax(dim=1)
-        (least, greatest) = torch.stack([low, high]).tolist()
-    if num_nodes is None:
-        nodes = max(*greatest, -1) + 1
-        num_nodes = (nodes, nodes)
-    elif isinstance(num_nodes, int) and not isinstance(num_nodes, bool):
-        num_nodes = (num_nodes, num_nodes)
-    if not (
-        isinstance(num_nodes, tuple) and len(num_nodes) == 2 and all(isinstance(n, int) and n >= 0 for n in num_nodes)
-    ):
-        raise ValueError(f"num_nodes is {num_nodes!r}, expected a count, or (sources, destinations)")
-    if edge_index.shape[1]:
-        for row, what in enumerate(("source", "destination")):
-            if least[row] < 0:
-                raise ValueError(f"edge_index holds the negative {what} {least[row]}; nodes are numbered from 0")
-            if greatest[row] >= num_nodes[row]:
-                raise ValueError(
-                    f"edge_index holds {what} {greatest[row]}, but there are {num_nodes[row]} nodes (0 to "
-                    f"{num_nodes[row] - 1}); give features for every node, or drop the edge"
-                )
-    return num_nodes

@@ -17,8 +17,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from zoo.gnn.checks import check_features, check_nodes
 from zoo.gnn.config import GATConfig, GCNConfig, GNNConfig, SAGEConfig
-from zoo.gnn.convs import GATConv, GCNConv, SAGEConv, check_features, check_nodes, prepare_graph
+from zoo.gnn.convs import GATConv, GCNConv, SAGEConv, prepare_graph
 from zoo.gnn.csr import CSRGraph, GraphTensors, Recipe
 from zoo.gnn.norms import make_activation, make_norm
 from zoo.gnn.prepare import GraphMemory, outside_compile, weight_dtype
@@ -47,14 +48,26 @@ class _Layer(nn.Module):
     The last layer carries the head, so that no part of a model is left outside the regions.
     """
 
-    def __init__(self, config: GNNConfig, *, last: bool) -> None:
+    def __init__(self, config: GNNConfig, index: int) -> None:
         super().__init__()
+        last = index == config.num_layers - 1
         bare = last and config.jk is None
+        self.input_layer = index == 0
         self.norm = nn.Identity() if bare else make_norm(config.norm, config.hidden_channels, config.norm_kwargs)
         self.act = nn.Identity() if bare else make_activation(config.act, config.act_kwargs)
         self.act_first = config.act_first
         self.dropout = nn.Identity() if bare else nn.Dropout(config.dropout)
         self.head = GNNHead(config) if last and config.jk is not None else None
+
+    def _enter(self, x: Tensor) -> Tensor:
+        """Under autocast features are rounded once, before edges move them. Later layers get rounded input anyway.
+
+        Reading the flag also makes the first layer a signature of its own, which it is even at equal widths: its
+        input requires no grad in training, is no inference tensor in inference mode and is float32 under autocast.
+        """
+        if self.input_layer and x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
+            return x.to(torch.get_autocast_dtype(x.device.type))
+        return x
 
     def _finish(self, x: Tensor, earlier: Sequence[Tensor]) -> Tensor:
         x = self.norm(self.act(x)) if self.act_first else self.act(self.norm(x))
@@ -66,7 +79,7 @@ class GCNLayer(_Layer):
     """Graph convolution, norm, activation and dropout."""
 
     def __init__(self, config: GCNConfig, index: int) -> None:
-        super().__init__(config, last=index == config.num_layers - 1)
+        super().__init__(config, index)
         self.conv = GCNConv(
             *config.widths()[index],
             improved=config.improved,
@@ -78,14 +91,14 @@ class GCNLayer(_Layer):
 
     def forward(self, x: Tensor, graph: GraphTensors, earlier: Sequence[Tensor] = ()) -> Tensor:
         """Features [N, C_in] -> [N, C_out]; ``earlier`` layers' outputs, for the head."""
-        return self._finish(self.conv(x, graph), earlier)
+        return self._finish(self.conv(self._enter(x), graph), earlier)
 
 
 class GATLayer(_Layer):
     """Graph attention, norm, activation and dropout."""
 
     def __init__(self, config: GATConfig, index: int) -> None:
-        super().__init__(config, last=index == config.num_layers - 1)
+        super().__init__(config, index)
         in_channels, out_channels = config.widths()[index]
         concat = config.concat and not (index == config.num_layers - 1 and config.ends_in_conv)
         self.conv = GATConv(
@@ -102,14 +115,14 @@ class GATLayer(_Layer):
 
     def forward(self, x: Tensor, graph: GraphTensors, earlier: Sequence[Tensor] = ()) -> Tensor:
         """Features [N, C_in] -> [N, C_out]; ``earlier`` layers' outputs, for the head."""
-        return self._finish(self.conv(x, graph), earlier)
+        return self._finish(self.conv(self._enter(x), graph), earlier)
 
 
 class SAGELayer(_Layer):
     """GraphSAGE convolution, norm, activation and dropout."""
 
     def __init__(self, config: SAGEConfig, index: int) -> None:
-        super().__init__(config, last=index == config.num_layers - 1)
+        super().__init__(config, index)
         self.conv = SAGEConv(
             *config.widths()[index],
             aggr=config.aggr,
@@ -122,7 +135,7 @@ class SAGELayer(_Layer):
 
     def forward(self, x: Tensor, graph: GraphTensors, earlier: Sequence[Tensor] = ()) -> Tensor:
         """Features [N, C_in] -> [N, C_out]; ``earlier`` layers' outputs, for the head."""
-        return self._finish(self.conv(x, graph), earlier)
+        return self._finish(self.conv(self._enter(x), graph), earlier)
 
 
 class _Model(nn.Module):

@@ -10,7 +10,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from zoo.gnn.csr import CSRGraph, Recipe, check_edges
+from zoo.gnn.checks import check_edges
+from zoo.gnn.csr import CSRGraph, Recipe
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
