@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.utils.flop_counter import FlopCounterMode
 
+import zoo
 from benchmarks import workloads
 from benchmarks.case import IMPLEMENTATIONS, Case
 from benchmarks.workloads import gnn_upstream, gnn_work, graphs
@@ -124,6 +128,39 @@ def test_regional_arms_of_upstream(monkeypatch: pytest.MonkeyPatch, impl: str, d
     prepared.compile_regions(prepared.model, backend="inductor", mode="default", dynamic=dynamic)
     assert [options.pop("module") for options in seen] == list(prepared.model.convs)
     assert seen == [{"backend": "inductor", "mode": "default", "dynamic": expected}] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_graphs_do_not_grow_with_depth(kind: str):
+    # Upstream's convolutions of one width are all alike. The zoo's regions hold the activation too, which the last
+    # layer has not, and the first may order its work differently.
+    for impl, most in (("upstream-tuned", 1), ("zoo", 3)):
+        chosen = case(model=f"{kind}-8x256", impl=impl, strategy="regional")
+        prepared = WORKLOAD.prepare(chosen, data_root=None, seed=0)
+        counter = CompileCounter()
+        compile_in_place = prepared.compile_regions or zoo.compile_regions
+        compile_in_place(prepared.model, backend=counter, dynamic=False)
+        with torch.no_grad():
+            output = prepared.model(**prepared.inputs)
+        assert 1 <= counter.frame_count <= most
+        assert error(output, prepared.reference()) < 1e-5
+
+
+@pytest.mark.parametrize("impl", ["upstream-tuned", "zoo"])
+def test_an_arm_holds_only_what_it_runs_on(monkeypatch: pytest.MonkeyPatch, impl: str):
+    loaded: list[weakref.ref[torch.Tensor]] = []
+    load = graphs.load
+
+    def spy(*args: Any, **options: Any) -> graphs.Graph:
+        graph = load(*args, **options)
+        loaded.extend((weakref.ref(graph.x), weakref.ref(graph.edge_index)))
+        return graph
+
+    monkeypatch.setattr(graphs, "load", spy)
+    prepared = WORKLOAD.prepare(case(impl=impl, dtype="bfloat16"), data_root=None, seed=0)
+    gc.collect()
+    assert [ref() for ref in loaded] == [None, None]  # float32 features and raw edges would count as the arm's memory
+    assert prepared.reference().shape == (34, 4)
 
 
 def test_seeds():
