@@ -58,9 +58,4 @@ def _fresh_compiler_and_seed() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     if "torch._dynamo" in sys.modules:
-        from torch._dynamo.callback import callback_handler
-
-        # A reset forgets who listens to compilations as well; whoever does so registered once for the process.
-        listening = list(callback_handler.start_callbacks), list(callback_handler.end_callbacks)
         torch.compiler.reset()
-        callback_handler.start_callbacks[:], callback_handler.end_callbacks[:] = listening
