@@ -184,7 +184,7 @@ def test_reference_in_blocks_is_the_reference(kind: str):
     x = graph.x.double()
     with torch.no_grad():
         expected = model(x, graph.edge_index)
-    for budget in (0, 20_000, 10**9):
+    for budget in (5_000, 50_000, 10**9):
         output = gnn_upstream.output_in_blocks(arch, model, x, graph.edge_index, budget=budget)
         assert error(output, expected) < 1e-7  # tune() rounds GCN's weights to the model's dtype, through float32
 
