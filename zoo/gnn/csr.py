@@ -51,7 +51,8 @@ class Recipe(NamedTuple):
     """What is done to a graph before it enters a region; part of a model, equal for all of its layers.
 
     Args:
-        self_loops: Every node has exactly one self-loop: existing ones are kept (of several, the last), others added.
+        self_loops: Every node has exactly one self-loop. Existing ones are kept, the others added. Of several the last
+            one's weight counts, and all of them get its gradient, as in torch-geometric.
         normalize: Weights are those of GCN, ``w_ij / sqrt(d_i d_j)`` with weighted degrees ``d``.
         improved: Added self-loops weigh 2 and not 1, if the graph has weights at all (as torch-geometric does it).
         mean: Inverse degrees are there.
@@ -78,6 +79,8 @@ class _Structure:
         self.rowptr = torch.searchsorted(self.destination, nodes)
         self._looped: _Structure | None = None
         self._transpose: Transpose | None = None
+        # Places in the input of self-loops that another of the same node replaced, and of those others.
+        self.passed_over: tuple[Tensor, Tensor] | None = None
         self.unweighted: dict[tuple[Recipe, torch.dtype], GraphTensors] = {}
 
     def looped(self) -> _Structure:
@@ -90,6 +93,8 @@ class _Structure:
             # Of several self-loops of a node the last of the input counts, on every device.
             origin = torch.full_like(loop, -1)
             origin.scatter_reduce_(0, self.source[here], self.origin[here], "amax")
+            kept = origin[self.source[here]]
+            passed_over = (kept != self.origin[here]).nonzero().view(-1)
             self._looped = _Structure(
                 torch.cat([self.source[elsewhere], loop]),
                 torch.cat([self.destination[elsewhere], loop]),
@@ -97,6 +102,8 @@ class _Structure:
                 self.inputs,
                 self.sizes,
             )
+            if passed_over.numel():
+                self._looped.passed_over = self.origin[here][passed_over], kept[passed_over]
         return self._looped
 
     def transpose(self) -> Transpose:
@@ -114,6 +121,9 @@ class _Structure:
         moved.inputs, moved.sizes = self.inputs, self.sizes
         moved._looped = None if self._looped is None else self._looped.to(device)
         moved._transpose = None if self._transpose is None else Transpose(*(t.to(device) for t in self._transpose))
+        moved.passed_over = None
+        if self.passed_over is not None:
+            moved.passed_over = self.passed_over[0].to(device), self.passed_over[1].to(device)
         moved.unweighted = {}
         return moved
 
@@ -229,6 +239,10 @@ class CSRGraph:
         weight = None
         if self._edge_weight is not None:
             wide = self._edge_weight.to(torch.promote_types(self._edge_weight.dtype, self.weight_dtype))
+            if self._differentiable and edges.passed_over is not None:
+                # Adds nothing, but passes the gradient on, as torch-geometric's does.
+                lost, kept = edges.passed_over
+                wide = wide.index_add(0, kept, (wide - wide.detach()).index_select(0, lost))
             added = wide.new_full((1,), 2.0 if self.recipe.improved else 1.0)
             weight = torch.cat([wide, added]).index_select(0, edges.origin)
         if self.recipe.normalize:

@@ -1,0 +1,286 @@
+"""Outputs and gradients against torch-geometric's own models, both ways, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch import Tensor, nn
+
+import zoo
+from zoo.gnn import GATConfig, GCNConfig, GraphSAGE, SAGEConfig
+from zoo.gnn.upstream import config_of, convert_state_dict, from_upstream, to_upstream
+
+IN, HIDDEN, OUT = 6, 8, 5
+
+
+def graph(nodes: int = 14, edges: int = 50) -> tuple[Tensor, Tensor, Tensor]:
+    """Duplicates, self-loops (one doubled) and isolated nodes at both ends of the numbering."""
+    edge_index = torch.randint(1, nodes - 2, (2, edges))
+    edge_index[:, 3] = edge_index[:, 4]
+    edge_index[:, 7] = 5
+    return torch.randn(nodes, IN), edge_index, torch.rand(edges) + 0.1
+
+
+def error(ours: Tensor, theirs: Tensor) -> float:
+    ours, theirs = ours.detach(), theirs.detach()
+    return float((ours - theirs).norm() / theirs.norm().clamp(min=1e-12))
+
+
+def assert_same(theirs: nn.Module, *, training: bool, weighted: bool = False, scale_biases: bool = True) -> None:
+    """Outputs, input gradient, every parameter's gradient and, for GCN, the edge weights' gradient."""
+    if scale_biases:
+        with torch.no_grad():
+            for parameter in theirs.parameters():
+                # Biases start at zero, where a wrong one would not show.
+                if parameter.dim() == 1:
+                    parameter.add_(torch.rand_like(parameter) * 0.1)
+            for buffer_name, buffer in theirs.named_buffers():
+                if "running" in buffer_name:
+                    buffer.add_(torch.rand_like(buffer))
+    ours = from_upstream(theirs.train(training))
+    assert ours.training is training
+    x, edge_index, edge_weight = graph()
+    runs = []
+    for model in (ours, theirs):
+        leaves = [x.clone().requires_grad_(), edge_weight.clone().requires_grad_()]
+        out = model(leaves[0], edge_index, leaves[1]) if weighted else model(leaves[0], edge_index)
+        (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+        runs.append((out, leaves, model))
+    (out, leaves, _), (their_out, their_leaves, _) = runs
+    assert error(out, their_out) < 1e-5
+    assert error(leaves[0].grad, their_leaves[0].grad) < 1e-5
+    if weighted:
+        assert error(leaves[1].grad, their_leaves[1].grad) < 1e-5
+    gradients = {name: p.grad for name, p in theirs.named_parameters()}
+    converted = convert_state_dict({**theirs.state_dict(), **gradients}, ours.config)
+    scale = max(float(g.norm()) for g in gradients.values())
+    for name, parameter in ours.named_parameters():
+        # A bias before a batch norm has a gradient of zero but for rounding: compare with the largest gradient.
+        assert float((parameter.grad - converted[name]).norm()) < 1e-5 * max(scale, float(converted[name].norm())), name
+    buffers = dict(ours.named_buffers())
+    converted = convert_state_dict(theirs.state_dict(), ours.config)
+    for name, buffer in buffers.items():
+        torch.testing.assert_close(buffer, converted[name], rtol=1e-5, atol=1e-6)
+
+
+SHARED = [
+    {},
+    {"num_layers": 1},
+    {"num_layers": 1, "jk": "last"},
+    {"num_layers": 4, "act": "elu", "act_kwargs": {"alpha": 0.7}},
+    {"out_channels": None},
+    {"out_channels": None, "jk": "cat"},
+    {"jk": "cat", "norm": "batch"},
+    {"jk": "max", "act": "gelu"},
+    {"jk": "last", "norm": "layer", "act": "tanh"},
+    {"norm": "batch", "act_first": True, "act": "leaky_relu"},
+    {"norm": "batch_norm", "norm_kwargs": {"affine": False, "eps": 1e-3, "momentum": 0.3}},
+    {"norm": "BatchNorm", "norm_kwargs": {"track_running_stats": False}},
+    {"norm": "layer_norm", "norm_kwargs": {"mode": "node"}, "act": "sigmoid"},
+    {"norm": "layer", "norm_kwargs": {"mode": "graph", "affine": False}, "act_first": True, "act": "silu"},
+    {"act": None, "jk": "cat", "norm": "layer"},
+]
+OPTIONS: dict[type[nn.Module], list[dict[str, Any]]] = {
+    pyg.GCN: [
+        {"improved": True},
+        {"normalize": False},
+        {"add_self_loops": False},
+        {"bias": False},
+        {"cached": True, "improved": True, "jk": "cat"},
+        {"hidden_channels": IN, "out_channels": IN},
+        {"hidden_channels": 4},
+    ],
+    pyg.GAT: [
+        {"heads": 4},
+        {"heads": 2, "concat": False},
+        {"heads": 2, "concat": False, "out_channels": None},
+        {"heads": 4, "negative_slope": 0.5, "bias": False},
+        {"heads": 2, "add_self_loops": False},
+        {"heads": 2, "residual": True, "jk": "max"},
+        {"heads": 8, "num_layers": 1, "hidden_channels": 3},
+        {"heads": 2, "num_layers": 4, "hidden_channels": IN, "norm": "batch"},
+    ],
+    pyg.GraphSAGE: [
+        *(
+            {"aggr": aggr, "root_weight": root}
+            for aggr, root in itertools.product(("max", "add", "sum"), (True, False))
+        ),
+        *({"aggr": aggr, "project": True} for aggr in ("mean", "max", "sum")),
+        {"normalize": True},
+        {"bias": False, "root_weight": False},
+        {"aggr": "max", "hidden_channels": 4, "act": "elu"},
+        {"hidden_channels": IN, "out_channels": IN, "num_layers": 3},
+        {"hidden_channels": 4, "num_layers": 3, "normalize": True, "project": True},
+    ],
+}
+CASES = [(cls, options) for cls, special in OPTIONS.items() for options in SHARED + special]
+
+
+def make(cls: type[nn.Module], options: dict[str, Any]) -> nn.Module:
+    sizes = {"in_channels": IN, "hidden_channels": HIDDEN, "num_layers": 2, "out_channels": OUT}
+    return cls(**{**sizes, **options})
+
+
+@pytest.mark.parametrize(("cls", "options"), CASES, ids=[f"{cls.__name__}-{options}" for cls, options in CASES])
+def test_matches_torch_geometric(cls: type[nn.Module], options: dict[str, Any]) -> None:
+    for training in (False, True):
+        assert_same(make(cls, options), training=training, weighted=cls is pyg.GCN and "bias" not in options)
+
+
+@pytest.mark.parametrize("options", [{}, {"improved": True}, {"normalize": False}, {"add_self_loops": False}])
+def test_gcn_without_edge_weights(options: dict[str, Any]) -> None:
+    assert_same(make(pyg.GCN, options), training=False)
+
+
+@pytest.mark.parametrize("cls", [pyg.GCN, pyg.GAT, pyg.GraphSAGE])
+def test_no_edges_and_one_node(cls: type[nn.Module]) -> None:
+    theirs = make(cls, {}).eval()
+    ours = from_upstream(theirs)
+    for nodes in (1, 3):
+        x, none = torch.randn(nodes, IN), torch.zeros(2, 0, dtype=torch.int64)
+        torch.testing.assert_close(ours(x, none), theirs(x, none))
+
+
+@pytest.mark.parametrize(("cls", "options"), CASES[::4])
+def test_round_trip(cls: type[nn.Module], options: dict[str, Any]) -> None:
+    theirs = make(cls, options)
+    ours = zoo.from_upstream(theirs)
+    back = zoo.to_upstream(ours)
+    assert type(back) is cls
+    assert back.state_dict().keys() == theirs.state_dict().keys()
+    assert all(torch.equal(value, theirs.state_dict()[key]) for key, value in back.state_dict().items())
+    assert config_of(back) == ours.config
+    x, edge_index, _ = graph()
+    torch.testing.assert_close(back.eval()(x, edge_index), theirs.eval()(x, edge_index), rtol=0, atol=0)
+
+
+def test_copies_share_nothing_and_keep_what_is_frozen() -> None:
+    theirs = make(pyg.GCN, {}).double()
+    theirs.convs[0].lin.weight.requires_grad_(False)
+    ours = from_upstream(theirs)
+    assert ours.layers[0].conv.lin.weight.dtype == torch.float64
+    assert [p.requires_grad for p in ours.parameters()].count(False) == 1
+    assert not ours.layers[0].conv.lin.weight.requires_grad
+    back = to_upstream(ours)
+    assert not back.convs[0].lin.weight.requires_grad and back.convs[1].lin.weight.requires_grad
+    with torch.no_grad():
+        theirs.convs[1].bias.fill_(7)
+    assert not torch.equal(ours.layers[1].conv.bias, theirs.convs[1].bias)
+
+
+def test_lazy_width_is_read_from_the_weights() -> None:
+    theirs = make(pyg.GraphSAGE, {"in_channels": -1})
+    with pytest.raises(ValueError, match=r"in_channels=-1.*call the model once"):
+        from_upstream(theirs)
+    x, edge_index, _ = graph()
+    theirs(x, edge_index)
+    assert from_upstream(theirs).config.in_channels == IN
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "message"),
+    [
+        (pyg.GAT, {"v2": True}, "v2=True"),
+        (pyg.GAT, {"edge_dim": 3}, "edge_dim=3"),
+        (pyg.GAT, {"in_channels": (IN, IN)}, r"in_channels=\(6, 6\)"),
+        (pyg.GraphSAGE, {"in_channels": (IN, IN)}, r"in_channels=\(6, 6\)"),
+        (pyg.GraphSAGE, {"aggr": "lstm"}, "aggr='lstm'|aggr='LSTM"),
+        (pyg.GraphSAGE, {"aggr": ["mean", "max"]}, r"aggr=\['mean', 'max'\]"),
+        (pyg.GCN, {"aggr": "mean"}, "aggr='mean'"),
+        (pyg.GCN, {"jk": "lstm"}, "jk='lstm'"),
+        (pyg.GCN, {"act": "prelu"}, "act=PReLU"),
+        (pyg.GCN, {"act": lambda x: x}, "act=<function"),
+        (pyg.GCN, {"norm": "graph_norm"}, "norm='GraphNorm'"),
+        (pyg.GCN, {"norm": "batch", "norm_kwargs": {"momentum": None}}, "norm_kwargs={'momentum': None}"),
+        (pyg.GCN, {"flow": "target_to_source"}, "flow='target_to_source'"),
+        (pyg.GCN, {"decomposed_layers": 2}, "decomposed_layers=2"),
+    ],
+)
+def test_unsupported_options_are_named(cls: type[nn.Module], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        zoo.from_upstream(make(cls, options))
+
+
+def test_a_model_changed_by_hand_is_refused() -> None:
+    theirs = make(pyg.GCN, {"num_layers": 3})
+    theirs.convs[1].improved = True
+    with pytest.raises(ValueError, match=r"improved=True.*another convolution has False"):
+        from_upstream(theirs)
+    theirs = make(pyg.GAT, {})
+    theirs.convs[0].dropout = 0.5
+    with pytest.raises(ValueError, match=r"dropout=0\.5"):
+        from_upstream(theirs)
+
+
+def test_other_classes_are_not_taken() -> None:
+    class Mine(pyg.GCN):
+        pass
+
+    for module in (make(pyg.GIN, {}), make(Mine, {})):
+        with pytest.raises(TypeError, match="no family converts"):
+            zoo.from_upstream(module)
+    with pytest.raises(TypeError, match="Linear is not a GCN"):
+        to_upstream(nn.Linear(2, 2))
+
+
+def test_state_dicts_convert_strictly() -> None:
+    theirs = make(pyg.GraphSAGE, {"norm": "batch", "jk": "cat"})
+    config = config_of(theirs)
+    state = theirs.state_dict()
+    GraphSAGE(config).load_state_dict(convert_state_dict(state, config), strict=True)
+    for change, message in (
+        (lambda s: s.pop("convs.1.lin_r.weight"), r"missing \['convs.1.lin_r.weight'\]"),
+        (lambda s: s.update({"convs.2.lin_l.weight": torch.zeros(1)}), r"unexpected \['convs.2.lin_l.weight'\]"),
+        (lambda s: s.update({"lin.extra": torch.zeros(1)}), r"unexpected \['lin.extra'\]"),
+    ):
+        changed = dict(state)
+        change(changed)
+        with pytest.raises(ValueError, match=message):
+            convert_state_dict(changed, config)
+
+
+@pytest.mark.parametrize("name", ["gcn-cora", "gat-cora", "graphsage-cora", "gcn", "gat", "graphsage"])
+def test_full_size_presets_have_upstreams_weights(name: str) -> None:
+    ours = zoo.create(name, device="meta")
+    theirs = dict(to_upstream(zoo.create(name)).named_parameters())
+    converted = convert_state_dict(theirs, ours.config)
+    assert {n: p.shape for n, p in ours.named_parameters()} == {n: t.shape for n, t in converted.items()}
+
+
+def test_dropout_has_upstreams_effect_on_average() -> None:
+    torch.manual_seed(1)
+    theirs = make(pyg.GAT, {"dropout": 0.4, "num_layers": 1, "heads": 2})
+    ours = from_upstream(theirs.train())
+    x, edge_index, _ = graph()
+    means = [torch.stack([model(x, edge_index) for _ in range(400)]).mean(0) for model in (ours, theirs)]
+    exact = ours.eval()(x, edge_index)
+    assert error(means[0], exact) < 0.1 and error(means[1], exact) < 0.1
+    assert not torch.equal(ours.train()(x, edge_index), ours(x, edge_index))
+
+
+def test_configs_name_a_wrong_value() -> None:
+    sizes = {"in_channels": 4, "hidden_channels": 6, "num_layers": 2, "out_channels": 3}
+    for cls, wrong, message in (
+        (GCNConfig, {"num_layers": 0}, "num_layers is 0"),
+        (GCNConfig, {"hidden_channels": True}, "hidden_channels is True"),
+        (GCNConfig, {"jk": "lstm"}, "jk is 'lstm'"),
+        (GCNConfig, {"dropout": 1.5}, r"dropout is 1\.5"),
+        (GCNConfig, {"normalize": False, "add_self_loops": True}, "add_self_loops is True and normalize False"),
+        (GATConfig, {"heads": 4}, "hidden_channels is 6 and heads 4"),
+        (GATConfig, {"heads": 0}, "heads is 0"),
+        (SAGEConfig, {"aggr": "median"}, "aggr is 'median'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cls(**{**sizes, **wrong})
+    for wrong, message in (
+        ({"act": "nope"}, "act is 'nope'"),
+        ({"act": "elu", "act_kwargs": {"beta": 1}}, "act_kwargs has beta"),
+        ({"norm": "nope"}, "norm is 'nope'"),
+        ({"norm": "layer", "norm_kwargs": {"mode": "edge"}}, "mode='edge'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            zoo.create("gcn-debug", **wrong)
