@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import torch._dynamo
+import torch
 
 # Dynamo's own limit is a backstop far above any honest budget: on reaching it a frame falls to eager or raises,
 # depending on the release and on fullgraph. Our own count is what enforces budgets.
@@ -18,7 +18,9 @@ def compile_limit_kwargs() -> dict[str, Any]:
     From 2.13 the limit is a keyword. Before, it exists only as process-wide configuration that is read at the first
     call, so patching it around ``.compile()`` would have no effect: there it is raised for the process.
     """
-    config = torch._dynamo.config
+    # Importing Dynamo takes a second and brings Triton in: not before something is compiled.
+    from torch._dynamo import config
+
     # The accumulated limit has no keyword in any release.
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, RECOMPILE_LIMIT)
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
