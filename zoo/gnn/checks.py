@@ -76,15 +76,13 @@ def node_counts(edge_index: Tensor, num_nodes: int | tuple[int, int] | None) -> 
     if edge_index.shape[1]:
         low, high = edge_index.aminmax(dim=1)
         (least, greatest) = torch.stack([low, high]).tolist()
+    given = num_nodes
     if num_nodes is None:
-        nodes = max(*greatest, -1) + 1
-        num_nodes = (nodes, nodes)
-    elif isinstance(num_nodes, int) and not isinstance(num_nodes, bool):
+        num_nodes = max(*greatest, -1) + 1
+    if isinstance(num_nodes, int):
         num_nodes = (num_nodes, num_nodes)
-    if not (
-        isinstance(num_nodes, tuple) and len(num_nodes) == 2 and all(isinstance(n, int) and n >= 0 for n in num_nodes)
-    ):
-        raise ValueError(f"num_nodes is {num_nodes!r}, expected a count, or (sources, destinations)")
+    if not isinstance(num_nodes, tuple) or len(num_nodes) != 2 or not all(_is_count(n) for n in num_nodes):
+        raise ValueError(f"num_nodes is {given!r}, expected a count, or (sources, destinations)")
     if edge_index.shape[1]:
         for row, what in enumerate(("source", "destination")):
             if least[row] < 0:
@@ -95,3 +93,7 @@ def node_counts(edge_index: Tensor, num_nodes: int | tuple[int, int] | None) -> 
                     f"{num_nodes[row] - 1}); give features for every node, or drop the edge"
                 )
     return num_nodes
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -168,7 +168,7 @@ class SAGEConv(_Conv):
 
     def forward(self, x: Features, graph: Graph, edge_weight: Tensor | None = None) -> Tensor:
         """Features [N, C_in] -> [N, C_out]; ([S, C_s], [D, C_d]) -> [D, C_out] on a rectangular graph."""
-        sources, root = (x, x) if isinstance(x, Tensor) else x
+        sources, root = x if isinstance(x, tuple) else (x, x)
         if not isinstance(graph, GraphTensors):
             check_features(sources, self.lin_l.in_features, self.lin_l.weight)
             if self.lin_r is not None:
@@ -254,7 +254,7 @@ class GATConv(_Conv):
 
     def forward(self, x: Features, graph: Graph, edge_weight: Tensor | None = None) -> Tensor:
         """Features [N, C_in] -> [N, H * C] or, without concat, [N, C]; ([S, C_s], [D, C_d]) -> [D, ...]."""
-        sources, own = (x, x) if isinstance(x, Tensor) else x
+        sources, own = x if isinstance(x, tuple) else (x, x)
         if not isinstance(graph, GraphTensors):
             for features, linear in ((sources, self.lin_src or self.lin), (own, self.lin_dst or self.lin)):
                 assert linear is not None

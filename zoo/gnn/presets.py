@@ -45,7 +45,8 @@ def build(config: GNNConfig) -> nn.Module:
 def example_inputs(model: nn.Module, *, num_nodes: int = 64, num_edges: int = 256, seed: int = 0) -> dict[str, Tensor]:
     """Normal features and uniformly drawn edges on the model's device: ``x`` [N, C_in], ``edge_index`` [2, E].
 
-    The same seed gives the same graph on every device. Edges may repeat and may be self-loops.
+    The same seed gives the same graph on every device. Edges may repeat. There are no self-loops (but for a single
+    node): a graph's shape is its number of edges once self-loops are in, so that all seeds give graphs of one shape.
     """
     if num_nodes < 1 and num_edges > 0:
         raise ValueError(f"num_nodes is {num_nodes} and num_edges {num_edges}: edges need nodes")
@@ -55,5 +56,7 @@ def example_inputs(model: nn.Module, *, num_nodes: int = 64, num_edges: int = 25
     generator = torch.Generator("cpu").manual_seed(seed)
     on_cpu: dict[str, Any] = {"generator": generator, "device": "cpu"}
     x = torch.randn(num_nodes, config.in_channels, dtype=torch.float32, **on_cpu)
-    edges = torch.randint(max(num_nodes, 1), (2, num_edges), **on_cpu)
+    source = torch.randint(max(num_nodes, 1), (num_edges,), **on_cpu)
+    distance = torch.randint(max(num_nodes - 1, 1), (num_edges,), **on_cpu) + 1
+    edges = torch.stack([source, (source + distance) % max(num_nodes, 1)])
     return {"x": x.to(weight.device, weight.dtype), "edge_index": edges.to(weight.device)}

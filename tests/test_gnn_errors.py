@@ -1,0 +1,132 @@
+"""Bad input is refused before anything runs, with what was wrong and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zoo
+from zoo.gnn import CSRGraph, GATConv, GCNConv, SAGEConv
+from zoo.gnn.aggregate import mean_neighbours
+from zoo.gnn.presets import build
+
+X = torch.randn(5, 12)
+EDGES = torch.tensor([[0, 1, 2], [1, 2, 4]])
+
+
+def with_value(value: int) -> Tensor:
+    changed = EDGES.clone()
+    changed[0, 1] = value
+    return changed
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"edge_index": with_value(5)}, ValueError, r"source 5, but there are 5 nodes \(0 to 4\)"),
+    ({"edge_index": with_value(5).flip(0)}, ValueError, "destination 5, but there are 5 nodes"),
+    ({"edge_index": with_value(-1)}, ValueError, "negative source -1"),
+    ({"edge_index": EDGES.int()}, TypeError, r"torch\.int32, expected torch\.int64; use edge_index\.long\(\)"),
+    ({"edge_index": EDGES.float()}, TypeError, r"torch\.float32, expected torch\.int64"),
+    ({"edge_index": EDGES.t()}, ValueError, r"shape \(3, 2\), expected \[2, E\]; transpose it"),
+    ({"edge_index": EDGES[0]}, ValueError, r"shape \(3,\), expected \[2, E\]"),
+    ({"edge_index": EDGES.tolist()}, TypeError, "edge_index is a list"),
+    ({"edge_index": torch.eye(5).to_sparse()}, TypeError, r"torch\.sparse_coo, expected a dense"),
+    ({"edge_index": EDGES.to("meta")}, ValueError, r"edge_index is on meta and x on cpu; use edge_index\.to\(cpu\)"),
+    ({"x": X[:, :7]}, ValueError, r"x has shape \(5, 7\), expected \[N, 12\]"),
+    ({"x": X[0]}, ValueError, r"x has shape \(12,\), expected \[N, 12\]"),
+    ({"x": X.double()}, TypeError, r"x is torch\.float64 and the weights are torch\.float32"),
+    ({"x": X.long()}, TypeError, r"x is torch\.int64, expected torch\.float32"),
+    ({"x": X.numpy()}, TypeError, "x is a ndarray"),
+    ({"x": X.to_sparse()}, TypeError, r"x is a torch\.sparse_coo"),
+    ({"x": X.to("meta")}, ValueError, "x is on meta and the weights are on cpu"),
+]
+BAD_WEIGHTS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"edge_weight": torch.rand(4)}, ValueError, r"edge_weight has shape \(4,\) and there are 3 edges"),
+    ({"edge_weight": torch.rand(3, 1)}, ValueError, r"edge_weight has shape \(3, 1\)"),
+    ({"edge_weight": torch.arange(3)}, TypeError, r"edge_weight is torch\.int64, expected floating point"),
+    ({"edge_weight": [1.0, 2.0, 3.0]}, TypeError, "edge_weight is a list"),
+    ({"edge_weight": torch.rand(3, device="meta")}, ValueError, "edge_weight is on meta and the edges on cpu"),
+]
+
+
+@pytest.mark.parametrize("name", ["gcn-debug", "gat-debug", "graphsage-debug"])
+@pytest.mark.parametrize(("change", "kind", "message"), BAD, ids=[message for _, _, message in BAD])
+def test_models(name: str, change: dict[str, Any], kind: type[Exception], message: str) -> None:
+    model = zoo.create(name)
+    # Before anything runs: a layer that is reached fails the test.
+    model.layers[0].register_forward_pre_hook(lambda *_: pytest.fail("a layer ran"))
+    with pytest.raises(kind, match=message):
+        model(**{"x": X, "edge_index": EDGES, **change})
+
+
+@pytest.mark.parametrize(("change", "kind", "message"), BAD_WEIGHTS, ids=[message for _, _, message in BAD_WEIGHTS])
+def test_edge_weights(change: dict[str, Any], kind: type[Exception], message: str) -> None:
+    model = zoo.create("gcn-debug")
+    for call in (model, GCNConv(12, 3)):
+        with pytest.raises(kind, match=message):
+            call(X, EDGES, **change)
+    with pytest.raises(kind, match=message):
+        model.prepare(EDGES, **change)
+    with pytest.raises(kind, match=message):
+        CSRGraph.from_edge_index(EDGES).with_weights(**change)
+
+
+@pytest.mark.parametrize("conv", [GCNConv(12, 3), GATConv(12, 3), SAGEConv(12, 3)], ids=["gcn", "gat", "sage"])
+@pytest.mark.parametrize(("change", "kind", "message"), BAD, ids=[message for _, _, message in BAD])
+def test_convolutions(conv: nn.Module, change: dict[str, Any], kind: type[Exception], message: str) -> None:
+    given = {"x": X, "edge_index": EDGES, **change}
+    with pytest.raises(kind, match=message):
+        conv(given["x"], given["edge_index"])
+
+
+def calls() -> dict[str, tuple[Callable[[], object], str]]:
+    gcn, gat, sage = (zoo.create(f"{name}-debug") for name in ("gcn", "gat", "graphsage"))
+    weights = torch.rand(3)
+    graph = CSRGraph.from_edge_index(EDGES)
+    weighted = CSRGraph.from_edge_index(EDGES, weights)
+    rectangular = CSRGraph.from_edge_index(EDGES, num_nodes=(5, 6))
+    return {
+        "weights for gat": (lambda: gat(X, EDGES, weights), "does not use edge weights"),
+        "weights for sage": (lambda: sage(X, EDGES, weights), "does not use edge weights"),
+        "prepared with weights for sage": (lambda: sage.prepare(EDGES, weights), "GraphSAGE does not use edge weights"),
+        "weighted graph for gat": (lambda: gat(X, weighted), "carries edge weights, which this layer does not use"),
+        "weights twice": (lambda: gcn(X, graph, weights), r"beside a CSRGraph.*with_weights"),
+        "fewer nodes in the graph": (lambda: gcn(torch.randn(6, 12), graph), r"x has 6 rows.*5 nodes.*num_nodes=6"),
+        "prepared for fewer nodes": (lambda: gat(X, gat.prepare(EDGES, num_nodes=7)), "x has 5 rows.*7 nodes"),
+        "rectangular model": (lambda: sage(X, rectangular), "5 sources and 6 destinations.*SAGEConv on their own"),
+        "rectangular normalisation": (lambda: rectangular.gcn_normalized(), "normalisation needs a square graph"),
+        "negative num_nodes": (lambda: CSRGraph.from_edge_index(EDGES, num_nodes=-1), "num_nodes is -1"),
+        "num_nodes of three": (lambda: CSRGraph.from_edge_index(EDGES, num_nodes=(5, 5, 5)), r"\(5, 5, 5\)"),
+        "sage destinations": (
+            lambda: SAGEConv((12, 4), 3)((X, torch.randn(5, 4)), rectangular),
+            "x has 5 rows and the graph has 6 nodes",
+        ),
+        "gat own width": (lambda: GATConv((12, 4), 3)((X, X), graph), r"shape \(5, 12\), expected \[N, 4\]"),
+        "aggregation": (lambda: SAGEConv(3, 3, aggr="median"), "aggr is 'median', expected"),
+        "self-loops alone": (lambda: GCNConv(3, 3, add_self_loops=True, normalize=False), "normalize False"),
+        "mean without degrees": (lambda: mean_neighbours(X, graph.tensors), "needs the graph's inverse degrees"),
+        "no nodes to draw from": (lambda: zoo.example_inputs(gcn, num_nodes=0), "num_nodes is 0 and num_edges 256"),
+    }
+
+
+@pytest.mark.parametrize("name", calls())
+def test_misuse(name: str) -> None:
+    call, message = calls()[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_foreign_objects() -> None:
+    with pytest.raises(TypeError, match="config is a dict"):
+        build({})  # type: ignore[arg-type]
+
+
+def test_autocast_takes_either_dtype_and_refuses_integers() -> None:
+    model = zoo.create("gcn-debug")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(X.bfloat16(), EDGES).shape == (5, 5)
+        with pytest.raises(TypeError, match=r"x is torch\.int64"):
+            model(X.long(), EDGES)

@@ -1,0 +1,326 @@
+"""CSRGraph and the aggregations against dense algebra, and how raw edges are remembered."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zoo
+from zoo.gnn import CSRGraph, GATConv, GCNConv, SAGEConv
+from zoo.gnn.aggregate import edge_softmax, max_neighbours, mean_neighbours, sum_neighbours, weighted_sum
+from zoo.gnn.csr import Recipe
+
+GRAPHS: dict[str, tuple[list[list[int]], tuple[int, int]]] = {
+    "square": ([[0, 1, 2, 3, 1, 4], [1, 0, 1, 4, 3, 3]], (5, 5)),
+    "duplicates and loops": ([[0, 0, 0, 1, 1, 1, 2], [1, 1, 1, 1, 1, 0, 2]], (3, 3)),
+    "isolated ends": ([[2, 3], [3, 2]], (6, 6)),
+    "no edges": ([[], []], (4, 4)),
+    "one node": ([[], []], (1, 1)),
+    "one node, one loop": ([[0], [0]], (1, 1)),
+    "no nodes": ([[], []], (0, 0)),
+    "rectangular, wide": ([[6, 0, 3, 3, 5], [1, 0, 1, 1, 0]], (7, 3)),
+    "rectangular, tall": ([[1, 0, 1, 0], [6, 6, 2, 2]], (2, 8)),
+}
+every_graph = pytest.mark.parametrize("name", GRAPHS)
+
+
+def edges(name: str) -> tuple[Tensor, tuple[int, int]]:
+    rows, sizes = GRAPHS[name]
+    return torch.tensor(rows, dtype=torch.int64).view(2, -1), sizes
+
+
+def dense(edge_index: Tensor, weight: Tensor, sizes: tuple[int, int]) -> Tensor:
+    """[D, S]: the sum of the weights of all edges between two nodes."""
+    matrix = torch.zeros(sizes[1], sizes[0], dtype=weight.dtype)
+    return matrix.index_put((edge_index[1], edge_index[0]), weight, accumulate=True)
+
+
+@every_graph
+def test_rows_are_sorted_and_stable(name: str) -> None:
+    edge_index, sizes = edges(name)
+    weight = torch.arange(edge_index.shape[1], dtype=torch.float32)
+    graph = CSRGraph.from_edge_index(edge_index, weight, sizes)
+    tensors = graph.tensors
+    order = sorted(range(edge_index.shape[1]), key=lambda e: int(edge_index[1, e]))
+    assert tensors.source.tolist() == [int(edge_index[0, e]) for e in order]
+    assert tensors.weight is not None and tensors.weight.tolist() == [float(e) for e in order]
+    assert tensors.rowptr.tolist() == [int((edge_index[1] < d).sum()) for d in range(sizes[1] + 1)]
+    assert (graph.num_sources, graph.num_destinations, graph.num_edges) == (*sizes, edge_index.shape[1])
+    transpose = graph.transpose
+    assert tensors.destination[transpose.permutation].equal(transpose.destination)
+    assert tensors.source[transpose.permutation].equal(torch.sort(edge_index[0]).values)
+    assert transpose.colptr.tolist() == [int((edge_index[0] < s).sum()) for s in range(sizes[0] + 1)]
+
+
+@every_graph
+def test_aggregations_are_what_a_dense_matrix_gives(name: str) -> None:
+    edge_index, sizes = edges(name)
+    weight = torch.rand(edge_index.shape[1], dtype=torch.float64)
+    x = torch.randn(sizes[0], 3, dtype=torch.float64)
+    ones = dense(edge_index, torch.ones_like(weight), sizes)
+    weighted = CSRGraph.from_edge_index(edge_index, weight, sizes).tensors
+    plain = CSRGraph.from_edge_index(edge_index, None, sizes).prepared(Recipe(mean=True), torch.float64).tensors
+    torch.testing.assert_close(sum_neighbours(x, weighted), dense(edge_index, weight, sizes) @ x)
+    torch.testing.assert_close(sum_neighbours(x, plain), ones @ x)
+    torch.testing.assert_close(mean_neighbours(x, plain), ones @ x / ones.sum(1, keepdim=True).clamp(min=1))
+    masked = torch.where(ones.unsqueeze(-1) > 0, x.unsqueeze(0), -torch.inf)  # [D, S, C]
+    expected = masked.amax(1) if sizes[0] else torch.zeros(sizes[1], 3, dtype=torch.float64)
+    torch.testing.assert_close(max_neighbours(x, plain), expected.masked_fill(expected == -torch.inf, 0.0))
+
+
+@every_graph
+def test_edge_softmax_sums_to_one_and_does_not_overflow(name: str) -> None:
+    edge_index, sizes = edges(name)
+    graph = CSRGraph.from_edge_index(edge_index, None, sizes).tensors
+    scores = torch.randn(edge_index.shape[1], 2) * 300
+    attention = edge_softmax(scores, graph)
+    assert attention.isfinite().all()
+    totals = torch.zeros(sizes[1], 2).index_add(0, graph.destination, attention)
+    torch.testing.assert_close(totals, (graph.rowptr.diff() > 0).float().unsqueeze(-1).expand(-1, 2))
+    x = torch.randn(sizes[0], 2, 3)
+    heads = [dense(torch.stack([graph.source, graph.destination]), attention[:, h], sizes) @ x[:, h] for h in range(2)]
+    torch.testing.assert_close(weighted_sum(x, attention, graph), torch.stack(heads, dim=1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, sizes) in GRAPHS.items() if sizes[0] == sizes[1]])
+@pytest.mark.parametrize("improved", [False, True])
+def test_gcn_normalisation(name: str, improved: bool) -> None:
+    edge_index, sizes = edges(name)
+    weight = torch.rand(edge_index.shape[1], dtype=torch.float64) + 0.1
+    loops = {int(s): e for e, (s, d) in enumerate(edge_index.t().tolist()) if s == d}
+    keep = edge_index[0] != edge_index[1]
+    matrix = dense(edge_index[:, keep], weight[keep], sizes)
+    for node in range(sizes[0]):
+        matrix[node, node] = weight[loops[node]] if node in loops else (2.0 if improved else 1.0)
+    scale = matrix.sum(1).pow(-0.5)
+    graph = CSRGraph.from_edge_index(edge_index, weight, sizes).gcn_normalized(improved=improved)
+    x = torch.eye(sizes[0], dtype=torch.float64)
+    torch.testing.assert_close(sum_neighbours(x, graph.tensors), scale[:, None] * matrix * scale)
+    assert graph.num_edges == int(keep.sum()) + sizes[0]
+
+
+def test_zero_degree_gives_zero_and_no_gradient() -> None:
+    weight = torch.tensor([0.0, 1.0], dtype=torch.float64, requires_grad=True)
+    graph = CSRGraph.from_edge_index(torch.tensor([[0, 1], [1, 2]]), weight, 4).gcn_normalized(add_self_loops=False)
+    out = graph.tensors.weight
+    assert out is not None and out.tolist() == [0.0, 0.0]
+    out.sum().backward()
+    assert weight.grad is not None and weight.grad.isfinite().all()
+
+
+CONVS: dict[str, Callable[[], nn.Module]] = {
+    "gcn": lambda: GCNConv(3, 4, normalize=False),
+    "sage mean": lambda: SAGEConv((3, 5), 4),
+    "sage max": lambda: SAGEConv((3, 5), 2, aggr="max", project=True),
+    "sage sum": lambda: SAGEConv((3, 5), 2, aggr="sum", normalize=True),
+    "gat": lambda: GATConv((3, 5), 4, heads=2, residual=True),
+    "gat mean": lambda: GATConv((3, 5), 4, heads=2, concat=False, add_self_loops=False),
+}
+
+
+@pytest.mark.parametrize("conv", CONVS)
+@every_graph
+def test_convolutions_have_right_gradients_on_every_graph(name: str, conv: str) -> None:
+    edge_index, sizes = edges(name)
+    module = CONVS[conv]().double()
+    graph = CSRGraph.from_edge_index(edge_index, None, sizes)
+    sources = torch.randn(sizes[0], 3, dtype=torch.float64, requires_grad=True)
+    own = torch.randn(sizes[1], 5, dtype=torch.float64, requires_grad=True)
+
+    def run(sources: Tensor, own: Tensor) -> Tensor:
+        return module(sources, graph) if conv == "gcn" else module((sources, own), graph)
+
+    out = run(sources, own)
+    assert out.shape[0] == sizes[1] and out.isfinite().all()
+    inputs = (sources, own.detach()) if conv == "gcn" else (sources, own)
+    if all(tensor.numel() for tensor in inputs):
+        # Where two neighbours tie a maximum has no gradient to check; random features do not tie.
+        assert torch.autograd.gradcheck(run, inputs)
+
+
+def test_gradient_of_edge_weights() -> None:
+    edge_index, sizes = edges("square")
+    weight = (torch.rand(edge_index.shape[1], dtype=torch.float64) + 0.5).requires_grad_()
+    x = torch.randn(sizes[0], 3, dtype=torch.float64)
+    conv = GCNConv(3, 4, improved=True).double()
+    assert torch.autograd.gradcheck(lambda w: conv(x, edge_index, w), (weight,))
+    # A graph that holds weights with gradients serves many backward passes.
+    graph = CSRGraph.from_edge_index(edge_index, weight, sizes)
+    for _ in range(2):
+        conv(x, graph).sum().backward()
+    with torch.no_grad():
+        before = conv(x, graph)
+        weight[0] *= 3
+        assert not torch.equal(conv(x, graph), before), "an optimiser step on the weights was not seen"
+
+
+def test_equal_widths_give_the_same_whichever_side_is_aggregated() -> None:
+    edge_index, sizes = edges("duplicates and loops")
+    x = torch.randn(sizes[0], 4, dtype=torch.float64)
+    for cls in (GCNConv, SAGEConv):
+        first, second = (cls(4, 4, input_layer=flag).double() for flag in (True, False))
+        second.load_state_dict(first.state_dict())
+        assert first.aggregate_first and not second.aggregate_first
+        torch.testing.assert_close(first(x, edge_index), second(x, edge_index))
+
+
+def test_half_precision_sums_keep_their_digits() -> None:
+    # 4096 ones: a running bfloat16 sum stops at 256.
+    edge_index = torch.stack([torch.arange(4096), torch.zeros(4096, dtype=torch.int64)])
+    x = torch.ones(4096, 2, dtype=torch.bfloat16)
+    graph = CSRGraph.from_edge_index(edge_index)
+    out = sum_neighbours(x, graph.tensors)
+    assert out.dtype == torch.bfloat16 and out[0].tolist() == [4096.0, 4096.0]
+    mean = mean_neighbours(x, graph.prepared(Recipe(mean=True)).tensors)
+    assert mean[0].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", ["gcn-debug", "gat-debug", "graphsage-debug"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_dtypes_and_autocast(name: str, dtype: torch.dtype) -> None:
+    exact = zoo.create(name, dtype=torch.float64)
+    inputs = zoo.example_inputs(exact)
+    expected = exact(**inputs)
+    model = copy.deepcopy(exact).to(dtype)
+    graph = model.prepare(inputs["edge_index"], num_nodes=64)
+    tolerance = {torch.float64: 1e-12, torch.float16: 1e-2, torch.bfloat16: 5e-2}[dtype]
+    for out in (model(inputs["x"].to(dtype), inputs["edge_index"]), model(inputs["x"].to(dtype), graph)):
+        assert out.dtype == dtype
+        assert (out.double() - expected).norm() < tolerance * expected.norm()
+    if dtype == torch.bfloat16:
+        with torch.autocast("cpu", dtype):
+            out = copy.deepcopy(exact).float()(inputs["x"].float(), inputs["edge_index"])
+        assert (out.double() - expected).norm() < tolerance * expected.norm()
+
+
+def test_deterministic() -> None:
+    model = zoo.create("gat-debug")
+    inputs = zoo.example_inputs(model)
+    again = {"x": inputs["x"].clone(), "edge_index": inputs["edge_index"].clone()}
+    assert torch.equal(model(**inputs), model(**again))
+
+
+def test_inference_mode_leaves_nothing_behind_that_training_cannot_use() -> None:
+    model = zoo.create("gcn-debug")
+    inputs = zoo.example_inputs(model)
+    weight = torch.rand(256)
+    with torch.inference_mode():
+        first = model(**inputs, edge_weight=weight)
+        made_inside = zoo.example_inputs(model)
+        prepared = model.prepare(made_inside["edge_index"], torch.rand(256), num_nodes=64)
+        model(made_inside["x"], made_inside["edge_index"])
+        assert len(model._memory) == 2
+    out = model(**inputs, edge_weight=weight)
+    torch.testing.assert_close(out, first)
+    (out.sum() + model(inputs["x"], prepared).sum()).backward()
+
+
+def test_in_place_changes_are_seen() -> None:
+    model = zoo.create("gcn-debug")
+    x, edge_index = zoo.example_inputs(model).values()
+    weight = torch.rand(256)
+
+    def fresh() -> Tensor:
+        return copy.deepcopy(model)(x, edge_index.clone(), weight.clone())
+
+    for change in (
+        lambda: edge_index[1].copy_(edge_index[1].flip(0)),
+        lambda: edge_index.t()[0].fill_(3),
+        lambda: weight.mul_(torch.linspace(1, 2, 256)),
+        lambda: setattr(edge_index, "data", edge_index.flip(1)),
+    ):
+        before = model(x, edge_index, weight)
+        change()
+        after = model(x, edge_index, weight)
+        assert not torch.allclose(before, after)
+        torch.testing.assert_close(after, fresh(), rtol=0, atol=0)
+
+
+def test_inference_tensors_are_never_remembered_across_a_change() -> None:
+    model = zoo.create("graphsage-debug")
+    with torch.inference_mode():
+        x, edge_index = zoo.example_inputs(model).values()
+        before = model(x, edge_index)
+        edge_index.copy_(edge_index.flip(0))
+        assert not torch.equal(model(x, edge_index), before)
+
+
+def test_another_number_of_nodes_is_another_graph() -> None:
+    model = zoo.create("graphsage-debug")
+    x, edge_index = zoo.example_inputs(model).values()
+    assert model(x, edge_index).shape[0] == 64
+    assert model(torch.cat([x, x]), edge_index).shape[0] == 128
+    torch.testing.assert_close(model(x, edge_index), copy.deepcopy(model)(x, edge_index.clone()))
+
+
+def test_prepared_once_and_let_go_with_the_edges(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+    original = CSRGraph.from_edge_index.__func__  # type: ignore[attr-defined]
+    monkeypatch.setattr(CSRGraph, "from_edge_index", classmethod(lambda *a, **k: built.append(1) or original(*a, **k)))
+    model = zoo.create("gcn-debug")
+    x, edge_index = zoo.example_inputs(model).values()
+    learned = torch.rand(256, requires_grad=True)
+    for weight in (None, torch.rand(256), learned, learned * 2, None):
+        for _ in range(2):
+            model(x, edge_index, weight)
+    assert len(built) == 1, "new weights alone must not sort the graph again"
+    others = [edge_index.clone() for _ in range(20)]
+    for other in others:
+        model(x, other)
+    assert len(model._memory) == 8
+    del others, other
+    gc.collect()
+    assert len(model._memory) == 0
+    model(x, edge_index)
+    assert len(copy.deepcopy(model)._memory) == len(pickle.loads(pickle.dumps(model))._memory) == 0
+
+
+def test_a_neutral_graph_is_prepared_once_for_each_model() -> None:
+    models = [zoo.create(f"{name}-debug") for name in ("gcn", "gat", "graphsage")]
+    x, edge_index = zoo.example_inputs(models[0]).values()
+    neutral = CSRGraph.from_edge_index(edge_index, num_nodes=64)
+    for model in models:
+        prepared = model.prepare(neutral)
+        assert prepared.tensors is model.prepare(neutral).tensors
+        for other in models:
+            # Whoever prepared it, a model derives what it needs from the edges as they were given.
+            torch.testing.assert_close(other(x, prepared), other(x, edge_index), rtol=0, atol=0)
+    assert repr(models[0].prepare(neutral)).startswith("CSRGraph(nodes=64, edges=")
+
+
+def test_graphs_move_and_copy() -> None:
+    model = zoo.create("gcn-debug")
+    x, edge_index = zoo.example_inputs(model).values()
+    graph = model.prepare(edge_index, torch.rand(256), num_nodes=64)
+    expected = model(x, graph)
+    for other in (graph.to("cpu"), copy.deepcopy(graph), pickle.loads(pickle.dumps(graph))):
+        torch.testing.assert_close(model(x, other), expected, rtol=0, atol=0)
+    on_meta = graph.to("meta")
+    assert on_meta.device.type == "meta" and on_meta.tensors.weight is not None and on_meta.tensors.weight.is_meta
+    with pytest.raises(ValueError, match="x is on cpu and the graph on meta"):
+        model(x, on_meta)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_forward_never_synchronises_and_agrees_with_the_cpu() -> None:
+    for name in ("gcn-debug", "gat-debug", "graphsage-debug"):
+        model = zoo.create(name)
+        inputs = zoo.example_inputs(model)
+        expected = model(**inputs)
+        model.cuda()
+        x, edge_index = (tensor.cuda() for tensor in inputs.values())
+        graph = model.prepare(edge_index, num_nodes=64)
+        model(x, edge_index)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            outs = [model(x, graph), model(x, edge_index)]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for out in outs:
+            torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-5)

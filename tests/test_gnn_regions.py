@@ -1,0 +1,136 @@
+"""The layers as regions: one graph a signature, no break, no recompile for another graph, and the same numbers."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+
+import zoo
+from zoo.gnn import CSRGraph
+
+MODELS = ["gcn-debug", "gat-debug", "graphsage-debug"]
+# First, hidden and last layer differ, whatever the depth; equal widths make it no more.
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"num_layers": 5, "in_channels": 16, "out_channels": 16},
+    {"num_layers": 4, "in_channels": 16, "jk": "cat", "norm": "batch", "dropout": 0.3},
+]
+
+
+def run(model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
+    out = model(**inputs)
+    if out.requires_grad:
+        out.sum().backward()
+    return out.detach()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_one_graph_a_signature_in_every_mode(name: str, variant: dict[str, Any]) -> None:
+    model = zoo.create(name, **variant)
+    inputs = zoo.example_inputs(model)
+    modes: list[tuple[AbstractContextManager[Any], bool]] = [
+        (torch.no_grad(), False),
+        (torch.inference_mode(), False),
+        (torch.enable_grad(), True),
+        (torch.autocast("cpu", torch.bfloat16), False),
+    ]
+    for context, train in modes:
+        torch.compiler.reset()
+        zoo.compile_regions(zoo.uncompile(model.train(train)), backend="aot_eager")
+        with context, zoo.enforce_budget(model):
+            run(model, inputs)
+            run(model, {**inputs, "edge_index": model.prepare(inputs["edge_index"], num_nodes=64)})
+    assert zoo.find_regions(model).graphs_needed == 3
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("variant", [{}, {"num_layers": 8}, {"num_layers": 6, "jk": "cat"}], ids=str)
+def test_layers_counted_by_dynamo_itself(name: str, variant: dict[str, Any]) -> None:
+    model = zoo.create(name, **variant)
+    inputs = zoo.example_inputs(model)
+    expected = model(**inputs)
+    counter = CompileCounterWithBackend("aot_eager")
+    for layer in model.layers:
+        layer.compile(fullgraph=True, dynamic=False, backend=counter)
+    torch.testing.assert_close(model(**inputs), expected)
+    assert counter.frame_count == 3
+    # Another graph of one shape: other edges, other isolated nodes, other degrees; self-loops as many.
+    x = torch.randn_like(inputs["x"])
+    edge_index = inputs["edge_index"]
+    for other in ((edge_index + 1) % 64, edge_index.flip(0), zoo.example_inputs(model, seed=3)["edge_index"]):
+        out = model(x, other)
+        torch.testing.assert_close(out, copy.deepcopy(model)(x, other))
+    assert counter.frame_count == 3
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_whole_model_compiles_without_a_break_from_a_prepared_graph(name: str) -> None:
+    model = zoo.create(name)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend=counter)
+    for seed in range(3):
+        inputs = zoo.example_inputs(model, seed=seed)
+        graph = model.prepare(inputs["edge_index"], num_nodes=64)
+        torch.testing.assert_close(compiled(inputs["x"], graph), model(**inputs), msg=f"graph {seed}")
+    assert counter.frame_count == 1
+
+
+def test_learned_edge_weights_compile_without_a_break() -> None:
+    model = zoo.create("gcn-debug")
+    x, edge_index = zoo.example_inputs(model).values()
+    weight = (torch.rand(256) + 0.1).requires_grad_()
+    graph = model.prepare(edge_index, weight, num_nodes=64)
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
+    (expected,) = torch.autograd.grad(model(x, edge_index, weight).square().sum(), weight)
+    (found,) = torch.autograd.grad(compiled(x, graph).square().sum(), weight)
+    torch.testing.assert_close(found, expected)
+
+
+def test_raw_edges_break_a_full_compile_once_and_stay_right() -> None:
+    model = zoo.create("gcn-debug")
+    x, edge_index = zoo.example_inputs(model).values()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, dynamic=False, backend=counter)
+    counters.clear()
+    for shift in range(3):
+        edges = (edge_index + shift) % 64
+        torch.testing.assert_close(compiled(x, edges), model(x, edges))
+    # Preparation stays eager; all layers together are one graph.
+    assert counter.frame_count == 1
+    assert sum(counters["graph_break"].values()) > 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_outer_cuda_graph_takes_a_prepared_graph_as_static(name: str) -> None:
+    model = zoo.create(name)
+    x, edge_index = zoo.example_inputs(model).values()
+    graph = model.prepare(edge_index, num_nodes=64)
+    with torch.no_grad():
+        step = zoo.cuda_graph(model, args=(x, graph), static=(1,))
+        other = torch.randn_like(x)
+        torch.testing.assert_close(step(other, graph), model(other, edge_index))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_inductor_gives_the_same_numbers_and_gradients(name: str) -> None:
+    model = zoo.create(name, num_layers=1).train()
+    inputs = zoo.example_inputs(model)
+    graph = CSRGraph.from_edge_index(inputs["edge_index"], num_nodes=64)
+    results = []
+    for compiled in (False, True):
+        if compiled:
+            zoo.compile_regions(model)
+        model.zero_grad()
+        out = run(model, {**inputs, "edge_index": graph})
+        results.append([out, *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert len(results[0]) == 1 + len(list(model.parameters()))
+    for eager, fast in zip(*results, strict=True):
+        torch.testing.assert_close(fast, eager, rtol=1e-4, atol=1e-4)
