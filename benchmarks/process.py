@@ -142,6 +142,11 @@ class Worker:
         return text if len(text) <= REASON_LENGTH else text[: REASON_LENGTH - 1] + "…"
 
     @property
+    def stderr_tail(self) -> str:
+        """The end of what the process printed."""
+        return "\n".join(self._stderr)
+
+    @property
     def alive(self) -> bool:
         return self in _alive
 
@@ -156,7 +161,9 @@ class Worker:
         self.kill()
 
     def kill(self) -> None:
-        """End the process and its compile workers at once."""
+        """End the process and its compile workers at once; nothing if they have ended, whose number may be reused."""
+        if not self.alive:
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):

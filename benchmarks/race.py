@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,9 @@ def run_race(
         for arm in arms:
             if arm.worker is not None:
                 arm.worker.kill()
+        if not settings.steady_only:
+            for arm in arms:
+                shutil.rmtree(arm.folder, ignore_errors=True)
 
 
 def _arms(cases: Sequence[Case], settings: Settings) -> list[Arm]:

@@ -94,7 +94,7 @@ class Arm:
                     output = self.model(**self.prepared.inputs)
             else:
                 output = self.model(**self.prepared.inputs)
-            self._eager_output = _flat(output).clone()
+            self._eager_output = _flat(output).cpu().clone()  # not on the device, where memory is measured later
         synchronise(self.device)
         flops = self._count_flops() if self.prepared.flops is None else int(self.prepared.flops)
         seconds = None
@@ -213,7 +213,7 @@ class Arm:
         assert self._eager_output is not None, "start_up comes before check"
         errors = {
             "error": _relative_error(output, saved["output"], "the output"),
-            "eager_error": _relative_error(self._eager_output, saved["output"], "eager's output"),
+            "eager_error": _relative_error(self._eager_output.to(output.device), saved["output"], "eager's output"),
         }
         self._eager_output = None
         return {**errors, "reference_dtype": saved["dtype"]}
@@ -334,8 +334,9 @@ def failure_of(error: BaseException) -> Reply:
         if isinstance(cause, MemoryError) or name == "OutOfMemoryError" or "can't allocate memory" in str(cause):
             status = "out-of-memory"
         cause = cause.__cause__ or cause.__context__
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    message = f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
+    # The second line, too: the compiler's exceptions name the backend first and what it raised after that.
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()][:2]
+    message = ": ".join([type(error).__name__, " ".join(lines)]) if lines else type(error).__name__
     traceback.print_exception(error, file=sys.stderr)
     return {"ok": False, "status": status, "reason": message}
 

@@ -1,0 +1,110 @@
+"""A workload of tiny models, some of which misbehave, for the tests of the harness. Loaded by its dotted name."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.case import Case
+from benchmarks.workloads.base import Prepared
+from zoo.regions import Region
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.linear(x)) + x
+
+
+class Model(nn.Module):
+    regions = (Region(Block),)
+
+    def __init__(self, behaviour: str, *, ours: bool = True) -> None:
+        super().__init__()
+        self.behaviour = behaviour
+        self.ours = ours
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.behaviour != "good":
+            misbehave(self.behaviour)
+        if self.ours:
+            x = x + 0.0  # made inside the mode, so that the first region's input is of the others' kind
+        for block in self.blocks:
+            x = block(x)
+        return x * torch.nan if self.behaviour == "nan" else x
+
+
+@torch.compiler.disable
+def misbehave(behaviour: str) -> None:
+    if behaviour == "crash":
+        print("about to abort", file=__import__("sys").stderr, flush=True)
+        os.abort()
+    if behaviour == "raise":
+        raise ValueError("this model does not like its input")
+    if behaviour == "oom":
+        raise torch.OutOfMemoryError("tried to allocate 7.00 GiB")
+    if behaviour == "sleep":
+        time.sleep(60)
+    if behaviour == "print":
+        print("a stray print")
+        os.write(1, b'{"ok": false}\n')
+
+
+class FakeWorkload:
+    """``good`` runs; ``upstream-<behaviour>`` misbehaves in upstream's arms only; other models in all arms."""
+
+    family = "fake"
+    models = ("good", "upstream-crash", "crash", "raise", "oom", "sleep", "print", "nan", "huge")
+    inputs = ("small", "large")
+
+    def default_races(self, device: str, quick: bool) -> list[tuple[str, str]]:
+        return [("good", "small")]
+
+    def dtypes(self, device: str) -> tuple[str, ...]:
+        return ("float32", "bfloat16")
+
+    def refuses(self, case: Case) -> str | None:
+        return "tuning a fake is pointless" if case.impl == "upstream-tuned" else None
+
+    def memory_bytes(self, case: Case) -> int:
+        return 1 << 60 if case.model == "huge" else 1 << 20
+
+    def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
+        torch.manual_seed(seed)
+        behaviour = case.model
+        if behaviour.startswith("upstream-"):
+            behaviour = behaviour.removeprefix("upstream-") if case.impl == "upstream" else "good"
+        model = Model(behaviour, ours=case.impl == "zoo").eval()
+        x = torch.randn(16, WIDTH)
+        exact = Model("good").double()
+        exact.load_state_dict(model.state_dict())
+        return Prepared(
+            model=model,
+            inputs={"x": x},
+            compile_regions=compile_blocks,
+            reference=lambda: exact(x.double()),
+            bytes=1000,
+            bytes_formula="input and output",
+            data="generated",
+            preparation_seconds={"nothing": 0.0},
+            sizes={"rows": 16},
+        )
+
+
+def compile_blocks(model: nn.Module, **options: Any) -> None:
+    for module in model.modules():
+        if isinstance(module, Block):
+            module.compile(**options)
+
+
+WORKLOAD = FakeWorkload()

@@ -1,0 +1,158 @@
+"""The command: wrong options in one line, rows of a real run, failures that are typed, resuming, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.process import ROOT
+from benchmarks.result import Store
+from benchmarks.run import families, main
+from benchmarks.usage import run_command
+
+FAKE = "tests.fake_workload"
+LIGHT = {"BENCHMARKS_BACKEND": "eager", "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "benchmarks.run", "--family", FAKE, "--device", "cpu", *arguments]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*arguments), cwd=ROOT, env=os.environ | LIGHT, capture_output=True, text=True)
+
+
+def wrong(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert run_command(main, "run", arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--family", "gn"), "did you mean 'gnn'?"),
+        ((), "--family is missing"),
+        (("--famly", FAKE), "--family"),
+        (("--family", FAKE, "--strategy", "regonal"), "did you mean 'regional'?"),
+        (("--family", FAKE, "--strategy", "full,regional+cudagrph"), "did you mean 'regional+cudagraph'?"),
+        (("--family", FAKE, "--impl", "zo"), "did you mean 'zoo'?"),
+        (("--family", FAKE, "--mode", "reduce_overhead"), "did you mean 'reduce-overhead'?"),
+        (("--family", FAKE, "--model", "god"), "did you mean 'good'?"),
+        (("--family", FAKE, "--input", "smal"), "did you mean 'small'?"),
+        (("--family", FAKE, "--workload", "inferense"), "did you mean 'inference'?"),
+        (("--family", FAKE, "--dtype", "float23"), "did you mean"),
+        (("--family", FAKE, "--dtype", "float16"), "there is: float32, bfloat16"),
+        (("--family", FAKE, "--device", "gpu"), "did you mean 'cpu'?"),
+        (("--family", FAKE, "--rounds", "0"), "--rounds is 0"),
+        (("--family", FAKE, "--rounds", "many"), "Invalid value for '--rounds'"),
+        (("--family", FAKE, "--timeout", "-1"), "--timeout is -1"),
+        (("--family", FAKE, "--data-root", "/no/such/folder"), "is not a folder"),
+        (("--family", FAKE, "--impl", "upstream-tuned"), "tuning a fake is pointless"),
+        (("--family", FAKE, "--strategy", "regional", "--mode", "reduce-overhead"), "full alone"),
+    ],
+)
+def test_a_wrong_option_is_one_line_with_a_suggestion(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+):
+    assert message in wrong(capsys, *arguments, *(["--device", "cpu"] if "--device" not in arguments else []))
+
+
+def test_rows_are_never_added_to_another_runs_file_unasked(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    (tmp_path / "fake-inference-float32.jsonl").touch()
+    assert "add --resume" in wrong(capsys, "--family", FAKE, "--device", "cpu", "--out", str(tmp_path))
+
+
+def test_families_are_the_workload_files():
+    assert "gnn" in families()
+    assert "base" not in families()
+
+
+def test_list_measures_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    out = tmp_path / "run"
+    assert run_command(main, "run", ["--family", FAKE, "--device", "cpu", "--list", "--out", str(out)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {"models:", "  upstream-crash", "inputs:", "  large", "arms:", "  zoo regional (A/A)"} <= set(lines)
+    assert all(len(line) <= 80 for line in lines)
+    assert not out.exists()
+
+
+def test_a_run_types_its_failures_and_goes_on_then_resumes(tmp_path: Path):
+    options = ("--model", "upstream-crash", "--strategy", "eager,regional", "--quick", "--rounds", "6")
+    done = run(*options, "--out", str(tmp_path))
+    # Only upstream's arms crash: nothing of ours is broken.
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(len(line) <= 80 for line in done.stdout.splitlines() if line.startswith("  ["))
+    store = Store(tmp_path / "fake-inference-float32.jsonl")
+    kinds = [row["kind"] for row in store.rows()]
+    assert kinds[0] == "environment" and kinds.count("environment") == 1
+    rows = {result.case.arm: result for result in store.results()}
+    assert {arm: row.status for arm, row in rows.items()} == {
+        "zoo eager": "ok",
+        "zoo regional": "ok",
+        "zoo regional (A/A)": "ok",
+        "upstream eager": "crashed",
+        "upstream regional": "crashed",
+    }
+    crashed = rows["upstream eager"]
+    assert "SIGABRT" in (crashed.reason or "") and "about to abort" in (crashed.reason or "")
+    regional = rows["zoo regional"]
+    assert regional.steady is not None and len(regional.steady.wall_ms) == 6
+    assert regional.cold is not None and regional.cold.graphs == 1
+    assert regional.command is not None
+    assert "--strategy regional" in regional.command and "--model upstream-crash" in regional.command
+    environment = store.environments()[regional.environment or ""]
+    assert environment["torch"] and environment["python"] and environment["cpu_count"] >= 1
+    assert environment["peaks"]["copy_bandwidth"] > 0
+    assert environment["peaks"]["matmul_flops"]["float32"] > 0
+
+    again = run(*options, "--out", str(tmp_path), "--resume")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "2 arms, 3 done before" in again.stdout
+    assert [row["kind"] for row in store.rows()].count("result") == 7
+
+
+def test_a_failure_of_ours_makes_the_exit_code_1(tmp_path: Path):
+    done = run("--model", "raise", "--strategy", "eager", "--impl", "zoo", "--quick", "--out", str(tmp_path))
+    assert done.returncode == 1, done.stdout + done.stderr
+    (result,) = Store(tmp_path / "fake-inference-float32.jsonl").results()
+    assert result.status == "failed"
+    assert "this model does not like its input" in done.stdout.replace("\n", " ")
+
+
+def test_ctrl_c_keeps_what_is_done(tmp_path: Path):
+    arguments = command("--model", "good,sleep", "--strategy", "eager", "--impl", "zoo", "--quick", "--rounds", "6")
+    process = subprocess.Popen(
+        [*arguments, "--out", str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | LIGHT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    store = Store(tmp_path / "fake-inference-float32.jsonl")
+    try:
+        until = time.monotonic() + 120
+        while time.monotonic() < until and not (store.path.exists() and store.results()):
+            time.sleep(0.1)
+        time.sleep(3.0)  # into the second race, which sleeps for a minute
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, output
+    assert "--resume" in output
+    statuses = {result.case.model: result.status for result in store.results()}
+    assert statuses["good"] == "ok"
+    assert statuses.get("sleep", "interrupted") == "interrupted"
+    assert all(json.loads(line) for line in store.path.read_text().splitlines())

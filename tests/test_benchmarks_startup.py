@@ -1,0 +1,224 @@
+"""Start-up: cold processes that are cold, warm ones that are warm, and failures that stay with their arm."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.case import Case
+from benchmarks.environment import Monitor
+from benchmarks.process import kill_all
+from benchmarks.race import run_race
+from benchmarks.result import Result
+from benchmarks.startup import (
+    COLD,
+    FIRST_RESULT,
+    RACE,
+    Arm,
+    Job,
+    Settings,
+    estimate,
+    estimate_race,
+    jobs_before_the_race,
+    measure_compilation,
+    prepare_race,
+    processes,
+)
+
+CASE = Case(family="fake", model="good", input="small", strategy="regional")
+
+
+class Notes:
+    """A reporter that remembers."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.notes: list[str] = []
+
+    def begin(self, what: str, seconds: float) -> None:
+        assert seconds > 0
+        self.begun.append(what)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@pytest.fixture(autouse=True)
+def _no_worker_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("BENCHMARKS_BACKEND", "eager")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    yield
+    kill_all()
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(
+        workload="tests.fake_workload", scratch=tmp_path, monitor=Monitor(), timeout=200.0, rounds=6, ahead=2
+    )
+
+
+def arms_of(settings: Settings, *cases: Case) -> list[Arm]:
+    return [Arm(case=case, folder=settings.scratch / str(index)) for index, case in enumerate(cases)]
+
+
+def test_compiled_arms_have_two_processes_before_the_race(settings: Settings):
+    arms = arms_of(settings, replace(CASE, strategy="eager"), CASE, replace(CASE, control=True))
+    assert jobs_before_the_race(arms, settings) == [Job(arms[1], COLD), Job(arms[1], FIRST_RESULT)]
+    for option in ("quick", "steady_only"):
+        assert jobs_before_the_race(arms, replace(settings, **{option: True})) == []
+
+
+def test_the_warm_process_uses_the_cold_ones_folder_and_the_first_result_another(settings: Settings):
+    (arm,) = arms_of(settings, CASE)
+    assert Job(arm, COLD).folder == Job(arm, RACE).folder != Job(arm, FIRST_RESULT).folder
+
+
+def test_estimates_grow_with_what_is_asked_for(settings: Settings):
+    cases = [replace(CASE, strategy="eager"), CASE]
+    whole = estimate_race(cases, settings)
+    assert estimate_race(cases, replace(settings, quick=True)) < whole
+    assert estimate_race(cases, replace(settings, sets=3)) > whole
+    assert estimate(Job(Arm(case=cases[0], folder=settings.scratch), RACE)) > 0
+
+
+@pytest.mark.slow
+def test_cold_is_empty_and_warm_is_hit(settings: Settings, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("BENCHMARKS_BACKEND", "inductor")
+    (arm,) = arms_of(settings, CASE)
+    notes = Notes()
+    measure_compilation([arm], settings, notes, estimate)
+    assert arm.ok, arm.result.reason
+    cold = arm.result.cold
+    assert cold is not None
+    assert cold.cache_empty_at_start is True
+    assert cold.cache_misses == cold.graphs == 1
+    assert cold.seconds is not None and cold.seconds > 0
+    assert cold.start_up is not None and cold.start_up > 0
+    assert cold.time_to_first_result is not None
+    # Without a start-up before it, the first call pays for the compiler's own; with it, for the case alone.
+    assert cold.time_to_first_result > cold.seconds
+    assert 0 < sum(cold.phases.values()) <= cold.seconds * 1.2
+    prepare_race([arm], settings, notes, estimate, settings.scratch / "reference.pt")
+    assert arm.ok, arm.result.reason
+    warm = arm.result.warm
+    assert warm is not None
+    assert warm.cache_empty_at_start is False
+    assert (warm.cache_hits, warm.cache_misses) == (1, 0)
+    assert warm.time_to_first_result is None
+    assert arm.worker is not None and arm.worker.alive
+    assert arm.result.check is not None and arm.result.check.error is not None and arm.result.check.error < 1e-6
+    assert [line.partition(": ")[2] for line in notes.begun] == [COLD, FIRST_RESULT, RACE]
+
+
+def run(settings: Settings, *cases: Case) -> tuple[dict[str, Result], Notes]:
+    rows: dict[str, Result] = {}
+    notes = Notes()
+    run_race(
+        cases,
+        settings,
+        notes,
+        lambda result: rows.update({result.case.arm: result}),
+        memory_bytes=lambda case: 1 << 60 if case.model == "huge" else 1,
+        peaks={"copy_bandwidth": 2.0, "read_bandwidth": 3.0, "matmul_flops": {"float32": 5.0}},
+    )
+    return rows, notes
+
+
+@pytest.mark.parametrize(
+    ("model", "status", "word"),
+    [
+        ("raise", "failed", "ValueError: this model does not like its input"),
+        ("oom", "out-of-memory", "tried to allocate 7.00 GiB"),
+    ],
+)
+def test_a_failure_is_a_row_with_its_reason(settings: Settings, model: str, status: str, word: str):
+    rows, notes = run(replace(settings, quick=True), replace(CASE, model=model, strategy="eager"))
+    (row,) = rows.values()
+    assert row.status == status
+    assert word in (row.reason or "")
+    assert row.steady is None
+    assert any(status in note for note in notes.notes)
+
+
+def test_what_cannot_fit_says_what_it_needs_and_starts_no_process(settings: Settings, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("benchmarks.startup.Worker", None)
+    monkeypatch.setattr("benchmarks.race.free_memory", lambda device, monitor: 1 << 30)
+    rows, _ = run(settings, replace(CASE, model="huge"))
+    (row,) = rows.values()
+    assert row.status == "does-not-fit"
+    assert "needs about 1073741824.0 GiB of memory, 1.0 GiB are free" in (row.reason or "")
+
+
+def test_arms_that_do_not_fit_together_race_in_pairs_with_the_reference(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+):
+    from benchmarks.race import _groups
+
+    monkeypatch.setattr("benchmarks.race.free_memory", lambda device, monitor: 100)
+    cases = [replace(CASE, impl=impl, strategy=s) for impl in ("zoo", "upstream") for s in ("eager", "regional")]
+    arms = arms_of(settings, *cases)
+    groups = _groups(arms, settings, lambda case: 40)
+    assert [[arm.case.arm for arm in group] for group in groups] == [
+        ["zoo regional", "zoo eager"],
+        ["zoo regional", "upstream eager"],
+        ["zoo regional", "upstream regional"],
+    ]
+    assert _groups(arms, settings, lambda case: 10) == [arms]
+
+
+def test_nobody_works_while_another_does_or_imports(settings: Settings):
+    """The token: over a whole race of three arms in two sets, no two intervals of work overlap."""
+    logs: list[list[dict[str, float]]] = []
+
+    class Logged(Arm):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "worker" and value is not None:
+                logs.append(value.log)  # type: ignore[attr-defined]
+            super().__setattr__(name, value)
+
+    cases = [replace(CASE, strategy="eager"), CASE, replace(CASE, control=True)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("benchmarks.race.Arm", Logged)
+        rows, _ = run(replace(settings, quick=True), *cases)
+    assert {row.status for row in rows.values()} == {"ok"}, rows
+    assert len(logs) == 3
+    spans = sorted((entry["began"], entry["ended"], entry["op"]) for log in logs for entry in log)
+    imports = [span for span in spans if span[2] == "load"]
+    work = [span for span in spans if span[2] != "load"]
+    assert sum(op == "round" for *_, op in work) == 3 * settings.rounds
+    for (_, ended, first), (began, _, second) in itertools.pairwise(work):
+        assert began >= ended, f"{second} began before {first} had ended"
+    for began, ended, _ in imports:
+        assert not any(began < stop and start < ended for start, stop, _ in work)
+    eager, regional, control = (rows[case.arm] for case in cases)
+    assert regional.cold is not None and regional.cold.graphs == 1
+    assert eager.cold is None
+    assert control.steady is not None and control.steady.rounds == list(range(settings.rounds))
+    assert regional.work is not None
+    assert (regional.work.peak_bandwidth, regional.work.peak_flops) == (3.0, 5.0)
+
+
+def test_processes_of_failed_arms_are_not_started(settings: Settings):
+    (arm,) = arms_of(settings, CASE)
+    arm.fail("failed", "earlier")
+    assert list(processes([Job(arm, COLD)], settings)) == []
+
+
+def test_steady_only_reports_counts_and_no_seconds(settings: Settings):
+    cases = [replace(CASE, strategy="full"), CASE]
+    rows, notes = run(replace(settings, steady_only=True, sets=2), *cases)
+    for row in rows.values():
+        assert row.status == "ok", row.reason
+        assert row.cold is None
+        assert row.warm is not None
+        assert row.warm.graphs == 1
+        assert row.warm.seconds is None and row.warm.start_up is None
+        assert row.steady is not None
+        assert row.steady.rounds == [*range(6), *range(1000, 1006)]
+    assert "2 arms start together" in notes.begun

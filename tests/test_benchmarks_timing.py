@@ -1,0 +1,64 @@
+"""Clocks: how many calls are made, and that a round is long enough."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from benchmarks.timing import back_to_back, calibrate, once, settle
+
+
+class Counted:
+    def __init__(self, seconds: float) -> None:
+        self.calls = 0
+        self.seconds = seconds
+
+    def __call__(self) -> None:
+        self.calls += 1
+        time.sleep(self.seconds)
+
+
+def test_back_to_back_makes_as_many_calls_as_it_says():
+    step = Counted(0.001)
+    timed = back_to_back(step, "cpu", 5)
+    assert step.calls == timed.calls == 5
+    assert timed.wall_ms >= 1.0
+    assert timed.device_ms is None
+
+
+def test_no_calls_are_an_error():
+    with pytest.raises(ValueError, match="calls is 0"):
+        back_to_back(Counted(0), "cpu", 0)
+
+
+def test_a_calibrated_round_is_long_enough():
+    step = Counted(0.001)
+    calls = calibrate(step, "cpu", 20)
+    assert back_to_back(step, "cpu", calls).wall_ms * calls >= 19
+    assert calls <= 30
+
+
+def test_a_slow_step_is_called_once_a_round():
+    assert calibrate(Counted(0.03), "cpu", 20) == 1
+
+
+def test_settling_calls_at_least_once():
+    step = Counted(0.01)
+    assert settle(step, "cpu", 0.0) == step.calls == 1
+
+
+def test_once_is_the_time_of_one_call():
+    step = Counted(0.002)
+    assert once(step, "cpu") >= 0.002
+    assert step.calls == 1
+
+
+@pytest.mark.gpu
+def test_device_time_is_within_wall_time():
+    x = torch.randn(2048, 2048, device="cuda")
+    calls = calibrate(lambda: x @ x, "cuda", 20)
+    timed = back_to_back(lambda: x @ x, "cuda", calls)
+    assert timed.device_ms is not None
+    assert 0 < timed.device_ms <= timed.wall_ms * 1.05

@@ -1,0 +1,224 @@
+"""The worker: its messages, what it measures on a small model, and failures that have a type and a reason."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.case import Case
+from benchmarks.process import ROOT, Worker, WorkerFailure
+from benchmarks.worker import _relative_error, failure_of, load_workload, serve
+
+FAKE = "tests.fake_workload"
+CASE = Case(family="fake", model="good", input="small", strategy="regional")
+
+
+def talk(*messages: dict[str, Any]) -> list[dict[str, Any]]:
+    """The replies of a worker's loop run in this process."""
+    replies = io.StringIO()
+    serve(io.StringIO("".join(json.dumps(message) + "\n" for message in messages)), replies)
+    return [json.loads(line) for line in replies.getvalue().splitlines()]
+
+
+def preparation(case: Case) -> list[dict[str, Any]]:
+    return [
+        {"op": "load", "workload": FAKE},
+        {"op": "prepare", "case": case.to_json(), "data_root": None, "seed": 0},
+    ]
+
+
+@pytest.fixture(autouse=True)
+def _light_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BENCHMARKS_BACKEND", "eager")
+
+
+@pytest.mark.parametrize(
+    ("impl", "strategy", "graphs"),
+    [("zoo", "regional", 1), ("zoo", "full", 1), ("zoo", "hierarchical", 1), ("upstream", "regional", 2)],
+)
+def test_a_compiled_arm_from_start_to_kernels(tmp_path: Path, impl: str, strategy: str, graphs: int):
+    replies = talk(
+        *preparation(replace(CASE, impl=impl, strategy=strategy)),
+        {"op": "start_up", "folder": str(tmp_path / "start-up")},
+        {"op": "first_call"},
+        {"op": "memory"},
+        {"op": "check", "reference": str(tmp_path / "reference.pt")},
+        {"op": "calibrate", "milliseconds": 1.0},
+        {"op": "round", "calls": 3},
+        {"op": "kernels"},
+        {"op": "trace", "path": str(tmp_path / "traces" / "arm.json.gz")},
+        {"op": "stop"},
+    )
+    assert all(reply["ok"] for reply in replies), replies
+    by_op = {reply["op"]: reply for reply in replies}
+    assert by_op["prepare"]["model_bytes"] == 3 * (8 * 8 + 8) * 4
+    assert by_op["start_up"]["flops"] == 3 * 2 * 16 * 8 * 8
+    assert by_op["start_up"]["seconds"] > 0
+    assert by_op["first_call"]["graphs"] == graphs
+    assert by_op["first_call"]["breaks"] == []
+    # Upstream hands its first block a tensor from outside of inference mode, the others one from inside.
+    assert len(by_op["first_call"]["recompiles"]) == graphs - 1
+    assert by_op["check"]["error"] < 1e-6
+    assert by_op["check"]["eager_error"] < 1e-6
+    assert by_op["check"]["reference_dtype"] == "float64"
+    assert by_op["round"]["calls"] == 3
+    assert by_op["memory"]["allocated"] is None
+    assert (tmp_path / "traces" / "arm.json.gz").stat().st_size > 0
+    assert all(reply["began"] <= reply["ended"] for reply in replies)
+
+
+def test_an_eager_arm_compiles_nothing(tmp_path: Path):
+    *_, started, first, ran = talk(
+        *preparation(replace(CASE, strategy="eager")),
+        {"op": "start_up", "folder": None},
+        {"op": "first_call"},
+        {"op": "round", "calls": 1},
+    )
+    assert started["seconds"] is None
+    assert first["seconds"] is None
+    assert ran["wall_ms"] > 0
+
+
+def test_an_outer_cuda_graph_is_captured_and_checked(tmp_path: Path):
+    *_, captured, checked = talk(
+        *preparation(replace(CASE, cuda_graph=True)),
+        {"op": "start_up", "folder": str(tmp_path)},
+        {"op": "first_call"},
+        {"op": "capture"},
+        {"op": "check", "reference": str(tmp_path / "reference.pt")},
+    )
+    assert captured["ok"] and captured["seconds"] > 0
+    assert checked["error"] < 1e-6
+
+
+def test_first_result_counts_everything_from_nothing():
+    *_, reply = talk(*preparation(replace(CASE, cuda_graph=True)), {"op": "first_result"})
+    assert reply["ok"] and reply["seconds"] > 0
+
+
+def test_a_graph_break_and_its_reason_are_reported(tmp_path: Path):
+    *_, first = talk(
+        *preparation(replace(CASE, model="print", strategy="full")),
+        {"op": "start_up", "folder": str(tmp_path)},
+        {"op": "first_call"},
+    )
+    assert first["breaks"]
+    assert "misbehave" in first["breaks"][0]
+    assert len(first["breaks"][0]) <= 400
+
+
+def test_arms_share_one_reference(tmp_path: Path):
+    path = tmp_path / "reference.pt"
+    torch.save({"output": torch.zeros(16 * 8, dtype=torch.float64) + 1, "dtype": "float64"}, path)
+    *_, checked = talk(
+        *preparation(replace(CASE, strategy="eager")),
+        {"op": "start_up", "folder": None},
+        {"op": "first_call"},
+        {"op": "check", "reference": str(path)},
+    )
+    assert checked["error"] > 0.1
+
+
+def test_an_output_that_is_not_finite_is_a_failure(tmp_path: Path):
+    *_, checked = talk(
+        *preparation(replace(CASE, model="nan", strategy="eager")),
+        {"op": "start_up", "folder": None},
+        {"op": "first_call"},
+        {"op": "check", "reference": str(tmp_path / "reference.pt")},
+    )
+    assert not checked["ok"]
+    assert "not finite" in checked["reason"]
+
+
+def test_a_reference_of_another_size_is_an_error():
+    with pytest.raises(ValueError, match="4 values, the reference 3"):
+        _relative_error(torch.zeros(4), torch.zeros(3), "the output")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ValueError("no"), "failed"),
+        (MemoryError(), "out-of-memory"),
+        (torch.OutOfMemoryError("7 GiB"), "out-of-memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "out-of-memory"),
+    ],
+)
+def test_failures_are_typed(error: Exception, status: str, capsys: pytest.CaptureFixture[str]):
+    reply = failure_of(error)
+    assert reply["status"] == status
+    assert type(error).__name__ in reply["reason"]
+    assert type(error).__name__ in capsys.readouterr().err
+
+
+def test_out_of_memory_is_found_behind_the_compilers_own_exception():
+    try:
+        try:
+            raise torch.OutOfMemoryError("7 GiB")
+        except RuntimeError as cause:
+            raise RuntimeError("backend='inductor' raised:\nOutOfMemoryError: 7 GiB") from cause
+    except RuntimeError as error:
+        reply = failure_of(error)
+    assert reply["status"] == "out-of-memory"
+    assert "7 GiB" in reply["reason"]
+
+
+def test_an_unknown_family_is_an_import_error():
+    with pytest.raises(ImportError, match="no_such_family"):
+        load_workload("no_such_family")
+
+
+# From here on in real processes.
+
+
+@pytest.fixture
+def workers() -> Iterator[list[Worker]]:
+    started: list[Worker] = []
+    yield started
+    for worker in started:
+        worker.kill()
+
+
+def start(workers: list[Worker], model: str, timeout: float = 120.0) -> Worker:
+    worker = Worker({"OMP_NUM_THREADS": "1"}, timeout=timeout)
+    workers.append(worker)
+    for message in preparation(replace(CASE, model=model, strategy="eager")):
+        worker.ask(message.pop("op"), **message)
+    return worker
+
+
+def test_stray_prints_do_not_reach_the_replies(workers: list[Worker]):
+    worker = start(workers, "print")
+    assert worker.ask("start_up", folder=None)["ok"]
+    assert worker.ask("first_call")["ok"]
+    assert worker.ask("round", calls=2)["calls"] == 2
+    worker.stop()
+    assert not worker.alive
+    assert "a stray print" in worker.stderr_tail
+
+
+def test_a_crash_names_its_signal_and_the_last_words(workers: list[Worker]):
+    worker = start(workers, "crash")
+    with pytest.raises(WorkerFailure) as caught:
+        worker.ask("start_up", folder=None)
+    assert caught.value.status == "crashed"
+    assert "killed by SIGABRT during start_up" in caught.value.reason
+    assert "about to abort" in caught.value.reason
+    assert str(ROOT) not in caught.value.reason
+    assert not worker.alive
+
+
+def test_a_timeout_kills_the_process(workers: list[Worker]):
+    worker = start(workers, "sleep")
+    worker.timeout = 0.5
+    with pytest.raises(WorkerFailure, match="start_up took longer than 0.5 s") as caught:
+        worker.ask("start_up", folder=None)
+    assert caught.value.status == "timeout"
+    assert not worker.alive
