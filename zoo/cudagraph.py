@@ -79,6 +79,23 @@ class _Bucket:
     graph: torch.cuda.CUDAGraph | None = None
 
 
+class _Mode:
+    """Grad mode, inference mode and autocast as they were when this was made."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._inference = torch.is_inference_mode_enabled()
+        self._grad = torch.is_grad_enabled()
+        self._autocast = torch.is_autocast_enabled(device)
+        self._dtype = torch.get_autocast_dtype(device)
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        autocast = torch.autocast(self._device, self._dtype, enabled=self._autocast)
+        with torch.inference_mode(self._inference), torch.set_grad_enabled(self._grad), autocast:
+            yield
+
+
 class GraphedStep:
     """A captured step; made by ``cuda_graph``."""
 
@@ -103,6 +120,7 @@ class GraphedStep:
         modules = reachable_modules(fn, *self._static.values())
         self._weights = Weights(modules)
         self.device = _device([*tensors, *self._weights.tensors(), *_tensors_in(self._static.values())])
+        self._mode = _Mode(self.device.type)
         self._buckets: dict[tuple[Any, ...], _Bucket] = {}
         # The largest first: later captures then fit into the pool that it reserved.
         pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
@@ -280,7 +298,9 @@ class GraphedStep:
         bucket.outputs = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
     def _run_imitation(self, bucket: _Bucket) -> None:
-        leaves, _ = _flatten_outputs(self._call(bucket))
+        # A replay runs in the mode of its capture, whatever the caller's.
+        with self._mode.restored(), _own_autocast_cache():
+            leaves, _ = _flatten_outputs(self._call(bucket))
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 with _may_write(bucket.outputs[index]):
