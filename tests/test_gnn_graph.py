@@ -179,6 +179,10 @@ def test_half_precision_sums_keep_their_digits() -> None:
     assert out.dtype == torch.bfloat16 and out[0].tolist() == [4096.0, 4096.0]
     mean = mean_neighbours(x, graph.prepared(Recipe(mean=True)).tensors)
     assert mean[0].tolist() == [1.0, 1.0]
+    # Nor are weights rounded to the dtype of the features.
+    weighted = CSRGraph.from_edge_index(edge_index[:, :2], torch.tensor([1 + 2**-9, -1.0]), 4096)
+    assert sum_neighbours(x, weighted.tensors)[0].tolist() == [2**-9, 2**-9]
+    assert edge_softmax(torch.zeros(4096, 1, dtype=torch.bfloat16), graph.tensors).dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", ["gcn-debug", "gat-debug", "graphsage-debug"])
