@@ -158,6 +158,15 @@ class Recorder:
             cache_bypasses=max(inductor["fxgraph_cache_bypass"], autograd["autograd_cache_bypass"]),
         )
 
+    def late(self) -> list[str]:
+        """What was compiled since the recorder was restarted, where nothing should have been; a reason each."""
+        records = self._dynamo.get_compilation_metrics()[self._seen :]
+        return [
+            _short(f"{record.co_name}: {record.recompile_reason or 'compiled anew'}")
+            for record in records
+            if not getattr(record, "is_runtime", False) and record.co_name is not None
+        ]
+
     def _recompiles(self, records: list[Any]) -> list[str]:
         """Reasons of compilations beyond one for each kind of layer that a frame serves.
 

@@ -182,7 +182,10 @@ def _race_group(
             # Profilers leave hooks behind, so they come after everything timed.
             with failures_of(arm):
                 assert arm.result.work is not None
-                arm.result.work.kernels = arm.ask("kernels")["kernels"]
+                counted = arm.ask("kernels")
+                arm.result.work.kernels = counted["kernels"]
+                if (figures := arm.result.warm or arm.result.cold) is not None:
+                    figures.recompiles += [f"during the race: {reason}" for reason in counted["recompiles"]]
                 if settings.traces is not None:
                     arm.ask("trace", path=str(settings.traces / ("-".join(_safe([arm.case.key])) + ".json.gz")))
         if arm.worker is not None:

@@ -262,6 +262,8 @@ def bring_up(arm: Arm, worker: Worker, settings: Settings) -> Compile | None:
         captured = worker.ask("capture")
         figures = figures or Compile(seconds=0.0, graphs=0)
         figures.capture = captured["seconds"]
+        figures.graphs = (figures.graphs or 0) + len(captured["recompiles"])
+        figures.recompiles += [f"at capture: {reason}" for reason in captured["recompiles"]]
         # Replay hides allocations: the peak is the capture's, and its pool stays.
         arm.result.memory.allocated, arm.result.memory.reserved = captured["allocated"], captured["reserved"]
     return figures

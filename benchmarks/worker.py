@@ -137,15 +137,21 @@ class Arm:
             while len(later) < 5 and sum(later) < 2.0:
                 later.append(once(self.step, self.device))
         steady = sorted(later)[len(later) // 2]
+        facts = recorder.facts()
+        self._recorder = recorder
+        recorder.restart()
         return {
             "seconds": max(0.0, first - steady),
             "recording": max(0.0, sum(recording) - steady * len(recording)) if records else None,
             "files_at_start": files,
-            **asdict(recorder.facts()),
+            **asdict(facts),
         }
 
     def capture(self) -> Reply:
-        """Put the outer CUDA graph around the step; seconds with its warm-up. Memory as the capture leaves it."""
+        """Put the outer CUDA graph around the step; seconds with its warm-up. Memory as the capture leaves it.
+
+        What is compiled here was not compiled by the first call: a recompile, whatever the compiler calls it.
+        """
         from benchmarks import strategies
         from benchmarks.timing import synchronise
 
@@ -156,7 +162,14 @@ class Arm:
             synchronise(self.device)
             seconds = time.perf_counter() - began
             self.step()
-        return {"seconds": seconds, **self._peaks()}
+        return {"seconds": seconds, "recompiles": self._late(), **self._peaks()}
+
+    def _late(self) -> list[str]:
+        if self._recorder is None:
+            return []
+        late = self._recorder.late()
+        self._recorder.restart()
+        return late
 
     def first_result(self) -> Reply:
         """From a process with nothing compiled before to the first result, the outer CUDA graph included."""
@@ -260,16 +273,17 @@ class Arm:
             return asdict(timing.back_to_back(self.step, self.device, calls))
 
     def kernels(self) -> Reply:
-        """How many kernels one call launches, by the profiler; None on a CPU. Copies and fills are not kernels."""
-        if self.device == "cpu":
-            return {"kernels": None}
-        from torch.autograd import DeviceType
+        """How many kernels one call launches, by the profiler (None on a CPU); and what was compiled during the race.
 
+        Copies and fills are not kernels.
+        """
+        recompiles = self._late()
+        if self.device == "cpu":
+            return {"kernels": None, "recompiles": recompiles}
         events = self._profile(calls=1).events() or []
-        names = [
-            e.name for e in events if e.device_type == DeviceType.CUDA and not getattr(e, "is_user_annotation", False)
-        ]
-        return {"kernels": sum(not name.startswith(("Memcpy", "Memset")) for name in names)}
+        names = [e.name for e in events if e.device_type.name == "CUDA" and not getattr(e, "is_user_annotation", False)]
+        kernels = sum(not name.startswith(("Memcpy", "Memset")) for name in names)
+        return {"kernels": kernels, "recompiles": recompiles}
 
     def trace(self, *, path: str) -> Reply:
         """A profiler trace of a few steady calls, for chrome://tracing or Perfetto."""

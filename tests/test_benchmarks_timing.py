@@ -62,3 +62,14 @@ def test_device_time_is_within_wall_time():
     timed = back_to_back(lambda: x @ x, "cuda", calls)
     assert timed.device_ms is not None
     assert 0 < timed.device_ms <= timed.wall_ms * 1.05
+
+
+def test_one_stalled_call_does_not_shorten_the_rounds():
+    class Stalling(Counted):
+        def __call__(self) -> None:
+            super().__call__()
+            if self.calls == 2:
+                time.sleep(0.05)
+
+    step = Stalling(0.001)
+    assert calibrate(step, "cpu", 20) > 5

@@ -1,0 +1,131 @@
+"""What the compiler did: caches switched and counted, recompiles told from graphs that are needed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.compiler import Recorder, _phases, _short, cache_environment, cached_files, other_cache, start_up
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.linear(x))
+
+
+class Stages(nn.Module):
+    """Two widths of one class, two layers each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(width) for width in (4, 4, 8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x.repeat(1, 2) if x.size(1) < layer.linear.in_features else x)
+        return x
+
+
+def test_folders_are_switched_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name, value in cache_environment(tmp_path / "case").items():
+        monkeypatch.setenv(name, value)
+    assert cached_files() == 0
+    with other_cache(tmp_path / "other"):
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "other")
+        (tmp_path / "other" / "triton").mkdir(parents=True)
+        (tmp_path / "other" / "triton" / "kernel").touch()
+        assert cached_files() == 1
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "case" / "triton")
+    assert cached_files() == 0
+
+
+@pytest.mark.slow
+def test_starting_the_compiler_leaves_nothing_in_the_cases_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name, value in cache_environment(tmp_path / "case").items():
+        monkeypatch.setenv(name, value)
+    assert start_up(tmp_path / "other", "cpu", torch.float32, "inductor") > 0
+    assert cached_files() == 0
+    with other_cache(tmp_path / "other"):
+        assert cached_files() > 0
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, Layer):
+            module.compile(backend="eager", dynamic=False)
+    return model
+
+
+def test_a_graph_for_each_width_is_no_recompile():
+    model, x = Stages(), torch.randn(2, 4)
+    recorder = Recorder(model)
+    with torch.no_grad():
+        with recorder.watching_signatures():
+            model(x)
+        compiled(model)(x)
+    facts = recorder.facts()
+    assert facts.graphs == 2
+    assert facts.recompiles == []
+    assert facts.breaks == []
+
+
+def test_another_shape_is_a_recompile_with_its_reason():
+    model, x = Stages(), torch.randn(2, 4)
+    recorder = Recorder(model)
+    with torch.no_grad():
+        with recorder.watching_signatures():
+            model(x)
+        compiled(model)(x)
+        model(torch.randn(3, 4))
+    facts = recorder.facts()
+    assert facts.graphs == 4
+    assert len(facts.recompiles) == 2
+    assert "size mismatch" in facts.recompiles[0]
+
+
+def test_late_compilations_are_found_after_a_restart():
+    model = Stages()
+    recorder = Recorder(model)
+    with torch.no_grad():
+        compiled(model)(torch.randn(2, 4))
+        recorder.restart()
+        model(torch.randn(2, 4))
+        assert recorder.late() == []
+        assert recorder.facts().graphs == 0
+        model(torch.randn(5, 4))
+    assert len(recorder.late()) == 2
+    assert "size mismatch" in recorder.late()[0]
+
+
+def test_hooks_do_not_stay():
+    model = Stages()
+    with Recorder(model).watching_signatures():
+        model(torch.randn(2, 4))
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_phases_are_differences_of_nested_figures():
+    class Record:
+        dynamo_cumulative_compile_time_us = 10_000_000
+        aot_autograd_cumulative_compile_time_us = 7_000_000
+        inductor_cumulative_compile_time_us = 5_000_000
+        inductor_code_gen_cumulative_compile_time_us = 4_000_000
+        triton_compile_time_us = 1_000_000
+
+    assert _phases([Record()]) == {"dynamo": 3.0, "aot": 2.0, "inductor": 1.0, "codegen": 3.0, "kernels": 1.0}
+    assert sum(_phases([Record(), Record()]).values()) == 20.0
+
+
+def test_reasons_are_short_and_without_hints():
+    assert _short("Dynamic shape operator\n  Hint: enable it\n  it depends on data") == (
+        "Dynamic shape operator; it depends on data"
+    )
+    assert len(_short("x" * 5000)) == 400

@@ -1,0 +1,60 @@
+"""The environment row, and peaks of the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.environment import Monitor, device_facts, free_memory, row
+from benchmarks.peaks import measure
+from benchmarks.result import Store
+
+
+def test_the_row_says_where_it_was_measured_and_can_be_stored(tmp_path):
+    facts = device_facts("cpu")
+    written = row(facts, {"copy_bandwidth": 1.0})
+    Store(tmp_path / "rows.jsonl").append(written)
+    assert Store(tmp_path / "rows.jsonl").environments() == {written["id"]: written}
+    assert written["torch"] == torch.__version__
+    assert written["gpu"] is None
+    assert {"cpu", "cpu_count", "python", "libraries", "commit", "dirty", "peaks"} <= set(written)
+    assert "torch-geometric" in written["libraries"]
+
+
+def test_ids_tell_environments_apart():
+    facts = device_facts("cpu")
+    assert row(facts, {})["id"] != row({**facts, "torch": "0.0"}, {})["id"]
+
+
+def test_without_a_driver_a_monitor_knows_nothing(monkeypatch: pytest.MonkeyPatch):
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr("benchmarks.environment.ctypes.CDLL", missing)
+    monitor = Monitor()
+    assert (monitor.sm_clock(), monitor.power(), monitor.memory(), monitor.driver()) == (None,) * 4
+    assert free_memory("cuda", monitor) is None
+
+
+def test_free_memory_of_a_cpu_is_known():
+    free = free_memory("cpu", Monitor())
+    assert free is not None and free > 1 << 20
+
+
+def test_peaks_are_of_a_plausible_size():
+    peaks = measure("cpu", ["float32"], quick=True)
+    assert 1e8 < peaks["copy_bandwidth"] < 1e13
+    assert 1e8 < peaks["read_bandwidth"] < 1e13
+    assert 1e8 < peaks["matmul_flops"]["float32"] < 1e15
+    assert peaks["float32_matmul_precision"] == torch.get_float32_matmul_precision()
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_described_and_watched():
+    facts = device_facts("cuda")
+    monitor = Monitor(facts["gpu_uuid"])
+    assert facts["driver"] and facts["gpu_memory"] > 0
+    assert monitor.sm_clock() and monitor.power()
+    used, free = monitor.memory() or (0, 0)
+    assert used > 0 and used + free <= facts["gpu_memory"] * 1.1
+    assert facts["gpu"] == torch.cuda.get_device_name()
