@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -273,20 +274,9 @@ class GraphedStep:
             for _ in range(warmup - 1):
                 self._call(bucket)
             torch.cuda.synchronize()
-            before = torch.cuda.get_sync_debug_mode()
             # Synchronising is found here, where it raises and harms nothing, not in a capture that it would poison.
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with _synchronising_raises():
                 self._call(bucket)
-            except RuntimeError as error:
-                if "synchroniz" not in str(error):
-                    raise
-                raise CaptureError(
-                    f"the step synchronises with the host, which no CUDA graph can hold: {_first_line(error)}"
-                    f"{_where(error)}; move it out of the step"
-                ) from error
-            finally:
-                torch.cuda.set_sync_debug_mode(before)
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
 
@@ -349,6 +339,27 @@ def _copy_in(bucket: _Bucket, leaves: list[Any]) -> None:
     with _may_write(pairs[0][0]), torch.no_grad():
         for buffer, leaf in pairs:
             buffer.copy_(leaf)
+
+
+@contextlib.contextmanager
+def _synchronising_raises() -> Iterator[None]:
+    """A CaptureError for any operation that waits for the device and is noticed doing so."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        # Torch says on every use that it does not notice all of them; the capture itself finds the rest.
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    except RuntimeError as error:
+        if "synchronizing" not in str(error):
+            raise
+        raise CaptureError(
+            f"the step synchronises with the host, which no CUDA graph can hold: {_first_line(error)}"
+            f"{_where(error)}; move it out of the step"
+        ) from error
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 @contextlib.contextmanager
