@@ -65,7 +65,8 @@ class Progress:
         self._current = seconds
         left = f"about {words(self.left())} left"
         if self._bar is not None:
-            text = f"{self._context}: {what}"
+            where = self._context.partition(",")[0]
+            text = f"{where}: {what}" if where else what
             self._bar.update(self._task, description=_cut(text, 44), completed=self.done, left=left)
         else:
             line = f"  [{100 * self.done / self.planned:3.0f} %] {what}"

@@ -169,7 +169,7 @@ def _race_group(
     if not racing:
         return
     seconds = estimate_rounds(len(racing), settings)
-    report.begin(f"{len(racing)} arms race, {settings.rounds} rounds", seconds)
+    report.begin(f"race: arms {len(racing)}, rounds {settings.rounds}", seconds)
     race(
         racing,
         rounds=settings.rounds,
