@@ -1,0 +1,78 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
+"""What the kernels share: which rows a program works on, and how large its tiles are."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def greater(a, b):
+    """The greater, or NaN if either is one."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def span(item, first_row, pointers, chunks, rows, num_chunks, chunk_size):
+    """What item of a launch (a number or a vector of them) is: (row, first edge, end, writes a row, a chunk).
+
+    Chunks come first, rows from ``first_row`` on.
+    """
+    if chunks is None:
+        whole = item < rows
+        first = tl.load(pointers + item, mask=whole, other=0)
+        end = tl.load(pointers + item + 1, mask=whole, other=0)
+        return item, first, end, whole, item < 0
+    else:
+        piece = item < num_chunks
+        own = item - first_row
+        whole = (own >= 0) & (own < rows)
+        first = tl.load(pointers + own, mask=whole, other=0)
+        end = tl.load(pointers + own + 1, mask=whole, other=0)
+        # A long row is left to its chunks.
+        whole = whole & (end - first <= chunk_size)
+        row = tl.where(piece, tl.load(chunks + item * 3, mask=piece, other=0), own)
+        first = tl.where(piece, tl.load(chunks + item * 3 + 1, mask=piece, other=0), first)
+        end = tl.where(piece, tl.load(chunks + item * 3 + 2, mask=piece, other=0), end)
+        return row, first, tl.where(piece | whole, end, first), whole, piece
+
+
+class Blocks(NamedTuple):
+    """How a launch is cut: rows and edges of a step, columns of a tile, warps of a program."""
+
+    rows: int
+    edges: int
+    columns: int
+    warps: int
+
+
+def choose_blocks(channels: int, degree: float, itemsize: int) -> Blocks:
+    """Block sizes by width, mean degree and bytes a value. One place, no autotuning: a first call must be quick."""
+    columns = tile_columns(channels)
+    edges = min(max(next_power(int(degree)), 4), 16)
+    rows = 1
+    # Narrow rows: several to a program, else its fixed latencies (pointer, index, row) are all that is left.
+    while rows * edges * columns < 2048 and rows < 16:
+        rows *= 2
+    return Blocks(rows, edges, columns, warps_for(rows * edges * columns))
+
+
+def tile_columns(channels: int) -> int:
+    """Width of a tile: the widest power of two that leaves at most an eighth of its lanes idle, or the frugalest."""
+    if channels <= 256:
+        return next_power(channels)
+    frugal = min((256, 128, 64), key=lambda width: -channels % width)
+    return next((width for width in (256, 128, 64) if -channels % width <= channels // 8), frugal)
+
+
+def next_power(value: int) -> int:
+    """The next power of two, at least 1."""
+    return 1 << max(value - 1, 0).bit_length()
+
+
+def warps_for(elements: int) -> int:
+    """32 values a thread."""
+    return min(max(next_power(elements // 1024), 1), 8)

@@ -1,0 +1,181 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
+"""Maxima over rows. Ties share the gradient, as with torch's scatter_reduce."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zoo.gnn.kernels.common import Blocks, choose_blocks, greater, span, tile_columns
+from zoo.gnn.kernels.sums import merge_sums
+
+
+@triton.jit(do_not_specialize=["rows", "num_chunks", "chunk_size"])
+def _csr_max(
+    x, index, pointers, chunks, out, ties, partial, partial_ties, rows, num_chunks, chunk_size,
+    CHANNELS: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < CHANNELS
+    item = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    first_row = tl.cdiv(num_chunks, ROWS) * ROWS
+    row, first, end, whole, piece = span(item, first_row, pointers, chunks, rows, num_chunks, chunk_size)
+    greatest = tl.full([ROWS, EDGES, COLUMNS], float("-inf"), tl.float32)
+    equal = tl.zeros([ROWS, EDGES, COLUMNS], tl.float32)
+    longest = tl.max(end - first, 0).to(tl.int32)
+    for offset in range(0, longest, EDGES):
+        edge = first[:, None] + (offset + tl.arange(0, EDGES))[None, :]
+        live = edge < end[:, None]
+        node = tl.load(index + edge, mask=live, other=0).to(tl.int64)
+        place = (node * CHANNELS)[:, :, None] + column[None, None, :]
+        mask = live[:, :, None] & inside[None, None, :]
+        value = tl.load(x + place, mask=mask, other=float("-inf")).to(tl.float32)
+        top = greater(greatest, value)
+        if ties is not None:
+            equal = tl.where(greatest == top, equal, 0.0) + tl.where(mask & (value == top), 1.0, 0.0)
+        greatest = top
+    result = tl.reduce(greatest, 1, greater)
+    place = (row * CHANNELS)[:, None] + column[None, :]
+    piece_place = (item * CHANNELS)[:, None] + column[None, :]
+    if chunks is not None:
+        tl.store(partial + piece_place, result, mask=piece[:, None] & inside[None, :])
+    if ties is not None:
+        count = tl.sum(tl.where(greatest == result[:, None, :], equal, 0.0), 1)
+        if chunks is not None:
+            tl.store(partial_ties + piece_place, count, mask=piece[:, None] & inside[None, :])
+        # torch's scatter_reduce starts from zeros, and counts its start among the ties.
+        count += tl.where(result == 0.0, 1.0, 0.0)
+        tl.store(ties + place, count, mask=whole[:, None] & inside[None, :])
+    result = tl.where((end > first)[:, None], result, 0.0)
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=whole[:, None] & inside[None, :])
+
+
+@triton.jit
+def _merge_maxima(
+    partial, partial_ties, long_rows, out, ties,
+    CHANNELS: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < CHANNELS
+    entry = long_rows + tl.program_id(0) * 3
+    row = tl.load(entry)
+    if row >= 0:
+        first = tl.load(entry + 1)
+        end = tl.load(entry + 2)
+        greatest = tl.full([CHUNKS, COLUMNS], float("-inf"), tl.float32)
+        equal = tl.zeros([CHUNKS, COLUMNS], tl.float32)
+        for offset in range(0, (end - first).to(tl.int32), CHUNKS):
+            chunk = first + offset + tl.arange(0, CHUNKS)
+            place = (chunk * CHANNELS)[:, None] + column[None, :]
+            mask = (chunk < end)[:, None] & inside[None, :]
+            value = tl.load(partial + place, mask=mask, other=float("-inf"))
+            top = greater(greatest, value)
+            if ties is not None:
+                count = tl.load(partial_ties + place, mask=mask, other=0.0)
+                equal = tl.where(greatest == top, equal, 0.0) + tl.where(value == top, count, 0.0)
+            greatest = top
+        result = tl.reduce(greatest, 0, greater)
+        if ties is not None:
+            count = tl.sum(tl.where(greatest == result[None, :], equal, 0.0), 0)
+            count += tl.where(result == 0.0, 1.0, 0.0)
+            tl.store(ties + row * CHANNELS + column, count, mask=inside)
+        tl.store(out + row * CHANNELS + column, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "num_chunks", "chunk_size"])
+def _csr_max_backward(
+    x, values, shares, index, pointers, chunks, out, partial, rows, num_chunks, chunk_size,
+    CHANNELS: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Over the transpose: each source takes its share wherever it is the greatest."""
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < CHANNELS
+    item = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    first_row = tl.cdiv(num_chunks, ROWS) * ROWS
+    row, first, end, whole, piece = span(item, first_row, pointers, chunks, rows, num_chunks, chunk_size)
+    row_place = (row * CHANNELS)[:, None] + column[None, :]
+    own = tl.load(x + row_place, mask=(whole | piece)[:, None] & inside[None, :], other=0.0)[:, None, :]
+    total = tl.zeros([ROWS, EDGES, COLUMNS], tl.float32)
+    longest = tl.max(end - first, 0).to(tl.int32)
+    for offset in range(0, longest, EDGES):
+        edge = first[:, None] + (offset + tl.arange(0, EDGES))[None, :]
+        live = edge < end[:, None]
+        node = tl.load(index + edge, mask=live, other=0).to(tl.int64)
+        place = (node * CHANNELS)[:, :, None] + column[None, None, :]
+        mask = live[:, :, None] & inside[None, None, :]
+        value = tl.load(values + place, mask=mask, other=0.0)
+        share = tl.load(shares + place, mask=mask, other=0.0).to(tl.float32)
+        total += tl.where(own == value, share, 0.0)
+    result = tl.sum(total, 1)
+    if chunks is not None:
+        place = (item * CHANNELS)[:, None] + column[None, :]
+        tl.store(partial + place, result, mask=piece[:, None] & inside[None, :])
+    tl.store(out + row_place, result.to(out.dtype.element_ty), mask=whole[:, None] & inside[None, :])
+
+
+def csr_max(
+    x: Tensor,
+    pointers: Tensor,
+    index: Tensor,
+    count_ties: bool,
+    chunks: Tensor | None = None,
+    long_rows: Tensor | None = None,
+    chunk_size: int = 0,
+    blocks: Blocks | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Greatest of gathered rows, x [S, C] -> [R, C], and how many edges reach it, [R, C] float32 (or [0])."""
+    x = x.contiguous()
+    rows, channels = pointers.shape[0] - 1, x.shape[1]
+    out = x.new_empty(rows, channels)
+    ties = x.new_empty((rows, channels) if count_ties else (0,), dtype=torch.float32)
+    if not out.numel():
+        return out, ties
+    blocks = blocks or choose_blocks(channels, index.shape[0] / rows, x.element_size())
+    num_chunks = 0 if chunks is None else chunks.shape[0]
+    partial = None if chunks is None else x.new_empty(num_chunks, channels, dtype=torch.float32)
+    partial_ties = None if partial is None or not count_ties else torch.empty_like(partial)
+    given_ties = ties if count_ties else None
+    tiles = triton.cdiv(channels, blocks.columns)
+    _csr_max[(triton.cdiv(num_chunks, blocks.rows) + triton.cdiv(rows, blocks.rows), tiles)](
+        x, index, pointers, chunks, out, given_ties, partial, partial_ties, rows, num_chunks, chunk_size,
+        CHANNELS=channels, ROWS=blocks.rows, EDGES=blocks.edges, COLUMNS=blocks.columns, num_warps=blocks.warps,
+    )  # fmt: skip
+    if partial is not None and long_rows is not None:
+        columns = min(tile_columns(channels), 64)
+        _merge_maxima[(long_rows.shape[0], triton.cdiv(channels, columns))](
+            partial, partial_ties, long_rows, out, given_ties,
+            CHANNELS=channels, CHUNKS=32, COLUMNS=columns, num_warps=4,
+        )  # fmt: skip
+    return out, ties
+
+
+def csr_max_backward(
+    x: Tensor,
+    values: Tensor,
+    shares: Tensor,
+    pointers: Tensor,
+    index: Tensor,
+    chunks: Tensor | None = None,
+    long_rows: Tensor | None = None,
+    chunk_size: int = 0,
+    blocks: Blocks | None = None,
+) -> Tensor:
+    """Over the transpose, x [S, C], values and shares [D, C] -> [S, C]: the shares of all maxima that x reaches."""
+    x, values, shares = x.contiguous(), values.contiguous(), shares.contiguous()
+    rows, channels = x.shape
+    out = torch.empty_like(x)
+    if not out.numel():
+        return out
+    blocks = blocks or choose_blocks(channels, index.shape[0] / rows, x.element_size())
+    num_chunks = 0 if chunks is None else chunks.shape[0]
+    partial = None if chunks is None else x.new_empty(num_chunks, channels, dtype=torch.float32)
+    tiles = triton.cdiv(channels, blocks.columns)
+    _csr_max_backward[(triton.cdiv(num_chunks, blocks.rows) + triton.cdiv(rows, blocks.rows), tiles)](
+        x, values, shares, index, pointers, chunks, out, partial, rows, num_chunks, chunk_size,
+        CHANNELS=channels, ROWS=blocks.rows, EDGES=blocks.edges, COLUMNS=blocks.columns, num_warps=blocks.warps,
+    )  # fmt: skip
+    if partial is not None and long_rows is not None:
+        merge_sums(partial, long_rows, None, out)
+    return out

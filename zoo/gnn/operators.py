@@ -1,0 +1,393 @@
+"""The kernels as torch operators, so that a region that uses them stays one graph.
+
+An operator runs a Triton kernel on a GPU and torch's own operators elsewhere (on the CPU, in float64, on GPUs that
+Triton does not know, where it is not installed). Triton is imported when a kernel runs first. All operators are
+deterministic where kernels run. Rows of the transpose are needed for backward passes alone and may be left out without
+gradients.
+
+Shape legend: S sources, D destinations, E edges, H heads, C channels; X chunks and L long rows as in split.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.gnn import fallback, plain
+
+# Where the aggregations use these operators. Elsewhere torch's own are better: the compiler sees through them.
+DEVICES: tuple[str, ...] = ("cuda",)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# The kernels hold all channels of a head at once.
+WIDEST_HEAD = 4096
+
+
+def usable_for(x: Tensor) -> bool:
+    """Whether an aggregation of these features goes through the operators. Reads device and dtype only."""
+    return x.device.type in DEVICES and x.dtype in DTYPES
+
+
+@functools.cache
+def _triton_runs_on(device: torch.device) -> bool:
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (7, 5)
+
+
+def _implementation(module: str, x: Tensor) -> ModuleType:
+    """The kernels of ``zoo.gnn.kernels.<module>``, or what stands in for them."""
+    if x.dtype not in DTYPES or not _triton_runs_on(x.device) or (x.dim() == 3 and x.shape[2] > WIDEST_HEAD):
+        return fallback
+    return importlib.import_module(f"zoo.gnn.kernels.{module}")
+
+
+def tell_flop_counter() -> None:
+    """Register FLOP formulas if somebody counts. Importing torch's counter would bring Triton in."""
+    if "torch.utils.flop_counter" in sys.modules:
+        importlib.import_module("zoo.gnn.flops")
+
+
+def _transpose_of(pointers: Tensor | None) -> Tensor:
+    if pointers is None:
+        raise RuntimeError(
+            "a gradient of an aggregation walks the transposed graph, which this one was prepared without; run the "
+            "forward with gradients enabled on a CSRGraph or on raw edges"
+        )
+    return pointers
+
+
+# --- sums ---
+
+
+@torch.library.custom_op(
+    "zoo_gnn::csr_sum",
+    mutates_args=(),
+    schema="(Tensor x, Tensor pointers, Tensor index, Tensor? weight, Tensor? gather_scale, Tensor? row_scale, "
+    "Tensor? chunks, Tensor? long_rows, int chunk_size, Tensor? row, Tensor? t_pointers, Tensor? t_index, "
+    "Tensor? t_weight, Tensor? t_chunks, Tensor? t_long_rows) -> Tensor",
+)
+def csr_sum(
+    x: Tensor,
+    pointers: Tensor,
+    index: Tensor,
+    weight: Tensor | None,
+    gather_scale: Tensor | None,
+    row_scale: Tensor | None,
+    chunks: Tensor | None,
+    long_rows: Tensor | None,
+    chunk_size: int,
+    row: Tensor | None,
+    t_pointers: Tensor | None,
+    t_index: Tensor | None,
+    t_weight: Tensor | None,
+    t_chunks: Tensor | None,
+    t_long_rows: Tensor | None,
+) -> Tensor:
+    """Weighted sums over rows: x [S, C] -> [D, C].
+
+    Args:
+        x: [S, C].
+        pointers: [D + 1] int64, where each row's edges start.
+        index: [E], the source of each edge.
+        weight: [E], a factor an edge.
+        gather_scale: [S], a factor a source.
+        row_scale: [D], a factor a sum.
+        chunks: Chunks of long rows; see split.py.
+        long_rows: The long rows themselves.
+        chunk_size: Most edges in a chunk.
+        row: [E], the destination of each edge: for the gradient of ``weight``.
+        t_pointers: [S + 1], as ``pointers`` and the following, of the transpose: for the gradient of ``x``.
+        t_index: [E].
+        t_weight: [E], the weights in the order of the transpose.
+        t_chunks: Chunks of the transpose.
+        t_long_rows: Long rows of the transpose.
+    """
+    return _implementation("sums", x).csr_sum(
+        x, pointers, index, weight, gather_scale, row_scale, chunks, long_rows, chunk_size
+    )
+
+
+@csr_sum.register_fake
+def _(x: Tensor, pointers: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(pointers.shape[0] - 1, x.shape[1])
+
+
+def _csr_sum_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, *tensors, chunk_size, row, t_pointers, t_index, t_weight, t_chunks, t_long_rows = inputs
+    # The features are needed for the gradient of weights alone.
+    x = x if ctx.needs_input_grad[3] else None
+    ctx.chunk_size = chunk_size
+    ctx.save_for_backward(x, *tensors, row, t_pointers, t_index, t_weight, t_chunks, t_long_rows)
+
+
+def _csr_sum_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, pointers, index, weight, gather_scale, row_scale, chunks, long_rows, row, *transpose = ctx.saved_tensors
+    t_pointers, t_index, t_weight, t_chunks, t_long_rows = transpose
+    if ctx.needs_input_grad[4] or ctx.needs_input_grad[5]:
+        raise NotImplementedError("scales of nodes have no gradient; multiply outside of the operator")
+    grad_x = grad_weight = None
+    if ctx.needs_input_grad[0]:
+        grad_x = csr_sum(
+            grad, _transpose_of(t_pointers), t_index, t_weight, row_scale, gather_scale, t_chunks, t_long_rows,
+            ctx.chunk_size, None, pointers, index, weight, chunks, long_rows,
+        )  # fmt: skip
+    if ctx.needs_input_grad[3]:
+        grad_weight = edge_dot(x, grad, index, _transpose_of(row), gather_scale, row_scale, weight.dtype)
+    return grad_x, None, None, grad_weight, *(None,) * 11
+
+
+csr_sum.register_autograd(_csr_sum_backward, setup_context=_csr_sum_context)
+
+
+@torch.library.custom_op(
+    "zoo_gnn::edge_dot",
+    mutates_args=(),
+    schema="(Tensor x, Tensor grad, Tensor source, Tensor destination, Tensor? gather_scale, Tensor? row_scale, "
+    "ScalarType dtype) -> Tensor",
+)
+def edge_dot(
+    x: Tensor,
+    grad: Tensor,
+    source: Tensor,
+    destination: Tensor,
+    gather_scale: Tensor | None,
+    row_scale: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Features x [S, C] times grad [D, C], summed over channels, for each edge [E] and times its nodes' scales."""
+    return _implementation("sums", x).edge_dot(x, grad, source, destination, gather_scale, row_scale, dtype)
+
+
+@edge_dot.register_fake
+def _(
+    x: Tensor,
+    grad: Tensor,
+    source: Tensor,
+    destination: Tensor,
+    gather_scale: Tensor | None,
+    row_scale: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    return x.new_empty(source.shape[0], dtype=dtype)
+
+
+# --- maxima ---
+
+
+@torch.library.custom_op(
+    "zoo_gnn::csr_max",
+    mutates_args=(),
+    schema="(Tensor x, Tensor pointers, Tensor index, bool count_ties, Tensor? chunks, Tensor? long_rows, "
+    "int chunk_size, Tensor? t_pointers, Tensor? t_index, Tensor? t_chunks, Tensor? t_long_rows) -> (Tensor, Tensor)",
+)
+def csr_max(
+    x: Tensor,
+    pointers: Tensor,
+    index: Tensor,
+    count_ties: bool,
+    chunks: Tensor | None,
+    long_rows: Tensor | None,
+    chunk_size: int,
+    t_pointers: Tensor | None,
+    t_index: Tensor | None,
+    t_chunks: Tensor | None,
+    t_long_rows: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Maxima over rows, x [S, C] -> [D, C], zero for empty rows; arguments as of ``csr_sum``.
+
+    With ``count_ties``, which a gradient needs, also how many edges share each maximum, [D, C] float32; else [0]. As in
+    torch's ``scatter_reduce`` a maximum of zero counts once more, for the zeros that it starts from.
+    """
+    return _implementation("maxima", x).csr_max(x, pointers, index, count_ties, chunks, long_rows, chunk_size)
+
+
+@csr_max.register_fake
+def _(x: Tensor, pointers: Tensor, index: Tensor, count_ties: bool, *_: Any) -> tuple[Tensor, Tensor]:
+    shape = (pointers.shape[0] - 1, x.shape[1])
+    return x.new_empty(shape), x.new_empty(shape if count_ties else (0,), dtype=torch.float32)
+
+
+def _csr_max_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, _, _, count_ties, _, _, chunk_size, *transpose = inputs
+    if not count_ties:
+        raise RuntimeError("the gradient of a maximum needs its ties: count_ties=True")
+    ctx.chunk_size = chunk_size
+    ctx.save_for_backward(x, *output, *transpose)
+
+
+def _csr_max_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    x, values, ties, t_pointers, t_index, t_chunks, t_long_rows = ctx.saved_tensors
+    shares = (grad / ties.clamp(min=1)).to(grad.dtype)
+    grad_x = csr_max_backward(
+        x, values, shares, _transpose_of(t_pointers), t_index, t_chunks, t_long_rows, ctx.chunk_size
+    )
+    return grad_x, *(None,) * 10
+
+
+csr_max.register_autograd(_csr_max_backward, setup_context=_csr_max_context)
+
+
+@torch.library.custom_op(
+    "zoo_gnn::csr_max_backward",
+    mutates_args=(),
+    schema="(Tensor x, Tensor values, Tensor shares, Tensor t_pointers, Tensor t_index, Tensor? t_chunks, "
+    "Tensor? t_long_rows, int chunk_size) -> Tensor",
+)
+def csr_max_backward(
+    x: Tensor,
+    values: Tensor,
+    shares: Tensor,
+    t_pointers: Tensor,
+    t_index: Tensor,
+    t_chunks: Tensor | None,
+    t_long_rows: Tensor | None,
+    chunk_size: int,
+) -> Tensor:
+    """The sum of ``shares`` [D, C] over all edges at whose end x [S, C] reaches ``values`` [D, C]: [S, C]."""
+    return _implementation("maxima", x).csr_max_backward(
+        x, values, shares, t_pointers, t_index, t_chunks, t_long_rows, chunk_size
+    )
+
+
+@csr_max_backward.register_fake
+def _(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+# --- attention ---
+
+
+@torch.library.custom_op(
+    "zoo_gnn::gat",
+    mutates_args=(),
+    schema="(Tensor x, Tensor a_source, Tensor a_destination, float slope, Tensor? seed, float dropout, "
+    "Tensor pointers, Tensor index, Tensor? chunks, Tensor? long_rows, int chunk_size, Tensor? t_pointers, "
+    "Tensor? t_index, Tensor? permutation, Tensor? t_chunks, Tensor? t_long_rows) -> (Tensor, Tensor)",
+)
+def gat(
+    x: Tensor,
+    a_source: Tensor,
+    a_destination: Tensor,
+    slope: float,
+    seed: Tensor | None,
+    dropout: float,
+    pointers: Tensor,
+    index: Tensor,
+    chunks: Tensor | None,
+    long_rows: Tensor | None,
+    chunk_size: int,
+    t_pointers: Tensor | None,
+    t_index: Tensor | None,
+    permutation: Tensor | None,
+    t_chunks: Tensor | None,
+    t_long_rows: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Neighbours weighed by the softmax of their leaky scores, and the log of the sum of exponents.
+
+    Args:
+        x: [S, H, C].
+        a_source: [S, H], one part of the score of an edge.
+        a_destination: [D, H], the other.
+        slope: Of the leaky relu below zero.
+        seed: [1] int64 for dropout of weights, or None.
+        dropout: Probability that an edge's weight is zero; the others grow by 1 / (1 - dropout).
+        pointers: This and the others as of ``csr_sum``.
+        index: [E].
+        chunks: Of long rows.
+        long_rows: Long rows.
+        chunk_size: Most edges in a chunk.
+        t_pointers: [S + 1].
+        t_index: [E].
+        permutation: [E], place in row order of each edge of the transpose.
+        t_chunks: Of the transpose.
+        t_long_rows: Of the transpose.
+
+    Returns:
+        [D, H, C] in the dtype of ``x``, zero for empty rows, and [D, H] in at least float32.
+    """
+    return _implementation("attention", x).gat(
+        x, a_source, a_destination, slope, seed, dropout, pointers, index, chunks, long_rows, chunk_size
+    )
+
+
+@gat.register_fake
+def _(
+    x: Tensor,
+    a_source: Tensor,
+    a_destination: Tensor,
+    slope: float,
+    seed: Tensor | None,
+    dropout: float,
+    pointers: Tensor,
+    *_: Any,
+) -> tuple[Tensor, Tensor]:
+    rows = pointers.shape[0] - 1
+    return x.new_empty(rows, *x.shape[1:]), x.new_empty(rows, x.shape[1], dtype=plain.wide(x.dtype))
+
+
+def _gat_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, a_source, a_destination, ctx.slope, seed, ctx.dropout, pointers, _, *rest = inputs
+    chunks, long_rows, ctx.chunk_size, *transpose = rest
+    ctx.save_for_backward(x, a_source, a_destination, *output, seed, pointers, chunks, long_rows, *transpose)
+
+
+def _gat_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    x, a_source, a_destination, out, lse, seed, pointers, chunks, long_rows, *transpose = ctx.saved_tensors
+    t_pointers, t_index, permutation, t_chunks, t_long_rows = transpose
+    # Left to the compiler: it makes one small reduction of it.
+    delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    grads = gat_backward(
+        grad, x, a_source, a_destination, lse, delta, ctx.slope, seed, ctx.dropout, pointers, chunks, long_rows,
+        _transpose_of(t_pointers), t_index, permutation, t_chunks, t_long_rows, ctx.chunk_size,
+    )  # fmt: skip
+    return *grads, *(None,) * 13
+
+
+gat.register_autograd(_gat_backward, setup_context=_gat_context)
+
+
+@torch.library.custom_op(
+    "zoo_gnn::gat_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor x, Tensor a_source, Tensor a_destination, Tensor lse, Tensor delta, float slope, "
+    "Tensor? seed, float dropout, Tensor pointers, Tensor? chunks, Tensor? long_rows, Tensor t_pointers, "
+    "Tensor t_index, Tensor permutation, Tensor? t_chunks, Tensor? t_long_rows, int chunk_size) "
+    "-> (Tensor, Tensor, Tensor)",
+)
+def gat_backward(
+    grad: Tensor,
+    x: Tensor,
+    a_source: Tensor,
+    a_destination: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    slope: float,
+    seed: Tensor | None,
+    dropout: float,
+    pointers: Tensor,
+    chunks: Tensor | None,
+    long_rows: Tensor | None,
+    t_pointers: Tensor,
+    t_index: Tensor,
+    permutation: Tensor,
+    t_chunks: Tensor | None,
+    t_long_rows: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``gat`` for x and both scores. ``delta`` [D, H] is ``grad`` times the output, summed over C."""
+    return _implementation("attention", x).gat_backward(
+        grad, x, a_source, a_destination, lse, delta, slope, seed, dropout, pointers, chunks, long_rows,
+        t_pointers, t_index, permutation, t_chunks, t_long_rows, chunk_size,
+    )  # fmt: skip
+
+
+@gat_backward.register_fake
+def _(grad: Tensor, x: Tensor, a_source: Tensor, a_destination: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), a_source.new_empty(a_source.shape), a_destination.new_empty(a_destination.shape)

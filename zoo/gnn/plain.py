@@ -1,0 +1,90 @@
+"""The aggregations in torch's own operators: on the CPU, in float64, and where Triton is missing.
+
+Eagerly each holds a tensor of E x C; compiled, gather, weight and reduction become one kernel without it. All are
+differentiable by autograd. Sums of half-precision features are kept in float32: it is as fast once compiled, and a node
+with thousands of neighbours keeps its digits.
+
+Shape legend: S sources, D destinations, E edges, H heads, C channels.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums over edges are kept in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def edge_sum(
+    x: Tensor,
+    source: Tensor,
+    destination: Tensor,
+    rows: int,
+    weight: Tensor | None = None,
+    gather_scale: Tensor | None = None,
+    row_scale: Tensor | None = None,
+) -> Tensor:
+    """Sum over incoming edges.
+
+    Args:
+        x: [S, C], or [S, H, C].
+        source: [E] node that each edge comes from.
+        destination: [E] node that it goes to.
+        rows: D.
+        weight: [E], or [E, H], a factor an edge.
+        gather_scale: [S], a factor for each source.
+        row_scale: [D], a factor for each sum.
+    """
+    dtype = wide(x.dtype)
+    messages = x.index_select(0, source).to(dtype)
+    if weight is not None:
+        messages = messages * _as_wide_as(weight.to(dtype), messages)
+    if gather_scale is not None:
+        messages = messages * _as_wide_as(gather_scale.index_select(0, source).to(dtype), messages)
+    total = messages.new_zeros(rows, *x.shape[1:]).index_add(0, destination, messages)
+    if row_scale is not None:
+        total = total * _as_wide_as(row_scale.to(dtype), total)
+    return total.to(x.dtype)
+
+
+def edge_max(x: Tensor, source: Tensor, destination: Tensor, rows: int) -> Tensor:
+    """Greatest value over incoming edges, zero where there are none; ties share the gradient. x [S, C] -> [D, C]."""
+    messages = x.index_select(0, source)
+    index = destination.long().unsqueeze(-1).expand_as(messages)
+    return x.new_zeros(rows, *x.shape[1:]).scatter_reduce(0, index, messages, "amax", include_self=False)
+
+
+def edge_softmax(scores: Tensor, destination: Tensor, rows: int) -> Tensor:
+    """Softmax over the incoming edges of each destination. scores [E, H] -> [E, H], at least float32."""
+    scores = scores.to(wide(scores.dtype))
+    zeros = scores.new_zeros(rows, scores.shape[1])
+    index = destination.long().unsqueeze(-1).expand_as(scores)
+    # Shifting by the greatest score changes nothing but overflow, so no gradient need pass.
+    greatest = zeros.scatter_reduce(0, index, scores.detach(), "amax", include_self=False)
+    exponent = (scores - greatest.index_select(0, destination)).exp()
+    total = zeros.index_add(0, destination, exponent)
+    return exponent / total.index_select(0, destination)
+
+
+def attention(
+    x: Tensor,
+    a_source: Tensor,
+    a_destination: Tensor,
+    slope: float,
+    source: Tensor,
+    destination: Tensor,
+    rows: int,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Neighbours weighed by the softmax of their scores: x [S, H, C], scores [S, H] and [D, H] -> [D, H, C]."""
+    score = a_source.index_select(0, source) + a_destination.index_select(0, destination)  # [E, H]
+    share = edge_softmax(F.leaky_relu(score, slope), destination, rows)
+    return edge_sum(x, source, destination, rows, F.dropout(share, dropout))
+
+
+def _as_wide_as(factor: Tensor, like: Tensor) -> Tensor:
+    return factor.view(*factor.shape, *(1,) * (like.dim() - factor.dim()))

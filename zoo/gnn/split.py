@@ -1,0 +1,61 @@
+"""Long rows in pieces: one node with 200,000 neighbours must not keep everybody waiting.
+
+A row of more than ``EDGES_PER_CHUNK`` edges is cut into chunks. Each chunk is reduced on its own, at the same time as
+the short rows, and a second small kernel adds up the chunks of each long row in their order: no atomics, and the same
+bits at every run. A graph without a long row has no tables and needs no second kernel.
+
+Shape legend: R rows (destinations; sources in the transpose), E edges, X chunks and L long rows at most.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+EDGES_PER_CHUNK = 512
+
+
+class Split(NamedTuple):
+    """Tables of chunks. Their shapes depend on the number of edges alone, so that other graphs of a size fit as well.
+
+    Args:
+        chunks: [X, 3] int64, (row, first edge, end) of each chunk, those of one row side by side; empty at the end.
+        rows: [L, 3] int64, (row, first chunk, end) of each long row; row -1 at the end.
+    """
+
+    chunks: Tensor
+    rows: Tensor
+
+
+def split_rows(pointers: Tensor, edges: int, size: int | None = None) -> Split | None:
+    """The tables of a graph, or None if no row has more than ``size`` edges. Reads one number from the device.
+
+    Args:
+        pointers: [R + 1] int64, where the edges of each row start.
+        edges: E.
+        size: Most edges in a chunk; ``EDGES_PER_CHUNK`` when left out.
+    """
+    size = EDGES_PER_CHUNK if size is None else size
+    if edges <= size or pointers.is_meta:
+        return None
+    degree = pointers.diff()
+    if int(degree.max()) <= size:
+        return None
+    count = ((degree + size - 1) // size).masked_fill(degree <= size, 0)
+    end = count.cumsum(0)
+    # A row of d > size edges has fewer than 2 d / size chunks.
+    number = torch.arange(2 * edges // size, device=pointers.device)
+    row, real = _within(torch.searchsorted(end, number, right=True), degree)
+    first_edge = pointers[row] + (number - (end - count)[row]) * size
+    chunks = torch.stack([row, first_edge, torch.minimum(first_edge + size, pointers[row + 1])], dim=1)
+    rank = torch.arange(1, edges // (size + 1) + 1, device=pointers.device)
+    row, long = _within(torch.searchsorted((degree > size).cumsum(0), rank), degree)
+    rows = torch.stack([row, (end - count)[row], end[row]], dim=1)
+    return Split(chunks.masked_fill(~real.unsqueeze(1), 0), rows.masked_fill(~long.unsqueeze(1), -1))
+
+
+def _within(row: Tensor, degree: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows that exist, and which of them did."""
+    return row.clamp(max=degree.shape[0] - 1), row < degree.shape[0]
