@@ -25,7 +25,7 @@ class Compile:
 
     ``seconds`` runs from the first call to its result, less one steady call, the compiler having been started before.
     ``time_to_first_result`` comes from a process of its own in which nothing was compiled before, imports and model
-    set-up apart.
+    set-up apart. ``start_up`` is the compiler's own, the same for every arm, measured once a run in a process alone.
     """
 
     start_up: float | None = None

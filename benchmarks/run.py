@@ -21,6 +21,7 @@ import typer
 from rich.console import Console
 
 from benchmarks.case import DTYPES, IMPLEMENTATIONS, MODES, STRATEGY_NAMES, WORKLOADS, Case, expand, races_of
+from benchmarks.compiler import cache_environment
 from benchmarks.environment import Monitor, row
 from benchmarks.process import Worker, WorkerFailure, kill_all
 from benchmarks.progress import Progress, words
@@ -214,8 +215,8 @@ def main(
             traces=(folder.parent if folder.suffix == ".jsonl" else folder) / "traces" if trace else None,
             data_root=None if data_root is None else str(data_root),
             seed=seed,
-            # Imports overlap imports alone, so two cores may as well share them.
-            ahead=min(cores, max(2, min(cores // 4, 12))),
+            # Arms get ready beside nothing but each other, so two cores may as well share them.
+            ahead=min(cores, max(2, min(cores // 2, 12))),
         )
         return _measure(plan, settings, console)
 
@@ -312,16 +313,20 @@ def _environment(plan: Plan, settings: Settings, progress: Progress) -> tuple[di
 
     seconds = PEAKS_SECONDS * (0.2 if settings.quick else 1)
     progress.begin("what this device does at best", seconds)
-    worker = Worker({}, timeout=settings.timeout)
+    folder = settings.scratch / "start-up"
+    compiles = any(case.strategy != "eager" for case in plan.cases) and not settings.steady_only
+    worker = Worker(cache_environment(folder), timeout=settings.timeout)
     try:
         dtypes = list(dict.fromkeys(case.dtype for case in plan.cases))
-        found = worker.ask("peaks", device=plan.device, dtypes=dtypes, quick=settings.quick)
+        start_up = str(folder / "compiler") if compiles else None
+        found = worker.ask("peaks", device=plan.device, dtypes=dtypes, quick=settings.quick, start_up=start_up)
     except WorkerFailure as failure:
         raise UsageError(f"the device {plan.device} could not be measured ({failure})") from failure
     finally:
         worker.stop()
     facts = found["device"]
-    return row(facts, found["peaks"]), replace(settings, monitor=Monitor(facts.get("gpu_uuid")))
+    settings = replace(settings, monitor=Monitor(facts.get("gpu_uuid")), compiler_start_up=found["start_up"])
+    return row(facts, found["peaks"]), settings
 
 
 def _sets_in(store: Store) -> int:

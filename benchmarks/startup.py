@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from benchmarks.case import Case
 from benchmarks.compiler import cache_environment
 from benchmarks.environment import Monitor
-from benchmarks.process import Worker, WorkerFailure
+from benchmarks.process import Worker, WorkerFailure, kill_all
 from benchmarks.result import Check, Compile, Memory, Result, Work
 
 COUNTED = ("seconds", "phases", "graphs", "breaks", "recompiles", "cache_hits", "cache_misses", "cache_bypasses")
@@ -40,7 +40,8 @@ class Settings:
     Args:
         workload: Family, or dotted name of a workload's module.
         scratch: Folder for caches and references; the caller removes it.
-        ahead: How many workers may import at the same time.
+        ahead: How many workers may get ready at the same time.
+        compiler_start_up: Seconds that the compiler's own start takes, measured once a run in a process alone.
         rounds: Rounds of a race, in each set of processes.
     """
 
@@ -56,6 +57,7 @@ class Settings:
     data_root: str | None = None
     seed: int = 0
     ahead: int = 1
+    compiler_start_up: float | None = None
 
 
 @dataclass(kw_only=True)
@@ -123,8 +125,8 @@ def spawn(job: Job, settings: Settings) -> Worker:
 def processes(jobs: Sequence[Job], settings: Settings) -> Iterator[tuple[Job, Worker]]:
     """A worker for each job, in order, ready to work; jobs of arms that failed meanwhile are left out.
 
-    Several import at the same time, and nothing is handed out while one still does: an import beside a measurement
-    would be measured with it.
+    Several import, build their inputs and start the compiler at the same time, and nothing is handed out while one
+    still does: an import beside a measurement would be measured with it.
     """
     for first in range(0, len(jobs), settings.ahead):
         batch: list[tuple[Job, Worker]] = []
@@ -132,9 +134,7 @@ def processes(jobs: Sequence[Job], settings: Settings) -> Iterator[tuple[Job, Wo
             for job in jobs[first : first + settings.ahead]:
                 if job.arm.ok:
                     batch.append((job, spawn(job, settings)))
-            for job, worker in batch:
-                with failures_of(job.arm):
-                    worker.receive()
+            in_parallel(lambda pair: make_ready(*pair, settings), batch, settings.ahead)
             for job, worker in batch:
                 if job.arm.ok and worker.alive:
                     yield job, worker
@@ -142,6 +142,33 @@ def processes(jobs: Sequence[Job], settings: Settings) -> Iterator[tuple[Job, Wo
             for job, worker in batch:
                 if worker is not job.arm.worker:
                     worker.kill()
+
+
+def in_parallel(work: Callable[[Any], None], items: Sequence[Any], threads: int) -> None:
+    """Do the same with several items at once. On Ctrl-C the workers end at once, and with them whoever waits for one."""
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            list(pool.map(work, items))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            kill_all()
+            raise
+
+
+def make_ready(job: Job, worker: Worker, settings: Settings) -> None:
+    """Wait for the imports, build model and inputs, and start the compiler where the job is not about that."""
+    arm = job.arm
+    with failures_of(arm):
+        worker.receive()
+        ready = worker.ask("prepare", case=arm.case.to_json(), data_root=settings.data_root, seed=settings.seed)
+        result = arm.result
+        result.data, result.sizes, result.preparation = ready["data"], ready["sizes"], ready["preparation"]
+        flops = result.work.flops if result.work is not None else None
+        if job.phase != FIRST_RESULT:
+            folder = str(arm.folder / "start-up") if arm.compiled else None
+            flops = worker.ask("start_up", folder=folder)["flops"]
+        result.work = Work(flops=flops, bytes=ready["bytes"], bytes_formula=ready["bytes_formula"])
+        result.memory = Memory(model=ready["model_bytes"])
 
 
 class failures_of:
@@ -172,7 +199,6 @@ def measure_compilation(
                 arm.result.cold = bring_up(arm, worker, settings)
             else:
                 assert arm.result.cold is not None
-                _prepare(arm, worker, settings)
                 arm.result.cold.time_to_first_result = worker.ask("first_result")["seconds"]
         worker.stop()
 
@@ -184,8 +210,7 @@ def prepare_race(
     jobs = [Job(arm, RACE) for arm in arms if arm.ok]
     if settings.steady_only:
         report.begin(f"{len(jobs)} arms start together", sum(cost(job) for job in jobs) / settings.ahead)
-        with ThreadPoolExecutor(settings.ahead) as pool:
-            list(pool.map(lambda job: _start_alone(job, settings, reference), jobs))
+        in_parallel(lambda job: _start_alone(job, settings, reference), jobs, settings.ahead)
         return
     for job, worker in processes(jobs, settings):
         report.begin(f"{job.arm.case.arm}: {job.phase}", cost(job))
@@ -194,15 +219,14 @@ def prepare_race(
 
 def _start_alone(job: Job, settings: Settings, reference: Path) -> None:
     worker = spawn(job, settings)
-    with failures_of(job.arm):
-        worker.receive()
+    make_ready(job, worker, settings)
+    if job.arm.ok:
         _start_racing(job.arm, worker, settings, reference)
 
 
 def _start_racing(arm: Arm, worker: Worker, settings: Settings, reference: Path) -> None:
     arm.worker = worker
     with failures_of(arm):
-        used = settings.monitor.memory()
         figures = bring_up(arm, worker, settings)
         if settings.steady_only:
             # Arms that start together disturb each other: counts and reasons hold, seconds do not.
@@ -224,36 +248,20 @@ def _start_racing(arm: Arm, worker: Worker, settings: Settings, reference: Path)
         if not arm.case.cuda_graph:
             peaks = worker.ask("memory")
             arm.result.memory.allocated, arm.result.memory.reserved = peaks["allocated"], peaks["reserved"]
-        after = settings.monitor.memory()
-        if arm.case.device != "cpu" and used and after and not settings.steady_only:
-            arm.result.memory.device = max(0, after[0] - used[0])
         check = worker.ask("check", reference=str(reference))
         arm.result.check = Check(
             error=check["error"], eager_error=check["eager_error"], reference_dtype=check["reference_dtype"]
         )
 
 
-def _prepare(arm: Arm, worker: Worker, settings: Settings) -> None:
-    ready = worker.ask("prepare", case=arm.case.to_json(), data_root=settings.data_root, seed=settings.seed)
-    result = arm.result
-    result.data, result.sizes, result.preparation = ready["data"], ready["sizes"], ready["preparation"]
-    flops = result.work.flops if result.work is not None else None
-    result.work = Work(flops=flops, bytes=ready["bytes"], bytes_formula=ready["bytes_formula"])
-    result.memory = Memory(model=ready["model_bytes"])
-
-
 def bring_up(arm: Arm, worker: Worker, settings: Settings) -> Compile | None:
-    """Prepare, start the compiler, compile, capture. What that took; None for a plain eager arm."""
-    _prepare(arm, worker, settings)
-    folder = arm.folder / "start-up"
-    started = worker.ask("start_up", folder=str(folder) if arm.compiled else None)
-    assert arm.result.work is not None and arm.result.memory is not None
-    arm.result.work.flops = started["flops"]
+    """Compile and capture in a process that is ready. What that took; None for a plain eager arm."""
+    assert arm.result.memory is not None
     first = worker.ask("first_call")
     figures = None
     if arm.compiled:
         figures = Compile(
-            start_up=started["seconds"],
+            start_up=settings.compiler_start_up,
             capture=first["recording"],
             cache_empty_at_start=first["files_at_start"] == 0,
             **{name: first[name] for name in COUNTED},

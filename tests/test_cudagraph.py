@@ -306,7 +306,8 @@ def test_capture_is_one_launch() -> None:
     model, x = Stack(depth=8).cuda().eval(), torch.randn(2, 4, device="cuda")
     with torch.no_grad():
         step = zoo.cuda_graph(model, (x,))
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
             step(x)
     launches = [e.key for e in profiler.key_averages() if "LaunchKernel" in e.key or "GraphLaunch" in e.key]
     assert any("GraphLaunch" in key for key in launches), launches

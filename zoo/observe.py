@@ -111,7 +111,7 @@ def device_shares(
                 handles.append(module.register_forward_pre_hook(enter))
                 handles.append(module.register_forward_hook(leave, always_call=True))
         activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-        with undisturbed(model), torch.no_grad(), _eager(), profile(activities=activities) as profiler:
+        with undisturbed(model), torch.no_grad(), _eager(), profile(activities=activities, acc_events=True) as profiler:
             with record_function("zoo.model"):
                 model(**inputs)
             torch.cuda.synchronize()
