@@ -145,7 +145,7 @@ def processes(jobs: Sequence[Job], settings: Settings) -> Iterator[tuple[Job, Wo
 
 
 def in_parallel(work: Callable[[Any], None], items: Sequence[Any], threads: int) -> None:
-    """Do the same with several items at once. On Ctrl-C the workers end at once, and with them whoever waits for one."""
+    """Do the same with several items at once. On Ctrl-C the workers end, and with them whoever waits for one."""
     with ThreadPoolExecutor(threads) as pool:
         try:
             list(pool.map(work, items))

@@ -146,6 +146,39 @@ def test_warm_up_of_an_eager_model_is_an_error() -> None:
         zoo.warm_up(Stack(), x=torch.randn(2, 4))
 
 
+def test_a_regions_compile_threads_reach_inductor_and_the_callers_options_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.config as config
+
+    seen: list[tuple[int | None, bool]] = []
+
+    def spy(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **_: object) -> object:
+        seen.append((config.compile_threads, config.coordinate_descent_tuning))
+        return graph.forward
+
+    monkeypatch.setattr("torch._inductor.compile_fx._compile_fx_inner", lambda *args, **kwargs: spy(*args, **kwargs))
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", lambda *args, **kwargs: spy(*args, **kwargs))
+    cls, x = declared(Region(Block, compile_threads=3)), torch.randn(2, 4)
+    for kwargs, expected in (
+        ({}, (3, False)),
+        ({"mode": "max-autotune-no-cudagraphs"}, (3, True)),
+        ({"options": {"compile_threads": 2}}, (2, False)),
+    ):
+        torch.compiler.reset()
+        with torch.no_grad():
+            zoo.compile_regions(cls(Block(4), Block(4)), **kwargs)(x)
+        assert seen == [expected]
+        seen.clear()
+
+
+def test_a_configuration_without_any_region_warns_and_runs() -> None:
+    model = declared(Region(Block))(nn.Linear(4, 4))
+    with pytest.warns(zoo.RegionWarning, match="nothing to compile in this configuration"):
+        compiled(model)
+    with zoo.enforce_budget(model):
+        model(torch.randn(2, 4))
+    assert zoo.warm_up(model, x=torch.randn(2, 4)).graphs == 0
+
+
 def test_inductor_for_real() -> None:
     model, x = Stack().eval(), torch.randn(2, 4)
     with torch.no_grad():

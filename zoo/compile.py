@@ -85,10 +85,16 @@ def compile_regions(
     """
     _refuse_cuda_graphs(mode, options)
     chosen = resolve(model, regions, exclude)
-    if not chosen:
+    if not chosen and not getattr(type(model), "regions", ()):
         raise ValueError(
             f"{type(model).__name__} declares no regions and has no repeated module class to discover; "
             "name classes with regions=[...]"
+        )
+    if not chosen:
+        warnings.warn(
+            f"{type(model).__name__} has nothing to compile in this configuration; it runs on library kernels as it is",
+            RegionWarning,
+            stacklevel=2,
         )
     taken = [name or "the model itself" for name, module in model.named_modules() if module._compiled_call_impl]
     if taken:
@@ -97,15 +103,10 @@ def compile_regions(
     _judge(model, report, strict=report.declared)
     modules = {name: module for group in chosen.values() for name, module in group.items()}
     limit = compile_limit_kwargs()
-    for module in modules.values():
-        module.compile(
-            fullgraph=fullgraph,
-            dynamic=dynamic,
-            backend=backend,
-            mode=mode,
-            options=dict(options) if options is not None else None,
-            **limit,
-        )
+    for region, group in chosen.items():
+        how = _mode_and_options(region, mode, options, backend)
+        for module in group.values():
+            module.compile(fullgraph=fullgraph, dynamic=dynamic, backend=backend, **how, **limit)
     _PLANS[model] = Plan(report, modules, LEDGER.watch(model, modules))
     return model
 
@@ -221,6 +222,21 @@ def _refuse_cuda_graphs(mode: str | None, options: Mapping[str, Any] | None) -> 
         )
     if options and options.get("triton.cudagraphs"):
         raise ValueError("options turn triton.cudagraphs on for every region; put zoo.cuda_graph around the step")
+
+
+def _mode_and_options(
+    region: Region, mode: str | None, options: Mapping[str, Any] | None, backend: Any
+) -> dict[str, Any]:
+    """``torch.compile`` takes a mode or options; a region's own wish is an option, and the caller's come first."""
+    if backend != "inductor" or region.compile_threads is None:
+        return {"mode": mode, "options": None if options is None else dict(options)}
+    if mode is not None:
+        if options is not None:
+            raise ValueError("mode and options cannot both be given; options can hold what a mode stands for")
+        from torch._inductor import list_mode_options
+
+        options = list_mode_options(mode)
+    return {"options": {"compile_threads": region.compile_threads, **(options or {})}}
 
 
 def _judge(model: nn.Module, report: RegionReport, *, strict: bool) -> None:

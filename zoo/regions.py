@@ -23,21 +23,26 @@ class Region:
         graphs: The graph budget: how many unique graphs all copies of this class together may produce
             for one model input shape in one mode. ``None`` means one for each distinct layer signature.
         why: One sentence on why the block is cut here, for the report and the docs.
+        compile_threads: How many processes Inductor compiles the kernels of one graph in; ``None`` leaves its default.
+            1 compiles in this process: faster for a region of one or two kernels, where handing a kernel to a worker
+            takes longer than compiling it.
 
     Raises:
         TypeError: If ``cls`` is not a module class (a string, say: names match by accident, classes do not).
-        ValueError: If ``graphs`` is not positive.
+        ValueError: If ``graphs`` or ``compile_threads`` is not positive.
     """
 
     cls: type[nn.Module]
     graphs: int | None = None
     why: str = ""
+    compile_threads: int | None = None
 
     def __post_init__(self) -> None:
         if not (isinstance(self.cls, type) and issubclass(self.cls, nn.Module)):
             raise TypeError(f"a region is an nn.Module class, got {self.cls!r}; pass the class itself, not its name")
-        if self.graphs is not None and self.graphs < 1:
-            raise ValueError(f"region {self.cls.__name__}: graphs is {self.graphs}, but a region needs at least one")
+        for name, value in (("graphs", self.graphs), ("compile_threads", self.compile_threads)):
+            if value is not None and value < 1:
+                raise ValueError(f"region {self.cls.__name__}: {name} is {value}, but a region needs at least one")
 
 
 @dataclass(frozen=True)
@@ -192,6 +197,9 @@ def resolve(
                 "releases; wrap it in a module class with a forward of its own"
             )
         modules = {name: module for name, module in names.items() if type(module) is region.cls and name not in exclude}
+        if not modules and regions is None:
+            # A configuration of a declared model need not have every kind of block.
+            continue
         if not modules:
             relatives = sorted({type(m).__name__ for m in names.values() if isinstance(m, region.cls)})
             hint = f"; its subclasses {relatives} do not count, name them" if relatives else ""
