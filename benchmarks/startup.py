@@ -134,7 +134,7 @@ def processes(jobs: Sequence[Job], settings: Settings) -> Iterator[tuple[Job, Wo
             for job in jobs[first : first + settings.ahead]:
                 if job.arm.ok:
                     batch.append((job, spawn(job, settings)))
-            in_parallel(lambda pair: make_ready(*pair, settings), batch, settings.ahead)
+            in_parallel(lambda pair: make_ready(pair[0], pair[1], settings), batch, settings.ahead)
             for job, worker in batch:
                 if job.arm.ok and worker.alive:
                     yield job, worker
