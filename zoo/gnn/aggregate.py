@@ -1,8 +1,7 @@
-"""What flows along the edges, in torch's own operators: the one place where features are gathered and reduced.
+"""What flows along the edges: the one place where features are gathered and reduced.
 
-Sums are kept in float32 for half-precision features: it is as fast once compiled (half-precision atomics are several
-times slower) and a node with thousands of neighbours keeps its digits. Gather, weight and reduction compile into one
-kernel, in which no tensor of E x C exists; eagerly there is one.
+On a GPU this is a kernel of our own (operators.py): no atomics, no tensor of E x C, the same bits at every run.
+Elsewhere and in float64 it is torch's operators (plain.py), which the compiler sees through.
 
 Shape legend: S sources, D destinations, E edges, H heads, C channels.
 """
@@ -12,62 +11,97 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zoo.gnn.csr import GraphTensors
+from zoo.gnn import operators, plain, split
+from zoo.gnn.csr import GraphTensors, Transpose
+from zoo.gnn.split import Split
+
+_NO_SPLIT: tuple[None, None] = (None, None)
 
 
 def sum_neighbours(x: Tensor, graph: GraphTensors) -> Tensor:
-    """Sum over incoming edges, times the graph's weights if it has any. x [S, ...] -> [D, ...]."""
-    return weighted_sum(x, graph.weight, graph)
-
-
-def weighted_sum(x: Tensor, weight: Tensor | None, graph: GraphTensors) -> Tensor:
-    """Sum over incoming edges times a weight.
-
-    Takes x [S, C] with weight [E] (or None) to [D, C], and x [S, H, C] with weight [E, H] to [D, H, C].
-    """
-    return _reduce(x, weight, graph).to(x.dtype)
+    """Sum over incoming edges, times the graph's weights if it has any. x [S, C] -> [D, C]."""
+    if not operators.usable_for(x):
+        return plain.edge_sum(x, graph.source, graph.destination, _destinations(graph), graph.weight)
+    return _csr_sum(x, graph, graph.weight, None)
 
 
 def mean_neighbours(x: Tensor, graph: GraphTensors) -> Tensor:
     """Mean over incoming edges, zero where there are none. x [S, C] -> [D, C]. Needs ``inverse_degree``."""
     if graph.inverse_degree is None:
         raise ValueError("a mean needs the graph's inverse degrees: graph.prepared(Recipe(mean=True))")
-    return (_reduce(x, None, graph) * graph.inverse_degree.unsqueeze(-1)).to(x.dtype)
+    if not operators.usable_for(x):
+        scale = graph.inverse_degree
+        return plain.edge_sum(x, graph.source, graph.destination, _destinations(graph), row_scale=scale)
+    return _csr_sum(x, graph, None, graph.inverse_degree)
 
 
 def max_neighbours(x: Tensor, graph: GraphTensors) -> Tensor:
     """Greatest value over incoming edges, zero where there are none; ties share the gradient. x [S, C] -> [D, C]."""
-    zeros = x.new_zeros(_destinations(graph), *x.shape[1:])
-    messages = x.index_select(0, graph.source)
-    index = graph.destination.unsqueeze(-1).expand_as(messages)
-    return zeros.scatter_reduce(0, index, messages, "amax", include_self=False)
+    if not operators.usable_for(x):
+        return plain.edge_max(x, graph.source, graph.destination, _destinations(graph))
+    count_ties = torch.is_grad_enabled() and x.requires_grad
+    pointers, index, _, _, *t_split = _transposed(graph.transpose)
+    values, _ = operators.csr_max(
+        x,
+        graph.rowptr,
+        graph.source,
+        count_ties,
+        *_split(graph.split),
+        split.EDGES_PER_CHUNK,
+        pointers,
+        index,
+        *t_split,
+    )
+    return values
 
 
-def edge_softmax(scores: Tensor, graph: GraphTensors) -> Tensor:
-    """Softmax over the incoming edges of each destination. scores [E, H] -> [E, H], at least float32."""
-    scores = scores.to(_wide(scores.dtype))
-    zeros = scores.new_zeros(_destinations(graph), scores.shape[1])
-    index = graph.destination.unsqueeze(-1).expand_as(scores)
-    # Shifting by the greatest score changes nothing but overflow, so no gradient need pass.
-    greatest = zeros.scatter_reduce(0, index, scores.detach(), "amax", include_self=False)
-    exponent = (scores - greatest.index_select(0, graph.destination)).exp()
-    total = zeros.index_add(0, graph.destination, exponent)
-    return exponent / total.index_select(0, graph.destination)
+def attention(
+    x: Tensor, a_source: Tensor, a_destination: Tensor, graph: GraphTensors, slope: float, dropout: float = 0.0
+) -> Tensor:
+    """Neighbours weighed by the softmax of their leaky scores.
+
+    Args:
+        x: [S, H, C].
+        a_source: [S, H], one part of each edge's score.
+        a_destination: [D, H], the other.
+        graph: Its weights are not used.
+        slope: Of the leaky relu below zero.
+        dropout: Probability that a neighbour is left out.
+
+    Returns:
+        [D, H, C], zero where there is no neighbour.
+    """
+    if not operators.usable_for(x):
+        ends = graph.source, graph.destination, _destinations(graph)
+        return plain.attention(x, a_source, a_destination, slope, *ends, dropout)
+    # The seed is drawn on the device, so that each replay of a CUDA graph draws another.
+    seed = torch.randint(2**62, (1,), device=x.device) if dropout > 0.0 else None
+    pointers, index, permutation, _, *t_split = _transposed(graph.transpose)
+    out, _ = operators.gat(
+        x, a_source, a_destination, slope, seed, dropout, graph.rowptr, graph.source, *_split(graph.split),
+        split.EDGES_PER_CHUNK, pointers, index, permutation, *t_split,
+    )  # fmt: skip
+    return out
 
 
-def _reduce(x: Tensor, weight: Tensor | None, graph: GraphTensors) -> Tensor:
-    """The weighted sum in the dtype that it is kept in."""
-    wide = _wide(x.dtype)
-    messages = x.index_select(0, graph.source).to(wide)
-    if weight is not None:
-        messages = messages * weight.to(wide).view(*weight.shape, *(1,) * (x.dim() - weight.dim()))
-    zeros = messages.new_zeros(_destinations(graph), *x.shape[1:])
-    return zeros.index_add(0, graph.destination, messages)
+def _csr_sum(x: Tensor, graph: GraphTensors, weight: Tensor | None, row_scale: Tensor | None) -> Tensor:
+    pointers, index, _, t_weight, *t_split = _transposed(graph.transpose)
+    return operators.csr_sum(
+        x, graph.rowptr, graph.source, weight, None, row_scale, *_split(graph.split), split.EDGES_PER_CHUNK,
+        graph.destination, pointers, index, t_weight, *t_split,
+    )  # fmt: skip
+
+
+def _split(tables: Split | None) -> tuple[Tensor | None, Tensor | None]:
+    return _NO_SPLIT if tables is None else (tables.chunks, tables.rows)
+
+
+def _transposed(transpose: Transpose | None) -> tuple[Tensor | None, ...]:
+    """Its pointers, index, permutation, weight, chunks and long rows."""
+    if transpose is None:
+        return (None,) * 6
+    return transpose.colptr, transpose.destination, transpose.permutation, transpose.weight, *_split(transpose.split)
 
 
 def _destinations(graph: GraphTensors) -> int:
     return graph.rowptr.shape[0] - 1
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.gnn.aggregate import edge_softmax, max_neighbours, mean_neighbours, sum_neighbours, weighted_sum
+from zoo.gnn.aggregate import attention, max_neighbours, mean_neighbours, sum_neighbours
 from zoo.gnn.checks import check_features, check_nodes
 from zoo.gnn.csr import CSRGraph, GraphTensors, Recipe
-from zoo.gnn.prepare import GraphMemory, outside_compile, weight_dtype
+from zoo.gnn.outside import outside_compile
+from zoo.gnn.prepare import GraphMemory, weight_dtype
 
 Graph: TypeAlias = GraphTensors | CSRGraph | Tensor
 Features: TypeAlias = Tensor | tuple[Tensor, Tensor]
@@ -270,10 +271,8 @@ class GATConv(_Conv):
             h_dst = self.lin_dst(own).view(-1, heads, channels)
         score_src = (h_src * self.att_src).sum(dim=-1)  # [S, H]
         score_dst = (h_dst * self.att_dst).sum(dim=-1)  # [D, H]
-        score = score_src.index_select(0, graph.source) + score_dst.index_select(0, graph.destination)  # [E, H]
-        attention = edge_softmax(F.leaky_relu(score, self.negative_slope), graph)
-        attention = F.dropout(attention, self.dropout, self.training)
-        out = weighted_sum(h_src, attention, graph)
+        dropout = self.dropout if self.training else 0.0
+        out = attention(h_src, score_src, score_dst, graph, self.negative_slope, dropout)
         out = out.flatten(1) if self.concat else out.mean(dim=1)
         if self.res is not None:
             out = out + self.res(own)

@@ -10,27 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zoo.gnn import operators
 from zoo.gnn.checks import check_edge_weight, check_edges, node_counts
-
-
-class GraphTensors(NamedTuple):
-    """The part of a graph that enters a region: tensors only, sizes come from their shapes.
-
-    Edges are sorted by destination, and keep the order of the input within one destination.
-
-    Args:
-        rowptr: [D + 1] int64, where the edges of each destination start. int64: there may be more than 2^31 edges.
-        source: [E] int64, the node that each edge comes from.
-        destination: [E] int64, ascending, the node that each edge goes to.
-        weight: [E], one factor an edge, or None.
-        inverse_degree: [D], one over the number of incoming edges (1 where there are none), or None.
-    """
-
-    rowptr: Tensor
-    source: Tensor
-    destination: Tensor
-    weight: Tensor | None = None
-    inverse_degree: Tensor | None = None
+from zoo.gnn.outside import outside_compile
+from zoo.gnn.split import Split, split_rows
 
 
 class Transpose(NamedTuple):
@@ -38,13 +21,42 @@ class Transpose(NamedTuple):
 
     Args:
         colptr: [S + 1] int64, where the edges of each source start.
-        destination: [E] int64.
-        permutation: [E] int64, each edge's place in CSR order.
+        destination: [E], the node that each edge goes to.
+        permutation: [E], each edge's place in CSR order.
+        weight: [E], the graph's weights in this order, or None.
+        split: Long columns in pieces, or None if there are none.
     """
 
     colptr: Tensor
     destination: Tensor
     permutation: Tensor
+    weight: Tensor | None = None
+    split: Split | None = None
+
+
+class GraphTensors(NamedTuple):
+    """The part of a graph that enters a region: tensors only, sizes come from their shapes.
+
+    Edges are sorted by destination, and keep the order of the input within one destination. Nodes are int32 where the
+    graph has fewer than 2^31 nodes and edges, else int64.
+
+    Args:
+        rowptr: [D + 1] int64, where the edges of each destination start.
+        source: [E], the node that each edge comes from.
+        destination: [E], ascending, the node that each edge goes to.
+        weight: [E], one factor an edge, or None.
+        inverse_degree: [D], one over the number of incoming edges (1 where there are none), or None.
+        split: Long rows in pieces, where kernels run on the graph's device and it has any; see split.py.
+        transpose: For backward passes, where kernels run on the graph's device and gradients are enabled.
+    """
+
+    rowptr: Tensor
+    source: Tensor
+    destination: Tensor
+    weight: Tensor | None = None
+    inverse_degree: Tensor | None = None
+    split: Split | None = None
+    transpose: Transpose | None = None
 
 
 class Recipe(NamedTuple):
@@ -71,17 +83,18 @@ class _Structure:
 
     def __init__(self, source: Tensor, destination: Tensor, origin: Tensor | None, inputs: int, sizes: tuple[int, int]):
         self.destination, order = torch.sort(destination, stable=True)
+        order = order.to(source.dtype)
         self.source = source.index_select(0, order)
         self.origin = order if origin is None else origin.index_select(0, order)
         self.inputs = inputs
         self.sizes = sizes
-        nodes = torch.arange(sizes[1] + 1, device=destination.device)
-        self.rowptr = torch.searchsorted(self.destination, nodes)
+        self.rowptr = _pointers(self.destination, sizes[1])
+        self.split = _split(self.rowptr, self.source)
+        self.transposed: Transpose | None = None
         self._looped: _Structure | None = None
-        self._transpose: Transpose | None = None
         # Places in the input of self-loops that another of the same node replaced, and of those others.
         self.passed_over: tuple[Tensor, Tensor] | None = None
-        self.unweighted: dict[tuple[Recipe, torch.dtype], GraphTensors] = {}
+        self.unweighted: dict[tuple[Recipe, torch.dtype, bool], GraphTensors] = {}
 
     def looped(self) -> _Structure:
         """The same graph with exactly one self-loop a node, if the node is both a source and a destination."""
@@ -89,10 +102,10 @@ class _Structure:
             nodes = min(self.sizes)
             is_loop = self.source == self.destination
             here, elsewhere = is_loop.nonzero().view(-1), (~is_loop).nonzero().view(-1)
-            loop = torch.arange(nodes, device=self.source.device)
+            loop = torch.arange(nodes, dtype=self.source.dtype, device=self.source.device)
             # Of several self-loops of a node the last of the input counts, on every device.
             origin = torch.full_like(loop, -1)
-            origin.scatter_reduce_(0, self.source[here], self.origin[here], "amax")
+            origin.scatter_reduce_(0, self.source[here].long(), self.origin[here], "amax")
             kept = origin[self.source[here]]
             passed_over = (kept != self.origin[here]).nonzero().view(-1)
             self._looped = _Structure(
@@ -107,25 +120,37 @@ class _Structure:
         return self._looped
 
     def transpose(self) -> Transpose:
-        if self._transpose is None:
-            source, permutation = torch.sort(self.source, stable=True)
-            nodes = torch.arange(self.sizes[0] + 1, device=source.device)
-            colptr = torch.searchsorted(source, nodes)
-            self._transpose = Transpose(colptr, self.destination.index_select(0, permutation), permutation)
-        return self._transpose
+        """Without weights; sorted at first use."""
+        if self.transposed is None:
+            source, order = torch.sort(self.source, stable=True)
+            permutation = order.to(source.dtype)
+            colptr = _pointers(source, self.sizes[0])
+            destination = self.destination.index_select(0, permutation)
+            self.transposed = Transpose(colptr, destination, permutation, None, _split(colptr, source))
+        return self.transposed
 
     def to(self, device: torch.device | str) -> _Structure:
         moved = _Structure.__new__(_Structure)
         for name in ("source", "destination", "origin", "rowptr"):
             setattr(moved, name, getattr(self, name).to(device))
         moved.inputs, moved.sizes = self.inputs, self.sizes
+        moved.split = _split(moved.rowptr, moved.source)
+        moved.transposed = None
         moved._looped = None if self._looped is None else self._looped.to(device)
-        moved._transpose = None if self._transpose is None else Transpose(*(t.to(device) for t in self._transpose))
         moved.passed_over = None
         if self.passed_over is not None:
             moved.passed_over = self.passed_over[0].to(device), self.passed_over[1].to(device)
         moved.unweighted = {}
         return moved
+
+
+def _pointers(ascending: Tensor, nodes: int) -> Tensor:
+    """[nodes + 1] int64, where the edges of each node start: there may be more than 2^31 edges."""
+    return torch.searchsorted(ascending, torch.arange(nodes + 1, dtype=ascending.dtype, device=ascending.device))
+
+
+def _split(pointers: Tensor, edges: Tensor) -> Split | None:
+    return split_rows(pointers, edges.shape[0]) if pointers.device.type in operators.DEVICES else None
 
 
 class CSRGraph:
@@ -146,11 +171,13 @@ class CSRGraph:
         self._structure = structure
         self._edge_weight = edge_weight
         self._differentiable = edge_weight is not None and edge_weight.requires_grad
-        self._siblings: dict[tuple[Recipe, torch.dtype], GraphTensors] = {}
+        self._siblings: dict[tuple[Recipe, torch.dtype, bool], GraphTensors] = {}
         self.recipe = recipe
         self.weight_dtype = weight_dtype
         self.is_square = structure.sizes[0] == structure.sizes[1]
         self._tensors: GraphTensors | None = None
+        self._tensors_for_grad: GraphTensors | None = None
+        operators.tell_flop_counter()
 
     @classmethod
     def from_edge_index(
@@ -175,7 +202,10 @@ class CSRGraph:
             # Subclasses of Tensor (torch-geometric's EdgeIndex) carry metadata that the plain tensor does not need.
             plain = edge_index.as_subclass(Tensor)
             sizes = node_counts(plain, num_nodes)
-            structure = _Structure(plain[0], plain[1], None, plain.shape[1], sizes)
+            # Half the bytes to sort, to keep and to read again at every call.
+            few = plain.shape[1] + max(sizes) < 2**31
+            source, destination = plain.to(torch.int32 if few else torch.int64)
+            structure = _Structure(source, destination, None, plain.shape[1], sizes)
         return cls._attach(structure, edge_weight)
 
     @classmethod
@@ -195,7 +225,7 @@ class CSRGraph:
     def prepared(self, recipe: Recipe, weight_dtype: torch.dtype = torch.float32) -> CSRGraph:
         """The graph that a recipe asks for, always derived from the edges as they were given."""
         if recipe == self.recipe and weight_dtype == self.weight_dtype:
-            return self
+            return self._ready()
         if self._edge_weight is not None and not recipe.weighted:
             raise ValueError("the graph carries edge weights, which this layer does not use; build it without them")
         if recipe.normalize and not self.is_square:
@@ -205,7 +235,7 @@ class CSRGraph:
             )
         derived = CSRGraph(self._structure, self._edge_weight, recipe, weight_dtype)
         derived._siblings = self._siblings
-        return derived._fill()
+        return derived._fill()._ready()
 
     def with_self_loops(self, *, improved: bool = False) -> CSRGraph:
         """The graph with exactly one self-loop a node; see ``Recipe``."""
@@ -217,25 +247,50 @@ class CSRGraph:
 
     @property
     def tensors(self) -> GraphTensors:
-        """What a region is given."""
-        return self._tensors if self._tensors is not None else self._build()
+        """What a region is given: with the transpose if gradients are enabled and a kernel would walk it."""
+        if not self._walks_transpose():
+            return self._tensors if self._tensors is not None else self._build(False)
+        if self._edges.transposed is None or (self._tensors is not None and self._tensors_for_grad is None):
+            self._add_transpose()
+        return self._tensors_for_grad if self._tensors_for_grad is not None else self._build(True)
+
+    def _walks_transpose(self) -> bool:
+        kernels = self.device.type in operators.DEVICES and self.weight_dtype != torch.float64
+        return kernels and torch.is_grad_enabled()
+
+    def _ready(self) -> CSRGraph:
+        """Whoever prepares a graph with gradients enabled will train on it."""
+        if self._walks_transpose():
+            self._add_transpose()
+        return self
+
+    @outside_compile
+    def _add_transpose(self) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            self._edges.transpose()
+            if not self._differentiable:
+                self._tensors_for_grad = self._remembered(True)
 
     def _fill(self) -> CSRGraph:
         with torch.inference_mode(False), torch.no_grad():
             # Also where only the weights are left to do: adding self-loops reads sizes from the device.
             _ = self._edges
-        if not self._differentiable:
-            # Without weights all graphs of one structure share; with weights, all that have the same.
-            known = self._structure.unweighted if self._edge_weight is None else self._siblings
-            key = self.recipe, self.weight_dtype
-            if key not in known:
-                with torch.inference_mode(False), torch.no_grad():
-                    known[key] = self._build()
-            self._tensors = known[key]
+            if not self._differentiable:
+                self._tensors = self._remembered(False)
         return self
 
-    def _build(self) -> GraphTensors:
+    def _remembered(self, transpose: bool) -> GraphTensors:
+        # Without weights all graphs of one structure share; with weights, all that have the same.
+        known = self._structure.unweighted if self._edge_weight is None else self._siblings
+        key = self.recipe, self.weight_dtype, transpose
+        if key not in known:
+            known[key] = self._build(transpose)
+        return known[key]
+
+    def _build(self, transpose: bool) -> GraphTensors:
         edges = self._edges
+        if transpose and self._tensors is not None:
+            return self._tensors._replace(transpose=_weighted(edges.transpose(), self._tensors.weight))
         weight = None
         if self._edge_weight is not None:
             wide = self._edge_weight.to(torch.promote_types(self._edge_weight.dtype, self.weight_dtype))
@@ -251,7 +306,15 @@ class CSRGraph:
         if self.recipe.mean:
             inverse_degree = edges.rowptr.diff().clamp(min=1).to(self.weight_dtype).reciprocal()
         weight = None if weight is None else weight.to(self.weight_dtype)
-        return GraphTensors(edges.rowptr, edges.source, edges.destination, weight, inverse_degree)
+        return GraphTensors(
+            edges.rowptr,
+            edges.source,
+            edges.destination,
+            weight,
+            inverse_degree,
+            edges.split,
+            _weighted(edges.transpose(), weight) if transpose else None,
+        )
 
     @property
     def _edges(self) -> _Structure:
@@ -295,6 +358,11 @@ class CSRGraph:
         weighted = ", weighted" if self._edge_weight is not None else ""
         done = "".join(f", {word}" for word in ("self_loops", "normalize", "mean") if getattr(self.recipe, word))
         return f"CSRGraph(nodes={nodes}, edges={self.num_edges}{weighted}{done}, device={self.device})"
+
+
+def _weighted(transpose: Transpose, weight: Tensor | None) -> Transpose:
+    """With the weights, given in CSR order."""
+    return transpose if weight is None else transpose._replace(weight=weight.index_select(0, transpose.permutation))
 
 
 def _normalized(edges: _Structure, weight: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -22,7 +22,8 @@ from zoo.gnn.config import GATConfig, GCNConfig, GNNConfig, SAGEConfig
 from zoo.gnn.convs import GATConv, GCNConv, SAGEConv, prepare_graph
 from zoo.gnn.csr import CSRGraph, GraphTensors, Recipe
 from zoo.gnn.norms import make_activation, make_norm
-from zoo.gnn.prepare import GraphMemory, outside_compile, weight_dtype
+from zoo.gnn.outside import outside_compile
+from zoo.gnn.prepare import GraphMemory, weight_dtype
 from zoo.regions import Region
 
 

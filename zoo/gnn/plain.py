@@ -83,7 +83,8 @@ def attention(
     """Neighbours weighed by the softmax of their scores: x [S, H, C], scores [S, H] and [D, H] -> [D, H, C]."""
     score = a_source.index_select(0, source) + a_destination.index_select(0, destination)  # [E, H]
     share = edge_softmax(F.leaky_relu(score, slope), destination, rows)
-    return edge_sum(x, source, destination, rows, F.dropout(share, dropout))
+    share = F.dropout(share, dropout) if dropout > 0.0 else share
+    return edge_sum(x, source, destination, rows, share)
 
 
 def _as_wide_as(factor: Tensor, like: Tensor) -> Tensor:

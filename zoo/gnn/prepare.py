@@ -5,28 +5,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zoo.gnn.checks import check_edges
 from zoo.gnn.csr import CSRGraph, Recipe
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-
-def outside_compile(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Keep Dynamo out of a function. ``torch.compiler.disable`` as a decorator would import Dynamo with the zoo."""
-
-    @functools.wraps(function)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return call
 
 
 def weight_dtype(x: Tensor) -> torch.dtype:

@@ -155,8 +155,7 @@ def _gat_backward(
         place = (node * HEADS)[:, None] + head[None, :]
         score = tl.load(a_destination + place, mask=both, other=0.0).to(tl.float32) + own_score[None, :]
         steepness = tl.where(score >= 0, 1.0, slope)
-        share = tl.exp(score * steepness - tl.load(lse + place, mask=both, other=0.0))
-        share = tl.where(both, share, 0.0)
+        share = tl.exp(score * steepness - tl.load(lse + place, mask=both, other=float("inf")))  # 0 past the end
         kept = share
         slant = tl.sum(value * own[None, :, :], 2)  # the gradient of an edge's weight
         if seed is not None:

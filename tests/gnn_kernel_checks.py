@@ -1,0 +1,284 @@
+"""Every kernel against float64. Run by test_gnn_kernels.py in Triton's interpreter, and on a GPU if there is one.
+
+TRITON_INTERPRET=1 python -m pytest tests/gnn_kernel_checks.py
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from zoo.gnn import CSRGraph, fallback, operators, plain, split
+from zoo.gnn.aggregate import attention, max_neighbours, mean_neighbours, sum_neighbours
+from zoo.gnn.csr import GraphTensors, Recipe
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
+GRAPHS: dict[str, tuple[list[list[int]], tuple[int, int]]] = {
+    "square": ([[0, 1, 2, 3, 1, 4], [1, 0, 1, 4, 3, 3]], (5, 5)),
+    "duplicates and loops": ([[0, 0, 0, 1, 1, 1, 2], [1, 1, 1, 1, 1, 0, 2]], (3, 3)),
+    "isolated ends": ([[2, 3], [3, 2]], (6, 6)),
+    "no edges": ([[], []], (4, 4)),
+    "one node": ([[], []], (1, 1)),
+    "one node, one loop": ([[0], [0]], (1, 1)),
+    "no nodes": ([[], []], (0, 0)),
+    "rectangular, wide": ([[6, 0, 3, 3, 5], [1, 0, 1, 1, 0]], (7, 3)),
+    "rectangular, tall": ([[1, 0, 1, 0], [6, 6, 2, 2]], (2, 8)),
+}
+RELATIVE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+HALF = [torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if DEVICE == "cpu":
+        monkeypatch.setattr(operators, "DEVICES", ("cpu",))
+        monkeypatch.setattr(operators, "_triton_runs_on", lambda device: True)
+    yield
+
+
+def make(edge_index: Tensor, sizes: tuple[int, int], weight: Tensor | None = None, **recipe: bool) -> CSRGraph:
+    weight = None if weight is None else weight.to(DEVICE)
+    return CSRGraph.from_edge_index(edge_index.to(DEVICE), weight, sizes).prepared(Recipe(**recipe))
+
+
+def named(name: str, weight: bool = False, **recipe: bool) -> CSRGraph:
+    rows, sizes = GRAPHS[name]
+    edge_index = torch.tensor(rows, dtype=torch.int64).view(2, -1)
+    return make(edge_index, sizes, torch.rand(edge_index.shape[1]) if weight else None, **recipe)
+
+
+def hub(weight: bool = False, edges: int = 90, **recipe: bool) -> CSRGraph:
+    """11 sources and 9 destinations; a third of the edges ends in node 2, another third starts in node 5."""
+    edge_index = torch.stack([torch.randint(11, (edges,)), torch.randint(9, (edges,))])
+    edge_index[1, : edges // 3] = 2
+    edge_index[0, edges // 3 : 2 * edges // 3] = 5
+    return make(edge_index, (11, 9), torch.rand(edges) if weight else None, **recipe)
+
+
+def values(rows: int, *shape: int, dtype: torch.dtype = torch.float32, ties: bool = False) -> Tensor:
+    drawn = torch.randn(rows, *shape).mul_(2 if ties else 1)
+    return (drawn.round() if ties else drawn).to(DEVICE, dtype)
+
+
+def exact(graph: GraphTensors) -> tuple[Tensor, Tensor, int]:
+    return graph.source, graph.destination, graph.rowptr.shape[0] - 1
+
+
+def with_gradients(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
+    """The output, and the gradients of all inputs for one cotangent."""
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    out = function(*leaves)
+    cotangent = torch.linspace(-1, 1, out.numel(), dtype=torch.float64, device=out.device).sin().view(out.shape)
+    return [out, *torch.autograd.grad(out, leaves, cotangent.to(out.dtype))]
+
+
+def agree(
+    ours: Callable[..., Tensor], reference: Callable[..., Tensor], *inputs: Tensor, factor: float = 1.0
+) -> list[Tensor]:
+    """Output and gradients within rounding of float64, in the dtypes of the inputs, and the same bits twice."""
+    found = with_gradients(ours, *inputs)
+    expected = with_gradients(reference, *(tensor.double() for tensor in inputs))
+    for index, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert a.shape == b.shape and a.dtype == inputs[max(index - 1, 0)].dtype
+        error = (a.double() - b).abs().max() if a.numel() else 0.0
+        # Inputs are of the order of one; what cancels is as wrong as its parts.
+        allowed = factor * RELATIVE[inputs[0].dtype] * max(b.abs().max() if b.numel() else 0.0, 0.1)
+        assert a.isfinite().all() and error <= allowed, (index, error, allowed)
+    for a, b in zip(found, with_gradients(ours, *inputs), strict=True):
+        assert torch.equal(a, b)
+    return found
+
+
+def check_sum(graph: CSRGraph, x: Tensor) -> None:
+    tensors = graph.tensors
+    weight = None if tensors.weight is None else tensors.weight.double()
+    agree(lambda x: sum_neighbours(x, tensors), lambda x: plain.edge_sum(x, *exact(tensors), weight), x, factor=4)
+
+
+def check_mean(graph: CSRGraph, x: Tensor) -> None:
+    tensors = graph.tensors
+    assert tensors.inverse_degree is not None
+    scale = tensors.inverse_degree.double()
+    reference = lambda x: plain.edge_sum(x, *exact(tensors), row_scale=scale)  # noqa: E731
+    agree(lambda x: mean_neighbours(x, tensors), reference, x, factor=4)
+
+
+def check_max(graph: CSRGraph, x: Tensor) -> None:
+    tensors = graph.tensors
+    agree(lambda x: max_neighbours(x, tensors), lambda x: plain.edge_max(x, *exact(tensors)), x, factor=4)
+    with torch.no_grad():
+        assert torch.equal(max_neighbours(x, tensors), plain.edge_max(x, *exact(tensors)))
+
+
+def check_attention(graph: CSRGraph, heads: int, channels: int, dtype: torch.dtype = torch.float32) -> None:
+    tensors = graph.tensors
+    x = values(graph.num_sources, heads, channels, dtype=dtype)
+    a_source, a_destination = (values(n, heads, dtype=dtype) * 3 for n in (graph.num_sources, graph.num_destinations))
+    agree(
+        lambda x, a, b: attention(x, a, b, tensors, 0.2),
+        lambda x, a, b: plain.attention(x, a, b, 0.2, *exact(tensors)),
+        x, a_source, a_destination,
+        factor=20,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_sums_on_every_graph(name: str) -> None:
+    for weight in (False, True):
+        graph = named(name, weight)
+        check_sum(graph, values(graph.num_sources, 3))
+    graph = named(name, mean=True)
+    check_mean(graph, values(graph.num_sources, 3))
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_maxima_on_every_graph(name: str) -> None:
+    graph = named(name)
+    check_max(graph, values(graph.num_sources, 3))
+    check_max(graph, values(graph.num_sources, 3, ties=True))
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_attention_on_every_graph(name: str) -> None:
+    check_attention(named(name), heads=2, channels=3)
+    check_attention(named(name), heads=3, channels=1)
+
+
+@pytest.mark.parametrize("size", [512, 8])
+@pytest.mark.parametrize("channels", [1, 7, 47, 100, 256])
+def test_sums_of_every_width_with_rows_whole_and_split(
+    channels: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(split, "EDGES_PER_CHUNK", size)
+    graph = hub(weight=True)
+    assert (graph.tensors.split is not None) == (graph.transpose.split is not None) == (size == 8)
+    check_sum(graph, values(11, channels))
+    check_mean(hub(mean=True), values(11, channels))
+
+
+@pytest.mark.parametrize("size", [512, 8])
+@pytest.mark.parametrize("channels", [1, 7, 47])
+def test_maxima_of_every_width_with_rows_whole_and_split(
+    channels: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(split, "EDGES_PER_CHUNK", size)
+    graph = hub()
+    assert (graph.tensors.split is not None) == (size == 8)
+    check_max(graph, values(11, channels))
+    check_max(graph, values(11, channels, ties=True))
+
+
+@pytest.mark.parametrize("size", [512, 8])
+@pytest.mark.parametrize(("heads", "channels"), [(1, 1), (8, 5), (3, 40), (1, 100), (2, 256)])
+def test_attention_of_every_width_with_rows_whole_and_split(
+    heads: int, channels: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(split, "EDGES_PER_CHUNK", size)
+    check_attention(hub(), heads, channels)
+
+
+def test_sums_of_many_columns() -> None:
+    graph = named("square", weight=True)
+    check_sum(graph, values(5, 1433))
+    for channels in (256, 1433):
+        check_max(named("square"), values(5, channels))
+
+
+def test_attention_of_many_columns() -> None:
+    check_attention(named("duplicates and loops"), heads=1, channels=1433)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_sums_in_half_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split, "EDGES_PER_CHUNK", 16)
+    check_sum(hub(weight=True), values(11, 40, dtype=dtype))
+    check_mean(hub(mean=True), values(11, 40, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_maxima_in_half_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split, "EDGES_PER_CHUNK", 16)
+    check_max(hub(), values(11, 40, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_attention_in_half_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split, "EDGES_PER_CHUNK", 16)
+    check_attention(hub(), 2, 20, dtype)
+
+
+def test_sums_in_half_precision_keep_their_digits() -> None:
+    # A running bfloat16 sum of ones stops at 256.
+    edges = torch.stack([torch.arange(700), torch.zeros(700, dtype=torch.int64)])
+    graph = make(edges, (700, 1)).tensors
+    out = sum_neighbours(torch.ones(700, 2, dtype=torch.bfloat16, device=DEVICE), graph)
+    assert out.dtype == torch.bfloat16 and out.tolist() == [[700.0, 700.0]]
+
+
+def test_sums_pass_gradients_to_learned_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split, "EDGES_PER_CHUNK", 16)
+    edges = torch.stack([torch.randint(6, (70,)), torch.randint(7, (70,)).clamp(min=3)]).to(DEVICE)
+    order = torch.sort(edges[1], stable=True).indices
+
+    def ours(x: Tensor, weight: Tensor) -> Tensor:
+        return sum_neighbours(x, CSRGraph.from_edge_index(edges, weight, (6, 7)).tensors)
+
+    def reference(x: Tensor, weight: Tensor) -> Tensor:
+        return plain.edge_sum(x, edges[0][order], edges[1][order], 7, weight[order])
+
+    agree(ours, reference, values(6, 9), values(70), factor=8)
+
+
+def test_maxima_pass_nan_and_infinity_on() -> None:
+    graph = named("square").tensors
+    x = torch.tensor([[0.0], [float("nan")], [float("-inf")], [float("inf")], [-1.0]], device=DEVICE)
+    found = max_neighbours(x, graph)
+    torch.testing.assert_close(found, plain.edge_max(x, *exact(graph)), rtol=0, atol=0, equal_nan=True)
+    lowest = torch.full((5, 1), float("-inf"), device=DEVICE)
+    torch.testing.assert_close(max_neighbours(lowest, graph), plain.edge_max(lowest, *exact(graph)), rtol=0, atol=0)
+
+
+def test_attention_does_not_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split, "EDGES_PER_CHUNK", 16)
+    graph = hub().tensors
+    inputs = values(11, 2, 4), values(11, 2) * 1e4, values(9, 2) * 1e4
+    found = with_gradients(lambda *inputs: attention(*inputs, graph, 0.2), *inputs)
+    expected = plain.attention(*(tensor.double() for tensor in inputs), 0.2, *exact(graph))
+    assert all(tensor.isfinite().all() for tensor in found)
+    torch.testing.assert_close(found[0].double(), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("size", [512, 8])
+def test_attention_drops_the_same_edges_forward_and_backward(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split, "EDGES_PER_CHUNK", size)
+    graph = hub().tensors
+    source, row, rows = exact(graph)
+    inputs = values(11, 3, 4), values(11, 3), values(9, 3)
+    torch.manual_seed(3)
+    seed = torch.randint(2**62, (1,), device=DEVICE)
+    kept = fallback._kept(seed, torch.arange(source.shape[0], device=DEVICE), 3, 0.4).double()
+    assert 0.4 < (kept > 0).double().mean() < 0.8
+
+    def ours(*inputs: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return attention(*inputs, graph, 0.2, 0.4)
+
+    def reference(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        score = torch.nn.functional.leaky_relu(a[source.long()] + b[row.long()], 0.2)
+        return plain.edge_sum(x, source, row, rows, plain.edge_softmax(score, row, rows) * kept)
+
+    agree(ours, reference, *inputs, factor=20)
+    everything_dropped = attention(*inputs, graph, 0.2, 1.0)
+    assert everything_dropped.abs().max() == 0
+
+
+def test_sums_of_features_that_are_not_contiguous() -> None:
+    graph = named("square", weight=True)
+    for x in (values(3, 5).t(), values(5, 6)[:, ::2], values(1, 3).expand(5, 3)):
+        expected = plain.edge_sum(x.double(), *exact(graph.tensors), graph.tensors.weight.double())  # type: ignore[union-attr]
+        torch.testing.assert_close(sum_neighbours(x, graph.tensors).double(), expected, rtol=1e-5, atol=1e-6)
