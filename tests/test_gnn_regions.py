@@ -1,4 +1,4 @@
-"""The layers as regions: one graph a signature, no break, no recompile for another graph, and the same numbers."""
+"""The regions: one graph at any depth, no break, no recompile for another graph, and the same numbers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ import zoo
 from zoo.gnn import CSRGraph
 
 MODELS = ["gcn-debug", "gat-debug", "graphsage-debug"]
-# First, hidden and last layer differ, whatever the depth; equal widths make it no more.
-VARIANTS: list[dict[str, Any]] = [
-    {},
-    {"num_layers": 5, "in_channels": 16, "out_channels": 16},
-    {"num_layers": 4, "in_channels": 16, "jk": "cat", "norm": "batch", "dropout": 0.3},
+# Hidden layers end in the same epilogue, whatever depth and widths; a jumping-knowledge head is one graph more.
+VARIANTS: list[tuple[dict[str, Any], int]] = [
+    ({}, 1),
+    ({"num_layers": 5, "in_channels": 16, "out_channels": 16}, 1),
+    ({"num_layers": 4, "in_channels": 16, "jk": "cat", "norm": "batch", "dropout": 0.3}, 2),
+    ({"num_layers": 3, "jk": "max", "norm": "layer"}, 2),
 ]
 
 
@@ -32,8 +33,8 @@ def run(model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_one_graph_a_signature_in_every_mode(name: str, variant: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("variant", "graphs"), VARIANTS, ids=str)
+def test_one_graph_at_any_depth_in_every_mode(name: str, variant: dict[str, Any], graphs: int) -> None:
     model = zoo.create(name, **variant)
     inputs = zoo.example_inputs(model)
     modes: list[tuple[AbstractContextManager[Any], bool]] = [
@@ -48,27 +49,32 @@ def test_one_graph_a_signature_in_every_mode(name: str, variant: dict[str, Any])
         with context, zoo.enforce_budget(model):
             run(model, inputs)
             run(model, {**inputs, "edge_index": model.prepare(inputs["edge_index"], num_nodes=64)})
-    assert zoo.find_regions(model).graphs_needed == 3
+    assert zoo.find_regions(model, inputs=inputs).graphs_needed == graphs
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("variant", [{}, {"num_layers": 8}, {"num_layers": 6, "jk": "cat"}], ids=str)
-def test_layers_counted_by_dynamo_itself(name: str, variant: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("variant", "graphs"), [({}, 1), ({"num_layers": 8}, 1), ({"num_layers": 6, "jk": "cat"}, 2)], ids=str
+)
+def test_regions_counted_by_dynamo_itself(name: str, variant: dict[str, Any], graphs: int) -> None:
     model = zoo.create(name, **variant)
     inputs = zoo.example_inputs(model)
     expected = model(**inputs)
     counter = CompileCounterWithBackend("aot_eager")
-    for layer in model.layers:
-        layer.compile(fullgraph=True, dynamic=False, backend=counter)
+    for region in (*(layer.epilogue for layer in model.layers), model.head):
+        if region is not None:
+            region.compile(fullgraph=True, dynamic=False, backend=counter)
     torch.testing.assert_close(model(**inputs), expected)
-    assert counter.frame_count == 3
+    assert counter.frame_count == graphs
     # Another graph of one shape: other edges, other isolated nodes, other degrees; self-loops as many.
     x = torch.randn_like(inputs["x"])
     edge_index = inputs["edge_index"]
     for other in ((edge_index + 1) % 64, edge_index.flip(0), zoo.example_inputs(model, seed=3)["edge_index"]):
         out = model(x, other)
         torch.testing.assert_close(out, copy.deepcopy(model)(x, other))
-    assert counter.frame_count == 3
+    # Nor does another number of edges matter: regions see nodes alone.
+    model(x, edge_index[:, :100])
+    assert counter.frame_count == graphs
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -120,8 +126,19 @@ def test_outer_cuda_graph_takes_a_prepared_graph_as_static(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_a_single_layer_is_library_kernels_alone_and_says_so(name: str) -> None:
+    model = zoo.create(name, num_layers=1)
+    inputs = zoo.example_inputs(model)
+    expected = model(**inputs)
+    with pytest.warns(zoo.RegionWarning, match="nothing to compile"):
+        zoo.compile_regions(model)
+    with zoo.enforce_budget(model):
+        torch.testing.assert_close(model(**inputs), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_inductor_gives_the_same_numbers_and_gradients(name: str) -> None:
-    model = zoo.create(name, num_layers=1).train()
+    model = zoo.create(name, norm="layer").train()
     inputs = zoo.example_inputs(model)
     graph = CSRGraph.from_edge_index(inputs["edge_index"], num_nodes=64)
     results = []

@@ -9,10 +9,10 @@ from zoo.gnn.convs import SAGEConv as SAGEConv
 from zoo.gnn.csr import CSRGraph as CSRGraph
 from zoo.gnn.model import GAT as GAT
 from zoo.gnn.model import GCN as GCN
-from zoo.gnn.model import GATLayer as GATLayer
-from zoo.gnn.model import GCNLayer as GCNLayer
+from zoo.gnn.model import GNNEpilogue as GNNEpilogue
+from zoo.gnn.model import GNNHead as GNNHead
+from zoo.gnn.model import GNNLayer as GNNLayer
 from zoo.gnn.model import GraphSAGE as GraphSAGE
-from zoo.gnn.model import SAGELayer as SAGELayer
 from zoo.gnn.presets import PRESETS, build, example_inputs
 from zoo.registry import Family, register
 

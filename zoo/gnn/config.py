@@ -89,6 +89,9 @@ class GCNConfig(GNNConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.add_self_loops is None:
+            # Resolved here, so that configs of equal models are equal.
+            object.__setattr__(self, "add_self_loops", self.normalize)
         if self.add_self_loops and not self.normalize:
             raise ValueError("add_self_loops is True and normalize False: self-loops are added by the normalisation")
 

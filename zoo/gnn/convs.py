@@ -116,8 +116,12 @@ class GCNConv(_Conv):
             graph = self._tensors(sizes, graph, edge_weight)
         if self.aggregate_first:
             return F.linear(sum_neighbours(x, graph), self.lin.weight, self.bias)
-        out = sum_neighbours(self.lin(x), graph)
+        out = self.propagate(x, graph)
         return out if self.bias is None else out + self.bias.to(out.dtype)
+
+    def propagate(self, x: Tensor, graph: GraphTensors) -> Tensor:
+        """The convolution without its bias, for whoever adds it with what follows."""
+        return self.lin(sum_neighbours(x, graph)) if self.aggregate_first else sum_neighbours(self.lin(x), graph)
 
 
 class SAGEConv(_Conv):
@@ -175,17 +179,27 @@ class SAGEConv(_Conv):
             if self.lin_r is not None:
                 check_features(root, self.lin_r.in_features, self.lin_r.weight)
             graph = self._tensors((sources, root), graph, edge_weight)
+        out = self.propagate((sources, root), graph)
+        if self.bias is not None:
+            out = out + self.bias.to(out.dtype)
+        return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[C_out]."""
+        return self.lin_l.bias
+
+    def propagate(self, x: Features, graph: GraphTensors) -> Tensor:
+        """The convolution without its bias and normalisation, for whoever does both with what follows."""
+        sources, root = x if isinstance(x, tuple) else (x, x)
         if self.lin is not None:
             sources = self.lin(sources).relu()
         if self.aggregate_first:
-            out = self.lin_l(self._aggregate(sources, graph))
+            out = F.linear(self._aggregate(sources, graph), self.lin_l.weight)
         else:
             out = self._aggregate(F.linear(sources, self.lin_l.weight), graph)
-            if self.lin_l.bias is not None:
-                out = out + self.lin_l.bias.to(out.dtype)
-        if self.lin_r is not None:
-            out = out + self.lin_r(root)
-        return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
+        # The second product adds to the first as it goes.
+        return out if self.lin_r is None else torch.addmm(out, root, self.lin_r.weight.t())
 
     def _aggregate(self, x: Tensor, graph: GraphTensors) -> Tensor:
         if self.aggr == "mean":
@@ -261,6 +275,12 @@ class GATConv(_Conv):
                 assert linear is not None
                 check_features(features, linear.in_features, linear.weight)
             graph = self._tensors((sources, own), graph, edge_weight)
+        out = self.propagate(x, graph)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+    def propagate(self, x: Features, graph: GraphTensors) -> Tensor:
+        """The convolution without its bias, for whoever adds it with what follows."""
+        sources, own = x if isinstance(x, tuple) else (x, x)
         heads, channels = self.att_src.shape[1:]
         if self.lin is not None:
             h_src = self.lin(sources).view(-1, heads, channels)
@@ -274,6 +294,4 @@ class GATConv(_Conv):
         dropout = self.dropout if self.training else 0.0
         out = attention(h_src, score_src, score_dst, graph, self.negative_slope, dropout)
         out = out.flatten(1) if self.concat else out.mean(dim=1)
-        if self.res is not None:
-            out = out + self.res(own)
-        return out if self.bias is None else out + self.bias.to(out.dtype)
+        return out if self.res is None else out + self.res(own)

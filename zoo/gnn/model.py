@@ -1,10 +1,11 @@
 """GCN, GAT and GraphSAGE.
 
-    x [N, C_in] ─ layer ─ layer ─ ... ─ layer ─▶ [N, C_out]        layer: conv ─ norm ─ act ─ dropout
-    edge_index ─ prepared once ─▶ graph ─┴─ to every layer         the last: conv, or (jk) a layer and a linear head
+    x [N, C_in] ─ layer ─ layer ─ ... ─ conv ─▶ [N, C_out]         layer: conv ─ epilogue (bias ─ norm ─ act ─ dropout)
+    edge_index ─ prepared once ─▶ graph ─┴─ to every conv          with jk all are layers, and a linear head follows
 
-What depends on the graph alone (sorting, self-loops, degrees) is done outside the layers, once. The layers are the
-regions.
+What depends on the graph alone (sorting, self-loops, degrees) is done outside, once. A convolution is one library
+product and one operator of our own: nothing for a compiler to gain. The epilogues are the regions: every hidden layer
+has the same one, whatever its convolution, so that a model of any depth is one graph.
 
 Shape legend: N nodes, E edges, C channels, H heads.
 """
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.gnn.checks import check_features, check_nodes
@@ -43,66 +45,70 @@ class GNNHead(nn.Module):
         return self.lin(torch.stack(list(xs), dim=-1).max(dim=-1).values if self.jk == "max" else xs[-1])
 
 
-class _Layer(nn.Module):
-    """What follows the convolution in every kind of layer.
+class GNNEpilogue(nn.Module):
+    """What follows the convolution of a hidden layer, in one pass over [N, C]: the region of all three models."""
 
-    The last layer carries the head, so that no part of a model is left outside the regions.
-    """
+    def __init__(self, config: GNNConfig) -> None:
+        super().__init__()
+        self.norm = make_norm(config.norm, config.hidden_channels, config.norm_kwargs)
+        self.act = make_activation(config.act, config.act_kwargs)
+        self.act_first = config.act_first
+        self.unit_rows = isinstance(config, SAGEConfig) and config.normalize
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Sums of a convolution [N, C] and its bias [C] -> [N, C]."""
+        if bias is not None:
+            x = x + bias.to(x.dtype)
+        if self.unit_rows:
+            x = F.normalize(x, p=2.0, dim=-1)
+        x = self.norm(self.act(x)) if self.act_first else self.act(self.norm(x))
+        return self.dropout(x)
+
+
+class GNNLayer(nn.Module):
+    """A convolution and, but for a last one that ends the model, its epilogue."""
 
     def __init__(self, config: GNNConfig, index: int) -> None:
         super().__init__()
-        last = index == config.num_layers - 1
-        bare = last and config.jk is None
-        self.input_layer = index == 0
-        self.norm = nn.Identity() if bare else make_norm(config.norm, config.hidden_channels, config.norm_kwargs)
-        self.act = nn.Identity() if bare else make_activation(config.act, config.act_kwargs)
-        self.act_first = config.act_first
-        self.dropout = nn.Identity() if bare else nn.Dropout(config.dropout)
-        self.head = GNNHead(config) if last and config.jk is not None else None
+        self.conv = make_conv(config, index)
+        last = index == config.num_layers - 1 and config.jk is None
+        self.epilogue = None if last else GNNEpilogue(config)
 
-    def _enter(self, x: Tensor) -> Tensor:
-        """Under autocast features are rounded once, before edges move them. Later layers get rounded input anyway.
-
-        Reading the flag also makes the first layer a signature of its own, which it is even at equal widths: its
-        input requires no grad in training, is no inference tensor in inference mode and is float32 under autocast.
-        """
-        if self.input_layer and x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
-            return x.to(torch.get_autocast_dtype(x.device.type))
-        return x
-
-    def _finish(self, x: Tensor, earlier: Sequence[Tensor]) -> Tensor:
-        x = self.norm(self.act(x)) if self.act_first else self.act(self.norm(x))
-        x = self.dropout(x)
-        return x if self.head is None else self.head([*earlier, x])
+    def forward(self, x: Tensor, graph: GraphTensors) -> Tensor:
+        """Features [N, C_in] -> [N, C_out]."""
+        if self.epilogue is None:
+            return self.conv(x, graph)
+        return self.epilogue(self.conv.propagate(x, graph), self.conv.bias)
 
 
-class GCNLayer(_Layer):
-    """Graph convolution, norm, activation and dropout."""
-
-    def __init__(self, config: GCNConfig, index: int) -> None:
-        super().__init__(config, index)
-        self.conv = GCNConv(
-            *config.widths()[index],
+def make_conv(config: GNNConfig, index: int) -> GCNConv | GATConv | SAGEConv:
+    """The convolution of one layer."""
+    in_channels, out_channels = config.widths()[index]
+    if isinstance(config, GCNConfig):
+        return GCNConv(
+            in_channels,
+            out_channels,
             improved=config.improved,
             add_self_loops=config.add_self_loops,
             normalize=config.normalize,
             bias=config.bias,
             input_layer=index == 0,
         )
-
-    def forward(self, x: Tensor, graph: GraphTensors, earlier: Sequence[Tensor] = ()) -> Tensor:
-        """Features [N, C_in] -> [N, C_out]; ``earlier`` layers' outputs, for the head."""
-        return self._finish(self.conv(self._enter(x), graph), earlier)
-
-
-class GATLayer(_Layer):
-    """Graph attention, norm, activation and dropout."""
-
-    def __init__(self, config: GATConfig, index: int) -> None:
-        super().__init__(config, index)
-        in_channels, out_channels = config.widths()[index]
+    if isinstance(config, SAGEConfig):
+        return SAGEConv(
+            in_channels,
+            out_channels,
+            aggr=config.aggr,
+            normalize=config.normalize,
+            root_weight=config.root_weight,
+            project=config.project,
+            bias=config.bias,
+            input_layer=index == 0,
+        )
+    if isinstance(config, GATConfig):
         concat = config.concat and not (index == config.num_layers - 1 and config.ends_in_conv)
-        self.conv = GATConv(
+        return GATConv(
             in_channels,
             out_channels // config.heads if concat else out_channels,
             heads=config.heads,
@@ -113,42 +119,29 @@ class GATLayer(_Layer):
             bias=config.bias,
             residual=config.residual,
         )
-
-    def forward(self, x: Tensor, graph: GraphTensors, earlier: Sequence[Tensor] = ()) -> Tensor:
-        """Features [N, C_in] -> [N, C_out]; ``earlier`` layers' outputs, for the head."""
-        return self._finish(self.conv(self._enter(x), graph), earlier)
+    raise TypeError(f"config is a {type(config).__name__}, expected GCNConfig, GATConfig or SAGEConfig")
 
 
-class SAGELayer(_Layer):
-    """GraphSAGE convolution, norm, activation and dropout."""
-
-    def __init__(self, config: SAGEConfig, index: int) -> None:
-        super().__init__(config, index)
-        self.conv = SAGEConv(
-            *config.widths()[index],
-            aggr=config.aggr,
-            normalize=config.normalize,
-            root_weight=config.root_weight,
-            project=config.project,
-            bias=config.bias,
-            input_layer=index == 0,
-        )
-
-    def forward(self, x: Tensor, graph: GraphTensors, earlier: Sequence[Tensor] = ()) -> Tensor:
-        """Features [N, C_in] -> [N, C_out]; ``earlier`` layers' outputs, for the head."""
-        return self._finish(self.conv(self._enter(x), graph), earlier)
+# One or two kernels a graph: compiled here they are ready before a worker process would have been handed them.
+REGIONS = (
+    Region(
+        GNNEpilogue, why="bias, norm, activation and dropout in one pass, the same in every layer", compile_threads=1
+    ),
+    Region(GNNHead, why="joins all layers' outputs without writing the join where it can", compile_threads=1),
+)
 
 
 class _Model(nn.Module):
     """What the three models share: layers in a row, and raw edges made into a graph."""
 
     config: GNNConfig
-    regions: ClassVar[tuple[Region, ...]] = ()
+    regions: ClassVar[tuple[Region, ...]] = REGIONS
 
-    def __init__(self, config: GNNConfig, layer: type[GCNLayer] | type[GATLayer] | type[SAGELayer]) -> None:
+    def __init__(self, config: GNNConfig) -> None:
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleList(layer(config, index) for index in range(config.num_layers))  # type: ignore[arg-type]
+        self.layers = nn.ModuleList(GNNLayer(config, index) for index in range(config.num_layers))
+        self.head = None if config.jk is None else GNNHead(config)
         self.recipe: Recipe = self._first_conv.recipe
         self._memory = GraphMemory()
 
@@ -202,13 +195,15 @@ class _Model(nn.Module):
         return tensors
 
     def _run(self, x: Tensor, graph: GraphTensors) -> Tensor:
-        earlier: list[Tensor] = []
-        *hidden, last = self.layers
-        for layer in hidden:
+        if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
+            # Rounded once, before edges move it. Later layers get rounded input anyway.
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        outputs = []
+        for layer in self.layers:
             x = layer(x, graph)
             if self.config.jk in ("cat", "max"):
-                earlier.append(x)
-        return last(x, graph, earlier)
+                outputs.append(x)
+        return x if self.head is None else self.head(outputs or [x])
 
 
 class GCN(_Model):
@@ -219,10 +214,6 @@ class GCN(_Model):
     """
 
     config: GCNConfig
-    regions = (Region(GCNLayer, why="one kernel gathers, weighs and sums; what follows the convolution fuses with it"),)
-
-    def __init__(self, config: GCNConfig) -> None:
-        super().__init__(config, GCNLayer)
 
     def forward(self, x: Tensor, edge_index: Tensor | CSRGraph, edge_weight: Tensor | None = None) -> Tensor:
         """Run all layers.
@@ -249,10 +240,6 @@ class GAT(_Model):
     """
 
     config: GATConfig
-    regions = (Region(GATLayer, why="scores, softmax and weighted sum run on edges without E x H x C in memory"),)
-
-    def __init__(self, config: GATConfig) -> None:
-        super().__init__(config, GATLayer)
 
     def forward(self, x: Tensor, edge_index: Tensor | CSRGraph, edge_weight: Tensor | None = None) -> Tensor:
         """Run all layers; see ``GCN.forward``. Edge weights are refused."""
@@ -267,14 +254,7 @@ class GraphSAGE(_Model):
     """
 
     config: SAGEConfig
-    regions = (Region(SAGELayer, why="the aggregation and both matrix products of a layer, with what follows them"),)
-
-    def __init__(self, config: SAGEConfig) -> None:
-        super().__init__(config, SAGELayer)
 
     def forward(self, x: Tensor, edge_index: Tensor | CSRGraph, edge_weight: Tensor | None = None) -> Tensor:
         """Run all layers; see ``GCN.forward``. Edge weights are refused."""
         return self._run(x, self._graph(x, edge_index, edge_weight))
-
-
-REGIONS = {model: model.regions for model in (GCN, GAT, GraphSAGE)}

@@ -28,18 +28,18 @@ KEYS = {
     "convs.{}.att_dst": "layers.{}.conv.att_dst",
     "convs.{}.res.weight": "layers.{}.conv.res.weight",
     "convs.{}.bias": "layers.{}.conv.bias",
-    "norms.{}.module.weight": "layers.{}.norm.weight",
-    "norms.{}.module.bias": "layers.{}.norm.bias",
-    "norms.{}.module.running_mean": "layers.{}.norm.running_mean",
-    "norms.{}.module.running_var": "layers.{}.norm.running_var",
-    "norms.{}.module.num_batches_tracked": "layers.{}.norm.num_batches_tracked",
-    "lin.weight": "layers.{last}.head.lin.weight",
-    "lin.bias": "layers.{last}.head.lin.bias",
+    "norms.{}.module.weight": "layers.{}.epilogue.norm.weight",
+    "norms.{}.module.bias": "layers.{}.epilogue.norm.bias",
+    "norms.{}.module.running_mean": "layers.{}.epilogue.norm.running_mean",
+    "norms.{}.module.running_var": "layers.{}.epilogue.norm.running_var",
+    "norms.{}.module.num_batches_tracked": "layers.{}.epilogue.norm.num_batches_tracked",
+    "lin.weight": "head.lin.weight",
+    "lin.bias": "head.lin.bias",
 }
 # Their LayerNorm holds its weights itself, their BatchNorm in a module of its own.
 _LAYER_NORM_KEYS = {
-    "norms.{}.weight": "layers.{}.norm.weight",
-    "norms.{}.bias": "layers.{}.norm.bias",
+    "norms.{}.weight": "layers.{}.epilogue.norm.weight",
+    "norms.{}.bias": "layers.{}.epilogue.norm.bias",
 }
 
 _CONVS = {pyg.GCN: pyg.GCNConv, pyg.GAT: pyg.GATConv, pyg.GraphSAGE: pyg.SAGEConv}
@@ -113,12 +113,11 @@ def _names(config: GNNConfig) -> dict[str, str]:
     """{theirs: ours} for every tensor of a model of this config."""
     with torch.device("meta"):
         wanted = set(build(config).state_dict())
-    last = config.num_layers - 1
     keys = KEYS if config.norm != "layer" else {k: v for k, v in KEYS.items() if ".module." not in k} | _LAYER_NORM_KEYS
     names = {
-        theirs.format(index): ours.format(index, last=last)
+        theirs.format(index): ours.format(index)
         for theirs, ours in keys.items()
-        for index in (range(config.num_layers) if "{}" in theirs else (last,))
+        for index in (range(config.num_layers) if "{}" in theirs else (0,))
     }
     return {theirs: ours for theirs, ours in names.items() if ours in wanted}
 
