@@ -1,0 +1,544 @@
+"""The aggregation kernels and the operators around them.
+
+Kernels are held against float64 by gnn_kernel_checks.py: here in Triton's interpreter, and at real sizes on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.flop_counter import FlopCounterMode
+
+import zoo
+from zoo.gnn import CSRGraph, operators, plain, split
+from zoo.gnn.aggregate import attention, max_neighbours, mean_neighbours, sum_neighbours
+from zoo.gnn.csr import GraphTensors, Recipe
+from zoo.gnn.split import split_rows
+
+ROOT = Path(__file__).resolve().parent.parent
+MODELS = ["gcn-debug", "gat-debug", "graphsage-debug"]
+NODES, EDGES = 169_343, 2_315_598
+
+
+def run_checks(*arguments: str, **environment: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "tests/gnn_kernel_checks.py", "-p", "no:cacheprovider", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert re.search(r"\d+ passed", done.stdout) and "skipped" not in done.stdout, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="torch came without Triton, which GPUs only need"
+)
+@pytest.mark.parametrize("kind", ["sums", "maxima", "attention"])
+def test_kernels_in_the_interpreter(kind: str) -> None:
+    run_checks("-k", kind, TRITON_INTERPRET="1")
+
+
+def test_importing_the_zoo_brings_no_triton() -> None:
+    code = (
+        "import sys, torch, zoo.gnn\n"
+        "before = 'triton' in sys.modules\n"
+        "model = zoo.create('gat-debug'); model(**zoo.example_inputs(model))\n"
+        "assert not before and 'triton' not in sys.modules and 'zoo.gnn.kernels' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
+
+
+# --- operators, by what stands in for the kernels ---
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models on the CPU use the operators, in float64 too."""
+    monkeypatch.setattr(operators, "DEVICES", ("cpu",))
+    monkeypatch.setattr(operators, "DTYPES", (*operators.DTYPES, torch.float64))
+    monkeypatch.setattr(CSRGraph, "_walks_transpose", lambda graph: torch.is_grad_enabled())
+
+
+def random_graph(weight: bool = False, **recipe: bool) -> CSRGraph:
+    edges = torch.stack([torch.randint(8, (40,)), torch.randint(1, 7, (40,))])
+    edges[1, :12] = 2
+    return CSRGraph.from_edge_index(edges, torch.rand(40) if weight else None, (8, 7)).prepared(Recipe(**recipe))
+
+
+def operator_calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    graph = random_graph(weight=True, mean=True)
+    g, t = graph.tensors, graph.transpose
+    whole: tuple[Tensor | None, ...] = (None, None)
+    tables, t_tables = split_rows(g.rowptr, 40, 8), split_rows(t.colptr, 40, 4)
+    assert tables is not None and t_tables is not None and g.inverse_degree is not None
+    x, grad = torch.randn(8, 3, requires_grad=True), torch.randn(7, 3)
+    weight = torch.rand(40, requires_grad=True)
+    t_weight = weight.detach()[t.permutation]
+    heads, a, b = (torch.randn(*shape, requires_grad=True) for shape in ((8, 2, 3), (8, 2), (7, 2)))
+    forward, back = (g.rowptr, g.source), (t.colptr, t.destination)
+    calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
+    for name, rows, columns in (("whole", whole, whole), ("split", tuple(tables), tuple(t_tables))):
+        scales = weight, None, g.inverse_degree
+        calls[f"sum {name}"] = (
+            operators.csr_sum,
+            (x, *forward, *scales, *rows, 8, g.destination, *back, t_weight, *columns),
+        )
+        calls[f"max {name}"] = (operators.csr_max, (x, *forward, True, *rows, 8, *back, *columns))
+        for dropout in (0.0, 0.5):
+            seed = torch.tensor([7]) if dropout else None
+            calls[f"attention {name} {dropout}"] = (
+                operators.gat,
+                (heads, a, b, 0.2, seed, dropout, *forward, *rows, 8, *back, t.permutation, *columns),
+            )
+        given = [tensor.detach() for tensor in (torch.randn(7, 2, 3), heads, a, b)]
+        calls[f"attention backward {name}"] = (
+            operators.gat_backward,
+            (*given, *torch.randn(2, 7, 2), 0.2, None, 0.0, g.rowptr, *rows, *back, t.permutation, *columns, 8),
+        )
+    x = x.detach()
+    calls["max, values only"] = operators.csr_max, (x, *forward, False, *whole, 8, *whole, *whole)
+    calls["max backward"] = operators.csr_max_backward, (x, grad, grad, *back, *whole, 8)
+    calls["dot"] = operators.edge_dot, (x, grad, g.source, g.destination, None, g.inverse_degree, torch.float32)
+    return calls
+
+
+@pytest.mark.parametrize("name", operator_calls())
+def test_operators_are_what_torch_expects(name: str) -> None:
+    operator, arguments = operator_calls()[name]
+    torch.library.opcheck(operator, arguments)
+
+
+def same(function: Callable[..., Tensor], inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By operators and by torch's own, output and gradients."""
+    results = []
+    for devices in (("cpu",), ()):
+        monkeypatch.setattr(operators, "DEVICES", devices)
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+        out = function(*leaves)
+        results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
+    torch.testing.assert_close(*results)
+
+
+def test_operators_are_torch_s_own_aggregations(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = random_graph(mean=True)
+    weighted, mean = random_graph(weight=True).tensors, graph.tensors
+    x, x3 = torch.randn(8, 3), torch.randn(8, 2, 3)
+    same(lambda x: sum_neighbours(x, weighted), [x], monkeypatch)
+    same(lambda x: mean_neighbours(x, mean), [x], monkeypatch)
+    same(lambda x: max_neighbours(x, mean), [x], monkeypatch)
+    # Relu makes maxima of zero, where torch counts the zeros that it starts from among the ties.
+    same(lambda x: max_neighbours(x.relu().round(), mean), [x], monkeypatch)
+    same(lambda x, a, b: attention(x, a, b, mean, 0.2), [x3, torch.randn(8, 2), torch.randn(7, 2)], monkeypatch)
+
+
+def test_gradients_of_operators(on_cpu: None) -> None:
+    graph = random_graph(mean=True).tensors
+    x, weight = torch.randn(8, 2, dtype=torch.float64), torch.rand(40, dtype=torch.float64)
+    edges = torch.stack([graph.source, graph.destination]).long()
+    x.requires_grad_()
+    weight.requires_grad_()
+
+    def weighted(x: Tensor, weight: Tensor) -> Tensor:
+        return sum_neighbours(x, CSRGraph.from_edge_index(edges, weight, (8, 7)).tensors)
+
+    assert torch.autograd.gradcheck(weighted, (x, weight))
+    assert torch.autograd.gradcheck(lambda x: max_neighbours(x, graph), (x,))
+    assert torch.autograd.gradcheck(lambda x: mean_neighbours(x, graph), (x,))
+    assert torch.autograd.gradgradcheck(lambda x: mean_neighbours(x, graph).square(), (x,))
+    scores = [torch.randn(n, 2, dtype=torch.float64, requires_grad=True) for n in (8, 7)]
+    x3 = torch.randn(8, 2, 3, dtype=torch.float64, requires_grad=True)
+    for dropout in (0.0, 0.4):
+
+        def attend(*inputs: Tensor, dropout: float = dropout) -> Tensor:
+            torch.manual_seed(0)
+            return attention(*inputs, graph, 0.2, dropout)
+
+        assert torch.autograd.gradcheck(attend, (x3, *scores))
+
+
+def test_dropout_leaves_out_the_asked_share_and_keeps_the_mean(on_cpu: None) -> None:
+    edges = torch.stack([torch.arange(4000) % 50, torch.zeros(4000, dtype=torch.int64)])
+    graph = CSRGraph.from_edge_index(edges, None, (50, 1)).tensors
+    ones, zeros = torch.ones(50, 4, 1), torch.zeros(50, 4)
+    drawn = torch.stack([attention(ones, zeros, zeros[:1], graph, 0.2, 0.3) for _ in range(40)])
+    assert drawn.unique().numel() > 20, "calls and heads must draw anew"
+    assert (drawn.mean() - 1.0).abs() < 0.01
+    # All weights are one in 4000: the variance of the sum of kept ones is p / (1 - p) in 4000.
+    assert 0.7 < drawn.std() / (0.3 / 0.7 / 4000) ** 0.5 < 1.3
+
+
+def test_gradients_without_a_transpose_say_what_to_do(on_cpu: None) -> None:
+    with torch.no_grad():
+        graph = random_graph(weight=True).tensors
+    assert graph.transpose is None
+    x = torch.randn(8, 3, requires_grad=True)
+    for out in (
+        sum_neighbours(x, graph),
+        max_neighbours(x, graph),
+        attention(x.unsqueeze(1), x[:, :1], x[:7, :1], graph, 0.2),
+    ):
+        with pytest.raises(RuntimeError, match="walks the transposed graph"):
+            out.sum().backward()
+
+
+# --- the graph ---
+
+
+def test_the_transpose_comes_with_gradients_and_is_built_once(on_cpu: None) -> None:
+    model = zoo.create("gcn-debug")
+    inputs = zoo.example_inputs(model)
+    with torch.no_grad():
+        graph = model.prepare(inputs["edge_index"], torch.rand(256), num_nodes=64)
+        assert graph.tensors.transpose is None and graph._edges.transposed is None
+    found = graph.tensors.transpose
+    assert found is not None and graph.tensors.transpose is found
+    assert graph.tensors.weight is not None and found.weight is not None
+    torch.testing.assert_close(found.weight, graph.tensors.weight[found.permutation])
+    with torch.inference_mode():
+        assert graph.tensors.transpose is None
+    assert model.prepare(inputs["edge_index"], num_nodes=64)._edges.transposed is not None
+    model(inputs["x"], graph).sum().backward()
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 16, 63])
+def test_chunks_cover_long_rows_and_only_them(size: int) -> None:
+    shapes = set()
+    for seed in range(5):
+        torch.manual_seed(seed)
+        row = torch.randint(12, (200,)).clamp(min=2 * seed)
+        pointers = torch.searchsorted(row.sort().values, torch.arange(13))
+        tables = split_rows(pointers, 200, size)
+        degree = pointers.diff()
+        if tables is None:
+            assert degree.max() <= size
+            continue
+        shapes.add((tables.chunks.shape, tables.rows.shape))
+        seen = torch.zeros(200, dtype=torch.int64)
+        used = 0
+        for index, (row_of, first, end) in enumerate(tables.rows.tolist()):
+            if row_of < 0:
+                assert (tables.rows[index:, 0] == -1).all()
+                break
+            assert degree[row_of] > size and first == used
+            used = end
+            for chunk_row, start, stop in tables.chunks[first:end].tolist():
+                assert chunk_row == row_of and 0 < stop - start <= size
+                seen[start:stop] += 1
+        assert not tables.chunks[used:].any()
+        assert seen.equal((degree > size).long().repeat_interleave(degree))
+    assert len(shapes) == 1, "tables of other graphs of the same size would compile anew"
+
+
+def test_short_rows_have_no_tables(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert random_graph().tensors.split is None
+    monkeypatch.setattr(split, "EDGES_PER_CHUNK", 8)
+    graph = random_graph()
+    assert graph.tensors.split is not None
+    moved = graph.to("cpu").tensors.split
+    assert moved is not None and moved.chunks.equal(graph.tensors.split.chunks)
+
+
+# --- regions ---
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("chunk", [512, 4])
+def test_operators_keep_regions_to_one_graph_a_signature(
+    name: str, chunk: int, on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(split, "EDGES_PER_CHUNK", chunk)
+    model = zoo.create(name, num_layers=5, dropout=0.2)
+    inputs = zoo.example_inputs(model)
+    expected = model.eval()(**inputs)
+    for train in (False, True):
+        for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
+            torch.compiler.reset()
+            zoo.compile_regions(zoo.uncompile(model.train(train)), backend="aot_eager")
+            with mode(), zoo.enforce_budget(model):
+                for seed in range(2):
+                    out = model(inputs["x"], zoo.example_inputs(model, seed=seed)["edge_index"])
+                    if out.requires_grad:
+                        out.sum().backward()
+                graph = model.prepare(inputs["edge_index"], num_nodes=64)
+                out = model(inputs["x"], graph)
+            if not train:
+                torch.testing.assert_close(out.detach(), expected.detach())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_whole_model_with_operators_is_one_graph(name: str, on_cpu: None) -> None:
+    model = zoo.create(name)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend=counter)
+    for seed in range(3):
+        inputs = zoo.example_inputs(model, seed=seed)
+        graph = model.prepare(inputs["edge_index"], num_nodes=64)
+        torch.testing.assert_close(compiled(inputs["x"], graph), model(**inputs))
+    assert counter.frame_count == 1
+
+
+def test_learned_weights_through_operators_compile(on_cpu: None) -> None:
+    model = zoo.create("gcn-debug")
+    x, edge_index = zoo.example_inputs(model).values()
+    weight = (torch.rand(256) + 0.1).requires_grad_()
+    graph = model.prepare(edge_index, weight, num_nodes=64)
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
+    (expected,) = torch.autograd.grad(model(x, edge_index, weight).square().sum(), weight)
+    (found,) = torch.autograd.grad(compiled(x, graph).square().sum(), weight)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_operators_under_inductor_and_autocast(name: str, on_cpu: None) -> None:
+    model = zoo.create(name, num_layers=1).train()
+    x, edge_index = zoo.example_inputs(model).values()
+    graph = model.prepare(edge_index, num_nodes=64)
+    compiled = torch.compile(model, fullgraph=True, dynamic=False)
+    for enabled in (False, True):
+        results = []
+        for run in (model, compiled):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                out = run(x, graph)
+            results.append([out, *torch.autograd.grad(out.float().square().sum(), list(model.parameters()))])
+        assert results[0][0].dtype == results[1][0].dtype
+        for eager, fast in zip(*results, strict=True):
+            assert (fast - eager).norm() <= (5e-2 if enabled else 1e-5) * eager.norm()
+
+
+def test_flops_are_counted(on_cpu: None) -> None:
+    graph, weighted = random_graph(mean=True).tensors, random_graph(weight=True).tensors
+    x, x3 = torch.randn(8, 3, requires_grad=True), torch.randn(8, 2, 3, requires_grad=True)
+
+    def count(function: Callable[[], Tensor]) -> int:
+        with FlopCounterMode(display=False) as counter:
+            function().sum().backward()
+        return int(counter.get_total_flops())
+
+    assert count(lambda: mean_neighbours(x, graph)) == 2 * 40 * 3
+    assert count(lambda: sum_neighbours(x, weighted)) == 2 * 2 * 40 * 3
+    assert count(lambda: max_neighbours(x, graph)) == 2 * 40 * 3
+    assert count(lambda: attention(x3, x3[..., 0], x3[:7, :, 1], graph, 0.2)) == (2 + 4) * 40 * 6
+
+
+# --- on a GPU ---
+
+
+def big_graph(kind: str = "uniform", **recipe: bool) -> CSRGraph:
+    """As many nodes and edges as ogbn-arxiv has with both directions; ``hub`` has one of 200,000 each way."""
+    nodes, edges = (NODES, EDGES) if kind == "uniform" else (NODES, 5 * NODES + 200_000)
+    generator = torch.Generator("cuda").manual_seed(0)
+    ends = torch.randint(nodes, (2, edges), generator=generator, device="cuda")
+    if kind == "hub":
+        ends[1, :200_000] = 7
+        ends[0, 200_000:400_000] = 9
+    return CSRGraph.from_edge_index(ends, None, nodes).prepared(Recipe(**recipe))
+
+
+def milliseconds(function: Callable[[], object]) -> float:
+    times = []
+    for _ in range(12):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(10):
+            function()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) / 10)
+    return min(times[2:])
+
+
+def exact(graph: GraphTensors) -> tuple[Tensor, Tensor, int]:
+    return graph.source, graph.destination, graph.rowptr.shape[0] - 1
+
+
+@pytest.mark.gpu
+def test_kernels_on_a_gpu() -> None:
+    run_checks("-m", "gpu", TRITON_INTERPRET="0")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["uniform", "hub"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_real_sizes_against_float64_and_to_the_bit(kind: str, dtype: torch.dtype) -> None:
+    graph = big_graph(kind, normalize=True)
+    tensors = graph.tensors
+    assert (tensors.split is not None) == (kind == "hub") and tensors.transpose is not None
+    plain_graph = graph.prepared(Recipe(mean=True)).tensors
+    assert tensors.weight is not None and plain_graph.inverse_degree is not None
+    weight, scale = tensors.weight.double(), plain_graph.inverse_degree.double()
+    cases: list[tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = [
+        (lambda x: sum_neighbours(x, tensors), lambda x: plain.edge_sum(x, *exact(tensors), weight), ((100,),)),
+        (
+            lambda x: mean_neighbours(x, plain_graph),
+            lambda x: plain.edge_sum(x, *exact(tensors), row_scale=scale),
+            ((256,),),
+        ),
+        (lambda x: max_neighbours(x, plain_graph), lambda x: plain.edge_max(x, *exact(tensors)), ((64,),)),
+        (
+            lambda *xs: attention(*xs, plain_graph, 0.2),
+            lambda *xs: plain.attention(*xs, 0.2, *exact(tensors)),
+            ((8, 8), (8,), (8,)),
+        ),
+    ]
+    for ours, reference, shapes in cases:
+        inputs = [torch.randn(NODES, *shape, device="cuda").to(dtype).requires_grad_() for shape in shapes]
+        cotangent = torch.randn(NODES, *shapes[0], device="cuda").to(dtype)
+        found = [out := ours(*inputs), *torch.autograd.grad(out, inputs, cotangent)]
+        again = [out := ours(*inputs), *torch.autograd.grad(out, inputs, cotangent)]
+        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+        wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
+        expected = [out := reference(*wide), *torch.autograd.grad(out, wide, cotangent.double())]
+        for a, b in zip(found, expected, strict=True):
+            assert (a.double() - b).norm() < (1e-5 if dtype == torch.float32 else 2e-2) * b.norm()
+        del found, again, wide, expected
+
+
+def times_of_each(kind: str, channels: int) -> list[float]:
+    """Milliseconds of every aggregation, forward and backward."""
+    tensors = big_graph(kind, mean=True).tensors
+    x = torch.randn(NODES, channels, device="cuda", requires_grad=True)
+    heads, scores = x.view(NODES, 8, -1), torch.randn(NODES, 8, device="cuda", requires_grad=True)
+    functions: list[Callable[[], Tensor]] = [
+        lambda: mean_neighbours(x, tensors),
+        lambda: max_neighbours(x, tensors),
+        lambda: attention(heads, scores, scores, tensors, 0.2),
+    ]
+    times = []
+    for function in functions:
+        with torch.no_grad():
+            times.append(milliseconds(function))
+        out = function()
+        backward = functools.partial(torch.autograd.grad, out, x, torch.ones_like(out), retain_graph=True)
+        times.append(milliseconds(backward))
+    return times
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels", [64, 256])
+def test_a_hub_costs_at_most_half_more(channels: int) -> None:
+    """200,000 neighbours each way, among nodes with 6, against a uniform graph of as many edges."""
+    times = {kind: times_of_each(kind, channels) for kind in ("level", "hub")}
+    ratios = [hub / level for hub, level in zip(times["hub"], times["level"], strict=True)]
+    assert max(ratios) <= 1.5, (ratios, times)
+
+
+@pytest.mark.gpu
+def test_offsets_past_two_to_the_31() -> None:
+    nodes, channels, edges = 9_000_000, 256, 50_000
+    assert nodes * channels > 2**31
+    x = torch.randn(nodes, channels, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    # Both ends lie in the last million.
+    ends = torch.randint(nodes - 1_000_000, nodes, (2, edges), device="cuda")
+    graph = CSRGraph.from_edge_index(ends, None, nodes).prepared(Recipe(mean=True)).tensors
+    used = ends.unique()
+    small = torch.searchsorted(used, torch.stack([graph.source, graph.destination]).long())
+    few = x.detach()[used].double().requires_grad_()
+    assert graph.inverse_degree is not None
+    scale = graph.inverse_degree[used].double()
+    score = torch.randn(nodes, 2, device="cuda")
+    for ours, reference in (
+        (lambda: mean_neighbours(x, graph), plain.edge_sum(few, *small, len(used), row_scale=scale)),
+        (lambda: max_neighbours(x, graph), plain.edge_max(few, *small, len(used))),
+        (
+            lambda: attention(x.view(nodes, 2, 128), score, score, graph, 0.2).flatten(1),
+            plain.attention(
+                few.view(-1, 2, 128), score[used].double(), score[used].double(), 0.2, *small, len(used)
+            ).flatten(1),
+        ),
+    ):
+        out = ours()
+        cotangent = torch.randn(len(used), channels, device="cuda", dtype=torch.bfloat16)
+        spread = torch.zeros_like(out)
+        spread[used] = cotangent
+        (found,) = torch.autograd.grad(out, x, spread)
+        (expected,) = torch.autograd.grad(reference, few, cotangent.double())
+        for a, b in ((out[used], reference), (found[used], expected)):
+            assert (a.double() - b).norm() < 1e-2 * b.norm()
+        assert out.count_nonzero() == out[used].count_nonzero()
+        del out, spread, found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+def test_kernels_in_an_outer_cuda_graph(name: str) -> None:
+    for kind in ("uniform", "hub"):
+        graph = big_graph(kind)
+        model = zoo.create(name).cuda()
+        x = torch.randn(NODES, model.config.in_channels, device="cuda")
+        prepared = model.prepare(graph)
+        with torch.no_grad():
+            zoo.compile_regions(model.eval())
+            step = zoo.cuda_graph(model, (x, prepared), static=(1,))
+            other = torch.randn_like(x)
+            found = step(other, prepared)
+            zoo.uncompile(model)
+            torch.testing.assert_close(found, model(other, prepared), rtol=1e-4, atol=1e-4)
+            assert torch.equal(step(other, prepared), found)
+
+
+@pytest.mark.gpu
+def test_attention_dropout_is_drawn_anew_at_each_replay() -> None:
+    model = zoo.create("gat-debug", dropout=0.5).cuda().train()
+    x, edge_index = (tensor.cuda() for tensor in zoo.example_inputs(model).values())
+    graph = model.layers[0].conv
+    with torch.no_grad():
+        prepared = model.prepare(edge_index, num_nodes=64)
+        step = zoo.cuda_graph(graph, (x, prepared), static=(1,))
+        assert not torch.equal(step(x, prepared), step(x, prepared))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", ["uniform", "hub"])
+def test_compiled_training_on_a_gpu(name: str, kind: str) -> None:
+    model = zoo.create(name).cuda().train()
+    graph = model.prepare(big_graph(kind))
+    x = torch.randn(NODES, model.config.in_channels, device="cuda")
+    results = []
+    for compiled in (False, True):
+        if compiled:
+            zoo.compile_regions(model)
+        with zoo.enforce_budget(model) if compiled else torch.enable_grad():
+            out = model(x, graph)
+            results.append([out, *torch.autograd.grad(out.square().mean(), list(model.parameters()))])
+    for eager, fast in zip(*results, strict=True):
+        assert (fast - eager).norm() < 1e-3 * eager.norm()
+
+
+@pytest.mark.gpu
+def test_attention_never_holds_a_row_of_features_an_edge() -> None:
+    graph = big_graph().tensors
+    heads, channels = 8, 32
+    x = torch.randn(NODES, heads, channels, device="cuda", requires_grad=True)
+    a, b = (torch.randn(NODES, heads, device="cuda", requires_grad=True) for _ in range(2))
+    cotangent = torch.randn_like(x)
+
+    def peak(function: Callable[[], Any]) -> int:
+        function()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function()
+        return torch.cuda.max_memory_allocated() - before
+
+    messages, nodes, scores = (4 * n * heads for n in (EDGES * channels, NODES * channels, EDGES))
+    assert peak(lambda: attention(x.detach(), a, b, graph, 0.2)) < 1.5 * nodes
+    out = attention(x, a, b, graph, 0.2)
+    backward = peak(lambda: torch.autograd.grad(out, (x, a, b), cotangent, retain_graph=True))
+    assert backward < 4 * nodes + 2 * scores < messages / 2
