@@ -55,6 +55,13 @@ def max_neighbours(x: Tensor, graph: GraphTensors) -> Tensor:
     return values
 
 
+def head_scores(x: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
+    """Dot products of every head with its part of each vector: x [S, H, C], vectors [1, H, C] -> [S, H] each."""
+    if not operators.usable_for(x):
+        return tuple((x * vector).sum(dim=-1) for vector in vectors)
+    return operators.head_scores(x, torch.cat(vectors).to(x.dtype)).unbind()
+
+
 def attention(
     x: Tensor, a_source: Tensor, a_destination: Tensor, graph: GraphTensors, slope: float, dropout: float = 0.0
 ) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.gnn.aggregate import attention, max_neighbours, mean_neighbours, sum_neighbours
+from zoo.gnn.aggregate import attention, head_scores, max_neighbours, mean_neighbours, sum_neighbours
 from zoo.gnn.checks import check_features, check_nodes
 from zoo.gnn.csr import CSRGraph, GraphTensors, Recipe
 from zoo.gnn.outside import outside_compile
@@ -289,8 +289,10 @@ class GATConv(_Conv):
             assert self.lin_src is not None and self.lin_dst is not None
             h_src = self.lin_src(sources).view(-1, heads, channels)
             h_dst = self.lin_dst(own).view(-1, heads, channels)
-        score_src = (h_src * self.att_src).sum(dim=-1)  # [S, H]
-        score_dst = (h_dst * self.att_dst).sum(dim=-1)  # [D, H]
+        if h_dst is h_src:
+            score_src, score_dst = head_scores(h_src, self.att_src, self.att_dst)
+        else:
+            (score_src,), (score_dst,) = head_scores(h_src, self.att_src), head_scores(h_dst, self.att_dst)
         dropout = self.dropout if self.training else 0.0
         out = attention(h_src, score_src, score_dst, graph, self.negative_slope, dropout)
         out = out.flatten(1) if self.concat else out.mean(dim=1)

@@ -182,3 +182,8 @@ def _kept(seed: Tensor, edge: Tensor, heads: int, dropout: float) -> Tensor:
 
 
 _LOW = 0xFFFFFFFF
+
+
+def head_scores(x: Tensor, vectors: Tensor) -> Tensor:
+    """Features [S, H, C] times vectors [K, H, C], summed over channels: [K, S, H]."""
+    return (x * vectors.unsqueeze(1)).sum(-1)

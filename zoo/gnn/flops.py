@@ -53,3 +53,9 @@ def gat_flops(x: Shape, *arguments: Any, **_: Any) -> int:
 def gat_backward_flops(grad: Shape, x: Shape, *arguments: Any, **_: Any) -> int:
     """Two multiply-adds for each edge, head and channel: of the features' gradient and of the weights'."""
     return 4 * arguments[11][0] * prod(x[1:])
+
+
+@register_flop_formula(_OPS.head_scores)
+def head_scores_flops(x: Shape, vectors: Shape, *_: Any, **__: Any) -> int:
+    """A multiply-add for each vector and value."""
+    return 2 * vectors[0] * prod(x)

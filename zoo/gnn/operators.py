@@ -391,3 +391,36 @@ def gat_backward(
 @gat_backward.register_fake
 def _(grad: Tensor, x: Tensor, a_source: Tensor, a_destination: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(x.shape), a_source.new_empty(a_source.shape), a_destination.new_empty(a_destination.shape)
+
+
+# --- attention's scores ---
+
+
+@torch.library.custom_op("zoo_gnn::head_scores", mutates_args=(), schema="(Tensor x, Tensor vectors) -> Tensor")
+def head_scores(x: Tensor, vectors: Tensor) -> Tensor:
+    """Dot products of every head with its part of some vectors: x [S, H, C], vectors [K, H, C] -> [K, S, H]."""
+    return _implementation("scores", x).head_scores(x, vectors)
+
+
+@head_scores.register_fake
+def _(x: Tensor, vectors: Tensor) -> Tensor:
+    return x.new_empty(vectors.shape[0], x.shape[0], x.shape[1])
+
+
+def _head_scores_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _head_scores_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    x, vectors = ctx.saved_tensors
+    grad_x = grad_vectors = None
+    if ctx.needs_input_grad[0]:
+        # One vector after the other: K outer products side by side would be K times the features.
+        parts = zip(grad.unbind(), vectors.unbind(), strict=True)
+        grad_x = sum((g.unsqueeze(-1) * vector for g, vector in parts), torch.zeros_like(x))
+    if ctx.needs_input_grad[1]:
+        grad_vectors = torch.stack([(g.unsqueeze(-1) * x).sum(0) for g in grad.unbind()])
+    return grad_x, grad_vectors
+
+
+head_scores.register_autograd(_head_scores_backward, setup_context=_head_scores_context)
