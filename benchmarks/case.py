@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 STRATEGIES = ("eager", "full", "regional", "hierarchical")
@@ -144,13 +145,14 @@ def arms_of(
 
 
 def expand(
-    bases: Iterable[Case], refuses: Callable[[Case], str | None], **options: Any
+    bases: Iterable[Case], refuses: Callable[[Case], str | None], *, only: Sequence[str] = (), **options: Any
 ) -> tuple[list[Case], Mapping[str, str]]:
     """All arms of all races, race by race, each with its A/A control last; and why arms were left out, by case key.
 
     Args:
         bases: One case a race: its model, input, workload, dtype and device.
         refuses: The workload's own refusals.
+        only: Patterns as of a shell, ``"zoo *"``, that an arm's name must match one of; all if there are none.
         options: As ``arms_of`` takes them.
     """
     cases: list[Case] = []
@@ -158,6 +160,8 @@ def expand(
     for base in bases:
         arms = []
         for case in arms_of(base, **options):
+            if only and not any(fnmatchcase(case.arm, pattern) for pattern in only):
+                continue
             if why := refusal(case) or refuses(case):
                 refused[case.key] = why
             else:

@@ -138,6 +138,7 @@ def main(
     strategy: Annotated[list[str] | None, typer.Option(help=f"{', '.join(STRATEGY_NAMES)}.")] = None,
     impl: Annotated[list[str] | None, typer.Option(help=f"{', '.join(IMPLEMENTATIONS)}.")] = None,
     mode: Annotated[list[str] | None, typer.Option(help=f"{', '.join(MODES)}.")] = None,
+    arm: Annotated[list[str] | None, typer.Option(help="Of these only such as match a pattern: 'zoo *'.")] = None,
     workload: Annotated[str, typer.Option(help=f"{', '.join(WORKLOADS)}.")] = WORKLOADS[0],
     dtype: Annotated[list[str] | None, typer.Option(help="The family's default if left out.")] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is one.")] = None,
@@ -185,11 +186,14 @@ def main(
     cases, refused = expand(
         bases,
         loaded.refuses,
+        only=arm or [],
         impls=pick("--impl", impl or [], IMPLEMENTATIONS),
         strategies=pick("--strategy", strategy or [], STRATEGY_NAMES),
         modes=pick("--mode", mode or [], MODES),
         dynamic=dynamic,
     )
+    if not cases and not refused and arm:
+        raise UsageError(f"--arm: no arm matches {', '.join(map(repr, arm))}; --list shows their names")
     if not cases:
         raise UsageError("nothing is left to measure: " + next(iter(refused.values()), "no model and input"))
     folder = out or (_newest_run() if resume else RUNS / time.strftime("%Y%m%d-%H%M%S"))

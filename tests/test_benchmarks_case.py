@@ -124,3 +124,15 @@ def test_races_are_told_apart_by_what_arms_share():
     other = replace(CPU, input="cora")
     cases, _ = expand([CPU, other], nothing_refused)
     assert [race[2] for race in races_of(cases)] == ["karate", "cora"]
+
+
+def test_only_arms_that_match_a_pattern_and_a_control_of_them():
+    base = Case(family="f", model="m", input="i", device="cuda")
+    cases, _ = expand([base], lambda case: None, only=["zoo regional*", "upstream eager"])
+    assert [case.arm for case in cases] == [
+        "zoo regional",
+        "zoo regional + CUDA graph",
+        "upstream eager",
+        "zoo regional + CUDA graph (A/A)",
+    ]
+    assert expand([base], lambda case: None, only=["nothing"]) == ([], {})
