@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from zoo.gnn import CSRGraph, fallback, operators, plain, split
-from zoo.gnn.aggregate import attention, max_neighbours, mean_neighbours, sum_neighbours
+from tests.gnn_reference import edge_attention, edge_max, edge_softmax, edge_sum
+from zoo.gnn import CSRGraph, fallback, operators, split
+from zoo.gnn.aggregate import attention, head_scores, max_neighbours, mean_neighbours, sum_neighbours
 from zoo.gnn.csr import GraphTensors, Recipe
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -97,22 +98,26 @@ def agree(
 def check_sum(graph: CSRGraph, x: Tensor) -> None:
     tensors = graph.tensors
     weight = None if tensors.weight is None else tensors.weight.double()
-    agree(lambda x: sum_neighbours(x, tensors), lambda x: plain.edge_sum(x, *exact(tensors), weight), x, factor=4)
+    agree(lambda x: sum_neighbours(x, tensors), lambda x: edge_sum(x, *exact(tensors), weight), x, factor=4)
 
 
 def check_mean(graph: CSRGraph, x: Tensor) -> None:
     tensors = graph.tensors
     assert tensors.inverse_degree is not None
     scale = tensors.inverse_degree.double()
-    reference = lambda x: plain.edge_sum(x, *exact(tensors), row_scale=scale)  # noqa: E731
-    agree(lambda x: mean_neighbours(x, tensors), reference, x, factor=4)
+    agree(
+        lambda x: mean_neighbours(x, tensors),
+        lambda x: edge_sum(x, *exact(tensors), row_scale=scale),
+        x,
+        factor=4,
+    )
 
 
 def check_max(graph: CSRGraph, x: Tensor) -> None:
     tensors = graph.tensors
-    agree(lambda x: max_neighbours(x, tensors), lambda x: plain.edge_max(x, *exact(tensors)), x, factor=4)
+    agree(lambda x: max_neighbours(x, tensors), lambda x: edge_max(x, *exact(tensors)), x, factor=4)
     with torch.no_grad():
-        assert torch.equal(max_neighbours(x, tensors), plain.edge_max(x, *exact(tensors)))
+        assert torch.equal(max_neighbours(x, tensors), edge_max(x, *exact(tensors)))
 
 
 def check_attention(graph: CSRGraph, heads: int, channels: int, dtype: torch.dtype = torch.float32) -> None:
@@ -121,7 +126,7 @@ def check_attention(graph: CSRGraph, heads: int, channels: int, dtype: torch.dty
     a_source, a_destination = (values(n, heads, dtype=dtype) * 3 for n in (graph.num_sources, graph.num_destinations))
     agree(
         lambda x, a, b: attention(x, a, b, tensors, 0.2),
-        lambda x, a, b: plain.attention(x, a, b, 0.2, *exact(tensors)),
+        lambda x, a, b: edge_attention(x, a, b, 0.2, *exact(tensors)),
         x, a_source, a_destination,
         factor=20,
     )  # fmt: skip
@@ -229,7 +234,7 @@ def test_sums_pass_gradients_to_learned_weights(monkeypatch: pytest.MonkeyPatch)
         return sum_neighbours(x, CSRGraph.from_edge_index(edges, weight, (6, 7)).tensors)
 
     def reference(x: Tensor, weight: Tensor) -> Tensor:
-        return plain.edge_sum(x, edges[0][order], edges[1][order], 7, weight[order])
+        return edge_sum(x, edges[0][order], edges[1][order], 7, weight[order])
 
     agree(ours, reference, values(6, 9), values(70), factor=8)
 
@@ -238,9 +243,9 @@ def test_maxima_pass_nan_and_infinity_on() -> None:
     graph = named("square").tensors
     x = torch.tensor([[0.0], [float("nan")], [float("-inf")], [float("inf")], [-1.0]], device=DEVICE)
     found = max_neighbours(x, graph)
-    torch.testing.assert_close(found, plain.edge_max(x, *exact(graph)), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(found, edge_max(x, *exact(graph)), rtol=0, atol=0, equal_nan=True)
     lowest = torch.full((5, 1), float("-inf"), device=DEVICE)
-    torch.testing.assert_close(max_neighbours(lowest, graph), plain.edge_max(lowest, *exact(graph)), rtol=0, atol=0)
+    torch.testing.assert_close(max_neighbours(lowest, graph), edge_max(lowest, *exact(graph)), rtol=0, atol=0)
 
 
 def test_attention_does_not_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +253,7 @@ def test_attention_does_not_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = hub().tensors
     inputs = values(11, 2, 4), values(11, 2) * 1e4, values(9, 2) * 1e4
     found = with_gradients(lambda *inputs: attention(*inputs, graph, 0.2), *inputs)
-    expected = plain.attention(*(tensor.double() for tensor in inputs), 0.2, *exact(graph))
+    expected = edge_attention(*(tensor.double() for tensor in inputs), 0.2, *exact(graph))
     assert all(tensor.isfinite().all() for tensor in found)
     torch.testing.assert_close(found[0].double(), expected, rtol=1e-2, atol=1e-2)
 
@@ -270,15 +275,26 @@ def test_attention_drops_the_same_edges_forward_and_backward(size: int, monkeypa
 
     def reference(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         score = torch.nn.functional.leaky_relu(a[source.long()] + b[row.long()], 0.2)
-        return plain.edge_sum(x, source, row, rows, plain.edge_softmax(score, row, rows) * kept)
+        return edge_sum(x, source, row, rows, edge_softmax(score, row, rows) * kept)
 
     agree(ours, reference, *inputs, factor=20)
     everything_dropped = attention(*inputs, graph, 0.2, 1.0)
     assert everything_dropped.abs().max() == 0
 
 
+@pytest.mark.parametrize("dtype", RELATIVE)
+@pytest.mark.parametrize(("heads", "channels"), [(1, 1), (8, 5), (3, 40)])
+def test_attention_scores(heads: int, channels: int, dtype: torch.dtype) -> None:
+    agree(
+        lambda x, a, b: torch.cat(head_scores(x, a, b)),
+        lambda x, a, b: torch.cat([(x * a).sum(-1), (x * b).sum(-1)]),
+        *(values(n, heads, channels, dtype=dtype) for n in (11, 1, 1)),
+        factor=10,
+    )
+
+
 def test_sums_of_features_that_are_not_contiguous() -> None:
     graph = named("square", weight=True)
     for x in (values(3, 5).t(), values(5, 6)[:, ::2], values(1, 3).expand(5, 3)):
-        expected = plain.edge_sum(x.double(), *exact(graph.tensors), graph.tensors.weight.double())  # type: ignore[union-attr]
+        expected = edge_sum(x.double(), *exact(graph.tensors), graph.tensors.weight.double())  # type: ignore[union-attr]
         torch.testing.assert_close(sum_neighbours(x, graph.tensors).double(), expected, rtol=1e-5, atol=1e-6)

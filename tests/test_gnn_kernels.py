@@ -22,7 +22,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
-from zoo.gnn import CSRGraph, operators, plain, split
+from tests.gnn_reference import edge_attention, edge_max, edge_sum
+from zoo.gnn import CSRGraph, operators, split
 from zoo.gnn.aggregate import attention, max_neighbours, mean_neighbours, sum_neighbours
 from zoo.gnn.csr import GraphTensors, Recipe
 from zoo.gnn.split import split_rows
@@ -67,18 +68,14 @@ def test_importing_the_zoo_brings_no_triton() -> None:
 # --- operators, by what stands in for the kernels ---
 
 
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models on the CPU use the operators, in float64 too."""
-    monkeypatch.setattr(operators, "DEVICES", ("cpu",))
-    monkeypatch.setattr(operators, "DTYPES", (*operators.DTYPES, torch.float64))
-    monkeypatch.setattr(CSRGraph, "_walks_transpose", lambda graph: torch.is_grad_enabled())
-
-
 def random_graph(weight: bool = False, **recipe: bool) -> CSRGraph:
     edges = torch.stack([torch.randint(8, (40,)), torch.randint(1, 7, (40,))])
     edges[1, :12] = 2
     return CSRGraph.from_edge_index(edges, torch.rand(40) if weight else None, (8, 7)).prepared(Recipe(**recipe))
+
+
+def exact(graph: GraphTensors) -> tuple[Tensor, Tensor, int]:
+    return graph.source, graph.destination, graph.rowptr.shape[0] - 1
 
 
 def operator_calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
@@ -124,30 +121,39 @@ def test_operators_are_what_torch_expects(name: str) -> None:
     torch.library.opcheck(operator, arguments)
 
 
-def same(function: Callable[..., Tensor], inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By operators and by torch's own, output and gradients."""
-    results = []
-    for devices in (("cpu",), ()):
-        monkeypatch.setattr(operators, "DEVICES", devices)
-        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-        out = function(*leaves)
-        results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
-    torch.testing.assert_close(*results)
+def test_operators_are_what_autograd_makes_of_gathers_and_scatters() -> None:
+    graph, weighted = random_graph(mean=True).tensors, random_graph(weight=True).tensors
+    x, x3, scores = torch.randn(8, 3), torch.randn(8, 2, 3), (torch.randn(8, 2), torch.randn(7, 2))
+    pairs: list[tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[Tensor, ...]]] = [
+        (
+            lambda x: sum_neighbours(x, weighted),
+            lambda x: edge_sum(x, *exact(weighted), weight=weighted.weight),
+            (x,),
+        ),
+        (
+            lambda x: mean_neighbours(x, graph),
+            lambda x: edge_sum(x, *exact(graph), row_scale=graph.inverse_degree),
+            (x,),
+        ),
+        (lambda x: max_neighbours(x, graph), lambda x: edge_max(x, *exact(graph)), (x,)),
+        # Relu makes maxima of zero, where torch counts the zeros that it starts from among the ties.
+        (lambda x: max_neighbours(x, graph), lambda x: edge_max(x, *exact(graph)), (x.relu().round(),)),
+        (
+            lambda *xs: attention(*xs, graph, 0.2),
+            lambda *xs: edge_attention(*xs, 0.2, *exact(graph)),
+            (x3, *scores),
+        ),
+    ]
+    for pair in pairs:
+        ours, theirs = [], []
+        for function, results in zip(pair[:2], (ours, theirs), strict=True):
+            leaves = [tensor.detach().requires_grad_() for tensor in pair[2]]
+            out = function(*leaves)
+            results += [out, *torch.autograd.grad(out.sin().sum(), leaves)]
+        torch.testing.assert_close(ours, theirs)
 
 
-def test_operators_are_torch_s_own_aggregations(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = random_graph(mean=True)
-    weighted, mean = random_graph(weight=True).tensors, graph.tensors
-    x, x3 = torch.randn(8, 3), torch.randn(8, 2, 3)
-    same(lambda x: sum_neighbours(x, weighted), [x], monkeypatch)
-    same(lambda x: mean_neighbours(x, mean), [x], monkeypatch)
-    same(lambda x: max_neighbours(x, mean), [x], monkeypatch)
-    # Relu makes maxima of zero, where torch counts the zeros that it starts from among the ties.
-    same(lambda x: max_neighbours(x.relu().round(), mean), [x], monkeypatch)
-    same(lambda x, a, b: attention(x, a, b, mean, 0.2), [x3, torch.randn(8, 2), torch.randn(7, 2)], monkeypatch)
-
-
-def test_gradients_of_operators(on_cpu: None) -> None:
+def test_gradients_of_operators() -> None:
     graph = random_graph(mean=True).tensors
     x, weight = torch.randn(8, 2, dtype=torch.float64), torch.rand(40, dtype=torch.float64)
     edges = torch.stack([graph.source, graph.destination]).long()
@@ -172,7 +178,7 @@ def test_gradients_of_operators(on_cpu: None) -> None:
         assert torch.autograd.gradcheck(attend, (x3, *scores))
 
 
-def test_dropout_leaves_out_the_asked_share_and_keeps_the_mean(on_cpu: None) -> None:
+def test_dropout_leaves_out_the_asked_share_and_keeps_the_mean() -> None:
     edges = torch.stack([torch.arange(4000) % 50, torch.zeros(4000, dtype=torch.int64)])
     graph = CSRGraph.from_edge_index(edges, None, (50, 1)).tensors
     ones, zeros = torch.ones(50, 4, 1), torch.zeros(50, 4)
@@ -183,7 +189,7 @@ def test_dropout_leaves_out_the_asked_share_and_keeps_the_mean(on_cpu: None) -> 
     assert 0.7 < drawn.std() / (0.3 / 0.7 / 4000) ** 0.5 < 1.3
 
 
-def test_gradients_without_a_transpose_say_what_to_do(on_cpu: None) -> None:
+def test_gradients_without_a_transpose_say_what_to_do() -> None:
     with torch.no_grad():
         graph = random_graph(weight=True).tensors
     assert graph.transpose is None
@@ -200,7 +206,7 @@ def test_gradients_without_a_transpose_say_what_to_do(on_cpu: None) -> None:
 # --- the graph ---
 
 
-def test_the_transpose_comes_with_gradients_and_is_built_once(on_cpu: None) -> None:
+def test_the_transpose_comes_with_gradients_and_is_built_once() -> None:
     model = zoo.create("gcn-debug")
     inputs = zoo.example_inputs(model)
     with torch.no_grad():
@@ -245,7 +251,8 @@ def test_chunks_cover_long_rows_and_only_them(size: int) -> None:
     assert len(shapes) == 1, "tables of other graphs of the same size would compile anew"
 
 
-def test_short_rows_have_no_tables(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_rows_have_no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "DEVICES", ("cpu",))
     assert random_graph().tensors.split is None
     monkeypatch.setattr(split, "EDGES_PER_CHUNK", 8)
     graph = random_graph()
@@ -260,9 +267,10 @@ def test_short_rows_have_no_tables(on_cpu: None, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("chunk", [512, 4])
 def test_operators_keep_regions_to_one_graph_a_signature(
-    name: str, chunk: int, on_cpu: None, monkeypatch: pytest.MonkeyPatch
+    name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(split, "EDGES_PER_CHUNK", chunk)
+    monkeypatch.setattr(operators, "DEVICES", ("cpu",))
     model = zoo.create(name, num_layers=5, dropout=0.2)
     inputs = zoo.example_inputs(model)
     expected = model.eval()(**inputs)
@@ -282,7 +290,7 @@ def test_operators_keep_regions_to_one_graph_a_signature(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_whole_model_with_operators_is_one_graph(name: str, on_cpu: None) -> None:
+def test_a_whole_model_with_operators_is_one_graph(name: str) -> None:
     model = zoo.create(name)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, dynamic=False, backend=counter)
@@ -293,7 +301,7 @@ def test_a_whole_model_with_operators_is_one_graph(name: str, on_cpu: None) -> N
     assert counter.frame_count == 1
 
 
-def test_learned_weights_through_operators_compile(on_cpu: None) -> None:
+def test_learned_weights_through_operators_compile() -> None:
     model = zoo.create("gcn-debug")
     x, edge_index = zoo.example_inputs(model).values()
     weight = (torch.rand(256) + 0.1).requires_grad_()
@@ -305,7 +313,7 @@ def test_learned_weights_through_operators_compile(on_cpu: None) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_operators_under_inductor_and_autocast(name: str, on_cpu: None) -> None:
+def test_operators_under_inductor_and_autocast(name: str) -> None:
     model = zoo.create(name, num_layers=1).train()
     x, edge_index = zoo.example_inputs(model).values()
     graph = model.prepare(edge_index, num_nodes=64)
@@ -321,7 +329,7 @@ def test_operators_under_inductor_and_autocast(name: str, on_cpu: None) -> None:
             assert (fast - eager).norm() <= (5e-2 if enabled else 1e-5) * eager.norm()
 
 
-def test_flops_are_counted(on_cpu: None) -> None:
+def test_flops_are_counted() -> None:
     graph, weighted = random_graph(mean=True).tensors, random_graph(weight=True).tensors
     x, x3 = torch.randn(8, 3, requires_grad=True), torch.randn(8, 2, 3, requires_grad=True)
 
@@ -363,10 +371,6 @@ def milliseconds(function: Callable[[], object]) -> float:
     return min(times[2:])
 
 
-def exact(graph: GraphTensors) -> tuple[Tensor, Tensor, int]:
-    return graph.source, graph.destination, graph.rowptr.shape[0] - 1
-
-
 @pytest.mark.gpu
 def test_kernels_on_a_gpu() -> None:
     run_checks("-m", "gpu", TRITON_INTERPRET="0")
@@ -383,16 +387,16 @@ def test_real_sizes_against_float64_and_to_the_bit(kind: str, dtype: torch.dtype
     assert tensors.weight is not None and plain_graph.inverse_degree is not None
     weight, scale = tensors.weight.double(), plain_graph.inverse_degree.double()
     cases: list[tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = [
-        (lambda x: sum_neighbours(x, tensors), lambda x: plain.edge_sum(x, *exact(tensors), weight), ((100,),)),
+        (lambda x: sum_neighbours(x, tensors), lambda x: edge_sum(x, *exact(tensors), weight), ((100,),)),
         (
             lambda x: mean_neighbours(x, plain_graph),
-            lambda x: plain.edge_sum(x, *exact(tensors), row_scale=scale),
+            lambda x: edge_sum(x, *exact(tensors), row_scale=scale),
             ((256,),),
         ),
-        (lambda x: max_neighbours(x, plain_graph), lambda x: plain.edge_max(x, *exact(tensors)), ((64,),)),
+        (lambda x: max_neighbours(x, plain_graph), lambda x: edge_max(x, *exact(tensors)), ((64,),)),
         (
             lambda *xs: attention(*xs, plain_graph, 0.2),
-            lambda *xs: plain.attention(*xs, 0.2, *exact(tensors)),
+            lambda *xs: edge_attention(*xs, 0.2, *exact(tensors)),
             ((8, 8), (8,), (8,)),
         ),
     ]
@@ -453,11 +457,11 @@ def test_offsets_past_two_to_the_31() -> None:
     scale = graph.inverse_degree[used].double()
     score = torch.randn(nodes, 2, device="cuda")
     for ours, reference in (
-        (lambda: mean_neighbours(x, graph), plain.edge_sum(few, *small, len(used), row_scale=scale)),
-        (lambda: max_neighbours(x, graph), plain.edge_max(few, *small, len(used))),
+        (lambda: mean_neighbours(x, graph), edge_sum(few, *small, len(used), row_scale=scale)),
+        (lambda: max_neighbours(x, graph), edge_max(few, *small, len(used))),
         (
             lambda: attention(x.view(nodes, 2, 128), score, score, graph, 0.2).flatten(1),
-            plain.attention(
+            edge_attention(
                 few.view(-1, 2, 128), score[used].double(), score[used].double(), 0.2, *small, len(used)
             ).flatten(1),
         ),

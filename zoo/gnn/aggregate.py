@@ -1,7 +1,7 @@
 """What flows along the edges: the one place where features are gathered and reduced.
 
-On a GPU this is a kernel of our own (operators.py): no atomics, no tensor of E x C, the same bits at every run.
-Elsewhere and in float64 it is torch's operators (plain.py), which the compiler sees through.
+Everything goes through the operators of operators.py: a kernel of our own on a GPU, the best of torch's own elsewhere.
+No sum holds a tensor of E x C, and every run gives the same bits.
 
 Shape legend: S sources, D destinations, E edges, H heads, C channels.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zoo.gnn import operators, plain, split
+from zoo.gnn import operators, split
 from zoo.gnn.csr import GraphTensors, Transpose
 from zoo.gnn.split import Split
 
@@ -20,8 +20,6 @@ _NO_SPLIT: tuple[None, None] = (None, None)
 
 def sum_neighbours(x: Tensor, graph: GraphTensors) -> Tensor:
     """Sum over incoming edges, times the graph's weights if it has any. x [S, C] -> [D, C]."""
-    if not operators.usable_for(x):
-        return plain.edge_sum(x, graph.source, graph.destination, _destinations(graph), graph.weight)
     return _csr_sum(x, graph, graph.weight, None)
 
 
@@ -29,37 +27,21 @@ def mean_neighbours(x: Tensor, graph: GraphTensors) -> Tensor:
     """Mean over incoming edges, zero where there are none. x [S, C] -> [D, C]. Needs ``inverse_degree``."""
     if graph.inverse_degree is None:
         raise ValueError("a mean needs the graph's inverse degrees: graph.prepared(Recipe(mean=True))")
-    if not operators.usable_for(x):
-        scale = graph.inverse_degree
-        return plain.edge_sum(x, graph.source, graph.destination, _destinations(graph), row_scale=scale)
     return _csr_sum(x, graph, None, graph.inverse_degree)
 
 
 def max_neighbours(x: Tensor, graph: GraphTensors) -> Tensor:
     """Greatest value over incoming edges, zero where there are none; ties share the gradient. x [S, C] -> [D, C]."""
-    if not operators.usable_for(x):
-        return plain.edge_max(x, graph.source, graph.destination, _destinations(graph))
     count_ties = torch.is_grad_enabled() and x.requires_grad
     pointers, index, _, _, *t_split = _transposed(graph.transpose)
-    values, _ = operators.csr_max(
-        x,
-        graph.rowptr,
-        graph.source,
-        count_ties,
-        *_split(graph.split),
-        split.EDGES_PER_CHUNK,
-        pointers,
-        index,
-        *t_split,
-    )
+    rows = *_split(graph.split), split.EDGES_PER_CHUNK
+    values, _ = operators.csr_max(x, graph.rowptr, graph.source, count_ties, *rows, pointers, index, *t_split)
     return values
 
 
-def head_scores(x: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
+def head_scores(x: Tensor, first: Tensor, second: Tensor | None = None) -> tuple[Tensor, ...]:
     """Dot products of every head with its part of each vector: x [S, H, C], vectors [1, H, C] -> [S, H] each."""
-    if not operators.usable_for(x):
-        return tuple((x * vector).sum(dim=-1) for vector in vectors)
-    return operators.head_scores(x, torch.cat(vectors).to(x.dtype)).unbind()
+    return operators.head_scores(x, first.squeeze(0), None if second is None else second.squeeze(0)).unbind()
 
 
 def attention(
@@ -78,9 +60,6 @@ def attention(
     Returns:
         [D, H, C], zero where there is no neighbour.
     """
-    if not operators.usable_for(x):
-        ends = graph.source, graph.destination, _destinations(graph)
-        return plain.attention(x, a_source, a_destination, slope, *ends, dropout)
     # The seed is drawn on the device, so that each replay of a CUDA graph draws another.
     seed = torch.randint(2**62, (1,), device=x.device) if dropout > 0.0 else None
     pointers, index, permutation, _, *t_split = _transposed(graph.transpose)
@@ -108,7 +87,3 @@ def _transposed(transpose: Transpose | None) -> tuple[Tensor | None, ...]:
     if transpose is None:
         return (None,) * 6
     return transpose.colptr, transpose.destination, transpose.permutation, transpose.weight, *_split(transpose.split)
-
-
-def _destinations(graph: GraphTensors) -> int:
-    return graph.rowptr.shape[0] - 1

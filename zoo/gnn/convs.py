@@ -198,8 +198,12 @@ class SAGEConv(_Conv):
             out = F.linear(self._aggregate(sources, graph), self.lin_l.weight)
         else:
             out = self._aggregate(F.linear(sources, self.lin_l.weight), graph)
-        # The second product adds to the first as it goes.
-        return out if self.lin_r is None else torch.addmm(out, root, self.lin_r.weight.t())
+        if self.lin_r is None:
+            return out
+        if out.dtype != self.lin_r.weight.dtype:
+            return out + self.lin_r(root)  # under autocast, which casts nothing for an in-place product
+        # The second product adds to the first as it goes; out of place it would copy the first before.
+        return out.addmm_(root, self.lin_r.weight.t())
 
     def _aggregate(self, x: Tensor, graph: GraphTensors) -> Tensor:
         if self.aggr == "mean":
@@ -276,10 +280,17 @@ class GATConv(_Conv):
                 check_features(features, linear.in_features, linear.weight)
             graph = self._tensors((sources, own), graph, edge_weight)
         out = self.propagate(x, graph)
+        if self.averages_later:
+            out = out.mean(dim=1)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
+    @property
+    def averages_later(self) -> bool:
+        """Whether ``propagate`` leaves the mean over heads to whoever follows."""
+        return not self.concat and self.res is None
+
     def propagate(self, x: Features, graph: GraphTensors) -> Tensor:
-        """The convolution without its bias, for whoever adds it with what follows."""
+        """The convolution without its bias and, but for a residual, its mean over heads: [D, H * C] or [D, H, C]."""
         sources, own = x if isinstance(x, tuple) else (x, x)
         heads, channels = self.att_src.shape[1:]
         if self.lin is not None:
@@ -295,5 +306,7 @@ class GATConv(_Conv):
             (score_src,), (score_dst,) = head_scores(h_src, self.att_src), head_scores(h_dst, self.att_dst)
         dropout = self.dropout if self.training else 0.0
         out = attention(h_src, score_src, score_dst, graph, self.negative_slope, dropout)
+        if self.averages_later:
+            return out
         out = out.flatten(1) if self.concat else out.mean(dim=1)
         return out if self.res is None else out + self.res(own)

@@ -47,7 +47,7 @@ class GraphTensors(NamedTuple):
         weight: [E], one factor an edge, or None.
         inverse_degree: [D], one over the number of incoming edges (1 where there are none), or None.
         split: Long rows in pieces, where kernels run on the graph's device and it has any; see split.py.
-        transpose: For backward passes, where kernels run on the graph's device and gradients are enabled.
+        transpose: For backward passes, where gradients are enabled.
     """
 
     rowptr: Tensor
@@ -247,20 +247,16 @@ class CSRGraph:
 
     @property
     def tensors(self) -> GraphTensors:
-        """What a region is given: with the transpose if gradients are enabled and a kernel would walk it."""
-        if not self._walks_transpose():
+        """What a region is given: with the transpose if gradients are enabled."""
+        if not torch.is_grad_enabled():
             return self._tensors if self._tensors is not None else self._build(False)
         if self._edges.transposed is None or (self._tensors is not None and self._tensors_for_grad is None):
             self._add_transpose()
         return self._tensors_for_grad if self._tensors_for_grad is not None else self._build(True)
 
-    def _walks_transpose(self) -> bool:
-        kernels = self.device.type in operators.DEVICES and self.weight_dtype != torch.float64
-        return kernels and torch.is_grad_enabled()
-
     def _ready(self) -> CSRGraph:
         """Whoever prepares a graph with gradients enabled will train on it."""
-        if self._walks_transpose():
+        if torch.is_grad_enabled():
             self._add_transpose()
         return self
 

@@ -3,21 +3,25 @@
 Each function has the signature of its namesake in zoo/gnn/kernels and the same results but for rounding, dropout
 included. ``pointers`` and ``index`` are rows of either orientation; tables of chunks are of no use here.
 
+Sums go through ``embedding_bag``: rows are bags, and no tensor of E x C is made. It is a hundred times faster on a CPU
+than gathering and ``index_add``, compiled or not, and deterministic. Half precision is summed in float32.
+
 Shape legend: R rows, S gathered nodes, D destinations, E edges, H heads, C channels.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from zoo.gnn import plain
+# Edges whose features are held at once where a dot product of both ends is needed.
+EDGES_AT_ONCE = 1 << 18
 
 
-def rows_of(pointers: Tensor, edges: int) -> Tensor:
-    """[E] row of each edge."""
-    rows = torch.arange(pointers.shape[0] - 1, device=pointers.device)
-    return torch.repeat_interleave(rows, pointers.diff(), output_size=edges)
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums over edges are kept in."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def csr_sum(
@@ -32,8 +36,11 @@ def csr_sum(
     chunk_size: int = 0,
 ) -> Tensor:
     """Weighted sum of gathered rows: x [S, C] -> [R, C]."""
-    row = rows_of(pointers, index.shape[0])
-    return plain.edge_sum(x, index, row, pointers.shape[0] - 1, weight, gather_scale, row_scale)
+    if gather_scale is not None:
+        factor = gather_scale.index_select(0, index)
+        weight = factor if weight is None else weight * factor
+    total = _sum_bags(x.to(wide(x.dtype)), index, pointers, weight)
+    return (total if row_scale is None else total * row_scale.to(total.dtype).unsqueeze(1)).to(x.dtype)
 
 
 def edge_dot(
@@ -46,8 +53,7 @@ def edge_dot(
     dtype: torch.dtype,
 ) -> Tensor:
     """Features x [S, C] times grad [D, C] summed over channels, for each edge: [E]."""
-    accumulate = plain.wide(x.dtype)
-    dot = (x.index_select(0, source).to(accumulate) * grad.index_select(0, destination).to(accumulate)).sum(1)
+    dot = _dots(x, grad, source, destination)
     if gather_scale is not None:
         dot = dot * gather_scale.index_select(0, source)
     if row_scale is not None:
@@ -65,13 +71,16 @@ def csr_max(
     chunk_size: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Greatest of gathered rows, x [S, C] -> [R, C], and how many edges reach it, [R, C] float32 (or [0])."""
-    row = rows_of(pointers, index.shape[0])
-    values = plain.edge_max(x, index, row, pointers.shape[0] - 1)
+    row = _rows_of(pointers, index)
+    messages = x.index_select(0, index)
+    where = row.long().unsqueeze(-1).expand_as(messages)
+    zeros = x.new_zeros(pointers.shape[0] - 1, x.shape[1])
+    values = zeros.scatter_reduce(0, where, messages, "amax", include_self=False)
     if not count_ties:
         return values, x.new_empty(0, dtype=torch.float32)
-    reached = (x.index_select(0, index) == values.index_select(0, row)).float()
-    # torch's scatter_reduce starts from zeros, and counts its start among the ties.
-    return values, (values == 0).float().index_add(0, row, reached)
+    reached = (messages == values.index_select(0, row)).float()
+    # torch's scatter_reduce starts from zeros, and its gradient counts its start among the ties.
+    return values, _sum_rows(reached, pointers) + (values == 0)
 
 
 def csr_max_backward(
@@ -85,11 +94,14 @@ def csr_max_backward(
     chunk_size: int = 0,
 ) -> Tensor:
     """Over the transpose, x [S, C], values and shares [D, C] -> [S, C]: the shares of all maxima that x reaches."""
-    row = rows_of(pointers, index.shape[0])
-    accumulate = plain.wide(x.dtype)
-    reached = x.index_select(0, row) == values.index_select(0, index)
-    taken = torch.where(reached, shares.index_select(0, index).to(accumulate), 0.0)
-    return taken.new_zeros(x.shape).index_add(0, row, taken).to(x.dtype)
+    reached = x.index_select(0, _rows_of(pointers, index)) == values.index_select(0, index)
+    taken = torch.where(reached, shares.index_select(0, index).to(wide(x.dtype)), 0.0)
+    return _sum_rows(taken, pointers).to(x.dtype)
+
+
+def head_scores(x: Tensor, first: Tensor, second: Tensor | None = None) -> Tensor:
+    """Features [S, H, C] times one or two vectors [H, C], summed over channels: [K, S, H]."""
+    return torch.stack([(x * vector).sum(-1) for vector in (first, second) if vector is not None]).to(x.dtype)
 
 
 def gat(
@@ -106,17 +118,17 @@ def gat(
     chunk_size: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Features x [S, H, C], scores [S, H] and [D, H] -> weighted sums [D, H, C] and log-sum-exp [D, H]."""
-    row, rows = rows_of(pointers, index.shape[0]), pointers.shape[0] - 1
-    score = _scores(a_source, a_destination, slope, index, row)[0]
-    zeros = score.new_zeros(rows, score.shape[1])
-    wide_row = row.unsqueeze(-1).expand_as(score)
-    greatest = zeros.scatter_reduce(0, wide_row, score, "amax", include_self=False)
-    exponents = zeros.index_add(0, row, (score - greatest.index_select(0, row)).exp())
+    row = _rows_of(pointers, index)
+    score, _ = _scores(a_source, a_destination, slope, index, row)
+    where = row.long().unsqueeze(-1).expand_as(score)
+    zeros = score.new_zeros(pointers.shape[0] - 1, score.shape[1])
+    greatest = zeros.scatter_reduce(0, where, score, "amax", include_self=False)
+    exponents = _sum_rows((score - greatest.index_select(0, row)).exp(), pointers)
     lse = torch.where((pointers.diff() > 0).unsqueeze(-1), greatest + exponents.log(), 0.0)
     share = (score - lse.index_select(0, row)).exp()
     if seed is not None:
         share = share * _kept(seed, torch.arange(index.shape[0], device=x.device), score.shape[1], dropout)
-    return plain.edge_sum(x, index, row, rows, share), lse
+    return _sum_heads(x, index, pointers, share).to(x.dtype), lse
 
 
 def gat_backward(
@@ -140,25 +152,61 @@ def gat_backward(
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x [S, H, C] and of both scores, [S, H] and [D, H]. ``delta`` [D, H] is grad times out, summed."""
-    node = rows_of(colptr, index.shape[0])
+    node = _rows_of(colptr, index)
     score, steepness = _scores(a_source, a_destination, slope, node, index)
     share = (score - lse.index_select(0, index)).exp()
-    message = grad.index_select(0, index).to(plain.wide(x.dtype))
-    slant = (message * x.index_select(0, node)).sum(-1)
+    slant = _dots(x, grad, node, index)
     kept = share
     if seed is not None:
         factor = _kept(seed, permutation, share.shape[1], dropout)
         kept, slant = share * factor, slant * factor
     change = share * (slant - delta.index_select(0, index)) * steepness
-    grad_x = message.new_zeros(x.shape).index_add(0, node, kept.unsqueeze(-1) * message)
-    grad_a_source = change.new_zeros(a_source.shape).index_add(0, node, change)
-    grad_a_destination = change.new_zeros(a_destination.shape).index_add(0, index, change)
-    return grad_x.to(x.dtype), grad_a_source.to(a_source.dtype), grad_a_destination.to(a_destination.dtype)
+    in_row_order = torch.empty_like(change).index_copy(0, permutation.long(), change)
+    return (
+        _sum_heads(grad, index, colptr, kept).to(x.dtype),
+        _sum_rows(change, colptr).to(a_source.dtype),
+        _sum_rows(in_row_order, pointers).to(a_destination.dtype),
+    )
+
+
+def _sum_bags(x: Tensor, index: Tensor, pointers: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Rows of x [S, C], gathered, weighed and summed: [R, C]."""
+    weight = None if weight is None else weight.to(x.dtype).contiguous()
+    offsets = pointers.to(index.dtype)
+    return F.embedding_bag(index, x, offsets, mode="sum", per_sample_weights=weight, include_last_offset=True)
+
+
+def _sum_rows(values: Tensor, pointers: Tensor) -> Tensor:
+    """Values of the edges [E, C] in row order, summed: [R, C]."""
+    return _sum_bags(values, torch.arange(values.shape[0], device=values.device), pointers)
+
+
+def _sum_heads(x: Tensor, index: Tensor, pointers: Tensor, weight: Tensor) -> Tensor:
+    """Each head with weights of its own: x [S, H, C], weight [E, H] -> [R, H, C]."""
+    x = x.to(weight.dtype)
+    return torch.stack([_sum_bags(x[:, h], index, pointers, weight[:, h]) for h in range(x.shape[1])], dim=1)
+
+
+def _dots(x: Tensor, other: Tensor, node: Tensor, end: Tensor) -> Tensor:
+    """Products over the last dimension of both ends' features, for each edge: [E], or [E, H]."""
+    accumulate = wide(x.dtype)
+    dots = x.new_empty(node.shape[0], *x.shape[1:-1], dtype=accumulate)
+    for first in range(0, node.shape[0], EDGES_AT_ONCE):
+        some = slice(first, first + EDGES_AT_ONCE)
+        left, right = x.index_select(0, node[some]), other.index_select(0, end[some])
+        dots[some] = (left.to(accumulate) * right.to(accumulate)).sum(-1)
+    return dots
+
+
+def _rows_of(pointers: Tensor, index: Tensor) -> Tensor:
+    """[E] row of each edge."""
+    rows = torch.arange(pointers.shape[0] - 1, dtype=index.dtype, device=pointers.device)
+    return torch.repeat_interleave(rows, pointers.diff(), output_size=index.shape[0])
 
 
 def _scores(a_source: Tensor, a_destination: Tensor, slope: float, node: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
     """Leaky scores [E, H] in at least float32, and their slopes."""
-    accumulate = plain.wide(a_source.dtype)
+    accumulate = wide(a_source.dtype)
     raw = a_source.index_select(0, node).to(accumulate) + a_destination.index_select(0, row).to(accumulate)
     steepness = torch.where(raw >= 0, 1.0, slope).to(accumulate)
     return raw * steepness, steepness
@@ -182,8 +230,3 @@ def _kept(seed: Tensor, edge: Tensor, heads: int, dropout: float) -> Tensor:
 
 
 _LOW = 0xFFFFFFFF
-
-
-def head_scores(x: Tensor, vectors: Tensor) -> Tensor:
-    """Features [S, H, C] times vectors [K, H, C], summed over channels: [K, S, H]."""
-    return (x * vectors.unsqueeze(1)).sum(-1)

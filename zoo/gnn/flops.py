@@ -56,6 +56,6 @@ def gat_backward_flops(grad: Shape, x: Shape, *arguments: Any, **_: Any) -> int:
 
 
 @register_flop_formula(_OPS.head_scores)
-def head_scores_flops(x: Shape, vectors: Shape, *_: Any, **__: Any) -> int:
+def head_scores_flops(x: Shape, first: Shape, second: Shape | None, *_: Any, **__: Any) -> int:
     """A multiply-add for each vector and value."""
-    return 2 * vectors[0] * prod(x)
+    return 2 * (1 if second is None else 2) * prod(x)

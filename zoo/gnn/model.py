@@ -53,11 +53,14 @@ class GNNEpilogue(nn.Module):
         self.norm = make_norm(config.norm, config.hidden_channels, config.norm_kwargs)
         self.act = make_activation(config.act, config.act_kwargs)
         self.act_first = config.act_first
+        self.average_heads = isinstance(config, GATConfig) and not config.concat and not config.residual
         self.unit_rows = isinstance(config, SAGEConfig) and config.normalize
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Sums of a convolution [N, C] and its bias [C] -> [N, C]."""
+        """Sums of a convolution [N, C], or [N, H, C] to be averaged, and its bias [C] -> [N, C]."""
+        if self.average_heads:
+            x = x.mean(dim=1)
         if bias is not None:
             x = x + bias.to(x.dtype)
         if self.unit_rows:
@@ -66,14 +69,27 @@ class GNNEpilogue(nn.Module):
         return self.dropout(x)
 
 
+class HeadAverage(nn.Module):
+    """The end of a GAT whose last layer averages its heads, in one pass."""
+
+    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Sums of a convolution [N, H, C] and its bias [C] -> [N, C]."""
+        x = x.mean(dim=1)
+        return x if bias is None else x + bias.to(x.dtype)
+
+
 class GNNLayer(nn.Module):
-    """A convolution and, but for a last one that ends the model, its epilogue."""
+    """A convolution and its epilogue; a last one that ends the model has none but, in a GAT, the mean of its heads."""
 
     def __init__(self, config: GNNConfig, index: int) -> None:
         super().__init__()
         self.conv = make_conv(config, index)
         last = index == config.num_layers - 1 and config.jk is None
-        self.epilogue = None if last else GNNEpilogue(config)
+        self.epilogue: GNNEpilogue | HeadAverage | None = None
+        if not last:
+            self.epilogue = GNNEpilogue(config)
+        elif isinstance(self.conv, GATConv) and self.conv.averages_later:
+            self.epilogue = HeadAverage()
 
     def forward(self, x: Tensor, graph: GraphTensors) -> Tensor:
         """Features [N, C_in] -> [N, C_out]."""
@@ -127,6 +143,7 @@ REGIONS = (
     Region(
         GNNEpilogue, why="bias, norm, activation and dropout in one pass, the same in every layer", compile_threads=1
     ),
+    Region(HeadAverage, why="the mean over heads and the bias in one pass", compile_threads=1),
     Region(GNNHead, why="joins all layers' outputs without writing the join where it can", compile_threads=1),
 )
 

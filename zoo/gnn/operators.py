@@ -14,24 +14,44 @@ import functools
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zoo.gnn import fallback, plain
+from zoo.gnn import fallback
 
-# Where the aggregations use these operators. Elsewhere torch's own are better: the compiler sees through them.
+# Where kernels may run: long rows are cut for them.
 DEVICES: tuple[str, ...] = ("cuda",)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # The kernels hold all channels of a head at once.
 WIDEST_HEAD = 4096
 
 
-def usable_for(x: Tensor) -> bool:
-    """Whether an aggregation of these features goes through the operators. Reads device and dtype only."""
-    return x.device.type in DEVICES and x.dtype in DTYPES
+_LIBRARY = torch.library.Library("zoo_gnn", "FRAGMENT")
+
+
+def _operator(schema: str) -> Callable[[Callable[..., Any]], Any]:
+    """Make a function an operator. ``custom_op`` would do the same, and import Dynamo at the first eager call."""
+
+    def define(function: Callable[..., Any]) -> Any:
+        name = f"zoo_gnn::{function.__name__}"
+        torch.library.define(name, schema, lib=_LIBRARY, tags=torch.Tag.pt2_compliant_tag)
+        torch.library.impl(name, "default", function, lib=_LIBRARY)
+        return getattr(torch.ops.zoo_gnn, function.__name__).default
+
+    return define
+
+
+def _fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register shapes and dtypes of the outputs."""
+    return torch.library.register_fake(f"zoo_gnn::{name}", lib=_LIBRARY)
+
+
+def _autograd(name: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
+    torch.library.register_autograd(f"zoo_gnn::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
 
 
 @functools.cache
@@ -66,10 +86,8 @@ def _transpose_of(pointers: Tensor | None) -> Tensor:
 # --- sums ---
 
 
-@torch.library.custom_op(
-    "zoo_gnn::csr_sum",
-    mutates_args=(),
-    schema="(Tensor x, Tensor pointers, Tensor index, Tensor? weight, Tensor? gather_scale, Tensor? row_scale, "
+@_operator(
+    "(Tensor x, Tensor pointers, Tensor index, Tensor? weight, Tensor? gather_scale, Tensor? row_scale, "
     "Tensor? chunks, Tensor? long_rows, int chunk_size, Tensor? row, Tensor? t_pointers, Tensor? t_index, "
     "Tensor? t_weight, Tensor? t_chunks, Tensor? t_long_rows) -> Tensor",
 )
@@ -114,7 +132,7 @@ def csr_sum(
     )
 
 
-@csr_sum.register_fake
+@_fake("csr_sum")
 def _(x: Tensor, pointers: Tensor, *_: Any) -> Tensor:
     return x.new_empty(pointers.shape[0] - 1, x.shape[1])
 
@@ -143,13 +161,11 @@ def _csr_sum_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x, None, None, grad_weight, *(None,) * 11
 
 
-csr_sum.register_autograd(_csr_sum_backward, setup_context=_csr_sum_context)
+_autograd("csr_sum", _csr_sum_backward, _csr_sum_context)
 
 
-@torch.library.custom_op(
-    "zoo_gnn::edge_dot",
-    mutates_args=(),
-    schema="(Tensor x, Tensor grad, Tensor source, Tensor destination, Tensor? gather_scale, Tensor? row_scale, "
+@_operator(
+    "(Tensor x, Tensor grad, Tensor source, Tensor destination, Tensor? gather_scale, Tensor? row_scale, "
     "ScalarType dtype) -> Tensor",
 )
 def edge_dot(
@@ -165,7 +181,7 @@ def edge_dot(
     return _implementation("sums", x).edge_dot(x, grad, source, destination, gather_scale, row_scale, dtype)
 
 
-@edge_dot.register_fake
+@_fake("edge_dot")
 def _(
     x: Tensor,
     grad: Tensor,
@@ -181,10 +197,8 @@ def _(
 # --- maxima ---
 
 
-@torch.library.custom_op(
-    "zoo_gnn::csr_max",
-    mutates_args=(),
-    schema="(Tensor x, Tensor pointers, Tensor index, bool count_ties, Tensor? chunks, Tensor? long_rows, "
+@_operator(
+    "(Tensor x, Tensor pointers, Tensor index, bool count_ties, Tensor? chunks, Tensor? long_rows, "
     "int chunk_size, Tensor? t_pointers, Tensor? t_index, Tensor? t_chunks, Tensor? t_long_rows) -> (Tensor, Tensor)",
 )
 def csr_max(
@@ -208,7 +222,7 @@ def csr_max(
     return _implementation("maxima", x).csr_max(x, pointers, index, count_ties, chunks, long_rows, chunk_size)
 
 
-@csr_max.register_fake
+@_fake("csr_max")
 def _(x: Tensor, pointers: Tensor, index: Tensor, count_ties: bool, *_: Any) -> tuple[Tensor, Tensor]:
     shape = (pointers.shape[0] - 1, x.shape[1])
     return x.new_empty(shape), x.new_empty(shape if count_ties else (0,), dtype=torch.float32)
@@ -231,13 +245,11 @@ def _csr_max_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None,
     return grad_x, *(None,) * 10
 
 
-csr_max.register_autograd(_csr_max_backward, setup_context=_csr_max_context)
+_autograd("csr_max", _csr_max_backward, _csr_max_context)
 
 
-@torch.library.custom_op(
-    "zoo_gnn::csr_max_backward",
-    mutates_args=(),
-    schema="(Tensor x, Tensor values, Tensor shares, Tensor t_pointers, Tensor t_index, Tensor? t_chunks, "
+@_operator(
+    "(Tensor x, Tensor values, Tensor shares, Tensor t_pointers, Tensor t_index, Tensor? t_chunks, "
     "Tensor? t_long_rows, int chunk_size) -> Tensor",
 )
 def csr_max_backward(
@@ -256,7 +268,7 @@ def csr_max_backward(
     )
 
 
-@csr_max_backward.register_fake
+@_fake("csr_max_backward")
 def _(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -264,10 +276,8 @@ def _(x: Tensor, *_: Any) -> Tensor:
 # --- attention ---
 
 
-@torch.library.custom_op(
-    "zoo_gnn::gat",
-    mutates_args=(),
-    schema="(Tensor x, Tensor a_source, Tensor a_destination, float slope, Tensor? seed, float dropout, "
+@_operator(
+    "(Tensor x, Tensor a_source, Tensor a_destination, float slope, Tensor? seed, float dropout, "
     "Tensor pointers, Tensor index, Tensor? chunks, Tensor? long_rows, int chunk_size, Tensor? t_pointers, "
     "Tensor? t_index, Tensor? permutation, Tensor? t_chunks, Tensor? t_long_rows) -> (Tensor, Tensor)",
 )
@@ -317,7 +327,7 @@ def gat(
     )
 
 
-@gat.register_fake
+@_fake("gat")
 def _(
     x: Tensor,
     a_source: Tensor,
@@ -329,7 +339,7 @@ def _(
     *_: Any,
 ) -> tuple[Tensor, Tensor]:
     rows = pointers.shape[0] - 1
-    return x.new_empty(rows, *x.shape[1:]), x.new_empty(rows, x.shape[1], dtype=plain.wide(x.dtype))
+    return x.new_empty(rows, *x.shape[1:]), x.new_empty(rows, x.shape[1], dtype=fallback.wide(x.dtype))
 
 
 def _gat_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -350,13 +360,11 @@ def _gat_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...
     return *grads, *(None,) * 13
 
 
-gat.register_autograd(_gat_backward, setup_context=_gat_context)
+_autograd("gat", _gat_backward, _gat_context)
 
 
-@torch.library.custom_op(
-    "zoo_gnn::gat_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor x, Tensor a_source, Tensor a_destination, Tensor lse, Tensor delta, float slope, "
+@_operator(
+    "(Tensor grad, Tensor x, Tensor a_source, Tensor a_destination, Tensor lse, Tensor delta, float slope, "
     "Tensor? seed, float dropout, Tensor pointers, Tensor? chunks, Tensor? long_rows, Tensor t_pointers, "
     "Tensor t_index, Tensor permutation, Tensor? t_chunks, Tensor? t_long_rows, int chunk_size) "
     "-> (Tensor, Tensor, Tensor)",
@@ -388,7 +396,7 @@ def gat_backward(
     )  # fmt: skip
 
 
-@gat_backward.register_fake
+@_fake("gat_backward")
 def _(grad: Tensor, x: Tensor, a_source: Tensor, a_destination: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(x.shape), a_source.new_empty(a_source.shape), a_destination.new_empty(a_destination.shape)
 
@@ -396,31 +404,27 @@ def _(grad: Tensor, x: Tensor, a_source: Tensor, a_destination: Tensor, *_: Any)
 # --- attention's scores ---
 
 
-@torch.library.custom_op("zoo_gnn::head_scores", mutates_args=(), schema="(Tensor x, Tensor vectors) -> Tensor")
-def head_scores(x: Tensor, vectors: Tensor) -> Tensor:
-    """Dot products of every head with its part of some vectors: x [S, H, C], vectors [K, H, C] -> [K, S, H]."""
-    return _implementation("scores", x).head_scores(x, vectors)
+@_operator("(Tensor x, Tensor first, Tensor? second) -> Tensor")
+def head_scores(x: Tensor, first: Tensor, second: Tensor | None) -> Tensor:
+    """Dot products of every head with its part of one or two vectors: x [S, H, C], vectors [H, C] -> [K, S, H]."""
+    return _implementation("scores", x).head_scores(x, first, second)
 
 
-@head_scores.register_fake
-def _(x: Tensor, vectors: Tensor) -> Tensor:
-    return x.new_empty(vectors.shape[0], x.shape[0], x.shape[1])
+@_fake("head_scores")
+def _(x: Tensor, first: Tensor, second: Tensor | None) -> Tensor:
+    return x.new_empty(1 if second is None else 2, x.shape[0], x.shape[1])
 
 
 def _head_scores_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _head_scores_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    x, vectors = ctx.saved_tensors
-    grad_x = grad_vectors = None
-    if ctx.needs_input_grad[0]:
-        # One vector after the other: K outer products side by side would be K times the features.
-        parts = zip(grad.unbind(), vectors.unbind(), strict=True)
-        grad_x = sum((g.unsqueeze(-1) * vector for g, vector in parts), torch.zeros_like(x))
-    if ctx.needs_input_grad[1]:
-        grad_vectors = torch.stack([(g.unsqueeze(-1) * x).sum(0) for g in grad.unbind()])
-    return grad_x, grad_vectors
+def _head_scores_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, *vectors = ctx.saved_tensors
+    pairs = [(g.unsqueeze(-1), vector) for g, vector in zip(grad.unbind(), vectors, strict=False) if vector is not None]
+    grad_x = sum((g * vector for g, vector in pairs), torch.zeros_like(x)) if ctx.needs_input_grad[0] else None
+    wanted = [(g * x).sum(0) if ctx.needs_input_grad[1 + k] else None for k, (g, _) in enumerate(pairs)]
+    return grad_x, *wanted, *(None,) * (2 - len(wanted))
 
 
-head_scores.register_autograd(_head_scores_backward, setup_context=_head_scores_context)
+_autograd("head_scores", _head_scores_backward, _head_scores_context)

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
 """Dot products of every head with a few vectors: what attention scores are made of, features read once.
 
-Shape legend: S nodes, K vectors, H heads, C channels.
+Shape legend: S nodes, K = 1 or 2 vectors, H heads, C channels.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from zoo.gnn.kernels.common import next_power, warps_for
 
 @triton.jit(do_not_specialize=["nodes"])
 def _head_scores(
-    x, vectors, out, nodes,
-    VECTORS: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    x, first, second, out, nodes,
+    HEADS: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     node = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -27,24 +27,27 @@ def _head_scores(
     live = (node < nodes)[:, None] & (head < HEADS)[None, :]
     place = (node * (HEADS * CHANNELS))[:, None, None] + lane[None, :, :]
     value = tl.load(x + place, mask=(node < nodes)[:, None, None] & inside[None, :, :], other=0.0).to(tl.float32)
-    for k in tl.static_range(VECTORS):
-        vector = tl.load(vectors + k * (HEADS * CHANNELS) + lane, mask=inside, other=0.0).to(tl.float32)
-        score = tl.sum(value * vector[None, :, :], 2)
-        target = out + (k * nodes.to(tl.int64) + node)[:, None] * HEADS + head[None, :]
-        tl.store(target, score.to(out.dtype.element_ty), mask=live)
+    target = out + node[:, None] * HEADS + head[None, :]
+    vector = tl.load(first + lane, mask=inside, other=0.0).to(tl.float32)
+    tl.store(target, tl.sum(value * vector[None, :, :], 2).to(out.dtype.element_ty), mask=live)
+    if second is not None:
+        vector = tl.load(second + lane, mask=inside, other=0.0).to(tl.float32)
+        target += nodes.to(tl.int64) * HEADS
+        tl.store(target, tl.sum(value * vector[None, :, :], 2).to(out.dtype.element_ty), mask=live)
 
 
-def head_scores(x: Tensor, vectors: Tensor) -> Tensor:
-    """Features [S, H, C] times vectors [K, H, C], summed over channels: [K, S, H]."""
-    x, vectors = x.contiguous(), vectors.contiguous()
-    (nodes, heads, channels), count = x.shape, vectors.shape[0]
-    out = x.new_empty(count, nodes, heads)
+def head_scores(x: Tensor, first: Tensor, second: Tensor | None = None) -> Tensor:
+    """Features [S, H, C] times one or two vectors [H, C], summed over channels: [K, S, H]."""
+    x, first = x.contiguous(), first.contiguous()
+    second = None if second is None else second.contiguous()
+    nodes, heads, channels = x.shape
+    out = x.new_empty(1 if second is None else 2, nodes, heads)
     if not out.numel():
         return out
     head_block, columns = next_power(heads), next_power(channels)
     rows = max(1, 2048 // (head_block * columns))
     _head_scores[(triton.cdiv(nodes, rows),)](
-        x, vectors, out, nodes, VECTORS=count, HEADS=heads, CHANNELS=channels, ROWS=rows, HEAD_BLOCK=head_block,
+        x, first, second, out, nodes, HEADS=heads, CHANNELS=channels, ROWS=rows, HEAD_BLOCK=head_block,
         COLUMNS=columns, num_warps=warps_for(rows * head_block * columns),
     )  # fmt: skip
     return out

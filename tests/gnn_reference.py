@@ -1,8 +1,4 @@
-"""The aggregations in torch's own operators: on the CPU, in float64, and where Triton is missing.
-
-Eagerly each holds a tensor of E x C; compiled, gather, weight and reduction become one kernel without it. All are
-differentiable by autograd. Sums of half-precision features are kept in float32: it is as fast once compiled, and a node
-with thousands of neighbours keeps its digits.
+"""Aggregations by autograd through gathers and scatters: what the operators are held against, in float64.
 
 Shape legend: S sources, D destinations, E edges, H heads, C channels.
 """
@@ -70,7 +66,7 @@ def edge_softmax(scores: Tensor, destination: Tensor, rows: int) -> Tensor:
     return exponent / total.index_select(0, destination)
 
 
-def attention(
+def edge_attention(
     x: Tensor,
     a_source: Tensor,
     a_destination: Tensor,
