@@ -103,11 +103,17 @@ def operator_calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
                 operators.gat,
                 (heads, a, b, 0.2, seed, dropout, *forward, *rows, 8, *back, t.permutation, *columns),
             )
-        given = [tensor.detach() for tensor in (torch.randn(7, 2, 3), heads, a, b)]
+        given = [tensor.detach() for tensor in (*torch.randn(2, 7, 2, 3), heads, a, b)]
         calls[f"attention backward {name}"] = (
             operators.gat_backward,
-            (*given, *torch.randn(2, 7, 2), 0.2, None, 0.0, g.rowptr, *rows, *back, t.permutation, *columns, 8),
+            (*given, torch.randn(7, 2), 0.2, None, 0.0, g.rowptr, *rows, *back, t.permutation, *columns, 8),
         )
+    for second in (None, torch.randn(2, 3, requires_grad=True)):
+        calls[f"scores {second is None}"] = operators.head_scores, (heads, torch.randn(2, 3), second)
+    calls["scores backward"] = (
+        operators.head_scores_backward,
+        (torch.randn(2, 8, 2), heads.detach(), *torch.randn(2, 2, 3)),
+    )
     x = x.detach()
     calls["max, values only"] = operators.csr_max, (x, *forward, False, *whole, 8, *whole, *whole)
     calls["max backward"] = operators.csr_max_backward, (x, grad, grad, *back, *whole, 8)

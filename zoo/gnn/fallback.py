@@ -104,6 +104,15 @@ def head_scores(x: Tensor, first: Tensor, second: Tensor | None = None) -> Tenso
     return torch.stack([(x * vector).sum(-1) for vector in (first, second) if vector is not None]).to(x.dtype)
 
 
+def head_scores_backward(grad: Tensor, x: Tensor, first: Tensor, second: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Gradients of x [S, H, C] and, side by side, of the vectors [K, H, C], from that of the scores [K, S, H]."""
+    vectors = [vector for vector in (first, second) if vector is not None]
+    slopes = grad.to(wide(x.dtype)).unsqueeze(-1)
+    grad_x = sum((slope * vector for slope, vector in zip(slopes, vectors, strict=True)), x.new_zeros(()))
+    grads = torch.stack([(slope * x).sum(0) for slope in slopes])
+    return grad_x.to(x.dtype), grads.to(first.dtype)
+
+
 def gat(
     x: Tensor,
     a_source: Tensor,
@@ -133,11 +142,11 @@ def gat(
 
 def gat_backward(
     grad: Tensor,
+    out: Tensor,
     x: Tensor,
     a_source: Tensor,
     a_destination: Tensor,
     lse: Tensor,
-    delta: Tensor,
     slope: float,
     seed: Tensor | None,
     dropout: float,
@@ -151,11 +160,12 @@ def gat_backward(
     t_long_rows: Tensor | None,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x [S, H, C] and of both scores, [S, H] and [D, H]. ``delta`` [D, H] is grad times out, summed."""
+    """Gradients of x [S, H, C] and of both scores, [S, H] and [D, H], from the outputs of ``gat``."""
     node = _rows_of(colptr, index)
     score, steepness = _scores(a_source, a_destination, slope, node, index)
     share = (score - lse.index_select(0, index)).exp()
     slant = _dots(x, grad, node, index)
+    delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     kept = share
     if seed is not None:
         factor = _kept(seed, permutation, share.shape[1], dropout)

@@ -50,12 +50,18 @@ def gat_flops(x: Shape, *arguments: Any, **_: Any) -> int:
 
 
 @register_flop_formula(_OPS.gat_backward)
-def gat_backward_flops(grad: Shape, x: Shape, *arguments: Any, **_: Any) -> int:
+def gat_backward_flops(grad: Shape, out: Shape, x: Shape, *arguments: Any, **_: Any) -> int:
     """Two multiply-adds for each edge, head and channel: of the features' gradient and of the weights'."""
-    return 4 * arguments[11][0] * prod(x[1:])
+    return 4 * arguments[10][0] * prod(x[1:])
 
 
 @register_flop_formula(_OPS.head_scores)
 def head_scores_flops(x: Shape, first: Shape, second: Shape | None, *_: Any, **__: Any) -> int:
     """A multiply-add for each vector and value."""
     return 2 * (1 if second is None else 2) * prod(x)
+
+
+@register_flop_formula(_OPS.head_scores_backward)
+def head_scores_backward_flops(grad: Shape, x: Shape, *_: Any, **__: Any) -> int:
+    """Two multiply-adds for each vector and value."""
+    return 4 * grad[0] * prod(x)

@@ -238,7 +238,8 @@ def _csr_max_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Te
 
 def _csr_max_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     x, values, ties, t_pointers, t_index, t_chunks, t_long_rows = ctx.saved_tensors
-    shares = (grad / ties.clamp(min=1)).to(grad.dtype)
+    # Nodes without neighbours have no ties, and nobody asks for their shares.
+    shares = (grad / ties).to(grad.dtype)
     grad_x = csr_max_backward(
         x, values, shares, _transpose_of(t_pointers), t_index, t_chunks, t_long_rows, ctx.chunk_size
     )
@@ -351,10 +352,8 @@ def _gat_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
 def _gat_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     x, a_source, a_destination, out, lse, seed, pointers, chunks, long_rows, *transpose = ctx.saved_tensors
     t_pointers, t_index, permutation, t_chunks, t_long_rows = transpose
-    # Left to the compiler: it makes one small reduction of it.
-    delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     grads = gat_backward(
-        grad, x, a_source, a_destination, lse, delta, ctx.slope, seed, ctx.dropout, pointers, chunks, long_rows,
+        grad, out, x, a_source, a_destination, lse, ctx.slope, seed, ctx.dropout, pointers, chunks, long_rows,
         _transpose_of(t_pointers), t_index, permutation, t_chunks, t_long_rows, ctx.chunk_size,
     )  # fmt: skip
     return *grads, *(None,) * 13
@@ -364,18 +363,18 @@ _autograd("gat", _gat_backward, _gat_context)
 
 
 @_operator(
-    "(Tensor grad, Tensor x, Tensor a_source, Tensor a_destination, Tensor lse, Tensor delta, float slope, "
+    "(Tensor grad, Tensor out, Tensor x, Tensor a_source, Tensor a_destination, Tensor lse, float slope, "
     "Tensor? seed, float dropout, Tensor pointers, Tensor? chunks, Tensor? long_rows, Tensor t_pointers, "
     "Tensor t_index, Tensor permutation, Tensor? t_chunks, Tensor? t_long_rows, int chunk_size) "
     "-> (Tensor, Tensor, Tensor)",
 )
 def gat_backward(
     grad: Tensor,
+    out: Tensor,
     x: Tensor,
     a_source: Tensor,
     a_destination: Tensor,
     lse: Tensor,
-    delta: Tensor,
     slope: float,
     seed: Tensor | None,
     dropout: float,
@@ -389,15 +388,17 @@ def gat_backward(
     t_long_rows: Tensor | None,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``gat`` for x and both scores. ``delta`` [D, H] is ``grad`` times the output, summed over C."""
+    """Gradients of ``gat`` for x and both scores, from its outputs ``out`` and ``lse``."""
     return _implementation("attention", x).gat_backward(
-        grad, x, a_source, a_destination, lse, delta, slope, seed, dropout, pointers, chunks, long_rows,
+        grad, out, x, a_source, a_destination, lse, slope, seed, dropout, pointers, chunks, long_rows,
         t_pointers, t_index, permutation, t_chunks, t_long_rows, chunk_size,
     )  # fmt: skip
 
 
 @_fake("gat_backward")
-def _(grad: Tensor, x: Tensor, a_source: Tensor, a_destination: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    grad: Tensor, out: Tensor, x: Tensor, a_source: Tensor, a_destination: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(x.shape), a_source.new_empty(a_source.shape), a_destination.new_empty(a_destination.shape)
 
 
@@ -420,11 +421,19 @@ def _head_scores_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> N
 
 
 def _head_scores_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, *vectors = ctx.saved_tensors
-    pairs = [(g.unsqueeze(-1), vector) for g, vector in zip(grad.unbind(), vectors, strict=False) if vector is not None]
-    grad_x = sum((g * vector for g, vector in pairs), torch.zeros_like(x)) if ctx.needs_input_grad[0] else None
-    wanted = [(g * x).sum(0) if ctx.needs_input_grad[1 + k] else None for k, (g, _) in enumerate(pairs)]
-    return grad_x, *wanted, *(None,) * (2 - len(wanted))
+    grad_x, grads = head_scores_backward(grad, *ctx.saved_tensors)
+    return grad_x, *grads.unbind(), *(None,) * (2 - grads.shape[0])
 
 
 _autograd("head_scores", _head_scores_backward, _head_scores_context)
+
+
+@_operator("(Tensor grad, Tensor x, Tensor first, Tensor? second) -> (Tensor, Tensor)")
+def head_scores_backward(grad: Tensor, x: Tensor, first: Tensor, second: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gradients of x and, side by side, of the vectors [K, H, C], from that of the scores [K, S, H]."""
+    return _implementation("scores", x).head_scores_backward(grad, x, first, second)
+
+
+@_fake("head_scores_backward")
+def _(grad: Tensor, x: Tensor, first: Tensor, second: Tensor | None) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), first.new_empty(grad.shape[0], *first.shape)

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.gnn.kernels.common import next_power, span
+from zoo.gnn.kernels.scores import head_dots
 from zoo.gnn.kernels.sums import csr_sum, merge_sums
 
 
@@ -229,11 +230,11 @@ def gat(
 
 def gat_backward(
     grad: Tensor,
+    out: Tensor,
     x: Tensor,
     a_source: Tensor,
     a_destination: Tensor,
     lse: Tensor,
-    delta: Tensor,
     slope: float,
     seed: Tensor | None,
     dropout: float,
@@ -248,9 +249,10 @@ def gat_backward(
     chunk_size: int,
     tile: tuple[int, int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x [S, H, C] and of both scores, [S, H] and [D, H]. ``delta`` [D, H] is grad times out, summed."""
+    """Gradients of x [S, H, C] and of both scores, [S, H] and [D, H], from the outputs of ``gat``."""
     grad, x = grad.contiguous(), x.contiguous()
-    a_source, a_destination, delta = a_source.contiguous(), a_destination.contiguous(), delta.contiguous()
+    a_source, a_destination = a_source.contiguous(), a_destination.contiguous()
+    delta = head_dots(grad, out)
     rows, heads, channels = x.shape
     grad_x, grad_a_source = torch.empty_like(x), torch.empty_like(a_source)
     grad_score = x.new_empty(index.shape[0], heads, dtype=torch.float32)
