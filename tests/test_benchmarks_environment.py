@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from benchmarks import environment
 from benchmarks.environment import Monitor, device_facts, free_memory, row
 from benchmarks.peaks import measure
 from benchmarks.result import Store
@@ -58,3 +61,11 @@ def test_a_gpu_is_described_and_watched():
     used, free = monitor.memory() or (0, 0)
     assert used > 0 and used + free <= facts["gpu_memory"] * 1.1
     assert facts["gpu"] == torch.cuda.get_device_name()
+
+
+def test_a_copy_without_history_is_told_its_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    assert environment._commit() == {"commit": None, "dirty": None}
+    for told, expected in (("abc", ("abc", False)), ("abc-dirty", ("abc", True))):
+        monkeypatch.setenv("BENCHMARKS_COMMIT", told)
+        assert tuple(environment._commit().values()) == expected

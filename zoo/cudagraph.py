@@ -275,7 +275,7 @@ class GraphedStep:
                 self._call(bucket)
             torch.cuda.synchronize()
             # Synchronising is found here, where it raises and harms nothing, not in a capture that it would poison.
-            with _synchronising_raises():
+            with synchronising_raises():
                 self._call(bucket)
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
@@ -342,7 +342,7 @@ def _copy_in(bucket: _Bucket, leaves: list[Any]) -> None:
 
 
 @contextlib.contextmanager
-def _synchronising_raises() -> Iterator[None]:
+def synchronising_raises() -> Iterator[None]:
     """A CaptureError for any operation that waits for the device and is noticed doing so."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():

@@ -15,7 +15,6 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -61,11 +60,20 @@ def _triton_runs_on(device: torch.device) -> bool:
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (7, 5)
 
 
-def _implementation(module: str, x: Tensor) -> ModuleType:
-    """The kernels of ``zoo.gnn.kernels.<module>``, or what stands in for them."""
+def _implementation(module: str, name: str, x: Tensor) -> Callable[..., Any]:
+    """The kernel's launcher of ``zoo.gnn.kernels.<module>``, or what stands in for it."""
     if x.dtype not in DTYPES or not _triton_runs_on(x.device) or (x.dim() == 3 and x.shape[2] > WIDEST_HEAD):
-        return fallback
-    return importlib.import_module(f"zoo.gnn.kernels.{module}")
+        return getattr(fallback, name)
+    launch = getattr(importlib.import_module(f"zoo.gnn.kernels.{module}"), name)
+    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
+        return launch
+
+    def on_its_device(*args: Any) -> Any:
+        # Triton launches on the current device, wherever the tensors are.
+        with torch.cuda.device(x.device):
+            return launch(*args)
+
+    return on_its_device
 
 
 def tell_flop_counter() -> None:
@@ -127,7 +135,7 @@ def csr_sum(
         t_chunks: Chunks of the transpose.
         t_long_rows: Long rows of the transpose.
     """
-    return _implementation("sums", x).csr_sum(
+    return _implementation("sums", "csr_sum", x)(
         x, pointers, index, weight, gather_scale, row_scale, chunks, long_rows, chunk_size
     )
 
@@ -178,7 +186,7 @@ def edge_dot(
     dtype: torch.dtype,
 ) -> Tensor:
     """Features x [S, C] times grad [D, C], summed over channels, for each edge [E] and times its nodes' scales."""
-    return _implementation("sums", x).edge_dot(x, grad, source, destination, gather_scale, row_scale, dtype)
+    return _implementation("sums", "edge_dot", x)(x, grad, source, destination, gather_scale, row_scale, dtype)
 
 
 @_fake("edge_dot")
@@ -219,7 +227,7 @@ def csr_max(
     With ``count_ties``, which a gradient needs, also how many edges share each maximum, [D, C] float32; else [0]. As in
     torch's ``scatter_reduce`` a maximum of zero counts once more, for the zeros that it starts from.
     """
-    return _implementation("maxima", x).csr_max(x, pointers, index, count_ties, chunks, long_rows, chunk_size)
+    return _implementation("maxima", "csr_max", x)(x, pointers, index, count_ties, chunks, long_rows, chunk_size)
 
 
 @_fake("csr_max")
@@ -264,7 +272,7 @@ def csr_max_backward(
     chunk_size: int,
 ) -> Tensor:
     """The sum of ``shares`` [D, C] over all edges at whose end x [S, C] reaches ``values`` [D, C]: [S, C]."""
-    return _implementation("maxima", x).csr_max_backward(
+    return _implementation("maxima", "csr_max_backward", x)(
         x, values, shares, t_pointers, t_index, t_chunks, t_long_rows, chunk_size
     )
 
@@ -323,7 +331,7 @@ def gat(
     Returns:
         [D, H, C] in the dtype of ``x``, zero for empty rows, and [D, H] in at least float32.
     """
-    return _implementation("attention", x).gat(
+    return _implementation("attention", "gat", x)(
         x, a_source, a_destination, slope, seed, dropout, pointers, index, chunks, long_rows, chunk_size
     )
 
@@ -389,7 +397,7 @@ def gat_backward(
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``gat`` for x and both scores, from its outputs ``out`` and ``lse``."""
-    return _implementation("attention", x).gat_backward(
+    return _implementation("attention", "gat_backward", x)(
         grad, out, x, a_source, a_destination, lse, slope, seed, dropout, pointers, chunks, long_rows,
         t_pointers, t_index, permutation, t_chunks, t_long_rows, chunk_size,
     )  # fmt: skip
@@ -408,7 +416,7 @@ def _(
 @_operator("(Tensor x, Tensor first, Tensor? second) -> Tensor")
 def head_scores(x: Tensor, first: Tensor, second: Tensor | None) -> Tensor:
     """Dot products of every head with its part of one or two vectors: x [S, H, C], vectors [H, C] -> [K, S, H]."""
-    return _implementation("scores", x).head_scores(x, first, second)
+    return _implementation("scores", "head_scores", x)(x, first, second)
 
 
 @_fake("head_scores")
@@ -431,7 +439,7 @@ _autograd("head_scores", _head_scores_backward, _head_scores_context)
 @_operator("(Tensor grad, Tensor x, Tensor first, Tensor? second) -> (Tensor, Tensor)")
 def head_scores_backward(grad: Tensor, x: Tensor, first: Tensor, second: Tensor | None) -> tuple[Tensor, Tensor]:
     """Gradients of x and, side by side, of the vectors [K, H, C], from that of the scores [K, S, H]."""
-    return _implementation("scores", x).head_scores_backward(grad, x, first, second)
+    return _implementation("scores", "head_scores_backward", x)(grad, x, first, second)
 
 
 @_fake("head_scores_backward")
