@@ -320,7 +320,7 @@ def test_tables_of_one_race_end_with_environment_and_command(kind: str) -> None:
         "NVIDIA H200, torch 2.11.0+cu130, triton 3.6.0, torch-geometric 2.8.0, driver 580.65, commit 0123456789" in text
     )
     assert text.endswith(
-        "```bash\npython -m benchmarks.run --family gnn --model gcn --input cora --impl zoo,upstream-tuned,upstream "
+        "```sh\npython -m benchmarks.run --family gnn --model gcn --input cora --impl zoo,upstream-tuned,upstream "
         "--strategy regional+cudagraph,full+cudagraph,full,regional,eager --mode default,reduce-overhead "
         "--dtype float32 --workload inference --device cuda --rounds 30 --sets 3\n```"
     )

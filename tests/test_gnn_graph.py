@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import zoo
 from tests.gnn_reference import edge_softmax
 from zoo.cudagraph import synchronising_raises
-from zoo.cudagraph import synchronising_raises
 from zoo.gnn import CSRGraph, GATConv, GCNConv, SAGEConv
 from zoo.gnn.aggregate import attention, max_neighbours, mean_neighbours, sum_neighbours
 from zoo.gnn.csr import Recipe

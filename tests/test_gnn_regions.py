@@ -16,8 +16,8 @@ import zoo
 from zoo.gnn import CSRGraph, HeadAverage
 
 MODELS = ["gcn-debug", "gat-debug", "graphsage-debug"]
-# Hidden layers end in the same epilogue, whatever depth and widths; a jumping-knowledge head is one graph more, and so is
-# the mean over heads that ends a GAT without one.
+# Hidden layers end in the same epilogue, whatever depth and widths; a jumping-knowledge head is one graph more, and so
+# is the mean over heads that ends a GAT without one.
 VARIANTS: list[tuple[dict[str, Any], int]] = [
     ({}, 1),
     ({"num_layers": 5, "in_channels": 16, "out_channels": 16}, 1),
@@ -117,6 +117,16 @@ def test_raw_edges_break_a_full_compile_once_and_stay_right() -> None:
     # Preparation stays eager; all layers together are one graph.
     assert counter.frame_count == 1
     assert sum(counters["graph_break"].values()) > 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_outer_cuda_graph_refuses_raw_edges_that_it_would_copy_in(name: str) -> None:
+    model = zoo.create(name)
+    x, edge_index = zoo.example_inputs(model).values()
+    with torch.no_grad():
+        with pytest.raises(ValueError, match=r"bake in .*model\.prepare\(edge_index, num_nodes=N\)"):
+            zoo.cuda_graph(model, args=(x, edge_index))
+        zoo.cuda_graph(model, args=(x, edge_index), static=(1,))(x, edge_index)
 
 
 @pytest.mark.parametrize("name", MODELS)

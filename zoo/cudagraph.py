@@ -69,6 +69,14 @@ def cuda_graph(
     return GraphedStep(fn, [(tuple(args), dict(kwargs or {})), *(buckets or ())], clone_outputs, tuple(static), warmup)
 
 
+def is_step_input(tensor: torch.Tensor) -> bool:
+    """Whether this is an input buffer of a captured step, whose contents change between replays.
+
+    Whatever Python derives from it and remembers (a prepared graph, a mask) would be baked into the CUDA graph.
+    """
+    return getattr(tensor, "_is_step_input", False)
+
+
 @dataclass(eq=False)
 class _Bucket:
     """One captured shape: static input buffers (None where the leaf is a constant), outputs, and the replay."""
@@ -325,7 +333,9 @@ def _buffer(leaf: Any) -> torch.Tensor | None:
     if not isinstance(leaf, torch.Tensor):
         return None
     with torch.inference_mode(leaf.is_inference()), torch.no_grad():
-        return torch.empty_like(leaf).copy_(leaf)
+        buffer = torch.empty_like(leaf).copy_(leaf)
+    buffer._is_step_input = True  # type: ignore[attr-defined]
+    return buffer
 
 
 def _copy_in(bucket: _Bucket, leaves: list[Any]) -> None:

@@ -145,7 +145,7 @@ def _origin(shown: Sequence[Race]) -> str:
     commands = "\n".join(commands_of(shown))
     if not commands:
         return f"{machines}. The rows name no command that measures them again."
-    return f"{machines}. Measure it again:\n\n```bash\n{commands}\n```"
+    return f"{machines}. Measure it again:\n\n```sh\n{commands}\n```"
 
 
 def _machine(race: Race) -> str:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zoo.cudagraph import is_step_input
 from zoo.gnn.aggregate import attention, head_scores, max_neighbours, mean_neighbours, sum_neighbours
 from zoo.gnn.checks import check_features, check_nodes
 from zoo.gnn.csr import CSRGraph, GraphTensors, Recipe
@@ -35,6 +36,11 @@ def prepare_graph(
     recipe: Recipe,
 ) -> CSRGraph:
     """Raw edges or any CSRGraph to what ``recipe`` asks for; ``features`` are those of sources and destinations."""
+    if isinstance(graph, Tensor) and is_step_input(graph):
+        raise ValueError(
+            "edge_index is an input of zoo.cuda_graph, which would bake in the graph prepared from its first value; "
+            "pass model.prepare(edge_index, num_nodes=N) and name it in static="
+        )
     nodes = features[0].shape[0], features[-1].shape[0]
     if isinstance(graph, Tensor) and graph.device != features[0].device:
         raise ValueError(
