@@ -219,8 +219,9 @@ def main(
             traces=(folder.parent if folder.suffix == ".jsonl" else folder) / "traces" if trace else None,
             data_root=None if data_root is None else str(data_root),
             seed=seed,
-            # Arms get ready beside nothing but each other, so two cores may as well share them.
-            ahead=min(cores, max(2, min(cores // 2, 12))),
+            # Arms get ready beside nothing but each other, so two cores may as well share them; where no seconds of
+            # compilation are reported, every core may.
+            ahead=min(cores, 16 if steady_only else max(2, min(cores // 2, 12))),
         )
         return _measure(plan, settings, console)
 
