@@ -39,7 +39,7 @@ class GnnWorkload:
             return [("gcn", "karate")]
         if quick:
             return [("gcn", "cora")]
-        return [*((kind, "arxiv") for kind in KINDS), ("gcn", "cora")]
+        return [(kind, "arxiv") for kind in KINDS]
 
     def dtypes(self, device: str) -> tuple[str, ...]:
         """Supported dtypes, the default first."""
