@@ -212,11 +212,14 @@ class Arm:
         if not path.exists():
             with torch.no_grad():
                 precision = torch.get_float32_matmul_precision()
-                torch.set_float32_matmul_precision("highest")
+                # Setting it anew, even to what it is, changes a state that Dynamo guards on.
+                if precision != "highest":
+                    torch.set_float32_matmul_precision("highest")
                 try:
                     expected = _flat(self.prepared.reference()).cpu()
                 finally:
-                    torch.set_float32_matmul_precision(precision)
+                    if precision != "highest":
+                        torch.set_float32_matmul_precision(precision)
             own = path.with_suffix(f".{os.getpid()}")  # another arm may be writing its own at the same time
             torch.save({"output": expected, "dtype": self.prepared.reference_dtype}, own)
             own.replace(path)

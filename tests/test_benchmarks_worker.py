@@ -68,6 +68,7 @@ def test_a_compiled_arm_from_start_to_kernels(tmp_path: Path, impl: str, strateg
     assert by_op["check"]["error"] < 1e-6
     assert by_op["check"]["eager_error"] < 1e-6
     assert by_op["check"]["reference_dtype"] == "float64"
+    assert by_op["kernels"]["recompiles"] == [], "the reference, computed in between, must change nothing"
     assert by_op["round"]["calls"] == 3
     assert by_op["memory"]["allocated"] is None
     assert (tmp_path / "traces" / "arm.json.gz").stat().st_size > 0
