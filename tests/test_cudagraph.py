@@ -159,6 +159,17 @@ def test_what_cannot_be_copied_in_is_refused(device: str) -> None:
         zoo.cuda_graph(3)  # type: ignore[arg-type]
 
 
+def test_the_device_is_learnt_from_a_static_argument_however_nested(device: str) -> None:
+    class Graph:
+        def __init__(self) -> None:
+            self.parts = {"rows": [(torch.arange(3, device=device),)]}
+
+    graph = Graph()
+    step = zoo.cuda_graph(lambda g: g.parts["rows"][0][0] + 1, (graph,), static=(0,))
+    assert step.device.type == device
+    torch.testing.assert_close(step(graph), torch.arange(1, 4, device=device))
+
+
 def _moved(model: nn.Module) -> None:
     model.double().float()
 

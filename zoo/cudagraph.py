@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import traceback
+import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -400,13 +401,18 @@ def _flatten_outputs(outputs: Any) -> tuple[list[Any], Any]:
     return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec
 
 
-def _tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
-    """Tensors in static arguments, a level deep into plain objects, to learn the device."""
+def _tensors_in(values: Iterable[Any], depth: int = 4) -> list[torch.Tensor]:
+    """Tensors in static arguments, some levels deep into containers and plain objects, to learn the device."""
     found: list[torch.Tensor] = []
     for value in values:
-        for leaf in pytree.tree_leaves(value):
-            candidates = [leaf, *getattr(leaf, "__dict__", {}).values()]
-            found += [item for item in candidates if isinstance(item, torch.Tensor)]
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif depth and isinstance(value, (list, tuple)):
+            found += _tensors_in(value, depth - 1)
+        elif depth and isinstance(value, dict):
+            found += _tensors_in(value.values(), depth - 1)
+        elif depth and not isinstance(value, (type, types.ModuleType)):
+            found += _tensors_in(getattr(value, "__dict__", {}).values(), depth - 1)
     return found
 
 
