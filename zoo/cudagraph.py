@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import traceback
-import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +18,17 @@ import torch
 from torch.utils import _pytree as pytree
 
 from zoo.reachable import Weights, reachable_modules
-
-_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+from zoo.step_buffers import (
+    check_leaf,
+    describe,
+    flatten_outputs,
+    make_buffer,
+    may_write,
+    one_device,
+    shapes_of,
+    static_value,
+    tensors_in,
+)
 
 
 class CaptureError(RuntimeError):
@@ -70,14 +78,6 @@ def cuda_graph(
     return GraphedStep(fn, [(tuple(args), dict(kwargs or {})), *(buckets or ())], clone_outputs, tuple(static), warmup)
 
 
-def is_step_input(tensor: torch.Tensor) -> bool:
-    """Whether this is an input buffer of a captured step, whose contents change between replays.
-
-    Whatever Python derives from it and remembers (a prepared graph, a mask) would be baked into the CUDA graph.
-    """
-    return getattr(tensor, "_is_step_input", False)
-
-
 @dataclass(eq=False)
 class _Bucket:
     """One captured shape: static input buffers (None where the leaf is a constant), outputs, and the replay."""
@@ -120,7 +120,7 @@ class GraphedStep:
         self._fn = fn
         self._clone = clone_outputs
         self._lock = threading.Lock()
-        self._static = {place: _static_value(calls[0], place) for place in static}
+        self._static = {place: static_value(calls[0], place) for place in static}
         flat = [self._flatten(args, dict(kwargs), spec=None) for args, kwargs in calls]
         self._spec = flat[0][1]
         for index, (_, spec) in enumerate(flat):
@@ -129,17 +129,17 @@ class GraphedStep:
         tensors = [leaf for leaves, _ in flat for leaf in leaves if isinstance(leaf, torch.Tensor)]
         modules = reachable_modules(fn, *self._static.values())
         self._weights = Weights(modules)
-        self.device = _device([*tensors, *self._weights.tensors(), *_tensors_in(self._static.values())])
+        self.device = one_device([*tensors, *self._weights.tensors(), *tensors_in(self._static.values())])
         self._mode = _Mode(self.device.type)
         self._buckets: dict[tuple[Any, ...], _Bucket] = {}
         # The largest first: later captures then fit into the pool that it reserved.
         pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         for leaves, _ in sorted(flat, key=lambda item: -sum(t.numel() for t in item[0] if isinstance(t, torch.Tensor))):
             for leaf in leaves:
-                _check_leaf(leaf)
-            if (key := _key(leaves)) in self._buckets:
-                raise ValueError(f"two buckets have the same shapes: {_describe(leaves)}")
-            bucket = _Bucket(leaves, [_buffer(leaf) for leaf in leaves])
+                check_leaf(leaf)
+            if (key := shapes_of(leaves)) in self._buckets:
+                raise ValueError(f"two buckets have the same shapes: {describe(leaves)}")
+            bucket = _Bucket(leaves, [make_buffer(leaf) for leaf in leaves])
             capture = self._capture if pool is not None else self._imitate
             capture(bucket, warmup, pool)
             self._buckets[key] = bucket
@@ -149,7 +149,7 @@ class GraphedStep:
     @property
     def shapes(self) -> list[str]:
         """The captured buckets, in words."""
-        return [_describe(bucket.leaves) for bucket in self._buckets.values()]
+        return [describe(bucket.leaves) for bucket in self._buckets.values()]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay on new inputs.
@@ -208,9 +208,9 @@ class GraphedStep:
         return leaves, flat_spec
 
     def _match(self, leaves: list[Any]) -> _Bucket:
-        bucket = self._only if self._only is not None else self._buckets.get(_key(leaves))
+        bucket = self._only if self._only is not None else self._buckets.get(shapes_of(leaves))
         if bucket is None:
-            raise ValueError(f"no bucket for {_describe(leaves)}; captured: {'; '.join(self.shapes)}")
+            raise ValueError(f"no bucket for {describe(leaves)}; captured: {'; '.join(self.shapes)}")
         for index, (leaf, buffer) in enumerate(zip(leaves, bucket.buffers, strict=True)):
             if buffer is None:
                 if isinstance(leaf, torch.Tensor) or leaf != bucket.leaves[index]:
@@ -225,7 +225,7 @@ class GraphedStep:
                 or leaf.device != buffer.device
             ):
                 raise ValueError(
-                    f"input {index} is {_describe([leaf])}, but {_describe([buffer])} was captured; capture this "
+                    f"input {index} is {describe([leaf])}, but {describe([buffer])} was captured; capture this "
                     "shape as one of buckets=, or pad to a captured one"
                 )
         return bucket
@@ -274,7 +274,7 @@ class GraphedStep:
                 cause = failure or error
                 raise CaptureError(f"capture failed: {_first_line(cause)}{_where(cause)}") from cause
         bucket.graph = graph
-        bucket.outputs, bucket.output_spec = _flatten_outputs(outputs)
+        bucket.outputs, bucket.output_spec = flatten_outputs(outputs)
 
     def _warm_up(self, bucket: _Bucket, warmup: int) -> None:
         side = torch.cuda.Stream()
@@ -293,50 +293,17 @@ class GraphedStep:
         with _own_autocast_cache(), torch.random.fork_rng(devices=[]):
             for _ in range(warmup):
                 outputs = self._call(bucket)
-        leaves, bucket.output_spec = _flatten_outputs(outputs)
+        leaves, bucket.output_spec = flatten_outputs(outputs)
         bucket.outputs = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
     def _run_imitation(self, bucket: _Bucket) -> None:
         # A replay runs in the mode of its capture, whatever the caller's.
         with self._mode.restored(), _own_autocast_cache():
-            leaves, _ = _flatten_outputs(self._call(bucket))
+            leaves, _ = flatten_outputs(self._call(bucket))
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
-                with _may_write(bucket.outputs[index]):
+                with may_write(bucket.outputs[index]):
                     bucket.outputs[index].copy_(leaf)
-
-
-def _static_value(call: tuple[tuple[Any, ...], Mapping[str, Any]], place: int | str) -> Any:
-    args, kwargs = call
-    if isinstance(place, int) and 0 <= place < len(args):
-        return args[place]
-    if isinstance(place, str) and place in kwargs:
-        return kwargs[place]
-    raise ValueError(
-        f"static names {place!r}, but the call has {len(args)} positional argument(s) and {sorted(kwargs)}"
-    )
-
-
-def _check_leaf(leaf: Any) -> None:
-    if isinstance(leaf, torch.Tensor):
-        if leaf.requires_grad:
-            raise ValueError(f"input {_describe([leaf])} requires grad; run backward inside the step, or detach it")
-        if leaf.layout is not torch.strided:
-            raise TypeError(
-                f"input {_describe([leaf])} is {leaf.layout}; only strided tensors are copied in: name it static="
-            )
-    elif not isinstance(leaf, _CONSTANTS):
-        raise TypeError(f"an input is a {type(leaf).__name__}, which cannot be copied in; name it in static=")
-
-
-def _buffer(leaf: Any) -> torch.Tensor | None:
-    """A static copy of the same kind: an inference tensor only where the example was one, or blocks would recompile."""
-    if not isinstance(leaf, torch.Tensor):
-        return None
-    with torch.inference_mode(leaf.is_inference()), torch.no_grad():
-        buffer = torch.empty_like(leaf).copy_(leaf)
-    buffer._is_step_input = True  # type: ignore[attr-defined]
-    return buffer
 
 
 def _copy_in(bucket: _Bucket, leaves: list[Any]) -> None:
@@ -347,7 +314,7 @@ def _copy_in(bucket: _Bucket, leaves: list[Any]) -> None:
     ]
     if not pairs:
         return
-    with _may_write(pairs[0][0]), torch.no_grad():
+    with may_write(pairs[0][0]), torch.no_grad():
         for buffer, leaf in pairs:
             buffer.copy_(leaf)
 
@@ -374,16 +341,6 @@ def synchronising_raises() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _may_write(tensor: torch.Tensor) -> Iterator[None]:
-    """An inference tensor may be written in inference mode only."""
-    if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        with torch.inference_mode():
-            yield
-    else:
-        yield
-
-
-@contextlib.contextmanager
 def _own_autocast_cache() -> Iterator[None]:
     """Autocast keeps casts until its outermost context ends: none from before may be baked in, none may leave the pool.
 
@@ -394,47 +351,6 @@ def _own_autocast_cache() -> Iterator[None]:
         yield
     finally:
         torch.clear_autocast_cache()
-
-
-def _flatten_outputs(outputs: Any) -> tuple[list[Any], Any]:
-    leaves, spec = pytree.tree_flatten(outputs)
-    return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec
-
-
-def _tensors_in(values: Iterable[Any], depth: int = 4) -> list[torch.Tensor]:
-    """Tensors in static arguments, some levels deep into containers and plain objects, to learn the device."""
-    found: list[torch.Tensor] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif depth and isinstance(value, (list, tuple)):
-            found += _tensors_in(value, depth - 1)
-        elif depth and isinstance(value, dict):
-            found += _tensors_in(value.values(), depth - 1)
-        elif depth and not isinstance(value, (type, types.ModuleType)):
-            found += _tensors_in(getattr(value, "__dict__", {}).values(), depth - 1)
-    return found
-
-
-def _device(tensors: list[torch.Tensor]) -> torch.device:
-    on_gpu = {tensor.device for tensor in tensors if tensor.is_cuda}
-    if len(on_gpu) > 1:
-        raise ValueError(f"inputs and weights lie on {sorted(map(str, on_gpu))}; one CUDA graph runs on one device")
-    return on_gpu.pop() if on_gpu else torch.device("cpu")
-
-
-def _key(leaves: list[Any]) -> tuple[Any, ...]:
-    return tuple(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-
-
-def _describe(leaves: Iterable[Any]) -> str:
-    words = []
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            words.append(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)} on {leaf.device}")
-        else:
-            words.append(repr(leaf))
-    return ", ".join(words)
 
 
 def _first_line(error: BaseException) -> str:

@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.cudagraph import is_step_input
 from zoo.gnn.aggregate import attention, head_scores, max_neighbours, mean_neighbours, sum_neighbours
 from zoo.gnn.checks import check_features, check_nodes
 from zoo.gnn.csr import CSRGraph, GraphTensors, Recipe
 from zoo.gnn.outside import outside_compile
 from zoo.gnn.prepare import GraphMemory, weight_dtype
+from zoo.step_buffers import is_step_input
 
 Graph: TypeAlias = GraphTensors | CSRGraph | Tensor
 Features: TypeAlias = Tensor | tuple[Tensor, Tensor]

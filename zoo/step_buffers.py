@@ -1,0 +1,111 @@
+"""What goes in and out of a captured step: static buffers, the checks of what may be copied in, and words for both."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def is_step_input(tensor: torch.Tensor) -> bool:
+    """Whether this is an input buffer of a captured step, whose contents change between replays.
+
+    Whatever Python derives from it and remembers (a prepared graph, a mask) would be baked into the CUDA graph.
+    """
+    return getattr(tensor, "_is_step_input", False)
+
+
+def static_value(call: tuple[tuple[Any, ...], Mapping[str, Any]], place: int | str) -> Any:
+    """The argument at a position or of a name; ValueError if the call has none there."""
+    args, kwargs = call
+    if isinstance(place, int) and 0 <= place < len(args):
+        return args[place]
+    if isinstance(place, str) and place in kwargs:
+        return kwargs[place]
+    raise ValueError(
+        f"static names {place!r}, but the call has {len(args)} positional argument(s) and {sorted(kwargs)}"
+    )
+
+
+def check_leaf(leaf: Any) -> None:
+    """Refuse what cannot be copied in: ValueError for an input that requires grad, TypeError for anything opaque."""
+    if isinstance(leaf, torch.Tensor):
+        if leaf.requires_grad:
+            raise ValueError(f"input {describe([leaf])} requires grad; run backward inside the step, or detach it")
+        if leaf.layout is not torch.strided:
+            raise TypeError(
+                f"input {describe([leaf])} is {leaf.layout}; only strided tensors are copied in: name it static="
+            )
+    elif not isinstance(leaf, _CONSTANTS):
+        raise TypeError(f"an input is a {type(leaf).__name__}, which cannot be copied in; name it in static=")
+
+
+def make_buffer(leaf: Any) -> torch.Tensor | None:
+    """A static copy of the same kind: an inference tensor only where the example was one, or blocks would recompile."""
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    with torch.inference_mode(leaf.is_inference()), torch.no_grad():
+        buffer = torch.empty_like(leaf).copy_(leaf)
+    buffer._is_step_input = True  # type: ignore[attr-defined]
+    return buffer
+
+
+@contextlib.contextmanager
+def may_write(tensor: torch.Tensor) -> Iterator[None]:
+    """An inference tensor may be written in inference mode only."""
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        with torch.inference_mode():
+            yield
+    else:
+        yield
+
+
+def flatten_outputs(outputs: Any) -> tuple[list[Any], Any]:
+    """Leaves without autograd history, and how they were put together."""
+    leaves, spec = pytree.tree_flatten(outputs)
+    return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec
+
+
+def tensors_in(values: Iterable[Any], depth: int = 4) -> list[torch.Tensor]:
+    """Tensors in static arguments, some levels deep into containers and plain objects, to learn the device."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif depth and isinstance(value, (list, tuple)):
+            found += tensors_in(value, depth - 1)
+        elif depth and isinstance(value, dict):
+            found += tensors_in(value.values(), depth - 1)
+        elif depth and not isinstance(value, (type, types.ModuleType)):
+            found += tensors_in(getattr(value, "__dict__", {}).values(), depth - 1)
+    return found
+
+
+def one_device(tensors: list[torch.Tensor]) -> torch.device:
+    """The GPU that all tensors on one are on, or the CPU; ValueError for several."""
+    on_gpu = {tensor.device for tensor in tensors if tensor.is_cuda}
+    if len(on_gpu) > 1:
+        raise ValueError(f"inputs and weights lie on {sorted(map(str, on_gpu))}; one CUDA graph runs on one device")
+    return on_gpu.pop() if on_gpu else torch.device("cpu")
+
+
+def shapes_of(leaves: list[Any]) -> tuple[Any, ...]:
+    """What tells buckets apart."""
+    return tuple(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+
+
+def describe(leaves: Iterable[Any]) -> str:
+    """Dtype, shape and device of tensors, constants as they are."""
+    words = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            words.append(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)} on {leaf.device}")
+        else:
+            words.append(repr(leaf))
+    return ", ".join(words)
