@@ -6,7 +6,6 @@ Exit codes: 0; 1 where an arm of the zoo failed; 2 on wrong usage; 130 when stop
 from __future__ import annotations
 
 import os
-import pkgutil
 import shlex
 import signal
 import sys
@@ -31,7 +30,7 @@ from benchmarks.result import Result, Store
 from benchmarks.startup import Settings, estimate_race
 from benchmarks.usage import UsageError, did_you_mean, run_command
 from benchmarks.worker import load_workload
-from benchmarks.workloads.base import Workload
+from benchmarks.workloads import Workload, families
 
 RUNS = Path("runs")
 PEAKS_SECONDS = 12.0
@@ -65,19 +64,6 @@ class Plan:
 
     def stores(self) -> list[Store]:
         return list({store.path: store for store in map(self.store, self.cases)}.values())
-
-
-def families() -> list[str]:
-    """Families that have a workload file."""
-    import benchmarks.workloads as package
-
-    names = [module.name for module in pkgutil.iter_modules(package.__path__)]
-    return [name for name in names if _declares_workload(Path(package.__path__[0]) / f"{name}.py")]
-
-
-def _declares_workload(path: Path) -> bool:
-    """Told from the text, so that listing families imports none of their libraries."""
-    return path.exists() and any(line.startswith(("WORKLOAD =", "WORKLOAD:")) for line in path.read_text().splitlines())
 
 
 def pick(option: str, given: Sequence[str], known: Iterable[str]) -> list[str]:

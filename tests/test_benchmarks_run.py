@@ -14,8 +14,9 @@ import pytest
 
 from benchmarks.process import ROOT
 from benchmarks.result import Store
-from benchmarks.run import families, main
+from benchmarks.run import main
 from benchmarks.usage import run_command
+from benchmarks.workloads import families
 
 FAKE = "tests.fake_workload"
 LIGHT = {"BENCHMARKS_BACKEND": "eager", "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from zoo.compat import compile_limit_kwargs
 from zoo.ledger import LEDGER, Entry
 from zoo.observe import undisturbed
-from zoo.regions import FoundRegion, Region, RegionReport, find_regions, resolve
+from zoo.regions import FoundRegion, Region, RegionReport, declares, report_on, resolve
 from zoo.signature import mode as mode_in_words
 
 _CUDA_GRAPH_MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
@@ -99,8 +99,8 @@ def compile_regions(
     taken = [name or "the model itself" for name, module in model.named_modules() if module._compiled_call_impl]
     if taken:
         raise ValueError(f"already compiled: {', '.join(taken[:4])}; call zoo.uncompile(model) first")
-    report = find_regions(model, regions, exclude=exclude)
-    _judge(model, report, strict=report.declared)
+    report = report_on(model, chosen, declared=declares(model, regions))
+    _judge(model, report)
     modules = {name: module for group in chosen.values() for name, module in group.items()}
     limit = compile_limit_kwargs()
     for region, group in chosen.items():
@@ -239,7 +239,7 @@ def _mode_and_options(
     return {"options": {"compile_threads": region.compile_threads, **(options or {})}}
 
 
-def _judge(model: nn.Module, report: RegionReport, *, strict: bool) -> None:
+def _judge(model: nn.Module, report: RegionReport) -> None:
     """Refuse what would silently be slow in a model that declares its regions; warn of it in any other."""
     complaints = [str(obstacle) for obstacle in report.obstacles]
     complaints += [
@@ -248,7 +248,7 @@ def _judge(model: nn.Module, report: RegionReport, *, strict: bool) -> None:
         for found in report.regions
         if found.graphs_needed > found.budget
     ]
-    if complaints and strict:
+    if complaints and report.declared:
         raise ValueError(f"{type(model).__name__}: " + "; ".join(complaints))
     for complaint in complaints:
         warnings.warn(f"{type(model).__name__}: {complaint}", RegionWarning, stacklevel=3)

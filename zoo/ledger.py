@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,8 +32,7 @@ class Entry:
     region: type[nn.Module]
     name: str
     model: int
-    structure: Hashable
-    signature: Hashable
+    signature: tuple[Hashable, Hashable]
     mode: str
     inputs: Hashable
     model_inputs: Hashable
@@ -46,18 +45,10 @@ class Entry:
         """The same key compiled twice is a recompile."""
         return self.region, self.signature, self.mode, self.inputs
 
-
-@dataclass
-class _Open:
-    module: nn.Module
-    name: str
-    model: int
-    signature: Hashable
-    mode: str
-    inputs: Hashable
-    model_inputs: Hashable
-    graphs: int
-    started: float
+    @property
+    def structure(self) -> Hashable:
+        """The signature without attributes."""
+        return self.signature[0]
 
 
 class Ledger:
@@ -69,7 +60,9 @@ class Ledger:
         # module -> (model, the module's name in it)
         self._watched: WeakKeyDictionary[nn.Module, tuple[int, str]] = WeakKeyDictionary()
         self._roots: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-        self._open: dict[str, _Open] = {}
+        # Compilations under way: the entry as it was when they started, graphs and seconds being where these began.
+        self._open: dict[str, Entry] = {}
+        self._backward_since: dict[str, float] = {}
         self._next = 0
 
     def listen(self) -> None:
@@ -112,48 +105,37 @@ class Ledger:
 
     def _start(self, args: Any) -> None:
         if args.callback_trigger.name == "LAZY_BACKWARD":
-            self._open[f"backward {args.compile_id}"] = _Open(
-                nn.Module(), "", 0, None, "", None, None, 0, time.perf_counter()
-            )
-            return
+            self._backward_since[args.compile_id] = time.perf_counter()
         if args.callback_trigger.name != "DYNAMO":
             return
         module, call, root_call = self._caller()
         if module is None:
             return
         model, name = self._watched[module]
-        self._open[args.compile_id] = _Open(
-            module, name, model, signature(module), mode(module), call, root_call, _unique_graphs(), time.perf_counter()
+        self._open[args.compile_id] = Entry(
+            compile_id=args.compile_id,
+            region=type(module),
+            name=name,
+            model=model,
+            signature=signature(module),
+            mode=mode(module),
+            inputs=call,
+            model_inputs=root_call,
+            graphs=_unique_graphs(),
+            seconds=time.perf_counter(),
         )
 
     def _end(self, args: Any) -> None:
+        now = time.perf_counter()
         if args.callback_trigger.name == "LAZY_BACKWARD":
-            opened = self._open.pop(f"backward {args.compile_id}", None)
+            since = self._backward_since.pop(args.compile_id, None)
             forward = next((e for e in reversed(self.entries) if e.compile_id == args.compile_id), None)
-            if opened is None or forward is None:
-                return
-            fields = {**vars(forward), "graphs": 0, "backward": True}
-            fields["seconds"] = time.perf_counter() - opened.started
-            self._add(Entry(**fields))
+            if since is not None and forward is not None:
+                self._add(replace(forward, graphs=0, seconds=now - since, backward=True))
             return
         opened = self._open.pop(args.compile_id, None)
-        if opened is None:
-            return
-        self._add(
-            Entry(
-                compile_id=args.compile_id,
-                region=type(opened.module),
-                name=opened.name,
-                model=opened.model,
-                structure=structure(opened.module),
-                signature=opened.signature,
-                mode=opened.mode,
-                inputs=opened.inputs,
-                model_inputs=opened.model_inputs,
-                graphs=_unique_graphs() - opened.graphs,
-                seconds=time.perf_counter() - opened.started,
-            )
-        )
+        if opened is not None:
+            self._add(replace(opened, graphs=_unique_graphs() - opened.graphs, seconds=now - opened.seconds))
 
     def _add(self, entry: Entry) -> None:
         self.entries.append(entry)
@@ -170,15 +152,16 @@ class Ledger:
         while frame is not None:
             if frame.f_code is entry_point:
                 called = frame.f_locals["self"]
-                kinds = input_signature(*frame.f_locals["args"], **frame.f_locals["kwargs"])
-                if module is None:
-                    # Only the innermost call counts: a helper compiled inside a region is not the region.
-                    if called not in self._watched:
-                        return None, None, None
-                    module, call = called, kinds
-                if called in self._roots:
-                    root_call = kinds
-                    break
+                # Only the innermost call counts: a helper compiled inside a region is not the region.
+                if module is None and called not in self._watched:
+                    return None, None, None
+                if module is None or called in self._roots:
+                    kinds = input_signature(*frame.f_locals["args"], **frame.f_locals["kwargs"])
+                    if module is None:
+                        module, call = called, kinds
+                    if called in self._roots:
+                        root_call = kinds
+                        break
             frame = frame.f_back  # type: ignore[assignment]
         return module, call, root_call
 

@@ -144,8 +144,22 @@ def find_regions(
         TypeError: If something that is not a module class is given as a region.
         ValueError: If a region matches nothing, is nested in another, or has a ``forward`` that lives in ``torch.nn``.
     """
-    declared = regions is None and bool(getattr(type(model), "regions", ()))
-    chosen = resolve(model, regions, exclude)
+    return report_on(model, resolve(model, regions, exclude), declared=declares(model, regions), inputs=inputs)
+
+
+def declares(model: nn.Module, regions: Sequence[Region | type[nn.Module]] | None) -> bool:
+    """Whether the regions are the model's own."""
+    return regions is None and bool(getattr(type(model), "regions", ()))
+
+
+def report_on(
+    model: nn.Module,
+    chosen: Mapping[Region, Mapping[str, nn.Module]],
+    *,
+    declared: bool,
+    inputs: Mapping[str, Any] | None = None,
+) -> RegionReport:
+    """The report of ``find_regions`` on regions that are resolved already."""
     observed: Mapping[str, Observed] = {}
     shares: dict[type[nn.Module], float] = {}
     if inputs is not None:

@@ -85,8 +85,8 @@ def read_attributes(
     return found
 
 
-def signature(module: nn.Module, *, reads: Collection[str] | None = None) -> Hashable:
-    """Everything static about a module that a graph is specialised on."""
+def signature(module: nn.Module, *, reads: Collection[str] | None = None) -> tuple[Hashable, Hashable]:
+    """Everything static about a module that a graph is specialised on: its structure, and attributes that are read."""
     return structure(module), tuple(sorted(read_attributes(module, reads=reads).items(), key=lambda item: item[0]))
 
 
