@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -107,6 +109,17 @@ def test_shapes_stay_static() -> None:
         if not isinstance(size, int)
     ]
     assert counter.frame_count == 3 and not symbolic
+
+
+@pytest.mark.parametrize("make", [Stack, lambda: Block(4)], ids=["a model of regions", "a model that is a region"])
+def test_a_compiled_model_is_freed_with_its_last_reference(make: object) -> None:
+    model = compiled(make(), regions=[Block])  # type: ignore[operator]
+    model(torch.randn(2, 4))
+    alive = weakref.ref(model)
+    del model
+    torch.compiler.reset()
+    gc.collect()
+    assert alive() is None
 
 
 def test_a_ninth_model_of_one_class_still_compiles() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,24 +46,25 @@ def enforce_budget(model: nn.Module) -> Iterator[None]:
     LEDGER.listen()
     first = len(LEDGER.entries)
     breaks = _breaks()
-    modes: dict[str, set[str]] = {name: set() for name in plan.modules}
-    with _noting_calls(plan, modes):
+    modules = plan.modules_of(model)
+    modes: dict[str, set[str]] = {name: set() for name in modules}
+    with _noting_calls(modules, modes):
         yield
     new = [entry for entry in LEDGER.entries[first:] if entry.model == plan.ledger_id]
     violations = [
         *_over_budget(plan),
         *_recompiled(plan, new),
         *(f"graph break: {reason}" for reason in _breaks() - breaks),
-        *_not_compiled(plan, modes),
+        *_not_compiled(modules, modes),
     ]
     if violations:
         raise BudgetError(violations)
 
 
 @contextmanager
-def _noting_calls(plan: Plan, modes: dict[str, set[str]]) -> Iterator[None]:
+def _noting_calls(modules: Mapping[str, nn.Module], modes: dict[str, set[str]]) -> Iterator[None]:
     """Note the modes that each region's compiled call ran in. Hooks would be traced and cost a graph."""
-    originals = {name: module._compiled_call_impl for name, module in plan.modules.items()}
+    originals = {name: module._compiled_call_impl for name, module in modules.items()}
 
     def noted(name: str, module: nn.Module, call: Any) -> Any:
         @functools.wraps(call)
@@ -74,13 +75,13 @@ def _noting_calls(plan: Plan, modes: dict[str, set[str]]) -> Iterator[None]:
 
         return run
 
-    for name, module in plan.modules.items():
+    for name, module in modules.items():
         if originals[name] is not None:
             module._compiled_call_impl = noted(name, module, originals[name])
     try:
         yield
     finally:
-        for name, module in plan.modules.items():
+        for name, module in modules.items():
             module._compiled_call_impl = originals[name]
 
 
@@ -108,8 +109,8 @@ def _recompiled(plan: Plan, new: list[Entry]) -> Iterator[str]:
             seen.add(entry.key)
 
 
-def _not_compiled(plan: Plan, modes: dict[str, set[str]]) -> Iterator[str]:
-    for name, module in plan.modules.items():
+def _not_compiled(modules: Mapping[str, nn.Module], modes: dict[str, set[str]]) -> Iterator[str]:
+    for name, module in modules.items():
         if not modes[name]:
             yield (
                 f"{type(module).__name__} ({name}): its compiled call never ran; it was bypassed (block.forward(x), "

@@ -31,8 +31,11 @@ class Plan:
     """What ``compile_regions`` did to a model: kept beside it, so that it never reaches a state dict or a copy."""
 
     report: RegionReport
-    modules: Mapping[str, nn.Module]
     ledger_id: int
+
+    def modules_of(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Region modules by name. Not held: a model that is itself a region would never be freed."""
+        return {name: model.get_submodule(name) for found in self.report.regions for name in found.modules}
 
     def region_of(self, cls: type[nn.Module]) -> FoundRegion:
         """What was found of one region class."""
@@ -101,13 +104,13 @@ def compile_regions(
         raise ValueError(f"already compiled: {', '.join(taken[:4])}; call zoo.uncompile(model) first")
     report = report_on(model, chosen, declared=declares(model, regions))
     _judge(model, report)
-    modules = {name: module for group in chosen.values() for name, module in group.items()}
     limit = compile_limit_kwargs()
     for region, group in chosen.items():
         how = _mode_and_options(region, mode, options, backend)
         for module in group.values():
             module.compile(fullgraph=fullgraph, dynamic=dynamic, backend=backend, **how, **limit)
-    _PLANS[model] = Plan(report, modules, LEDGER.watch(model, modules))
+    modules = {name: module for group in chosen.values() for name, module in group.items()}
+    _PLANS[model] = Plan(report, LEDGER.watch(model, modules))
     return model
 
 
@@ -117,7 +120,7 @@ def uncompile(model: nn.Module) -> nn.Module:
         raise TypeError(f"model is a {type(model).__name__}, expected an nn.Module")
     plan = _PLANS.pop(model, None)
     if plan is not None:
-        LEDGER.forget(model, dict(plan.modules))
+        LEDGER.forget(model, plan.modules_of(model))
     for module in model.modules():
         module._compiled_call_impl = None
     return model
