@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gnn_reference import edge_attention, edge_max, edge_softmax, edge_sum
+from tests.gnn_reference import attend, edge_attention, edge_max, edge_softmax, edge_sum
 from zoo.gnn import CSRGraph, fallback, operators, split
-from zoo.gnn.aggregate import attention, head_scores, max_neighbours, mean_neighbours, sum_neighbours
+from zoo.gnn.aggregate import max_neighbours, mean_neighbours, sum_neighbours
 from zoo.gnn.csr import GraphTensors, Recipe
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -120,15 +120,34 @@ def check_max(graph: CSRGraph, x: Tensor) -> None:
         assert torch.equal(max_neighbours(x, tensors), edge_max(x, *exact(tensors)))
 
 
+def averaged(x: Tensor, average: bool) -> Tensor:
+    return x.mean(1) if average else x
+
+
 def check_attention(graph: CSRGraph, heads: int, channels: int, dtype: torch.dtype = torch.float32) -> None:
     tensors = graph.tensors
+    for average in (False, True):
+        for joined in (False, True) if graph.is_square else (False,):
+            _check_attention(graph, tensors, heads, channels, dtype, average, joined)
+
+
+def _check_attention(
+    graph: CSRGraph,
+    tensors: GraphTensors,
+    heads: int,
+    channels: int,
+    dtype: torch.dtype,
+    average: bool,
+    joined: bool,
+) -> None:
     x = values(graph.num_sources, heads, channels, dtype=dtype)
     a_source, a_destination = (values(n, heads, dtype=dtype) * 3 for n in (graph.num_sources, graph.num_destinations))
     agree(
-        lambda x, a, b: attention(x, a, b, tensors, 0.2),
-        lambda x, a, b: edge_attention(x, a, b, 0.2, *exact(tensors)),
+        lambda x, a, b: attend(x, a, b, tensors, 0.2, joined=joined, average=average),
+        lambda x, a, b: averaged(edge_attention(x, a, b, 0.2, *exact(tensors)), average),
         x, a_source, a_destination,
-        factor=20,
+        # The gradient of a score is a difference of dot products, which grow with the root of their length.
+        factor=max(20.0, channels**0.5),
     )  # fmt: skip
 
 
@@ -252,7 +271,7 @@ def test_attention_does_not_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split, "EDGES_PER_CHUNK", 16)
     graph = hub().tensors
     inputs = values(11, 2, 4), values(11, 2) * 1e4, values(9, 2) * 1e4
-    found = with_gradients(lambda *inputs: attention(*inputs, graph, 0.2), *inputs)
+    found = with_gradients(lambda *inputs: attend(*inputs, graph, 0.2), *inputs)
     expected = edge_attention(*(tensor.double() for tensor in inputs), 0.2, *exact(graph))
     assert all(tensor.isfinite().all() for tensor in found)
     torch.testing.assert_close(found[0].double(), expected, rtol=1e-2, atol=1e-2)
@@ -271,26 +290,43 @@ def test_attention_drops_the_same_edges_forward_and_backward(size: int, monkeypa
 
     def ours(*inputs: Tensor) -> Tensor:
         torch.manual_seed(3)
-        return attention(*inputs, graph, 0.2, 0.4)
+        return attend(*inputs, graph, 0.2, 0.4)
 
     def reference(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         score = torch.nn.functional.leaky_relu(a[source.long()] + b[row.long()], 0.2)
         return edge_sum(x, source, row, rows, edge_softmax(score, row, rows) * kept)
 
     agree(ours, reference, *inputs, factor=20)
-    everything_dropped = attention(*inputs, graph, 0.2, 1.0)
+    everything_dropped = attend(*inputs, graph, 0.2, 1.0)
     assert everything_dropped.abs().max() == 0
 
 
+@pytest.mark.parametrize("size", [512, 8])
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("dtype", RELATIVE)
-@pytest.mark.parametrize(("heads", "channels"), [(1, 1), (8, 5), (3, 40)])
-def test_attention_scores(heads: int, channels: int, dtype: torch.dtype) -> None:
+def test_sums_with_what_the_rows_have_of_their_own(
+    dtype: torch.dtype, beside: bool, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(split, "EDGES_PER_CHUNK", size)
+    graph = hub(mean=True).tensors
+    assert graph.inverse_degree is not None
+    scale = graph.inverse_degree.double()
+
+    def reference(x: Tensor, root: Tensor) -> Tensor:
+        mean = edge_sum(x[:, :5], *exact(graph), row_scale=scale)
+        return torch.cat([mean, root], dim=1) if beside else mean + root
+
+    # Features are columns of a wider tensor, as when one product made them for neighbours and nodes together.
     agree(
-        lambda x, a, b: torch.cat(head_scores(x, a, b)),
-        lambda x, a, b: torch.cat([(x * a).sum(-1), (x * b).sum(-1)]),
-        *(values(n, heads, channels, dtype=dtype) for n in (11, 1, 1)),
-        factor=10,
+        lambda x, root: mean_neighbours(x[:, :5], graph, root, beside=beside),
+        reference,
+        values(11, 9, dtype=dtype),
+        values(9, 5, dtype=dtype),
+        factor=4,
     )
+    bias = values(1, 5, dtype=dtype).expand(9, -1)
+    found = mean_neighbours(values(11, 5, dtype=dtype) * 0, graph, bias)
+    assert torch.equal(found, bias)
 
 
 def test_sums_of_features_that_are_not_contiguous() -> None:

@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zoo.gnn.aggregate import attention
+from zoo.gnn.csr import GraphTensors
+
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """What sums over edges are kept in."""
@@ -81,6 +84,24 @@ def edge_attention(
     share = edge_softmax(F.leaky_relu(score, slope), destination, rows)
     share = F.dropout(share, dropout) if dropout > 0.0 else share
     return edge_sum(x, source, destination, rows, share)
+
+
+def attend(
+    x: Tensor,
+    a_source: Tensor,
+    a_destination: Tensor,
+    graph: GraphTensors,
+    slope: float,
+    dropout: float = 0.0,
+    *,
+    average: bool = False,
+    joined: bool = False,
+) -> Tensor:
+    """Ours from features [S, H, C] and scores apart: -> [D, H, C] or [D, C]; ``joined`` has all of them in a table."""
+    heads = x.shape[1]
+    table = torch.cat([x.flatten(1), a_source, *([a_destination] if joined else [])], dim=1)
+    out = attention(table, None if joined else a_destination, heads, graph, slope, dropout, average=average)
+    return out if average else out.unflatten(1, (heads, -1))
 
 
 def _as_wide_as(factor: Tensor, like: Tensor) -> Tensor:

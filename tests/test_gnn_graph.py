@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from tests.gnn_reference import edge_softmax
+from tests.gnn_reference import attend, edge_softmax
 from zoo.cudagraph import synchronising_raises
 from zoo.gnn import CSRGraph, GATConv, GCNConv, SAGEConv
-from zoo.gnn.aggregate import attention, max_neighbours, mean_neighbours, sum_neighbours
+from zoo.gnn.aggregate import max_neighbours, mean_neighbours, sum_neighbours
 from zoo.gnn.csr import Recipe
 
 GRAPHS: dict[str, tuple[list[list[int]], tuple[int, int]]] = {
@@ -81,13 +81,13 @@ def test_attention_is_a_softmax_that_does_not_overflow(name: str) -> None:
     edge_index, sizes = edges(name)
     graph = CSRGraph.from_edge_index(edge_index, None, sizes).tensors
     scores = torch.randn(sizes[0], 2) * 300, torch.randn(sizes[1], 2) * 300
-    totals = attention(torch.ones(sizes[0], 2, 1), *scores, graph, 0.2).squeeze(-1)
+    totals = attend(torch.ones(sizes[0], 2, 1), *scores, graph, 0.2).squeeze(-1)
     torch.testing.assert_close(totals, (graph.rowptr.diff() > 0).float().unsqueeze(-1).expand(-1, 2))
     x = torch.randn(sizes[0], 2, 3)
     raw = scores[0][graph.source] + scores[1][graph.destination]
     share = edge_softmax(torch.nn.functional.leaky_relu(raw, 0.2), graph.destination, sizes[1])
     heads = [dense(torch.stack([graph.source, graph.destination]), share[:, h], sizes) @ x[:, h] for h in range(2)]
-    torch.testing.assert_close(attention(x, *scores, graph, 0.2), torch.stack(heads, dim=1), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(attend(x, *scores, graph, 0.2), torch.stack(heads, dim=1), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", [name for name, (_, sizes) in GRAPHS.items() if sizes[0] == sizes[1]])

@@ -22,7 +22,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
-from tests.gnn_reference import edge_attention, edge_max, edge_sum
+from tests.gnn_reference import attend, edge_attention, edge_max, edge_sum
 from zoo.gnn import CSRGraph, operators, split
 from zoo.gnn.aggregate import attention, max_neighbours, mean_neighbours, sum_neighbours
 from zoo.gnn.csr import GraphTensors, Recipe
@@ -87,36 +87,36 @@ def operator_calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     x, grad = torch.randn(8, 3, requires_grad=True), torch.randn(7, 3)
     weight = torch.rand(40, requires_grad=True)
     t_weight = weight.detach()[t.permutation]
-    heads, a, b = (torch.randn(*shape, requires_grad=True) for shape in ((8, 2, 3), (8, 2), (7, 2)))
+    table, b, root = (torch.randn(*shape, requires_grad=True) for shape in ((8, 2 * 3 + 2), (7, 2), (7, 3)))
     forward, back = (g.rowptr, g.source), (t.colptr, t.destination)
     calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
     for name, rows, columns in (("whole", whole, whole), ("split", tuple(tables), tuple(t_tables))):
         scales = weight, None, g.inverse_degree
         calls[f"sum {name}"] = (
             operators.csr_sum,
-            (x, *forward, *scales, *rows, 8, g.destination, *back, t_weight, *columns),
+            (x, *forward, *scales, None, False, *rows, g.destination, *back, t_weight, *columns),
         )
-        calls[f"max {name}"] = (operators.csr_max, (x, *forward, True, *rows, 8, *back, *columns))
-        for dropout in (0.0, 0.5):
-            seed = torch.tensor([7]) if dropout else None
-            calls[f"attention {name} {dropout}"] = (
-                operators.gat,
-                (heads, a, b, 0.2, seed, dropout, *forward, *rows, 8, *back, t.permutation, *columns),
+        for beside in (False, True):
+            calls[f"sum with root {name} {beside}"] = (
+                operators.csr_sum,
+                (x, *forward, *scales, root, beside, *rows, g.destination, *back, t_weight, *columns),
             )
-        given = [tensor.detach() for tensor in (*torch.randn(2, 7, 2, 3), heads, a, b)]
-        calls[f"attention backward {name}"] = (
-            operators.gat_backward,
-            (*given, torch.randn(7, 2), 0.2, None, 0.0, g.rowptr, *rows, *back, t.permutation, *columns, 8),
-        )
-    for second in (None, torch.randn(2, 3, requires_grad=True)):
-        calls[f"scores {second is None}"] = operators.head_scores, (heads, torch.randn(2, 3), second)
-    calls["scores backward"] = (
-        operators.head_scores_backward,
-        (torch.randn(2, 8, 2), heads.detach(), *torch.randn(2, 2, 3)),
-    )
+        calls[f"max {name}"] = (operators.csr_max, (x, *forward, True, *rows, *back, *columns))
+        for average in (False, True):
+            for dropout in (0.0, 0.5):
+                seed = torch.tensor([7]) if dropout else None
+                calls[f"attention {name} {dropout} {average}"] = (
+                    operators.gat,
+                    (table, b, 2, 3, average, 0.2, seed, dropout, *forward, *rows, *back, t.permutation, *columns),
+                )
+            given = torch.randn(7, 3 if average else 6), table.detach(), b.detach(), torch.randn(7, 2)
+            calls[f"attention backward {name} {average}"] = (
+                operators.gat_backward,
+                (*given, 2, 3, average, 0.2, None, 0.0, g.rowptr, *rows, *back, t.permutation, *columns),
+            )
     x = x.detach()
-    calls["max, values only"] = operators.csr_max, (x, *forward, False, *whole, 8, *whole, *whole)
-    calls["max backward"] = operators.csr_max_backward, (x, grad, grad, *back, *whole, 8)
+    calls["max, values only"] = operators.csr_max, (x, *forward, False, *whole, *whole, *whole)
+    calls["max backward"] = operators.csr_max_backward, (x, grad, grad, *back, *whole)
     calls["dot"] = operators.edge_dot, (x, grad, g.source, g.destination, None, g.inverse_degree, torch.float32)
     return calls
 
@@ -145,7 +145,7 @@ def test_operators_are_what_autograd_makes_of_gathers_and_scatters() -> None:
         # Relu makes maxima of zero, where torch counts the zeros that it starts from among the ties.
         (lambda x: max_neighbours(x, graph), lambda x: edge_max(x, *exact(graph)), (x.relu().round(),)),
         (
-            lambda *xs: attention(*xs, graph, 0.2),
+            lambda *xs: attend(*xs, graph, 0.2),
             lambda *xs: edge_attention(*xs, 0.2, *exact(graph)),
             (x3, *scores),
         ),
@@ -177,18 +177,18 @@ def test_gradients_of_operators() -> None:
     x3 = torch.randn(8, 2, 3, dtype=torch.float64, requires_grad=True)
     for dropout in (0.0, 0.4):
 
-        def attend(*inputs: Tensor, dropout: float = dropout) -> Tensor:
+        def drawn(*inputs: Tensor, dropout: float = dropout) -> Tensor:
             torch.manual_seed(0)
-            return attention(*inputs, graph, 0.2, dropout)
+            return attend(*inputs, graph, 0.2, dropout)
 
-        assert torch.autograd.gradcheck(attend, (x3, *scores))
+        assert torch.autograd.gradcheck(drawn, (x3, *scores))
 
 
 def test_dropout_leaves_out_the_asked_share_and_keeps_the_mean() -> None:
     edges = torch.stack([torch.arange(4000) % 50, torch.zeros(4000, dtype=torch.int64)])
     graph = CSRGraph.from_edge_index(edges, None, (50, 1)).tensors
     ones, zeros = torch.ones(50, 4, 1), torch.zeros(50, 4)
-    drawn = torch.stack([attention(ones, zeros, zeros[:1], graph, 0.2, 0.3) for _ in range(40)])
+    drawn = torch.stack([attend(ones, zeros, zeros[:1], graph, 0.2, 0.3) for _ in range(40)])
     assert drawn.unique().numel() > 20, "calls and heads must draw anew"
     assert (drawn.mean() - 1.0).abs() < 0.01
     # All weights are one in 4000: the variance of the sum of kept ones is p / (1 - p) in 4000.
@@ -203,7 +203,7 @@ def test_gradients_without_a_transpose_say_what_to_do() -> None:
     for out in (
         sum_neighbours(x, graph),
         max_neighbours(x, graph),
-        attention(x.unsqueeze(1), x[:, :1], x[:7, :1], graph, 0.2),
+        attend(x.unsqueeze(1), x[:, :1], x[:7, :1], graph, 0.2),
     ):
         with pytest.raises(RuntimeError, match="walks the transposed graph"):
             out.sum().backward()
@@ -347,7 +347,7 @@ def test_flops_are_counted() -> None:
     assert count(lambda: mean_neighbours(x, graph)) == 2 * 40 * 3
     assert count(lambda: sum_neighbours(x, weighted)) == 2 * 2 * 40 * 3
     assert count(lambda: max_neighbours(x, graph)) == 2 * 40 * 3
-    assert count(lambda: attention(x3, x3[..., 0], x3[:7, :, 1], graph, 0.2)) == (2 + 4) * 40 * 6
+    assert count(lambda: attend(x3, x3[..., 0], x3[:7, :, 1], graph, 0.2)) == (2 + 4) * 40 * 6
 
 
 # --- on a GPU ---
@@ -401,7 +401,7 @@ def test_real_sizes_against_float64_and_to_the_bit(kind: str, dtype: torch.dtype
         ),
         (lambda x: max_neighbours(x, plain_graph), lambda x: edge_max(x, *exact(tensors)), ((64,),)),
         (
-            lambda *xs: attention(*xs, plain_graph, 0.2),
+            lambda *xs: attend(*xs, plain_graph, 0.2),
             lambda *xs: edge_attention(*xs, 0.2, *exact(tensors)),
             ((8, 8), (8,), (8,)),
         ),
@@ -423,18 +423,18 @@ def times_of_each(kind: str, channels: int) -> list[float]:
     """Milliseconds of every aggregation, forward and backward."""
     tensors = big_graph(kind, mean=True).tensors
     x = torch.randn(NODES, channels, device="cuda", requires_grad=True)
-    heads, scores = x.view(NODES, 8, -1), torch.randn(NODES, 8, device="cuda", requires_grad=True)
-    functions: list[Callable[[], Tensor]] = [
-        lambda: mean_neighbours(x, tensors),
-        lambda: max_neighbours(x, tensors),
-        lambda: attention(heads, scores, scores, tensors, 0.2),
+    table = torch.randn(NODES, channels + 16, device="cuda", requires_grad=True)
+    functions: list[tuple[Tensor, Callable[[], Tensor]]] = [
+        (x, lambda: mean_neighbours(x, tensors)),
+        (x, lambda: max_neighbours(x, tensors)),
+        (table, lambda: attention(table, None, 8, tensors, 0.2)),
     ]
     times = []
-    for function in functions:
+    for leaf, function in functions:
         with torch.no_grad():
             times.append(milliseconds(function))
         out = function()
-        backward = functools.partial(torch.autograd.grad, out, x, torch.ones_like(out), retain_graph=True)
+        backward = functools.partial(torch.autograd.grad, out, leaf, torch.ones_like(out), retain_graph=True)
         times.append(milliseconds(backward))
     return times
 
@@ -466,7 +466,7 @@ def test_offsets_past_two_to_the_31() -> None:
         (lambda: mean_neighbours(x, graph), edge_sum(few, *small, len(used), row_scale=scale)),
         (lambda: max_neighbours(x, graph), edge_max(few, *small, len(used))),
         (
-            lambda: attention(x.view(nodes, 2, 128), score, score, graph, 0.2).flatten(1),
+            lambda: attend(x.view(nodes, 2, 128), score, score, graph, 0.2).flatten(1),
             edge_attention(
                 few.view(-1, 2, 128), score[used].double(), score[used].double(), 0.2, *small, len(used)
             ).flatten(1),
@@ -535,9 +535,8 @@ def test_compiled_training_on_a_gpu(name: str, kind: str) -> None:
 def test_attention_never_holds_a_row_of_features_an_edge() -> None:
     graph = big_graph().tensors
     heads, channels = 8, 32
-    x = torch.randn(NODES, heads, channels, device="cuda", requires_grad=True)
-    a, b = (torch.randn(NODES, heads, device="cuda", requires_grad=True) for _ in range(2))
-    cotangent = torch.randn_like(x)
+    table = torch.randn(NODES, heads * (channels + 2), device="cuda", requires_grad=True)
+    cotangent = torch.randn(NODES, heads * channels, device="cuda")
 
     def peak(function: Callable[[], Any]) -> int:
         function()
@@ -548,7 +547,7 @@ def test_attention_never_holds_a_row_of_features_an_edge() -> None:
         return torch.cuda.max_memory_allocated() - before
 
     messages, nodes, scores = (4 * n * heads for n in (EDGES * channels, NODES * channels, EDGES))
-    assert peak(lambda: attention(x.detach(), a, b, graph, 0.2)) < 1.5 * nodes
-    out = attention(x, a, b, graph, 0.2)
-    backward = peak(lambda: torch.autograd.grad(out, (x, a, b), cotangent, retain_graph=True))
-    assert backward < 4 * nodes + 2 * scores < messages / 2
+    assert peak(lambda: attention(table.detach(), None, heads, graph, 0.2)) < 1.5 * nodes
+    out = attention(table, None, heads, graph, 0.2)
+    backward = peak(lambda: torch.autograd.grad(out, table, cotangent, retain_graph=True))
+    assert backward < 3 * nodes + 2 * scores < messages / 2

@@ -13,7 +13,6 @@ from zoo.gnn.model import GNNEpilogue as GNNEpilogue
 from zoo.gnn.model import GNNHead as GNNHead
 from zoo.gnn.model import GNNLayer as GNNLayer
 from zoo.gnn.model import GraphSAGE as GraphSAGE
-from zoo.gnn.model import HeadAverage as HeadAverage
 from zoo.gnn.presets import PRESETS, build, example_inputs
 from zoo.registry import Family, register
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.gnn.aggregate import attention, head_scores, max_neighbours, mean_neighbours, sum_neighbours
+from zoo.gnn.aggregate import attention, max_neighbours, mean_neighbours, sum_neighbours
 from zoo.gnn.checks import check_features, check_nodes
 from zoo.gnn.csr import CSRGraph, GraphTensors, Recipe
 from zoo.gnn.outside import outside_compile
@@ -50,7 +50,11 @@ def prepare_graph(
 
 
 class _Conv(nn.Module):
-    """What the convolutions share: how a graph becomes tensors."""
+    """What the convolutions share: how a graph becomes tensors, and that they come in two halves.
+
+    A convolution is a product with weights and a sum over edges, in the order that moves less: ``first`` and
+    ``second``. Whoever calls them one after the other lets go of the input in between.
+    """
 
     recipe: Recipe
 
@@ -120,14 +124,19 @@ class GCNConv(_Conv):
             check_features(x, self.lin.in_features, self.lin.weight)
             sizes = (x, x.new_empty(graph.num_destinations, 0)) if isinstance(graph, CSRGraph) else (x,)
             graph = self._tensors(sizes, graph, edge_weight)
-        if self.aggregate_first:
-            return F.linear(sum_neighbours(x, graph), self.lin.weight, self.bias)
-        out = self.propagate(x, graph)
-        return out if self.bias is None else out + self.bias.to(out.dtype)
+        return self.second(self.first(x, graph), graph, self.bias)
 
-    def propagate(self, x: Tensor, graph: GraphTensors) -> Tensor:
-        """The convolution without its bias, for whoever adds it with what follows."""
-        return self.lin(sum_neighbours(x, graph)) if self.aggregate_first else sum_neighbours(self.lin(x), graph)
+    def first(self, x: Tensor, graph: GraphTensors) -> Tensor:
+        """Features [N, C_in], summed over neighbours or transformed, whichever comes first."""
+        return sum_neighbours(x, graph) if self.aggregate_first else self.lin(x)
+
+    def second(self, x: Tensor, graph: GraphTensors, bias: Tensor | None) -> Tensor:
+        """The other of the two, [N, C_out], and the bias unless whoever follows adds it."""
+        if self.aggregate_first:
+            return F.linear(x, self.lin.weight, bias)
+        return sum_neighbours(
+            x, graph, None if bias is None else bias.to(x.dtype).expand(graph.rowptr.shape[0] - 1, -1)
+        )
 
 
 class SAGEConv(_Conv):
@@ -167,6 +176,8 @@ class SAGEConv(_Conv):
         self.aggregate_first = (
             aggr == "max" or sources < out_channels or (input_layer and sources == out_channels and not project)
         )
+        # One product serves neighbours and the node itself, where both have the same features.
+        self.in_one = isinstance(in_channels, int) and root_weight and not project and aggr != "max"
         self.lin = nn.Linear(sources, sources) if project else None
         self.lin_l = nn.Linear(sources, out_channels, bias=bias)
         self.lin_r = nn.Linear(destinations, out_channels, bias=False) if root_weight else None
@@ -185,9 +196,10 @@ class SAGEConv(_Conv):
             if self.lin_r is not None:
                 check_features(root, self.lin_r.in_features, self.lin_r.weight)
             graph = self._tensors((sources, root), graph, edge_weight)
-        out = self.propagate((sources, root), graph)
-        if self.bias is not None:
-            out = out + self.bias.to(out.dtype)
+        if isinstance(x, Tensor):
+            out = self.second(self.first(x, graph), graph, self.bias)
+        else:
+            out = _add(self._apart(sources, root, graph), self.bias)
         return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
 
     @property
@@ -195,9 +207,33 @@ class SAGEConv(_Conv):
         """[C_out]."""
         return self.lin_l.bias
 
-    def propagate(self, x: Features, graph: GraphTensors) -> Tensor:
-        """The convolution without its bias and normalisation, for whoever does both with what follows."""
-        sources, root = x if isinstance(x, tuple) else (x, x)
+    def first(self, x: Tensor, graph: GraphTensors) -> Tensor:
+        """Features [N, C_in], for neighbours and for the node itself, summed or transformed: [N, 2 C_in or 2 C_out].
+
+        With a projection, with a maximum and without root weight this is all there is to do: [N, C_out].
+        """
+        if not self.in_one:
+            return self._apart(x, x, graph)
+        if self.aggregate_first:
+            return self._aggregate(x, graph, x, beside=True)
+        return F.linear(x, torch.cat(self._weights))
+
+    def second(self, x: Tensor, graph: GraphTensors, bias: Tensor | None) -> Tensor:
+        """What ``first`` left to do, [N, C_out], and the bias unless whoever follows adds it."""
+        if not self.in_one:
+            return _add(x, bias)
+        if self.aggregate_first:
+            return F.linear(x, torch.cat(self._weights, dim=1), bias)
+        neighbours, root = x.chunk(2, dim=1)
+        return _add(self._aggregate(neighbours, graph, root), bias)
+
+    @property
+    def _weights(self) -> tuple[Tensor, Tensor]:
+        assert self.lin_r is not None
+        return self.lin_l.weight, self.lin_r.weight
+
+    def _apart(self, sources: Tensor, root: Tensor, graph: GraphTensors) -> Tensor:
+        """The convolution without its bias, a product for neighbours and another for the nodes' own features."""
         if self.lin is not None:
             sources = self.lin(sources).relu()
         if self.aggregate_first:
@@ -211,10 +247,11 @@ class SAGEConv(_Conv):
         # The second product adds to the first as it goes; out of place it would copy the first before.
         return out.addmm_(root, self.lin_r.weight.t())
 
-    def _aggregate(self, x: Tensor, graph: GraphTensors) -> Tensor:
-        if self.aggr == "mean":
-            return mean_neighbours(x, graph)
-        return max_neighbours(x, graph) if self.aggr == "max" else sum_neighbours(x, graph)
+    def _aggregate(self, x: Tensor, graph: GraphTensors, root: Tensor | None = None, *, beside: bool = False) -> Tensor:
+        if self.aggr == "max":
+            return max_neighbours(x, graph)
+        aggregate = mean_neighbours if self.aggr == "mean" else sum_neighbours
+        return aggregate(x, graph, root, beside=beside)
 
 
 class GATConv(_Conv):
@@ -280,39 +317,54 @@ class GATConv(_Conv):
     def forward(self, x: Features, graph: Graph, edge_weight: Tensor | None = None) -> Tensor:
         """Features [N, C_in] -> [N, H * C] or, without concat, [N, C]; ([S, C_s], [D, C_d]) -> [D, ...]."""
         sources, own = x if isinstance(x, tuple) else (x, x)
+        of_sources, of_own = self._linears
         if not isinstance(graph, GraphTensors):
-            for features, linear in ((sources, self.lin_src or self.lin), (own, self.lin_dst or self.lin)):
-                assert linear is not None
+            for features, linear in ((sources, of_sources), (own, of_own)):
                 check_features(features, linear.in_features, linear.weight)
             graph = self._tensors((sources, own), graph, edge_weight)
-        out = self.propagate(x, graph)
-        if self.averages_later:
-            out = out.mean(dim=1)
-        return out if self.bias is None else out + self.bias.to(out.dtype)
+        if own is sources and of_own is of_sources:
+            return self.second(self.first(sources, graph), graph, self.bias)
+        table = F.linear(sources, torch.cat([of_sources.weight, _score_weights(of_sources.weight, self.att_src)]))
+        a_destination = F.linear(own, _score_weights(of_own.weight, self.att_dst))
+        return _add(self._attend(table, a_destination, own, graph), self.bias)
+
+    def first(self, x: Tensor, graph: GraphTensors) -> Tensor:
+        """Features [N, C_in] -> transformed, with both scores of every head, [N, H C + 2 H].
+
+        With a residual, which needs the features, this is all there is to do: [N, H C] or [N, C].
+        """
+        weight = self._linears[0].weight
+        # A score is a product with the transformed features, so of the features with a product of the weights: it comes
+        # out of the same pass.
+        table = F.linear(x, torch.cat([weight, _score_weights(weight, self.att_src, self.att_dst)]))
+        return table if self.res is None else self._attend(table, None, x, graph)
+
+    def second(self, x: Tensor, graph: GraphTensors, bias: Tensor | None) -> Tensor:
+        """What ``first`` left to do, [N, H C] or [N, C], and the bias unless whoever follows adds it."""
+        return _add(x if self.res is not None else self._attend(x, None, None, graph), bias)
 
     @property
-    def averages_later(self) -> bool:
-        """Whether ``propagate`` leaves the mean over heads to whoever follows."""
-        return not self.concat and self.res is None
-
-    def propagate(self, x: Features, graph: GraphTensors) -> Tensor:
-        """The convolution without its bias and, but for a residual, its mean over heads: [D, H * C] or [D, H, C]."""
-        sources, own = x if isinstance(x, tuple) else (x, x)
-        heads, channels = self.att_src.shape[1:]
+    def _linears(self) -> tuple[nn.Linear, nn.Linear]:
+        """Of sources and of destinations."""
         if self.lin is not None:
-            h_src = self.lin(sources).view(-1, heads, channels)
-            h_dst = h_src if own is sources else self.lin(own).view(-1, heads, channels)
-        else:
-            assert self.lin_src is not None and self.lin_dst is not None
-            h_src = self.lin_src(sources).view(-1, heads, channels)
-            h_dst = self.lin_dst(own).view(-1, heads, channels)
-        if h_dst is h_src:
-            score_src, score_dst = head_scores(h_src, self.att_src, self.att_dst)
-        else:
-            (score_src,), (score_dst,) = head_scores(h_src, self.att_src), head_scores(h_dst, self.att_dst)
+            return self.lin, self.lin
+        assert self.lin_src is not None and self.lin_dst is not None
+        return self.lin_src, self.lin_dst
+
+    def _attend(self, table: Tensor, a_destination: Tensor | None, own: Tensor | None, graph: GraphTensors) -> Tensor:
+        """The weighted sums, and what a residual adds of the nodes' own features."""
         dropout = self.dropout if self.training else 0.0
-        out = attention(h_src, score_src, score_dst, graph, self.negative_slope, dropout)
-        if self.averages_later:
-            return out
-        out = out.flatten(1) if self.concat else out.mean(dim=1)
-        return out if self.res is None else out + self.res(own)
+        heads = self.att_src.shape[1]
+        out = attention(table, a_destination, heads, graph, self.negative_slope, dropout, average=not self.concat)
+        return out if self.res is None or own is None else out + self.res(own)
+
+
+def _score_weights(weight: Tensor, *vectors: Tensor) -> Tensor:
+    """What maps features to the scores of every head: weight [H C, C_in], K vectors [1, H, C] -> [K H, C_in]."""
+    stacked = torch.cat(vectors).transpose(0, 1)  # [H, K, C]
+    by_head = torch.bmm(stacked, weight.view(stacked.shape[0], stacked.shape[2], -1))  # [H, K, C_in]
+    return by_head.transpose(0, 1).reshape(-1, weight.shape[1])
+
+
+def _add(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x if bias is None else x + bias.to(x.dtype)

@@ -1,12 +1,12 @@
 """What the kernels compute, in torch's own operators: for the CPU, float64 and where Triton is missing.
 
 Each function has the signature of its namesake in zoo/gnn/kernels and the same results but for rounding, dropout
-included. ``pointers`` and ``index`` are rows of either orientation; tables of chunks are of no use here.
+included. Tables of chunks are of no use here.
 
 Sums go through ``embedding_bag``: rows are bags, and no tensor of E x C is made. It is a hundred times faster on a CPU
 than gathering and ``index_add``, compiled or not, and deterministic. Half precision is summed in float32.
 
-Shape legend: R rows, S gathered nodes, D destinations, E edges, H heads, C channels.
+Shape legend: R rows, S gathered nodes, D destinations, E edges, H heads, C channels, W as in kernels/attention.py.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from zoo.gnn.split import Rows
 
 # Edges whose features are held at once where a dot product of both ends is needed.
 EDGES_AT_ONCE = 1 << 18
@@ -26,21 +28,24 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def csr_sum(
     x: Tensor,
-    pointers: Tensor,
-    index: Tensor,
+    rows: Rows,
     weight: Tensor | None = None,
     gather_scale: Tensor | None = None,
     row_scale: Tensor | None = None,
-    chunks: Tensor | None = None,
-    long_rows: Tensor | None = None,
-    chunk_size: int = 0,
+    root: Tensor | None = None,
+    beside: bool = False,
 ) -> Tensor:
-    """Weighted sum of gathered rows: x [S, C] -> [R, C]."""
+    """Weighted sum of gathered rows plus ``root`` [R, C], or with it beside: x [S, C] -> [R, C] or [R, 2 C]."""
+    assert rows.nodes is not None
     if gather_scale is not None:
-        factor = gather_scale.index_select(0, index)
+        factor = gather_scale.index_select(0, rows.nodes)
         weight = factor if weight is None else weight * factor
-    total = _sum_bags(x.to(wide(x.dtype)), index, pointers, weight)
-    return (total if row_scale is None else total * row_scale.to(total.dtype).unsqueeze(1)).to(x.dtype)
+    total = _sum_bags(x.to(wide(x.dtype)), rows.nodes, rows.pointers, weight)
+    if row_scale is not None:
+        total = total * row_scale.to(total.dtype).unsqueeze(1)
+    if root is not None:
+        total = torch.cat([total, root.to(total.dtype)], dim=1) if beside else total + root
+    return total.to(x.dtype)
 
 
 def edge_dot(
@@ -61,122 +66,95 @@ def edge_dot(
     return dot.to(dtype)
 
 
-def csr_max(
-    x: Tensor,
-    pointers: Tensor,
-    index: Tensor,
-    count_ties: bool,
-    chunks: Tensor | None = None,
-    long_rows: Tensor | None = None,
-    chunk_size: int = 0,
-) -> tuple[Tensor, Tensor]:
+def csr_max(x: Tensor, rows: Rows, count_ties: bool) -> tuple[Tensor, Tensor]:
     """Greatest of gathered rows, x [S, C] -> [R, C], and how many edges reach it, [R, C] float32 (or [0])."""
-    row = _rows_of(pointers, index)
-    messages = x.index_select(0, index)
+    assert rows.nodes is not None
+    row = _rows_of(rows)
+    messages = x.index_select(0, rows.nodes)
     where = row.long().unsqueeze(-1).expand_as(messages)
-    zeros = x.new_zeros(pointers.shape[0] - 1, x.shape[1])
+    zeros = x.new_zeros(rows.number, x.shape[1])
     values = zeros.scatter_reduce(0, where, messages, "amax", include_self=False)
     if not count_ties:
         return values, x.new_empty(0, dtype=torch.float32)
     reached = (messages == values.index_select(0, row)).float()
     # torch's scatter_reduce starts from zeros, and its gradient counts its start among the ties.
-    return values, _sum_rows(reached, pointers) + (values == 0)
+    return values, _sum_rows(reached, rows.pointers) + (values == 0)
 
 
-def csr_max_backward(
-    x: Tensor,
-    values: Tensor,
-    shares: Tensor,
-    pointers: Tensor,
-    index: Tensor,
-    chunks: Tensor | None = None,
-    long_rows: Tensor | None = None,
-    chunk_size: int = 0,
-) -> Tensor:
+def csr_max_backward(x: Tensor, values: Tensor, shares: Tensor, rows: Rows) -> Tensor:
     """Over the transpose, x [S, C], values and shares [D, C] -> [S, C]: the shares of all maxima that x reaches."""
-    reached = x.index_select(0, _rows_of(pointers, index)) == values.index_select(0, index)
-    taken = torch.where(reached, shares.index_select(0, index).to(wide(x.dtype)), 0.0)
-    return _sum_rows(taken, pointers).to(x.dtype)
-
-
-def head_scores(x: Tensor, first: Tensor, second: Tensor | None = None) -> Tensor:
-    """Features [S, H, C] times one or two vectors [H, C], summed over channels: [K, S, H]."""
-    return torch.stack([(x * vector).sum(-1) for vector in (first, second) if vector is not None]).to(x.dtype)
-
-
-def head_scores_backward(grad: Tensor, x: Tensor, first: Tensor, second: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Gradients of x [S, H, C] and, side by side, of the vectors [K, H, C], from that of the scores [K, S, H]."""
-    vectors = [vector for vector in (first, second) if vector is not None]
-    slopes = grad.to(wide(x.dtype)).unsqueeze(-1)
-    grad_x = sum((slope * vector for slope, vector in zip(slopes, vectors, strict=True)), x.new_zeros(()))
-    grads = torch.stack([(slope * x).sum(0) for slope in slopes])
-    return grad_x.to(x.dtype), grads.to(first.dtype)
+    assert rows.nodes is not None
+    reached = x.index_select(0, _rows_of(rows)) == values.index_select(0, rows.nodes)
+    taken = torch.where(reached, shares.index_select(0, rows.nodes).to(wide(x.dtype)), 0.0)
+    return _sum_rows(taken, rows.pointers).to(x.dtype)
 
 
 def gat(
-    x: Tensor,
-    a_source: Tensor,
-    a_destination: Tensor,
+    table: Tensor,
+    a_destination: Tensor | None,
+    heads: int,
+    channels: int,
+    average: bool,
     slope: float,
     seed: Tensor | None,
     dropout: float,
-    pointers: Tensor,
-    index: Tensor,
-    chunks: Tensor | None = None,
-    long_rows: Tensor | None = None,
-    chunk_size: int = 0,
+    rows: Rows,
 ) -> tuple[Tensor, Tensor]:
-    """Features x [S, H, C], scores [S, H] and [D, H] -> weighted sums [D, H, C] and log-sum-exp [D, H]."""
-    row = _rows_of(pointers, index)
-    score, _ = _scores(a_source, a_destination, slope, index, row)
+    """Table [S, W], scores [D, H] unless in it -> weighted sums [D, H C] or their mean [D, C], log-sum-exp [D, H]."""
+    assert rows.nodes is not None
+    x, a_source, a_destination = _parts(table, a_destination, heads, channels)
+    row = _rows_of(rows)
+    score, _ = _scores(a_source, a_destination, slope, rows.nodes, row)
     where = row.long().unsqueeze(-1).expand_as(score)
-    zeros = score.new_zeros(pointers.shape[0] - 1, score.shape[1])
+    zeros = score.new_zeros(rows.number, heads)
     greatest = zeros.scatter_reduce(0, where, score, "amax", include_self=False)
-    exponents = _sum_rows((score - greatest.index_select(0, row)).exp(), pointers)
-    lse = torch.where((pointers.diff() > 0).unsqueeze(-1), greatest + exponents.log(), 0.0)
+    exponents = _sum_rows((score - greatest.index_select(0, row)).exp(), rows.pointers)
+    lse = torch.where((rows.pointers.diff() > 0).unsqueeze(-1), greatest + exponents.log(), 0.0)
     share = (score - lse.index_select(0, row)).exp()
     if seed is not None:
-        share = share * _kept(seed, torch.arange(index.shape[0], device=x.device), score.shape[1], dropout)
-    return _sum_heads(x, index, pointers, share).to(x.dtype), lse
+        share = share * _kept(seed, torch.arange(rows.nodes.shape[0], device=x.device), heads, dropout)
+    out = _sum_heads(x, rows.nodes, rows.pointers, share)
+    return (out.mean(1) if average else out.flatten(1)).to(table.dtype), lse
 
 
 def gat_backward(
     grad: Tensor,
-    out: Tensor,
-    x: Tensor,
-    a_source: Tensor,
-    a_destination: Tensor,
+    table: Tensor,
+    a_destination: Tensor | None,
     lse: Tensor,
+    heads: int,
+    channels: int,
+    average: bool,
     slope: float,
     seed: Tensor | None,
     dropout: float,
-    pointers: Tensor,
-    chunks: Tensor | None,
-    long_rows: Tensor | None,
-    colptr: Tensor,
-    index: Tensor,
+    rows: Rows,
+    transpose: Rows,
     permutation: Tensor,
-    t_chunks: Tensor | None,
-    t_long_rows: Tensor | None,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x [S, H, C] and of both scores, [S, H] and [D, H], from the outputs of ``gat``."""
-    node = _rows_of(colptr, index)
-    score, steepness = _scores(a_source, a_destination, slope, node, index)
-    share = (score - lse.index_select(0, index)).exp()
-    slant = _dots(x, grad, node, index)
-    delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the table [S, W] and of the destinations' scores [D, H], the latter empty if they are in it."""
+    assert transpose.nodes is not None
+    x, a_source, a_target = _parts(table, a_destination, heads, channels)
+    if average:
+        grad = (grad.to(lse.dtype) / heads).unsqueeze(1).expand(-1, heads, -1)
+    else:
+        grad = grad.unflatten(1, (heads, channels))
+    node, end = _rows_of(transpose), transpose.nodes
+    score, steepness = _scores(a_source, a_target, slope, node, end)
+    share = (score - lse.index_select(0, end)).exp()
     kept = share
     if seed is not None:
-        factor = _kept(seed, permutation, share.shape[1], dropout)
-        kept, slant = share * factor, slant * factor
-    change = share * (slant - delta.index_select(0, index)) * steepness
-    in_row_order = torch.empty_like(change).index_copy(0, permutation.long(), change)
-    return (
-        _sum_heads(grad, index, colptr, kept).to(x.dtype),
-        _sum_rows(change, colptr).to(a_source.dtype),
-        _sum_rows(in_row_order, pointers).to(a_destination.dtype),
-    )
+        kept = share * _kept(seed, permutation, heads, dropout)
+    moved = kept * _dots(x, grad, node, end)
+    place = permutation.long()
+    delta = _sum_rows(torch.empty_like(moved).index_copy(0, place, moved), rows.pointers)
+    change = (moved - share * delta.index_select(0, end)) * steepness
+    grad_source = _sum_rows(change, transpose.pointers)
+    grad_target = _sum_rows(torch.empty_like(change).index_copy(0, place, change), rows.pointers)
+    parts = [_sum_heads(grad, end, transpose.pointers, kept).flatten(1), grad_source]
+    if a_destination is None:
+        return torch.cat([*parts, grad_target], dim=1).to(table.dtype), table.new_empty(0)
+    return torch.cat(parts, dim=1).to(table.dtype), grad_target.to(table.dtype)
 
 
 def _sum_bags(x: Tensor, index: Tensor, pointers: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -208,10 +186,17 @@ def _dots(x: Tensor, other: Tensor, node: Tensor, end: Tensor) -> Tensor:
     return dots
 
 
-def _rows_of(pointers: Tensor, index: Tensor) -> Tensor:
+def _rows_of(rows: Rows) -> Tensor:
     """[E] row of each edge."""
-    rows = torch.arange(pointers.shape[0] - 1, dtype=index.dtype, device=pointers.device)
-    return torch.repeat_interleave(rows, pointers.diff(), output_size=index.shape[0])
+    assert rows.nodes is not None
+    numbers = torch.arange(rows.number, dtype=rows.nodes.dtype, device=rows.pointers.device)
+    return torch.repeat_interleave(numbers, rows.pointers.diff(), output_size=rows.nodes.shape[0])
+
+
+def _parts(table: Tensor, a_destination: Tensor | None, heads: int, channels: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Features [S, H, C], and the scores of sources [S, H] and destinations [D, H]."""
+    x, scores = table[:, : heads * channels].unflatten(1, (heads, channels)), table[:, heads * channels :]
+    return x, scores[:, :heads], scores[:, heads:] if a_destination is None else a_destination
 
 
 def _scores(a_source: Tensor, a_destination: Tensor, slope: float, node: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,6 @@ Importing this brings Triton in, as torch's counter does, so nothing of the pack
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 import torch
@@ -44,24 +43,15 @@ def csr_max_backward_flops(
 
 
 @register_flop_formula(_OPS.gat)
-def gat_flops(x: Shape, *arguments: Any, **_: Any) -> int:
+def gat_flops(table: Shape, a_destination: Shape | None, heads: int, channels: int, *arguments: Any, **_: Any) -> int:
     """A multiply-add for each edge, head and channel; scores are few beside it."""
-    return 2 * arguments[6][0] * prod(x[1:])
+    return 2 * arguments[5][0] * heads * channels
 
 
 @register_flop_formula(_OPS.gat_backward)
-def gat_backward_flops(grad: Shape, out: Shape, x: Shape, *arguments: Any, **_: Any) -> int:
+def gat_backward_flops(
+    grad: Shape, table: Shape, a_destination: Shape | None, lse: Shape, heads: int, channels: int, *arguments: Any,
+    **_: Any,
+) -> int:  # fmt: skip
     """Two multiply-adds for each edge, head and channel: of the features' gradient and of the weights'."""
-    return 4 * arguments[10][0] * prod(x[1:])
-
-
-@register_flop_formula(_OPS.head_scores)
-def head_scores_flops(x: Shape, first: Shape, second: Shape | None, *_: Any, **__: Any) -> int:
-    """A multiply-add for each vector and value."""
-    return 2 * (1 if second is None else 2) * prod(x)
-
-
-@register_flop_formula(_OPS.head_scores_backward)
-def head_scores_backward_flops(grad: Shape, x: Shape, *_: Any, **__: Any) -> int:
-    """Two multiply-adds for each vector and value."""
-    return 4 * grad[0] * prod(x)
+    return 4 * arguments[8][0] * heads * channels

@@ -12,8 +12,8 @@ Shape legend: N nodes, E edges, C channels, H heads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,8 @@ from zoo.gnn.norms import make_activation, make_norm
 from zoo.gnn.outside import outside_compile
 from zoo.gnn.prepare import GraphMemory, weight_dtype
 from zoo.regions import Region
+
+Step: TypeAlias = Callable[[Tensor, GraphTensors], Tensor]
 
 
 class GNNHead(nn.Module):
@@ -53,14 +55,11 @@ class GNNEpilogue(nn.Module):
         self.norm = make_norm(config.norm, config.hidden_channels, config.norm_kwargs)
         self.act = make_activation(config.act, config.act_kwargs)
         self.act_first = config.act_first
-        self.average_heads = isinstance(config, GATConfig) and not config.concat and not config.residual
         self.unit_rows = isinstance(config, SAGEConfig) and config.normalize
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Sums of a convolution [N, C], or [N, H, C] to be averaged, and its bias [C] -> [N, C]."""
-        if self.average_heads:
-            x = x.mean(dim=1)
+        """Sums of a convolution [N, C] and its bias [C] -> [N, C]."""
         if bias is not None:
             x = x + bias.to(x.dtype)
         if self.unit_rows:
@@ -69,33 +68,35 @@ class GNNEpilogue(nn.Module):
         return self.dropout(x)
 
 
-class HeadAverage(nn.Module):
-    """The end of a GAT whose last layer averages its heads, in one pass."""
-
-    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Sums of a convolution [N, H, C] and its bias [C] -> [N, C]."""
-        x = x.mean(dim=1)
-        return x if bias is None else x + bias.to(x.dtype)
-
-
 class GNNLayer(nn.Module):
-    """A convolution and its epilogue; a last one that ends the model has none but, in a GAT, the mean of its heads."""
+    """A convolution and its epilogue; a last one that ends the model has none."""
 
     def __init__(self, config: GNNConfig, index: int) -> None:
         super().__init__()
         self.conv = make_conv(config, index)
         last = index == config.num_layers - 1 and config.jk is None
-        self.epilogue: GNNEpilogue | HeadAverage | None = None
-        if not last:
-            self.epilogue = GNNEpilogue(config)
-        elif isinstance(self.conv, GATConv) and self.conv.averages_later:
-            self.epilogue = HeadAverage()
+        self.epilogue = None if last else GNNEpilogue(config)
+        # What an epilogue does in one pass, a last convolution does on its own.
+        self.unit_rows = last and isinstance(config, SAGEConfig) and config.normalize
 
     def forward(self, x: Tensor, graph: GraphTensors) -> Tensor:
         """Features [N, C_in] -> [N, C_out]."""
-        if self.epilogue is None:
-            return self.conv(x, graph)
-        return self.epilogue(self.conv.propagate(x, graph), self.conv.bias)
+        for step in self.steps:
+            x = step(x, graph)
+        return x
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """What the layer does, each step from the result of the one before."""
+        return self.conv.first, self._second, self._end
+
+    def _second(self, x: Tensor, graph: GraphTensors) -> Tensor:
+        return self.conv.second(x, graph, self.conv.bias if self.epilogue is None else None)
+
+    def _end(self, x: Tensor, graph: GraphTensors) -> Tensor:
+        if self.epilogue is not None:
+            return self.epilogue(x, self.conv.bias)
+        return F.normalize(x, p=2.0, dim=-1) if self.unit_rows else x
 
 
 def make_conv(config: GNNConfig, index: int) -> GCNConv | GATConv | SAGEConv:
@@ -143,7 +144,6 @@ REGIONS = (
     Region(
         GNNEpilogue, why="bias, norm, activation and dropout in one pass, the same in every layer", compile_threads=1
     ),
-    Region(HeadAverage, why="the mean over heads and the bias in one pass", compile_threads=1),
     Region(GNNHead, why="joins all layers' outputs without writing the join where it can", compile_threads=1),
 )
 
@@ -217,7 +217,9 @@ class _Model(nn.Module):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         outputs = []
         for layer in self.layers:
-            x = layer(x, graph)
+            # Not one call of the layer, which would hold its input until it returns: a step lets go of the last one's.
+            for step in layer.steps:  # type: ignore[union-attr]
+                x = step(x, graph)
             if self.config.jk in ("cat", "max"):
                 outputs.append(x)
         return x if self.head is None else self.head(outputs or [x])

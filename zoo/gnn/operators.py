@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from zoo.gnn import fallback
+from zoo.gnn.split import Rows
 
 # Where kernels may run: long rows are cut for them.
 DEVICES: tuple[str, ...] = ("cuda",)
@@ -62,7 +63,7 @@ def _triton_runs_on(device: torch.device) -> bool:
 
 def _implementation(module: str, name: str, x: Tensor) -> Callable[..., Any]:
     """The kernel's launcher of ``zoo.gnn.kernels.<module>``, or what stands in for it."""
-    if x.dtype not in DTYPES or not _triton_runs_on(x.device) or (x.dim() == 3 and x.shape[2] > WIDEST_HEAD):
+    if x.dtype not in DTYPES or not _triton_runs_on(x.device):
         return getattr(fallback, name)
     launch = getattr(importlib.import_module(f"zoo.gnn.kernels.{module}"), name)
     if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
@@ -95,8 +96,8 @@ def _transpose_of(pointers: Tensor | None) -> Tensor:
 
 
 @_operator(
-    "(Tensor x, Tensor pointers, Tensor index, Tensor? weight, Tensor? gather_scale, Tensor? row_scale, "
-    "Tensor? chunks, Tensor? long_rows, int chunk_size, Tensor? row, Tensor? t_pointers, Tensor? t_index, "
+    "(Tensor x, Tensor pointers, Tensor index, Tensor? weight, Tensor? gather_scale, Tensor? row_scale, Tensor? root, "
+    "bool beside, Tensor? chunks, Tensor? long_rows, Tensor? row, Tensor? t_pointers, Tensor? t_index, "
     "Tensor? t_weight, Tensor? t_chunks, Tensor? t_long_rows) -> Tensor",
 )
 def csr_sum(
@@ -106,9 +107,10 @@ def csr_sum(
     weight: Tensor | None,
     gather_scale: Tensor | None,
     row_scale: Tensor | None,
+    root: Tensor | None,
+    beside: bool,
     chunks: Tensor | None,
     long_rows: Tensor | None,
-    chunk_size: int,
     row: Tensor | None,
     t_pointers: Tensor | None,
     t_index: Tensor | None,
@@ -116,7 +118,7 @@ def csr_sum(
     t_chunks: Tensor | None,
     t_long_rows: Tensor | None,
 ) -> Tensor:
-    """Weighted sums over rows: x [S, C] -> [D, C].
+    """Weighted sums over rows: x [S, C] -> [D, C], or [D, 2 C] with ``beside``.
 
     Args:
         x: [S, C].
@@ -125,9 +127,10 @@ def csr_sum(
         weight: [E], a factor an edge.
         gather_scale: [S], a factor a source.
         row_scale: [D], a factor a sum.
+        root: [D, C], added to the sums.
+        beside: Put ``root`` beside the sums instead.
         chunks: Chunks of long rows; see split.py.
         long_rows: The long rows themselves.
-        chunk_size: Most edges in a chunk.
         row: [E], the destination of each edge: for the gradient of ``weight``.
         t_pointers: [S + 1], as ``pointers`` and the following, of the transpose: for the gradient of ``x``.
         t_index: [E].
@@ -135,22 +138,30 @@ def csr_sum(
         t_chunks: Chunks of the transpose.
         t_long_rows: Long rows of the transpose.
     """
-    return _implementation("sums", "csr_sum", x)(
-        x, pointers, index, weight, gather_scale, row_scale, chunks, long_rows, chunk_size
-    )
+    rows = Rows(pointers, index, chunks, long_rows)
+    return _implementation("sums", "csr_sum", x)(x, rows, weight, gather_scale, row_scale, root, beside)
 
 
 @_fake("csr_sum")
-def _(x: Tensor, pointers: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(pointers.shape[0] - 1, x.shape[1])
+def _(
+    x: Tensor,
+    pointers: Tensor,
+    index: Tensor,
+    weight: Tensor | None,
+    gather_scale: Tensor | None,
+    row_scale: Tensor | None,
+    root: Tensor | None,
+    beside: bool,
+    *_: Any,
+) -> Tensor:
+    return x.new_empty(pointers.shape[0] - 1, x.shape[1] * (2 if beside else 1))
 
 
 def _csr_sum_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, *tensors, chunk_size, row, t_pointers, t_index, t_weight, t_chunks, t_long_rows = inputs
+    x, pointers, index, weight, gather_scale, row_scale, _, ctx.beside, *tables = inputs
     # The features are needed for the gradient of weights alone.
     x = x if ctx.needs_input_grad[3] else None
-    ctx.chunk_size = chunk_size
-    ctx.save_for_backward(x, *tensors, row, t_pointers, t_index, t_weight, t_chunks, t_long_rows)
+    ctx.save_for_backward(x, pointers, index, weight, gather_scale, row_scale, *tables)
 
 
 def _csr_sum_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -158,15 +169,18 @@ def _csr_sum_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     t_pointers, t_index, t_weight, t_chunks, t_long_rows = transpose
     if ctx.needs_input_grad[4] or ctx.needs_input_grad[5]:
         raise NotImplementedError("scales of nodes have no gradient; multiply outside of the operator")
-    grad_x = grad_weight = None
+    grad_x = grad_weight = grad_root = None
+    grad, beside = grad.chunk(2, dim=1) if ctx.beside else (grad, grad)
     if ctx.needs_input_grad[0]:
         grad_x = csr_sum(
-            grad, _transpose_of(t_pointers), t_index, t_weight, row_scale, gather_scale, t_chunks, t_long_rows,
-            ctx.chunk_size, None, pointers, index, weight, chunks, long_rows,
+            grad, _transpose_of(t_pointers), t_index, t_weight, row_scale, gather_scale, None, False, t_chunks,
+            t_long_rows, None, pointers, index, weight, chunks, long_rows,
         )  # fmt: skip
     if ctx.needs_input_grad[3]:
         grad_weight = edge_dot(x, grad, index, _transpose_of(row), gather_scale, row_scale, weight.dtype)
-    return grad_x, None, None, grad_weight, *(None,) * 11
+    if ctx.needs_input_grad[6]:
+        grad_root = beside
+    return grad_x, None, None, grad_weight, None, None, grad_root, *(None,) * 9
 
 
 _autograd("csr_sum", _csr_sum_backward, _csr_sum_context)
@@ -207,7 +221,7 @@ def _(
 
 @_operator(
     "(Tensor x, Tensor pointers, Tensor index, bool count_ties, Tensor? chunks, Tensor? long_rows, "
-    "int chunk_size, Tensor? t_pointers, Tensor? t_index, Tensor? t_chunks, Tensor? t_long_rows) -> (Tensor, Tensor)",
+    "Tensor? t_pointers, Tensor? t_index, Tensor? t_chunks, Tensor? t_long_rows) -> (Tensor, Tensor)",
 )
 def csr_max(
     x: Tensor,
@@ -216,7 +230,6 @@ def csr_max(
     count_ties: bool,
     chunks: Tensor | None,
     long_rows: Tensor | None,
-    chunk_size: int,
     t_pointers: Tensor | None,
     t_index: Tensor | None,
     t_chunks: Tensor | None,
@@ -227,7 +240,7 @@ def csr_max(
     With ``count_ties``, which a gradient needs, also how many edges share each maximum, [D, C] float32; else [0]. As in
     torch's ``scatter_reduce`` a maximum of zero counts once more, for the zeros that it starts from.
     """
-    return _implementation("maxima", "csr_max", x)(x, pointers, index, count_ties, chunks, long_rows, chunk_size)
+    return _implementation("maxima", "csr_max", x)(x, Rows(pointers, index, chunks, long_rows), count_ties)
 
 
 @_fake("csr_max")
@@ -237,10 +250,9 @@ def _(x: Tensor, pointers: Tensor, index: Tensor, count_ties: bool, *_: Any) -> 
 
 
 def _csr_max_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, _, _, count_ties, _, _, chunk_size, *transpose = inputs
+    x, _, _, count_ties, _, _, *transpose = inputs
     if not count_ties:
         raise RuntimeError("the gradient of a maximum needs its ties: count_ties=True")
-    ctx.chunk_size = chunk_size
     ctx.save_for_backward(x, *output, *transpose)
 
 
@@ -248,10 +260,8 @@ def _csr_max_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None,
     x, values, ties, t_pointers, t_index, t_chunks, t_long_rows = ctx.saved_tensors
     # Nodes without neighbours have no ties, and nobody asks for their shares.
     shares = (grad / ties).to(grad.dtype)
-    grad_x = csr_max_backward(
-        x, values, shares, _transpose_of(t_pointers), t_index, t_chunks, t_long_rows, ctx.chunk_size
-    )
-    return grad_x, *(None,) * 10
+    grad_x = csr_max_backward(x, values, shares, _transpose_of(t_pointers), t_index, t_chunks, t_long_rows)
+    return grad_x, *(None,) * 9
 
 
 _autograd("csr_max", _csr_max_backward, _csr_max_context)
@@ -259,7 +269,7 @@ _autograd("csr_max", _csr_max_backward, _csr_max_context)
 
 @_operator(
     "(Tensor x, Tensor values, Tensor shares, Tensor t_pointers, Tensor t_index, Tensor? t_chunks, "
-    "Tensor? t_long_rows, int chunk_size) -> Tensor",
+    "Tensor? t_long_rows) -> Tensor",
 )
 def csr_max_backward(
     x: Tensor,
@@ -269,12 +279,10 @@ def csr_max_backward(
     t_index: Tensor,
     t_chunks: Tensor | None,
     t_long_rows: Tensor | None,
-    chunk_size: int,
 ) -> Tensor:
     """The sum of ``shares`` [D, C] over all edges at whose end x [S, C] reaches ``values`` [D, C]: [S, C]."""
-    return _implementation("maxima", "csr_max_backward", x)(
-        x, values, shares, t_pointers, t_index, t_chunks, t_long_rows, chunk_size
-    )
+    rows = Rows(t_pointers, t_index, t_chunks, t_long_rows)
+    return _implementation("maxima", "csr_max_backward", x)(x, values, shares, rows)
 
 
 @_fake("csr_max_backward")
@@ -286,14 +294,16 @@ def _(x: Tensor, *_: Any) -> Tensor:
 
 
 @_operator(
-    "(Tensor x, Tensor a_source, Tensor a_destination, float slope, Tensor? seed, float dropout, "
-    "Tensor pointers, Tensor index, Tensor? chunks, Tensor? long_rows, int chunk_size, Tensor? t_pointers, "
+    "(Tensor table, Tensor? a_destination, int heads, int channels, bool average, float slope, Tensor? seed, "
+    "float dropout, Tensor pointers, Tensor index, Tensor? chunks, Tensor? long_rows, Tensor? t_pointers, "
     "Tensor? t_index, Tensor? permutation, Tensor? t_chunks, Tensor? t_long_rows) -> (Tensor, Tensor)",
 )
 def gat(
-    x: Tensor,
-    a_source: Tensor,
-    a_destination: Tensor,
+    table: Tensor,
+    a_destination: Tensor | None,
+    heads: int,
+    channels: int,
+    average: bool,
     slope: float,
     seed: Tensor | None,
     dropout: float,
@@ -301,7 +311,6 @@ def gat(
     index: Tensor,
     chunks: Tensor | None,
     long_rows: Tensor | None,
-    chunk_size: int,
     t_pointers: Tensor | None,
     t_index: Tensor | None,
     permutation: Tensor | None,
@@ -311,9 +320,12 @@ def gat(
     """Neighbours weighed by the softmax of their leaky scores, and the log of the sum of exponents.
 
     Args:
-        x: [S, H, C].
-        a_source: [S, H], one part of the score of an edge.
-        a_destination: [D, H], the other.
+        table: [S, H C + H], features of all heads and one part of the score of an edge; or [N, H C + 2 H] with the
+            other part as well, where sources and destinations are the same nodes.
+        a_destination: [D, H], the other part of the scores, where the table has it not.
+        heads: H.
+        channels: C.
+        average: Take the mean over heads.
         slope: Of the leaky relu below zero.
         seed: [1] int64 for dropout of weights, or None.
         dropout: Probability that an edge's weight is zero; the others grow by 1 / (1 - dropout).
@@ -321,7 +333,6 @@ def gat(
         index: [E].
         chunks: Of long rows.
         long_rows: Long rows.
-        chunk_size: Most edges in a chunk.
         t_pointers: [S + 1].
         t_index: [E].
         permutation: [E], place in row order of each edge of the transpose.
@@ -329,18 +340,27 @@ def gat(
         t_long_rows: Of the transpose.
 
     Returns:
-        [D, H, C] in the dtype of ``x``, zero for empty rows, and [D, H] in at least float32.
+        [D, H C], or [D, C] with ``average``, in the dtype of the table, zero for empty rows; [D, H] in at least
+        float32.
     """
-    return _implementation("attention", "gat", x)(
-        x, a_source, a_destination, slope, seed, dropout, pointers, index, chunks, long_rows, chunk_size
+    return _attention("gat", table, channels)(
+        table, a_destination, heads, channels, average, slope, seed, dropout, Rows(pointers, index, chunks, long_rows)
     )
+
+
+def _attention(name: str, table: Tensor, channels: int) -> Callable[..., Any]:
+    if channels > WIDEST_HEAD:
+        return getattr(fallback, name)
+    return _implementation("attention", name, table)
 
 
 @_fake("gat")
 def _(
-    x: Tensor,
-    a_source: Tensor,
-    a_destination: Tensor,
+    table: Tensor,
+    a_destination: Tensor | None,
+    heads: int,
+    channels: int,
+    average: bool,
     slope: float,
     seed: Tensor | None,
     dropout: float,
@@ -348,41 +368,42 @@ def _(
     *_: Any,
 ) -> tuple[Tensor, Tensor]:
     rows = pointers.shape[0] - 1
-    return x.new_empty(rows, *x.shape[1:]), x.new_empty(rows, x.shape[1], dtype=fallback.wide(x.dtype))
+    out = table.new_empty(rows, channels if average else heads * channels)
+    return out, table.new_empty(rows, heads, dtype=fallback.wide(table.dtype))
 
 
 def _gat_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, a_source, a_destination, ctx.slope, seed, ctx.dropout, pointers, _, *rest = inputs
-    chunks, long_rows, ctx.chunk_size, *transpose = rest
-    ctx.save_for_backward(x, a_source, a_destination, *output, seed, pointers, chunks, long_rows, *transpose)
+    table, a_destination, ctx.heads, ctx.channels, ctx.average, ctx.slope, seed, ctx.dropout, *rest = inputs
+    pointers, _, *tables = rest
+    ctx.save_for_backward(table, a_destination, output[1], seed, pointers, *tables)
 
 
 def _gat_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    x, a_source, a_destination, out, lse, seed, pointers, chunks, long_rows, *transpose = ctx.saved_tensors
+    table, a_destination, lse, seed, pointers, chunks, long_rows, *transpose = ctx.saved_tensors
     t_pointers, t_index, permutation, t_chunks, t_long_rows = transpose
-    grads = gat_backward(
-        grad, out, x, a_source, a_destination, lse, ctx.slope, seed, ctx.dropout, pointers, chunks, long_rows,
-        _transpose_of(t_pointers), t_index, permutation, t_chunks, t_long_rows, ctx.chunk_size,
+    grad_table, grad_a = gat_backward(
+        grad, table, a_destination, lse, ctx.heads, ctx.channels, ctx.average, ctx.slope, seed, ctx.dropout, pointers,
+        chunks, long_rows, _transpose_of(t_pointers), t_index, permutation, t_chunks, t_long_rows,
     )  # fmt: skip
-    return *grads, *(None,) * 13
+    return grad_table, None if a_destination is None else grad_a, *(None,) * 15
 
 
 _autograd("gat", _gat_backward, _gat_context)
 
 
 @_operator(
-    "(Tensor grad, Tensor out, Tensor x, Tensor a_source, Tensor a_destination, Tensor lse, float slope, "
-    "Tensor? seed, float dropout, Tensor pointers, Tensor? chunks, Tensor? long_rows, Tensor t_pointers, "
-    "Tensor t_index, Tensor permutation, Tensor? t_chunks, Tensor? t_long_rows, int chunk_size) "
-    "-> (Tensor, Tensor, Tensor)",
+    "(Tensor grad, Tensor table, Tensor? a_destination, Tensor lse, int heads, int channels, bool average, "
+    "float slope, Tensor? seed, float dropout, Tensor pointers, Tensor? chunks, Tensor? long_rows, Tensor t_pointers, "
+    "Tensor t_index, Tensor permutation, Tensor? t_chunks, Tensor? t_long_rows) -> (Tensor, Tensor)",
 )
 def gat_backward(
     grad: Tensor,
-    out: Tensor,
-    x: Tensor,
-    a_source: Tensor,
-    a_destination: Tensor,
+    table: Tensor,
+    a_destination: Tensor | None,
     lse: Tensor,
+    heads: int,
+    channels: int,
+    average: bool,
     slope: float,
     seed: Tensor | None,
     dropout: float,
@@ -394,54 +415,15 @@ def gat_backward(
     permutation: Tensor,
     t_chunks: Tensor | None,
     t_long_rows: Tensor | None,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``gat`` for x and both scores, from its outputs ``out`` and ``lse``."""
-    return _implementation("attention", "gat_backward", x)(
-        grad, out, x, a_source, a_destination, lse, slope, seed, dropout, pointers, chunks, long_rows,
-        t_pointers, t_index, permutation, t_chunks, t_long_rows, chunk_size,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of ``gat`` for the table and the destinations' scores, the latter empty if they are in the table."""
+    return _attention("gat_backward", table, channels)(
+        grad, table, a_destination, lse, heads, channels, average, slope, seed, dropout,
+        Rows(pointers, None, chunks, long_rows), Rows(t_pointers, t_index, t_chunks, t_long_rows), permutation,
     )  # fmt: skip
 
 
 @_fake("gat_backward")
-def _(
-    grad: Tensor, out: Tensor, x: Tensor, a_source: Tensor, a_destination: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), a_source.new_empty(a_source.shape), a_destination.new_empty(a_destination.shape)
-
-
-# --- attention's scores ---
-
-
-@_operator("(Tensor x, Tensor first, Tensor? second) -> Tensor")
-def head_scores(x: Tensor, first: Tensor, second: Tensor | None) -> Tensor:
-    """Dot products of every head with its part of one or two vectors: x [S, H, C], vectors [H, C] -> [K, S, H]."""
-    return _implementation("scores", "head_scores", x)(x, first, second)
-
-
-@_fake("head_scores")
-def _(x: Tensor, first: Tensor, second: Tensor | None) -> Tensor:
-    return x.new_empty(1 if second is None else 2, x.shape[0], x.shape[1])
-
-
-def _head_scores_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _head_scores_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    grad_x, grads = head_scores_backward(grad, *ctx.saved_tensors)
-    return grad_x, *grads.unbind(), *(None,) * (2 - grads.shape[0])
-
-
-_autograd("head_scores", _head_scores_backward, _head_scores_context)
-
-
-@_operator("(Tensor grad, Tensor x, Tensor first, Tensor? second) -> (Tensor, Tensor)")
-def head_scores_backward(grad: Tensor, x: Tensor, first: Tensor, second: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Gradients of x and, side by side, of the vectors [K, H, C], from that of the scores [K, S, H]."""
-    return _implementation("scores", "head_scores_backward", x)(grad, x, first, second)
-
-
-@_fake("head_scores_backward")
-def _(grad: Tensor, x: Tensor, first: Tensor, second: Tensor | None) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), first.new_empty(grad.shape[0], *first.shape)
+def _(grad: Tensor, table: Tensor, a_destination: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+    grad_a = table.new_empty(0) if a_destination is None else a_destination.new_empty(a_destination.shape)
+    return table.new_empty(table.shape), grad_a

@@ -1,26 +1,33 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
 """Graph attention in one pass: scores, leaky relu, softmax, dropout and the weighted sum, each edge read once.
 
-The softmax is an online one: a running greatest score, a running sum of exponents, and a weighted sum that is scaled
-down whenever the greatest grows. Only the log of the sum of exponents, [D, H], is kept for the backward, which computes
-the weights anew. The backward walks the transpose: a source's features stay in registers and each edge gathers one row
-of the gradient, which serves the gradient of the features and of the score alike. The scores' gradient of an edge
-[E, H] is written once, in the order of the rows, and summed into destinations by a second kernel: it is narrower than
-the features by their width, and saves a second walk that would gather them all again.
+Features and scores of a node lie in one row of a table, so that an edge gathers both together. The softmax is an online
+one: a running greatest score, a running sum of exponents, and a weighted sum that is scaled down whenever the greatest
+grows. Only the log of the sum of exponents, [D, H], is kept for the backward, which computes the weights anew.
 
-Shape legend: S sources, D destinations, E edges, X chunks, H heads, C channels.
+The backward walks the transpose: a source's features stay in registers and each edge gathers one row of the gradient,
+which serves the gradient of the features and of the edge's weight alike. What is left of the softmax's backward is
+narrow: a value an edge and head, summed by rows, and once more by sources.
+
+A head's channels are held as a power of two and a smaller tail (40 is 32 and 8): padding is not gathered, but it takes
+registers and time as if it were.
+
+Shape legend: S sources, D destinations, E edges, X chunks, H heads, C channels, W = H C + H or, with the destinations'
+scores in the table as well, H C + 2 H.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.gnn.kernels.common import next_power, span
-from zoo.gnn.kernels.scores import head_dots
+from zoo.gnn.kernels.common import choose_blocks, merge_grid, merge_tile, next_power, span, with_rows
 from zoo.gnn.kernels.sums import csr_sum, merge_sums
+from zoo.gnn.split import Rows, edges_per_chunk
 
 
 @triton.jit
@@ -33,34 +40,65 @@ def _kept(seed, edge, head, dropout):
     return (bits >> 8).to(tl.float32) * (1.0 / (1 << 24)) >= dropout
 
 
+@triton.jit
+def _gather(
+    x, node, live, head, column,
+    HEADS: tl.constexpr, CHANNELS: tl.constexpr, HEAD_STRIDE: tl.constexpr, STRIDE: tl.constexpr,
+):  # fmt: skip
+    """Some columns of every head in the rows of nodes: [nodes, heads, columns] float32."""
+    lane = (head * HEAD_STRIDE)[:, None] + column[None, :]
+    inside = (head < HEADS)[:, None] & (column < CHANNELS)[None, :]
+    place = (node * STRIDE)[:, None, None] + lane[None, :, :]
+    return tl.load(x + place, mask=live[:, None, None] & inside[None, :, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _write(
+    out, row, result, in_row, head, column,
+    HEADS: tl.constexpr, CHANNELS: tl.constexpr, STRIDE: tl.constexpr, AVERAGE: tl.constexpr,
+):  # fmt: skip
+    """Some columns of every head of one row, [heads, columns], or their mean over heads."""
+    if AVERAGE:
+        mean = tl.sum(result, 0) / HEADS
+        mask = column < tl.max(tl.where(in_row, CHANNELS, 0), 0)
+        tl.store(out + row * STRIDE + column, mean.to(out.dtype.element_ty), mask=mask)
+    else:
+        lane = (head * CHANNELS)[:, None] + column[None, :]
+        mask = in_row[:, None] & (column < CHANNELS)[None, :]
+        tl.store(out + row * STRIDE + lane, result.to(out.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["rows", "num_chunks", "chunk_size"])
 def _gat(
-    x, a_source, a_destination, index, pointers, seed, chunks, out, lse, partial, partial_stats,
+    table, a_source, a_destination, index, pointers, seed, chunks, out, lse, partial, partial_stats,
     rows, num_chunks, chunk_size, slope, dropout, keep_scale,
-    HEADS: tl.constexpr, CHANNELS: tl.constexpr, EDGES: tl.constexpr, HEAD_BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    HEADS: tl.constexpr, CHANNELS: tl.constexpr, STRIDE: tl.constexpr, A_STRIDE: tl.constexpr,
+    OUT_STRIDE: tl.constexpr, AVERAGE: tl.constexpr,
+    EDGES: tl.constexpr, HEAD_BLOCK: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
     column = tl.arange(0, COLUMNS)
-    real_head = head < HEADS
-    inside = real_head[:, None] & (column < CHANNELS)[None, :]
-    lane = (head * CHANNELS)[:, None] + column[None, :]
     item = tl.program_id(0).to(tl.int64)
     row, first, end, whole, piece = span(item, num_chunks, pointers, chunks, rows, num_chunks, chunk_size)
     in_whole, in_piece = head < tl.where(whole, HEADS, 0), head < tl.where(piece, HEADS, 0)
-    own = tl.load(a_destination + row * HEADS + head, mask=in_whole | in_piece, other=0.0).to(tl.float32)
+    own = tl.load(a_destination + row * A_STRIDE + head, mask=in_whole | in_piece, other=0.0).to(tl.float32)
     if seed is not None:
         seed = tl.load(seed)
     greatest = tl.full([HEAD_BLOCK], float("-inf"), tl.float32)
     exponents = tl.zeros([HEAD_BLOCK], tl.float32)
     total = tl.zeros([EDGES, HEAD_BLOCK, COLUMNS], tl.float32)
+    if TAIL > 0:
+        rest = COLUMNS + tl.arange(0, TAIL)
+        total_rest = tl.zeros([EDGES, HEAD_BLOCK, TAIL], tl.float32)
     for offset in range(0, (end - first).to(tl.int32), EDGES):
         edge = first + offset + tl.arange(0, EDGES)
         live = edge < end
         node = tl.load(index + edge, mask=live, other=0).to(tl.int64)
-        both = live[:, None] & real_head[None, :]
-        place = (node * (HEADS * CHANNELS))[:, None, None] + lane[None, :, :]
-        value = tl.load(x + place, mask=live[:, None, None] & inside[None, :, :], other=0.0).to(tl.float32)
-        score = tl.load(a_source + (node * HEADS)[:, None] + head[None, :], mask=both, other=0.0).to(tl.float32)
+        value = _gather(table, node, live, head, column, HEADS, CHANNELS, CHANNELS, STRIDE)
+        if TAIL > 0:
+            value_rest = _gather(table, node, live, head, rest, HEADS, CHANNELS, CHANNELS, STRIDE)
+        both = live[:, None] & (head < HEADS)[None, :]
+        score = tl.load(a_source + (node * STRIDE)[:, None] + head[None, :], mask=both, other=0.0).to(tl.float32)
         score += own[None, :]
         score = tl.where(score >= 0, score, score * slope)
         score = tl.where(live[:, None], score, float("-inf"))
@@ -71,209 +109,306 @@ def _gat(
         if seed is not None:
             share = tl.where(_kept(seed, edge, head, dropout), share * keep_scale, 0.0)
         total = total * fade[None, :, None] + share[:, :, None] * value
+        if TAIL > 0:
+            total_rest = total_rest * fade[None, :, None] + share[:, :, None] * value_rest
         greatest = top
     result = tl.sum(total, 0)
+    if TAIL > 0:
+        result_rest = tl.sum(total_rest, 0)
     if chunks is not None:
-        tl.store(partial + item * (HEADS * CHANNELS) + lane, result, mask=in_piece[:, None] & inside)
+        _write(partial, item, result, in_piece, head, column, HEADS, CHANNELS, HEADS * CHANNELS, False)
+        if TAIL > 0:
+            _write(partial, item, result_rest, in_piece, head, rest, HEADS, CHANNELS, HEADS * CHANNELS, False)
         stats = partial_stats + (item * HEADS + head) * 2
         tl.store(stats, greatest, mask=in_piece)
         tl.store(stats + 1, exponents, mask=in_piece)
     isolated = end == first
     exponents = tl.where(isolated, 1.0, exponents)
     greatest = tl.where(isolated, 0.0, greatest)
-    result = result / exponents[:, None]
-    tl.store(out + row * (HEADS * CHANNELS) + lane, result.to(out.dtype.element_ty), mask=in_whole[:, None] & inside)
+    _write(out, row, result / exponents[:, None], in_whole, head, column, HEADS, CHANNELS, OUT_STRIDE, AVERAGE)
+    if TAIL > 0:
+        result_rest = result_rest / exponents[:, None]
+        _write(out, row, result_rest, in_whole, head, rest, HEADS, CHANNELS, OUT_STRIDE, AVERAGE)
     tl.store(lse + row * HEADS + head, greatest + tl.log(exponents), mask=in_whole)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _merge_attention(
-    partial, partial_stats, long_rows, out, lse,
-    HEADS: tl.constexpr, CHANNELS: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr,
+    partial, partial_stats, long_rows, out, lse, num_rows,
+    HEADS: tl.constexpr, CHANNELS: tl.constexpr, AVERAGE: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(1)
-    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < CHANNELS
-    entry = long_rows + tl.program_id(0) * 3
-    row = tl.load(entry)
-    if row >= 0:
-        first = tl.load(entry + 1)
-        end = tl.load(entry + 2)
+    number = tl.program_id(0)
+    row = tl.load(long_rows + number * 3)
+    while row >= 0:
+        first = tl.load(long_rows + number * 3 + 1)
+        end = tl.load(long_rows + number * 3 + 2)
         count = (end - first).to(tl.int32)
-        tops = tl.full([CHUNKS], float("-inf"), tl.float32)
-        for offset in range(0, count, CHUNKS):
-            chunk = first + offset + tl.arange(0, CHUNKS)
-            stats = partial_stats + (chunk * HEADS + head) * 2
-            tops = tl.maximum(tops, tl.load(stats, mask=chunk < end, other=float("-inf")))
-        greatest = tl.max(tops, 0)
-        exponents = tl.zeros([CHUNKS], tl.float32)
-        total = tl.zeros([CHUNKS, COLUMNS], tl.float32)
-        for offset in range(0, count, CHUNKS):
-            chunk = first + offset + tl.arange(0, CHUNKS)
-            live = chunk < end
-            stats = partial_stats + (chunk * HEADS + head) * 2
-            fade = tl.exp(tl.load(stats, mask=live, other=float("-inf")) - greatest)
-            exponents += fade * tl.load(stats + 1, mask=live, other=0.0)
-            place = ((chunk * HEADS + head) * CHANNELS)[:, None] + column[None, :]
-            total += fade[:, None] * tl.load(partial + place, mask=live[:, None] & inside[None, :], other=0.0)
-        sum_of_exponents = tl.sum(exponents, 0)
-        result = tl.sum(total, 0) / sum_of_exponents
-        tl.store(out + (row * HEADS + head) * CHANNELS + column, result.to(out.dtype.element_ty), mask=inside)
-        tl.store(lse + row * HEADS + head, greatest + tl.log(sum_of_exponents), mask=tl.program_id(2) == 0)
+        mean = tl.zeros([COLUMNS], tl.float32)
+        first_head = 0 if AVERAGE else tl.program_id(2)
+        for head in range(first_head, HEADS if AVERAGE else first_head + 1):
+            tops = tl.full([CHUNKS], float("-inf"), tl.float32)
+            for offset in range(0, count, CHUNKS):
+                chunk = first + offset + tl.arange(0, CHUNKS)
+                stats = partial_stats + (chunk * HEADS + head) * 2
+                tops = tl.maximum(tops, tl.load(stats, mask=chunk < end, other=float("-inf")))
+            greatest = tl.max(tops, 0)
+            exponents = tl.zeros([CHUNKS], tl.float32)
+            total = tl.zeros([CHUNKS, COLUMNS], tl.float32)
+            for offset in range(0, count, CHUNKS):
+                chunk = first + offset + tl.arange(0, CHUNKS)
+                live = chunk < end
+                stats = partial_stats + (chunk * HEADS + head) * 2
+                fade = tl.exp(tl.load(stats, mask=live, other=float("-inf")) - greatest)
+                exponents += fade * tl.load(stats + 1, mask=live, other=0.0)
+                place = ((chunk * HEADS + head) * CHANNELS)[:, None] + column[None, :]
+                total += fade[:, None] * tl.load(partial + place, mask=live[:, None] & inside[None, :], other=0.0)
+            sum_of_exponents = tl.sum(exponents, 0)
+            result = tl.sum(total, 0) / sum_of_exponents
+            if AVERAGE:
+                mean += result / HEADS
+            else:
+                place = (row * HEADS + head) * CHANNELS + column
+                tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)
+            value = greatest + tl.log(sum_of_exponents)
+            tl.store(lse + row * HEADS + head, value, mask=tl.program_id(1) == 0)
+        if AVERAGE:
+            tl.store(out + row * CHANNELS + column, mean.to(out.dtype.element_ty), mask=inside)
+        number += tl.num_programs(0)
+        row = tl.load(long_rows + number * 3, mask=number < num_rows, other=-1)
 
 
 @triton.jit(do_not_specialize=["rows", "num_chunks", "chunk_size"])
 def _gat_backward(
-    x, grad, a_source, a_destination, lse, delta, index, permutation, pointers, seed, chunks,
-    grad_x, grad_a_source, grad_score, partial, partial_a,
-    rows, num_chunks, chunk_size, slope, dropout, keep_scale,
-    HEADS: tl.constexpr, CHANNELS: tl.constexpr, EDGES: tl.constexpr, HEAD_BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    table, grad, a_source, a_destination, lse, index, permutation, pointers, seed, chunks,
+    grad_table, moved, partial, rows, num_chunks, chunk_size, slope, dropout, keep_scale, grad_scale,
+    HEADS: tl.constexpr, CHANNELS: tl.constexpr, STRIDE: tl.constexpr, A_STRIDE: tl.constexpr,
+    GRAD_STRIDE: tl.constexpr, GRAD_HEAD_STRIDE: tl.constexpr,
+    EDGES: tl.constexpr, HEAD_BLOCK: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
+    """Gradient of the features; and of each edge its weight times the gradient of its weight, ``moved`` [E, H]."""
     head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
     column = tl.arange(0, COLUMNS)
-    real_head = head < HEADS
-    inside = real_head[:, None] & (column < CHANNELS)[None, :]
-    lane = (head * CHANNELS)[:, None] + column[None, :]
     item = tl.program_id(0).to(tl.int64)
     row, first, end, whole, piece = span(item, num_chunks, pointers, chunks, rows, num_chunks, chunk_size)
     in_whole, in_piece = head < tl.where(whole, HEADS, 0), head < tl.where(piece, HEADS, 0)
-    own = tl.load(x + row * (HEADS * CHANNELS) + lane, mask=(in_whole | in_piece)[:, None] & inside, other=0.0).to(
-        tl.float32
-    )
-    own_score = tl.load(a_source + row * HEADS + head, mask=in_whole | in_piece, other=0.0).to(tl.float32)
+    one = tl.where(whole | piece, row, -1) + tl.zeros([1], tl.int64)
+    own = _gather(table, one, one >= 0, head, column, HEADS, CHANNELS, CHANNELS, STRIDE)
+    own_score = tl.load(a_source + row * STRIDE + head, mask=in_whole | in_piece, other=0.0).to(tl.float32)
     if seed is not None:
         seed = tl.load(seed)
     total = tl.zeros([EDGES, HEAD_BLOCK, COLUMNS], tl.float32)
-    total_a = tl.zeros([EDGES, HEAD_BLOCK], tl.float32)
+    if TAIL > 0:
+        rest = COLUMNS + tl.arange(0, TAIL)
+        own_rest = _gather(table, one, one >= 0, head, rest, HEADS, CHANNELS, CHANNELS, STRIDE)
+        total_rest = tl.zeros([EDGES, HEAD_BLOCK, TAIL], tl.float32)
     for offset in range(0, (end - first).to(tl.int32), EDGES):
         edge = first + offset + tl.arange(0, EDGES)
         live = edge < end
         node = tl.load(index + edge, mask=live, other=0).to(tl.int64)
         origin = tl.load(permutation + edge, mask=live, other=0).to(tl.int64)
-        both = live[:, None] & real_head[None, :]
-        place = (node * (HEADS * CHANNELS))[:, None, None] + lane[None, :, :]
-        value = tl.load(grad + place, mask=live[:, None, None] & inside[None, :, :], other=0.0).to(tl.float32)
-        place = (node * HEADS)[:, None] + head[None, :]
-        score = tl.load(a_destination + place, mask=both, other=0.0).to(tl.float32) + own_score[None, :]
-        steepness = tl.where(score >= 0, 1.0, slope)
-        share = tl.exp(score * steepness - tl.load(lse + place, mask=both, other=float("inf")))  # 0 past the end
-        kept = share
-        slant = tl.sum(value * own[None, :, :], 2)  # the gradient of an edge's weight
+        value = _gather(grad, node, live, head, column, HEADS, CHANNELS, GRAD_HEAD_STRIDE, GRAD_STRIDE)
+        slant = tl.sum(value * own, 2)
+        if TAIL > 0:
+            value_rest = _gather(grad, node, live, head, rest, HEADS, CHANNELS, GRAD_HEAD_STRIDE, GRAD_STRIDE)
+            slant += tl.sum(value_rest * own_rest, 2)
+        both = live[:, None] & (head < HEADS)[None, :]
+        score = tl.load(a_destination + (node * A_STRIDE)[:, None] + head[None, :], mask=both, other=0.0)
+        score = score.to(tl.float32) + own_score[None, :]
+        score = tl.where(score >= 0, score, score * slope)
+        top = tl.load(lse + (node * HEADS)[:, None] + head[None, :], mask=both, other=float("inf"))
+        share = tl.exp(score - top) * grad_scale  # 0 past the end
         if seed is not None:
-            factor = tl.where(_kept(seed, origin, head, dropout), keep_scale, 0.0)
-            kept = share * factor
-            slant = slant * factor
-        change = share * (slant - tl.load(delta + place, mask=both, other=0.0).to(tl.float32)) * steepness
-        tl.store(grad_score + (origin * HEADS)[:, None] + head[None, :], change, mask=both)
-        total_a += change
-        total += kept[:, :, None] * value
+            share = tl.where(_kept(seed, origin, head, dropout), share * keep_scale, 0.0)
+        tl.store(moved + (origin * HEADS)[:, None] + head[None, :], share * slant, mask=both)
+        total += share[:, :, None] * value
+        if TAIL > 0:
+            total_rest += share[:, :, None] * value_rest
     result = tl.sum(total, 0)
-    result_a = tl.sum(total_a, 0)
+    _write(grad_table, row, result, in_whole, head, column, HEADS, CHANNELS, STRIDE, False)
     if chunks is not None:
-        tl.store(partial + item * (HEADS * CHANNELS) + lane, result, mask=in_piece[:, None] & inside)
-        tl.store(partial_a + item * HEADS + head, result_a, mask=in_piece)
-    tl.store(
-        grad_x + row * (HEADS * CHANNELS) + lane, result.to(grad_x.dtype.element_ty), mask=in_whole[:, None] & inside
-    )
-    place = row * HEADS + head
-    tl.store(grad_a_source + place, result_a.to(grad_a_source.dtype.element_ty), mask=in_whole)
+        _write(partial, item, result, in_piece, head, column, HEADS, CHANNELS, HEADS * CHANNELS, False)
+    if TAIL > 0:
+        result = tl.sum(total_rest, 0)
+        _write(grad_table, row, result, in_whole, head, rest, HEADS, CHANNELS, STRIDE, False)
+        if chunks is not None:
+            _write(partial, item, result, in_piece, head, rest, HEADS, CHANNELS, HEADS * CHANNELS, False)
 
 
-def choose_tile(heads: int, channels: int, degree: float) -> tuple[int, int, int, int]:
-    """(edges, heads, columns, warps) of a program. Measured on an H200: few edges at a time and 16 values a thread."""
-    columns = next_power(channels)
+@triton.jit(do_not_specialize=["rows", "num_chunks", "chunk_size"])
+def _softmax_backward(
+    a_source, a_destination, lse, delta, index, permutation, pointers, chunks, moved, grad_a, partial,
+    rows, num_chunks, chunk_size, slope,
+    HEADS: tl.constexpr, STRIDE: tl.constexpr, A_STRIDE: tl.constexpr,
+    ROWS: tl.constexpr, EDGES: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """From what was moved to the gradient of each edge's score, in its place, and its sum over a source's edges."""
+    head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
+    inside = head < HEADS
+    item = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    first_row = tl.cdiv(num_chunks, ROWS) * ROWS
+    row, first, end, whole, piece = span(item, first_row, pointers, chunks, rows, num_chunks, chunk_size)
+    mask = (whole | piece)[:, None] & inside[None, :]
+    own = tl.load(a_source + (row * STRIDE)[:, None] + head[None, :], mask=mask, other=0.0).to(tl.float32)
+    total = tl.zeros([ROWS, EDGES, HEAD_BLOCK], tl.float32)
+    longest = tl.max(end - first, 0).to(tl.int32)
+    for offset in range(0, longest, EDGES):
+        edge = first[:, None] + (offset + tl.arange(0, EDGES))[None, :]
+        live = edge < end[:, None]
+        node = tl.load(index + edge, mask=live, other=0).to(tl.int64)
+        origin = tl.load(permutation + edge, mask=live, other=0).to(tl.int64)
+        both = live[:, :, None] & inside[None, None, :]
+        score = tl.load(a_destination + (node * A_STRIDE)[:, :, None] + head[None, None, :], mask=both, other=0.0)
+        score = score.to(tl.float32) + own[:, None, :]
+        steepness = tl.where(score >= 0, 1.0, slope)
+        place = (node * HEADS)[:, :, None] + head[None, None, :]
+        share = tl.exp(score * steepness - tl.load(lse + place, mask=both, other=float("inf")))
+        target = moved + (origin * HEADS)[:, :, None] + head[None, None, :]
+        change = tl.load(target, mask=both, other=0.0) - share * tl.load(delta + place, mask=both, other=0.0)
+        change *= steepness
+        tl.store(target, change, mask=both)
+        total += change
+    result = tl.sum(total, 1)
+    if chunks is not None:
+        tl.store(partial + (item * HEADS)[:, None] + head[None, :], result, mask=piece[:, None] & inside[None, :])
+    place = (row * STRIDE)[:, None] + head[None, :]
+    tl.store(grad_a + place, result.to(grad_a.dtype.element_ty), mask=whole[:, None] & inside[None, :])
+
+
+class Tile(NamedTuple):
+    """How a launch is cut: edges of a step, heads of a program, channels held, and those of the tail, warps."""
+
+    edges: int
+    heads: int
+    columns: int
+    tail: int
+    warps: int
+
+
+def choose_tile(heads: int, channels: int) -> Tile:
+    """Measured on an H200: few edges at a time and 16 values a thread."""
+    columns, tail = next_power(channels), 0
     head_block = min(next_power(heads), max(512 // columns, 1))
+    half = columns // 2
+    if channels > 8 and half + next_power(channels - half) <= 0.8 * columns:
+        columns, tail = half, next_power(channels - half)
     edges = 4
-    return edges, head_block, columns, min(max(edges * head_block * columns // 512, 1), 8)
+    return Tile(edges, head_block, columns, tail, min(max(edges * head_block * columns // 512, 1), 8))
 
 
 def gat(
-    x: Tensor,
-    a_source: Tensor,
-    a_destination: Tensor,
+    table: Tensor,
+    a_destination: Tensor | None,
+    heads: int,
+    channels: int,
+    average: bool,
     slope: float,
     seed: Tensor | None,
     dropout: float,
-    pointers: Tensor,
-    index: Tensor,
-    chunks: Tensor | None = None,
-    long_rows: Tensor | None = None,
-    chunk_size: int = 0,
-    tile: tuple[int, int, int, int] | None = None,
+    rows: Rows,
+    tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Features x [S, H, C], scores [S, H] and [D, H] -> weighted sums [D, H, C] and log-sum-exp [D, H] float32."""
-    x, a_source, a_destination = x.contiguous(), a_source.contiguous(), a_destination.contiguous()
-    rows, (heads, channels) = pointers.shape[0] - 1, x.shape[1:]
-    out = x.new_empty(rows, heads, channels)
-    lse = x.new_empty(rows, heads, dtype=torch.float32)
-    if not out.numel():
-        return out, lse
-    edges, head_block, columns, warps = tile or choose_tile(heads, channels, index.shape[0] / rows)
-    num_chunks, partial, stats = 0, None, None
-    if chunks is not None:
-        num_chunks = chunks.shape[0]
-        partial = x.new_empty(num_chunks, heads, channels, dtype=torch.float32)
-        stats = x.new_empty(num_chunks, heads, 2, dtype=torch.float32)
-    _gat[(num_chunks + rows, triton.cdiv(heads, head_block))](
-        x, a_source, a_destination, index, pointers, seed, chunks, out, lse, partial, stats,
-        rows, num_chunks, chunk_size, slope, dropout, _keep_scale(dropout),
-        HEADS=heads, CHANNELS=channels, EDGES=edges, HEAD_BLOCK=head_block, COLUMNS=columns, num_warps=warps,
-    )  # fmt: skip
-    if partial is not None and long_rows is not None:
-        columns = min(columns, 64)
-        _merge_attention[(long_rows.shape[0], heads, triton.cdiv(channels, columns))](
-            partial, stats, long_rows, out, lse,
-            HEADS=heads, CHANNELS=channels, CHUNKS=32, COLUMNS=columns, num_warps=4,
+    """Table [S, W], scores [D, H] unless in it -> weighted sums [D, H C] or their mean [D, C], log-sum-exp [D, H]."""
+    assert rows.nodes is not None
+    table, a_source, a_destination = _scores(table, a_destination, heads, channels)
+    number, tile = rows.number, tile or choose_tile(heads, channels)
+    average_here = average and tile.heads >= heads
+    width = channels if average_here else heads * channels
+    out = table.new_empty(number, width)
+    lse = table.new_empty(number, heads, dtype=torch.float32)
+    if out.numel():
+        partial = stats = None
+        if rows.chunks is not None:
+            partial = table.new_empty(rows.num_chunks, heads * channels, dtype=torch.float32)
+            stats = table.new_empty(rows.num_chunks, heads, 2, dtype=torch.float32)
+        _gat[(rows.num_chunks + number, triton.cdiv(heads, tile.heads))](
+            table, a_source, a_destination, rows.nodes, rows.pointers, seed, rows.chunks, out, lse, partial, stats,
+            number, rows.num_chunks, edges_per_chunk(rows.nodes.shape[0], number), slope, dropout, _keep_scale(dropout),
+            HEADS=heads, CHANNELS=channels, STRIDE=table.stride(0), A_STRIDE=a_destination.stride(0), OUT_STRIDE=width,
+            AVERAGE=average_here, EDGES=tile.edges, HEAD_BLOCK=tile.heads, COLUMNS=tile.columns, TAIL=tile.tail,
+            num_warps=tile.warps,
         )  # fmt: skip
+        if rows.long_rows is not None:
+            chunks, columns, warps = merge_tile(channels)
+            _merge_attention[
+                (merge_grid(rows.long_rows), triton.cdiv(channels, columns), 1 if average_here else heads)
+            ](
+                partial, stats, rows.long_rows, out, lse, rows.long_rows.shape[0],
+                HEADS=heads, CHANNELS=channels, AVERAGE=average_here, CHUNKS=chunks, COLUMNS=columns, num_warps=warps,
+            )  # fmt: skip
+    if average and not average_here:
+        out = out.view(number, heads, channels).mean(1)
     return out, lse
 
 
 def gat_backward(
     grad: Tensor,
-    out: Tensor,
-    x: Tensor,
-    a_source: Tensor,
-    a_destination: Tensor,
+    table: Tensor,
+    a_destination: Tensor | None,
     lse: Tensor,
+    heads: int,
+    channels: int,
+    average: bool,
     slope: float,
     seed: Tensor | None,
     dropout: float,
-    pointers: Tensor,
-    chunks: Tensor | None,
-    long_rows: Tensor | None,
-    colptr: Tensor,
-    index: Tensor,
+    rows: Rows,
+    transpose: Rows,
     permutation: Tensor,
-    t_chunks: Tensor | None,
-    t_long_rows: Tensor | None,
-    chunk_size: int,
-    tile: tuple[int, int, int, int] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x [S, H, C] and of both scores, [S, H] and [D, H], from the outputs of ``gat``."""
-    grad, x = grad.contiguous(), x.contiguous()
-    a_source, a_destination = a_source.contiguous(), a_destination.contiguous()
-    delta = head_dots(grad, out)
-    rows, heads, channels = x.shape
-    grad_x, grad_a_source = torch.empty_like(x), torch.empty_like(a_source)
-    grad_score = x.new_empty(index.shape[0], heads, dtype=torch.float32)
-    if grad_x.numel():
-        edges, head_block, columns, warps = tile or choose_tile(heads, channels, index.shape[0] / rows)
-        num_chunks, partial, partial_a = 0, None, None
-        if t_chunks is not None:
-            num_chunks = t_chunks.shape[0]
-            partial = x.new_empty(num_chunks, heads * channels, dtype=torch.float32)
-            partial_a = x.new_empty(num_chunks, heads, dtype=torch.float32)
-        _gat_backward[(num_chunks + rows, triton.cdiv(heads, head_block))](
-            x, grad, a_source, a_destination, lse, delta, index, permutation, colptr, seed, t_chunks,
-            grad_x, grad_a_source, grad_score, partial, partial_a,
-            rows, num_chunks, chunk_size, slope, dropout, _keep_scale(dropout),
-            HEADS=heads, CHANNELS=channels, EDGES=edges, HEAD_BLOCK=head_block, COLUMNS=columns, num_warps=warps,
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the table [S, W] and of the destinations' scores [D, H], the latter empty if they are in it."""
+    assert transpose.nodes is not None
+    own_scores = a_destination is not None
+    grad = with_rows(grad)
+    table, a_source, a_destination = _scores(table, a_destination, heads, channels)
+    number, tile = transpose.number, tile or choose_tile(heads, channels)
+    grad_table = torch.empty_like(table)
+    moved = table.new_empty(transpose.nodes.shape[0], heads, dtype=torch.float32)
+    limits = number, transpose.num_chunks, edges_per_chunk(transpose.nodes.shape[0], number)
+    a_stride = a_destination.stride(0)
+    partial = partial_a = None
+    if transpose.chunks is not None:
+        partial = table.new_empty(transpose.num_chunks, heads * channels, dtype=torch.float32)
+        partial_a = table.new_empty(transpose.num_chunks, heads, dtype=torch.float32)
+    features, scores = grad_table[:, : heads * channels], grad_table[:, heads * channels :]
+    if grad_table.numel():
+        _gat_backward[(transpose.num_chunks + number, triton.cdiv(heads, tile.heads))](
+            table, grad, a_source, a_destination, lse, transpose.nodes, permutation, transpose.pointers, seed,
+            transpose.chunks, features, moved, partial, *limits, slope, dropout, _keep_scale(dropout),
+            1.0 / heads if average else 1.0,
+            HEADS=heads, CHANNELS=channels, STRIDE=table.stride(0), A_STRIDE=a_stride, GRAD_STRIDE=grad.stride(0),
+            GRAD_HEAD_STRIDE=0 if average else channels, EDGES=tile.edges, HEAD_BLOCK=tile.heads,
+            COLUMNS=tile.columns, TAIL=tile.tail, num_warps=tile.warps,
         )  # fmt: skip
-        if partial is not None and partial_a is not None and t_long_rows is not None:
-            merge_sums(partial, t_long_rows, None, grad_x.view(rows, -1))
-            merge_sums(partial_a, t_long_rows, None, grad_a_source)
-    grad_a_destination = csr_sum(grad_score, pointers, None, None, None, None, chunks, long_rows, chunk_size)
-    return grad_x, grad_a_source, grad_a_destination.to(a_destination.dtype)
+        if partial is not None:
+            merge_sums(partial, transpose, features)
+    by_edge = Rows(rows.pointers, None, rows.chunks, rows.long_rows)
+    delta = csr_sum(moved, by_edge)
+    if grad_table.numel():
+        blocks = choose_blocks(heads, 4)
+        programs = triton.cdiv(transpose.num_chunks, blocks.rows) + triton.cdiv(number, blocks.rows)
+        _softmax_backward[(programs, triton.cdiv(heads, blocks.columns))](
+            a_source, a_destination, lse, delta, transpose.nodes, permutation, transpose.pointers, transpose.chunks,
+            moved, scores, partial_a, *limits, slope,
+            HEADS=heads, STRIDE=table.stride(0), A_STRIDE=a_stride,
+            ROWS=blocks.rows, EDGES=blocks.edges, HEAD_BLOCK=blocks.columns, num_warps=blocks.warps,
+        )  # fmt: skip
+        if partial_a is not None:
+            merge_sums(partial_a, transpose, scores)
+    grad_a_destination = csr_sum(moved, by_edge).to(table.dtype)
+    if own_scores:
+        return grad_table, grad_a_destination
+    scores[:, heads:] = grad_a_destination
+    return grad_table, grad_a_destination.new_empty(0)
+
+
+def _scores(table: Tensor, a_destination: Tensor | None, heads: int, channels: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The table in rows, and where the sources' and the destinations' scores start."""
+    table = table.contiguous()
+    scores = table[:, heads * channels :]
+    return table, scores, scores[:, heads:] if a_destination is None else with_rows(a_destination)
 
 
 def _keep_scale(dropout: float) -> float:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 @triton.jit
@@ -49,8 +50,8 @@ class Blocks(NamedTuple):
     warps: int
 
 
-def choose_blocks(channels: int, degree: float, itemsize: int) -> Blocks:
-    """Block sizes by width, mean degree and bytes a value. One place, no autotuning: a first call must be quick.
+def choose_blocks(channels: int, itemsize: int) -> Blocks:
+    """Block sizes by width and bytes a value. One place, no autotuning: a first call must be quick.
 
     Measured on an H200: one warp with some 32 values a thread in flight is best at every width. Larger tiles spill or
     leave too few programs on a multiprocessor, and lose a factor of two to six.
@@ -70,6 +71,22 @@ def tile_columns(channels: int) -> int:
         return next_power(channels)
     frugal = min((256, 128, 64), key=lambda width: -channels % width)
     return next((width for width in (256, 128, 64) if -channels % width <= channels // 8), frugal)
+
+
+def merge_tile(channels: int) -> tuple[int, int, int]:
+    """(chunks, columns, warps) of a program that adds up chunks: narrow, to take many chunks of one long row a step."""
+    columns = min(next_power(channels), 16)
+    return 2048 // columns, columns, 4
+
+
+def merge_grid(long_rows: Tensor) -> int:
+    """Programs over a table of long rows, which is mostly empty: a program takes rows until it meets an empty one."""
+    return min(long_rows.shape[0], 256)
+
+
+def with_rows(x: Tensor) -> Tensor:
+    """Features [N, C], copied unless the values of a row lie side by side; rows may be any distance apart."""
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def next_power(value: int) -> int:

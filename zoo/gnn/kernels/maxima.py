@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.gnn.kernels.common import Blocks, choose_blocks, greater, span, tile_columns
+from zoo.gnn.kernels.common import Blocks, choose_blocks, greater, merge_grid, merge_tile, span
 from zoo.gnn.kernels.sums import merge_sums
+from zoo.gnn.split import Rows, edges_per_chunk
 
 
 @triton.jit(do_not_specialize=["rows", "num_chunks", "chunk_size"])
@@ -52,18 +53,18 @@ def _csr_max(
     tl.store(out + place, result.to(out.dtype.element_ty), mask=whole[:, None] & inside[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _merge_maxima(
-    partial, partial_ties, long_rows, out, ties,
+    partial, partial_ties, long_rows, out, ties, num_rows,
     CHANNELS: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < CHANNELS
-    entry = long_rows + tl.program_id(0) * 3
-    row = tl.load(entry)
-    if row >= 0:
-        first = tl.load(entry + 1)
-        end = tl.load(entry + 2)
+    number = tl.program_id(0)
+    row = tl.load(long_rows + number * 3)
+    while row >= 0:
+        first = tl.load(long_rows + number * 3 + 1)
+        end = tl.load(long_rows + number * 3 + 2)
         greatest = tl.full([CHUNKS, COLUMNS], float("-inf"), tl.float32)
         equal = tl.zeros([CHUNKS, COLUMNS], tl.float32)
         for offset in range(0, (end - first).to(tl.int32), CHUNKS):
@@ -82,6 +83,8 @@ def _merge_maxima(
             count += tl.where(result == 0.0, 1.0, 0.0)
             tl.store(ties + row * CHANNELS + column, count, mask=inside)
         tl.store(out + row * CHANNELS + column, result.to(out.dtype.element_ty), mask=inside)
+        number += tl.num_programs(0)
+        row = tl.load(long_rows + number * 3, mask=number < num_rows, other=-1)
 
 
 @triton.jit(do_not_specialize=["rows", "num_chunks", "chunk_size"])
@@ -115,67 +118,50 @@ def _csr_max_backward(
     tl.store(out + row_place, result.to(out.dtype.element_ty), mask=whole[:, None] & inside[None, :])
 
 
-def csr_max(
-    x: Tensor,
-    pointers: Tensor,
-    index: Tensor,
-    count_ties: bool,
-    chunks: Tensor | None = None,
-    long_rows: Tensor | None = None,
-    chunk_size: int = 0,
-    blocks: Blocks | None = None,
-) -> tuple[Tensor, Tensor]:
+def csr_max(x: Tensor, rows: Rows, count_ties: bool, blocks: Blocks | None = None) -> tuple[Tensor, Tensor]:
     """Greatest of gathered rows, x [S, C] -> [R, C], and how many edges reach it, [R, C] float32 (or [0])."""
+    assert rows.nodes is not None
     x = x.contiguous()
-    rows, channels = pointers.shape[0] - 1, x.shape[1]
-    out = x.new_empty(rows, channels)
-    ties = x.new_empty((rows, channels) if count_ties else (0,), dtype=torch.float32)
+    number, channels = rows.number, x.shape[1]
+    out = x.new_empty(number, channels)
+    ties = x.new_empty((number, channels) if count_ties else (0,), dtype=torch.float32)
     if not out.numel():
         return out, ties
-    blocks = blocks or choose_blocks(channels, index.shape[0] / rows, x.element_size())
-    num_chunks = 0 if chunks is None else chunks.shape[0]
-    partial = None if chunks is None else x.new_empty(num_chunks, channels, dtype=torch.float32)
+    blocks = blocks or choose_blocks(channels, x.element_size())
+    partial = None if rows.chunks is None else x.new_empty(rows.num_chunks, channels, dtype=torch.float32)
     partial_ties = None if partial is None or not count_ties else torch.empty_like(partial)
     given_ties = ties if count_ties else None
     tiles = triton.cdiv(channels, blocks.columns)
-    _csr_max[(triton.cdiv(num_chunks, blocks.rows) + triton.cdiv(rows, blocks.rows), tiles)](
-        x, index, pointers, chunks, out, given_ties, partial, partial_ties, rows, num_chunks, chunk_size,
+    _csr_max[(triton.cdiv(rows.num_chunks, blocks.rows) + triton.cdiv(number, blocks.rows), tiles)](
+        x, rows.nodes, rows.pointers, rows.chunks, out, given_ties, partial, partial_ties,
+        number, rows.num_chunks, edges_per_chunk(rows.nodes.shape[0], number),
         CHANNELS=channels, ROWS=blocks.rows, EDGES=blocks.edges, COLUMNS=blocks.columns, num_warps=blocks.warps,
     )  # fmt: skip
-    if partial is not None and long_rows is not None:
-        columns = min(tile_columns(channels), 64)
-        _merge_maxima[(long_rows.shape[0], triton.cdiv(channels, columns))](
-            partial, partial_ties, long_rows, out, given_ties,
-            CHANNELS=channels, CHUNKS=32, COLUMNS=columns, num_warps=4,
+    if rows.long_rows is not None:
+        chunks, columns, warps = merge_tile(channels)
+        _merge_maxima[(merge_grid(rows.long_rows), triton.cdiv(channels, columns))](
+            partial, partial_ties, rows.long_rows, out, given_ties, rows.long_rows.shape[0],
+            CHANNELS=channels, CHUNKS=chunks, COLUMNS=columns, num_warps=warps,
         )  # fmt: skip
     return out, ties
 
 
-def csr_max_backward(
-    x: Tensor,
-    values: Tensor,
-    shares: Tensor,
-    pointers: Tensor,
-    index: Tensor,
-    chunks: Tensor | None = None,
-    long_rows: Tensor | None = None,
-    chunk_size: int = 0,
-    blocks: Blocks | None = None,
-) -> Tensor:
+def csr_max_backward(x: Tensor, values: Tensor, shares: Tensor, rows: Rows, blocks: Blocks | None = None) -> Tensor:
     """Over the transpose, x [S, C], values and shares [D, C] -> [S, C]: the shares of all maxima that x reaches."""
+    assert rows.nodes is not None
     x, values, shares = x.contiguous(), values.contiguous(), shares.contiguous()
-    rows, channels = x.shape
+    number, channels = x.shape
     out = torch.empty_like(x)
     if not out.numel():
         return out
-    blocks = blocks or choose_blocks(channels, index.shape[0] / rows, x.element_size())
-    num_chunks = 0 if chunks is None else chunks.shape[0]
-    partial = None if chunks is None else x.new_empty(num_chunks, channels, dtype=torch.float32)
+    blocks = blocks or choose_blocks(channels, x.element_size())
+    partial = None if rows.chunks is None else x.new_empty(rows.num_chunks, channels, dtype=torch.float32)
     tiles = triton.cdiv(channels, blocks.columns)
-    _csr_max_backward[(triton.cdiv(num_chunks, blocks.rows) + triton.cdiv(rows, blocks.rows), tiles)](
-        x, values, shares, index, pointers, chunks, out, partial, rows, num_chunks, chunk_size,
+    _csr_max_backward[(triton.cdiv(rows.num_chunks, blocks.rows) + triton.cdiv(number, blocks.rows), tiles)](
+        x, values, shares, rows.nodes, rows.pointers, rows.chunks, out, partial,
+        number, rows.num_chunks, edges_per_chunk(rows.nodes.shape[0], number),
         CHANNELS=channels, ROWS=blocks.rows, EDGES=blocks.edges, COLUMNS=blocks.columns, num_warps=blocks.warps,
     )  # fmt: skip
-    if partial is not None and long_rows is not None:
-        merge_sums(partial, long_rows, None, out)
+    if partial is not None:
+        merge_sums(partial, rows, out)
     return out

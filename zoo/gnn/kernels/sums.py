@@ -8,13 +8,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.gnn.kernels.common import Blocks, choose_blocks, next_power, span, tile_columns
+from zoo.gnn.kernels.common import Blocks, choose_blocks, merge_grid, merge_tile, next_power, span, with_rows
+from zoo.gnn.split import Rows, edges_per_chunk
+
+
+@triton.jit
+def _finish(
+    result, row, column, mask, row_scale, root, out,
+    CHANNELS: tl.constexpr, ROOT_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, BESIDE: tl.constexpr,
+):  # fmt: skip
+    """Scale the sums [ROWS, COLUMNS] of rows [ROWS], add the rows' own values or put them beside, and write."""
+    if row_scale is not None:
+        result *= tl.load(row_scale + row, mask=row >= 0, other=0.0).to(tl.float32)[:, None]
+    place = (row * OUT_STRIDE)[:, None] + column[None, :]
+    if root is not None:
+        own = tl.load(root + (row * ROOT_STRIDE)[:, None] + column[None, :], mask=mask, other=0.0)
+        if BESIDE:
+            tl.store(out + place + CHANNELS, own, mask=mask)
+        else:
+            result += own.to(tl.float32)
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows", "num_chunks", "chunk_size"])
 def _csr_sum(
-    x, index, pointers, weight, gather_scale, row_scale, chunks, out, partial, rows, num_chunks, chunk_size,
-    CHANNELS: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr,
+    x, index, pointers, weight, gather_scale, row_scale, root, chunks, out, partial, rows, num_chunks, chunk_size,
+    CHANNELS: tl.constexpr, STRIDE: tl.constexpr, ROOT_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr,
+    BESIDE: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < CHANNELS
@@ -30,7 +50,7 @@ def _csr_sum(
             node = edge
         else:
             node = tl.load(index + edge, mask=live, other=0).to(tl.int64)
-        place = (node * CHANNELS)[:, :, None] + column[None, None, :]
+        place = (node * STRIDE)[:, :, None] + column[None, None, :]
         value = tl.load(x + place, mask=live[:, :, None] & inside[None, None, :], other=0.0).to(tl.float32)
         if weight is not None:
             value *= tl.load(weight + edge, mask=live, other=0.0).to(tl.float32)[:, :, None]
@@ -41,38 +61,43 @@ def _csr_sum(
     if chunks is not None:
         place = (item * CHANNELS)[:, None] + column[None, :]
         tl.store(partial + place, result, mask=piece[:, None] & inside[None, :])
-    if row_scale is not None:
-        result *= tl.load(row_scale + row, mask=whole, other=0.0).to(tl.float32)[:, None]
-    place = (row * CHANNELS)[:, None] + column[None, :]
-    tl.store(out + place, result.to(out.dtype.element_ty), mask=whole[:, None] & inside[None, :])
+    row = tl.where(whole, row, -1)
+    mask = whole[:, None] & inside[None, :]
+    _finish(result, row, column, mask, row_scale, root, out, CHANNELS, ROOT_STRIDE, OUT_STRIDE, BESIDE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _merge_sums(
-    partial, long_rows, row_scale, out, CHANNELS: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr
-):
+    partial, long_rows, row_scale, root, out, num_rows,
+    CHANNELS: tl.constexpr, ROOT_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, BESIDE: tl.constexpr,
+    CHUNKS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < CHANNELS
-    entry = long_rows + tl.program_id(0) * 3
-    row = tl.load(entry)
-    if row >= 0:
-        first = tl.load(entry + 1)
-        end = tl.load(entry + 2)
+    number = tl.program_id(0)
+    row = tl.load(long_rows + number * 3)
+    while row >= 0:
+        first = tl.load(long_rows + number * 3 + 1)
+        end = tl.load(long_rows + number * 3 + 2)
         total = tl.zeros([CHUNKS, COLUMNS], tl.float32)
         for offset in range(0, (end - first).to(tl.int32), CHUNKS):
             chunk = first + offset + tl.arange(0, CHUNKS)
             place = (chunk * CHANNELS)[:, None] + column[None, :]
             total += tl.load(partial + place, mask=(chunk < end)[:, None] & inside[None, :], other=0.0)
-        result = tl.sum(total, 0)
-        if row_scale is not None:
-            result *= tl.load(row_scale + row).to(tl.float32)
-        tl.store(out + row * CHANNELS + column, result.to(out.dtype.element_ty), mask=inside)
+        result = tl.sum(total, 0)[None, :]
+        _finish(
+            result, row + tl.zeros([1], tl.int64), column, inside[None, :], row_scale, root, out,
+            CHANNELS, ROOT_STRIDE, OUT_STRIDE, BESIDE,
+        )  # fmt: skip
+        number += tl.num_programs(0)
+        row = tl.load(long_rows + number * 3, mask=number < num_rows, other=-1)
 
 
 @triton.jit(do_not_specialize=["edges"])
 def _edge_dot(
     x, grad, source, destination, gather_scale, row_scale, out, edges,
-    CHANNELS: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr,
+    CHANNELS: tl.constexpr, X_STRIDE: tl.constexpr, GRAD_STRIDE: tl.constexpr, EDGES: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     edge = tl.program_id(0).to(tl.int64) * EDGES + tl.arange(0, EDGES)
     live = edge < edges
@@ -82,8 +107,8 @@ def _edge_dot(
     for begin in range(0, CHANNELS, COLUMNS):
         column = begin + tl.arange(0, COLUMNS)
         mask = live[:, None] & (column < CHANNELS)[None, :]
-        a = tl.load(x + (start * CHANNELS)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        b = tl.load(grad + (stop * CHANNELS)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        a = tl.load(x + (start * X_STRIDE)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(grad + (stop * GRAD_STRIDE)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
         total += a * b
     result = tl.sum(total, 1)
     if gather_scale is not None:
@@ -95,43 +120,56 @@ def _edge_dot(
 
 def csr_sum(
     x: Tensor,
-    pointers: Tensor,
-    index: Tensor | None,
+    rows: Rows,
     weight: Tensor | None = None,
     gather_scale: Tensor | None = None,
     row_scale: Tensor | None = None,
-    chunks: Tensor | None = None,
-    long_rows: Tensor | None = None,
-    chunk_size: int = 0,
+    root: Tensor | None = None,
+    beside: bool = False,
     blocks: Blocks | None = None,
 ) -> Tensor:
-    """Weighted sum of gathered rows: x [S, C] -> [R, C]. Without ``index``, x is [E, C], a row an edge."""
-    x = x.contiguous()
-    rows, channels = pointers.shape[0] - 1, x.shape[1]
-    edges = x.shape[0] if index is None else index.shape[0]
-    out = x.new_empty(rows, channels)
+    """Weighted sum of gathered rows plus ``root`` [R, C], or with it beside: x [S, C] -> [R, C] or [R, 2 C].
+
+    Without an index in ``rows``, x is [E, C], a row an edge.
+    """
+    x, root = with_rows(x), None if root is None else with_rows(root)
+    number, channels = rows.number, x.shape[1]
+    edges = (x if rows.nodes is None else rows.nodes).shape[0]
+    out = x.new_empty(number, 2 * channels if beside else channels)
     if not out.numel():
         return out
-    blocks = blocks or choose_blocks(channels, edges / rows, x.element_size())
-    num_chunks = 0 if chunks is None else chunks.shape[0]
-    partial = None if chunks is None else x.new_empty(num_chunks, channels, dtype=torch.float32)
+    blocks = blocks or choose_blocks(channels, x.element_size())
+    partial = None if rows.chunks is None else x.new_empty(rows.num_chunks, channels, dtype=torch.float32)
     tiles = triton.cdiv(channels, blocks.columns)
-    _csr_sum[(triton.cdiv(num_chunks, blocks.rows) + triton.cdiv(rows, blocks.rows), tiles)](
-        x, index, pointers, weight, gather_scale, row_scale, chunks, out, partial, rows, num_chunks, chunk_size,
-        CHANNELS=channels, ROWS=blocks.rows, EDGES=blocks.edges, COLUMNS=blocks.columns, num_warps=blocks.warps,
+    _csr_sum[(triton.cdiv(rows.num_chunks, blocks.rows) + triton.cdiv(number, blocks.rows), tiles)](
+        x, rows.nodes, rows.pointers, weight, gather_scale, row_scale, root, rows.chunks, out, partial,
+        number, rows.num_chunks, edges_per_chunk(edges, number),
+        CHANNELS=channels, STRIDE=x.stride(0), ROOT_STRIDE=0 if root is None else root.stride(0),
+        OUT_STRIDE=out.stride(0), BESIDE=beside,
+        ROWS=blocks.rows, EDGES=blocks.edges, COLUMNS=blocks.columns, num_warps=blocks.warps,
     )  # fmt: skip
-    if partial is not None and long_rows is not None:
-        merge_sums(partial, long_rows, row_scale, out)
+    if partial is not None:
+        merge_sums(partial, rows, out, row_scale, root, beside)
     return out
 
 
-def merge_sums(partial: Tensor, long_rows: Tensor, row_scale: Tensor | None, out: Tensor) -> None:
-    """Add up the chunks of long rows: partial [X, C] into some rows of out [R, C]."""
+def merge_sums(
+    partial: Tensor,
+    rows: Rows,
+    out: Tensor,
+    row_scale: Tensor | None = None,
+    root: Tensor | None = None,
+    beside: bool = False,
+) -> None:
+    """Add up the chunks of long rows: partial [X, C] into some rows of out [R, ...], which may be a view of columns."""
+    assert rows.long_rows is not None
     channels = partial.shape[1]
-    columns = min(tile_columns(channels), 64)
-    _merge_sums[(long_rows.shape[0], triton.cdiv(channels, columns))](
-        partial, long_rows, row_scale, out, CHANNELS=channels, CHUNKS=32, COLUMNS=columns, num_warps=4
-    )
+    chunks, columns, warps = merge_tile(channels)
+    _merge_sums[(merge_grid(rows.long_rows), triton.cdiv(channels, columns))](
+        partial, rows.long_rows, row_scale, root, out, rows.long_rows.shape[0],
+        CHANNELS=channels, ROOT_STRIDE=0 if root is None else root.stride(0), OUT_STRIDE=out.stride(0), BESIDE=beside,
+        CHUNKS=chunks, COLUMNS=columns, num_warps=warps,
+    )  # fmt: skip
 
 
 def edge_dot(
@@ -144,7 +182,7 @@ def edge_dot(
     dtype: torch.dtype,
 ) -> Tensor:
     """Features x [S, C] times grad [D, C] summed over channels, for each edge: [E]."""
-    x, grad = x.contiguous(), grad.contiguous()
+    x, grad = with_rows(x), with_rows(grad)
     edges, channels = source.shape[0], x.shape[1]
     out = x.new_empty(edges, dtype=dtype)
     if not edges:
@@ -153,6 +191,6 @@ def edge_dot(
     tile = max(4096 // columns, 16)
     _edge_dot[(triton.cdiv(edges, tile),)](
         x, grad, source, destination, gather_scale, row_scale, out, edges,
-        CHANNELS=channels, EDGES=tile, COLUMNS=columns, num_warps=4,
+        CHANNELS=channels, X_STRIDE=x.stride(0), GRAD_STRIDE=grad.stride(0), EDGES=tile, COLUMNS=columns, num_warps=4,
     )  # fmt: skip
     return out

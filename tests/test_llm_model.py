@@ -1,0 +1,205 @@
+"""The decoder: sizes, regions in every way it is called, gradients, and every bad input and its error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+
+import zoo
+from zoo.ledger import LEDGER
+from zoo.compile import plan_of
+from zoo.llm import LLM, LLMConfig, LLMHead, LLMLayer, RopeScaling
+
+SIZES = {
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3.1-8b": 8_030_261_248,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_presets_have_the_published_number_of_parameters(name: str) -> None:
+    model = zoo.create(name, device="meta")
+    assert sum(parameter.numel() for parameter in model.parameters()) == SIZES[name]
+    assert len(zoo.find_regions(model).regions) == 2
+
+
+@pytest.fixture
+def model() -> LLM:
+    made = zoo.create("llm-debug")
+    assert isinstance(made, LLM)
+    return made
+
+
+def ids(batch: int = 2, tokens: int = 12, seed: int = 0) -> torch.Tensor:
+    return torch.randint(256, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def graphs(model: LLM) -> dict[str, int]:
+    plan = plan_of(model)
+    assert plan is not None
+    found = {"LLMLayer": 0, "LLMHead": 0}
+    for entry in LEDGER.of(plan.ledger_id):
+        found[entry.region.__name__] += entry.graphs
+    return found
+
+
+@pytest.mark.parametrize("depth", [1, 2, 6])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_prefill_decode_and_scoring_are_a_graph_each_at_any_depth(
+    depth: int, mode: Callable[[], AbstractContextManager[object]]
+) -> None:
+    model = zoo.compile_regions(zoo.create("llm-debug", num_hidden_layers=depth), backend="aot_eager")
+    eager = zoo.create("llm-debug", num_hidden_layers=depth)
+    eager.load_state_dict(model.state_dict())
+    tokens = ids(2, 12)
+    with mode(), zoo.enforce_budget(model):
+        expected = eager(tokens)
+        cache = model.make_cache(2, 16)
+        torch.testing.assert_close(model(tokens), expected)
+        got = model(tokens[:, :8], cache=cache, logits_to_keep=1)
+        torch.testing.assert_close(got, expected[:, 7:8])
+        for at in range(8, 12):
+            got = model(tokens[:, at : at + 1], position_ids=torch.full((2, 1), at), cache=cache, logits_to_keep=1)
+            torch.testing.assert_close(got, expected[:, at : at + 1])
+    # The head sees one position in prefill and in decoding, and shares that graph.
+    assert graphs(model) == {"LLMLayer": 3, "LLMHead": 2}
+
+
+def test_a_mask_is_one_more_graph(model: LLM) -> None:
+    zoo.compile_regions(model, backend="eager")
+    with torch.inference_mode(), zoo.enforce_budget(model):
+        for seed in range(3):
+            mask = torch.ones(2, 12)
+            mask[0, : seed + 1] = 0
+            model(ids(seed=seed), attention_mask=mask)
+            model(ids(seed=seed))
+    assert graphs(model) == {"LLMLayer": 2, "LLMHead": 1}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"qkv_bias": True, "tie_word_embeddings": False}, {"qk_norm": True}, {"sliding_window": 5}],
+    ids=["plain", "bias", "norms", "window"],
+)
+def test_inductor_gives_the_same_numbers(options: dict[str, Any]) -> None:
+    if options and "window" not in options:
+        options = {**options}
+    model = zoo.create("llm-debug", num_hidden_layers=2, **options)
+    tokens = ids(2, 7)
+    with torch.inference_mode():
+        expected = model(tokens)
+        zoo.compile_regions(model)
+        cache = model.make_cache(2, 8)
+        torch.testing.assert_close(model(tokens[:, :6], cache=cache), expected[:, :6], rtol=1e-4, atol=1e-4)
+        last = model(tokens[:, 6:], position_ids=torch.full((2, 1), 6), cache=cache)
+        torch.testing.assert_close(last, expected[:, 6:], rtol=1e-4, atol=1e-4)
+
+
+def test_whole_models_compile_into_one_graph(model: LLM) -> None:
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    tokens = ids()
+    with torch.inference_mode():
+        torch.testing.assert_close(compiled(tokens), model(tokens))
+        cache, other = model.make_cache(2, 16), model.make_cache(2, 16)
+        torch.testing.assert_close(compiled(tokens, cache=cache), model(tokens, cache=other))
+        torch.testing.assert_close(cache.layers[-1], other.layers[-1])
+
+
+def test_each_row_keeps_its_own_positions(model: LLM) -> None:
+    tokens = ids(3, 10)
+    with torch.inference_mode():
+        everything = model(tokens)
+        which = torch.tensor([[9, 0], [4, 4], [1, 8]])
+        got = model(tokens, logits_to_keep=which)
+    torch.testing.assert_close(got, torch.stack([everything[row, which[row]] for row in range(3)]))
+
+
+def test_the_rotary_table_stays_in_float32_wherever_the_model_goes(model: LLM) -> None:
+    table = model.rotary.table.clone()
+    assert not [key for key in model.state_dict() if "rotary" in key]
+    assert model.to(torch.bfloat16).rotary.table.dtype is torch.float32
+    torch.testing.assert_close(model.float().rotary.table, table, rtol=0, atol=0)
+    empty = zoo.create("llm-debug", device="meta").to_empty(device="cpu")
+    torch.testing.assert_close(empty.rotary.table, table, rtol=0, atol=0)
+
+
+def test_the_paddings_vector_gets_no_gradient() -> None:
+    model = zoo.create("llm-debug", pad_token_id=3, tie_word_embeddings=False)
+    assert model.embed_tokens.weight[3].abs().sum() == 0
+    tokens = ids()
+    tokens[0, 0] = 3
+    model(tokens).square().sum().backward()
+    gradient = model.embed_tokens.weight.grad
+    assert gradient is not None and gradient[3].abs().sum() == 0 and gradient[int(tokens[0, 1])].abs().sum() > 0
+
+
+def test_blocks_build_on_their_own(model: LLM) -> None:
+    layer, head = LLMLayer(model.config), LLMHead(model.config)
+    x, positions = torch.randn(2, 5, 64), torch.arange(5)[None]
+    logits = head(layer(x, model.rotary(positions)), torch.randn(11, 64))
+    assert logits.shape == (2, 5, 11)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "words"),
+    [
+        ({"input_ids": [[1, 2]]}, TypeError, "input_ids is a list"),
+        ({"input_ids": torch.ones(2, 3)}, TypeError, "torch.float32, expected int64"),
+        ({"input_ids": torch.ones(3, dtype=torch.int64)}, ValueError, r"shape \[3\]"),
+        ({"input_ids": torch.ones(1, 0, dtype=torch.int64)}, ValueError, "neither empty"),
+        ({"input_ids": torch.ones(1, 513, dtype=torch.int64)}, ValueError, "513 tokens, but the model has 512"),
+        ({"position_ids": torch.ones(2, 12)}, TypeError, "position_ids is torch.float32"),
+        ({"position_ids": torch.arange(11)[None]}, ValueError, r"position_ids has shape \[1, 11\]"),
+        ({"attention_mask": torch.ones(2, 11)}, ValueError, r"attention_mask is \[2, 11\]"),
+        ({"attention_mask": torch.ones(2, 1, 12, 12)}, ValueError, r"\[2, 1, 12, 12\]"),
+        ({"attention_mask": {"full": 1}}, ValueError, "attention_mask is dict"),
+        ({"cache": 3}, TypeError, "make_cache"),
+        ({"logits_to_keep": -1}, ValueError, "logits_to_keep is -1"),
+        ({"logits_to_keep": torch.ones(2)}, TypeError, "logits_to_keep is torch.float32"),
+        ({"logits_to_keep": torch.ones(3, 1, dtype=torch.int64)}, ValueError, r"expected \[kept\] or \[2, kept\]"),
+    ],
+)
+def test_bad_inputs_are_named(model: LLM, inputs: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words), torch.inference_mode():
+        model(**{"input_ids": ids(), **inputs})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("num_hidden_layers", 0, "num_hidden_layers is 0"),
+        ("num_key_value_heads", 3, "must be a multiple"),
+        ("head_dim", 15, "must be even"),
+        ("rope_theta", 0.0, "rope_theta is 0.0"),
+        ("sliding_window", 0, "sliding_window is 0"),
+        ("pad_token_id", 256, "pad_token_id is 256"),
+    ],
+)
+def test_bad_configs_are_named(field: str, value: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        zoo.create("llm-debug", **{field: value})
+
+
+def test_bad_scalings_are_named() -> None:
+    with pytest.raises(ValueError, match="kind is 'yarn'"):
+        RopeScaling(kind="yarn", factor=2.0)
+    with pytest.raises(ValueError, match="needs low < high"):
+        RopeScaling(kind="llama3", factor=2.0, low_freq_factor=4.0, high_freq_factor=1.0)
+    with pytest.raises(ValueError, match="has a factor only"):
+        RopeScaling(kind="linear", factor=2.0, low_freq_factor=4.0)
+    with pytest.raises(ValueError, match="factor is 0"):
+        RopeScaling(kind="linear", factor=0)
+
+
+def test_example_inputs_check_their_sizes(model: LLM) -> None:
+    assert zoo.example_inputs(model, batch=3, tokens=5)["input_ids"].shape == (3, 5)
+    with pytest.raises(ValueError, match="tokens 513"):
+        zoo.example_inputs(model, tokens=513)
+    assert isinstance(model.config, LLMConfig)
