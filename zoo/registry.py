@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from zoo.weights import read_state_dict
+from zoo.weights import Placement, fill, locate, open_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,10 @@ class Family:
         upstream_module: Dotted name of the family's ``upstream.py``, imported only when asked for. It offers
             ``from_upstream(module)``, ``to_upstream(model)`` and ``convert_state_dict(state_dict, config)``.
         upstream_packages: Top-level packages whose modules ``from_upstream`` takes, e.g. ``("torch_geometric",)``.
+        placements: ``(config)`` to where each tensor of an upstream checkpoint goes. With it weights are loaded tensor
+            by tensor and the upstream library is not imported; without it ``convert_state_dict`` gets all of them.
+        check_folder: ``(folder, config, overridden)`` raises a ValueError if the folder's own description of its
+            weights contradicts the config in a field that the caller did not override.
     """
 
     name: str
@@ -39,6 +44,8 @@ class Family:
     example_inputs: Callable[..., dict[str, Any]]
     upstream_module: str
     upstream_packages: tuple[str, ...]
+    placements: Callable[[Any], Mapping[str, Placement | None]] | None = None
+    check_folder: Callable[[Path, Any, Collection[str]], None] | None = None
 
     def upstream(self) -> ModuleType:
         """The family's upstream module; imports the upstream library."""
@@ -105,8 +112,8 @@ def create(
         overrides: Fields of the preset's config to replace.
 
     Raises:
-        ValueError: If the name or an override does not exist, or a tensor of ``weights`` is missing, left over or of
-            another shape.
+        ValueError: If the name or an override does not exist, if a folder describes other weights than the preset's,
+            or if a tensor of ``weights`` is missing, left over or of another shape.
         FileNotFoundError: If ``weights`` looks like a path and is not there.
     """
     family = next((each for each in _FAMILIES.values() if name in each.presets), None)
@@ -121,12 +128,18 @@ def create(
     config = dataclasses.replace(config, **overrides)
     if weights is None:
         return _build(family, config, device, dtype).eval()
-    state = read_state_dict(weights)
-    # Built without memory, then given the loaded tensors: never two copies of the weights.
+    path = locate(weights)
+    if family.check_folder is not None and path.is_dir():
+        family.check_folder(path, config, overrides)
     model = _build(family, config, torch.device("meta"), dtype)
-    if set(state) != set(model.state_dict()):
-        state = family.upstream().convert_state_dict(state, config)
-    _assign(model, state, device or torch.get_default_device(), dtype or torch.get_default_dtype(), str(weights))
+    with open_tensors(path) as tensors:
+        fill(
+            model,
+            *_placed(family, config, tensors, set(model.state_dict())),
+            device=device or torch.get_default_device(),
+            dtype=dtype or torch.get_default_dtype(),
+            source=str(weights),
+        )
     return model.eval()
 
 
@@ -189,21 +202,17 @@ def _build(family: Family, config: Any, device: torch.device | str | None, dtype
         torch.set_default_dtype(before)
 
 
-def _assign(
-    model: nn.Module, state: Mapping[str, torch.Tensor], device: torch.device | str, dtype: torch.dtype, source: str
-) -> None:
-    expected = model.state_dict()
-    missing, extra = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
-    if missing or extra:
-        raise ValueError(f"{source}: missing tensors {missing[:8]}, unexpected tensors {extra[:8]}")
-    for key, tensor in state.items():
-        if tensor.shape != expected[key].shape:
-            raise ValueError(f"{source}: {key} has shape {tuple(tensor.shape)}, expected {tuple(expected[key].shape)}")
-    placed = {k: v.to(device, dtype if v.is_floating_point() else None) for k, v in state.items()}
-    model.load_state_dict(placed, strict=True, assign=True)
-    left = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
-    if left:
-        raise ValueError(f"{source}: nothing was loaded into {left[:8]}")
+def _placed(
+    family: Family, config: Any, tensors: Mapping[str, torch.Tensor], own: set[str]
+) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Placement | None]]:
+    """The tensors, and where they go: by the zoo's keys if most are, else by the upstream library's."""
+    ours: dict[str, Placement | None] = {key: Placement(key) for key in own}
+    if set(tensors) == own:
+        return tensors, ours
+    if family.placements is None:
+        return family.upstream().convert_state_dict(dict(tensors), config), ours
+    theirs = family.placements(config)
+    return tensors, ours if len(tensors.keys() & own) > len(tensors.keys() & theirs.keys()) else theirs
 
 
 def _did_you_mean(wrong: str, known: Any) -> str:

@@ -1,66 +1,189 @@
-"""Read a state dict from where users keep them: a file, a folder in the hub's format, or a hub id. Tensors only."""
+"""Weights from where users keep them (a file, a folder in the hub's format, a hub id): tensors only, one at a time."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 _PICKLED = (".pt", ".pth", ".bin", ".ckpt")
+_INDEX = "model.safetensors.index.json"
+_WHOLE = (
+    "model.safetensors",
+    "diffusion_pytorch_model.safetensors",
+    "model.pt",
+    "model.pth",
+    "pytorch_model.bin",
+)
 
 
-def read_state_dict(source: str | Path) -> dict[str, torch.Tensor]:
-    """All tensors of ``source`` on the CPU, by key.
+@dataclass(frozen=True)
+class Placement:
+    """Where a tensor of a checkpoint goes: the whole of one of our tensors, or some of its rows.
 
     Args:
-        source: A ``.safetensors`` file, a ``.pt``/``.pth``/``.bin`` file (read with ``weights_only=True``: a file that
-            holds code is refused), a folder with ``model.safetensors`` or its sharded index, or a hub id
-            ``"owner/name"``.
+        name: Our key.
+        start: The first row.
+        rows: How many; None for all.
+        repeated: The checkpoint may hold this second copy of tied weights, which must then be equal to the first.
+    """
+
+    name: str
+    start: int = 0
+    rows: int | None = None
+    repeated: bool = False
+
+
+class Tensors(Mapping[str, Tensor]):
+    """Tensors of open files by key, each read when it is asked for and not kept."""
+
+    def __init__(self, readers: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._readers = readers
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self._readers[key]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._readers)
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+
+def locate(source: str | Path) -> Path:
+    """The file or folder; a hub id ``"owner/name"`` is downloaded first.
 
     Raises:
-        FileNotFoundError: If a path does not exist or a folder holds no weights.
-        ValueError: If the file is of an unknown kind or does not hold a flat dict of tensors.
+        FileNotFoundError: If a path does not exist.
     """
     path = Path(source)
-    if not path.exists():
-        path = _from_hub(str(source))
-    if path.is_dir():
-        return _read_folder(path)
-    if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
+    return path if path.exists() else _from_hub(str(source))
 
-        return load_file(path)
-    if path.suffix in _PICKLED:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+
+@contextlib.contextmanager
+def open_tensors(path: Path) -> Iterator[Tensors]:
+    """Open all tensors of a file or folder; they are on the CPU and mapped from disk where the format allows.
+
+    Args:
+        path: A ``.safetensors`` file, a ``.pt``/``.pth``/``.bin`` file (read with ``weights_only=True``: a file that
+            holds code is refused), or a folder with ``model.safetensors`` or its sharded index.
+
+    Raises:
+        FileNotFoundError: If a folder holds no weights, or lacks a shard.
+        ValueError: If a file is of an unknown kind or does not hold a flat dict of tensors.
+    """
+    with contextlib.ExitStack() as stack:
+        readers: dict[str, Callable[[], Tensor]] = {}
+        for file in _files(path):
+            for key, reader in _readers(file, stack).items():
+                if key in readers:
+                    raise ValueError(f"{path}: two shards hold {key}")
+                readers[key] = reader
+        yield Tensors(readers)
+
+
+def fill(
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    placements: Mapping[str, Placement | None],
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype | None,
+    source: str,
+) -> None:
+    """Give a model that was built on the meta device its weights, tensor by tensor.
+
+    Only the tensor being copied is in memory twice. Buffers that no checkpoint holds are computed by the modules'
+    ``reset_buffers(device)``.
+
+    Args:
+        model: On the meta device.
+        tensors: By the checkpoint's keys.
+        placements: Where each key goes; None for one that is known and not needed.
+        device: For the weights.
+        dtype: Of floating-point weights; None keeps them as they are stored.
+        source: For messages.
+
+    Raises:
+        ValueError: If a tensor is missing, left over or of another shape; the message names it.
+    """
+    wanted = {key for key, place in placements.items() if place is not None and not place.repeated}
+    missing, extra = sorted(wanted - set(tensors)), sorted(set(tensors) - set(placements))
+    if missing or extra:
+        raise ValueError(f"{source}: missing tensors {missing[:8]}, unexpected tensors {extra[:8]}")
+    expected = model.state_dict()
+    made: dict[str, Tensor] = {}
+    with torch.inference_mode(False), torch.no_grad():
+        for key in [*(key for key in tensors if key in wanted), *(key for key in tensors if key not in wanted)]:
+            place = placements[key]
+            if place is None:
+                continue
+            tensor = tensors[key]
+            if place.name not in made:
+                kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+                made[place.name] = torch.empty(expected[place.name].shape, dtype=kept, device=device)
+            whole = made[place.name]
+            part = whole if place.rows is None else whole[place.start : place.start + place.rows]
+            if tensor.shape != part.shape:
+                raise ValueError(f"{source}: {key} has shape {tuple(tensor.shape)}, expected {tuple(part.shape)}")
+            if dtype is None and tensor.dtype != part.dtype:
+                raise ValueError(f"{source}: {key} is {tensor.dtype}, but {part.dtype} is beside it in {place.name}")
+            if not place.repeated:
+                part.copy_(tensor)
+            elif not torch.equal(part, tensor.to(part)):
+                raise ValueError(f"{source}: {key} differs from {place.name}, but the model has one tensor for both")
+    model.load_state_dict(made, strict=True, assign=True)
+    for module in model.modules():
+        reset: Callable[[torch.device], None] | None = getattr(module, "reset_buffers", None)
+        if reset is not None:
+            reset(torch.device(device))
+    left = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
+    if left:
+        raise ValueError(f"{source}: nothing was loaded into {left[:8]}")
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    index = path / _INDEX
+    if index.exists():
+        shards = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        for shard in shards:
+            if not shard.exists():
+                raise FileNotFoundError(f"{index} names {shard.name}, which is not in {path}")
+        return shards
+    for name in _WHOLE:
+        if (path / name).exists():
+            return [path / name]
+    raise FileNotFoundError(f"{path} holds no model.safetensors (or its sharded index) and no pytorch_model.bin")
+
+
+def _readers(file: Path, stack: contextlib.ExitStack) -> dict[str, Callable[[], Tensor]]:
+    if file.suffix == ".safetensors":
+        from safetensors import safe_open
+
+        handle: Any = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+        return {key: lambda key=key: handle.get_tensor(key) for key in handle.keys()}  # type: ignore[misc]  # noqa: SIM118
+    if file.suffix in _PICKLED:
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as error:
+            # Files in the format from before torch 1.6 cannot be mapped.
+            if "mmap" not in str(error):
+                raise
+            state = torch.load(file, map_location="cpu", weights_only=True)
         if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
             state = state["state_dict"]
-        if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-            raise ValueError(f"{path} does not hold a dict of tensors; save model.state_dict() instead")
-        return state
-    raise ValueError(f"{path}: unknown kind of weights {path.suffix!r}; use .safetensors, {', '.join(_PICKLED)}")
-
-
-def _read_folder(folder: Path) -> dict[str, torch.Tensor]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        state: dict[str, torch.Tensor] = {}
-        for shard in shards:
-            if not (folder / shard).exists():
-                raise FileNotFoundError(f"{index} names {shard}, which is not in {folder}")
-            state.update(read_state_dict(folder / shard))
-        return state
-    for name in (
-        "model.safetensors",
-        "diffusion_pytorch_model.safetensors",
-        "model.pt",
-        "model.pth",
-        "pytorch_model.bin",
-    ):
-        if (folder / name).exists():
-            return read_state_dict(folder / name)
-    raise FileNotFoundError(f"{folder} holds no model.safetensors (or its sharded index) and no pytorch_model.bin")
+        if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+            raise ValueError(f"{file} does not hold a dict of tensors; save model.state_dict() instead")
+        return {key: lambda key=key: state[key] for key in state}  # type: ignore[misc]
+    raise ValueError(f"{file}: unknown kind of weights {file.suffix!r}; use .safetensors, {', '.join(_PICKLED)}")
 
 
 def _from_hub(name: str) -> Path:
@@ -74,4 +197,5 @@ def _from_hub(name: str) -> Path:
         raise FileNotFoundError(f"weights {name!r}: no such file or folder, and not a hub id of the form owner/name")
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
+    # Weights, configurations, and what tokenizers are kept in.
+    return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model"]))

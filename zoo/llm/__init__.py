@@ -1,0 +1,29 @@
+"""Decoder-only language models: Llama, Mistral, Qwen2 and Qwen3 with a static cache."""
+
+from zoo.llm.attention import attend as attend
+from zoo.llm.cache import KVCache as KVCache
+from zoo.llm.checkpoint import check_folder, placements
+from zoo.llm.checkpoint import load as load
+from zoo.llm.checkpoint import save as save
+from zoo.llm.config import LLMConfig as LLMConfig
+from zoo.llm.config import RopeScaling as RopeScaling
+from zoo.llm.layer import LLMHead as LLMHead
+from zoo.llm.layer import LLMLayer as LLMLayer
+from zoo.llm.layer import RMSNorm as RMSNorm
+from zoo.llm.model import LLM as LLM
+from zoo.llm.presets import PRESETS, example_inputs
+from zoo.registry import Family, register
+
+FAMILY = register(
+    Family(
+        name="llm",
+        presets=PRESETS,
+        build=LLM,
+        model_types=(LLM,),
+        example_inputs=example_inputs,
+        upstream_module="zoo.llm.upstream",
+        upstream_packages=("transformers",),
+        placements=placements,
+        check_folder=check_folder,
+    )
+)

@@ -1,0 +1,116 @@
+"""The configuration of a decoder: one frozen dataclass, fields named as transformers names them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ROPE_KINDS = ("linear", "llama3")
+
+# What describes how a model is used and not what it computes: a checkpoint may differ from a preset in these.
+USE_FIELDS = ("max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary frequencies are stretched to longer texts than a model was first trained on.
+
+    Args:
+        kind: ``"linear"`` divides all frequencies by ``factor``; ``"llama3"`` divides the slow ones, leaves the fast
+            ones and blends between (https://arxiv.org/abs/2407.21783).
+        factor: By how much.
+        low_freq_factor: Waves longer than ``original_max_position_embeddings`` over this are slow.
+        high_freq_factor: Waves shorter than ``original_max_position_embeddings`` over this are fast.
+        original_max_position_embeddings: Tokens that the model was first trained on.
+    """
+
+    kind: str
+    factor: float
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in ROPE_KINDS:
+            raise ValueError(f"kind is {self.kind!r}, expected one of {ROPE_KINDS}")
+        if not self.factor > 0:
+            raise ValueError(f"factor is {self.factor!r}, expected a positive number")
+        bounds = (self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings)
+        if self.kind == "linear" and bounds != (None, None, None):
+            raise ValueError(f"kind 'linear' has a factor only, but low, high and original length are {bounds}")
+        if self.kind == "llama3" and (None in bounds or not self.low_freq_factor < self.high_freq_factor):  # type: ignore[operator]
+            raise ValueError(f"kind 'llama3' needs low < high and an original length, but they are {bounds}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLMConfig:
+    """A decoder with RMSNorm, rotary embeddings, grouped-query attention and SwiGLU.
+
+    Args:
+        vocab_size: Rows of the embedding.
+        hidden_size: Width of the residual stream.
+        intermediate_size: Width inside the MLP.
+        num_hidden_layers: Depth.
+        num_attention_heads: Query heads.
+        num_key_value_heads: Key and value heads; each serves an equal group of query heads.
+        head_dim: Width of a head. Heads need not add up to ``hidden_size``.
+        max_position_embeddings: Longest text in tokens; the rotary table has a row for each position.
+        rope_theta: Base of the rotary frequencies.
+        rms_norm_eps: Added to the mean square.
+        tie_word_embeddings: The output product uses the embedding's weights.
+        rope_scaling: None, linear or Llama 3's.
+        qkv_bias: Bias of queries, keys and values (Qwen2).
+        qk_norm: RMSNorm over each head of queries and keys (Qwen3).
+        sliding_window: A token sees this many last tokens, itself included; None for all.
+        pad_token_id: Gets no gradient, and fills rows that have ended.
+        bos_token_id: Kept for the way back to transformers.
+        eos_token_id: Tokens that end a text. ``generate`` takes its own.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rope_theta: float
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "max_position_embeddings",
+            "sliding_window",
+        ):
+            value = getattr(self, name)
+            if value is None and name == "sliding_window":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} is {value!r}, expected a positive integer")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads is {self.num_attention_heads} and num_key_value_heads is "
+                f"{self.num_key_value_heads}: the first must be a multiple of the second, so that groups are equal"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}, but rotary embeddings turn pairs: it must be even")
+        for name in ("rope_theta", "rms_norm_eps"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected a positive number")
+        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
+            raise ValueError(f"pad_token_id is {self.pad_token_id}, but the vocabulary has {self.vocab_size} tokens")

@@ -1,0 +1,130 @@
+"""The block that a decoder repeats, in five steps that each read and write memory once when they are fused.
+
+    x ─┬─ 1 project ──▶ query, and keys and values into the cache
+       │  2 attend ───▶ mixed
+       ├─ 3 add_attention
+       ├─ 4 gate ─────▶ hidden
+       └─ 5 add_mlp ──▶ x
+
+Shapes: B batch, T tokens, S slots, C width, I width inside the MLP, H query heads, K key and value heads, D width of a
+head.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zoo.llm.attention import attend, attend_tokens
+from zoo.llm.cache import write
+from zoo.llm.config import LLMConfig
+from zoo.llm.rope import rotate
+
+
+class RMSNorm(nn.Module):
+    """Division by the root mean square, in float32 (https://arxiv.org/abs/1910.07467)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """X [..., C] -> [..., C]."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """X [..., C], weight [C] -> [..., C]: normed in float32, rounded to the dtype of x, then weighted."""
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+class LLMLayer(nn.Module):
+    """Attention and MLP, each after a norm and with a residual add."""
+
+    def __init__(self, config: LLMConfig) -> None:
+        super().__init__()
+        width, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+        self.heads, self.key_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, head_dim
+        self.window = config.sliding_window
+        self.input_layernorm = RMSNorm(width, config.rms_norm_eps)
+        self.qkv_proj = nn.Linear(width, (self.heads + 2 * self.key_heads) * head_dim, bias=config.qkv_bias)
+        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.o_proj = nn.Linear(self.heads * head_dim, width, bias=False)
+        self.post_attention_layernorm = RMSNorm(width, config.rms_norm_eps)
+        self.gate_up_proj = nn.Linear(width, 2 * inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: Tensor,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: Tensor | None = None,
+    ) -> Tensor:
+        """Run the block; with a cache its tokens are written there first.
+
+        Args:
+            x: [B, T, C].
+            rotary: [B or 1, T, D], cosines and sines of the tokens' positions.
+            mask: [B or 1, 1, T, T] bool without a cache; None for causal.
+            positions: [B, T] int64 with a cache.
+            cache: [2, B, K, S, D], or None.
+
+        Returns:
+            [B, T, C].
+        """
+        if cache is None or positions is None:
+            query, key, value = self.project(x, rotary)
+            mixed = attend_tokens(query, key, value, mask)
+        else:
+            query = self.project_into(x, rotary, positions, cache)
+            mixed = attend(query, cache, positions, self.window)
+        x = self.add_attention(x, mixed)
+        return self.add_mlp(x, self.gate(x))
+
+    def project(self, x: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Step 1: norm, one product, bias, norms of heads, rotation.
+
+        x [B, T, C], rotary [B or 1, T, D] -> query [B, T, H, D], key and value [B, T, K, D].
+        """
+        qkv = self.qkv_proj(self.input_layernorm(x)).unflatten(-1, (-1, self.head_dim))
+        query, key, value = qkv.split((self.heads, self.key_heads, self.key_heads), dim=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        return rotate(query, rotary), rotate(key, rotary), value
+
+    def project_into(self, x: Tensor, rotary: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
+        """Step 1 with a cache [2, B, K, S, D], which gets keys and values: -> query [B, T, H, D]."""
+        query, key, value = self.project(x, rotary)
+        write(cache, positions, key, value)
+        return query
+
+    def add_attention(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """Step 3: product and residual add. x [B, T, C], mixed [B, T, H, D] -> [B, T, C]."""
+        return x + self.o_proj(mixed.flatten(2))
+
+    def gate(self, x: Tensor) -> Tensor:
+        """Step 4: norm, one product for both halves, SiLU of one times the other. x [B, T, C] -> [B, T, I]."""
+        gate, up = self.gate_up_proj(self.post_attention_layernorm(x)).chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def add_mlp(self, x: Tensor, hidden: Tensor) -> Tensor:
+        """Step 5: product and residual add. x [B, T, C], hidden [B, T, I] -> [B, T, C]."""
+        return x + self.down_proj(hidden)
+
+
+class LLMHead(nn.Module):
+    """The last norm, and the product with the vocabulary's vectors."""
+
+    def __init__(self, config: LLMConfig) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        """X [B, T, C], weight [V, C], which may be the embedding's -> logits [B, T, V]."""
+        return F.linear(self.norm(x), weight)

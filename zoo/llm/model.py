@@ -1,0 +1,164 @@
+"""A decoder-only language model: Llama, Mistral, Qwen2 and Qwen3.
+
+    tokens [B, T] ─ embedding ─ layer ─ layer ─ ... ─ head ─▶ logits [B, T, V]
+    positions [B, T] ─ rotary rows ─┴─ to every layer
+    cache ── a tensor a layer ──────┘
+
+What depends on positions and padding alone (rotary rows, masks) is done outside the regions, once a step. All layers
+are one graph, whatever their number: what differs between them is weights and a tensor of the cache.
+
+Shapes: B batch, T tokens, S slots of the cache, V vocabulary, C width, D width of a head.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from zoo.llm.attention import token_mask
+from zoo.llm.cache import KVCache, make_cache
+from zoo.llm.checks import check_cache_size, check_call
+from zoo.llm.config import LLMConfig
+from zoo.llm.layer import LLMHead, LLMLayer
+from zoo.llm.rope import RotaryTable
+from zoo.regions import Region
+
+REGIONS = (
+    Region(
+        LLMLayer, graphs=1, why="equal blocks: one graph for prefill, one for a decode step, one for scoring, any depth"
+    ),
+    Region(LLMHead, graphs=1, why="the last norm and the widest product, on the positions that are kept"),
+)
+
+
+class LLM(nn.Module):
+    """A decoder-only language model.
+
+    Args:
+        config: An ``LLMConfig``.
+    """
+
+    regions: ClassVar[tuple[Region, ...]] = REGIONS
+
+    def __init__(self, config: LLMConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+        self.rotary = RotaryTable(config)
+        self.layers = nn.ModuleList(LLMLayer(config) for _ in range(config.num_hidden_layers))
+        self.head = LLMHead(config)
+        # Tied weights exist once: the head is handed the embedding's. No second name can come loose.
+        self.lm_head = (
+            None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        )
+        self.apply(_initialise)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: KVCache | None = None,
+        logits_to_keep: int | Tensor = 0,
+    ) -> Tensor:
+        """Logits of the next token.
+
+        Without a cache: scoring and training. With one: keys and values of the tokens are written into the slots of
+        their positions, and each token sees the slots up to its own. Nothing waits for the device.
+
+        Args:
+            input_ids: [B, T] integers.
+            attention_mask: [B, T], 0 where a token is padding, on either side; not with a cache.
+            position_ids: [B, T] or [1, T] int64, each below ``max_position_embeddings`` and the cache's slots;
+                0 to T - 1 when left out.
+            cache: From ``make_cache``; needs ``no_grad`` or ``inference_mode``.
+            logits_to_keep: Which positions get logits: 0 for all, n for the last n, a tensor of indices [L] for the
+                same in all rows (these as in transformers), or [B, L] for each row's own.
+
+        Returns:
+            [B, T or L, V].
+
+        Raises:
+            TypeError, ValueError: If an input does not fit, before anything runs.
+        """
+        check_call(self, input_ids, attention_mask, position_ids, cache, logits_to_keep)
+        batch, tokens = input_ids.shape
+        x = self.embed_tokens(input_ids)
+        if cache is not None and x.requires_grad:
+            raise ValueError(
+                "a cache is written in place and passes no gradients on: call the model under torch.inference_mode() "
+                "or torch.no_grad(), or leave out the cache"
+            )
+        positions = position_ids
+        if positions is None:
+            positions = torch.arange(tokens, device=input_ids.device)[None]
+        mask = None
+        if cache is None:
+            mask = token_mask(tokens, attention_mask, self.config.sliding_window, input_ids.device)
+        else:
+            positions = positions.expand(batch, tokens).contiguous()
+        rotary = self.rotary(positions)
+        for index, layer in enumerate(self.layers):
+            if cache is None:
+                x = layer(x, rotary, mask)
+            else:
+                x = layer(x, rotary, None, positions, cache.layers[index])
+        return self.head(_kept(x, logits_to_keep), self.output_weight)
+
+    @property
+    def output_weight(self) -> Tensor:
+        """Vectors of the vocabulary in the output product, [V, C]: the embedding's where they are tied."""
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def make_cache(
+        self,
+        batch: int,
+        slots: int,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> KVCache:
+        """An empty cache for this model.
+
+        Args:
+            batch: Rows.
+            slots: Tokens a row, at most ``max_position_embeddings``.
+            dtype: Of keys and values; the weights' when left out.
+            device: The weights' when left out.
+
+        Raises:
+            ValueError: If a size is not positive or ``slots`` is more than the model has positions.
+        """
+        check_cache_size(self.config, batch, slots)
+        weight = self.embed_tokens.weight
+        return make_cache(
+            layers=self.config.num_hidden_layers,
+            batch=batch,
+            key_heads=self.config.num_key_value_heads,
+            slots=slots,
+            width=self.config.head_dim,
+            dtype=dtype or weight.dtype,
+            device=torch.device(device) if device is not None else weight.device,
+        )
+
+
+def _kept(x: Tensor, which: int | Tensor) -> Tensor:
+    """The positions of x [B, T, C] that get logits; contiguous, so that prefill and decoding share the head's graph."""
+    if isinstance(which, int):
+        return x if which == 0 else x[:, -which:].contiguous()
+    if which.dim() == 1:
+        return x[:, which]
+    return x.gather(1, which[..., None].expand(-1, -1, x.shape[-1]))
+
+
+def _initialise(module: nn.Module) -> None:
+    """As transformers does: normal with deviation 0.02, biases and the padding's vector zero."""
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+    if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+        with torch.no_grad():
+            module.weight[module.padding_idx].zero_()
