@@ -7,11 +7,14 @@ from zoo.llm.checkpoint import load as load
 from zoo.llm.checkpoint import save as save
 from zoo.llm.config import LLMConfig as LLMConfig
 from zoo.llm.config import RopeScaling as RopeScaling
+from zoo.llm.generate import generate as generate
+from zoo.llm.generate import stream as stream
 from zoo.llm.layer import LLMHead as LLMHead
 from zoo.llm.layer import LLMLayer as LLMLayer
 from zoo.llm.layer import RMSNorm as RMSNorm
 from zoo.llm.model import LLM as LLM
 from zoo.llm.presets import PRESETS, example_inputs
+from zoo.llm.session import Session as Session
 from zoo.registry import Family, register
 
 FAMILY = register(
