@@ -97,6 +97,11 @@ def stream(
     )
 
 
+def fitting_slots(tokens: int, limit: int) -> int:
+    """Slots for so many tokens: a power of two, so that texts of about a length meet the same graphs."""
+    return min(max(16, 1 << (tokens - 1).bit_length()), limit)
+
+
 def _session(
     model: LLM,
     tokens: Prompts,
@@ -117,8 +122,7 @@ def _session(
                 f"the longest prompt and max_new_tokens are {longest} tokens together, but the model has {limit} "
                 "positions"
             )
-        # A power of two: prompts of about a length then meet the same graphs.
-        slots = min(max(16, 1 << (longest - 1).bit_length()), limit)
+        slots = fitting_slots(longest, limit)
     else:
         slots = cache.slots
         if cache.batch != len(rows):
