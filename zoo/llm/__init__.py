@@ -14,6 +14,7 @@ from zoo.llm.layer import LLMLayer as LLMLayer
 from zoo.llm.layer import RMSNorm as RMSNorm
 from zoo.llm.model import LLM as LLM
 from zoo.llm.presets import PRESETS, example_inputs
+from zoo.llm.quantize import quantize_int8 as quantize_int8
 from zoo.llm.session import Session as Session
 from zoo.registry import Family, register
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import torch
+from torch import Tensor
 
 from zoo.llm.model import LLM
 
@@ -18,12 +19,20 @@ def bytes_per_token(model: LLM, cache_bytes: int, slots: int, length: float) -> 
         slots: Tokens that the whole cache holds, all rows together.
         length: Tokens before the step, on average over steps.
     """
-    weights = sum(parameter.nbytes for parameter in model.parameters())
+    weights = sum(_stored_bytes(parameter) for parameter in model.parameters())
     if model.lm_head is not None:
         weights -= model.embed_tokens.weight.nbytes
     window = model.config.sliding_window
     seen = length if window is None else min(length, window)
     return weights + cache_bytes / slots * seen
+
+
+def _stored_bytes(tensor: Tensor) -> int:
+    """Of a tensor that is made of others (rounded weights and their scales), theirs."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return sum(_stored_bytes(getattr(tensor, name)) for name in names)
+    return tensor.nbytes
 
 
 def read_bandwidth(device: torch.device, repeats: int = 8) -> float:

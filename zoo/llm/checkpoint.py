@@ -16,6 +16,7 @@ from torch import Tensor
 
 from zoo.llm.config import USE_FIELDS, LLMConfig
 from zoo.llm.model import LLM
+from zoo.llm.quantize import refuse_quantized
 from zoo.weights import Placement, fill, locate, open_tensors
 
 # {theirs: ours} of tensors that are the same in both; {} is the layer's index.
@@ -116,7 +117,8 @@ def save(model: LLM, folder: str | Path, *, max_shard_size: int | str = "5GB") -
 
     Raises:
         TypeError: If the model is not of this family.
-        ValueError: If the size is not positive, or no transformers class has the model's options.
+        ValueError: If the size is not positive, no transformers class has the model's options, or the weights were
+            rounded by ``quantize_int8``.
     """
     from safetensors.torch import save_file
 
@@ -124,6 +126,7 @@ def save(model: LLM, folder: str | Path, *, max_shard_size: int | str = "5GB") -
 
     if not isinstance(model, LLM):
         raise TypeError(f"{type(model).__name__} is not a language model of the zoo")
+    refuse_quantized(model)
     limit = _bytes(max_shard_size)
     config = upstream_config(model.config)
     config.dtype = model.embed_tokens.weight.dtype

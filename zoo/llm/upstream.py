@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from zoo.llm.checkpoint import placements, upstream_tensors
 from zoo.llm.config import LLMConfig, RopeScaling
 from zoo.llm.model import LLM
+from zoo.llm.quantize import refuse_quantized
 from zoo.weights import fill
 
 _CLASSES = {
@@ -73,10 +74,11 @@ def to_upstream(model: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: If the model is not of this family.
-        ValueError: If no class has the model's options.
+        ValueError: If no class has the model's options, or the weights were rounded by ``quantize_int8``.
     """
     if not isinstance(model, LLM):
         raise TypeError(f"{type(model).__name__} is not a language model of the zoo")
+    refuse_quantized(model)
     config = upstream_config(model.config)
     with torch.device("meta"):
         module = getattr(transformers, _CLASSES[config.model_type])(config)
