@@ -203,7 +203,7 @@ def _scores(a_source: Tensor, a_destination: Tensor, slope: float, node: Tensor,
     """Leaky scores [E, H] in at least float32, and their slopes."""
     accumulate = wide(a_source.dtype)
     raw = a_source.index_select(0, node).to(accumulate) + a_destination.index_select(0, row).to(accumulate)
-    steepness = torch.where(raw >= 0, 1.0, slope).to(accumulate)
+    steepness = torch.where(raw > 0, 1.0, slope).to(accumulate)
     return raw * steepness, steepness
 
 

@@ -79,7 +79,7 @@ def _gat(
     head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
     column = tl.arange(0, COLUMNS)
     item = tl.program_id(0).to(tl.int64)
-    row, first, end, whole, piece = span(item, num_chunks, pointers, chunks, rows, num_chunks, chunk_size)
+    row, first, end, whole, _used, piece = span(item, 0, pointers, chunks, rows, num_chunks, chunk_size, 1)
     in_whole, in_piece = head < tl.where(whole, HEADS, 0), head < tl.where(piece, HEADS, 0)
     own = tl.load(a_destination + row * A_STRIDE + head, mask=in_whole | in_piece, other=0.0).to(tl.float32)
     if seed is not None:
@@ -100,7 +100,7 @@ def _gat(
         both = live[:, None] & (head < HEADS)[None, :]
         score = tl.load(a_source + (node * STRIDE)[:, None] + head[None, :], mask=both, other=0.0).to(tl.float32)
         score += own[None, :]
-        score = tl.where(score >= 0, score, score * slope)
+        score = tl.where(score > 0, score, score * slope)
         score = tl.where(live[:, None], score, float("-inf"))
         top = tl.maximum(greatest, tl.max(score, 0))
         fade = tl.exp(greatest - top)
@@ -191,9 +191,9 @@ def _gat_backward(
     head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
     column = tl.arange(0, COLUMNS)
     item = tl.program_id(0).to(tl.int64)
-    row, first, end, whole, piece = span(item, num_chunks, pointers, chunks, rows, num_chunks, chunk_size)
+    row, first, end, whole, used, piece = span(item, 0, pointers, chunks, rows, num_chunks, chunk_size, 1)
     in_whole, in_piece = head < tl.where(whole, HEADS, 0), head < tl.where(piece, HEADS, 0)
-    one = tl.where(whole | piece, row, -1) + tl.zeros([1], tl.int64)
+    one = tl.where(used, row, -1) + tl.zeros([1], tl.int64)
     own = _gather(table, one, one >= 0, head, column, HEADS, CHANNELS, CHANNELS, STRIDE)
     own_score = tl.load(a_source + row * STRIDE + head, mask=in_whole | in_piece, other=0.0).to(tl.float32)
     if seed is not None:
@@ -216,7 +216,7 @@ def _gat_backward(
         both = live[:, None] & (head < HEADS)[None, :]
         score = tl.load(a_destination + (node * A_STRIDE)[:, None] + head[None, :], mask=both, other=0.0)
         score = score.to(tl.float32) + own_score[None, :]
-        score = tl.where(score >= 0, score, score * slope)
+        score = tl.where(score > 0, score, score * slope)
         top = tl.load(lse + (node * HEADS)[:, None] + head[None, :], mask=both, other=float("inf"))
         share = tl.exp(score - top) * grad_scale  # 0 past the end
         if seed is not None:
@@ -246,10 +246,10 @@ def _softmax_backward(
     """From what was moved to the gradient of each edge's score, in its place, and its sum over a source's edges."""
     head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
     inside = head < HEADS
-    item = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    first_row = tl.cdiv(num_chunks, ROWS) * ROWS
-    row, first, end, whole, piece = span(item, first_row, pointers, chunks, rows, num_chunks, chunk_size)
-    mask = (whole | piece)[:, None] & inside[None, :]
+    program = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, ROWS)
+    row, first, end, whole, used, piece = span(program, slot, pointers, chunks, rows, num_chunks, chunk_size, ROWS)
+    mask = used[:, None] & inside[None, :]
     own = tl.load(a_source + (row * STRIDE)[:, None] + head[None, :], mask=mask, other=0.0).to(tl.float32)
     total = tl.zeros([ROWS, EDGES, HEAD_BLOCK], tl.float32)
     longest = tl.max(end - first, 0).to(tl.int32)
@@ -261,7 +261,7 @@ def _softmax_backward(
         both = live[:, :, None] & inside[None, None, :]
         score = tl.load(a_destination + (node * A_STRIDE)[:, :, None] + head[None, None, :], mask=both, other=0.0)
         score = score.to(tl.float32) + own[:, None, :]
-        steepness = tl.where(score >= 0, 1.0, slope)
+        steepness = tl.where(score > 0, 1.0, slope)
         place = (node * HEADS)[:, :, None] + head[None, None, :]
         share = tl.exp(score * steepness - tl.load(lse + place, mask=both, other=float("inf")))
         target = moved + (origin * HEADS)[:, :, None] + head[None, None, :]
@@ -271,7 +271,7 @@ def _softmax_backward(
         total += change
     result = tl.sum(total, 1)
     if chunks is not None:
-        tl.store(partial + (item * HEADS)[:, None] + head[None, :], result, mask=piece[:, None] & inside[None, :])
+        tl.store(partial + program * HEADS + head, tl.sum(result, 0), mask=head < tl.where(piece, HEADS, 0))
     place = (row * STRIDE)[:, None] + head[None, :]
     tl.store(grad_a + place, result.to(grad_a.dtype.element_ty), mask=whole[:, None] & inside[None, :])
 
@@ -286,15 +286,15 @@ class Tile(NamedTuple):
     warps: int
 
 
-def choose_tile(heads: int, channels: int) -> Tile:
-    """Measured on an H200: few edges at a time and 16 values a thread."""
+def choose_tile(heads: int, channels: int, itemsize: int = 4) -> Tile:
+    """Measured on an H200: one warp with 16 values a thread in flight, and twice as many edges of half the size."""
     columns, tail = next_power(channels), 0
     head_block = min(next_power(heads), max(512 // columns, 1))
     half = columns // 2
     if channels > 8 and half + next_power(channels - half) <= 0.8 * columns:
         columns, tail = half, next_power(channels - half)
-    edges = 4
-    return Tile(edges, head_block, columns, tail, min(max(edges * head_block * columns // 512, 1), 8))
+    edges = 2 if head_block * columns >= 256 and itemsize > 2 else 4
+    return Tile(edges, head_block, columns, tail, min(max(edges * head_block * columns // 1024, 1), 8))
 
 
 def gat(
@@ -312,7 +312,7 @@ def gat(
     """Table [S, W], scores [D, H] unless in it -> weighted sums [D, H C] or their mean [D, C], log-sum-exp [D, H]."""
     assert rows.nodes is not None
     table, a_source, a_destination = _scores(table, a_destination, heads, channels)
-    number, tile = rows.number, tile or choose_tile(heads, channels)
+    number, tile = rows.number, tile or choose_tile(heads, channels, table.element_size())
     average_here = average and tile.heads >= heads
     width = channels if average_here else heads * channels
     out = table.new_empty(number, width)
@@ -388,7 +388,7 @@ def gat_backward(
     delta = csr_sum(moved, by_edge)
     if grad_table.numel():
         blocks = choose_blocks(heads, 4)
-        programs = triton.cdiv(transpose.num_chunks, blocks.rows) + triton.cdiv(number, blocks.rows)
+        programs = transpose.num_chunks + triton.cdiv(number, blocks.rows)
         _softmax_backward[(programs, triton.cdiv(heads, blocks.columns))](
             a_source, a_destination, lse, delta, transpose.nodes, permutation, transpose.pointers, transpose.chunks,
             moved, scores, partial_a, *limits, slope,

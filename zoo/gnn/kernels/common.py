@@ -17,32 +17,37 @@ def greater(a, b):
 
 
 @triton.jit
-def span(item, first_row, pointers, chunks, rows, num_chunks, chunk_size):
-    """What item of a launch (a number or a vector of them) is: (row, first edge, end, writes a row, a chunk).
+def span(program, slot, pointers, chunks, rows, num_chunks, chunk_size, SLOTS: tl.constexpr):
+    """What the slots of a program walk: (row, first edge, end, whether it writes that row, or uses it, if in a chunk).
 
-    Chunks come first, rows from ``first_row`` on.
+    The first programs take a chunk each, of which every slot walks a part; the others take a row a slot.
     """
     if chunks is None:
-        whole = item < rows
-        first = tl.load(pointers + item, mask=whole, other=0)
-        end = tl.load(pointers + item + 1, mask=whole, other=0)
-        return item, first, end, whole, item < 0
+        row = program * SLOTS + slot
+        whole = row < rows
+        first = tl.load(pointers + row, mask=whole, other=0)
+        end = tl.load(pointers + row + 1, mask=whole, other=0)
+        return row, first, end, whole, whole, program < 0
     else:
-        piece = item < num_chunks
-        own = item - first_row
-        whole = (own >= 0) & (own < rows)
-        first = tl.load(pointers + own, mask=whole, other=0)
-        end = tl.load(pointers + own + 1, mask=whole, other=0)
+        piece = program < num_chunks
+        row = (program - num_chunks) * SLOTS + slot
+        whole = (row >= 0) & (row < rows)
+        first = tl.load(pointers + row, mask=whole, other=0)
+        end = tl.load(pointers + row + 1, mask=whole, other=0)
         # A long row is left to its chunks.
         whole = whole & (end - first <= chunk_size)
-        row = tl.where(piece, tl.load(chunks + item * 3, mask=piece, other=0), own)
-        first = tl.where(piece, tl.load(chunks + item * 3 + 1, mask=piece, other=0), first)
-        end = tl.where(piece, tl.load(chunks + item * 3 + 2, mask=piece, other=0), end)
-        return row, first, tl.where(piece | whole, end, first), whole, piece
+        row = tl.where(piece, tl.load(chunks + program * 3, mask=piece, other=0), row)
+        start = tl.load(chunks + program * 3 + 1, mask=piece, other=0)
+        stop = tl.load(chunks + program * 3 + 2, mask=piece, other=0)
+        part = tl.cdiv(stop - start, SLOTS)
+        part_end = tl.minimum(start + (slot + 1) * part, stop)
+        first = tl.where(piece, tl.minimum(start + slot * part, part_end), first)
+        end = tl.where(piece, part_end, tl.where(whole, end, first))
+        return row, first, end, whole, tl.where(piece, row >= 0, whole), piece
 
 
 class Blocks(NamedTuple):
-    """How a launch is cut: rows and edges of a step, columns of a tile, warps of a program."""
+    """How a launch is cut: rows of a program and edges of each at a step, columns of a tile, warps."""
 
     rows: int
     edges: int
@@ -53,30 +58,22 @@ class Blocks(NamedTuple):
 def choose_blocks(channels: int, itemsize: int) -> Blocks:
     """Block sizes by width and bytes a value. One place, no autotuning: a first call must be quick.
 
-    Measured on an H200: one warp with some 32 values a thread in flight is best at every width. Larger tiles spill or
-    leave too few programs on a multiprocessor, and lose a factor of two to six.
+    Measured on an H200. Wide features are taken in strips of 128 bytes, all rows before the next strip: a strip of some
+    hundred thousand nodes stays in the L2 cache, and is gathered faster than memory could give it. Programs are one warp
+    with 8 to 32 values a thread in flight: larger tiles leave too few of them on a multiprocessor and lose by factors.
     """
-    columns = tile_columns(channels)
-    edges = 4 if columns * itemsize >= 512 else 8
-    rows = 1
-    # Narrow rows: several to a program, else its fixed latencies (pointer, index, row) are all that is left.
-    while rows * edges * columns < 1024 and rows < 16:
-        rows *= 2
-    return Blocks(rows, edges, columns, 1)
-
-
-def tile_columns(channels: int) -> int:
-    """Width of a tile: the widest power of two that leaves at most an eighth of its lanes idle, or the frugalest."""
-    if channels <= 256:
-        return next_power(channels)
-    frugal = min((256, 128, 64), key=lambda width: -channels % width)
-    return next((width for width in (256, 128, 64) if -channels % width <= channels // 8), frugal)
+    strip = 128 // itemsize
+    columns = next_power(channels) if channels < 2 * strip else strip
+    if columns >= 32:
+        return Blocks(4, 2 if itemsize > 2 else 4, columns, 1)
+    edges = 4 if columns == 16 else 8
+    return Blocks(min(512 // (edges * columns), 16), edges, columns, 1)
 
 
 def merge_tile(channels: int) -> tuple[int, int, int]:
     """(chunks, columns, warps) of a program that adds up chunks: narrow, to take many chunks of one long row a step."""
     columns = min(next_power(channels), 16)
-    return 2048 // columns, columns, 4
+    return 8192 // columns, columns, 8
 
 
 def merge_grid(long_rows: Tensor) -> int:

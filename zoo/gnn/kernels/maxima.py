@@ -20,9 +20,9 @@ def _csr_max(
 ):  # fmt: skip
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < CHANNELS
-    item = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    first_row = tl.cdiv(num_chunks, ROWS) * ROWS
-    row, first, end, whole, piece = span(item, first_row, pointers, chunks, rows, num_chunks, chunk_size)
+    program = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, ROWS)
+    row, first, end, whole, _used, piece = span(program, slot, pointers, chunks, rows, num_chunks, chunk_size, ROWS)
     greatest = tl.full([ROWS, EDGES, COLUMNS], float("-inf"), tl.float32)
     equal = tl.zeros([ROWS, EDGES, COLUMNS], tl.float32)
     longest = tl.max(end - first, 0).to(tl.int32)
@@ -39,13 +39,15 @@ def _csr_max(
         greatest = top
     result = tl.reduce(greatest, 1, greater)
     place = (row * CHANNELS)[:, None] + column[None, :]
-    piece_place = (item * CHANNELS)[:, None] + column[None, :]
     if chunks is not None:
-        tl.store(partial + piece_place, result, mask=piece[:, None] & inside[None, :])
+        in_piece = column < tl.where(piece, CHANNELS, 0)
+        top = tl.reduce(result, 0, greater)
+        tl.store(partial + program * CHANNELS + column, top, mask=in_piece)
     if ties is not None:
         count = tl.sum(tl.where(greatest == result[:, None, :], equal, 0.0), 1)
         if chunks is not None:
-            tl.store(partial_ties + piece_place, count, mask=piece[:, None] & inside[None, :])
+            all_count = tl.sum(tl.where(result == top[None, :], count, 0.0), 0)
+            tl.store(partial_ties + program * CHANNELS + column, all_count, mask=in_piece)
         # torch's scatter_reduce starts from zeros, and counts its start among the ties.
         count += tl.where(result == 0.0, 1.0, 0.0)
         tl.store(ties + place, count, mask=whole[:, None] & inside[None, :])
@@ -95,11 +97,11 @@ def _csr_max_backward(
     """Over the transpose: each source takes its share wherever it is the greatest."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < CHANNELS
-    item = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    first_row = tl.cdiv(num_chunks, ROWS) * ROWS
-    row, first, end, whole, piece = span(item, first_row, pointers, chunks, rows, num_chunks, chunk_size)
+    program = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, ROWS)
+    row, first, end, whole, used, piece = span(program, slot, pointers, chunks, rows, num_chunks, chunk_size, ROWS)
     row_place = (row * CHANNELS)[:, None] + column[None, :]
-    own = tl.load(x + row_place, mask=(whole | piece)[:, None] & inside[None, :], other=0.0)[:, None, :]
+    own = tl.load(x + row_place, mask=used[:, None] & inside[None, :], other=0.0)[:, None, :]
     total = tl.zeros([ROWS, EDGES, COLUMNS], tl.float32)
     longest = tl.max(end - first, 0).to(tl.int32)
     for offset in range(0, longest, EDGES):
@@ -113,8 +115,7 @@ def _csr_max_backward(
         total += tl.where(own == value, share, 0.0)
     result = tl.sum(total, 1)
     if chunks is not None:
-        place = (item * CHANNELS)[:, None] + column[None, :]
-        tl.store(partial + place, result, mask=piece[:, None] & inside[None, :])
+        tl.store(partial + program * CHANNELS + column, tl.sum(result, 0), mask=column < tl.where(piece, CHANNELS, 0))
     tl.store(out + row_place, result.to(out.dtype.element_ty), mask=whole[:, None] & inside[None, :])
 
 
@@ -132,7 +133,7 @@ def csr_max(x: Tensor, rows: Rows, count_ties: bool, blocks: Blocks | None = Non
     partial_ties = None if partial is None or not count_ties else torch.empty_like(partial)
     given_ties = ties if count_ties else None
     tiles = triton.cdiv(channels, blocks.columns)
-    _csr_max[(triton.cdiv(rows.num_chunks, blocks.rows) + triton.cdiv(number, blocks.rows), tiles)](
+    _csr_max[(rows.num_chunks + triton.cdiv(number, blocks.rows), tiles)](
         x, rows.nodes, rows.pointers, rows.chunks, out, given_ties, partial, partial_ties,
         number, rows.num_chunks, edges_per_chunk(rows.nodes.shape[0], number),
         CHANNELS=channels, ROWS=blocks.rows, EDGES=blocks.edges, COLUMNS=blocks.columns, num_warps=blocks.warps,
@@ -157,7 +158,7 @@ def csr_max_backward(x: Tensor, values: Tensor, shares: Tensor, rows: Rows, bloc
     blocks = blocks or choose_blocks(channels, x.element_size())
     partial = None if rows.chunks is None else x.new_empty(rows.num_chunks, channels, dtype=torch.float32)
     tiles = triton.cdiv(channels, blocks.columns)
-    _csr_max_backward[(triton.cdiv(rows.num_chunks, blocks.rows) + triton.cdiv(number, blocks.rows), tiles)](
+    _csr_max_backward[(rows.num_chunks + triton.cdiv(number, blocks.rows), tiles)](
         x, values, shares, rows.nodes, rows.pointers, rows.chunks, out, partial,
         number, rows.num_chunks, edges_per_chunk(rows.nodes.shape[0], number),
         CHANNELS=channels, ROWS=blocks.rows, EDGES=blocks.edges, COLUMNS=blocks.columns, num_warps=blocks.warps,

@@ -38,9 +38,9 @@ def _csr_sum(
 ):  # fmt: skip
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < CHANNELS
-    item = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    first_row = tl.cdiv(num_chunks, ROWS) * ROWS
-    row, first, end, whole, piece = span(item, first_row, pointers, chunks, rows, num_chunks, chunk_size)
+    program = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, ROWS)
+    row, first, end, whole, _used, piece = span(program, slot, pointers, chunks, rows, num_chunks, chunk_size, ROWS)
     total = tl.zeros([ROWS, EDGES, COLUMNS], tl.float32)
     longest = tl.max(end - first, 0).to(tl.int32)
     for offset in range(0, longest, EDGES):
@@ -59,8 +59,7 @@ def _csr_sum(
         total += value
     result = tl.sum(total, 1)
     if chunks is not None:
-        place = (item * CHANNELS)[:, None] + column[None, :]
-        tl.store(partial + place, result, mask=piece[:, None] & inside[None, :])
+        tl.store(partial + program * CHANNELS + column, tl.sum(result, 0), mask=column < tl.where(piece, CHANNELS, 0))
     row = tl.where(whole, row, -1)
     mask = whole[:, None] & inside[None, :]
     _finish(result, row, column, mask, row_scale, root, out, CHANNELS, ROOT_STRIDE, OUT_STRIDE, BESIDE)
@@ -141,7 +140,7 @@ def csr_sum(
     blocks = blocks or choose_blocks(channels, x.element_size())
     partial = None if rows.chunks is None else x.new_empty(rows.num_chunks, channels, dtype=torch.float32)
     tiles = triton.cdiv(channels, blocks.columns)
-    _csr_sum[(triton.cdiv(rows.num_chunks, blocks.rows) + triton.cdiv(number, blocks.rows), tiles)](
+    _csr_sum[(rows.num_chunks + triton.cdiv(number, blocks.rows), tiles)](
         x, rows.nodes, rows.pointers, weight, gather_scale, row_scale, root, rows.chunks, out, partial,
         number, rows.num_chunks, edges_per_chunk(edges, number),
         CHANNELS=channels, STRIDE=x.stride(0), ROOT_STRIDE=0 if root is None else root.stride(0),
