@@ -108,6 +108,15 @@ def test_a_cache_is_one_kind_of_input_wherever_it_is_made() -> None:
         model(ids(2, 4), cache=outside)
 
 
+def test_narrow_integers_are_taken() -> None:
+    model = zoo.create("llm-debug")
+    tokens, positions = ids(2, 6), torch.arange(6)[None]
+    with torch.inference_mode():
+        expected = model(tokens, cache=model.make_cache(2, 8))
+        got = model(tokens.int(), position_ids=positions.int(), cache=model.make_cache(2, 8))
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
 def test_sizes_and_dtypes() -> None:
     model = zoo.create("llm-debug")
     cache = model.make_cache(2, 32, dtype=torch.bfloat16)

@@ -83,11 +83,14 @@ class GnnWorkload:
         nodes, edges, itemsize = counts.nodes, counts.edges, _dtype(case).itemsize
         # Raw edges, and while they are sorted (by the generator, or for a CSR) keys, values, order and work space.
         sorting = 6 * 16 * edges
-        # What stays: raw edges, and what was prepared from them (in the zoo with and without self-loops).
-        prepared = {"upstream": 0, "upstream-tuned": 24, "zoo": 52 if arch.self_loops else 24}[case.impl]
+        # What stays: raw edges, and what was prepared from them (in the zoo, with narrow indices, with and without
+        # self-loops).
+        prepared = {"upstream": 0, "upstream-tuned": 24, "zoo": 28 if arch.self_loops else 12}[case.impl]
         graph = (16 + prepared) * arch.edges(nodes, edges)
         running = gnn_work.dense_bytes(arch, nodes, itemsize)
-        if case.impl == "upstream-tuned" and gnn_upstream.tuned_layout(case, arch.kind) == "csr":
+        if case.impl == "zoo" and case.device == "cuda":
+            messages = 0  # nothing of ours is as long as the edges and as wide as the features
+        elif case.impl == "upstream-tuned" and gnn_upstream.tuned_layout(case, arch.kind) == "csr":
             messages = 0
         elif case.strategy == "eager":
             # The zoo sums half precision in float32.

@@ -22,7 +22,7 @@ ENOUGH_PIECES = 8192
 
 
 class Split(NamedTuple):
-    """Tables of chunks. Their shapes depend on the counts of nodes and edges alone, so that other graphs of a size fit.
+    """Tables of chunks, padded to powers of two, so that graphs of one kind and size have them of one shape.
 
     Args:
         chunks: [X, 3] int64, (row, first edge, end) of each chunk, those of one row side by side; empty at the end.
@@ -66,7 +66,7 @@ def edges_per_chunk(edges: int, rows: int) -> int:
 
 
 def split_rows(pointers: Tensor, edges: int, size: int | None = None) -> Split | None:
-    """The tables of a graph, or None if no row has more than ``size`` edges. Reads one number from the device.
+    """The tables of a graph, or None if no row has more than ``size`` edges. Reads two numbers from the device.
 
     Args:
         pointers: [R + 1] int64, where the edges of each row start.
@@ -77,19 +77,25 @@ def split_rows(pointers: Tensor, edges: int, size: int | None = None) -> Split |
     if edges <= size or pointers.is_meta:
         return None
     degree = pointers.diff()
-    if int(degree.max()) <= size:
+    is_long = degree > size
+    count = ((degree + size - 1) // size) * is_long
+    num_long, num_chunks = torch.stack([is_long.sum(), count.sum()]).tolist()
+    if num_long == 0:
         return None
-    count = ((degree + size - 1) // size).masked_fill(degree <= size, 0)
     end = count.cumsum(0)
-    # A row of d > size edges has fewer than 2 d / size chunks.
-    number = torch.arange(2 * edges // size, device=pointers.device)
+    # A program that finds its entry empty costs about as much to launch as one that finds work: no more than need be.
+    number = torch.arange(_next_power(num_chunks), device=pointers.device)
     row, real = _within(torch.searchsorted(end, number, right=True), degree)
     first_edge = pointers[row] + (number - (end - count)[row]) * size
     chunks = torch.stack([row, first_edge, torch.minimum(first_edge + size, pointers[row + 1])], dim=1)
-    rank = torch.arange(1, edges // (size + 1) + 1, device=pointers.device)
-    row, long = _within(torch.searchsorted((degree > size).cumsum(0), rank), degree)
+    rank = torch.arange(1, _next_power(num_long) + 1, device=pointers.device)
+    row, long = _within(torch.searchsorted(is_long.cumsum(0), rank), degree)
     rows = torch.stack([row, (end - count)[row], end[row]], dim=1)
     return Split(chunks.masked_fill(~real.unsqueeze(1), 0), rows.masked_fill(~long.unsqueeze(1), -1))
+
+
+def _next_power(value: int) -> int:
+    return 1 << (value - 1).bit_length()
 
 
 def _within(row: Tensor, degree: Tensor) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,7 @@ def check_call(
         raise ValueError(f"input_ids has {tokens} tokens, but the model has {limit} positions")
     if position_ids is not None:
         if position_ids.dtype not in _INTEGERS:
-            raise TypeError(f"position_ids is {position_ids.dtype}, expected int64")
+            raise TypeError(f"position_ids is {position_ids.dtype}, expected int64 or int32")
         if position_ids.dim() != 2 or position_ids.shape[1] != tokens or position_ids.shape[0] not in (1, batch):
             raise ValueError(
                 f"position_ids has shape {list(position_ids.shape)}, expected {[batch, tokens]} or {[1, tokens]}"
@@ -54,7 +54,7 @@ def check_call(
     if cache is not None:
         check_cache(model.config, cache, batch, tokens, position_ids is None)
     if isinstance(logits_to_keep, Tensor):
-        if logits_to_keep.dtype not in _INTEGERS:
+        if logits_to_keep.dtype != torch.int64:
             raise TypeError(f"logits_to_keep is {logits_to_keep.dtype}, expected int64 indices")
         if logits_to_keep.dim() not in (1, 2) or (logits_to_keep.dim() == 2 and logits_to_keep.shape[0] != batch):
             raise ValueError(

@@ -98,7 +98,7 @@ class LLM(nn.Module):
         if cache is None:
             mask = token_mask(tokens, attention_mask, self.config.sliding_window, input_ids.device)
         else:
-            positions = positions.expand(batch, tokens).contiguous()
+            positions = positions.expand(batch, tokens).long().contiguous()
         rotary = self.rotary(positions)
         for index, layer in enumerate(self.layers):
             if cache is None:

@@ -387,7 +387,7 @@ def gat_backward(
     by_edge = Rows(rows.pointers, None, rows.chunks, rows.long_rows)
     delta = csr_sum(moved, by_edge)
     if grad_table.numel():
-        blocks = choose_blocks(heads, 4)
+        blocks = choose_blocks(heads, itemsize=4)
         programs = transpose.num_chunks + triton.cdiv(number, blocks.rows)
         _softmax_backward[(programs, triton.cdiv(heads, blocks.columns))](
             a_source, a_destination, lse, delta, transpose.nodes, permutation, transpose.pointers, transpose.chunks,

@@ -128,7 +128,7 @@ def csr_max(x: Tensor, rows: Rows, count_ties: bool, blocks: Blocks | None = Non
     ties = x.new_empty((number, channels) if count_ties else (0,), dtype=torch.float32)
     if not out.numel():
         return out, ties
-    blocks = blocks or choose_blocks(channels, x.element_size())
+    blocks = blocks or choose_blocks(channels, x.element_size(), x.shape[0])
     partial = None if rows.chunks is None else x.new_empty(rows.num_chunks, channels, dtype=torch.float32)
     partial_ties = None if partial is None or not count_ties else torch.empty_like(partial)
     given_ties = ties if count_ties else None
@@ -155,7 +155,7 @@ def csr_max_backward(x: Tensor, values: Tensor, shares: Tensor, rows: Rows, bloc
     out = torch.empty_like(x)
     if not out.numel():
         return out
-    blocks = blocks or choose_blocks(channels, x.element_size())
+    blocks = blocks or choose_blocks(channels, x.element_size(), values.shape[0])
     partial = None if rows.chunks is None else x.new_empty(rows.num_chunks, channels, dtype=torch.float32)
     tiles = triton.cdiv(channels, blocks.columns)
     _csr_max_backward[(rows.num_chunks + triton.cdiv(number, blocks.rows), tiles)](

@@ -137,7 +137,7 @@ def csr_sum(
     out = x.new_empty(number, 2 * channels if beside else channels)
     if not out.numel():
         return out
-    blocks = blocks or choose_blocks(channels, x.element_size())
+    blocks = blocks or choose_blocks(channels, x.element_size(), x.shape[0])
     partial = None if rows.chunks is None else x.new_empty(rows.num_chunks, channels, dtype=torch.float32)
     tiles = triton.cdiv(channels, blocks.columns)
     _csr_sum[(rows.num_chunks + triton.cdiv(number, blocks.rows), tiles)](
