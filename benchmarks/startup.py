@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -31,6 +32,9 @@ class Reporter(Protocol):
 
     def note(self, text: str) -> None:
         """Something that the user should see."""
+
+
+_CHECKING = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +252,9 @@ def _start_racing(arm: Arm, worker: Worker, settings: Settings, reference: Path)
         if not arm.case.cuda_graph:
             peaks = worker.ask("memory")
             arm.result.memory.allocated, arm.result.memory.reserved = peaks["allocated"], peaks["reserved"]
-        check = worker.ask("check", reference=str(reference))
+        # One after the other: the first makes the reference, in a precision that takes more memory than any arm.
+        with _CHECKING:
+            check = worker.ask("check", reference=str(reference))
         arm.result.check = Check(
             error=check["error"], eager_error=check["eager_error"], reference_dtype=check["reference_dtype"]
         )

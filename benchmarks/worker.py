@@ -223,6 +223,8 @@ class Arm:
             own = path.with_suffix(f".{os.getpid()}")  # another arm may be writing its own at the same time
             torch.save({"output": expected, "dtype": self.prepared.reference_dtype}, own)
             own.replace(path)
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()  # the other arms need the memory
         saved = torch.load(path, weights_only=True)
         with strategies.execution_mode(self.case):
             output = _flat(self.step()).clone()
