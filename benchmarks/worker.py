@@ -89,12 +89,16 @@ class Arm:
 
         self._recorder = compiler.Recorder(self.model) if folder is not None else None
         with strategies.execution_mode(self.case):
-            if self._recorder is not None:
-                with self._recorder.watching_signatures():
+            self._reset()
+            try:
+                with nullcontext() if self._recorder is None else self._recorder.watching_signatures():
                     output = self.model(**self.prepared.inputs)
-            else:
-                output = self.model(**self.prepared.inputs)
-            self._eager_output = _flat(output).cpu().clone()  # not on the device, where memory is measured later
+                self._eager_output = _flat(output).cpu().clone()  # not on the device, where memory is measured later
+            except torch.OutOfMemoryError:
+                # What is too large eagerly may fit compiled: then there is no eager error to put beside its own.
+                if self.case.strategy == "eager":
+                    raise
+                torch.cuda.empty_cache()
         synchronise(self.device)
         flops = self._count_flops() if self.prepared.flops is None else int(self.prepared.flops)
         seconds = None
@@ -102,6 +106,10 @@ class Arm:
             dtype = getattr(torch, self.case.dtype)
             seconds = compiler.start_up(Path(folder), self.device, dtype, strategies.backend())
         return {"flops": flops, "seconds": seconds}
+
+    def _reset(self) -> None:
+        if self.prepared.reset is not None:
+            self.prepared.reset()
 
     def _count_flops(self) -> int:
         import torch
@@ -227,11 +235,14 @@ class Arm:
                 torch.cuda.empty_cache()  # the other arms need the memory
         saved = torch.load(path, weights_only=True)
         with strategies.execution_mode(self.case):
+            self._reset()
             output = _flat(self.step()).clone()
-        assert self._eager_output is not None, "start_up comes before check"
+        eager = self._eager_output
         errors = {
             "error": _relative_error(output, saved["output"], "the output"),
-            "eager_error": _relative_error(self._eager_output.to(output.device), saved["output"], "eager's output"),
+            "eager_error": eager
+            if eager is None
+            else _relative_error(eager.to(output.device), saved["output"], "eager's output"),
         }
         self._eager_output = None
         return {**errors, "reference_dtype": saved["dtype"]}

@@ -1,0 +1,153 @@
+"""One call of an arm, both libraries alike: from tokens to the next tokens, all of it on the device.
+
+Shapes: B batch, T tokens, S slots of the cache, K key and value heads, D width of a head, V vocabulary, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.workloads.llm_work import Task
+from zoo.llm import LLM
+
+# A layer's index to its keys and values, [B, K, S, D] each.
+Past = Callable[[int], tuple[Tensor, Tensor]]
+
+
+class Step(nn.Module):
+    """What both libraries' steps share: the tokens that are fed next, and where they go.
+
+    Args:
+        task: What a call does.
+        tokens: [B, T], fed by the first call.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+
+    def __init__(self, task: Task, tokens: Tensor) -> None:
+        super().__init__()
+        self.task = task
+        self.first_tokens = tokens[:, -1:].cpu()
+        self.register_buffer("tokens", torch.empty_like(tokens[:, -1:]), persistent=False)
+        self.register_buffer("positions", torch.empty_like(self.tokens), persistent=False)
+        for tensor in (self.tokens, self.positions):
+            torch._dynamo.mark_static_address(tensor)
+        self.reset()
+
+    def reset(self) -> None:
+        """Make the next call the first one again. What later calls wrote to the cache is then not looked at."""
+        self.tokens.copy_(self.first_tokens)
+        self.positions.fill_(self.task.first)
+
+    def advance(self, logits: Tensor) -> None:
+        """Take the most likely tokens of logits [B, V] as the next, and move on within the upper half of the cache."""
+        self.tokens.copy_(logits.argmax(-1, keepdim=True))
+        moved = self.positions + self.task.stride
+        half = self.task.length - self.task.first
+        self.positions.copy_(torch.where(moved < self.task.length, moved, moved - half))
+
+
+class ZooDecode(Step):
+    """A token for each row from the zoo's model over its cache, which holds ``past``."""
+
+    regions = LLM.regions
+
+    def __init__(self, model: LLM, task: Task, tokens: Tensor, past: Past) -> None:
+        super().__init__(task, tokens)
+        self.model = model
+        self.cache = model.make_cache(task.batch, task.slots)
+        for index, layer in enumerate(self.cache.layers):
+            torch._dynamo.mark_static_address(layer)
+            for half, drawn in zip(layer, past(index), strict=True):
+                half.copy_(drawn)
+
+    def forward(self) -> Tensor:
+        """Logits [B, V] of the tokens after the ones that were fed."""
+        logits = self.model(self.tokens, position_ids=self.positions, cache=self.cache, logits_to_keep=1)[:, -1]
+        self.advance(logits)
+        return logits
+
+
+class ZooPrefill(Step):
+    """A prompt through the zoo's model into its cache."""
+
+    regions = LLM.regions
+
+    def __init__(self, model: LLM, task: Task, tokens: Tensor) -> None:
+        super().__init__(task, tokens)
+        self.model = model
+        self.cache = model.make_cache(task.batch, task.slots)
+        for layer in self.cache.layers:
+            torch._dynamo.mark_static_address(layer)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits [B, V] of the token after the prompt [B, T]."""
+        logits = self.model(input_ids, cache=self.cache, logits_to_keep=1)[:, -1]
+        self.tokens.copy_(logits.argmax(-1, keepdim=True))
+        return logits
+
+
+class UpstreamDecode(Step):
+    """A token for each row from transformers' model over its ``StaticCache``, which holds ``past``."""
+
+    def __init__(self, model: nn.Module, task: Task, tokens: Tensor, past: Past) -> None:
+        super().__init__(task, tokens)
+        from transformers import StaticCache
+
+        config: Any = model.config
+        self.model = model
+        self.cache: Any = StaticCache(config=config, max_cache_len=task.slots)
+        self.cache.early_initialization(
+            batch_size=task.batch,
+            num_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            dtype=next(model.parameters()).dtype,
+            device=tokens.device,
+        )
+        for index, layer in enumerate(self.cache.layers):
+            key, value = past(index)
+            layer.keys.copy_(key)
+            layer.values.copy_(value)
+        # Each layer of the cache counts its tokens itself.
+        self.lengths: list[Tensor] = [layer.cumulative_length for layer in self.cache.layers]
+        self.reset()
+
+    def reset(self) -> None:
+        """Make the next call the first one again."""
+        super().reset()
+        for length in getattr(self, "lengths", ()):
+            length.fill_(self.task.first)
+
+    def forward(self) -> Tensor:
+        """Logits [B, V] of the tokens after the ones that were fed."""
+        output = self.model(
+            input_ids=self.tokens,
+            position_ids=self.positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits: Tensor = output.logits[:, -1]
+        self.advance(logits)
+        # The counts go where the positions went: one launch for all layers, so that it costs next to nothing.
+        torch._foreach_copy_(self.lengths, [self.positions[0, 0]] * len(self.lengths))
+        return logits
+
+
+class UpstreamPrefill(Step):
+    """A prompt through transformers' model, which keeps no keys and values: less work than ours, and its fastest."""
+
+    def __init__(self, model: nn.Module, task: Task, tokens: Tensor) -> None:
+        super().__init__(task, tokens)
+        self.model = model
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits [B, V] of the token after the prompt [B, T]."""
+        logits: Tensor = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=1).logits[:, -1]
+        self.tokens.copy_(logits.argmax(-1, keepdim=True))
+        return logits
