@@ -161,7 +161,8 @@ def output_in_blocks(arch: Architecture, model: nn.Module, x: Tensor, edge_index
         for (first, first_edge), (last, last_edge) in pairwise(starts):
             part = slice(first_edge, last_edge)
             extra = () if weight is None else (weight[part],)
-            rows.append(conv(x, edges[:, part], *extra)[first:last])
+            # Copied, or every range would keep the whole output that it was cut from.
+            rows.append(conv(x, edges[:, part], *extra)[first:last].clone())
         x = torch.cat(rows)
         if index < arch.layers - 1:
             x = tuned.act(x)  # type: ignore[operator]
