@@ -97,8 +97,8 @@ def _versions() -> dict[str, str]:
 def _commit() -> dict[str, Any]:
     """The clone's commit, and whether files that git tracks differ from it.
 
-    A copy of the files without their history can be told by BENCHMARKS_COMMIT, with ``-dirty`` after it where they
-    differ; else both are None.
+    A copy of the files, with another history or none, is told by BENCHMARKS_COMMIT, with ``-dirty`` after it where they
+    differ; without either both are None.
     """
 
     def git(*arguments: str) -> str | None:
@@ -109,9 +109,9 @@ def _commit() -> dict[str, Any]:
         return done.stdout.strip() if done.returncode == 0 else None
 
     changes = git("status", "--porcelain", "--untracked-files=no")
-    commit = git("rev-parse", "HEAD")
-    if commit is None and (told := os.environ.get("BENCHMARKS_COMMIT")):
+    if told := os.environ.get("BENCHMARKS_COMMIT"):
         return {"commit": told.removesuffix("-dirty"), "dirty": told.endswith("-dirty")}
+    commit = git("rev-parse", "HEAD")
     return {"commit": commit, "dirty": None if changes is None else bool(changes)}
 
 
