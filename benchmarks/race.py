@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,8 @@ def run_race(
 
     try:
         groups = _groups(arms, settings, memory_bytes)
+        # What cannot race side by side cannot get ready side by side either.
+        settings = replace(settings, ahead=min(settings.ahead, _side_by_side(groups)))
         hand_out_failures()
         measure_compilation(arms, settings, report, estimate)
         _fail_controls(arms)
@@ -144,6 +147,11 @@ def _groups(arms: Sequence[Arm], settings: Settings, memory_bytes: Callable[[Cas
         else:
             groups.append([reference, arm])
     return groups or [[reference]]
+
+
+def _side_by_side(groups: Sequence[Sequence[Arm]]) -> int:
+    """How many arms memory holds at the same time; the last group may only be what was left over."""
+    return max(1, min((len(group) for group in groups[:-1] or groups), default=1))
 
 
 def _gib(size: float) -> str:

@@ -37,10 +37,9 @@ class Step(nn.Module):
         self.register_buffer("positions", torch.empty_like(self.tokens), persistent=False)
         for tensor in (self.tokens, self.positions):
             torch._dynamo.mark_static_address(tensor)
-        self.reset()
 
     def reset(self) -> None:
-        """Make the next call the first one again. What later calls wrote to the cache is then not looked at."""
+        """Make the next call the first one again."""
         self.tokens.copy_(self.first_tokens)
         self.positions.fill_(self.task.first)
 
@@ -59,11 +58,17 @@ class ZooDecode(Step):
 
     def __init__(self, model: LLM, task: Task, tokens: Tensor, past: Past) -> None:
         super().__init__(task, tokens)
-        self.model = model
+        self.model, self.past = model, past
         self.cache = model.make_cache(task.batch, task.slots)
-        for index, layer in enumerate(self.cache.layers):
+        for layer in self.cache.layers:
             torch._dynamo.mark_static_address(layer)
-            for half, drawn in zip(layer, past(index), strict=True):
+        self.reset()
+
+    def reset(self) -> None:
+        """Make the next call the first one again, and the cache what it was."""
+        super().reset()
+        for index, layer in enumerate(self.cache.layers):
+            for half, drawn in zip(layer, self.past(index), strict=True):
                 half.copy_(drawn)
 
     def forward(self) -> Tensor:
@@ -84,6 +89,7 @@ class ZooPrefill(Step):
         self.cache = model.make_cache(task.batch, task.slots)
         for layer in self.cache.layers:
             torch._dynamo.mark_static_address(layer)
+        self.reset()
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits [B, V] of the token after the prompt [B, T]."""
@@ -100,7 +106,7 @@ class UpstreamDecode(Step):
         from transformers import StaticCache
 
         config: Any = model.config
-        self.model = model
+        self.model, self.past = model, past
         self.cache: Any = StaticCache(config=config, max_cache_len=task.slots)
         self.cache.early_initialization(
             batch_size=task.batch,
@@ -109,19 +115,17 @@ class UpstreamDecode(Step):
             dtype=next(model.parameters()).dtype,
             device=tokens.device,
         )
-        for index, layer in enumerate(self.cache.layers):
-            key, value = past(index)
-            layer.keys.copy_(key)
-            layer.values.copy_(value)
         # Each layer of the cache counts its tokens itself.
         self.lengths: list[Tensor] = [layer.cumulative_length for layer in self.cache.layers]
         self.reset()
 
     def reset(self) -> None:
-        """Make the next call the first one again."""
+        """Make the next call the first one again, and the cache what it was."""
         super().reset()
-        for length in getattr(self, "lengths", ()):
-            length.fill_(self.task.first)
+        for index, layer in enumerate(self.cache.layers):
+            for held, drawn in zip((layer.keys, layer.values), self.past(index), strict=True):
+                held.copy_(drawn)
+            layer.cumulative_length.fill_(self.task.first)
 
     def forward(self) -> Tensor:
         """Logits [B, V] of the tokens after the ones that were fed."""
@@ -145,6 +149,7 @@ class UpstreamPrefill(Step):
     def __init__(self, model: nn.Module, task: Task, tokens: Tensor) -> None:
         super().__init__(task, tokens)
         self.model = model
+        self.reset()
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits [B, V] of the token after the prompt [B, T]."""

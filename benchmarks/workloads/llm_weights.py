@@ -14,7 +14,8 @@ from zoo.llm import LLMConfig
 
 def draw(shape: tuple[int, ...], name: str, *, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Normal numbers, drawn on the device from a stream that belongs to this name."""
-    generator = torch.Generator(device).manual_seed((seed << 32) + zlib.crc32(name.encode()))
+    # Of a longer number the CPU's generator would take the lower half only.
+    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     return torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator)
 
 

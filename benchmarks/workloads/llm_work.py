@@ -62,8 +62,8 @@ class Task:
         meet early and late ones alike: rounds of a race then hold equal work.
         """
         half = self.length - self.first
-        near = round(0.618 * half)
-        return next((step for step in range(near, half) if math.gcd(step, half) == 1), 1)
+        steps = (step for step in range(1, half) if math.gcd(step, half) == 1)
+        return min(steps, key=lambda step: abs(step - 0.618 * half))
 
     @property
     def seen(self) -> float:
