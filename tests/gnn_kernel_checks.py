@@ -38,7 +38,7 @@ HALF = [torch.float16, torch.bfloat16]
 def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if DEVICE == "cpu":
         monkeypatch.setattr(operators, "DEVICES", ("cpu",))
-        monkeypatch.setattr(operators, "_triton_runs_on", lambda device: True)
+        monkeypatch.setattr(operators, "triton_runs_on", lambda device: True)
     yield
 
 

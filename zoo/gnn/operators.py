@@ -10,9 +10,7 @@ Shape legend: S sources, D destinations, E edges, H heads, C channels; X chunks 
 
 from __future__ import annotations
 
-import functools
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +20,7 @@ from torch import Tensor
 
 from zoo.gnn import fallback
 from zoo.gnn.split import Rows
+from zoo.operators import OperatorLibrary, launcher, triton_runs_on
 
 # Where kernels may run: long rows are cut for them.
 DEVICES: tuple[str, ...] = ("cuda",)
@@ -29,52 +28,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # The kernels hold all channels of a head at once.
 WIDEST_HEAD = 4096
 
-
-_LIBRARY = torch.library.Library("zoo_gnn", "FRAGMENT")
-
-
-def _operator(schema: str) -> Callable[[Callable[..., Any]], Any]:
-    """Make a function an operator. ``custom_op`` would do the same, and import Dynamo at the first eager call."""
-
-    def define(function: Callable[..., Any]) -> Any:
-        name = f"zoo_gnn::{function.__name__}"
-        torch.library.define(name, schema, lib=_LIBRARY, tags=torch.Tag.pt2_compliant_tag)
-        torch.library.impl(name, "default", function, lib=_LIBRARY)
-        return getattr(torch.ops.zoo_gnn, function.__name__).default
-
-    return define
-
-
-def _fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register shapes and dtypes of the outputs."""
-    return torch.library.register_fake(f"zoo_gnn::{name}", lib=_LIBRARY)
-
-
-def _autograd(name: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
-    torch.library.register_autograd(f"zoo_gnn::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
-
-
-@functools.cache
-def _triton_runs_on(device: torch.device) -> bool:
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return False
-    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (7, 5)
+_LIBRARY = OperatorLibrary("zoo_gnn")
 
 
 def _implementation(module: str, name: str, x: Tensor) -> Callable[..., Any]:
     """The kernel's launcher of ``zoo.gnn.kernels.<module>``, or what stands in for it."""
-    if x.dtype not in DTYPES or not _triton_runs_on(x.device):
+    if x.dtype not in DTYPES or not triton_runs_on(x.device):
         return getattr(fallback, name)
-    launch = getattr(importlib.import_module(f"zoo.gnn.kernels.{module}"), name)
-    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
-        return launch
-
-    def on_its_device(*args: Any) -> Any:
-        # Triton launches on the current device, wherever the tensors are.
-        with torch.cuda.device(x.device):
-            return launch(*args)
-
-    return on_its_device
+    return launcher(f"zoo.gnn.kernels.{module}", name, x)
 
 
 def tell_flop_counter() -> None:
@@ -95,7 +56,7 @@ def _transpose_of(pointers: Tensor | None) -> Tensor:
 # --- sums ---
 
 
-@_operator(
+@_LIBRARY.operator(
     "(Tensor x, Tensor pointers, Tensor index, Tensor? weight, Tensor? gather_scale, Tensor? row_scale, Tensor? root, "
     "bool beside, Tensor? chunks, Tensor? long_rows, Tensor? row, Tensor? t_pointers, Tensor? t_index, "
     "Tensor? t_weight, Tensor? t_chunks, Tensor? t_long_rows) -> Tensor",
@@ -142,7 +103,7 @@ def csr_sum(
     return _implementation("sums", "csr_sum", x)(x, rows, weight, gather_scale, row_scale, root, beside)
 
 
-@_fake("csr_sum")
+@_LIBRARY.fake("csr_sum")
 def _(
     x: Tensor,
     pointers: Tensor,
@@ -183,10 +144,10 @@ def _csr_sum_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x, None, None, grad_weight, None, None, grad_root, *(None,) * 9
 
 
-_autograd("csr_sum", _csr_sum_backward, _csr_sum_context)
+_LIBRARY.autograd("csr_sum", _csr_sum_backward, _csr_sum_context)
 
 
-@_operator(
+@_LIBRARY.operator(
     "(Tensor x, Tensor grad, Tensor source, Tensor destination, Tensor? gather_scale, Tensor? row_scale, "
     "ScalarType dtype) -> Tensor",
 )
@@ -203,7 +164,7 @@ def edge_dot(
     return _implementation("sums", "edge_dot", x)(x, grad, source, destination, gather_scale, row_scale, dtype)
 
 
-@_fake("edge_dot")
+@_LIBRARY.fake("edge_dot")
 def _(
     x: Tensor,
     grad: Tensor,
@@ -219,7 +180,7 @@ def _(
 # --- maxima ---
 
 
-@_operator(
+@_LIBRARY.operator(
     "(Tensor x, Tensor pointers, Tensor index, bool count_ties, Tensor? chunks, Tensor? long_rows, "
     "Tensor? t_pointers, Tensor? t_index, Tensor? t_chunks, Tensor? t_long_rows) -> (Tensor, Tensor)",
 )
@@ -243,7 +204,7 @@ def csr_max(
     return _implementation("maxima", "csr_max", x)(x, Rows(pointers, index, chunks, long_rows), count_ties)
 
 
-@_fake("csr_max")
+@_LIBRARY.fake("csr_max")
 def _(x: Tensor, pointers: Tensor, index: Tensor, count_ties: bool, *_: Any) -> tuple[Tensor, Tensor]:
     shape = (pointers.shape[0] - 1, x.shape[1])
     return x.new_empty(shape), x.new_empty(shape if count_ties else (0,), dtype=torch.float32)
@@ -264,10 +225,10 @@ def _csr_max_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None,
     return grad_x, *(None,) * 9
 
 
-_autograd("csr_max", _csr_max_backward, _csr_max_context)
+_LIBRARY.autograd("csr_max", _csr_max_backward, _csr_max_context)
 
 
-@_operator(
+@_LIBRARY.operator(
     "(Tensor x, Tensor values, Tensor shares, Tensor t_pointers, Tensor t_index, Tensor? t_chunks, "
     "Tensor? t_long_rows) -> Tensor",
 )
@@ -285,7 +246,7 @@ def csr_max_backward(
     return _implementation("maxima", "csr_max_backward", x)(x, values, shares, rows)
 
 
-@_fake("csr_max_backward")
+@_LIBRARY.fake("csr_max_backward")
 def _(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -293,7 +254,7 @@ def _(x: Tensor, *_: Any) -> Tensor:
 # --- attention ---
 
 
-@_operator(
+@_LIBRARY.operator(
     "(Tensor table, Tensor? a_destination, int heads, int channels, bool average, float slope, Tensor? seed, "
     "float dropout, Tensor pointers, Tensor index, Tensor? chunks, Tensor? long_rows, Tensor? t_pointers, "
     "Tensor? t_index, Tensor? permutation, Tensor? t_chunks, Tensor? t_long_rows) -> (Tensor, Tensor)",
@@ -354,7 +315,7 @@ def _attention(name: str, table: Tensor, channels: int) -> Callable[..., Any]:
     return _implementation("attention", name, table)
 
 
-@_fake("gat")
+@_LIBRARY.fake("gat")
 def _(
     table: Tensor,
     a_destination: Tensor | None,
@@ -388,10 +349,10 @@ def _gat_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...
     return grad_table, None if a_destination is None else grad_a, *(None,) * 15
 
 
-_autograd("gat", _gat_backward, _gat_context)
+_LIBRARY.autograd("gat", _gat_backward, _gat_context)
 
 
-@_operator(
+@_LIBRARY.operator(
     "(Tensor grad, Tensor table, Tensor? a_destination, Tensor lse, int heads, int channels, bool average, "
     "float slope, Tensor? seed, float dropout, Tensor pointers, Tensor? chunks, Tensor? long_rows, Tensor t_pointers, "
     "Tensor t_index, Tensor permutation, Tensor? t_chunks, Tensor? t_long_rows) -> (Tensor, Tensor)",
@@ -423,7 +384,7 @@ def gat_backward(
     )  # fmt: skip
 
 
-@_fake("gat_backward")
+@_LIBRARY.fake("gat_backward")
 def _(grad: Tensor, table: Tensor, a_destination: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
     grad_a = table.new_empty(0) if a_destination is None else a_destination.new_empty(a_destination.shape)
     return table.new_empty(table.shape), grad_a

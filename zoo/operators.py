@@ -1,0 +1,75 @@
+"""Operators of our own: a Triton kernel on a GPU, torch's own operators elsewhere, one node in a compiled graph.
+
+An operator is defined in a family's ``operators.py``. Its kernels lie in the family's ``kernels`` package, which is
+imported when one runs first: importing the zoo brings no Triton.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Function = Callable[..., Any]
+
+
+class OperatorLibrary:
+    """The operators of one namespace.
+
+    ``torch.library.custom_op`` would do the same, and import Dynamo at the first eager call.
+
+    Args:
+        namespace: As in ``torch.ops.<namespace>``.
+    """
+
+    def __init__(self, namespace: str) -> None:
+        self.namespace = namespace
+        self._library = torch.library.Library(namespace, "FRAGMENT")
+
+    def operator(self, schema: str) -> Callable[[Function], Any]:
+        """Make a function the operator of its name. An argument that it writes to is marked in the schema."""
+
+        def define(function: Function) -> Any:
+            name = f"{self.namespace}::{function.__name__}"
+            torch.library.define(name, schema, lib=self._library, tags=torch.Tag.pt2_compliant_tag)
+            torch.library.impl(name, "default", function, lib=self._library)
+            return getattr(getattr(torch.ops, self.namespace), function.__name__).default
+
+        return define
+
+    def fake(self, name: str) -> Callable[[Function], Function]:
+        """Register the function that says shapes and dtypes of the outputs."""
+        return torch.library.register_fake(f"{self.namespace}::{name}", lib=self._library)
+
+    def autograd(self, name: str, backward: Function, setup_context: Callable[..., None]) -> None:
+        """Register a backward."""
+        torch.library.register_autograd(
+            f"{self.namespace}::{name}", backward, setup_context=setup_context, lib=self._library
+        )
+
+
+@functools.cache
+def triton_runs_on(device: torch.device) -> bool:
+    """Whether Triton is installed and knows this GPU."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (7, 5)
+
+
+def launcher(module: str, name: str, x: Tensor) -> Function:
+    """What launches the kernels of ``module``, on the device of ``x`` whichever is current."""
+    launch: Function = getattr(importlib.import_module(module), name)
+    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
+        return launch
+
+    def on_its_device(*arguments: Any) -> Any:
+        # Triton launches on the current device, wherever the tensors are.
+        with torch.cuda.device(x.device):
+            return launch(*arguments)
+
+    return on_its_device
