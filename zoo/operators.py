@@ -6,7 +6,6 @@ imported when one runs first: importing the zoo brings no Triton.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
@@ -53,12 +52,15 @@ class OperatorLibrary:
         )
 
 
-@functools.cache
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
 def triton_runs_on(device: torch.device) -> bool:
-    """Whether Triton is installed and knows this GPU."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+    """Whether Triton is installed and knows this GPU. May be asked inside a region: the compiler folds the answer."""
+    if device.type != "cuda" or not HAS_TRITON:
         return False
-    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (7, 5)
+    found = torch.cuda.get_device_properties(device)
+    return torch.version.hip is not None or (found.major, found.minor) >= (7, 5)
 
 
 def launcher(module: str, name: str, x: Tensor) -> Function:

@@ -11,8 +11,8 @@ from zoo.llm.generate import generate as generate
 from zoo.llm.generate import stream as stream
 from zoo.llm.layer import LLMHead as LLMHead
 from zoo.llm.layer import LLMLayer as LLMLayer
-from zoo.llm.layer import RMSNorm as RMSNorm
 from zoo.llm.model import LLM as LLM
+from zoo.llm.norm import RMSNorm as RMSNorm
 from zoo.llm.presets import PRESETS, example_inputs
 from zoo.llm.quantize import quantize_int8 as quantize_int8
 from zoo.llm.session import Session as Session

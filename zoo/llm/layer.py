@@ -16,29 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zoo.llm import operators
 from zoo.llm.attention import attend, attend_tokens
 from zoo.llm.cache import write
 from zoo.llm.config import LLMConfig
+from zoo.llm.norm import RMSNorm
 from zoo.llm.rope import rotate
-
-
-class RMSNorm(nn.Module):
-    """Division by the root mean square, in float32 (https://arxiv.org/abs/1910.07467)."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """X [..., C] -> [..., C]."""
-        return rms_norm(x, self.weight, self.eps)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """X [..., C], weight [C] -> [..., C]: normed in float32, rounded to the dtype of x, then weighted."""
-    wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 class LLMLayer(nn.Module):
@@ -78,14 +61,42 @@ class LLMLayer(nn.Module):
         Returns:
             [B, T, C].
         """
+        by_kernels = cache is not None and self._by_kernels(x)
+        if cache is not None and positions is not None and by_kernels and x.shape[1] == 1:
+            return self.decode(x[:, 0], rotary[:, 0], positions[:, 0], cache)[:, None]
         if cache is None or positions is None:
             query, key, value = self.project(x, rotary)
             mixed = attend_tokens(query, key, value, mask)
         else:
             query = self.project_into(x, rotary, positions, cache)
-            mixed = attend(query, cache, positions, self.window)
-        x = self.add_attention(x, mixed)
+            attention = operators.prefill_attention if by_kernels else attend
+            mixed = attention(query, cache, positions, self.window)
+        x = self.add_attention(x, mixed.flatten(2))
         return self.add_mlp(x, self.gate(x))
+
+    def _by_kernels(self, x: Tensor) -> bool:
+        return operators.kernels_run(x) and operators.attention_fits(self.head_dim)
+
+    def decode(self, x: Tensor, rotary: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
+        """All five steps for one new token a row, by the operators of operators.py.
+
+        x [B, C], rotary [B, D], positions [B], cache [2, B, K, S, D] -> [B, C].
+        """
+        norm, norm_after = self.input_layernorm, self.post_attention_layernorm
+        weights = self.qkv_proj.weight, self.o_proj.weight, self.gate_up_proj.weight, self.down_proj.weight
+        few = operators.few_rows(x, *weights)
+        if few:
+            qkv = operators.norm_linear(x, norm.weight, norm.eps, self.qkv_proj.weight, self.qkv_proj.bias)
+        else:
+            qkv = self.qkv_proj(norm(x))
+        norms = (None, None) if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
+        mixed = operators.decode_attention(qkv, cache, positions, rotary, *norms, norm.eps, self.heads, self.window)
+        if not few:
+            x = self.add_attention(x, mixed)
+            return self.add_mlp(x, self.gate(x))
+        x = operators.linear_add(mixed, self.o_proj.weight, x)
+        hidden = operators.norm_gate(x, norm_after.weight, norm_after.eps, self.gate_up_proj.weight)
+        return operators.linear_add(hidden, self.down_proj.weight, x)
 
     def project(self, x: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Step 1: norm, one product, bias, norms of heads, rotation.
@@ -105,8 +116,8 @@ class LLMLayer(nn.Module):
         return query
 
     def add_attention(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """Step 3: product and residual add. x [B, T, C], mixed [B, T, H, D] -> [B, T, C]."""
-        return x + self.o_proj(mixed.flatten(2))
+        """Step 3: product and residual add. x [B, T, C], mixed [B, T, H D] -> [B, T, C]."""
+        return x + self.o_proj(mixed)
 
     def gate(self, x: Tensor) -> Tensor:
         """Step 4: norm, one product for both halves, SiLU of one times the other. x [B, T, C] -> [B, T, I]."""
@@ -127,4 +138,8 @@ class LLMHead(nn.Module):
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """X [B, T, C], weight [V, C], which may be the embedding's -> logits [B, T, V]."""
+        if x.shape[1] == 1 and not torch.is_grad_enabled() and operators.kernels_run(x):
+            rows = x[:, 0]
+            if operators.few_rows(rows, weight):
+                return operators.norm_linear(rows, self.norm.weight, self.norm.eps, weight, None)[:, None]
         return F.linear(self.norm(x), weight)

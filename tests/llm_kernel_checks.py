@@ -1,0 +1,132 @@
+"""The kernels of a decode step against float64. Run by test_llm_kernels.py in Triton's interpreter, and on a GPU.
+
+TRITON_INTERPRET=1 python -m pytest tests/llm_kernel_checks.py
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+import zoo
+from zoo.llm import KVCache, fallback, operators
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
+# The interpreter multiplies matrices of bfloat16 as if they were integers.
+DOTS = [torch.float32, torch.float16, *([] if DEVICE == "cpu" else [torch.bfloat16])]
+RELATIVE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
+
+
+@pytest.fixture(autouse=True)
+def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(operators, "triton_runs_on", lambda device: True)
+
+
+def values(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape) * scale).to(DEVICE, dtype)
+
+
+def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert found.shape == expected.shape and found.dtype == dtype and found.isfinite().all()
+    error = (found.double() - expected).norm() / expected.norm()
+    assert error < RELATIVE[dtype], error
+
+
+def wide(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if tensor is None else tensor.double() for tensor in tensors]
+
+
+@pytest.mark.parametrize("dtype", RELATIVE)
+@pytest.mark.parametrize(("rows", "columns", "out"), [(1, 64, 33), (3, 100, 40), (4, 2048, 24), (1, 9000, 3)])
+def test_products(rows: int, columns: int, out: int, dtype: torch.dtype) -> None:
+    x, weight = values(rows, columns, dtype=dtype), values(out, columns, dtype=dtype, scale=columns**-0.5)
+    norm, bias, residual = values(columns, dtype=dtype), values(out, dtype=dtype), values(rows, out, dtype=dtype)
+    for given in (None, bias):
+        found = operators.norm_linear(x, norm, 1e-5, weight, given)
+        close(found, fallback.norm_linear(x.double(), norm.double(), 1e-5, *wide(weight, given)), dtype)
+    close(operators.linear_add(x, weight, residual), fallback.linear_add(*wide(x, weight, residual)), dtype)
+    pair = values(2 * out, columns, dtype=dtype, scale=columns**-0.5)
+    found = operators.norm_gate(x, norm, 1e-5, pair)
+    close(found, fallback.norm_gate(x.double(), norm.double(), 1e-5, pair.double()), dtype)
+
+
+@pytest.mark.parametrize("dtype", DOTS)
+@pytest.mark.parametrize(("heads", "key_heads", "width"), [(4, 4, 32), (8, 2, 64), (6, 1, 32)])
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("norms", [False, True])
+def test_attention(heads: int, key_heads: int, width: int, window: int | None, norms: bool, dtype: torch.dtype) -> None:
+    slots, positions = 300, torch.tensor([0, 7, 63, 64, 299], device=DEVICE)
+    batch = len(positions)
+    qkv = values(batch, (heads + 2 * key_heads) * width, dtype=dtype)
+    cache = values(2, batch, key_heads, slots, width, dtype=dtype)
+    rotary = torch.cat([values(batch, width // 2).cos(), values(batch, width // 2).sin()], dim=1)
+    q_norm, k_norm = (values(width, dtype=dtype), values(width, dtype=dtype)) if norms else (None, None)
+    ours, theirs = cache.clone(), cache.double()
+    found = operators.decode_attention(qkv, ours, positions, rotary, q_norm, k_norm, 1e-6, heads, window)
+    expected = fallback.decode_attention(
+        qkv.double(), theirs, positions, rotary.double(), *wide(q_norm, k_norm), 1e-6, heads, window
+    )
+    close(found, expected, dtype)
+    close(ours, theirs, dtype)
+    row = torch.arange(batch, device=DEVICE)
+    changed = (ours != cache).any(-1)
+    allowed = torch.zeros_like(changed)
+    allowed[:, row, :, positions] = True
+    assert not (changed & ~allowed).any(), "a slot was written that is not the token's"
+
+
+@pytest.mark.parametrize("dtype", DOTS)
+@pytest.mark.parametrize(("heads", "key_heads", "width"), [(4, 4, 32), (4, 1, 64)])
+@pytest.mark.parametrize("window", [None, 1, 70])
+@pytest.mark.parametrize("tokens", [16, 150])
+def test_prefill(tokens: int, heads: int, key_heads: int, width: int, window: int | None, dtype: torch.dtype) -> None:
+    slots, starts = 300, torch.tensor([0, 61, 300 - tokens])
+    positions = starts[:, None] + torch.arange(tokens)
+    # A shorter row is padded by its last token.
+    positions[1] = positions[1].clamp(max=61 + tokens // 2)
+    positions = positions.to(DEVICE)
+    query = values(3, tokens, heads, width, dtype=dtype)
+    cache = values(2, 3, key_heads, slots, width, dtype=dtype)
+    # What lies behind the last position is never looked at.
+    cache[:, 1, :, 61 + tokens // 2 + 64 :] = float("nan")
+    found = operators.prefill_attention(query, cache, positions, window)
+    clean = cache.double().nan_to_num()
+    close(found, fallback.prefill_attention(query.double(), clean, positions, window), dtype)
+
+
+def test_attention_does_not_read_what_is_not_filled() -> None:
+    cache = torch.full((2, 1, 2, 256, 32), float("nan"), device=DEVICE)
+    cache[:, :, :, :10] = values(2, 1, 2, 10, 32)
+    qkv, rotary = values(1, 8 * 32), values(1, 32)
+    position = torch.tensor([10], device=DEVICE)
+    assert operators.decode_attention(qkv, cache, position, rotary, None, None, 1e-6, 4, None).isfinite().all()
+
+
+@pytest.mark.parametrize("options", [{}, {"qk_norm": True}, {"qkv_bias": True}, {"sliding_window": 9}], ids=str)
+@pytest.mark.parametrize("batch", [1, 6])
+def test_a_model_decodes_as_without_kernels(
+    options: dict[str, object], batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = zoo.create("llm-debug", head_dim=32, num_attention_heads=4, num_key_value_heads=2, device=DEVICE, **options)
+    tokens = torch.randint(model.config.vocab_size, (batch, 12), device=DEVICE)
+    logits = {}
+    with torch.inference_mode():
+        for kernels in (True, False):
+            if not kernels:
+                monkeypatch.setattr(operators, "triton_runs_on", lambda device: False)
+            cache: KVCache = model.make_cache(batch, 32)
+            model(tokens[:, :8], cache=cache)
+            logits[kernels] = torch.cat(
+                [
+                    model(tokens[:, t : t + 1], position_ids=torch.tensor([[t]], device=DEVICE), cache=cache)
+                    for t in range(8, 12)
+                ],
+                dim=1,
+            )
+    torch.testing.assert_close(logits[True], logits[False], rtol=1e-4, atol=1e-4)

@@ -1,0 +1,139 @@
+"""The operators of a decode step: kernels by llm_kernel_checks.py, here what compilers and callers need of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zoo
+from zoo.llm import LLM, LLMLayer, operators
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run_checks(*arguments: str, **environment: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "tests/llm_kernel_checks.py", "-p", "no:cacheprovider", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert re.search(r"\d+ passed", done.stdout) and "skipped" not in done.stdout, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="torch came without Triton, which GPUs only need"
+)
+def test_kernels_in_the_interpreter() -> None:
+    run_checks(TRITON_INTERPRET="1")
+
+
+@pytest.mark.gpu
+def test_kernels_on_a_gpu() -> None:
+    run_checks("-m", "gpu", TRITON_INTERPRET="0")
+
+
+def calls() -> dict[str, tuple[Callable[..., Tensor], tuple[Any, ...]]]:
+    x, weight, norm = torch.randn(2, 8), torch.randn(6, 8), torch.randn(8)
+    cache, rotary = torch.randn(2, 2, 1, 16, 4), torch.randn(2, 4)
+    qkv, positions, head = torch.randn(2, 4 * 4), torch.tensor([3, 15]), torch.randn(4)
+    return {
+        "norm_linear": (operators.norm_linear, (x, norm, 1e-6, weight, None)),
+        "norm_linear with bias": (operators.norm_linear, (x, norm, 1e-6, weight, torch.randn(6))),
+        "linear_add": (operators.linear_add, (x, weight, torch.randn(2, 6))),
+        "norm_gate": (operators.norm_gate, (x, norm, 1e-6, weight)),
+        "attention": (operators.decode_attention, (qkv, cache, positions, rotary, None, None, 1e-6, 2, None)),
+        "prefill": (operators.prefill_attention, (torch.randn(2, 3, 2, 4), cache, torch.tensor([[3, 4, 5]] * 2), 4)),
+        "attention with norms": (operators.decode_attention, (qkv, cache, positions, rotary, head, head, 1e-6, 2, 5)),
+    }
+
+
+@pytest.mark.parametrize("name", calls())
+def test_operators_are_what_torch_expects(name: str) -> None:
+    operator, arguments = calls()[name]
+    torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_importing_the_family_brings_no_triton() -> None:
+    code = (
+        "import sys, torch, zoo\n"
+        "before = 'triton' in sys.modules\n"
+        "model = zoo.create('llm-debug'); model(**zoo.example_inputs(model))\n"
+        "assert not before and 'triton' not in sys.modules and 'zoo.llm.kernels' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
+
+
+@pytest.fixture
+def with_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers take the operators' way, though what runs in them is torch's own."""
+    monkeypatch.setattr(LLMLayer, "_by_kernels", lambda self, x: True)
+
+
+def decode(model: LLM, tokens: Tensor) -> Tensor:
+    """Logits of the last four of eight tokens, one at a time."""
+    cache = model.make_cache(tokens.shape[0], 16)
+    model(tokens[:, :4], cache=cache)
+    steps = [
+        model(tokens[:, t : t + 1], position_ids=torch.tensor([[t]]), cache=cache) for t in range(4, tokens.shape[1])
+    ]
+    return torch.cat(steps, dim=1)
+
+
+@pytest.mark.parametrize("batch", [1, 6])
+@pytest.mark.parametrize("options", [{}, {"qk_norm": True, "sliding_window": 3}, {"qkv_bias": True}], ids=str)
+def test_a_step_by_operators_is_the_same_step(
+    options: dict[str, Any], batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = zoo.create("llm-debug", **options)
+    tokens = torch.randint(model.config.vocab_size, (batch, 8))
+    with torch.inference_mode():
+        expected = decode(model, tokens)
+        monkeypatch.setattr(LLMLayer, "_by_kernels", lambda self, x: True)
+        torch.testing.assert_close(decode(model, tokens), expected)
+
+
+@pytest.mark.usefixtures("with_operators")
+@pytest.mark.parametrize("batch", [1, 6])
+def test_operators_keep_a_layer_to_one_graph(batch: int) -> None:
+    model = zoo.create("llm-debug")
+    tokens = torch.randint(model.config.vocab_size, (batch, 8))
+    with torch.inference_mode():
+        expected = decode(model, tokens)
+        zoo.compile_regions(model, backend="aot_eager")
+        with zoo.enforce_budget(model):
+            torch.testing.assert_close(decode(model, tokens), expected)
+            decode(model, tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("with_operators")
+def test_inductor_writes_the_cache_in_place() -> None:
+    model = zoo.create("llm-debug", num_hidden_layers=2)
+    tokens = torch.randint(model.config.vocab_size, (1, 8))
+    with torch.inference_mode():
+        expected = decode(model, tokens)
+        zoo.compile_regions(model)
+        torch.testing.assert_close(decode(model, tokens), expected)
+
+
+def test_rounded_weights_and_many_rows_go_the_ordinary_way() -> None:
+    weight = torch.randn(4, 8)
+    assert operators.few_rows(torch.randn(operators.MOST_ROWS, 8), weight)
+    assert not operators.few_rows(torch.randn(operators.MOST_ROWS + 1, 8), weight)
+    assert not operators.few_rows(torch.randn(1, 8, dtype=torch.bfloat16), weight)
+    assert operators.attention_fits(64) and not operators.attention_fits(80) and not operators.attention_fits(16)

@@ -1,0 +1,56 @@
+"""What the kernels compute, in torch's own operators.
+
+Shape legend: as in operators.py.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from zoo.llm.attention import attend
+from zoo.llm.cache import write
+from zoo.llm.norm import rms_norm
+from zoo.llm.rope import rotate
+
+
+def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """RMS norm of x [M, C], times weight [N, C], plus bias [N]: [M, N]."""
+    return F.linear(rms_norm(x, norm, eps), weight, bias)
+
+
+def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+    """Features x [M, C] times weight [N, C], plus residual [M, N]."""
+    return residual + F.linear(x, weight)
+
+
+def norm_gate(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+    """RMS norm of x [M, C] times weight [2 N, C]; SiLU of the first half times the second: [M, N]."""
+    gate, up = F.linear(rms_norm(x, norm, eps), weight).chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def decode_attention(
+    qkv: Tensor,
+    cache: Tensor,
+    positions: Tensor,
+    rotary: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    heads: int,
+    window: int | None,
+) -> Tensor:
+    """Attention of one new token a row over the cache, which gets the token's key and value: [B, H D]."""
+    key_heads, width = cache.shape[2], cache.shape[4]
+    query, key, value = qkv.view(-1, 1, heads + 2 * key_heads, width).split((heads, key_heads, key_heads), dim=2)
+    if q_norm is not None and k_norm is not None:
+        query, key = rms_norm(query, q_norm, eps), rms_norm(key, k_norm, eps)
+    rows = rotary.unsqueeze(1)
+    write(cache, positions.unsqueeze(1), rotate(key, rows), value)
+    return attend(rotate(query, rows), cache, positions.unsqueeze(1), window).flatten(1).contiguous()
+
+
+def prefill_attention(query: Tensor, cache: Tensor, positions: Tensor, window: int | None) -> Tensor:
+    """Attention of many new tokens a row over a cache that holds them already: [B, T, H, D]."""
+    return attend(query, cache, positions, window).contiguous()

@@ -1,0 +1,142 @@
+"""The kernels of the family as torch operators, so that a layer stays one graph.
+
+On a GPU each runs Triton kernels, elsewhere torch's own operators compute the same. Layers use them where kernels run
+(``kernels_run``, ``few_rows``); nothing else of the family knows them.
+
+Shape legend: M rows of features, N rows of a weight, C columns, B batch, H query heads, K key and value heads, S slots,
+D width of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.llm import fallback
+from zoo.operators import OperatorLibrary, launcher, triton_runs_on
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# From here on a matrix product of the vendor's library reads weights as fast.
+MOST_ROWS = 4
+
+_LIBRARY = OperatorLibrary("zoo_llm")
+
+
+def kernels_run(x: Tensor) -> bool:
+    """Whether operators on ``x`` run kernels of our own."""
+    return x.dtype in DTYPES and triton_runs_on(x.device)
+
+
+def attention_fits(width: int) -> bool:
+    """Whether the kernel takes heads of this width."""
+    return width >= 32 and width & (width - 1) == 0
+
+
+def few_rows(x: Tensor, *weights: Tensor) -> bool:
+    """Whether products of x [M, C] with these weights are for our kernels: few rows, and weights that are plain."""
+    plain = all(not hasattr(weight, "__tensor_flatten__") and weight.dtype == x.dtype for weight in weights)
+    return plain and x.shape[0] <= MOST_ROWS
+
+
+def _implementation(module: str, name: str, x: Tensor) -> Any:
+    return launcher(f"zoo.llm.kernels.{module}", name, x) if kernels_run(x) else getattr(fallback, name)
+
+
+@_LIBRARY.operator("(Tensor x, Tensor norm, float eps, Tensor weight, Tensor? bias) -> Tensor")
+def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """RMS norm of x [M, C], times weight [N, C], plus bias [N]: [M, N]."""
+    return _implementation("products", "norm_linear", x)(x, norm, eps, weight, bias)
+
+
+@_LIBRARY.fake("norm_linear")
+def _(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@_LIBRARY.operator("(Tensor x, Tensor weight, Tensor residual) -> Tensor")
+def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+    """Features x [M, C] times weight [N, C], plus residual [M, N]."""
+    return _implementation("products", "linear_add", x)(x, weight, residual)
+
+
+@_LIBRARY.fake("linear_add")
+def _(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@_LIBRARY.operator("(Tensor x, Tensor norm, float eps, Tensor weight) -> Tensor")
+def norm_gate(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+    """RMS norm of x [M, C] times weight [2 N, C]; SiLU of the first half times the second: [M, N]."""
+    return _implementation("products", "norm_gate", x)(x, norm, eps, weight)
+
+
+@_LIBRARY.fake("norm_gate")
+def _(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0] // 2)
+
+
+@_LIBRARY.operator(
+    "(Tensor qkv, Tensor(a!) cache, Tensor positions, Tensor rotary, Tensor? q_norm, Tensor? k_norm, float eps, "
+    "int heads, int? window) -> Tensor"
+)
+def decode_attention(
+    qkv: Tensor,
+    cache: Tensor,
+    positions: Tensor,
+    rotary: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    heads: int,
+    window: int | None,
+) -> Tensor:
+    """Attention of one new token a row over the cache, which gets the token's key and value first.
+
+    Args:
+        qkv: [B, (H + 2 K) D], queries, keys and values as they come from their product.
+        cache: [2, B, K, S, D], written in place.
+        positions: [B] int64, of the new tokens. Slots up to them are read.
+        rotary: [B, D] float32, cosines and sines of the positions.
+        q_norm: [D], weight of the queries' RMS norm, or None.
+        k_norm: [D], of the keys'.
+        eps: Of both.
+        heads: H.
+        window: How many last tokens are seen; None for all.
+
+    Returns:
+        [B, H D].
+    """
+    arguments = qkv, cache, positions, rotary, q_norm, k_norm, eps, heads, window
+    return _implementation("decode", "decode_attention", qkv)(*arguments)
+
+
+@_LIBRARY.fake("decode_attention")
+def _(
+    qkv: Tensor,
+    cache: Tensor,
+    positions: Tensor,
+    rotary: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    heads: int,
+    window: int | None,
+) -> Tensor:
+    return qkv.new_empty(qkv.shape[0], heads * cache.shape[4])
+
+
+@_LIBRARY.operator("(Tensor query, Tensor cache, Tensor positions, int? window) -> Tensor")
+def prefill_attention(query: Tensor, cache: Tensor, positions: Tensor, window: int | None) -> Tensor:
+    """Attention of many new tokens a row over a cache that holds them already; see ``zoo.llm.attend``.
+
+    Query [B, T, H, D], cache [2, B, K, S, D], positions [B, T] int64 -> [B, T, H, D]. Slots that no token of a block
+    sees are not read.
+    """
+    return _implementation("prefill", "prefill_attention", query)(query, cache, positions, window)
+
+
+@_LIBRARY.fake("prefill_attention")
+def _(query: Tensor, cache: Tensor, positions: Tensor, window: int | None) -> Tensor:
+    return query.new_empty(query.shape)
