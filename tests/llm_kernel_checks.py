@@ -130,3 +130,24 @@ def test_a_model_decodes_as_without_kernels(
                 dim=1,
             )
     torch.testing.assert_close(logits[True], logits[False], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", RELATIVE)
+@pytest.mark.parametrize("vocabulary", [5, 1024, 3000])
+def test_the_most_likely_token_and_what_follows(vocabulary: int, dtype: torch.dtype) -> None:
+    logits = values(4, vocabulary, dtype=dtype)
+    logits[1] = 1.0  # all equal: the first
+    logits[2, [3, 4]] = 50.0
+    best = logits.argmax(-1)
+    best[1], best[2] = 0, 3
+    ends = torch.full((16,), -1, device=DEVICE)
+    ends[0] = best[2]
+    finished = torch.tensor([False, False, False, True], device=DEVICE)
+    tokens, positions = torch.zeros(4, 1, dtype=torch.int64, device=DEVICE), torch.tensor([[7], [8], [9], [1]])
+    positions, step = positions.to(DEVICE), torch.tensor([2], device=DEVICE)
+    output = torch.zeros(5, 4, dtype=torch.int64, device=DEVICE)
+    operators.accept_greedy(logits, tokens, positions, finished, step, output, ends, torch.tensor(1, device=DEVICE))
+    expected = [best[0].item(), 0, 3, 1]
+    assert tokens.flatten().tolist() == output[2].tolist() == expected and not output[[0, 1, 3, 4]].any()
+    assert positions.flatten().tolist() == [8, 9, 10, 1] and step.tolist() == [3]
+    assert finished.tolist() == [expected[0] == 3, False, True, True]

@@ -55,6 +55,18 @@ def calls() -> dict[str, tuple[Callable[..., Tensor], tuple[Any, ...]]]:
         "norm_linear": (operators.norm_linear, (x, norm, 1e-6, weight, None)),
         "norm_linear with bias": (operators.norm_linear, (x, norm, 1e-6, weight, torch.randn(6))),
         "linear_add": (operators.linear_add, (x, weight, torch.randn(2, 6))),
+        "accept_greedy": (
+            operators.accept_greedy,
+            (
+                torch.randn(2, 9),
+                *torch.zeros(2, 2, 1, dtype=torch.int64).unbind(),
+                torch.tensor([True, False]),
+                torch.zeros(1, dtype=torch.int64),
+                torch.zeros(3, 2, dtype=torch.int64),
+                torch.full((16,), -1),
+                torch.tensor(1),
+            ),
+        ),
         "norm_gate": (operators.norm_gate, (x, norm, 1e-6, weight)),
         "attention": (operators.decode_attention, (qkv, cache, positions, rotary, None, None, 1e-6, 2, None)),
         "prefill": (operators.prefill_attention, (torch.randn(2, 3, 2, 4), cache, torch.tensor([[3, 4, 5]] * 2), 4)),

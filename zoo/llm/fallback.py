@@ -5,6 +5,7 @@ Shape legend: as in operators.py.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -54,3 +55,36 @@ def decode_attention(
 def prefill_attention(query: Tensor, cache: Tensor, positions: Tensor, window: int | None) -> Tensor:
     """Attention of many new tokens a row over a cache that holds them already: [B, T, H, D]."""
     return attend(query, cache, positions, window).contiguous()
+
+
+def accept_greedy(
+    logits: Tensor,
+    tokens: Tensor,
+    positions: Tensor,
+    finished: Tensor,
+    step: Tensor,
+    output: Tensor,
+    ends: Tensor,
+    pad: Tensor,
+) -> None:
+    """Take each row's most likely token and move on to the next step."""
+    accept(logits.argmax(-1), tokens, positions, finished, step, output, ends, pad)
+
+
+def accept(
+    token: Tensor,
+    tokens: Tensor,
+    positions: Tensor,
+    finished: Tensor,
+    step: Tensor,
+    output: Tensor,
+    ends: Tensor,
+    pad: Tensor,
+) -> None:
+    """Note the tokens [B] that were chosen, and move on; rows that have ended get padding and stay."""
+    token = torch.where(finished, pad, token)
+    output.index_copy_(0, step, token[None])
+    positions.add_((~finished)[:, None])
+    finished.logical_or_((token[:, None] == ends).any(-1))
+    tokens.copy_(token[:, None])
+    step.add_(1)

@@ -140,3 +140,37 @@ def prefill_attention(query: Tensor, cache: Tensor, positions: Tensor, window: i
 @_LIBRARY.fake("prefill_attention")
 def _(query: Tensor, cache: Tensor, positions: Tensor, window: int | None) -> Tensor:
     return query.new_empty(query.shape)
+
+
+@_LIBRARY.operator(
+    "(Tensor logits, Tensor(a!) tokens, Tensor(b!) positions, Tensor(c!) finished, Tensor(d!) step, "
+    "Tensor(e!) output, Tensor ends, Tensor pad) -> ()"
+)
+def accept_greedy(
+    logits: Tensor,
+    tokens: Tensor,
+    positions: Tensor,
+    finished: Tensor,
+    step: Tensor,
+    output: Tensor,
+    ends: Tensor,
+    pad: Tensor,
+) -> None:
+    """Take each row's most likely token, the first of equals, and move on to the next step.
+
+    Args:
+        logits: [B, V].
+        tokens: [B, 1] int64, set to the tokens that are fed next.
+        positions: [B, 1] int64, moved on but for rows that have ended.
+        finished: [B] bool, rows that have ended, before and after.
+        step: [1] int64, moved on.
+        output: [S, B] int64, gets the tokens at ``step``; ``pad`` for rows that had ended.
+        ends: [E] int64, tokens that end a row; E is a power of two.
+        pad: Scalar int64.
+    """
+    _implementation("choice", "accept_greedy", logits)(logits, tokens, positions, finished, step, output, ends, pad)
+
+
+@_LIBRARY.fake("accept_greedy")
+def _(logits: Tensor, *_: Tensor) -> None:
+    return None
