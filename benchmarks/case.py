@@ -86,9 +86,18 @@ class Case:
 
 def refusal(case: Case) -> str | None:
     """Why no workload can have such an arm, or None."""
-    compiled = case.strategy != "eager"
-    if not compiled and case.mode != "default":
-        return f"eager is not compiled, so mode {case.mode} does not apply"
+    for what, value, known in (
+        ("implementation", case.impl, IMPLEMENTATIONS),
+        ("strategy", case.strategy, STRATEGIES),
+        ("mode", case.mode, MODES),
+    ):
+        if value not in known:
+            return f"{what} {value!r} is not one of {', '.join(known)}"
+    if case.strategy == "eager":
+        if case.mode != "default":
+            return f"eager is not compiled, so mode {case.mode} does not apply"
+        if case.dynamic:
+            return "eager is not compiled, so dynamic shapes do not apply"
     if case.strategy == "hierarchical" and case.impl != "zoo":
         return "hierarchical needs the declared regions of a zoo model"
     if case.mode == "reduce-overhead":
@@ -98,6 +107,11 @@ def refusal(case: Case) -> str | None:
             return "reduce-overhead records CUDA graphs itself; leave out +cudagraph"
         if case.device == "cpu":
             return "reduce-overhead needs a GPU"
+    if case.cuda_graph:
+        if case.device == "cpu":
+            return "a CPU has no CUDA graphs"
+        if case.dynamic:
+            return "a CUDA graph has fixed shapes, so dynamic shapes cannot be captured"
     return None
 
 

@@ -328,12 +328,6 @@ def test_every_model_is_a_preset_and_every_input_a_task():
     ("changes", "reason"),
     [
         ({"impl": "upstream", "strategy": "hierarchical"}, "declared regions"),
-        ({"strategy": "regional", "mode": "reduce-overhead"}, "it is for full alone"),
-        ({"strategy": "full", "mode": "reduce-overhead", "cuda_graph": True}, "records CUDA graphs itself"),
-        ({"strategy": "full", "cuda_graph": True, "device": "cpu"}, "a CPU has no CUDA graphs"),
-        ({"strategy": "full", "cuda_graph": True, "dynamic": True}, "fixed shapes"),
-        ({"strategy": "eager", "dynamic": True}, "eager compiles nothing"),
-        ({"strategy": "eager", "mode": "max-autotune-no-cudagraphs"}, "eager is not compiled"),
         ({"dtype": "float16", "device": "cpu"}, "dtype 'float16' is not one of float32, bfloat16 on cpu"),
         ({"model": "gpt-2"}, "model 'gpt-2' is not one of llama"),
         ({"input": "decode-7x7"}, "input 'decode-7x7'"),

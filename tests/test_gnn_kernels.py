@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
 from tests.gnn_reference import attend, edge_attention, edge_max, edge_sum
+from tests.kernel_runs import run_checks
 from zoo.gnn import CSRGraph, operators, split
 from zoo.gnn.aggregate import attention, max_neighbours, mean_neighbours, sum_neighbours
 from zoo.gnn.csr import GraphTensors, Recipe
@@ -33,26 +32,13 @@ MODELS = ["gcn-debug", "gat-debug", "graphsage-debug"]
 NODES, EDGES = 169_343, 2_315_598
 
 
-def run_checks(*arguments: str, **environment: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "tests/gnn_kernel_checks.py", "-p", "no:cacheprovider", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert re.search(r"\d+ passed", done.stdout) and "skipped" not in done.stdout, done.stdout
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="torch came without Triton, which GPUs only need"
 )
 @pytest.mark.parametrize("kind", ["sums", "maxima", "attention"])
 def test_kernels_in_the_interpreter(kind: str) -> None:
-    run_checks("-k", kind, TRITON_INTERPRET="1")
+    run_checks("gnn_kernel_checks.py", "-k", kind, interpret=True)
 
 
 def test_importing_the_zoo_brings_no_triton() -> None:
@@ -391,7 +377,7 @@ def milliseconds(function: Callable[[], object]) -> float:
 
 @pytest.mark.gpu
 def test_kernels_on_a_gpu() -> None:
-    run_checks("-m", "gpu", TRITON_INTERPRET="0")
+    run_checks("gnn_kernel_checks.py", "-m", "gpu", interpret=False)
 
 
 @pytest.mark.gpu

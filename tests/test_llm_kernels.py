@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,22 +14,10 @@ import torch
 from torch import Tensor
 
 import zoo
+from tests.kernel_runs import run_checks
 from zoo.llm import LLM, LLMLayer, operators
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def run_checks(*arguments: str, **environment: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "tests/llm_kernel_checks.py", "-p", "no:cacheprovider", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert re.search(r"\d+ passed", done.stdout) and "skipped" not in done.stdout, done.stdout
 
 
 @pytest.mark.slow
@@ -39,12 +25,12 @@ def run_checks(*arguments: str, **environment: str) -> None:
     importlib.util.find_spec("triton") is None, reason="torch came without Triton, which GPUs only need"
 )
 def test_kernels_in_the_interpreter() -> None:
-    run_checks(TRITON_INTERPRET="1")
+    run_checks("llm_kernel_checks.py", interpret=True)
 
 
 @pytest.mark.gpu
 def test_kernels_on_a_gpu() -> None:
-    run_checks("-m", "gpu", TRITON_INTERPRET="0")
+    run_checks("llm_kernel_checks.py", "-m", "gpu", interpret=False)
 
 
 def calls() -> dict[str, tuple[Callable[..., Tensor], tuple[Any, ...]]]:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from benchmarks.case import Case
+from benchmarks.case import Case, refusal
 
 
 @dataclass(kw_only=True)
@@ -72,3 +72,16 @@ class Workload(Protocol):
 
     def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
         """Build model and inputs on the device. Called in the worker process only."""
+
+
+def refuses_unknown(workload: Workload, case: Case, workloads: tuple[str, ...] = ("inference",)) -> str | None:
+    """What every family refuses: names that it does not have, and arms that nobody can have."""
+    for what, value, known in (
+        ("model", case.model, workload.models),
+        ("input", case.input, workload.inputs),
+        ("workload", case.workload, workloads),
+        ("dtype", case.dtype, workload.dtypes(case.device)),
+    ):
+        if value not in known:
+            return f"{what} {value!r} is not one of {', '.join(known)} on {case.device}"
+    return refusal(case)

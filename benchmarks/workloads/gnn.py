@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.case import IMPLEMENTATIONS, MODES, STRATEGIES, Case
+from benchmarks.case import Case
 from benchmarks.workloads import gnn_upstream, gnn_work, graphs
-from benchmarks.workloads.base import Prepared
+from benchmarks.workloads.base import Prepared, refuses_unknown
 from benchmarks.workloads.gnn_work import Architecture
 from benchmarks.workloads.graphs import POWER_LAW, Graph
 
@@ -47,34 +47,7 @@ class GnnWorkload:
 
     def refuses(self, case: Case) -> str | None:
         """Why this combination does not exist, or None."""
-        for what, value, known in (
-            ("model", case.model, self.models),
-            ("input", case.input, self.inputs),
-            ("workload", case.workload, ("inference",)),
-            ("dtype", case.dtype, self.dtypes(case.device)),
-            ("implementation", case.impl, IMPLEMENTATIONS),
-            ("strategy", case.strategy, STRATEGIES),
-            ("mode", case.mode, MODES),
-        ):
-            if value not in known:
-                return f"{what} {value!r} is not one of {', '.join(known)} on {case.device}"
-        if case.strategy == "eager" and case.mode != "default":
-            return f"mode {case.mode!r} is an option of the compiler, and eager compiles nothing"
-        if case.strategy == "eager" and case.dynamic:
-            return "dynamic shapes are an option of the compiler, and eager compiles nothing"
-        if case.strategy == "hierarchical" and case.impl != "zoo":
-            return "hierarchical needs declared regions, which the upstream library's models do not have"
-        if case.mode == "reduce-overhead" and case.strategy != "full":
-            return "reduce-overhead works on the whole model only: its CUDA graphs overwrite outputs between regions"
-        if case.mode == "reduce-overhead" and case.device == "cpu":
-            return "reduce-overhead means CUDA graphs, which a CPU does not have"
-        if case.cuda_graph and case.device == "cpu":
-            return "a CPU has no CUDA graphs"
-        if case.cuda_graph and case.mode == "reduce-overhead":
-            return "reduce-overhead makes CUDA graphs of its own, which cannot be captured into an outer one"
-        if case.cuda_graph and case.dynamic:
-            return "a CUDA graph has fixed shapes, so dynamic shapes cannot be captured"
-        return None
+        return refuses_unknown(self, case)
 
     def memory_bytes(self, case: Case) -> int:
         """Estimated peak device memory of the case in bytes, from the counts of the published graph."""

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.case import IMPLEMENTATIONS, MODES, STRATEGIES, Case, refusal
+from benchmarks.case import Case
 from benchmarks.workloads import llm_steps, llm_upstream, llm_weights, llm_work
-from benchmarks.workloads.base import Prepared
+from benchmarks.workloads.base import Prepared, refuses_unknown
 from benchmarks.workloads.llm_work import Task
 from zoo.llm import LLM, LLMConfig
 from zoo.llm.checkpoint import placements
@@ -60,27 +60,12 @@ class LlmWorkload:
 
     def refuses(self, case: Case) -> str | None:
         """Why this combination does not exist, or None."""
-        for what, value, known in (
-            ("model", case.model, self.models),
-            ("input", case.input, self.inputs),
-            ("workload", case.workload, ("inference",)),
-            ("dtype", case.dtype, self.dtypes(case.device)),
-            ("implementation", case.impl, IMPLEMENTATIONS),
-            ("strategy", case.strategy, STRATEGIES),
-            ("mode", case.mode, MODES),
-        ):
-            if value not in known:
-                return f"{what} {value!r} is not one of {', '.join(known)} on {case.device}"
-        if case.strategy == "eager" and case.dynamic:
-            return "dynamic shapes are an option of the compiler, and eager compiles nothing"
-        if case.cuda_graph and case.device == "cpu":
-            return "a CPU has no CUDA graphs"
-        if case.cuda_graph and case.dynamic:
-            return "a CUDA graph has fixed shapes, so dynamic shapes cannot be captured"
+        if reason := refuses_unknown(self, case):
+            return reason
         slots, limit = llm_work.task(case.input).slots, PRESETS[case.model].max_position_embeddings
         if slots > limit:
             return f"{case.input} needs {slots} positions, and {case.model} has {limit}"
-        return refusal(case)
+        return None
 
     def memory_bytes(self, case: Case) -> int:
         """Estimated peak device memory of the case in bytes, the reference included, which any arm may compute."""

@@ -1,0 +1,25 @@
+"""Runs kernel checks in a process of their own: in Triton's interpreter, which is chosen at import, or on a GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run_checks(file: str, *arguments: str, interpret: bool) -> None:
+    """Fail unless every check of ``tests/<file>`` that pytest's arguments select passes, and at least one does."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", f"tests/{file}", "-p", "no:cacheprovider", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": str(int(interpret))},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert re.search(r"\d+ passed", done.stdout) and "skipped" not in done.stdout, done.stdout
