@@ -20,6 +20,17 @@ def test_median_and_p95_of_known_samples() -> None:
     assert stats.percentile([3.0], 5) == 3
 
 
+def test_interval_of_a_median_covers_it_and_needs_six_rounds() -> None:
+    random = np.random.RandomState(3)
+    covered = 0
+    for _ in range(200):
+        interval = stats.median_interval(list(2.0 * random.lognormal(0, 0.1, size=20)))
+        assert interval is not None
+        covered += interval[0] <= 2.0 <= interval[1]
+    assert 0.89 <= covered / 200 <= 0.99
+    assert stats.median_interval([1.0, 1.1, 1.2, 1.3, 1.4]) is None
+
+
 @pytest.mark.parametrize(
     ("samples", "said"),
     [([], "no samples"), ([1.0, math.nan], "sample 1 is nan"), ([math.inf], "inf"), ([0.0], "above 0"), ([-1.0], "-1")],

@@ -1,4 +1,4 @@
-"""What stands in the columns of a race's table, as text; terminal and Markdown show the same."""
+"""What stands in the columns of a race's tables, as text; terminal, Markdown and HTML show the same."""
 
 from __future__ import annotations
 
@@ -7,6 +7,17 @@ from benchmarks.rendering.race import Arm, Race
 from benchmarks.result import Compile, Result
 
 MOST_REASON = 300
+COMPILE_HEAD = (
+    "arm",
+    "compile s, cold / warm",
+    "first result s, cold / warm",
+    "start-up s",
+    "capture s",
+    "graphs",
+    "breaks",
+    "recompiles",
+    "cache hits, cold / warm",
+)
 
 
 def name(arm: Arm) -> str:
@@ -110,3 +121,77 @@ def bests(race: Race) -> list[str]:
         else:
             lines.append(f"Best upstream {what}: none ran.")
     return lines
+
+
+def race_head(race: Race) -> tuple[str, ...]:
+    """The columns of ``race_row``."""
+    over = race.reference.name if race.reference else "eager"
+    return (
+        "arm",
+        "p50 ms",
+        "p95 ms",
+        f"over {over}",
+        "over best as shipped",
+        "over best tuned",
+        "compile s, cold / warm",
+        "graphs / breaks / recompiles",
+        "kernels",
+        "memory MiB",
+        "error",
+        "times the floor",
+        "of peak bandwidth / FLOP/s",
+        "break-even calls, cold / warm",
+    )
+
+
+def race_row(race: Race, arm: Arm) -> tuple[str, ...]:
+    return (
+        name(arm),
+        numbers.significant(arm.p50),
+        numbers.significant(arm.p95),
+        *(speedup_and_verdict(race, arm, best) for best in (race.reference, race.best_shipped, race.best_tuned)),
+        pair(seconds(arm.result.cold), seconds(arm.result.warm)),
+        compiler_counts(arm.result.cold).replace("/", " / "),
+        kernels(arm),
+        memory(arm),
+        error(arm),
+        times_floor(arm),
+        utilisation(arm),
+        break_even(race, arm).replace("/", " / "),
+    )
+
+
+def compiles(arm: Arm) -> bool:
+    """Whether anything is paid before the arm's first fast call."""
+    return arm.result.case.strategy != "eager" or (arm.result.cold or Compile()).capture is not None
+
+
+def compile_row(arm: Arm) -> tuple[str, ...]:
+    """What compiling cost, in the columns of ``COMPILE_HEAD``."""
+    cold, warm = arm.result.cold or Compile(), arm.result.warm or Compile()
+    return (
+        name(arm),
+        pair(numbers.significant(cold.seconds), numbers.significant(warm.seconds)),
+        pair(numbers.significant(cold.time_to_first_result), numbers.significant(warm.time_to_first_result)),
+        numbers.significant(cold.start_up),
+        numbers.significant(cold.capture),
+        numbers.count(cold.graphs),
+        str(len(cold.breaks)),
+        str(len(cold.recompiles)),
+        pair(numbers.count(cold.cache_hits), numbers.count(warm.cache_hits)),
+    )
+
+
+def troubles(arm: Arm) -> list[str]:
+    """Graph breaks and recompiles, a line for each distinct reason."""
+    cold = arm.result.cold or Compile()
+    lines = []
+    for what, reasons in (("break", cold.breaks), ("recompile", cold.recompiles)):
+        for reason in dict.fromkeys(reasons):
+            often = f"{reasons.count(reason)}× " if reasons.count(reason) > 1 else ""
+            lines.append(f"{arm.name}: {often}{what}: {shortened(reason)}")
+    return lines
+
+
+def pair(first: str, second: str) -> str:
+    return first if first == second == numbers.NOTHING else f"{first} / {second}"

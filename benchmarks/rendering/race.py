@@ -38,6 +38,12 @@ def is_tuned(case: Case) -> bool:
     return case.impl != "zoo" and not is_shipped(case) and not case.control
 
 
+def paid_seconds(compile: Compile | None) -> float | None:
+    """Seconds spent before the first fast call, compilation and capture; None where neither was measured."""
+    known = [] if compile is None else [s for s in (compile.seconds, compile.capture) if s is not None]
+    return sum(known) if known else None
+
+
 @dataclass(frozen=True, eq=False)
 class Arm:
     """One arm that ran, with its median and 95th percentile in milliseconds (None where no round was raced)."""
@@ -121,6 +127,15 @@ class Race:
                 return arm
         return None
 
+    @property
+    def ours(self) -> Arm | None:
+        """The arm we stand for: regional with the outer CUDA graph, or without where it cannot be captured."""
+        for cuda_graph in (True, False):
+            arm = self.find(impl="zoo", strategy="regional", cuda_graph=cuda_graph)
+            if arm is not None and arm.p50 is not None and not arm.wrong:
+                return arm
+        return None
+
     def _fastest(self, arms: Iterable[Arm]) -> Arm | None:
         return next((arm for arm in arms if arm.p50 is not None and not arm.wrong), None)  # arms are sorted by time
 
@@ -139,6 +154,10 @@ class Race:
         if over is None or over.p50 is None or arm.p50 is None:
             return None
         return _ratio(over.result, arm.result, self.clock)
+
+    def interval(self, arm: Arm) -> tuple[float, float] | None:
+        """The 95 % interval of the arm's median, milliseconds; None where the rounds are too few for one."""
+        return stats.median_interval(samples) if (samples := _samples(arm.result, self.clock)) else None
 
     def verdict(self, arm: Arm, over: Arm | None) -> Verdict | None:
         """What the interval and the noise floor say about that speed-up."""
@@ -161,12 +180,11 @@ class Race:
         eager = self.own_eager(arm)
         if compile is None or eager is None or eager.p50 is None or arm.p50 is None or arm is eager:
             return None
-        paid = [seconds for seconds in (compile.seconds, compile.capture) if seconds is not None]
-        if not paid:
+        if (paid := paid_seconds(compile)) is None:
             return None
         if self.verdict(arm, eager) == "undetermined":
             return math.nan
-        return stats.break_even_calls(sum(paid), eager.p50, arm.p50)
+        return stats.break_even_calls(paid, eager.p50, arm.p50)
 
     @property
     def notes(self) -> list[str]:

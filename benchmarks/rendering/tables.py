@@ -15,6 +15,15 @@ from benchmarks.result import Compile, Result, Rows, device_name
 from benchmarks.stats import Ratio
 from benchmarks.usage import did_you_mean
 
+HEADLINE = (
+    "model, input",
+    "upstream as shipped, its best: ms",
+    "ours: ms",
+    "speed-up",
+    "over upstream's best tuned",
+    "cold compile s, upstream full → ours",
+)
+DECOMPOSITION = ("step", "p50 ms", "over the row above", "over the first row", "kernels")
 SELECTING = ("family", "model", "input", "workload", "dtype", "device", "gpu", "torch")
 DEFAULTS = {"workload": "inference", "dtype": "float32"}
 UPSTREAM = {
@@ -163,15 +172,6 @@ def _machine(race: Race) -> str:
 # Headline ----------------------------------------------------------------------------------------------------------
 
 
-def _ours(race: Race) -> Arm | None:
-    """The arm we stand for: regional with the outer CUDA graph, or without where it cannot be captured."""
-    for cuda_graph in (True, False):
-        arm = race.find(impl="zoo", strategy="regional", cuda_graph=cuda_graph)
-        if arm is not None and arm.p50 is not None and not arm.wrong:
-            return arm
-    return None
-
-
 def worst_row(shown: Sequence[Race]) -> tuple[Race, Arm, Ratio] | None:
     """The row with our lowest speed-up over the best upstream arm as shipped.
 
@@ -186,7 +186,7 @@ def worst_row(shown: Sequence[Race]) -> tuple[Race, Arm, Ratio] | None:
                 continue
             if (ratio := race.speedup(arm, race.best_shipped)) is not None:
                 all_regional.append((race, arm, ratio))
-                if arm is _ours(race):
+                if arm is race.ours:
                     stood_for.append((race, arm, ratio))
     worst = min(stood_for, key=lambda row: row[2].value, default=None)
     if worst is not None and worst[2].value < 1:
@@ -198,15 +198,7 @@ def _headline(spec: Spec, shown: list[Race]) -> str:
     chosen = _select(spec, shown)
     if not chosen:
         return _nothing(spec)
-    head = (
-        "model, input",
-        "upstream as shipped, its best: ms",
-        "ours: ms",
-        "speed-up",
-        "over upstream's best tuned",
-        "cold compile s, upstream full → ours",
-    )
-    rows = [(race, _ours(race)) for race in chosen]
+    rows = [(race, race.ours) for race in chosen]
     # The worst row comes from all races of the family, so that a choice of models or inputs cannot hide it.
     everything = _select(spec, shown, ignore=("model", "input"))
     worst = worst_row(everything)
@@ -221,11 +213,12 @@ def _headline(spec: Spec, shown: list[Race]) -> str:
             f"{race.case.model}, {race.case.input}: {arm.name}, {said}."
         )
     notes.append("Intervals are 95 % bootstrap over rounds; a difference within the A/A noise is undetermined.")
-    body = markdown.table(head, [_headline_row(race, arm) for race, arm in rows])
+    body = markdown.table(HEADLINE, [headline_row(race, arm) for race, arm in rows])
     return "\n\n".join([body, " ".join(notes), _origin(list(dict.fromkeys(race for race, _ in rows)))])
 
 
-def _headline_row(race: Race, ours: Arm | None) -> tuple[str, ...]:
+def headline_row(race: Race, ours: Arm | None) -> tuple[str, ...]:
+    """One race in the columns of ``HEADLINE``: upstream's best arms as shipped and tuned beside one of ours."""
     shipped, tuned = race.best_shipped, race.best_tuned
     full = race.find(impl="upstream", strategy="full")
     before = cells.seconds(full.result.cold if full else None)
@@ -254,6 +247,11 @@ def _why_not(race: Race, **options: str) -> str:
 
 
 def _decomposition(race: Race) -> str:
+    return markdown.table(DECOMPOSITION, decomposition_rows(race))
+
+
+def decomposition_rows(race: Race) -> list[tuple[str, ...]]:
+    """A win taken apart, in the columns of ``DECOMPOSITION``; a step that failed or was not run says so."""
     steps: list[tuple[str, Case]] = []
     for step, options in (
         ("upstream eager", {"impl": "upstream", "strategy": "eager"}),
@@ -262,7 +260,7 @@ def _decomposition(race: Race) -> str:
         ("+ outer CUDA graph", {"impl": "zoo", "strategy": "regional", "cuda_graph": True}),
     ):
         steps.append((step, _case(race, **options)))
-    rows = []
+    rows: list[tuple[str, ...]] = []
     first: Arm | None = None
     before: Arm | None = None
     for step, case in steps:
@@ -281,7 +279,7 @@ def _decomposition(race: Race) -> str:
             )
         )
         first, before = first or arm, arm
-    return markdown.table(("step", "p50 ms", "over the row above", "over the first row", "kernels"), rows)
+    return rows
 
 
 def _case(race: Race, **options: object) -> Case:
