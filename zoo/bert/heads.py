@@ -1,0 +1,157 @@
+"""What stands on the encoder, with its loss: one class a task.
+
+Shapes: B rows, T tokens of a row, N tokens of a packed batch, C width, L labels, V vocabulary. [..., C] is [B, T, C] of
+a padded batch and [N, C] of a packed one.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zoo.bert.config import BertConfig
+from zoo.bert.layer import activation
+from zoo.bert.outputs import SequenceScores, Spans, TokenScores
+
+
+class PoolerHead(nn.Module):
+    """The first token of each row, through a product and a hyperbolic tangent."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, first: Tensor) -> Tensor:
+        """First [B, C] -> [B, C]."""
+        return torch.tanh(self.dense(first))
+
+
+class MaskedLMHead(nn.Module):
+    """The vocabulary's scores at every token."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        # RoBERTa's head has this activation whatever its layers have.
+        self.activation = activation("gelu" if config.kind == "roberta" else config.hidden_act)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+
+    def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None = None) -> TokenScores:
+        """X [..., C], weight [V, C], which may be the word table's, labels [...], -100 where none is -> scores."""
+        logits = F.linear(self.norm(self.activation(self.dense(x))), weight, self.bias)
+        return TokenScores(logits, _cross_entropy(logits, labels))
+
+
+class SequenceHead(nn.Module):
+    """Scores of a row, from its first token."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        rate = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
+        self.problem_type, self.num_labels = config.problem_type, config.num_labels
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.first_dropout = nn.Dropout(rate) if config.kind == "roberta" else None
+        self.dropout = nn.Dropout(rate)
+
+    def forward(self, first: Tensor, labels: Tensor | None = None) -> SequenceScores:
+        """First [B, C], labels [B] or [B, L] -> scores [B, L]."""
+        if self.first_dropout is not None:
+            first = self.first_dropout(first)
+        logits = self.classifier(self.dropout(torch.tanh(self.dense(first))))
+        if labels is None:
+            return SequenceScores(logits)
+        problem = self.problem_type or problem_of(labels, self.num_labels)
+        if problem == "single_label_classification":
+            return SequenceScores(logits, _cross_entropy(logits, labels))
+        if problem == "multi_label_classification":
+            return SequenceScores(logits, F.binary_cross_entropy_with_logits(logits, labels.to(logits)))
+        return SequenceScores(logits, F.mse_loss(logits.flatten(), labels.to(logits).flatten()))
+
+
+class TokenHead(nn.Module):
+    """Scores of each token."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        rate = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
+        self.dropout = nn.Dropout(rate)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> TokenScores:
+        """X [..., C], labels [...], -100 where none is -> scores [..., L]."""
+        logits = self.classifier(self.dropout(x))
+        return TokenScores(logits, _cross_entropy(logits, labels))
+
+
+class SpanHead(nn.Module):
+    """Scores of each token to be the first or the last of the answer."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.outputs = nn.Linear(config.hidden_size, 2)
+
+    def forward(
+        self,
+        x: Tensor,
+        start: Tensor | None = None,
+        end: Tensor | None = None,
+        rows: int = 0,
+        row_length: int = 0,
+        places: Tensor | None = None,
+    ) -> Spans:
+        """Score, and compare with the answer.
+
+        Args:
+            x: [B, T, C], or [N, C].
+            start: [B], the answer's first token; below zero is the first, beyond the row is no answer.
+            end: [B], its last.
+            rows: B of a packed batch.
+            row_length: T of a packed batch.
+            places: [N], where each token stands in B x T; ``rows * row_length`` for what fills a packed batch up.
+        """
+        start_logits, end_logits = (part.contiguous() for part in self.outputs(x).unbind(-1))
+        if start is None or end is None:
+            return Spans(start_logits, end_logits)
+        losses = []
+        for logits, target in ((start_logits, start), (end_logits, end)):
+            if places is not None:
+                # Padding takes no part: no token, no score.
+                lowest = torch.finfo(logits.dtype).min
+                padded = logits.new_full((rows * row_length + 1,), lowest)
+                logits = padded.index_copy(0, places, logits)[:-1].view(rows, row_length)
+            length = logits.shape[1]
+            target = target.flatten().long().clamp(0, length)
+            losses.append(F.cross_entropy(logits, target, ignore_index=length))
+        return Spans(start_logits, end_logits, (losses[0] + losses[1]) / 2)
+
+
+Head = PoolerHead | MaskedLMHead | SequenceHead | TokenHead | SpanHead
+
+
+def make_head(config: BertConfig) -> Head | None:
+    """The head that the config names."""
+    kinds: dict[str, type[Head]] = {
+        "pooled": PoolerHead,
+        "masked-lm": MaskedLMHead,
+        "sequence-classification": SequenceHead,
+        "token-classification": TokenHead,
+        "question-answering": SpanHead,
+    }
+    return kinds[config.head](config) if config.head in kinds else None
+
+
+def problem_of(labels: Tensor, num_labels: int) -> str:
+    """What a sequence's labels say when the config does not: as transformers tells it."""
+    if num_labels == 1:
+        return "regression"
+    whole = labels.dtype in (torch.int64, torch.int32)
+    return "single_label_classification" if whole else "multi_label_classification"
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor | None) -> Tensor | None:
+    if labels is None:
+        return None
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten().long())

@@ -1,0 +1,114 @@
+"""The embeddings, and the block that an encoder repeats.
+
+Shapes: B rows, T tokens of a row, N tokens of a packed batch, C width, I width inside the MLP. [..., C] is [B, T, C]
+of a padded batch and [N, C] of a packed one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zoo.bert.attention import Rows, attend
+from zoo.bert.config import BertConfig
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_new": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "relu": F.relu,
+}
+
+
+def activation(name: str) -> Callable[[Tensor], Tensor]:
+    """The function of a ``hidden_act``."""
+    return _FUNCTIONS[name]
+
+
+class BertEmbeddings(nn.Module):
+    """Word, position and token type vectors, added up and normalised."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        width, pad = config.hidden_size, config.pad_token_id
+        self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_idx=pad)
+        self.position_embeddings = nn.Embedding(
+            config.max_position_embeddings, width, padding_idx=pad if config.kind == "roberta" else None
+        )
+        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, width)
+        self.norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor | None, position_ids: Tensor | None) -> Tensor:
+        """Look up and add.
+
+        Args:
+            input_ids: [B, T] or [N].
+            token_type_ids: The same, or None for type 0.
+            position_ids: The same or [1, T]; None for 0 to T - 1.
+
+        Returns:
+            [..., C].
+        """
+        positions, types = self.position_embeddings.weight, self.token_type_embeddings.weight
+        x = self.word_embeddings(input_ids)
+        x = x + (types[0] if token_type_ids is None else self.token_type_embeddings(token_type_ids))
+        if position_ids is None:
+            x = x + positions[: input_ids.shape[-1]]
+        else:
+            x = x + self.position_embeddings(position_ids)
+        return self.dropout(self.norm(x))
+
+
+class BertLayer(nn.Module):
+    """Attention and MLP, each with its residual add and the norm after it."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        width, inner, eps = config.hidden_size, config.intermediate_size, config.layer_norm_eps
+        self.heads = config.num_attention_heads
+        self.attention_dropout = config.attention_probs_dropout_prob
+        self.activation = activation(config.hidden_act)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.attention_output = nn.Linear(width, width)
+        self.attention_norm = nn.LayerNorm(width, eps=eps)
+        self.intermediate = nn.Linear(width, inner)
+        self.output = nn.Linear(inner, width)
+        self.output_norm = nn.LayerNorm(width, eps=eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, rows: Rows | None = None) -> Tensor:
+        """Run the block.
+
+        Args:
+            x: [B, T, C] or [N, C].
+            mask: [B, 1, 1, T], added to the scores of a padded batch; None where its rows are full.
+            rows: Of a packed batch, else None.
+
+        Returns:
+            Like ``x``.
+        """
+        dropout = self.attention_dropout if self.training else 0.0
+        mixed = attend(self.qkv(x), self.heads, mask, rows, dropout)
+        x = self.attention_norm(self.dropout(self.attention_output(mixed)) + x)
+        hidden = self.activation(self.intermediate(x))
+        return self.output_norm(self.dropout(self.output(hidden)) + x)
+
+
+def initialise(module: nn.Module) -> None:
+    """As transformers does: normal with deviation 0.02, biases and the padding's vectors zero, norms one."""
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+    if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+        with torch.no_grad():
+            module.weight[module.padding_idx].zero_()

@@ -1,0 +1,192 @@
+"""A bidirectional encoder: BERT and RoBERTa, over padded or packed batches, with one of the usual heads.
+
+    ids [B, T] ──────────────┐
+    pack ─▶ ids [N], offsets ┴─ embeddings ─ layer ─ layer ─ ... ─ head ─▶ scores, loss
+    mask or rows ───────────────────────────┴─ to every layer
+
+What depends on lengths alone (the mask, the tables of a packed batch) is done outside the regions, once a call. All
+layers are one graph, whatever their number.
+
+Shapes: B rows, T tokens of a row, N tokens of a packed batch, C width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from zoo.bert.attention import Rows, key_mask, rows_of
+from zoo.bert.checks import check_labels, check_packed, check_padded, on_host
+from zoo.bert.config import BertConfig
+from zoo.bert.heads import MaskedLMHead, PoolerHead, SequenceHead, SpanHead, TokenHead, make_head
+from zoo.bert.layer import BertEmbeddings, BertLayer, initialise
+from zoo.bert.outputs import Encoding, Output
+from zoo.bert.packing import PackedBatch, counted_positions, pack, unpack
+from zoo.regions import Region
+
+REGIONS = (
+    Region(BertEmbeddings, graphs=1, why="three look-ups, their sum, a norm: one kernel in place of six"),
+    Region(
+        BertLayer,
+        graphs=2,
+        why="equal blocks: one graph for all layers, and one more where a batch on the host turns out to have no "
+        "padding, and so no mask",
+    ),
+    Region(PoolerHead, graphs=1, why="product and activation, on the first tokens"),
+    Region(MaskedLMHead, graphs=1, why="the widest product, with the norm before it and the loss behind it"),
+    Region(SequenceHead, graphs=1, why="two small products, the activation between them and the loss"),
+    Region(TokenHead, graphs=1, why="a narrow product and the loss"),
+    Region(SpanHead, graphs=1, why="a narrow product and two losses"),
+)
+
+
+class Bert(nn.Module):
+    """BERT or RoBERTa with the head that its config names.
+
+    Args:
+        config: A ``BertConfig``.
+    """
+
+    regions: ClassVar[tuple[Region, ...]] = REGIONS
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embeddings = BertEmbeddings(config)
+        self.layers = nn.ModuleList(BertLayer(config) for _ in range(config.num_hidden_layers))
+        self.head = make_head(config)
+        # Tied weights exist once: the head is handed the word table. No second name can come loose.
+        untied = config.head == "masked-lm" and not config.tie_word_embeddings
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if untied else None
+        self.apply(initialise)
+
+    def forward(
+        self,
+        input_ids: Tensor | PackedBatch,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+    ) -> Output:
+        """Encode a batch, score it, and compare it with labels.
+
+        A mask on the host that hides nothing counts as none. On a device a mask is never looked at: leave it out where
+        all rows are full.
+
+        Args:
+            input_ids: [B, T] integers, or a batch of ``pack``, which brings its own types and positions.
+            attention_mask: [B, T], 0 where there is padding, on any side.
+            token_type_ids: [B, T]; None for type 0.
+            position_ids: [B, T] or [1, T]; None for 0 to T - 1, or RoBERTa's.
+            labels: [B, T] for ``masked-lm`` and ``token-classification`` (also [N] with a packed batch), -100 where
+                there is none; [B], or [B, L] for several labels, for ``sequence-classification``.
+            start_positions: [B], for ``question-answering``.
+            end_positions: [B].
+
+        Returns:
+            ``Encoding``, ``TokenScores``, ``SequenceScores`` or ``Spans``, by the head. What belongs to tokens is
+            [B, T, ...], or [N, ...] for a packed batch; ``unpack`` puts the padding back.
+
+        Raises:
+            TypeError, ValueError: If an input does not fit, before anything runs. Values are looked at on the host.
+        """
+        config = self.config
+        if isinstance(input_ids, PackedBatch):
+            batch = input_ids
+            check_packed(
+                config, batch, attention_mask=attention_mask, token_type_ids=token_type_ids, position_ids=position_ids
+            )
+            tokens = batch.input_ids.shape[0]
+            check_labels(config, labels, start_positions, end_positions, batch.rows, batch.length, tokens)
+            if labels is not None and config.head in ("masked-lm", "token-classification") and labels.dim() == 2:
+                labels = batch.take(labels, fill=-100)
+            x = self._embed(batch.input_ids, batch.token_type_ids, batch.position_ids)
+            x = self._encode(x, None, self._rows(batch, x))
+            return self._score(x, labels, start_positions, end_positions, batch)
+        check_padded(config, input_ids, attention_mask, token_type_ids, position_ids)
+        rows, length = input_ids.shape
+        check_labels(config, labels, start_positions, end_positions, rows, length, None)
+        if position_ids is None and config.first_position:
+            position_ids = counted_positions(input_ids, config.first_position - 1)
+        x = self._embed(input_ids, token_type_ids, position_ids)
+        if attention_mask is not None and on_host(attention_mask) and bool((attention_mask != 0).all()):
+            attention_mask = None
+        x = self._encode(x, None if attention_mask is None else key_mask(attention_mask, x), None)
+        return self._score(x, labels, start_positions, end_positions, None)
+
+    def without_padding(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        buckets: Sequence[int] | None = None,
+        **labels: Tensor | None,
+    ) -> Output:
+        """Like a call on the padded batch, with the padding taken out before it and put back, as zeros, after it.
+
+        Args:
+            input_ids: [B, T]; on a device this waits for it.
+            attention_mask: [B, T].
+            token_type_ids: [B, T].
+            position_ids: [B, T] or [1, T].
+            buckets: As ``pack`` takes them.
+            labels: ``labels``, ``start_positions`` and ``end_positions``, as a call takes them.
+        """
+        batch = pack(input_ids, attention_mask, token_type_ids, position_ids, config=self.config, buckets=buckets)
+        output: Output = self(batch, **labels)
+        return unpack(output, batch)
+
+    def _embed(self, ids: Tensor, types: Tensor | None, positions: Tensor | None) -> Tensor:
+        return self.embeddings(_of_this_mode(ids), _of_this_mode(types), _of_this_mode(positions))
+
+    def _rows(self, batch: PackedBatch, x: Tensor) -> Rows:
+        config = self.config
+        head_dim = config.hidden_size // config.num_attention_heads
+        rows = rows_of(batch.offsets, batch.length, batch.input_ids.shape[0], x, head_dim)
+        return rows._replace(offsets=_of_this_mode(rows.offsets))
+
+    def _encode(self, x: Tensor, mask: Tensor | None, rows: Rows | None) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, mask, rows)
+        return x
+
+    def _score(
+        self, x: Tensor, labels: Tensor | None, start: Tensor | None, end: Tensor | None, batch: PackedBatch | None
+    ) -> Output:
+        head, labels = self.head, _of_this_mode(labels)
+        match head:
+            case PoolerHead():
+                return Encoding(x, head(_first_tokens(x, batch)))
+            case MaskedLMHead():
+                weight = self.embeddings.word_embeddings.weight if self.decoder is None else self.decoder.weight
+                return head(x, weight, labels)
+            case SequenceHead():
+                return head(_first_tokens(x, batch), labels)
+            case TokenHead():
+                return head(x, labels)
+            case SpanHead():
+                start, end = _of_this_mode(start), _of_this_mode(end)
+                if batch is None:
+                    return head(x, start, end)
+                return head(x, start, end, batch.rows, batch.length, _of_this_mode(batch.places))
+        return Encoding(x)
+
+
+def _first_tokens(x: Tensor, batch: PackedBatch | None) -> Tensor:
+    """[B, C], contiguous, so that padded and packed batches share the head's graph."""
+    return x[:, 0].contiguous() if batch is None else x.index_select(0, batch.offsets[: batch.rows])
+
+
+def _of_this_mode(ids: Tensor | None) -> Tensor | None:
+    """A tensor made outside of inference mode costs a region another graph inside it, and the other way round."""
+    if ids is None or ids.is_inference() == torch.is_inference_mode_enabled():
+        return ids
+    return ids.clone()

@@ -1,0 +1,225 @@
+"""Batches without padding: the tokens of all rows end to end, in one of a few sizes.
+
+    input_ids [B, T], attention_mask ── pack ──▶ tokens [N], offsets ── model ──▶ [N, ...] ── unpack ──▶ [B, T, ...]
+
+N is one of a few declared sizes, so that an epoch of rows of any lengths compiles as many graphs as there are sizes.
+What is left over is filled up with rows of padding of their own. They see nobody, nobody sees them, and no loss counts
+them.
+
+Shapes: B rows, T tokens of the longest row, N tokens of a packed batch, S rows with those that fill it up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from zoo.bert.checks import check_ids, check_mask
+from zoo.bert.config import BertConfig
+from zoo.bert.outputs import Output, TokenScores
+
+_Packed = TypeVar("_Packed", bound=Tensor | Output)
+
+
+class PackedBatch(NamedTuple):
+    """What ``pack`` makes and a model takes in place of padded ids.
+
+    Args:
+        input_ids: [N].
+        position_ids: [N].
+        token_type_ids: [N], or None for type 0.
+        offsets: [S + 1] int32, where each row begins, and the end of the last.
+        places: [N] int64, where each token stands in B x T; B * T for what fills the batch up.
+        rows: B.
+        length: T, which bounds all rows.
+        first_position: Where positions were counted from; None where they were given.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    token_type_ids: Tensor | None
+    offsets: Tensor
+    places: Tensor
+    rows: int
+    length: int
+    first_position: int | None
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedBatch:
+        """The batch on another device."""
+        moved: dict[str, Any] = {
+            name: value.to(device, non_blocking=non_blocking)
+            for name, value in self._asdict().items()
+            if isinstance(value, Tensor)
+        }
+        return self._replace(**moved)
+
+    def take(self, padded: Tensor, fill: float = 0) -> Tensor:
+        """[B, T, ...] to [N, ...], ``fill`` where the batch is filled up."""
+        flat = padded.flatten(0, 1)
+        return torch.cat([flat, flat.new_full((1, *flat.shape[1:]), fill)])[self.places]
+
+
+def token_buckets(rows: int, length: int, *, steps: int = 8) -> tuple[int, ...]:
+    """Sizes for batches of up to ``rows`` rows of up to ``length`` tokens each, evenly spaced.
+
+    A batch is filled up by half a step on average. Each size is a graph for each region that sees it.
+
+    Args:
+        rows: B.
+        length: T, at least 2.
+        steps: How many sizes, at most: small batches have fewer.
+
+    Raises:
+        ValueError: If a number is not positive, or ``length`` is 1.
+    """
+    for name, value, least in (("rows", rows, 1), ("length", length, 2), ("steps", steps, 1)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name} is {value!r}, expected an integer of at least {least}")
+    room = 1
+    while True:
+        # Whole eights: products like them better.
+        sizes = sorted({-(-(-(-step * rows * length // steps) + room) // 8) * 8 for step in range(1, steps + 1)})
+        if sizes[-1] >= rows * length + filling_rows(sizes, rows, length):
+            return tuple(sizes)
+        room += 1
+
+
+def filling_rows(buckets: Sequence[int], rows: int, length: int) -> int:
+    """Rows of padding that a packed batch of these sizes has, so that none is empty or longer than ``length``.
+
+    Args:
+        buckets: Sizes in tokens, rising.
+        rows: B.
+        length: T, at least 2.
+    """
+    steps = (after - before for before, after in pairwise(buckets))
+    return max(1, -(-(buckets[0] - rows) // length), *(-(-(step - 1) // (length - 1)) for step in steps))
+
+
+def pack(
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    token_type_ids: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    *,
+    config: BertConfig | None = None,
+    buckets: Sequence[int] | None = None,
+    rows: int | None = None,
+    length: int | None = None,
+) -> PackedBatch:
+    """Take the padding out of a batch. On tensors of a GPU this waits for it; pack on the host, then ``.to(device)``.
+
+    Args:
+        input_ids: [B, T] integers.
+        attention_mask: [B, T], 0 where there is padding, on any side; None for none.
+        token_type_ids: [B, T], or None for type 0.
+        position_ids: [B, T] or [1, T]; counted as the model counts them when left out.
+        config: The model's, which knows how positions are counted. Without it they are BERT's: a token's column.
+        buckets: Sizes in tokens, of which the smallest that fits is taken; ``token_buckets(rows, length)`` has some.
+            None for the very number of tokens, which is a graph for each number.
+        rows: Rows of every batch, where the last of an epoch may have fewer; as many as there are when left out.
+        length: Tokens that no row of any batch exceeds; T when left out.
+
+    Raises:
+        TypeError, ValueError: If an input does not fit, a row has no token, or no size is large enough.
+    """
+    check_ids(input_ids, config)
+    batch, tokens = input_ids.shape
+    for name, value in (("attention_mask", attention_mask), ("token_type_ids", token_type_ids)):
+        if value is not None:
+            check_mask(name, value, input_ids)
+    rows, length = batch if rows is None else rows, tokens if length is None else length
+    if rows < batch or length < tokens:
+        raise ValueError(f"input_ids is {batch} x {tokens}, but rows is {rows} and length {length}: both must hold it")
+    if config is not None and length > config.positions:
+        raise ValueError(f"length is {length}, but the model has {config.positions} positions")
+    kept = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask != 0
+    lengths = kept.sum(1)
+    if bool((lengths == 0).any()):
+        empty = (lengths == 0).nonzero().flatten().tolist()
+        raise ValueError(f"attention_mask: row(s) {empty[:8]} have no token; leave them out of the batch")
+    real = int(lengths.sum())
+    added = _added_rows(real, rows - batch, rows, length, buckets)
+
+    first = None
+    if position_ids is None:
+        first = 0 if config is None else config.first_position
+        position_ids = columns(input_ids) if not first else counted_positions(input_ids, first - 1)
+    elif position_ids.dim() != 2 or position_ids.shape[1] != tokens or position_ids.shape[0] not in (1, batch):
+        raise ValueError(f"position_ids is {list(position_ids.shape)}, expected {[batch, tokens]} or {[1, tokens]}")
+    column = columns(input_ids).expand(batch, tokens)
+    row = torch.arange(batch, device=input_ids.device)[:, None]
+    pad = 0 if config is None or config.pad_token_id is None else config.pad_token_id
+
+    def packed(padded: Tensor, fill: int) -> Tensor:
+        values = padded.expand(batch, tokens)[kept]
+        return torch.cat([values, values.new_full((sum(added),), fill)])
+
+    all_lengths = torch.cat([lengths, lengths.new_tensor(added)])
+    return PackedBatch(
+        input_ids=packed(input_ids, pad),
+        position_ids=packed(position_ids, 0),
+        token_type_ids=None if token_type_ids is None else packed(token_type_ids, 0),
+        offsets=torch.cat([lengths.new_zeros(1), all_lengths.cumsum(0)]).int(),
+        places=packed(row * length + column, rows * length),
+        rows=rows,
+        length=length,
+        first_position=first,
+    )
+
+
+def unpack(packed: _Packed, batch: PackedBatch, fill: float = 0) -> _Packed:
+    """Put the padding back.
+
+    Args:
+        packed: [N, ...], or what a model returned for the batch.
+        batch: The batch.
+        fill: What stands where no token is.
+
+    Returns:
+        [B, T, ...], or the same output with padded tensors.
+    """
+    if isinstance(packed, Tensor):
+        padded = packed.new_full((batch.rows * batch.length + 1, *packed.shape[1:]), fill)
+        return padded.index_copy(0, batch.places, packed)[:-1].unflatten(0, (batch.rows, batch.length))
+    output: Any = packed
+    per_token = [name for name in output._fields if name in ("last_hidden_state", "start_logits", "end_logits")]
+    if isinstance(packed, TokenScores):
+        per_token = ["logits"]
+    return output._replace(**{name: unpack(getattr(output, name), batch, fill) for name in per_token})
+
+
+def columns(input_ids: Tensor) -> Tensor:
+    """BERT's positions of a padded batch: 0 to T - 1, as [1, T]."""
+    return torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+
+
+def counted_positions(input_ids: Tensor, padding_idx: int) -> Tensor:
+    """RoBERTa's positions of a padded batch [B, T]: from ``padding_idx + 1`` over what is not padding."""
+    token = input_ids != padding_idx
+    return token.cumsum(1) * token + padding_idx
+
+
+def _added_rows(real: int, missing: int, rows: int, length: int, buckets: Sequence[int] | None) -> list[int]:
+    """Lengths of the rows that fill a batch up: one token for each missing row, the rest spread evenly."""
+    if buckets is None:
+        return [1] * missing
+    sizes = sorted(set(buckets))
+    if not sizes or sizes[0] < 1:
+        raise ValueError(f"buckets is {buckets!r}, expected sizes in tokens; token_buckets(rows, length) makes them")
+    if length < 2:
+        raise ValueError(f"length is {length}, but rows that fill a bucket up need at least 2 tokens to differ")
+    filling = filling_rows(sizes, rows, length)
+    needed = real + missing + filling
+    size = next((size for size in sizes if size >= needed), None)
+    if size is None:
+        raise ValueError(
+            f"the batch has {real} tokens and needs room for {missing + filling} of padding, but the largest bucket "
+            f"holds {sizes[-1]}; token_buckets({rows}, {length}) holds every batch of this kind"
+        )
+    each, more = divmod(size - real - missing, filling)
+    return [1] * missing + [each + (place < more) for place in range(filling)]
