@@ -183,6 +183,44 @@ def test_a_regions_compile_threads_reach_inductor_and_the_callers_options_win(mo
         seen.clear()
 
 
+class Widening(nn.Module):
+    """Twice the width, then what holds no weight: another size in each copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.glue = Glue()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.glue(torch.cat([x, x], dim=1), torch.arange(2.0 * x.shape[1]))
+
+
+class Glue(nn.Module):
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return (x + bias).relu()
+
+
+@pytest.mark.parametrize(("dynamic", "graphs"), [(True, 1), (None, 3)])
+def test_a_region_of_symbolic_sizes_is_one_graph(dynamic: bool | None, graphs: int) -> None:
+    region = Region(Glue, graphs=3, dynamic=dynamic)
+    model, x = declared(region)(*(Widening() for _ in range(3))), torch.randn(5, 2)
+    expected = model(x)
+    assert zoo.find_regions(model, inputs={"x": x}).graphs_needed == graphs
+    compiled(model, backend="aot_eager")
+    with zoo.enforce_budget(model):
+        torch.testing.assert_close(model(x), expected)
+        assert zoo.warm_up(model, x=x).graphs == 0
+        assert zoo.warm_up(model, x=torch.randn(7, 2)).graphs == (0 if dynamic else 3)
+    plan = plan_of(model)
+    assert plan is not None
+    assert sum(entry.graphs for entry in zoo.ledger.LEDGER.of(plan.ledger_id)) == (1 if dynamic else 6)
+
+
+def test_what_the_caller_asks_of_sizes_comes_before_what_a_region_declares() -> None:
+    model = declared(Region(Glue, dynamic=False))(*(Widening() for _ in range(3)))
+    compiled(model, dynamic=True)
+    assert zoo.warm_up(model, x=torch.randn(5, 2)).graphs == 1
+
+
 def test_a_configuration_without_any_region_warns_and_runs() -> None:
     model = declared(Region(Block))(nn.Linear(4, 4))
     with pytest.warns(zoo.RegionWarning, match="nothing to compile in this configuration"):

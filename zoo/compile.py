@@ -73,8 +73,8 @@ def compile_regions(
         mode: A ``torch.compile`` mode without CUDA graphs: ``"default"`` or ``"max-autotune-no-cudagraphs"``.
         backend: A ``torch.compile`` backend.
         options: Backend options, as ``torch.compile`` takes them; not together with ``mode``.
-        dynamic: ``False`` keeps shapes static: the default of ``torch.compile`` would turn the second shape that a
-            class meets symbolic, slower to compile and to run.
+        dynamic: ``False`` keeps shapes static but in regions that declare otherwise: the default of ``torch.compile``
+            would turn the second shape that a class meets symbolic, slower to compile and to run.
         fullgraph: ``False`` lets graphs break inside a region. Only for models that cannot be changed.
 
     Returns:
@@ -107,8 +107,9 @@ def compile_regions(
     limit = compile_limit_kwargs()
     for region, group in chosen.items():
         how = _mode_and_options(region, mode, options, backend)
+        how["dynamic"] = region.dynamic if dynamic is False and region.dynamic is not None else dynamic
         for module in group.values():
-            module.compile(fullgraph=fullgraph, dynamic=dynamic, backend=backend, **how, **limit)
+            module.compile(fullgraph=fullgraph, backend=backend, **how, **limit)
     modules = {name: module for group in chosen.values() for name, module in group.items()}
     _PLANS[model] = Plan(report, LEDGER.watch(model, modules))
     return model

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zoo.signature import input_signature, is_torch_class
+from zoo.signature import input_kinds, is_torch_class
 
 if TYPE_CHECKING:
     from zoo.regions import Region
@@ -50,11 +50,17 @@ def observe_call(
         stack.enter_context(undisturbed(model))
         stack.enter_context(torch.no_grad())
         stack.enter_context(_eager())
-        for modules in chosen.values():
+        for region, modules in chosen.items():
             for name, module in modules.items():
 
-                def note(_: nn.Module, args: Any, kwargs: Any, observed: Observed = seen[name]) -> None:
-                    observed.inputs[input_signature(*args, **kwargs)] = None
+                def note(
+                    _: nn.Module,
+                    args: Any,
+                    kwargs: Any,
+                    observed: Observed = seen[name],
+                    sizes: bool = not region.dynamic,
+                ) -> None:
+                    observed.inputs[input_kinds(args, kwargs, sizes=sizes)] = None
 
                 stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
                 for prefix, child in module.named_modules():

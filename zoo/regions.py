@@ -26,6 +26,8 @@ class Region:
         compile_threads: How many processes Inductor compiles the kernels of one graph in; ``None`` leaves its default.
             1 compiles in this process: faster for a region of one or two kernels, where handing a kernel to a worker
             takes longer than compiling it.
+        dynamic: True compiles with symbolic sizes, on purpose: one graph for tensors of all sizes, for a block that
+            holds no weights of its own. ``None`` leaves what ``compile_regions`` was asked for, which is static.
 
     Raises:
         TypeError: If ``cls`` is not a module class (a string, say: names match by accident, classes do not).
@@ -36,6 +38,7 @@ class Region:
     graphs: int | None = None
     why: str = ""
     compile_threads: int | None = None
+    dynamic: bool | None = None
 
     def __post_init__(self) -> None:
         if not (isinstance(self.cls, type) and issubclass(self.cls, nn.Module)):

@@ -105,19 +105,28 @@ def mode(module: nn.Module) -> str:
 
 def input_signature(*args: Any, **kwargs: Any) -> Hashable:
     """Kinds of all inputs: of a tensor everything that is guarded on but its values, of a plain value the value."""
-    return tuple(_leaves((args, kwargs)))
+    return input_kinds(args, kwargs)
 
 
-def _leaves(tree: Any) -> Iterator[Hashable]:
+def input_kinds(args: Any, kwargs: Any, *, sizes: bool = True) -> Hashable:
+    """``input_signature``, or without sizes what a graph of symbolic sizes is specialised on."""
+    return tuple(_leaves((args, kwargs), sizes))
+
+
+def _leaves(tree: Any, sizes: bool) -> Iterator[Hashable]:
     for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
         where = pytree.keystr(path)
         if isinstance(leaf, torch.Tensor):
-            stride = leaf.stride() if leaf.layout is torch.strided else None
-            kind = (tuple(leaf.shape), stride, leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_inference())
+            shape: Hashable = leaf.dim()
+            stride = None
+            if sizes:
+                shape = tuple(leaf.shape)
+                stride = leaf.stride() if leaf.layout is torch.strided else None
+            kind = (shape, stride, leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_inference())
             yield where, kind
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             fields = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
-            yield where, type(leaf), tuple(_leaves(fields))
+            yield where, type(leaf), tuple(_leaves(fields, sizes))
         else:
             yield where, _attribute(leaf) or type(leaf)
 
