@@ -1,0 +1,56 @@
+"""What a model is given, checked before anything runs. Each error says what was wrong and what to do."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from zoo.resnet.config import ResNetConfig
+
+
+def check_images(images: Tensor, config: ResNetConfig, weight: Tensor, training: bool) -> None:
+    """Images [N, C, H, W] that the weights can be applied to. Reads no value, so it never synchronises.
+
+    Raises:
+        TypeError: If they are no dense floating-point tensor of the weights' dtype.
+        ValueError: If their shape, their size or their device does not fit.
+    """
+    channels = config.in_channels
+    if not isinstance(images, Tensor) or images.layout != torch.strided:
+        found = images.layout if isinstance(images, Tensor) else type(images).__name__
+        raise TypeError(f"images is a {found}, expected a dense tensor [N, {channels}, H, W]")
+    shape = tuple(images.shape)
+    if images.dim() == 3:
+        raise ValueError(f"images has shape {shape}, expected [N, {channels}, H, W]; use images[None] for one image")
+    if images.dim() != 4 or shape[1] != channels:
+        hint = "; channels come first here, use images.permute(0, 3, 1, 2)" if shape[-1:] == (channels,) else ""
+        raise ValueError(f"images has shape {shape}, expected [N, {channels}, H, W]{hint}")
+    if 0 in shape:
+        raise ValueError(f"images has shape {shape}; there must be an image, and a pixel in each")
+    if images.device != weight.device:
+        raise ValueError(f"images is on {images.device} and the weights are on {weight.device}; move one of them")
+    if not images.dtype.is_floating_point:
+        raise TypeError(
+            f"images is {images.dtype}, expected {weight.dtype}; zoo.resnet.transforms scales and normalises integers"
+        )
+    if images.dtype != weight.dtype and not torch.is_autocast_enabled(images.device.type):
+        raise TypeError(
+            f"images is {images.dtype} and the weights are {weight.dtype}; use images.to({weight.dtype}), or "
+            "torch.autocast"
+        )
+    if config.folding is not None and images.requires_grad and torch.is_grad_enabled():
+        raise ValueError("images requires a gradient, but a folded model is for inference; use the model it came from")
+    if training and shape[0] == 1 and max(shape[2:]) <= config.reduction and _normalises_by_batch(config):
+        raise ValueError(
+            f"images has shape {shape}: the last stage would have one value a channel, of which training takes a "
+            f"variance; give more images or larger ones than {config.reduction} pixels, or call model.eval()"
+        )
+
+
+def _normalises_by_batch(config: ResNetConfig) -> bool:
+    return config.folding is None and config.norm == "batch"
+
+
+def channels_last(model: nn.Module) -> None:
+    """Lay out the weights of all convolutions as they are used, wherever they were built or came from."""
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -1,0 +1,126 @@
+"""What lies between the library's convolutions: norm or bias, residual, activation. The regions of the family.
+
+In channels_last the output of a convolution is a matrix with a row for each pixel. On it these modules are the same for
+every width and size: they hold no weights, which would tie a graph to their shapes, but are handed the norm's tensors.
+
+Shape legend: R rows (pixels of all images), C channels, N images, H height, W width, K classes.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zoo.resnet.config import ResNetConfig
+
+# Running mean, running variance, weight and bias, [C] each; statistics or affine part may be missing.
+NormTensors: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+class FrozenBatchNorm(nn.Module):
+    """The tensors of a batch norm that never changes, torchvision's ``FrozenBatchNorm2d``.
+
+    Args:
+        channels: C.
+        eps: Added to the variance.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, channels: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        for name, value in (("weight", 1.0), ("bias", 0.0), ("running_mean", 0.0), ("running_var", 1.0)):
+            self.register_buffer(name, torch.full((channels,), value))
+
+
+class _Glue(nn.Module):
+    """Glue around a norm: how to normalise, without the norm's tensors."""
+
+    def __init__(self, config: ResNetConfig) -> None:
+        super().__init__()
+        options = config.norm_options
+        self.eps = options["eps"]
+        self.momentum = options.get("momentum", 0.0)
+        self.frozen = config.norm == "frozen"
+
+    def normalise(self, x: Tensor, tensors: NormTensors) -> Tensor:
+        """[R, C] or [N, C, H, W]; in training running statistics are updated in place."""
+        mean, variance, weight, bias = tensors
+        of_batch = mean is None or (self.training and not self.frozen)
+        return F.batch_norm(x, mean, variance, weight, bias, of_batch, self.momentum, self.eps)
+
+
+class NormAct(_Glue):
+    """Norm and activation."""
+
+    def forward(self, x: Tensor, norm: NormTensors) -> Tensor:
+        """[R, C] -> [R, C]."""
+        return F.relu(self.normalise(x, norm))
+
+
+class NormAddAct(_Glue):
+    """Norm, residual and activation: the end of a block."""
+
+    def forward(self, x: Tensor, norm: NormTensors, residual: Tensor) -> Tensor:
+        """[R, C] and the block's input [R, C] -> [R, C]."""
+        return F.relu(self.normalise(x, norm) + residual)
+
+
+class NormsAddAct(_Glue):
+    """Two norms, their sum and activation: the end of a block whose shortcut is a convolution."""
+
+    def forward(self, x: Tensor, norm: NormTensors, shortcut: Tensor, shortcut_norm: NormTensors) -> Tensor:
+        """[R, C] of the block's convolutions and [R, C] of its shortcut's -> [R, C]."""
+        return F.relu(self.normalise(x, norm) + self.normalise(shortcut, shortcut_norm))
+
+
+class NormActPool(_Glue):
+    """Norm, activation and pooling: the end of the stem."""
+
+    def forward(self, x: Tensor, norm: NormTensors) -> Tensor:
+        """[N, C, H, W] -> [N, C, ⌈H / 2⌉, ⌈W / 2⌉]."""
+        return F.max_pool2d(F.relu(self.normalise(x, norm)), 3, 2, 1)
+
+
+class BiasAct(nn.Module):
+    """Bias and activation, where the norm is folded."""
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        """[R, C] and [C] -> [R, C]."""
+        return F.relu(x + bias)
+
+
+class BiasAddAct(nn.Module):
+    """Bias, residual and activation, where the norm is folded; a shortcut's own bias is in the first already."""
+
+    def forward(self, x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+        """[R, C], [C] and [R, C] -> [R, C]."""
+        return F.relu(x + bias + residual)
+
+
+class BiasActPool(nn.Module):
+    """Bias, activation and pooling, where the norm is folded."""
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        """[N, C, H, W] and [C] -> [N, C, ⌈H / 2⌉, ⌈W / 2⌉]."""
+        # A greatest value stays the greatest under both, so that they touch a quarter of the pixels.
+        return F.relu(F.max_pool2d(x, 3, 2, 1) + bias[:, None, None])
+
+
+class ResNetHead(nn.Module):
+    """Mean over pixels and a linear layer."""
+
+    def __init__(self, config: ResNetConfig) -> None:
+        super().__init__()
+        self.fc = nn.Linear(config.features, config.num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, C, H, W] -> [N, K]."""
+        return self.fc(x.mean((2, 3)))

@@ -1,0 +1,172 @@
+"""ResNet (https://arxiv.org/abs/1512.03385), ResNeXt and wide ResNet, as torchvision builds them.
+
+    images ─ stem ─ stage ─ stage ─ stage ─ stage ─ head ─▶ [N, K]      stem: 7 × 7 ─ norm ─ act ─ pool
+                                                                        stage: blocks; the first halves the size
+    basic block        x ─ 3 × 3 ─ norm ─ act ─ 3 × 3 ─ norm ─ add ─ act ─▶
+                       └──────────────── (1 × 1 ─ norm) ────────┘
+
+    bottleneck         x ─ 1 × 1 ─ norm ─ act ─ 3 × 3 ─ norm ─ act ─ 1 × 1 ─ norm ─ add ─ act ─▶
+                       └──────────────────────── (1 × 1 ─ norm) ────────────────────┘
+
+Convolutions are the vendor library's. The regions are the glue between them (``zoo.resnet.glue``), the same in every
+block of every stage; other cuts are in ``zoo.resnet.cuts``. All of it is in channels_last.
+
+Shape legend: N images, C channels, H height, W width, K classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from zoo.regions import Region
+from zoo.resnet.checks import channels_last, check_images
+from zoo.resnet.config import BlockShape, ResNetConfig
+from zoo.resnet.glue import (
+    BiasAct,
+    BiasActPool,
+    BiasAddAct,
+    NormAct,
+    NormActPool,
+    NormAddAct,
+    NormsAddAct,
+    ResNetHead,
+)
+from zoo.resnet.units import make_conv, make_join, make_stem, make_unit
+
+
+class BasicBlock(nn.Module):
+    """Two 3 × 3 convolutions and a residual, torchvision's ``BasicBlock``."""
+
+    def __init__(self, config: ResNetConfig, shape: BlockShape) -> None:
+        super().__init__()
+        self.conv1 = make_unit(config, make_conv(config, shape.inputs, shape.inner, 3, stride=shape.stride))
+        self.join = make_join(config, make_conv(config, shape.inner, shape.outputs, 3), shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, C_in, H, W] -> [N, C_out, H / stride, W / stride]."""
+        return self.join(self.conv1(x), x)
+
+
+class Bottleneck(nn.Module):
+    """1 × 1, 3 × 3 and 1 × 1 convolutions and a residual, torchvision's ``Bottleneck``: the 3 × 3 has the stride."""
+
+    def __init__(self, config: ResNetConfig, shape: BlockShape) -> None:
+        super().__init__()
+        wide = {"stride": shape.stride, "dilation": shape.dilation, "groups": shape.groups}
+        self.conv1 = make_unit(config, make_conv(config, shape.inputs, shape.inner, 1))
+        self.conv2 = make_unit(config, make_conv(config, shape.inner, shape.inner, 3, **wide))
+        self.join = make_join(config, make_conv(config, shape.inner, shape.outputs, 1), shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, C_in, H, W] -> [N, C_out, H / stride, W / stride]."""
+        return self.join(self.conv2(self.conv1(x)), x)
+
+
+class ResNetStage(nn.Module):
+    """Blocks of one width; the first may change size and width."""
+
+    def __init__(self, config: ResNetConfig, shapes: Sequence[BlockShape]) -> None:
+        super().__init__()
+        block = BasicBlock if config.block == "basic" else Bottleneck
+        self.blocks = nn.ModuleList(block(config, shape) for shape in shapes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, C_in, H, W] -> [N, C_out, H / stride, W / stride]."""
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+# Symbolic sizes, once and on purpose: what changes from stage to stage is sizes alone. A second graph where the first
+# stage has as many rows as channels (then taken for one size), a third for a single row: tiny images, one at a time.
+_GLUE: dict[str, Any] = {"graphs": 3, "dynamic": True, "compile_threads": 1}
+REGIONS = (
+    Region(NormAct, why="norm and activation in one pass, a graph for all widths and sizes", **_GLUE),
+    Region(NormAddAct, why="norm, residual and activation in one pass, a graph for all stages", **_GLUE),
+    Region(NormsAddAct, why="the same with the shortcut's own norm", **_GLUE),
+    Region(BiasAct, why="bias and activation in one pass, a graph for all widths and sizes", **_GLUE),
+    Region(BiasAddAct, why="bias, residual and activation in one pass, a graph for all stages", **_GLUE),
+    Region(NormActPool, why="the largest activation of all, normalised and pooled", compile_threads=1),
+    Region(BiasActPool, why="the largest activation of all, pooled first", compile_threads=1),
+    Region(ResNetHead, why="mean over pixels and the output product", compile_threads=1),
+)
+
+
+class ResNet(nn.Module):
+    """A residual network over images.
+
+    Weights and activations are in channels_last: images in it are used as they are, others are copied once, and loaded
+    weights are laid out anew.
+
+    Args:
+        config: A ``ResNetConfig``.
+    """
+
+    regions: ClassVar[tuple[Region, ...]] = REGIONS
+
+    def __init__(self, config: ResNetConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.stem = make_stem(config)
+        self.stages = nn.ModuleList(ResNetStage(config, shapes) for shapes in config.stages())
+        self.head = ResNetHead(config)
+        _initialise(self)
+        channels_last(self)
+        self.register_load_state_dict_post_hook(_loaded)  # type: ignore[no-untyped-call]
+
+    def forward(self, images: Tensor, *, stages: bool = False) -> Tensor | tuple[Tensor, ...]:
+        """Classify images.
+
+        Args:
+            images: [N, C_in, H, W], scaled and normalised (``zoo.resnet.transforms``), in any memory format.
+            stages: Return the outputs of the four stages instead; see ``features``.
+
+        Returns:
+            Logits [N, K].
+
+        Raises:
+            TypeError, ValueError: If the images do not fit, before anything runs; the message says what to do.
+        """
+        check_images(images, self.config, self.head.fc.weight, self.training)
+        x = self.stem(images.contiguous(memory_format=torch.channels_last))
+        outputs = []
+        for stage in self.stages:
+            x = stage(x)
+            if stages:
+                outputs.append(x)
+        return tuple(outputs) if stages else self.head(x)
+
+    def features(self, images: Tensor) -> tuple[Tensor, ...]:
+        """The outputs of the four stages, in channels_last; the head does not run.
+
+        Args:
+            images: As for ``forward``.
+
+        Returns:
+            [N, C, H / 4, W / 4] of the first stage, and of each next one twice as many channels and half the size
+            (where it is not dilated), rounded up.
+        """
+        outputs = self(images, stages=True)
+        assert isinstance(outputs, tuple)
+        return outputs
+
+
+def _initialise(model: ResNet) -> None:
+    """As torchvision does."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    if model.config.zero_init_residual and model.config.folding is None and model.config.norm == "batch":
+        for stage in model.stages:
+            for block in stage.blocks:  # type: ignore[union-attr]
+                if block.join.norm.weight is not None:
+                    nn.init.zeros_(block.join.norm.weight)
+
+
+def _loaded(model: nn.Module, _: Any) -> None:
+    # A loaded tensor that was assigned keeps the layout of its file.
+    channels_last(model)

@@ -1,0 +1,216 @@
+"""A convolution and its glue, with norms and with norms folded in.
+
+    x ─ conv ─ NormAct ─▶                      x ─ conv ─ BiasAct ─▶             or in one call of cuDNN
+
+    x ─── conv ─── NormAddAct ─▶               x ─── conv ─── BiasAddAct ─▶      or in one call of cuDNN
+    residual ────────┘                         residual ────────┘
+
+Convolutions run outside the regions: they are the vendor library's, and each shape would be a graph of its own.
+
+Shape legend: R rows (pixels of all images), C channels, N images, H height, W width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zoo.resnet.config import STEM_WIDTH, BlockShape, Folding, ResNetConfig
+from zoo.resnet.glue import (
+    BiasAct,
+    BiasActPool,
+    BiasAddAct,
+    FrozenBatchNorm,
+    NormAct,
+    NormActPool,
+    NormAddAct,
+    NormsAddAct,
+    NormTensors,
+)
+from zoo.resnet.operators import conv_act
+
+
+def to_rows(x: Tensor) -> Tensor:
+    """[N, C, H, W] -> [R, C]; a view in channels_last."""
+    return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
+
+
+def to_images(rows: Tensor, like: Tensor) -> Tensor:
+    """[R, C] -> [N, C, H, W] in channels_last, with the size of ``like``; a view."""
+    count, _, height, width = like.shape
+    return rows.view(count, height, width, -1).permute(0, 3, 1, 2)
+
+
+def convolve(conv: nn.Conv2d, x: Tensor) -> Tensor:
+    """The convolution without its bias, which the glue adds."""
+    return F.conv2d(x, conv.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups)
+
+
+def _no_parameter(x: Tensor | None) -> Tensor | None:
+    # The compiler takes the shape of a parameter as fixed, and would make a graph for each width.
+    return None if x is None else x.view(-1)
+
+
+def make_norm(config: ResNetConfig, channels: int) -> nn.Module:
+    """A norm that holds tensors and is never called."""
+    if config.norm == "frozen":
+        return FrozenBatchNorm(channels, **config.norm_options)
+    return nn.BatchNorm2d(channels, **config.norm_options)
+
+
+def tensors_of(norm: nn.Module) -> NormTensors:
+    """The tensors that glue is handed. In training the batch is counted, as a call of the norm would."""
+    if norm.training and isinstance(norm, nn.BatchNorm2d) and norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+    return (
+        norm.running_mean,  # type: ignore[return-value]
+        norm.running_var,
+        _no_parameter(norm.weight),  # type: ignore[arg-type]
+        _no_parameter(norm.bias),  # type: ignore[arg-type]
+    )
+
+
+class ConvNormAct(nn.Module):
+    """Convolution, norm and activation. [N, C_in, H, W] -> [N, C_out, H', W']."""
+
+    def __init__(self, config: ResNetConfig, conv: nn.Conv2d) -> None:
+        super().__init__()
+        self.conv = conv
+        self.norm = make_norm(config, conv.out_channels)
+        self.glue = NormAct(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, C_in, H, W] -> [N, C_out, H', W']."""
+        x = self.conv(x)
+        return to_images(self.glue(to_rows(x), tensors_of(self.norm)), x)
+
+
+class ConvNormJoin(nn.Module):
+    """The end of a block: convolution, norm, residual and activation; with a shortcut its convolution and norm."""
+
+    def __init__(self, config: ResNetConfig, conv: nn.Conv2d, shortcut: nn.Conv2d | None) -> None:
+        super().__init__()
+        self.conv = conv
+        self.norm = make_norm(config, conv.out_channels)
+        self.shortcut = shortcut
+        self.shortcut_norm = None if shortcut is None else make_norm(config, conv.out_channels)
+        self.glue: nn.Module = NormAddAct(config) if shortcut is None else NormsAddAct(config)
+
+    def forward(self, x: Tensor, block_input: Tensor) -> Tensor:
+        """[N, C_in, H, W] inside the block, and the block's input -> [N, C_out, H, W]."""
+        x = self.conv(x)
+        rows, norm = to_rows(x), tensors_of(self.norm)
+        if self.shortcut is None or self.shortcut_norm is None:
+            rows = self.glue(rows, norm, to_rows(block_input))
+        else:
+            rows = self.glue(rows, norm, to_rows(self.shortcut(block_input)), tensors_of(self.shortcut_norm))
+        return to_images(rows, x)
+
+
+class Stem(nn.Module):
+    """Convolution of the images, norm, activation and pooling."""
+
+    def __init__(self, config: ResNetConfig, conv: nn.Conv2d) -> None:
+        super().__init__()
+        self.conv = conv
+        self.norm = make_norm(config, conv.out_channels)
+        self.glue = NormActPool(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images [N, C_in, H, W] -> [N, 64, ⌈H / 4⌉, ⌈W / 4⌉]."""
+        return self.glue(self.conv(x), tensors_of(self.norm))
+
+
+class FoldedConvAct(nn.Module):
+    """Convolution, bias and activation."""
+
+    def __init__(self, folding: Folding, conv: nn.Conv2d) -> None:
+        super().__init__()
+        self.conv = conv
+        self.as_matmul = folding.pointwise == "matmul" and is_pointwise(conv)
+        self.glue = BiasAct() if folding.convolutions == "glue" and not self.as_matmul else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, C_in, H, W] -> [N, C_out, H', W']."""
+        conv, bias = self.conv, self.conv.bias
+        assert bias is not None
+        if self.as_matmul:
+            return to_images(_linear_relu(to_rows(x), conv.weight.flatten(1), bias), x)
+        if self.glue is None:
+            return conv_act(x, conv.weight, bias, None, conv.stride, conv.padding, conv.dilation, conv.groups)
+        x = convolve(conv, x)
+        return to_images(self.glue(to_rows(x), bias.view(-1)), x)
+
+
+class FoldedConvJoin(nn.Module):
+    """The end of a block: convolution, bias, residual and activation; with a shortcut its convolution."""
+
+    def __init__(self, folding: Folding, conv: nn.Conv2d, shortcut: nn.Conv2d | None) -> None:
+        super().__init__()
+        self.conv = conv
+        self.shortcut = shortcut
+        self.as_matmul = folding.pointwise == "matmul" and is_pointwise(conv)
+        self.glue = BiasAddAct() if folding.convolutions == "glue" or self.as_matmul else None
+
+    def forward(self, x: Tensor, block_input: Tensor) -> Tensor:
+        """[N, C_in, H, W] inside the block, and the block's input -> [N, C_out, H, W]."""
+        conv, bias = self.conv, self.conv.bias
+        assert bias is not None
+        residual = block_input if self.shortcut is None else self.shortcut(block_input)
+        if self.glue is None:
+            return conv_act(x, conv.weight, bias, residual, conv.stride, conv.padding, conv.dilation, conv.groups)
+        rows = F.linear(to_rows(x), conv.weight.flatten(1)) if self.as_matmul else to_rows(convolve(conv, x))
+        return to_images(self.glue(rows, bias.view(-1), to_rows(residual)), residual)
+
+
+class FoldedStem(nn.Module):
+    """Convolution of the images, bias, activation and pooling."""
+
+    def __init__(self, folding: Folding, conv: nn.Conv2d) -> None:
+        super().__init__()
+        self.conv = conv
+        self.glue = BiasActPool()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images [N, C_in, H, W] -> [N, 64, ⌈H / 4⌉, ⌈W / 4⌉]."""
+        return self.glue(convolve(self.conv, x), self.conv.bias)
+
+
+def is_pointwise(conv: nn.Conv2d) -> bool:
+    """Whether the convolution is a product of pixels and weights."""
+    return conv.kernel_size == (1, 1) and conv.stride == (1, 1) and conv.groups == 1
+
+
+def _linear_relu(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Relu of rows [R, C_in] times weight [C_out, C_in] plus bias [C_out]; one call of the library."""
+    return torch.ops.aten._addmm_activation(bias, rows, weight.t())
+
+
+def make_conv(
+    config: ResNetConfig, inputs: int, outputs: int, kernel: int, *, stride: int = 1, dilation: int = 1, groups: int = 1
+) -> nn.Conv2d:
+    """A convolution that keeps the size but for its stride; a bias only where a norm is folded into it."""
+    padding, bias = dilation * (kernel // 2), config.folding is not None
+    return nn.Conv2d(inputs, outputs, kernel, stride, padding, dilation, groups, bias)
+
+
+def make_stem(config: ResNetConfig) -> nn.Module:
+    """The stem of a configuration."""
+    conv = make_conv(config, config.in_channels, STEM_WIDTH, 7, stride=2)
+    return Stem(config, conv) if config.folding is None else FoldedStem(config.folding, conv)
+
+
+def make_unit(config: ResNetConfig, conv: nn.Conv2d) -> nn.Module:
+    """A convolution inside a block with what follows it."""
+    return ConvNormAct(config, conv) if config.folding is None else FoldedConvAct(config.folding, conv)
+
+
+def make_join(config: ResNetConfig, conv: nn.Conv2d, shape: BlockShape) -> nn.Module:
+    """The last convolution of a block with what follows it."""
+    shortcut = None
+    if shape.projects:
+        # Its bias, where there is one, is part of the other convolution's.
+        shortcut = nn.Conv2d(shape.inputs, shape.outputs, 1, stride=shape.stride, bias=False)
+    join = ConvNormJoin if config.folding is None else FoldedConvJoin
+    return join(config if config.folding is None else config.folding, conv, shortcut)  # type: ignore[arg-type]
