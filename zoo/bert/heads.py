@@ -116,14 +116,17 @@ class SpanHead(nn.Module):
         if start is None or end is None:
             return Spans(start_logits, end_logits)
         losses = []
+        lowest = torch.finfo(start_logits.dtype).min
         for logits, target in ((start_logits, start), (end_logits, end)):
             if places is not None:
-                # Padding takes no part: no token, no score.
-                lowest = torch.finfo(logits.dtype).min
+                # Padding takes no part: no token, no score, and no answer there.
                 padded = logits.new_full((rows * row_length + 1,), lowest)
                 logits = padded.index_copy(0, places, logits)[:-1].view(rows, row_length)
             length = logits.shape[1]
             target = target.flatten().long().clamp(0, length)
+            if places is not None:
+                aimed = logits.gather(1, target.clamp(max=length - 1)[:, None])[:, 0]
+                target = target.masked_fill(aimed == lowest, length)
             losses.append(F.cross_entropy(logits, target, ignore_index=length))
         return Spans(start_logits, end_logits, (losses[0] + losses[1]) / 2)
 

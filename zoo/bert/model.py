@@ -187,6 +187,6 @@ def _first_tokens(x: Tensor, batch: PackedBatch | None) -> Tensor:
 
 def _of_this_mode(ids: Tensor | None) -> Tensor | None:
     """A tensor made outside of inference mode costs a region another graph inside it, and the other way round."""
-    if ids is None or ids.is_inference() == torch.is_inference_mode_enabled():
+    if ids is None or torch.compiler.is_compiling() or ids.is_inference() == torch.is_inference_mode_enabled():
         return ids
     return ids.clone()

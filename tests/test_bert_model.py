@@ -1,0 +1,275 @@
+"""Graphs, masks and modes of the encoder; every wrong input and its error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import bert_reference as reference
+import pytest
+import torch
+from torch import nn
+
+import zoo
+from zoo.bert import BertConfig, BertLayer, pack
+from zoo.bert.presets import PRESETS
+from zoo.ledger import LEDGER
+
+
+def graphs_of(region: str, since: int = 0) -> int:
+    return sum(entry.graphs for entry in LEDGER.entries[since:] if entry.region.__name__ == region)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("head", ["none", *reference.NAMES])
+def test_graphs_of_every_head(head: str, training: bool) -> None:
+    model: Any = zoo.compile_regions(zoo.create("bert-debug", head=head), backend="eager").train(training)
+    inputs = zoo.example_inputs(model)
+    labels = reference.labels(head, rows=2, tokens=16) if head != "none" else {}
+    if head in ("sequence-classification", "token-classification"):
+        labels = {"labels": labels["labels"].clamp(max=1)}
+    since = len(LEDGER.entries)
+    with zoo.enforce_budget(model):
+        model(**inputs, **labels)
+        model(**zoo.example_inputs(model, seed=1), **labels)
+    assert graphs_of("BertLayer", since) == graphs_of("BertEmbeddings", since) == 1
+    if head != "none":
+        assert graphs_of(type(model.head).__name__, since) == 1
+    since = len(LEDGER.entries)
+    with zoo.enforce_budget(model):
+        model(inputs["input_ids"], **labels)
+    # Full rows have no mask: that is the second graph of a layer.
+    assert graphs_of("BertLayer", since) == 1
+
+
+def test_depth_costs_no_graphs() -> None:
+    for depth in (1, 9):
+        model = zoo.compile_regions(zoo.create("bert-debug", num_hidden_layers=depth), backend="eager")
+        since = len(LEDGER.entries)
+        with torch.inference_mode(), zoo.enforce_budget(model):
+            model(**zoo.example_inputs(model))
+        assert graphs_of("BertLayer", since) == 1
+        torch.compiler.reset()
+
+
+def test_full_compile_is_one_graph() -> None:
+    model = zoo.create("bert-debug", head="masked-lm")
+    inputs = {**zoo.example_inputs(model), "labels": torch.randint(128, (2, 16))}
+    with torch.inference_mode():
+        expected = model(**inputs)
+        compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
+        torch.testing.assert_close(tuple(compiled(**inputs)), tuple(expected))
+        ids = inputs["input_ids"]
+        batch = pack(ids, inputs["attention_mask"], config=model.config, buckets=(24, 40))
+        torch.testing.assert_close(compiled(batch).logits, model(batch).logits)
+
+
+@pytest.mark.slow
+def test_inductor_agrees() -> None:
+    model: Any = zoo.create("bert-debug", head="token-classification", num_hidden_layers=2)
+    inputs = zoo.example_inputs(model)
+    batch = pack(inputs["input_ids"], inputs["attention_mask"], config=model.config, buckets=(32, 40))
+    with torch.inference_mode():
+        expected = model(**inputs).logits, model(batch).logits
+        zoo.compile_regions(model)
+        torch.testing.assert_close((model(**inputs).logits, model(batch).logits), expected)
+
+
+def test_no_mask_where_all_rows_are_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = []
+    forward = BertLayer.forward
+    monkeypatch.setattr(
+        BertLayer, "forward", lambda self, x, mask, rows: (masks.append(mask), forward(self, x, mask, rows))[1]
+    )
+    model = zoo.create("bert-debug", num_hidden_layers=1)
+    ids = zoo.example_inputs(model)["input_ids"]
+    for mask in (None, torch.ones_like(ids), torch.ones_like(ids).bool(), torch.ones(ids.shape)):
+        model(ids, mask)
+    assert masks == [None] * 4
+    short = torch.ones_like(ids)
+    short[0, 3:] = 0
+    model(ids, short)
+    assert masks[-1].shape == (2, 1, 1, 16)
+
+
+def test_a_row_that_is_all_padding_is_finite() -> None:
+    model = zoo.create("bert-debug")
+    ids = zoo.example_inputs(model)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[1] = 0
+    with torch.no_grad():
+        got = model(ids, mask).last_hidden_state
+        torch.testing.assert_close(got, model(ids).last_hidden_state)
+        # No row at all: the same again.
+        assert model(ids, torch.zeros_like(ids)).last_hidden_state.isfinite().all()
+
+
+def test_inputs_of_another_mode_cost_no_graph() -> None:
+    model = zoo.compile_regions(zoo.create("bert-debug"), backend="eager")
+    outside = zoo.example_inputs(model)
+    with torch.inference_mode():
+        inside = zoo.example_inputs(model)
+        since = len(LEDGER.entries)
+        model(**outside)
+        model(**inside)
+        assert graphs_of("BertEmbeddings", since) == graphs_of("BertLayer", since) == 1
+    since = len(LEDGER.entries)
+    with torch.no_grad():
+        model(**outside)
+        model(**inside)
+    assert graphs_of("BertEmbeddings", since) == graphs_of("BertLayer", since) == 1
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "bert-debug"])
+def test_presets_have_the_published_sizes(name: str) -> None:
+    millions = {
+        "bert-tiny": 4.4,
+        "bert-mini": 11.2,
+        "bert-small": 28.8,
+        "bert-medium": 41.4,
+        "bert-base-6": 67.0,
+        "bert-base": 109.5,
+        "bert-large": 335.1,
+        "roberta-base": 124.6,
+        "roberta-large": 355.4,
+    }
+    model = zoo.create(name, device="meta")
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions[name], abs=0.06)
+
+
+IDS = torch.ones(2, 5, dtype=torch.int64)
+MASK = torch.ones_like(IDS)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        ({"input_ids": [[1]]}, TypeError, "input_ids is a list"),
+        ({"input_ids": IDS.float()}, TypeError, "input_ids is torch.float32, expected int64 or int32"),
+        ({"input_ids": IDS[0]}, ValueError, r"input_ids has shape \[5\], expected \[rows, tokens\]"),
+        ({"input_ids": IDS[:, :0]}, ValueError, r"input_ids has shape \[2, 0\]"),
+        ({"input_ids": IDS * 128}, ValueError, "input_ids has values from 128 to 128, but vocab_size is 128: 0 to 127"),
+        ({"input_ids": IDS - 2}, ValueError, "input_ids has values from -1 to -1"),
+        ({"input_ids": IDS.repeat(1, 13)}, ValueError, "input_ids has 65 tokens, but the model has 64 positions"),
+        ({"attention_mask": MASK[:1]}, ValueError, r"attention_mask is \[1, 5\], expected a tensor like input_ids"),
+        ({"attention_mask": MASK[:, None, None]}, ValueError, r"attention_mask is \[2, 1, 1, 5\]"),
+        ({"attention_mask": MASK.to("meta")}, ValueError, "attention_mask is on meta, but input_ids on cpu"),
+        ({"attention_mask": True}, ValueError, "attention_mask is bool"),
+        ({"token_type_ids": MASK[:, :3]}, ValueError, r"token_type_ids is \[2, 3\]"),
+        ({"token_type_ids": MASK * 2}, ValueError, "token_type_ids has values from 2 to 2, but type_vocab_size is 2"),
+        ({"token_type_ids": MASK.bool()}, TypeError, "token_type_ids is torch.bool"),
+        ({"position_ids": MASK[0]}, ValueError, r"position_ids has shape \[5\], expected \[2, 5\] or \[1, 5\]"),
+        ({"position_ids": MASK * 64}, ValueError, "position_ids has values from 64 to 64"),
+        ({"labels": torch.tensor([0, 1])}, ValueError, "labels given, but head 'pooled' takes none"),
+        (
+            {"start_positions": torch.tensor([0, 1])},
+            ValueError,
+            "are for head 'question-answering', and this is 'pooled'",
+        ),
+    ],
+)
+def test_wrong_inputs_of_a_padded_batch(inputs: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        zoo.create("bert-debug")(**{"input_ids": IDS, **inputs})
+
+
+@pytest.mark.parametrize(
+    ("options", "labels", "error", "message"),
+    [
+        (
+            {"head": "masked-lm"},
+            {"labels": IDS[:, :3]},
+            ValueError,
+            r"labels has shape \[2, 3\].* expected shape \[2, 5\]",
+        ),
+        ({"head": "masked-lm"}, {"labels": IDS * 128}, ValueError, "labels has 128, but there are 128 classes"),
+        ({"head": "masked-lm"}, {"labels": IDS.float()}, TypeError, "labels is torch.float32"),
+        ({"head": "token-classification"}, {"labels": IDS * -1}, ValueError, "labels has -1, but there are 2 classes"),
+        ({"head": "sequence-classification"}, {"labels": IDS}, ValueError, r"expected shape \[2\] or \[2, 1\]"),
+        ({"head": "sequence-classification"}, {"labels": IDS[:, 0] * 2}, ValueError, "labels has 2"),
+        ({"head": "sequence-classification"}, {"labels": IDS[:, 0] * 1.0}, ValueError, r"expected shape \[2, 2\]"),
+        ({"head": "question-answering"}, {"labels": IDS}, ValueError, "pass start_positions and end_positions"),
+        ({"head": "question-answering"}, {"start_positions": IDS[:, 0]}, ValueError, "one of them is missing"),
+        (
+            {"head": "question-answering"},
+            {"start_positions": IDS[0], "end_positions": IDS[0]},
+            ValueError,
+            r"start_positions has shape \[5\], expected \[2\]",
+        ),
+    ],
+)
+def test_wrong_labels(options: dict[str, Any], labels: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        zoo.create("bert-debug", **options)(IDS, **labels)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        ({"input_ids": IDS.float()}, TypeError, "input_ids is torch.float32"),
+        ({"attention_mask": MASK[:1]}, ValueError, r"attention_mask is \[1, 5\]"),
+        ({"attention_mask": torch.tensor([[1, 0, 0, 0, 0], [0] * 5])}, ValueError, r"row\(s\) \[1\] have no token"),
+        ({"attention_mask": MASK * 0}, ValueError, r"row\(s\) \[0, 1\] have no token"),
+        ({"position_ids": MASK[0]}, ValueError, r"position_ids is \[5\], expected \[2, 5\] or \[1, 5\]"),
+        ({"rows": 1}, ValueError, "input_ids is 2 x 5, but rows is 1 and length 5"),
+        ({"length": 4}, ValueError, "rows is 2 and length 4"),
+        ({"length": 65, "config": PRESETS["bert-debug"]}, ValueError, "length is 65, but the model has 64 positions"),
+        ({"config": PRESETS["bert-debug"], "input_ids": IDS * 200}, ValueError, "input_ids has values from 200"),
+        ({"buckets": (8,)}, ValueError, r"10 tokens and needs room for 2 of padding, but the largest bucket holds 8"),
+        ({"buckets": ()}, ValueError, "expected sizes in tokens"),
+        ({"buckets": (8,), "input_ids": IDS[:, :1]}, ValueError, "length is 1"),
+    ],
+)
+def test_what_cannot_be_packed(inputs: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        pack(**{"input_ids": IDS, **inputs})
+
+
+def test_packed_batches_of_another_model() -> None:
+    model = zoo.create("bert-debug")
+    with pytest.raises(ValueError, match="attention_mask given beside a packed batch"):
+        model(pack(IDS), MASK)
+    with pytest.raises(ValueError, match="the batch has rows of up to 70 tokens, but the model 64 positions"):
+        model(pack(IDS, length=70))
+    with pytest.raises(ValueError, match="input_ids has values from 200 to 200"):
+        model(pack(IDS * 200))
+    with pytest.raises(ValueError, match="token_type_ids has values from 3"):
+        model(pack(IDS, token_type_ids=IDS * 3))
+    roberta = zoo.create("bert-debug", kind="roberta", pad_token_id=1)
+    with pytest.raises(ValueError, match="counts positions from 0, the model from 2: pack with config=model.config"):
+        roberta(pack(IDS))
+    with pytest.raises(ValueError, match=r"labels has shape \[2, 4\]"):
+        zoo.create("bert-debug", head="masked-lm")(pack(IDS), labels=IDS[:, :4])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"hidden_size": 33}, "hidden_size is 33 and num_attention_heads is 4"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0, expected a positive integer"),
+        ({"head": "qa"}, "head is 'qa', expected one of"),
+        ({"hidden_act": "silu"}, "hidden_act is 'silu', expected one of"),
+        ({"kind": "albert"}, "kind is 'albert'"),
+        ({"problem_type": "ranking"}, "problem_type is 'ranking'"),
+        ({"hidden_dropout_prob": 1.0}, "hidden_dropout_prob is 1.0"),
+        ({"layer_norm_eps": 0}, "layer_norm_eps is 0"),
+        ({"pad_token_id": 128}, "pad_token_id is 128, but the vocabulary has 128"),
+        ({"kind": "roberta", "pad_token_id": None}, "kind 'roberta' counts positions by it"),
+        ({"kind": "roberta", "pad_token_id": 63}, "not one is left"),
+        ({"head": "question-answering", "num_labels": 3}, "num_labels is 3, but an answer has 2"),
+    ],
+)
+def test_configs_that_make_no_sense(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        zoo.create("bert-debug", **overrides)
+
+
+def test_example_inputs_of_all_sizes() -> None:
+    model = zoo.create("bert-debug")
+    for batch, tokens in ((1, 1), (1, 9), (5, 64)):
+        inputs = zoo.example_inputs(model, batch=batch, tokens=tokens)
+        assert all(tensor.shape == (batch, tokens) for tensor in inputs.values())
+        assert inputs["attention_mask"].any(1).all() and torch.isfinite(model(**inputs)[0]).all()
+    for sizes in ({"batch": 0}, {"tokens": 65}):
+        with pytest.raises(ValueError, match="tokens at most 64"):
+            zoo.example_inputs(model, **sizes)
+    assert isinstance(model.config, BertConfig) and isinstance(model.layers[0], nn.Module)

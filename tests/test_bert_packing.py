@@ -1,0 +1,282 @@
+"""Packed batches give what padded ones give, in a fixed number of sizes, and nobody sees what fills them up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import bert_reference as reference
+import pytest
+import torch
+from torch import Tensor
+
+import zoo
+from zoo.bert import Bert, Encoding, attention, pack, token_buckets, unpack
+from zoo.bert.attention import Rows, attend, key_mask, rows_of
+from zoo.bert.packing import filling_rows
+
+
+def model_of(kind: str, head: str, **options: Any) -> Any:
+    model = zoo.from_upstream(reference.make(kind, head, **options))
+    assert isinstance(model, Bert)
+    return model
+
+
+@pytest.mark.parametrize("sizes", [None, (28, 40, 60)], ids=["exact", "buckets"])
+@pytest.mark.parametrize(("kind", "head"), reference.CASES)
+def test_packed_is_padded(kind: str, head: str, sizes: tuple[int, ...] | None) -> None:
+    theirs = reference.make(kind, head)
+    model: Any = zoo.from_upstream(theirs)
+    batch, labels = reference.batch(kind), reference.labels(head)
+    mask = batch["attention_mask"].bool()
+    if "labels" in labels and labels["labels"].shape == mask.shape:
+        labels = {"labels": labels["labels"].masked_fill(~mask, -100)}
+    packed = pack(**batch, config=model.config, buckets=sizes)
+    assert packed.input_ids.shape == ((int(mask.sum()) if sizes is None else 28),)
+    with torch.inference_mode():
+        # Their span loss also asks padding where the answer starts; ours does not, and has a test of its own.
+        given = {} if head == "question-answering" else labels
+        expected = theirs(**batch, **given)
+        output = model(packed, **given)
+        got = unpack(output, packed)
+        reference.compare(got, expected, where=mask)
+        for name, value in got._asdict().items():
+            if value is not None and value.shape[:2] == mask.shape:
+                assert not value[~mask].any(), name
+        if sizes is None:
+            torch.testing.assert_close(model.without_padding(**batch, **given), got)
+        if "labels" in labels and labels["labels"].dim() == 2:
+            torch.testing.assert_close(model(packed, labels=packed.take(labels["labels"], -100)).loss, output.loss)
+
+
+def test_the_loss_of_a_span_asks_tokens_only() -> None:
+    model = model_of("bert", "question-answering")
+    batch = reference.batch("bert")
+    batch["attention_mask"][3] = (torch.arange(11) < 6).long()
+    packed = pack(**batch, buckets=(60,))
+    # Row 1 has one token, so that its answer ends where none is; row 2's begins beyond the row, row 3's before it.
+    start, end = torch.tensor([4, 0, 99, -1]), torch.tensor([5, 1, 99, 5])
+    with torch.inference_mode():
+        output = model(packed, start_positions=start, end_positions=end)
+        padded = unpack(output, packed)
+    losses = []
+    for logits, answers in ((padded.start_logits, {0: 4, 1: 0, 3: 0}), (padded.end_logits, {0: 5, 3: 5})):
+        scores = logits.masked_fill(batch["attention_mask"] == 0, float("-inf")).log_softmax(-1)
+        losses.append(-torch.stack([scores[row, place] for row, place in answers.items()]).mean())
+    torch.testing.assert_close(output.loss, (losses[0] + losses[1]) / 2)
+
+
+def test_padding_anywhere_and_positions_of_ones_own() -> None:
+    for kind in reference.KINDS:
+        theirs = reference.make(kind, "token-classification")
+        model: Any = zoo.from_upstream(theirs)
+        batch = {name: tensor.flip(1) for name, tensor in reference.batch(kind).items()}
+        batch["attention_mask"][0, 3:6] = 0
+        mask = batch["attention_mask"].bool()
+        positions = torch.randint(2, 40, (4, 11))
+        with torch.inference_mode():
+            for given in ({}, {"position_ids": positions}, {"position_ids": positions[:1]}):
+                packed = pack(**batch, **given, config=model.config, buckets=(44, 60))
+                got = unpack(model(packed), packed)
+                reference.compare(got, theirs(**batch, **given), where=mask)
+
+
+@pytest.mark.parametrize("head", reference.NAMES)
+def test_gradients_are_those_of_padded_batches(head: str) -> None:
+    model = model_of("bert", head)
+    batch, labels = reference.batch("bert"), reference.labels(head)
+    if head == "question-answering":
+        batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
+    mask = batch["attention_mask"].bool()
+
+    def gradients(packing: bool) -> list[Tensor]:
+        if packing:
+            packed = pack(**batch, buckets=(64,), rows=4, length=16)
+            output = model(packed, **labels)
+        else:
+            if "labels" in labels and labels["labels"].dim() == 2:
+                given = {"labels": labels["labels"].masked_fill(~mask, -100)}
+            else:
+                given = labels
+            output = model(**batch, **given)
+        loss = output.pooler_output.square().sum() if head == "pooled" else output.loss
+        found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+        return [torch.zeros(()) if each is None else each for each in found]
+
+    if head in ("masked-lm", "token-classification"):
+        labels = {"labels": torch.nn.functional.pad(labels["labels"], (0, 5), value=-100)}
+        batch = {name: torch.nn.functional.pad(tensor, (0, 5)) for name, tensor in batch.items()}
+        mask = batch["attention_mask"].bool()
+    for got, expected in zip(gradients(True), gradients(False), strict=True):
+        assert got.isfinite().all()
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_every_batch_fits_one_of_few_sizes() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for rows, length, steps in ((1, 2, 8), (3, 7, 4), (8, 16, 8), (5, 33, 1), (64, 512, 8)):
+        buckets = token_buckets(rows, length, steps=steps)
+        assert 1 <= len(buckets) <= steps and list(buckets) == sorted(set(buckets))
+        slots = rows + filling_rows(buckets, rows, length) + 1
+        seen = set()
+        for lengths in (
+            [1] * rows,
+            [length] * rows,
+            *(torch.randint(1, length + 1, (rows,), generator=generator).tolist() for _ in range(20)),
+            *([1] * short for short in range(1, rows)),
+        ):
+            ids = torch.zeros(len(lengths), length, dtype=torch.int64)
+            mask = torch.arange(length) < torch.tensor(lengths)[:, None]
+            batch = pack(ids, mask, buckets=buckets, rows=rows)
+            spans = batch.offsets.diff()
+            assert batch.input_ids.numel() in buckets and batch.offsets.shape == (slots,)
+            assert int(spans.min()) >= 1 and int(spans.max()) <= length
+            assert int(batch.offsets[-1]) == batch.input_ids.numel()
+            assert spans[: len(lengths)].tolist() == lengths
+            seen.add(batch.input_ids.numel())
+        assert len(seen) > 1 or len(buckets) == 1
+    # No size is far too large: half a step is lost on average.
+    assert token_buckets(64, 512)[-1] < 64 * 512 + 100
+
+
+@pytest.mark.parametrize("way", ["table", "kernel"])
+def test_rows_attend_to_themselves_alone(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways through the seam, against a loop over rows; the kernel's is played by that loop."""
+    heads, offsets = 2, torch.tensor([0, 3, 4, 9, 16], dtype=torch.int32)
+    qkv = torch.randn(16, 3 * 8)
+
+    def one_by_one(query: Tensor, key: Tensor, value: Tensor, begins: Tensor, *_: Any) -> Tensor:
+        rows = []
+        for start, end in zip(begins[:-1].tolist(), begins[1:].tolist(), strict=True):
+            scores = torch.einsum("qhd,khd->hqk", query[start:end], key[start:end]) * query.shape[-1] ** -0.5
+            rows.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), value[start:end]))
+        return torch.cat(rows)
+
+    parts = qkv.unflatten(-1, (3, heads, 4)).unbind(1)
+    expected = one_by_one(*parts, offsets).flatten(1)
+    if way == "kernel":
+        monkeypatch.setattr(attention, "kernel_runs", lambda like, head_dim: True)
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", one_by_one)
+    rows = rows_of(offsets, 7, 16, qkv, 4)
+    assert (rows.table is None) == (way == "kernel")
+    torch.testing.assert_close(attend(qkv, heads, None, rows, 0.0), expected)
+
+
+def test_an_empty_row_harms_nobody() -> None:
+    qkv = torch.randn(5, 3 * 8, requires_grad=True)
+    rows = rows_of(torch.tensor([0, 2, 2, 5], dtype=torch.int32), 4, 5, qkv, 4)
+    out = attend(qkv, 2, None, rows, 0.0)
+    (gradient,) = torch.autograd.grad(out.square().sum(), qkv)
+    assert out.isfinite().all() and gradient.isfinite().all()
+    short = rows_of(torch.tensor([0, 2, 5], dtype=torch.int32), 4, 5, qkv, 4)
+    torch.testing.assert_close(out, attend(qkv, 2, None, short, 0.0))
+
+
+def test_an_epoch_of_lengths_is_as_many_graphs_as_sizes() -> None:
+    model: Any = zoo.create("bert-debug", num_hidden_layers=2)
+    buckets = token_buckets(4, 16, steps=3)
+    zoo.compile_regions(model, backend="eager")
+    from zoo.ledger import LEDGER
+
+    before = len(LEDGER.entries)
+    seen = set()
+    with torch.inference_mode(), zoo.enforce_budget(model):
+        for seed in range(12):
+            rows = 4 if seed < 11 else 2
+            longest = (4, 10, 16)[seed % 3]
+            lengths = torch.randint(longest // 2, longest + 1, (rows, 1), generator=torch.Generator().manual_seed(seed))
+            lengths[0] = longest
+            width = int(lengths.max())
+            mask = torch.arange(width) < lengths
+            ids = torch.randint(1, 128, mask.shape)
+            batch = pack(ids, mask, config=model.config, buckets=buckets, rows=4, length=16)
+            output = model(batch)
+            assert output.pooler_output.shape == (4, 32)
+            seen.add(batch.input_ids.numel())
+    assert seen == set(buckets)
+    for region, graphs in (("BertLayer", len(buckets)), ("BertEmbeddings", len(buckets)), ("PoolerHead", 1)):
+        assert sum(e.graphs for e in LEDGER.entries[before:] if e.region.__name__ == region) == graphs, region
+
+
+def test_an_outer_cuda_graph_for_each_size() -> None:
+    model: Any = zoo.create("bert-debug")
+    buckets = token_buckets(3, 16, steps=2)
+
+    def batch(lengths: list[int], seed: int) -> Any:
+        mask = torch.arange(16) < torch.tensor(lengths)[:, None]
+        ids = torch.randint(1, 128, mask.shape, generator=torch.Generator().manual_seed(seed))
+        return pack(ids, mask, config=model.config, buckets=buckets)
+
+    few, many = batch([3, 4, 5], 0), batch([16, 16, 12], 1)
+    assert few.input_ids.shape != many.input_ids.shape
+    with torch.inference_mode():
+        step = zoo.cuda_graph(model, (few,), buckets=[((many,), {})])
+        assert len(step.shapes) == 2
+        for other in (batch([1, 9, 2], 2), batch([16, 9, 16], 3)):
+            output = step(other)
+            assert isinstance(output, Encoding)
+            torch.testing.assert_close(output, model(other))
+
+
+def test_the_mask_adds_numbers_of_the_scores_dtype() -> None:
+    mask = torch.tensor([[1, 0], [0, 0]])
+    like = torch.zeros(1, dtype=torch.bfloat16)
+    made = key_mask(mask, like)
+    assert made.shape == (2, 1, 1, 2) and made.dtype == torch.bfloat16
+    assert made.flatten().tolist() == [0.0, float("-inf"), 0.0, 0.0]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert key_mask(mask, torch.zeros(1)).dtype == torch.bfloat16
+        assert key_mask(mask, torch.zeros(1, dtype=torch.float64)).dtype == torch.float64
+
+
+def test_moving_a_batch() -> None:
+    batch = pack(torch.ones(2, 3, dtype=torch.int64)).to("meta")
+    assert batch.offsets.is_meta and batch.input_ids.is_meta and batch.token_type_ids is None and batch.rows == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_kernels_agree_with_padded_attention(dtype: torch.dtype, compiled: bool) -> None:
+    model: Any = zoo.create("bert-tiny", device="cuda", dtype=dtype, hidden_dropout_prob=0.0)
+    mask = torch.arange(160) < torch.tensor([160, 1, 31, 97])[:, None]
+    ids = torch.randint(1, 30000, mask.shape)
+    batch = pack(ids, mask, config=model.config, buckets=token_buckets(4, 160)).to("cuda")
+    rows = model._rows(batch, model.embeddings.norm.weight)
+    assert isinstance(rows, Rows) and (rows.offsets is not None) == (dtype != torch.float32)
+    with torch.inference_mode():
+        expected = model.float()(ids.cuda(), mask.cuda()).last_hidden_state[mask.cuda()]
+    model.to(dtype)
+    if compiled:
+        zoo.compile_regions(model)
+    limit = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}[dtype]
+    with torch.inference_mode():
+        got = unpack(model(batch).last_hidden_state, batch)[mask.cuda()]
+        assert reference.relative_error(got.float(), expected) < limit
+        step = zoo.cuda_graph(model, (batch,))
+        torch.testing.assert_close(step(batch).last_hidden_state, model(batch).last_hidden_state)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_kernels_train(dropout: float, compiled: bool) -> None:
+    options = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": dropout, "head": "token-classification"}
+    model: Any = zoo.create("bert-tiny", device="cuda", **options).train()
+    mask = torch.arange(160) < torch.tensor([160, 1, 31, 97])[:, None]
+    ids, labels = torch.randint(1, 30000, mask.shape), torch.randint(2, mask.shape).masked_fill(~mask, -100).cuda()
+    batch = pack(ids, mask, config=model.config, buckets=token_buckets(4, 160)).to("cuda")
+
+    def gradients(*args: Any) -> list[Tensor]:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(*args, labels=labels).loss
+        found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+        return [each for each in found if each is not None]
+
+    expected = gradients(ids.cuda(), mask.cuda())
+    if compiled:
+        zoo.compile_regions(model)
+    got = gradients(batch)
+    assert all(each.isfinite().all() for each in got)
+    if dropout == 0:
+        joined = [torch.cat([each.flatten() for each in side]) for side in (got, expected)]
+        assert reference.relative_error(*joined) < 5e-2
