@@ -35,6 +35,8 @@ class Family:
             by tensor and the upstream library is not imported; without it ``convert_state_dict`` gets all of them.
         check_folder: ``(folder, config, overridden)`` raises a ValueError if the folder's own description of its
             weights contradicts the config in a field that the caller did not override.
+        find_weights: ``(preset, weights)`` is the local file of weights that the upstream library knows by name, or
+            None for anything else, which is then a path or a hub id.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Family:
     upstream_packages: tuple[str, ...]
     placements: Callable[[Any], Mapping[str, Placement | None]] | None = None
     check_folder: Callable[[Path, Any, Collection[str]], None] | None = None
+    find_weights: Callable[[str, Any], Path | None] | None = None
 
     def upstream(self) -> ModuleType:
         """The family's upstream module; imports the upstream library."""
@@ -106,7 +109,8 @@ def create(
     Args:
         name: One of ``list_models()``.
         weights: None for random weights, else a local file or folder (safetensors, or a ``.pt``/``.pth`` holding
-            tensors only) or a hub id. Keys may be the zoo's or the upstream library's.
+            tensors only), a hub id, or what the upstream library calls its own (torchvision: ``"IMAGENET1K_V2"``).
+            Keys may be the zoo's or the upstream library's.
         device: Where to build; torch's default device when left out.
         dtype: Floating-point dtype of the parameters; torch's default dtype when left out.
         overrides: Fields of the preset's config to replace.
@@ -128,7 +132,8 @@ def create(
     config = dataclasses.replace(config, **overrides)
     if weights is None:
         return _build(family, config, device, dtype).eval()
-    path = locate(weights)
+    named = None if family.find_weights is None else family.find_weights(name, weights)
+    path = locate(weights) if named is None else named
     if family.check_folder is not None and path.is_dir():
         family.check_folder(path, config, overrides)
     model = _build(family, config, torch.device("meta"), dtype)

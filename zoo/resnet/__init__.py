@@ -3,6 +3,9 @@
 from zoo.registry import Family, register
 from zoo.resnet.config import Folding as Folding
 from zoo.resnet.config import ResNetConfig as ResNetConfig
+from zoo.resnet.cuts import CUTS as CUTS
+from zoo.resnet.cuts import cut as cut
+from zoo.resnet.folding import fold_batch_norm as fold_batch_norm
 from zoo.resnet.glue import BiasAct as BiasAct
 from zoo.resnet.glue import BiasActPool as BiasActPool
 from zoo.resnet.glue import BiasAddAct as BiasAddAct
@@ -16,6 +19,8 @@ from zoo.resnet.model import Bottleneck as Bottleneck
 from zoo.resnet.model import ResNet as ResNet
 from zoo.resnet.model import ResNetStage as ResNetStage
 from zoo.resnet.presets import PRESETS, build, example_inputs
+from zoo.resnet.pretrained import find_weights
+from zoo.resnet.pretrained import transforms as transforms
 
 FAMILY = register(
     Family(
@@ -26,5 +31,6 @@ FAMILY = register(
         example_inputs=example_inputs,
         upstream_module="zoo.resnet.upstream",
         upstream_packages=("torchvision",),
+        find_weights=find_weights,
     )
 )

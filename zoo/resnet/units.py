@@ -32,8 +32,9 @@ from zoo.resnet.operators import conv_act
 
 
 def to_rows(x: Tensor) -> Tensor:
-    """[N, C, H, W] -> [R, C]; a view in channels_last."""
-    return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
+    """[N, C, H, W] -> [R, C], without a copy in channels_last."""
+    rows = x.permute(0, 2, 3, 1)
+    return _untracked_view(rows, x.shape[1]) if rows.is_contiguous() else rows.reshape(-1, x.shape[1])
 
 
 def to_images(rows: Tensor, like: Tensor) -> Tensor:
@@ -47,9 +48,18 @@ def convolve(conv: nn.Conv2d, x: Tensor) -> Tensor:
     return F.conv2d(x, conv.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups)
 
 
+def _untracked_view(x: Tensor, *last: int) -> Tensor:
+    """[..., *last] -> [-1, *last], as a tensor that does not know what it is a view of.
+
+    Glue is compiled for all sizes. Of a view the compiler would look at its origin as well, and make a graph more for
+    another number of images, or of an image that is not square.
+    """
+    return torch.ops.aten._unsafe_view(x, (-1, *last))
+
+
 def _no_parameter(x: Tensor | None) -> Tensor | None:
     # The compiler takes the shape of a parameter as fixed, and would make a graph for each width.
-    return None if x is None else x.view(-1)
+    return None if x is None else _untracked_view(x)
 
 
 def make_norm(config: ResNetConfig, channels: int) -> nn.Module:
@@ -140,7 +150,7 @@ class FoldedConvAct(nn.Module):
         if self.glue is None:
             return conv_act(x, conv.weight, bias, None, conv.stride, conv.padding, conv.dilation, conv.groups)
         x = convolve(conv, x)
-        return to_images(self.glue(to_rows(x), bias.view(-1)), x)
+        return to_images(self.glue(to_rows(x), _untracked_view(bias)), x)
 
 
 class FoldedConvJoin(nn.Module):
@@ -161,7 +171,7 @@ class FoldedConvJoin(nn.Module):
         if self.glue is None:
             return conv_act(x, conv.weight, bias, residual, conv.stride, conv.padding, conv.dilation, conv.groups)
         rows = F.linear(to_rows(x), conv.weight.flatten(1)) if self.as_matmul else to_rows(convolve(conv, x))
-        return to_images(self.glue(rows, bias.view(-1), to_rows(residual)), residual)
+        return to_images(self.glue(rows, _untracked_view(bias), to_rows(residual)), residual)
 
 
 class FoldedStem(nn.Module):

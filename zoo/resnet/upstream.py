@@ -1,4 +1,4 @@
-"""To and from torchvision's ``ResNet``. The only file here that imports the library, with ``weights.py``."""
+"""To and from torchvision's ``ResNet``. With ``pretrained.py`` what imports the library."""
 
 from __future__ import annotations
 
