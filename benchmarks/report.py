@@ -1,6 +1,6 @@
 """Shows measured rows, and keeps the tables in the docs equal to them.
 
-python -m benchmarks.report runs/today                  a table here, and runs/today/report.md
+python -m benchmarks.report runs/today                  a table here; report.md and report.html in runs/today
 python -m benchmarks.report --update README.md docs     rewrite the generated blocks from benchmarks/results
 python -m benchmarks.report --check README.md docs      exit 1 if a block differs from what the rows say
 """
@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.rendering import blocks, markdown, tables, terminal
+from benchmarks.rendering import blocks, html, markdown, tables, terminal
 from benchmarks.result import Rows, load
 from benchmarks.usage import UsageError, run_command
 
@@ -62,7 +62,8 @@ def command(
     check_blocks: Annotated[bool, typer.Option("--check", help="Exit 1 if a generated block has drifted.")] = False,
     results: Annotated[Path, typer.Option(help="The rows that blocks are made from.")] = RESULTS,
     out: Annotated[
-        Path | None, typer.Option(help="The Markdown report; report.md beside the rows if left out.")
+        Path | None,
+        typer.Option(help="The Markdown report, the HTML one beside it; report.md by the rows if left out."),
     ] = None,
 ) -> int:
     """Show rows as tables, or make the tables in Markdown files from them."""
@@ -96,18 +97,31 @@ def _show(paths: list[Path], out: Path | None) -> int:
     if not rows.results:
         raise UsageError(f"{paths[0]} holds no rows; run python -m benchmarks.run --out {paths[0]} first")
     terminal.render(rows.results, rows.environments)
-    target = out or _beside(paths[0])
+    target = out or folder_of_reports(paths[0]) / "report.md"
+    if target.is_dir():
+        target /= "report.md"
+    page = target.with_suffix(".html")
+    target = target.with_suffix(".md") if target == page else target
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(markdown.report(rows.results, rows.environments), encoding="utf-8")
     print(f"\nreport: {target}")
+    print(f"report: {write_html(rows, page)}")
     return 0
 
 
-def _beside(rows: Path) -> Path:
+def folder_of_reports(rows: Path) -> Path:
+    """Where reports of a file or folder of rows go: beside them, but not among the committed ones."""
     folder = rows if rows.is_dir() else rows.parent
     if folder.resolve().is_relative_to(RESULTS):  # rows and nothing else belong there
         folder = ROOT / "runs"
-    return folder / "report.md"
+    return folder
+
+
+def write_html(rows: Rows, target: Path) -> Path:
+    """Write the HTML report of these rows; its path."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(html.report(rows.results, rows.environments), encoding="utf-8")
+    return target
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -26,7 +26,8 @@ from benchmarks.process import Worker, WorkerFailure, kill_all
 from benchmarks.progress import Progress, words
 from benchmarks.race import ROUNDS_OF_A_SET, run_race
 from benchmarks.rendering.terminal import render
-from benchmarks.result import Result, Store
+from benchmarks.report import folder_of_reports, write_html
+from benchmarks.result import Result, Store, load
 from benchmarks.startup import Settings, estimate_race
 from benchmarks.usage import UsageError, did_you_mean, run_command
 from benchmarks.worker import load_workload
@@ -327,7 +328,7 @@ def _sets_in(store: Store) -> int:
 
 
 def _conclude(plan: Plan, console: Console, measured: set[str]) -> int:
-    """Print the tables of this run's cases; 1 where an arm of ours that was measured now is broken."""
+    """Print the tables of this run's cases and write the report; 1 where an arm of ours measured now is broken."""
     wanted = {case.key for case in plan.cases}
     results: list[Result] = []
     environments: dict[str, Any] = {}
@@ -336,8 +337,20 @@ def _conclude(plan: Plan, console: Console, measured: set[str]) -> int:
         environments |= store.environments()
     render(results, environments, console)
     console.print(f"\nrows: {', '.join(str(store.path) for store in plan.stores())}", markup=False, highlight=False)
+    if results:
+        _report(plan, console)
     broken = [r.case for r in results if r.case.impl == "zoo" and not r.case.control and r.status in BROKEN]
     return 1 if any(case.key in measured for case in broken) else 0
+
+
+def _report(plan: Plan, console: Console) -> None:
+    """The HTML report of all that stands where this run writes, earlier runs that it continues included."""
+    try:
+        path = write_html(load(plan.out), folder_of_reports(plan.out) / "report.html")
+    except (OSError, ValueError) as error:  # a broken row of another run there must not hide that this one is done
+        console.print(f"no report: {error}", markup=False, highlight=False)
+    else:
+        console.print(f"report: {path}", markup=False, highlight=False)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,22 @@ def test_report_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "## gcn · cora · inference · float32 · cuda" in text and "zoo hierarchical: timeout: 60 s" in text
     assert main([str(tmp_path / "run"), "--out", str(tmp_path / "other.md")]) == 0
     assert (tmp_path / "other.md").read_text() == text
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "zoo regional + CUDA graph" in page and "zoo hierarchical: timeout" in page
+    assert (tmp_path / "other.html").read_text() == page
+    (tmp_path / "there").mkdir()
+    for out in ("there", "page.html"):
+        assert main([str(tmp_path / "run"), "--out", str(tmp_path / out)]) == 0
+    assert sorted(path.name for path in (tmp_path / "there").iterdir()) == ["report.html", "report.md"]
+    assert (tmp_path / "page.md").read_text() == text and (tmp_path / "page.html").read_text() == page
+
+
+def test_report_of_failures_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "rows.jsonl", [failure("crashed", "signal 11"), failure("timeout", "60 s", impl="upstream")])
+    assert main([str(tmp_path)]) == 0
+    assert f"report: {tmp_path / 'report.html'}" in capsys.readouterr().out
+    page = (tmp_path / "report.html").read_text()
+    assert "zoo eager: crashed" in page and "signal 11" in page and "upstream eager: timeout" in page
 
 
 def test_report_of_committed_rows_does_not_land_among_them(
@@ -44,7 +60,7 @@ def test_report_of_committed_rows_does_not_land_among_them(
     write(tmp_path / "results" / "h200" / "rows.jsonl", race())
     assert main([str(tmp_path / "results" / "h200")]) == 0
     assert [path.suffix for path in (tmp_path / "results").rglob("*.*")] == [".jsonl"]
-    assert (tmp_path / "runs" / "report.md").exists()
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"report.md", "report.html"}
 
 
 def test_update_then_check_then_drift(tmp_path: Path, docs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,6 +116,10 @@ def test_a_run_types_its_failures_and_goes_on_then_resumes(tmp_path: Path):
     assert environment["peaks"]["copy_bandwidth"] > 0
     assert environment["peaks"]["matmul_flops"]["float32"] > 0
 
+    assert f"report: {tmp_path / 'report.html'}" in done.stdout.replace("\n", "")
+    page = (tmp_path / "report.html").read_text()
+    assert "zoo regional" in page and "upstream regional: crashed" in page
+
     again = run(*options, "--out", str(tmp_path), "--resume")
     assert again.returncode == 0, again.stdout + again.stderr
     assert "2 arms, 3 done before" in again.stdout
@@ -128,6 +132,7 @@ def test_a_failure_of_ours_makes_the_exit_code_1(tmp_path: Path):
     (result,) = Store(tmp_path / "fake-inference-float32.jsonl").results()
     assert result.status == "failed"
     assert "this model does not like its input" in done.stdout.replace("\n", " ")
+    assert "this model does not like its input" in (tmp_path / "report.html").read_text()  # of a failure alone
 
 
 def test_ctrl_c_keeps_what_is_done(tmp_path: Path):

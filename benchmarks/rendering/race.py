@@ -19,6 +19,7 @@ AS_SHIPPED = (("eager", "default"), ("full", "default"), ("full", "reduce-overhe
 
 # An arm whose error is this many times eager's own computes something else; its time is shown and not counted.
 WRONG = 10
+Caches = Literal["cold", "warm"]
 EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 
 
@@ -63,6 +64,13 @@ class Arm:
         if check is None or check.error is None or check.eager_error is None:
             return False
         return check.error > WRONG * max(check.eager_error, EPSILON[self.result.case.dtype])
+
+    def paid(self, caches: Caches) -> float | None:
+        """Seconds spent before the first fast call: none by eager; None where it was not measured."""
+        case = self.result.case
+        if case.strategy == "eager" and not case.cuda_graph:
+            return 0.0
+        return paid_seconds(self.result.cold if caches == "cold" else self.result.warm)
 
     @property
     def utilisation(self) -> Utilisation | None:

@@ -1,0 +1,145 @@
+"""One sentence or two that lead a race: which arm to run when it is called so many times, worked out from its rows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks import stats
+from benchmarks.rendering import numbers
+from benchmarks.rendering.race import Arm, Caches, Race
+from benchmarks.rendering.tables import UPSTREAM
+
+MOST_NAMES = 3
+
+
+@dataclass(frozen=True)
+class Step:
+    """From this number of calls on this arm takes the least time in all, what it paid before included."""
+
+    calls: int
+    arm: Arm
+
+
+def lead(race: Race) -> str:
+    """What to use, in plain words; losses are said as plainly as wins."""
+    timed = [arm for arm in race.arms if arm.p50 is not None and not arm.wrong]
+    if not timed:
+        return "No arm has a steady time and a right output: nothing can be advised."
+    fastest = timed[0]  # arms are sorted by time
+    if len(timed) == 1:
+        return f"Only {fastest.name} has a steady time: {_milliseconds(fastest)} a call, nothing to hold it against."
+    ratios = [race.speedup(arm, fastest) for arm in timed[1:]]
+    if race.noise == math.inf or not any(ratio is not None and ratio.has_interval for ratio in ratios):
+        return f"Too few rounds to tell the arms apart; measure again with at least {stats.MIN_ROUNDS} rounds."
+    if fastest.paid("cold") is None:
+        words = f"In steady state {fastest.name} is the fastest, {_milliseconds(fastest)} a call"
+        parts = [f"{words}{_against_upstream(race, fastest)}.", *_alike(race, timed, fastest)]
+        return " ".join([*parts, "What compiling costs was not measured here."])
+    cold = steps(race, timed, "cold")
+    last = cold[-1].arm
+    parts = [f"{_in_words(timed, cold)}{_against_upstream(race, last)}."]
+    if not _is_eager(last) and last.paid("warm") is not None:
+        warm = steps(race, timed, "warm")
+        if [step.arm for step in warm] == [step.arm for step in cold]:
+            if len(warm) > 1:
+                parts.append(f"With warm caches: from {_calls_in_turn(warm)} calls.")
+        else:
+            parts.append(f"With warm caches: {_lower(_in_words(timed, warm))}.")
+    return " ".join([*parts, *_alike(race, timed, last)])
+
+
+def steps(race: Race, arms: Sequence[Arm], caches: Caches) -> list[Step]:
+    """Which of these arms to run from which number of calls on.
+
+    The first is the one that has its first result soonest after eager and compilation are counted; every further one
+    is measurably faster a call and has paid back what it costs more. Arms without compile figures are left out.
+
+    Args:
+        race: Says which differences are measurable.
+        arms: Arms with a steady time.
+        caches: ``cold`` or ``warm``.
+    """
+    paid = {arm: cost for arm in arms if (cost := arm.paid(caches)) is not None}
+    if not paid:
+        return []
+    chosen = [Step(1, min(paid, key=lambda arm: paid[arm] * 1e3 + _p50(arm)))]
+    while True:
+        now = chosen[-1].arm
+        ahead = [
+            (stats.break_even_calls(paid[arm] - paid[now], _p50(now), _p50(arm)), _p50(arm), index)
+            for index, arm in enumerate(arms)
+            if arm in paid and paid[arm] > paid[now] and race.verdict(arm, now) == "faster"
+        ]
+        if not ahead:
+            return chosen
+        calls, _, index = min(ahead)
+        chosen.append(Step(int(calls), arms[index]))
+
+
+def _p50(arm: Arm) -> float:
+    assert arm.p50 is not None
+    return arm.p50
+
+
+def _is_eager(arm: Arm) -> bool:
+    return arm.result.case.strategy == "eager" and not arm.result.case.cuda_graph
+
+
+def _milliseconds(arm: Arm) -> str:
+    return f"{numbers.significant(arm.p50)} ms"
+
+
+def _in_words(timed: Sequence[Arm], chosen: Sequence[Step]) -> str:
+    first, *others = chosen
+    if not others:
+        if not _is_eager(first.arm):
+            return f"Run {first.arm.name} from the first call on"
+        if all(arm.result.case.strategy == "eager" for arm in timed):
+            return f"Run {first.arm.name}, the fastest arm of a race in which nothing is compiled"
+        return f"Do not compile: no compiled arm is measurably faster than {first.arm.name}"
+    words = f"For fewer than {numbers.calls(others[0].calls)} calls run {first.arm.name}; "
+    for step, after in itertools.pairwise(others):
+        words += f"from there {step.arm.name}; from {numbers.calls(after.calls)} calls on "
+    if len(others) == 1:
+        words += "beyond that "
+    return words + others[-1].arm.name
+
+
+def _calls_in_turn(chosen: Sequence[Step]) -> str:
+    return " and ".join(numbers.calls(step.calls) for step in chosen[1:])
+
+
+def _lower(words: str) -> str:
+    return words[0].lower() + words[1:]
+
+
+def _against_upstream(race: Race, arm: Arm) -> str:
+    """``, 4.2× faster than torch-geometric's best as shipped, ...``; or by how much ours lose to this arm."""
+    library = UPSTREAM.get(race.case.family, "upstream")
+    if arm.result.case.impl != "zoo":
+        return f"; ours, {race.ours.name}, is {_compared(race, race.ours, arm)} it" if race.ours else ""
+    whose = library + ("'" if library.endswith("s") else "'s")
+    bests = [(race.best_shipped, "as shipped"), (race.best_tuned, "tuned")]
+    said = [f"{_compared(race, arm, best)} {whose} best {how}" for best, how in bests if best is not None]
+    return f", {', '.join(said)}" if said else f"; no arm of {library} ran to hold it against"
+
+
+def _compared(race: Race, arm: Arm, over: Arm) -> str:
+    ratio, verdict = race.speedup(arm, over), race.verdict(arm, over)
+    if ratio is None or verdict == "undetermined":
+        return "level with"
+    if verdict == "faster":
+        return f"{numbers.times(ratio.value)} faster than"
+    return f"{numbers.times(ratio.inverse.value)} slower than"
+
+
+def _alike(race: Race, timed: Sequence[Arm], chosen: Arm) -> list[str]:
+    """The arms that no measurement here tells from the chosen one."""
+    alike = [arm.name for arm in timed if arm is not chosen and race.verdict(arm, chosen) == "undetermined"]
+    if not alike:
+        return []
+    more = f" and {len(alike) - MOST_NAMES} more" if len(alike) > MOST_NAMES else ""
+    return [f"No measurable difference to {chosen.name}: {', '.join(alike[:MOST_NAMES])}{more}."]

@@ -1,0 +1,166 @@
+"""Rows as one HTML file that opens offline: figures, tables, reasons, environments, the commands that measure again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from benchmarks.rendering import advice, bars, cells, curves, numbers, tables
+from benchmarks.rendering.commands import commands_of
+from benchmarks.rendering.markdown import notes
+from benchmarks.rendering.race import Race, races
+from benchmarks.result import Result
+
+TEMPLATES = Path(__file__).parent / "templates"
+MOST_OPEN = 3  # races whose details are open from the start; with more the leading sentences are the overview
+
+
+@dataclass(frozen=True)
+class Row:
+    """One arm of one race in the table of all rows. ``outcome`` is what the table can be filtered by."""
+
+    race: str
+    anchor: str
+    impl: str
+    arm: str
+    outcome: str
+    cells: tuple[str, ...]
+    reason: str
+    command: str
+
+
+ROW_HEAD = ("p50 ms", "over best as shipped", "over best tuned", "compile s, cold / warm", "memory MiB")
+
+
+def report(results: Iterable[Result], environments: Mapping[str, Mapping[str, Any]]) -> str:
+    """The whole page. It loads nothing: style, script and figures are in it."""
+    results = list(results)
+    shown = races(results, environments)
+    titles = _titles(shown)
+    families: dict[str, list[dict[str, Any]]] = {}
+    for index, race in enumerate(shown):
+        families.setdefault(race.case.family, []).append(_section(race, titles[index], f"race-{index + 1}"))
+    template = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    ).get_template("report.html.jinja")
+    used = dict.fromkeys(result.environment or "" for result in results)
+    rows = [row for index, race in enumerate(shown) for row in _rows(race, titles[index], f"race-{index + 1}")]
+    return template.render(
+        style=Markup((TEMPLATES / "report.css").read_text(encoding="utf-8")),
+        script=Markup((TEMPLATES / "report.js").read_text(encoding="utf-8")),
+        machines=list(dict.fromkeys(race.machine for race in shown)),
+        counts=(len(shown), sum(len(race.arms) for race in shown), sum(len(race.failures) for race in shown)),
+        families={name: _family(name, sections) for name, sections in families.items()},
+        headline_head=tables.HEADLINE,
+        decomposition_head=tables.DECOMPOSITION,
+        compile_head=cells.COMPILE_HEAD,
+        all_open=len(shown) <= MOST_OPEN,
+        row_head=ROW_HEAD,
+        rows=rows,
+        impls=sorted({row.impl for row in rows}),
+        outcomes=sorted({row.outcome for row in rows}),
+        environments={name: _flat(environments[name]) for name in used if name in environments},
+    )
+
+
+def _titles(shown: Sequence[Race]) -> list[str]:
+    """The races' titles without what all of them share; the machine stands in them where there are several."""
+    parts = [(*race.case.race[1:], race.machine) for race in shown]
+    differ = [index for index, values in enumerate(zip(*parts, strict=True)) if index < 2 or len(set(values)) > 1]
+    return [" · ".join(of_one[index] for index in differ) for of_one in parts]
+
+
+def _family(name: str, sections: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    chosen = [section["race"] for section in sections]
+    return {
+        "anchor": sections[0]["anchor"].replace("race", "family"),
+        "sections": sections,
+        "library": tables.UPSTREAM.get(name, "upstream"),
+        "speedups": bars.speedups(chosen, [section["title"] for section in sections], f"{name}-speedups"),
+    }
+
+
+def _section(race: Race, title: str, anchor: str) -> dict[str, Any]:
+    figures = [
+        ("Latency", "Shorter is faster; the numbers lead to the table's rows.", bars.latency),
+        ("Compile time against steady state", "", curves.compile_against_steady),
+        ("Break-even", "", curves.break_even),
+        ("Memory", "", bars.memory),
+        ("Utilisation", "", bars.utilisation),
+    ]
+    drawn = [(name, said, paint(race, f"{anchor}-{number}")) for number, (name, said, paint) in enumerate(figures)]
+    return {
+        "race": race,
+        "title": title,
+        "whole_title": race.title,
+        "anchor": anchor,
+        "subject": cells.subject(race),
+        "lead": advice.lead(race),
+        "figures": [figure for figure in drawn if figure[2] is not None],
+        "headline": tables.headline_row(race, race.ours),
+        "head": cells.race_head(race),
+        "rows": [cells.race_row(race, arm) for arm in race.arms],
+        "decomposition": tables.decomposition_rows(race),
+        "compile": [cells.compile_row(arm) for arm in race.arms if cells.compiles(arm)],
+        "prepared": _prepared(race),
+        "troubles": [line for arm in race.arms for line in cells.troubles(arm)],
+        "failures": [(result.case.arm, result.status, result.reason or "") for result in race.failures],
+        "notes": [*notes(race), *_warm_before(race)],
+        "commands": commands_of([race]),
+    }
+
+
+def _prepared(race: Race) -> list[str]:
+    """What arms prepare once, which no other figure counts."""
+    lines = []
+    for arm in race.arms:
+        for what, seconds in arm.result.preparation.items():
+            lines.append(f"{arm.name}: {what}, {numbers.significant(seconds)} s")
+    return lines
+
+
+def _warm_before(race: Race) -> list[str]:
+    """Arms whose cold figure is not quite one: something came from a cache."""
+    hit = [arm.name for arm in race.arms if arm.result.cold and arm.result.cold.cache_hits]
+    return [f"The cold compile of these hit a cache: {', '.join(hit)}."] if hit else []
+
+
+def _rows(race: Race, title: str, anchor: str) -> list[Row]:
+    rows = []
+    for arm in race.arms:
+        values = (
+            numbers.significant(arm.p50),
+            cells.speedup_and_verdict(race, arm, race.best_shipped),
+            cells.speedup_and_verdict(race, arm, race.best_tuned),
+            cells.pair(cells.seconds(arm.result.cold), cells.seconds(arm.result.warm)),
+            cells.memory(arm),
+        )
+        outcome = cells.verdict(race, arm, race.best_shipped)
+        outcome = "not compared" if outcome == numbers.NOTHING else outcome
+        command = arm.result.command or ""
+        rows.append(Row(title, anchor, arm.result.case.impl, cells.name(arm), outcome, values, "", command))
+    for result in race.failures:
+        reason = cells.shortened(result.reason or "")
+        impl, name = result.case.impl, result.case.arm
+        rows.append(Row(title, anchor, impl, name, result.status, (), reason, result.command or ""))
+    return rows
+
+
+def _flat(environment: Mapping[str, Any], before: str = "") -> list[tuple[str, str]]:
+    """An environment's facts, those within others named ``peaks: copy_bandwidth``."""
+    facts: list[tuple[str, str]] = []
+    for key, value in environment.items():
+        if isinstance(value, Mapping):
+            facts += _flat(value, f"{before}{key}: ")
+        elif (before or key not in ("kind", "id")) and value is not None:
+            facts.append((f"{before}{key}", f"{value:,.6g}" if isinstance(value, float) else str(value)))
+    return facts

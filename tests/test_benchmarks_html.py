@@ -1,0 +1,287 @@
+"""The HTML report: whole, offline, escaped, and its leading sentences right."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Mapping
+from html.parser import HTMLParser
+
+import pytest
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+from benchmarks.rendering import advice, cells, html
+from benchmarks.rendering.labels import label
+from benchmarks.rendering.race import Race, races
+from benchmarks.result import Result
+from tests.rows import ENVIRONMENT, failure, race, row
+
+ENVIRONMENTS = {"e1": ENVIRONMENT}
+VOID = {"meta", "input", "br"}
+
+
+class Page(HTMLParser):
+    """A page read strictly: every tag closed in order, no id twice, and all that it says, names and refers to."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.references: list[str] = []
+        self.loads: list[str] = []
+        self.tags: list[str] = []
+        self.words: list[str] = []
+        self.rows: list[Mapping[str, str | None]] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+        assert len(set(self.ids)) == len(self.ids)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_startendtag(tag, attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        given = dict(attrs)
+        if tag == "tr" and "data-impl" in given:
+            self.rows.append(given)
+        for key, value in attrs:
+            assert not key.startswith("on"), f"{tag} has {key}"
+            if key == "id":
+                self.ids.append(str(value))
+            elif key == "href":
+                self.references.append(str(value))
+            elif key in ("src", "data", "srcset", "action", "poster"):
+                self.loads.append(str(value))
+            self.references += re.findall(r"url\(([^)]*)\)", value or "")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def _page(results: list[Result], environments: Mapping[str, Mapping[str, object]] = ENVIRONMENTS) -> Page:
+    return Page(html.report(results, environments))
+
+
+def _one(results: list[Result]) -> Race:
+    (only,) = races(results, ENVIRONMENTS)
+    return only
+
+
+def _uncompiled(results: list[Result]) -> list[Result]:
+    """The same rows without compile figures, as of a run that measured the steady state alone."""
+    for result in results:
+        result.cold = result.warm = None
+    return results
+
+
+# The page
+
+
+def test_every_race_arm_and_failure_appears_with_its_figures_and_command() -> None:
+    results = [
+        *race(),
+        failure("timeout", "60 s without a word", strategy="hierarchical"),
+        *race({"zoo regional + CUDA graph": 20.0}, input="arxiv", dtype="bfloat16"),
+        *race(family="llm", model="llama-debug", input="prompt"),
+    ]
+    page = _page(results)
+    text = page.text
+    shown = races(results, ENVIRONMENTS)
+    for one in shown:
+        assert one.title in text and advice.lead(one) in text
+        for arm in one.arms:
+            assert all(cell in text for cell in cells.race_row(one, arm))
+            assert arm.result.command is not None and arm.result.command in text
+    assert "zoo hierarchical: timeout 60 s without a word" in text
+    assert "4× break" not in text and "upstream full: break: Unsupported: self-loop op 3" in text  # four reasons
+    assert len(page.rows) == sum(len(one.arms) + len(one.failures) for one in shown)
+    outcomes = {str(attributes["data-outcome"]) for attributes in page.rows}
+    assert "than transformers' best as shipped" in text
+    assert outcomes == {"faster", "slower", "reference", "timeout"}
+    assert "Ours against torch-geometric" in text and "Ours against transformers" in text
+    for step in ("upstream eager", "ours, eager", "+ regions", "+ outer CUDA graph"):
+        assert text.count(step) >= len(shown)
+    assert "driver 580.65" in text and "libraries: triton 3.6.0" in text
+    figures = 2 + 5 * len(shown)  # speed-ups a family; latency, compile, break-even, memory, utilisation a race
+    assert page.tags.count("svg") == figures and page.tags.count("article") == len(shown)
+
+
+def test_the_page_loads_nothing_and_every_reference_has_its_target() -> None:
+    text = html.report(race(), ENVIRONMENTS)
+    page = Page(text)
+    assert page.loads == [] and "link" not in page.tags and "img" not in page.tags
+    assert page.references and {reference[:1] for reference in page.references} == {"#"}
+    assert {reference[1:] for reference in page.references} <= set(page.ids)
+    assert "http" not in text and "@import" not in text
+    assert text == html.report(race(), ENVIRONMENTS)  # the same rows make the same file
+
+
+def test_figures_take_the_colours_of_the_page() -> None:
+    text = html.report(race(), ENVIRONMENTS)
+    styles = re.findall(r'style="([^"]*)"', text)
+    colours = {colour for style in styles for colour in re.findall(r"(?:fill|stroke):([^;]+)", style)}
+    defined = set(re.findall(r"(--[a-z]+):", text))
+    assert colours <= {"none"} | {f"var({name})" for name in defined}
+    assert text.count("prefers-color-scheme: dark") == 1
+    assert all("width:" not in style.replace("max-width:", "").replace("stroke-width:", "") for style in styles)
+
+
+def test_races_without_compile_figures_have_no_figures_of_them() -> None:
+    page = _page(_uncompiled(race()))
+    assert page.tags.count("svg") == 1 + 3
+    assert "What compiling costs was not measured here." in page.text and "Break-even." not in page.text
+
+
+def test_a_cold_compile_that_hit_a_cache_is_named() -> None:
+    results = race()
+    cold = results[6].cold
+    assert cold is not None
+    cold.cache_hits = 3
+    assert "The cold compile of these hit a cache: zoo full." in _page(results).text
+
+
+def test_failures_alone_and_no_rows_make_a_page_too() -> None:
+    page = _page([failure("crashed", "signal 11"), failure("does-not-fit", "needs 300 GiB", impl="upstream")])
+    assert "zoo eager: crashed signal 11" in page.text and "upstream eager: does-not-fit needs 300 GiB" in page.text
+    assert "nothing can be advised" in page.text and "svg" not in page.tags
+    assert "0 races" in _page([], {}).text
+
+
+def test_an_arm_without_any_measurement_but_time_is_shown() -> None:
+    bare = row(1.0, impl="zoo", strategy="eager")
+    bare.cold = bare.warm = bare.memory = bare.check = bare.work = bare.command = None
+    page = _page([bare])
+    assert "Only zoo eager has a steady time: 1.0" in page.text and page.tags.count("svg") == 1
+
+
+def test_hostile_strings_stay_text() -> None:
+    evil = '</script><script>alert("$x$")</script><img src=x onerror=alert(1)>&amp;'
+    results = race(model=evil, input="$\\frac{1}{0}$ \n\x00 {{ 7*7 }}")
+    results[1].cold.breaks = [evil]  # type: ignore[union-attr]
+    for result in results:
+        result.command = evil
+        result.data = evil
+    results.append(failure("failed", evil, model=evil, input=results[0].case.input, impl=evil, strategy=evil))
+    page = _page(results, {"e1": {**ENVIRONMENT, "gpu": evil, "libraries": {evil: evil}}})
+    assert page.tags.count("script") == 1 and "img" not in page.tags
+    assert page.text.count("onerror=alert(1)") > 10 and "{{ 7*7 }}" in page.text and "&amp;" in page.text
+
+
+def test_texts_beside_crowded_points_do_not_hide_each_other() -> None:
+    figure = Figure(figsize=(4, 4))
+    FigureCanvasSVG(figure)
+    axes = figure.add_subplot(xlim=(0, 1), ylim=(0, 1))
+    points = [(0.5 + 0.01 * index, 0.5) for index in range(4)] + [(1.0, 1.0)]
+    label(figure, axes, points, ["1", "2", "3", "4", "corner"])
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+    assert all(axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 + 1 for box in boxes)
+
+
+# The leading sentence
+
+
+def _scaled(factor: float, *names: str) -> Callable[[], list[Result]]:
+    return lambda: race(dict.fromkeys(names, factor))
+
+
+COMPILED = (
+    "upstream full reduce-overhead",
+    "upstream-tuned full + CUDA graph",
+    "zoo full",
+    "zoo regional",
+    "zoo regional + CUDA graph",
+)
+
+
+def _three_steps() -> list[Result]:
+    """Eager, then what compiles soon, then what takes longer to compile and is a little faster."""
+    return [
+        row(1.0, strategy="eager", seed=1),
+        row(0.5, strategy="regional", cold=1.0, warm=0.5, seed=2),
+        row(0.4, strategy="full", cold=10.0, warm=0.7, seed=3),
+        row(1.0, strategy="eager", seed=4, control=True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (
+            race,
+            r"For fewer than 3,8\d\d calls run zoo eager; beyond that zoo regional \+ CUDA graph, 8\.53× faster than "
+            r"torch-geometric's best as shipped, 1\.085× faster than torch-geometric's best tuned\. "
+            r"With warm caches: from 1,9\d\d calls\.",
+        ),
+        (
+            _scaled(20.0, *COMPILED),
+            r"Do not compile: no compiled arm is measurably faster than zoo eager, 1\.\d\d× faster than "
+            r"torch-geometric's best as shipped, .*× faster than torch-geometric's best tuned\.",
+        ),
+        (
+            _scaled(0.5, "upstream-tuned full + CUDA graph"),
+            r"For fewer than 3,8\d\d calls run zoo eager; from there zoo regional \+ CUDA graph; "
+            r"from 9\d\.\dk calls on upstream-tuned full \+ CUDA graph; "
+            r"ours, zoo regional \+ CUDA graph, is 1\.8\d× slower than it\..*",
+        ),
+        (
+            lambda: _uncompiled(race()),
+            r"In steady state zoo regional \+ CUDA graph is the fastest, 0\.0492 ms a call, 8\.53× faster than "
+            r"torch-geometric's best as shipped, 1\.085× .* tuned\. What compiling costs was not measured here\.",
+        ),
+        (
+            _three_steps,
+            r"For fewer than 1,9\d\d calls run zoo eager; from there zoo regional; from 8\d\.\dk calls on zoo full; "
+            r"no arm of torch-geometric ran to hold it against\. With warm caches: from 9\d\d and 1,9\d\d calls\.",
+        ),
+        (
+            lambda: [row(1.0, rounds=4, seed=1), row(0.5, rounds=4, seed=2, strategy="regional", cold=1.0)],
+            r"Too few rounds to tell the arms apart; measure again with at least 6 rounds\.",
+        ),
+        (
+            lambda: [row(1.0, seed=1), row(1.4, seed=2, impl="upstream"), row(1.0, seed=3, control=True)],
+            r"Run zoo eager, the fastest arm of a race in which nothing is compiled, 1\.\d+× faster than .*",
+        ),
+        (
+            lambda: [row(0.5, strategy="regional", cold=1.0), row(0.9, strategy="full", cold=3.0, seed=1)],
+            r"Run zoo regional from the first call on; no arm of torch-geometric ran to hold it against\.",
+        ),
+        (lambda: [failure("crashed", "signal 11")], r"No arm has a steady time.*nothing can be advised\."),
+    ],
+)
+def test_the_lead_says_what_to_use(rows: Callable[[], list[Result]], said: str) -> None:
+    lead = advice.lead(_one(rows()))
+    assert re.fullmatch(said, lead), lead
+
+
+def test_the_lead_repeats_the_tables_figures() -> None:
+    shown = _one(race())
+    ours = shown.ours
+    assert ours is not None
+    cold, warm = cells.break_even(shown, ours).split("/")
+    lead = advice.lead(shown)
+    assert f"fewer than {cold} calls" in lead and f"With warm caches: from {warm} calls" in lead
+    assert cells.speedup(shown, ours, shown.best_shipped).split()[0] in lead
+
+
+def test_the_lead_names_what_cannot_be_told_from_its_choice_and_leaves_out_what_is_wrong() -> None:
+    alike = race({"zoo full": 0.048 / 0.197, "zoo eager (A/A)": 1.05})
+    lead = advice.lead(_one(alike))
+    assert "No measurable difference to zoo regional + CUDA graph: zoo full" in lead
+    wrong = race({"zoo full": 0.01})
+    check = wrong[6].check
+    assert check is not None
+    check.error = 0.5
+    assert "zoo full" not in advice.lead(_one(wrong))
