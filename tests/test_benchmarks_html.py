@@ -168,12 +168,14 @@ def test_an_arm_without_any_measurement_but_time_is_shown() -> None:
 
 def test_hostile_strings_stay_text() -> None:
     evil = '</script><script>alert("$x$")</script><img src=x onerror=alert(1)>&amp;'
-    results = race(model=evil, input="$\\frac{1}{0}$ \n\x00 {{ 7*7 }}")
+    results = race(family=evil, model=evil, input="$\\frac{1}{0}$ \n\x00 {{ 7*7 }}")
     results[1].cold.breaks = [evil]  # type: ignore[union-attr]
     for result in results:
         result.command = evil
         result.data = evil
-    results.append(failure("failed", evil, model=evil, input=results[0].case.input, impl=evil, strategy=evil))
+    results.append(
+        failure("failed", evil, family=evil, model=evil, input=results[0].case.input, impl=evil, strategy=evil)
+    )
     page = _page(results, {"e1": {**ENVIRONMENT, "gpu": evil, "libraries": {evil: evil}}})
     assert page.tags.count("script") == 1 and "img" not in page.tags
     assert page.text.count("onerror=alert(1)") > 10 and "{{ 7*7 }}" in page.text and "&amp;" in page.text

@@ -81,11 +81,12 @@ def _titles(shown: Sequence[Race]) -> list[str]:
 
 def _family(name: str, sections: Sequence[dict[str, Any]]) -> dict[str, Any]:
     chosen = [section["race"] for section in sections]
+    anchor = sections[0]["anchor"].replace("race", "family")
     return {
-        "anchor": sections[0]["anchor"].replace("race", "family"),
+        "anchor": anchor,
         "sections": sections,
         "library": tables.UPSTREAM.get(name, "upstream"),
-        "speedups": bars.speedups(chosen, [section["title"] for section in sections], f"{name}-speedups"),
+        "speedups": bars.speedups(chosen, [section["title"] for section in sections], f"{anchor}-speedups"),
     }
 
 
