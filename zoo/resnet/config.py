@@ -8,7 +8,7 @@ from typing import Any
 
 BLOCKS = ("basic", "bottleneck")
 NORMS: dict[str, dict[str, Any]] = {
-    "batch": {"eps": 1e-5, "momentum": 0.1, "affine": True, "track_running_stats": True},
+    "batch": {"eps": 1e-5, "momentum": 0.1, "track_running_stats": True},
     "frozen": {"eps": 1e-5},
 }
 STEM_WIDTH = 64

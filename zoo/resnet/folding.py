@@ -62,10 +62,6 @@ def fold_batch_norm(model: ResNet, *, convolutions: str = "glue", pointwise: str
 
 def _folded(conv: nn.Conv2d, norm: Any) -> tuple[Tensor, Tensor]:
     """Weight and bias in float64 of a convolution that does what this one and its norm do in eval mode."""
-    scale = (norm.running_var.double() + norm.eps).rsqrt()
-    if norm.weight is not None:
-        scale = scale * norm.weight.double()
-    shift = -norm.running_mean.double() * scale
-    if norm.bias is not None:
-        shift = shift + norm.bias.double()
+    scale = (norm.running_var.double() + norm.eps).rsqrt() * norm.weight.double()
+    shift = norm.bias.double() - norm.running_mean.double() * scale
     return conv.weight.double() * scale[:, None, None, None], shift

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from zoo.resnet.config import ResNetConfig
 
-# Running mean, running variance, weight and bias, [C] each; statistics or affine part may be missing.
-NormTensors: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+# Running mean and variance (None for a norm that keeps none), weight and bias, [C] each.
+NormTensors: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor, Tensor]
 
 
 class FrozenBatchNorm(nn.Module):

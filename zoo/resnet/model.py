@@ -163,8 +163,7 @@ def _initialise(model: ResNet) -> None:
     if model.config.zero_init_residual and model.config.folding is None and model.config.norm == "batch":
         for stage in model.stages:
             for block in stage.blocks:  # type: ignore[union-attr]
-                if block.join.norm.weight is not None:
-                    nn.init.zeros_(block.join.norm.weight)
+                nn.init.zeros_(block.join.norm.weight)
 
 
 def _loaded(model: nn.Module, _: Any) -> None:

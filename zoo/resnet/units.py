@@ -57,9 +57,9 @@ def _untracked_view(x: Tensor, *last: int) -> Tensor:
     return torch.ops.aten._unsafe_view(x, (-1, *last))
 
 
-def _no_parameter(x: Tensor | None) -> Tensor | None:
+def _no_parameter(x: Tensor) -> Tensor:
     # The compiler takes the shape of a parameter as fixed, and would make a graph for each width.
-    return None if x is None else _untracked_view(x)
+    return _untracked_view(x)
 
 
 def make_norm(config: ResNetConfig, channels: int) -> nn.Module:
@@ -150,7 +150,7 @@ class FoldedConvAct(nn.Module):
         if self.glue is None:
             return conv_act(x, conv.weight, bias, None, conv.stride, conv.padding, conv.dilation, conv.groups)
         x = convolve(conv, x)
-        return to_images(self.glue(to_rows(x), _untracked_view(bias)), x)
+        return to_images(self.glue(to_rows(x), _no_parameter(bias)), x)
 
 
 class FoldedConvJoin(nn.Module):
@@ -171,7 +171,7 @@ class FoldedConvJoin(nn.Module):
         if self.glue is None:
             return conv_act(x, conv.weight, bias, residual, conv.stride, conv.padding, conv.dilation, conv.groups)
         rows = F.linear(to_rows(x), conv.weight.flatten(1)) if self.as_matmul else to_rows(convolve(conv, x))
-        return to_images(self.glue(rows, _untracked_view(bias), to_rows(residual)), residual)
+        return to_images(self.glue(rows, _no_parameter(bias), to_rows(residual)), residual)
 
 
 class FoldedStem(nn.Module):

@@ -45,7 +45,9 @@ def from_upstream(module: nn.Module) -> nn.Module:
     for their_name, our_name in _names(config).items():
         if their_name in theirs:
             ours[our_name].requires_grad_(theirs[their_name].requires_grad)
-    odd = [name for name, child in module.named_modules() if child.training != module.training]
+    # Of all modules only norms do something else in training.
+    norms = ((name, child) for name, child in module.named_modules() if isinstance(child, nn.BatchNorm2d))
+    odd = [name for name, child in norms if child.training != module.training]
     if odd:
         mode = "eval" if module.training else "training"
         _refuse(odd[0], f"a module in {mode} mode", "the model around it is not; put all of it in one mode first")
@@ -200,7 +202,7 @@ def _pairs(config: ResNetConfig) -> Iterator[tuple[str, str]]:
                     if shape.projects or not name.startswith("downsample")
                 ]
     options = config.norm_options
-    kinds = ["weight", "bias"] if options.get("affine", True) else []
+    kinds = ["weight", "bias"]
     if options.get("track_running_stats", True):
         kinds += ["running_mean", "running_var"] + ([_COUNTER] if config.norm == "batch" else [])
     for their_name, our_name in modules:
