@@ -88,7 +88,6 @@ def to_upstream(model: nn.Module) -> nn.Module:
     """
     if not isinstance(model, Bert):
         raise TypeError(f"{type(model).__name__} is not an encoder of the zoo")
-    config = upstream_config(model.config)
     module = skeleton(model.config)
     state = {key: tensor.detach().clone() for key, tensor in upstream_tensors(model)}
     tied = model.config.head == "masked-lm" and model.config.tie_word_embeddings
@@ -100,10 +99,7 @@ def to_upstream(model: nn.Module) -> nn.Module:
         decoder.weight = module.get_input_embeddings().weight
         holder = module.cls.predictions if model.config.kind == "bert" else module.lm_head
         decoder.bias = holder.bias
-    # These buffers are in no state dict, and were not computed on meta.
-    embeddings, device = module.base_model.embeddings, model.embeddings.word_embeddings.weight.device
-    positions = torch.arange(config.max_position_embeddings, device=device).expand((1, -1))
-    embeddings.position_ids, embeddings.token_type_ids = positions, torch.zeros_like(positions)
+    reset_buffers(module)
     ours, places = dict(model.named_parameters()), placements(model.config)
     for their_name, parameter in module.named_parameters():
         place = places[their_name]
@@ -134,6 +130,14 @@ def skeleton(config: BertConfig) -> Any:
     options = {"add_pooling_layer": config.head == "pooled"} if config.head in ("none", "pooled") else {}
     with torch.device("meta"):
         return getattr(transformers, _KINDS[config.kind] + _HEADS[config.head])(upstream_config(config), **options)
+
+
+def reset_buffers(module: Any) -> None:
+    """Compute what is in no state dict and was not computed on meta."""
+    embeddings = module.base_model.embeddings
+    rows, device = embeddings.position_embeddings.num_embeddings, embeddings.word_embeddings.weight.device
+    embeddings.position_ids = torch.arange(rows, device=device).expand((1, -1))
+    embeddings.token_type_ids = torch.zeros_like(embeddings.position_ids)
 
 
 def read_config(folder: Path, head: str | None = None) -> BertConfig:
