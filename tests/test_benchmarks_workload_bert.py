@@ -152,8 +152,7 @@ def test_upstream_s_layers_and_whole_calls_compile(input: str, impl: str):
     expected, counter = call(prepared), CompileCounter()
     compiled = torch.compile(prepared.model, backend=counter, dynamic=False)
     assert error(call(prepared, compiled), expected) < 1e-6
-    # As shipped it looks at the mask, where the trace breaks.
-    assert (counter.frame_count > 1) == (impl == "upstream" and input.startswith("skewed"))
+    assert counter.frame_count == 1
     if impl != "zoo":
         torch.compiler.reset()
         counter.clear()
