@@ -1,0 +1,317 @@
+"""The regions in every mode, size and cut; channels_last wherever weights come from; every bad input and its error."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zoo
+from zoo.compile import plan_of
+from zoo.ledger import LEDGER
+from zoo.resnet import CUTS, BasicBlock, NormAct, NormActPool, NormsAddAct, ResNet, ResNetConfig, ResNetHead, cut
+
+MODES: dict[str, tuple[bool, Any]] = {
+    "train": (True, nullcontext),
+    "eval with grad": (False, nullcontext),
+    "no_grad": (False, torch.no_grad),
+    "inference_mode": (False, torch.inference_mode),
+}
+# Other batches, one image alone, not square, odd sizes, as many pixels a side as some stage has channels (256).
+SHAPES = [(2, 3, 64, 64), (3, 3, 64, 64), (1, 3, 96, 64), (2, 3, 33, 97), (1, 3, 256, 256)]
+
+
+def debug(**changes: Any) -> ResNet:
+    model = zoo.create("resnet-debug", **changes)
+    assert isinstance(model, ResNet)
+    return model
+
+
+def graphs(model: nn.Module) -> dict[str, int]:
+    plan = plan_of(model)
+    assert plan is not None
+    found: dict[str, int] = {}
+    for entry in LEDGER.of(plan.ledger_id):
+        found[entry.region.__name__] = found.get(entry.region.__name__, 0) + entry.graphs
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_glue_is_a_graph_for_all_widths_and_sizes(mode: str) -> None:
+    training, context = MODES[mode]
+    model = debug().train(training)
+    eager = copy.deepcopy(model)
+    zoo.compile_regions(model, backend="aot_eager")
+    with context(), zoo.enforce_budget(model):
+        for shape in SHAPES:
+            images = torch.randn(shape)
+            torch.testing.assert_close(model(images), eager(images), rtol=1e-4, atol=1e-5)
+    ends = len(SHAPES)
+    assert graphs(model) == {
+        "NormAct": 1,
+        "NormAddAct": 1,
+        "NormsAddAct": 1,
+        "NormActPool": ends,
+        "ResNetHead": ends,
+    }
+
+
+def test_deeper_and_wider_is_no_more_graphs() -> None:
+    models = [debug(), debug(layers=(3, 4, 4, 3), groups=2, replace_stride_with_dilation=(False, False, True))]
+    for model in models:
+        torch.compiler.reset()
+        zoo.compile_regions(model, backend="eager")
+        with torch.inference_mode(), zoo.enforce_budget(model):
+            model(torch.randn(2, 3, 64, 64))
+        assert sum(graphs(model).values()) == 5
+        assert zoo.find_regions(model, inputs=zoo.example_inputs(model)).graphs_needed == 5
+
+
+def test_a_single_row_is_a_graph_more_and_within_the_budget() -> None:
+    model = zoo.compile_regions(zoo.create("resnet18"), backend="eager")
+    with torch.inference_mode(), zoo.enforce_budget(model):
+        model(torch.randn(1, 3, 32, 32))
+    # The first stage has as many rows as channels, 64, and the last a single one.
+    assert graphs(model) == {"NormActPool": 1, "NormAct": 3, "NormAddAct": 3, "NormsAddAct": 2, "ResNetHead": 1}
+
+
+# resnet-debug has two blocks in the first two stages and one in the others.
+NEEDED = {"glue": 5, "glue-static": 7 + 2 + 4 + 2, "blocks": 4 + 2 + 2, "stages": 4 + 2}
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("name", CUTS)
+def test_every_cut_computes_what_eager_does_in_the_graphs_it_declares(name: str, training: bool) -> None:
+    model = debug().train(training)
+    eager = copy.deepcopy(model)
+    images = torch.randn(2, 3, 64, 64)
+    regions = cut(model, name)
+    report = zoo.find_regions(model, regions, inputs={"images": images})
+    zoo.compile_regions(model, regions=regions, backend="aot_eager")
+    with zoo.enforce_budget(model):
+        torch.testing.assert_close(model(images), eager(images), rtol=1e-4, atol=1e-5)
+    assert sum(graphs(model).values()) == report.graphs_needed
+    assert all(found.graphs_needed <= found.budget for found in report.regions)
+    if not training:
+        assert report.graphs_needed == NEEDED[name]
+
+
+@pytest.mark.parametrize(("preset", "blocks"), [("resnet18", 7), ("resnet50", 8)])
+def test_full_size_models_need_the_graphs_that_are_documented(preset: str, blocks: int) -> None:
+    model = zoo.create(preset)
+    inputs = zoo.example_inputs(model, batch=1, size=64)
+    needed = {name: zoo.find_regions(model, cut(model, name), inputs=inputs).graphs_needed for name in CUTS}
+    static = {"resnet18": 4 + 4 + 3 + 2}.get(preset, 7 + 4 + 4 + 2)
+    assert needed == {"glue": 5, "glue-static": static, "blocks": blocks + 2, "stages": 6}
+
+
+def test_an_unknown_cut_is_named() -> None:
+    with pytest.raises(ValueError, match="no cut 'layers'; choose one of glue, glue-static, blocks, stages"):
+        cut(debug(), "layers")
+
+
+def test_autocast_matches_eager() -> None:
+    model = debug()
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = model(images)
+        zoo.compile_regions(model, backend="aot_eager")
+        with zoo.enforce_budget(model):
+            got = model(images)
+    assert got.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(got, expected)
+
+
+def test_whole_model_and_features_compile_without_a_break() -> None:
+    model = debug()
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(images), model(images))
+        features = torch.compile(model.features, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(features(images), model.features(images))
+
+
+def test_inductor_gives_the_same_numbers_and_gradients() -> None:
+    model = debug().double().train()
+    images = torch.randn(3, 3, 64, 64).double()
+    results = []
+    for compiled in (False, True):
+        own = copy.deepcopy(model)
+        if compiled:
+            # Compiling is slow on a CPU: the glue that occurs in every block will do.
+            zoo.compile_regions(own, exclude=[NormActPool, NormsAddAct, ResNetHead])
+        out = own(images)
+        out.square().sum().backward()
+        results.append([out.detach(), *(p.grad for p in own.parameters()), *own.buffers()])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=1e-8)
+
+
+# --- features ---
+
+
+def test_features_are_the_outputs_of_the_stages() -> None:
+    model = zoo.compile_regions(debug(), backend="eager")
+    images = torch.randn(2, 3, 70, 100)
+    with torch.inference_mode():
+        features = model.features(images)
+        torch.testing.assert_close(model.head(features[-1]), model(images))
+    assert [tuple(feature.shape) for feature in features] == [
+        (2, 256, 18, 25),
+        (2, 512, 9, 13),
+        (2, 1024, 5, 7),
+        (2, 2048, 3, 4),
+    ]
+    assert all(feature.is_contiguous(memory_format=torch.channels_last) for feature in features)
+
+
+def test_dilation_keeps_the_size() -> None:
+    model = debug(replace_stride_with_dilation=(False, True, True))
+    with torch.no_grad():
+        sizes = [feature.shape[-1] for feature in model.features(torch.randn(1, 3, 64, 64))]
+    assert sizes == [16, 8, 8, 8] and model.config.reduction == 8
+
+
+# --- channels_last ---
+
+
+def convolutions_are_channels_last(model: nn.Module) -> bool:
+    return all(
+        module.weight.is_contiguous(memory_format=torch.channels_last)
+        for module in model.modules()
+        if isinstance(module, nn.Conv2d)
+    )
+
+
+def test_weights_are_channels_last_wherever_they_come_from(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    model = debug()
+    contiguous = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
+    theirs = {key: tensor.contiguous() for key, tensor in zoo.to_upstream(model).state_dict().items()}
+    torch.save(theirs, tmp_path / "theirs.pth")
+    save_file(contiguous, tmp_path / "ours.safetensors")
+    images = torch.randn(1, 3, 64, 64)
+    for other in (
+        model,
+        copy.deepcopy(model),
+        debug(weights=tmp_path / "theirs.pth"),
+        debug(weights=tmp_path / "ours.safetensors"),
+        zoo.from_upstream(zoo.to_upstream(model)),
+    ):
+        assert convolutions_are_channels_last(other)
+        assert not all(tensor.is_contiguous() for tensor in other.state_dict().values())
+        with torch.no_grad():
+            assert torch.equal(other(images), model(images))
+    assigned = debug()
+    assigned.load_state_dict(contiguous, assign=True)
+    assert convolutions_are_channels_last(assigned)
+
+
+def test_activations_are_channels_last_and_the_memory_format_of_images_does_not_matter() -> None:
+    model = debug()
+    images = torch.randn(2, 3, 64, 64)
+    seen: list[Tensor] = []
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    with torch.no_grad():
+        out = model(images)
+        assert torch.equal(model(images.contiguous(memory_format=torch.channels_last)), out)
+    assert seen and all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in seen)
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("images", "error", "words"),
+    [
+        ([[1.0]], TypeError, "images is a list"),
+        (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), TypeError, r"torch\.uint8, expected torch\.float32; zoo\.resnet"),
+        (torch.zeros(2, 3, 8, 8).half(), TypeError, r"use images\.to\(torch\.float32\), or torch\.autocast"),
+        (torch.zeros(2, 4, 8, 8), ValueError, r"\(2, 4, 8, 8\), expected \[N, 3, H, W\]$"),
+        (torch.zeros(2, 8, 8, 3), ValueError, r"use images\.permute\(0, 3, 1, 2\)"),
+        (torch.zeros(3, 8, 8), ValueError, r"use images\[None\] for one image"),
+        (torch.zeros(8, 8), ValueError, r"shape \(8, 8\)"),
+        (torch.zeros(0, 3, 8, 8), ValueError, "must be an image"),
+        (torch.zeros(1, 3, 8, 0), ValueError, "must be an image, and a pixel in each"),
+        (torch.zeros(1, 3, 8, 8, device="meta"), ValueError, "images is on meta and the weights are on cpu"),
+        (torch.eye(3).to_sparse(), TypeError, r"images is a torch\.sparse_coo"),
+    ],
+    ids=str,
+)
+def test_bad_images_are_named(images: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words), torch.no_grad():
+        debug()(images)
+
+
+def test_too_small_for_training_and_large_enough_for_evaluation() -> None:
+    model = debug().train()
+    with pytest.raises(ValueError, match=r"one value a channel.*larger ones than 32 pixels, or call model\.eval"):
+        model(torch.zeros(1, 3, 32, 20))
+    for images in (torch.zeros(1, 3, 33, 20), torch.zeros(2, 3, 1, 1)):
+        model(images)
+    debug(norm="frozen").train()(torch.zeros(1, 3, 1, 1))
+    assert model.eval()(torch.zeros(1, 3, 1, 1)).shape == (1, 10)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"block": "plain"}, "block is 'plain', expected one of basic, bottleneck"),
+        ({"layers": (1, 2, 3)}, "four positive numbers"),
+        ({"layers": (1, 2, 0, 1)}, "four positive numbers"),
+        ({"num_classes": 0}, "num_classes is 0"),
+        ({"groups": True}, "groups is True"),
+        ({"replace_stride_with_dilation": (True,)}, "three flags"),
+        ({"norm": "layer"}, "norm is 'layer', expected one of batch, frozen"),
+        ({"norm_kwargs": {"affine": False}}, "norm_kwargs has affine, which norm 'batch' does not take"),
+        ({"norm_kwargs": {"momentum": None}}, "momentum=None"),
+        ({"block": "basic"}, "width_per_group 16: basic blocks have neither"),
+        (
+            {
+                "block": "basic",
+                "width_per_group": 64,
+                "layers": (1, 1, 2, 1),
+                "replace_stride_with_dilation": (0, 1, 0),
+            },
+            "basic blocks cannot be dilated",
+        ),
+        ({"width_per_group": 8, "groups": 3, "norm": "frozen", "norm_kwargs": {"momentum": 0.2}}, "has momentum"),
+    ],
+    ids=str,
+)
+def test_bad_configs_are_named(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        debug(**changes)
+
+
+def test_example_inputs_check_their_sizes() -> None:
+    model = debug()
+    assert zoo.example_inputs(model, batch=3, size=40)["images"].shape == (3, 3, 40, 40)
+    with pytest.raises(ValueError, match="batch is 0"):
+        zoo.example_inputs(model, batch=0)
+
+
+def test_blocks_and_glue_build_on_their_own() -> None:
+    config = ResNetConfig(block="basic", layers=(1, 1, 1, 1), num_classes=3)
+    shape = next(config.stages())[0]
+    assert BasicBlock(config, shape)(torch.randn(2, 64, 5, 6)).shape == (2, 64, 5, 6)
+    norm = nn.BatchNorm1d(4).eval()
+    x = torch.randn(7, 4)
+    got = NormAct(config).eval()(x, (norm.running_mean, norm.running_var, norm.weight, norm.bias))
+    torch.testing.assert_close(got, norm(x).relu())
+
+
+def test_zero_init_residual_starts_blocks_as_their_shortcuts() -> None:
+    model = debug(zero_init_residual=True, layers=(2, 1, 1, 1))
+    x = torch.rand(2, 256, 4, 4)
+    with torch.no_grad():
+        assert torch.equal(model.stages[0].blocks[1](x), x)
+        assert not torch.equal(debug(layers=(2, 1, 1, 1)).stages[0].blocks[1](x), x)
