@@ -1,11 +1,14 @@
-"""cuDNN's convolution with bias, residual and relu in one call, as an operator that can be traced.
+"""Library calls that have bias, residual and relu in them, as operators that can be traced: for folded models.
 
-torch has it as ``aten::cudnn_convolution_relu`` and ``aten::cudnn_convolution_add_relu``, which have no rule for the
-shapes of their outputs, so no compiler takes them.
+torch has cuDNN's as ``aten::cudnn_convolution_relu`` and ``aten::cudnn_convolution_add_relu``, which have no rule for
+the shapes of their outputs, so no compiler takes them. The matrix product it has as ``aten::_addmm_activation``, which
+Inductor takes apart again.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -22,6 +25,12 @@ _LIBRARY = OperatorLibrary("zoo_resnet")
 def cudnn_fuses(x: Tensor) -> bool:
     """Whether cuDNN does all of it at once for such a tensor."""
     return x.is_cuda and torch.version.hip is None and x.dtype in DTYPES and torch.backends.cudnn.enabled
+
+
+def tell_flop_counter() -> None:
+    """Register FLOP formulas if somebody counts. Importing torch's counter would bring Triton in."""
+    if "torch.utils.flop_counter" in sys.modules:
+        importlib.import_module("zoo.resnet.flops")
 
 
 @_LIBRARY.operator(
@@ -81,3 +90,14 @@ def _(
         )
     ]
     return x.new_empty(x.shape[0], weight.shape[0], *sides).contiguous(memory_format=torch.channels_last)
+
+
+@_LIBRARY.operator("(Tensor x, Tensor weight, Tensor bias) -> Tensor")
+def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Relu of rows x [R, C_in] times weight [C_out, C_in] plus bias [C_out]: [R, C_out]. Without gradients."""
+    return torch.ops.aten._addmm_activation(bias, x, weight.t())
+
+
+@_LIBRARY.fake("linear_relu")
+def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])

@@ -28,7 +28,7 @@ from zoo.resnet.glue import (
     NormsAddAct,
     NormTensors,
 )
-from zoo.resnet.operators import conv_act
+from zoo.resnet.operators import conv_act, linear_relu
 
 
 def to_rows(x: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class FoldedConvAct(nn.Module):
         conv, bias = self.conv, self.conv.bias
         assert bias is not None
         if self.as_matmul:
-            return to_images(_linear_relu(to_rows(x), conv.weight.flatten(1), bias), x)
+            return to_images(linear_relu(to_rows(x), conv.weight.flatten(1), bias), x)
         if self.glue is None:
             return conv_act(x, conv.weight, bias, None, conv.stride, conv.padding, conv.dilation, conv.groups)
         x = convolve(conv, x)
@@ -190,11 +190,6 @@ class FoldedStem(nn.Module):
 def is_pointwise(conv: nn.Conv2d) -> bool:
     """Whether the convolution is a product of pixels and weights."""
     return conv.kernel_size == (1, 1) and conv.stride == (1, 1) and conv.groups == 1
-
-
-def _linear_relu(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Relu of rows [R, C_in] times weight [C_out, C_in] plus bias [C_out]; one call of the library."""
-    return torch.ops.aten._addmm_activation(bias, rows, weight.t())
 
 
 def make_conv(

@@ -1,0 +1,202 @@
+"""Folded models against the ones they came from, in every way that they run."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from torchvision import models
+
+import zoo
+from zoo.resnet import CUTS, Folding, ResNet, cut, fold_batch_norm
+from zoo.resnet.operators import conv_act, linear_relu
+
+WAYS = list(itertools.product(("glue", "fused"), ("convolution", "matmul")))
+CONFIGS: dict[str, dict[str, Any]] = {
+    "bottleneck": {},
+    "basic": {"block": "basic", "width_per_group": 64},
+    "groups": {"groups": 4, "width_per_group": 8},
+    "dilated": {"replace_stride_with_dilation": (False, True, True)},
+    "frozen": {"norm": "frozen"},
+    "eps": {"norm_kwargs": {"eps": 0.1}},
+}
+
+
+def trained(**changes: Any) -> ResNet:
+    """A model whose norms are not as they start: folding one that does nothing would be no test."""
+    model = zoo.create("resnet-debug", **changes)
+    assert isinstance(model, ResNet)
+    with torch.no_grad():
+        for key, tensor in model.state_dict().items():
+            if "norm." in key and tensor.is_floating_point():
+                if key.endswith("running_var"):
+                    tensor.uniform_(0.5, 1.5)
+                else:
+                    # Negative scales too.
+                    tensor.normal_(std=0.5)
+    return model
+
+
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize(("convolutions", "pointwise"), WAYS)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_folded_model_computes_the_same(config: str, convolutions: str, pointwise: str) -> None:
+    model = trained(**CONFIGS[config])
+    folded = fold_batch_norm(model.train(), convolutions=convolutions, pointwise=pointwise)
+    assert not folded.training and not any(p.requires_grad for p in folded.parameters())
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in folded.modules())
+    assert folded.config.folding == Folding(convolutions=convolutions, pointwise=pointwise)
+    images = torch.randn(2, 3, 70, 50)
+    model.eval()
+    with torch.inference_mode():
+        assert error(folded(images), model(images)) < 1e-5
+        for got, expected in zip(folded.features(images), model.features(images), strict=True):
+            assert error(got, expected) < 1e-5
+            assert got.is_contiguous(memory_format=torch.channels_last)
+        double = fold_batch_norm(copy.deepcopy(model).double(), convolutions=convolutions, pointwise=pointwise)
+        assert error(double(images.double()), copy.deepcopy(model).double()(images.double())) < 1e-13
+
+
+def test_the_model_stays_as_it_is_and_shares_nothing() -> None:
+    model = trained().train()
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    folded = fold_batch_norm(model)
+    with torch.no_grad():
+        for parameter in folded.parameters():
+            parameter.zero_()
+    assert model.training and model.config.folding is None
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+
+
+def test_torchvisions_model_folds_by_way_of_ours() -> None:
+    theirs = models.resnet18(num_classes=5)
+    theirs(torch.randn(4, 3, 64, 64))  # statistics
+    theirs.eval()
+    folded = fold_batch_norm(zoo.from_upstream(theirs))  # type: ignore[arg-type]
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        assert error(folded(images), theirs(images)) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    model = zoo.create("resnet-debug")
+    images = torch.randn(2, 3, 64, 64)
+    with torch.inference_mode():
+        expected = model(images)
+        folded = fold_batch_norm(model.to(dtype))  # type: ignore[arg-type]
+        got = folded(images.to(dtype))
+    assert got.dtype == dtype and error(got, expected) < 3e-2
+
+
+GRAPHS = {
+    ("glue", "convolution"): {"glue": 4, "glue-static": 7 + 4 + 2, "blocks": 6 + 2, "stages": 4 + 2},
+    ("glue", "matmul"): {"glue": 4, "glue-static": 4 + 4 + 2, "blocks": 6 + 2, "stages": 4 + 2},
+    ("fused", "convolution"): {"glue": 2, "glue-static": 2, "blocks": 6 + 2, "stages": 4 + 2},
+    ("fused", "matmul"): {"glue": 3, "glue-static": 4 + 2, "blocks": 6 + 2, "stages": 4 + 2},
+}
+
+
+@pytest.mark.parametrize(("convolutions", "pointwise"), WAYS)
+@pytest.mark.parametrize("name", CUTS)
+def test_cuts_of_folded_models(name: str, convolutions: str, pointwise: str) -> None:
+    folded = fold_batch_norm(trained(), convolutions=convolutions, pointwise=pointwise)
+    eager = copy.deepcopy(folded)
+    images = torch.randn(2, 3, 64, 64)
+    zoo.compile_regions(folded, regions=cut(folded, name), backend="aot_eager")
+    with torch.inference_mode():
+        cost = zoo.warm_up(folded, images=images)
+        assert cost.graphs == GRAPHS[convolutions, pointwise][name]
+        with zoo.enforce_budget(folded):
+            torch.testing.assert_close(folded(images), eager(images), rtol=1e-4, atol=1e-4)
+        if name == "glue":
+            # Another size: only the two ends are graphs of one size.
+            with zoo.enforce_budget(folded):
+                assert zoo.warm_up(folded, images=torch.randn(3, 3, 96, 64)).graphs == 2
+
+
+@pytest.mark.parametrize(("convolutions", "pointwise"), WAYS)
+def test_a_folded_model_is_one_graph_as_a_whole(convolutions: str, pointwise: str) -> None:
+    folded = fold_batch_norm(trained(), convolutions=convolutions, pointwise=pointwise)
+    images = torch.randn(2, 3, 64, 64)
+    with torch.inference_mode():
+        compiled = torch.compile(folded, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(images), folded(images), rtol=1e-4, atol=1e-4)
+
+
+def test_the_operator_of_cudnn_says_its_shapes() -> None:
+    for stride, dilation, groups, with_residual in itertools.product((1, 2), (1, 2), (1, 2), (False, True)):
+        x = torch.randn(2, 4, 9, 11).contiguous(memory_format=torch.channels_last)
+        weight = torch.randn(6, 4 // groups, 3, 3).contiguous(memory_format=torch.channels_last)
+        options = ([stride, stride], [dilation, dilation], [dilation, dilation], groups)
+        shape = torch.nn.functional.conv2d(x, weight, None, *options).shape
+        residual = torch.randn(shape).contiguous(memory_format=torch.channels_last) if with_residual else None
+        expected = torch.nn.functional.conv2d(x, weight, torch.arange(6.0), *options)
+        expected = expected.relu() if residual is None else (expected + residual).relu()
+        torch.testing.assert_close(conv_act(x, weight, torch.arange(6.0), residual, *options), expected)
+        torch.library.opcheck(
+            conv_act,
+            (x, weight, torch.arange(6.0), residual, *options),
+            test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static"),
+        )
+
+
+def test_the_operator_of_the_product_says_its_shapes() -> None:
+    x, weight, bias = torch.randn(7, 4), torch.randn(6, 4), torch.randn(6)
+    torch.testing.assert_close(linear_relu(x, weight, bias), torch.nn.functional.linear(x, weight, bias).relu())
+    torch.library.opcheck(
+        linear_relu, (x, weight, bias), test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static")
+    )
+
+
+def test_the_operators_of_torch_are_there_and_have_no_rule_for_shapes() -> None:
+    # When they get one, the wrapper can go.
+    meta = torch.empty(1, 4, 8, 8, device="meta"), torch.empty(4, 4, 3, 3, device="meta")
+    for name in ("cudnn_convolution_relu", "cudnn_convolution_add_relu"):
+        operator = getattr(torch.ops.aten, name).default
+        names = [argument.name for argument in operator._schema.arguments]
+        assert names[:2] == ["self", "weight"] and names[-5:] == ["bias", "stride", "padding", "dilation", "groups"]
+    with pytest.raises(NotImplementedError):
+        torch.ops.aten.cudnn_convolution_relu(*meta, None, [1, 1], [1, 1], [1, 1], 1)
+
+
+def test_floating_point_operations_are_counted_in_every_way() -> None:
+    model = trained()
+    images = torch.randn(2, 3, 64, 64)
+
+    def count(model: nn.Module) -> int:
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            model(images)
+        return int(counter.get_total_flops())
+
+    expected = count(model)
+    assert expected > 0
+    for convolutions, pointwise in WAYS:
+        assert count(fold_batch_norm(model, convolutions=convolutions, pointwise=pointwise)) == expected
+
+
+def test_what_is_refused() -> None:
+    model = trained()
+    folded = fold_batch_norm(model)
+    with pytest.raises(TypeError, match=r"Linear is not a ResNet of the zoo; zoo\.from_upstream"):
+        fold_batch_norm(nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="folded already"):
+        fold_batch_norm(folded)
+    with pytest.raises(ValueError, match="track_running_stats=False"):
+        fold_batch_norm(trained(norm_kwargs={"track_running_stats": False}))
+    with pytest.raises(ValueError, match="convolutions is 'slow', expected one of glue, fused"):
+        fold_batch_norm(model, convolutions="slow")
+    with pytest.raises(ValueError, match="pointwise is 'gemm', expected one of convolution, matmul"):
+        fold_batch_norm(model, pointwise="gemm")
+    with pytest.raises(ValueError, match="folded into its convolutions; convert the one it came from"):
+        zoo.to_upstream(folded)
+    with pytest.raises(ValueError, match="a folded model is for inference"):
+        folded(torch.zeros(1, 3, 64, 64, requires_grad=True))
