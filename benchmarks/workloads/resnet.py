@@ -1,0 +1,177 @@
+"""Residual networks over images: both libraries' arms from one set of weights, in channels_last."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.case import Case
+from benchmarks.workloads import resnet_upstream, resnet_work
+from benchmarks.workloads.base import Prepared, refuses_unknown
+from zoo.resnet import CUTS, ResNet, ResNetConfig, fold_batch_norm
+from zoo.resnet.presets import PRESETS
+
+_FOLDINGS = ("", "-folded", "-folded-matmul", "-folded-fused", "-folded-fused-matmul")
+_OTHER_CUTS = tuple(name for name in CUTS if CUTS[name] is not ResNet.regions)
+_MODEL = re.compile(
+    r"(?P<preset>resnet(\d+|-debug))(?P<folded>-folded(?P<fused>-fused)?(?P<matmul>-matmul)?)?(-cut-(?P<cut>.+))?"
+)
+_INPUT = re.compile(r"(?P<batch>\d+)x(?P<size>\d+)")
+
+
+class ResNetWorkload:
+    """Inference with random weights over a batch of square images; one call returns the logits.
+
+    ``-folded`` models race the zoo's with its batch norms folded into its convolutions, ``-matmul`` and ``-fused`` in
+    other ways to run them (``zoo.resnet.fold_batch_norm``), and ``-cut-<name>`` the zoo's cut into other regions
+    (``zoo.resnet.CUTS``). torchvision's arms are the same in all of them: as shipped with its norms, tuned with them
+    folded. ``<batch>x<size>`` is the number of images and their pixels a side.
+    """
+
+    family = "resnet"
+    models: tuple[str, ...] = (
+        "resnet18",
+        "resnet18-folded",
+        *(
+            f"{preset}{folding}{cut}"
+            for preset in ("resnet50", "resnet-debug")
+            for cut in ("", *(f"-cut-{name}" for name in _OTHER_CUTS))
+            for folding in _FOLDINGS
+        ),
+    )
+    inputs: tuple[str, ...] = ("64x224", "1x224", "256x224", "2x32")
+
+    def default_races(self, device: str, quick: bool) -> list[tuple[str, str]]:
+        """(model, input) pairs of a plain run."""
+        if device == "cpu":
+            return [("resnet-debug", "2x32")]
+        races = [("resnet50", "64x224"), ("resnet50", "1x224")]
+        return races[:1] if quick else races
+
+    def dtypes(self, device: str) -> tuple[str, ...]:
+        """Supported dtypes, the default first."""
+        return ("float32", "bfloat16") if device == "cpu" else ("bfloat16", "float16", "float32")
+
+    def refuses(self, case: Case) -> str | None:
+        """Why this combination does not exist, or None."""
+        return refuses_unknown(self, case)
+
+    def memory_bytes(self, case: Case) -> int:
+        """Estimated peak device memory of the case in bytes, the reference included, which any arm may compute."""
+        batch, size = sizes(case.input)
+        return resnet_work.memory(_config(case), batch, size, _dtype(case).itemsize)
+
+    def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
+        """Build model and images on the device.
+
+        Args:
+            case: What to build.
+            data_root: Not used: there is no data set.
+            seed: Of the weights and the images.
+
+        Raises:
+            ValueError: If the case is one that :meth:`refuses` names.
+        """
+        if reason := self.refuses(case):
+            raise ValueError(f"{case.arm}: {reason}")
+        config, (batch, size) = _config(case), sizes(case.input)
+        device, dtype = torch.device(case.device), _dtype(case)
+
+        def shipped() -> nn.Module:
+            return resnet_upstream.build(config, seed=seed).to(device, dtype)
+
+        images = resnet_upstream.draw_images(config, batch, size, seed=seed).to(device, dtype)
+        model, preparation = _implementation(case, shipped())
+        if case.impl == "upstream-tuned" and case.strategy == "full" and case.device == "cpu":
+            resnet_upstream.freeze_weights()
+
+        def compile_blocks(model: nn.Module, **options: Any) -> None:
+            resnet_upstream.compile_blocks(model, raised_limit=case.impl == "upstream-tuned", **options)
+
+        return Prepared(
+            model=model.eval().requires_grad_(False),
+            inputs={"images" if case.impl == "zoo" else "x": images},
+            compile_regions=None if case.impl == "zoo" else compile_blocks,
+            # Made anew, so that an arm holds nothing that it does not run on: its memory is measured.
+            reference=lambda: resnet_upstream.reference_output(shipped(), images),
+            bytes=resnet_work.bytes_moved(config, batch, size, dtype.itemsize),
+            bytes_formula=resnet_work.BYTES_FORMULA,
+            flops=resnet_work.flops(config, batch, size),
+            data="generated, normal",
+            preparation_seconds=preparation,
+            sizes={
+                "batch": batch,
+                "pixels": size,
+                "blocks": sum(config.layers),
+                "classes": config.num_classes,
+                "parameters": resnet_work.parameters(config),
+            },
+        )
+
+
+def sizes(input: str) -> tuple[int, int]:
+    """Images and their pixels a side.
+
+    Raises:
+        ValueError: If the name is not ``<batch>x<size>``.
+    """
+    found = _INPUT.fullmatch(input)
+    if found is None or int(found["batch"]) < 1 or int(found["size"]) < 1:
+        raise ValueError(f"input {input!r} is not BATCHxPIXELS")
+    return int(found["batch"]), int(found["size"])
+
+
+def _implementation(case: Case, shipped: nn.Module) -> tuple[nn.Module, dict[str, float]]:
+    """The case's model, and the seconds of what was prepared once."""
+    if case.impl == "upstream":
+        return shipped, {}
+    from zoo.resnet.upstream import from_upstream
+
+    parts = _parts(case.model)
+    device = next(shipped.parameters()).device
+    model = shipped if case.impl == "upstream-tuned" else from_upstream(shipped)
+    preparation: dict[str, float] = {}
+    if case.impl == "upstream-tuned" or parts["folded"]:
+        _wait(device)
+        began = time.perf_counter()
+        if isinstance(model, ResNet):
+            model = fold_batch_norm(
+                model,
+                convolutions="fused" if parts["fused"] else "glue",
+                pointwise="matmul" if parts["matmul"] else "convolution",
+            )
+        else:
+            model = resnet_upstream.fold(model)
+        _wait(device)
+        preparation["batch norm folding"] = time.perf_counter() - began
+    if isinstance(model, ResNet) and parts["cut"]:
+        # The model is one that declares these regions, so that every strategy finds them.
+        model.__class__ = type("ResNet", (ResNet,), {"regions": CUTS[parts["cut"]]})
+    return model, preparation
+
+
+def _parts(model: str) -> dict[str, str | None]:
+    found = _MODEL.fullmatch(model)
+    assert found is not None, model
+    return found.groupdict()
+
+
+def _config(case: Case) -> ResNetConfig:
+    return PRESETS[str(_parts(case.model)["preset"])]
+
+
+def _dtype(case: Case) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, case.dtype)
+    return dtype
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+WORKLOAD = ResNetWorkload()
