@@ -252,7 +252,7 @@ def test_what_is_not_refused(changes: dict[str, Any]):
 def test_families_by_name():
     assert all(workloads.load(family).family == family for family in workloads.families())
     assert workloads.load("gnn") is WORKLOAD
-    with pytest.raises(ValueError, match="no family 'gnm'; choose one of gnn"):
+    with pytest.raises(ValueError, match="no family 'gnm'; choose one of .*gnn"):
         workloads.load("gnm")
 
 
