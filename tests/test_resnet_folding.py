@@ -200,3 +200,7 @@ def test_what_is_refused() -> None:
         zoo.to_upstream(folded)
     with pytest.raises(ValueError, match="a folded model is for inference"):
         folded(torch.zeros(1, 3, 64, 64, requires_grad=True))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"use model\.to\(torch\.bfloat16\)"):
+        folded(torch.zeros(1, 3, 64, 64))
+    with pytest.raises(TypeError, match=r"use images\.to\(torch\.float32\)$"):
+        folded(torch.zeros(1, 3, 64, 64).half())

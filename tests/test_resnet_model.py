@@ -259,6 +259,9 @@ def test_too_small_for_training_and_large_enough_for_evaluation() -> None:
         model(images)
     debug(norm="frozen").train()(torch.zeros(1, 3, 1, 1))
     assert model.eval()(torch.zeros(1, 3, 1, 1)).shape == (1, 10)
+    without_statistics = debug(norm_kwargs={"track_running_stats": False})
+    with pytest.raises(ValueError, match=r"one value a channel.*larger ones than 32 pixels$"):
+        without_statistics(torch.zeros(1, 3, 32, 32))
 
 
 @pytest.mark.parametrize(

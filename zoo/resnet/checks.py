@@ -33,22 +33,34 @@ def check_images(images: Tensor, config: ResNetConfig, weight: Tensor, training:
         raise TypeError(
             f"images is {images.dtype}, expected {weight.dtype}; zoo.resnet.transforms scales and normalises integers"
         )
-    if images.dtype != weight.dtype and not torch.is_autocast_enabled(images.device.type):
+    autocast = torch.is_autocast_enabled(images.device.type)
+    if autocast and config.folding is not None:
+        # Bias and residual would widen what the convolutions narrow, and cuDNN's fused calls would get both dtypes.
+        narrow = torch.get_autocast_dtype(images.device.type)
+        raise ValueError(
+            f"torch.autocast is on, but a folded model runs in the dtype of its weights, {weight.dtype}; leave autocast "
+            f"and use model.to({narrow}) for half precision"
+        )
+    if images.dtype != weight.dtype and not autocast:
+        hint = "" if config.folding is not None else ", or torch.autocast"
         raise TypeError(
-            f"images is {images.dtype} and the weights are {weight.dtype}; use images.to({weight.dtype}), or "
-            "torch.autocast"
+            f"images is {images.dtype} and the weights are {weight.dtype}; use images.to({weight.dtype}){hint}"
         )
     if config.folding is not None and images.requires_grad and torch.is_grad_enabled():
         raise ValueError("images requires a gradient, but a folded model is for inference; use the model it came from")
-    if training and shape[0] == 1 and max(shape[2:]) <= config.reduction and _normalises_by_batch(config):
+    if shape[0] == 1 and max(shape[2:]) <= config.reduction and _normalises_by_batch(config, training):
+        hint = ", or call model.eval()" if config.norm_options["track_running_stats"] else ""
         raise ValueError(
-            f"images has shape {shape}: the last stage would have one value a channel, of which training takes a "
-            f"variance; give more images or larger ones than {config.reduction} pixels, or call model.eval()"
+            f"images has shape {shape}: the last stage would have one value a channel, of which the norms take a "
+            f"variance; give more images or larger ones than {config.reduction} pixels{hint}"
         )
 
 
-def _normalises_by_batch(config: ResNetConfig) -> bool:
-    return config.folding is None and config.norm == "batch"
+def _normalises_by_batch(config: ResNetConfig, training: bool) -> bool:
+    """Whether norms take the statistics of these very images."""
+    if config.folding is not None or config.norm != "batch":
+        return False
+    return training or not config.norm_options["track_running_stats"]
 
 
 def channels_last(model: nn.Module) -> None:
