@@ -38,8 +38,8 @@ def check_images(images: Tensor, config: ResNetConfig, weight: Tensor, training:
         # Bias and residual would widen what the convolutions narrow, and cuDNN's fused calls would get both dtypes.
         narrow = torch.get_autocast_dtype(images.device.type)
         raise ValueError(
-            f"torch.autocast is on, but a folded model runs in the dtype of its weights, {weight.dtype}; leave autocast "
-            f"and use model.to({narrow}) for half precision"
+            f"torch.autocast is on, but a folded model runs in the dtype of its weights, {weight.dtype}; leave "
+            f"autocast, and use model.to({narrow}) for half precision"
         )
     if images.dtype != weight.dtype and not autocast:
         hint = "" if config.folding is not None else ", or torch.autocast"
