@@ -25,12 +25,13 @@ _alive: set[Worker] = set()
 
 
 class WorkerFailure(Exception):
-    """An arm that did not answer well: a status of ``benchmarks.result.STATUSES`` and a reason."""
+    """An arm that did not answer well: a status of ``benchmarks.result.STATUSES``, a reason, and what was asked."""
 
-    def __init__(self, status: str, reason: str) -> None:
+    def __init__(self, status: str, reason: str, operation: str | None = None) -> None:
         super().__init__(f"{status}: {reason}")
         self.status = status
         self.reason = reason
+        self.operation = operation
 
 
 class Worker:
@@ -90,7 +91,7 @@ class Worker:
         if not reply["ok"]:
             status, reason = reply["status"], self._describe(reply["reason"], tail=False)
             self.kill()
-            raise WorkerFailure(status, reason)
+            raise WorkerFailure(status, reason, self._pending)
         return reply
 
     def ask(self, operation: str, **payload: Any) -> dict[str, Any]:
@@ -106,7 +107,7 @@ class Worker:
                     reason = f"{self._pending} took longer than {self.timeout:g} s; raise it with --timeout"
                     reason = self._describe(reason)
                     self.kill()
-                    raise WorkerFailure("timeout", reason)
+                    raise WorkerFailure("timeout", reason, self._pending)
                 chunk = os.read(self._replies.fileno(), 1 << 16)
                 if not chunk:
                     raise self._death()
@@ -131,7 +132,7 @@ class Worker:
             how = f"exited with code {code}"
         reason = self._describe(f"{how} during {self._pending}")
         self.kill()
-        return WorkerFailure("crashed", reason)
+        return WorkerFailure("crashed", reason, self._pending)
 
     def _describe(self, reason: str, *, tail: bool = True) -> str:
         """The reason and the last lines of standard error, bounded and without this machine's paths."""

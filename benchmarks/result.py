@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -16,7 +17,7 @@ from benchmarks.case import Case
 SCHEMA = 1
 
 # Everything that can become of an arm. Only "ok" carries times; the others carry a reason.
-STATUSES = ("ok", "crashed", "out-of-memory", "timeout", "failed", "does-not-fit", "interrupted")
+STATUSES = ("ok", "crashed", "out-of-memory", "timeout", "failed", "does-not-fit", "device-busy", "interrupted")
 
 
 @dataclass(kw_only=True)
@@ -199,15 +200,24 @@ class Store:
         Raises:
             ValueError: Where a number is NaN or infinite, naming the field; nothing is written.
             TypeError: Where a value is not JSON's (a tensor, a numpy number), naming the field; nothing is written.
+            OSError: Where the disk does not take the row; the file ends with the row before it.
         """
         _refuse_unwritable(row, "")
         line = json.dumps(row, allow_nan=False, separators=(",", ":")).encode() + b"\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a+b") as file:
+        # Without Python's buffer, which would try to write the rest of a row again when the file is closed.
+        with self.path.open("a+b", buffering=0) as file:
             self._repair(file)
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
+            end = file.seek(0, os.SEEK_END)
+            try:
+                left = memoryview(line)
+                while left:
+                    left = left[file.write(left) :]
+                os.fsync(file.fileno())
+            except OSError:
+                with contextlib.suppress(OSError):
+                    file.truncate(end)
+                raise
 
     @staticmethod
     def _repair(file: IO[bytes]) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from benchmarks.case import Case
 from benchmarks.compiler import cache_environment
 from benchmarks.environment import Monitor
+from benchmarks.failures import ELSEWHERE
 from benchmarks.process import Worker, WorkerFailure, kill_all
 from benchmarks.result import Check, Compile, Memory, Result, Work
 
@@ -119,9 +120,20 @@ def jobs_before_the_race(arms: Sequence[Arm], settings: Settings) -> list[Job]:
 
 
 def spawn(job: Job, settings: Settings) -> Worker:
-    """Start the process of a job and let it import."""
-    job.folder.mkdir(parents=True, exist_ok=True)
-    worker = Worker(cache_environment(job.folder), timeout=settings.timeout)
+    """Start the process of a job and let it import.
+
+    Raises:
+        WorkerFailure: If its cache folder cannot be made, or the process not started.
+    """
+    try:
+        job.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        where = f"{job.folder}: {error.strerror}"
+        raise WorkerFailure("failed", f"its cache folder cannot be made ({where}); {ELSEWHERE}") from error
+    try:
+        worker = Worker(cache_environment(job.folder), timeout=settings.timeout)
+    except OSError as error:
+        raise WorkerFailure("failed", f"its process cannot be started ({error.strerror}); end others first") from error
     worker.send("load", workload=settings.workload)
     return worker
 
@@ -137,7 +149,8 @@ def processes(jobs: Sequence[Job], settings: Settings) -> Iterator[tuple[Job, Wo
         try:
             for job in jobs[first : first + settings.ahead]:
                 if job.arm.ok:
-                    batch.append((job, spawn(job, settings)))
+                    with failures_of(job.arm):
+                        batch.append((job, spawn(job, settings)))
             in_parallel(lambda pair: make_ready(pair[0], pair[1], settings), batch, settings.ahead)
             for job, worker in batch:
                 if job.arm.ok and worker.alive:
@@ -176,17 +189,27 @@ def make_ready(job: Job, worker: Worker, settings: Settings) -> None:
 
 
 class failures_of:
-    """A context in which a worker's failure becomes the arm's status instead of an exception."""
+    """A context in which a worker's failure becomes the arm's status instead of an exception.
 
-    def __init__(self, arm: Arm) -> None:
+    Args:
+        arm: Whose failure it is.
+        phase: Which of its processes is at work, where that says more than the failure itself.
+    """
+
+    def __init__(self, arm: Arm, phase: str = "") -> None:
         self.arm = arm
+        self.phase = phase
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         if isinstance(error, WorkerFailure):
-            self.arm.fail(error.status, error.reason)
+            reason = error.reason
+            if self.phase == RACE and error.operation == "first_call" and self.arm.result.cold is not None:
+                # The cold process compiled the very same: what is new are caches that are not empty.
+                reason += "; the cold start worked, so an entry of the compiler's caches may be broken: measure again"
+            self.arm.fail(error.status, reason)
             return True
         return False
 
@@ -222,15 +245,16 @@ def prepare_race(
 
 
 def _start_alone(job: Job, settings: Settings, reference: Path) -> None:
-    worker = spawn(job, settings)
-    make_ready(job, worker, settings)
-    if job.arm.ok:
-        _start_racing(job.arm, worker, settings, reference)
+    with failures_of(job.arm):
+        worker = spawn(job, settings)
+        make_ready(job, worker, settings)
+        if job.arm.ok:
+            _start_racing(job.arm, worker, settings, reference)
 
 
 def _start_racing(arm: Arm, worker: Worker, settings: Settings, reference: Path) -> None:
     arm.worker = worker
-    with failures_of(arm):
+    with failures_of(arm, RACE):
         figures = bring_up(arm, worker, settings)
         if settings.steady_only:
             # Arms that start together disturb each other: counts and reasons hold, seconds do not.

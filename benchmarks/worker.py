@@ -13,13 +13,18 @@ import gc
 import importlib
 import json
 import os
+import select
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
+
+from benchmarks.failures import failure_of
 
 # torch and the rest come in with the first message and not here: the process is up at once and can say what fails.
 if TYPE_CHECKING:
@@ -363,25 +368,6 @@ def _relative_error(output: torch.Tensor, expected: torch.Tensor, what: str) -> 
     return error
 
 
-def failure_of(error: BaseException) -> Reply:
-    """A failure's type and its last line, the cause that the compiler wrapped included."""
-    import traceback
-
-    status, seen = "failed", set()
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
-        name = type(cause).__name__
-        if isinstance(cause, MemoryError) or name == "OutOfMemoryError" or "can't allocate memory" in str(cause):
-            status = "out-of-memory"
-        cause = cause.__cause__ or cause.__context__
-    # The second line, too: the compiler's exceptions name the backend first and what it raised after that.
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()][:2]
-    message = ": ".join([type(error).__name__, " ".join(lines)]) if lines else type(error).__name__
-    traceback.print_exception(error, file=sys.stderr)
-    return {"ok": False, "status": status, "reason": message}
-
-
 def serve(requests: IO[str], replies: IO[str]) -> None:
     """Answer messages until there are no more, or until "stop"."""
     arm = Arm()
@@ -401,6 +387,18 @@ def serve(requests: IO[str], replies: IO[str]) -> None:
         replies.flush()
 
 
+def _end_with_harness(requests: int) -> None:
+    """Wait for the other end of the pipe to be closed and end this process and its compile workers.
+
+    A harness that is killed cannot end them, and a compilation or a race without it would only be in the next run's
+    way. The thread sleeps in the kernel until then, so that it disturbs no measurement.
+    """
+    poll = select.poll()
+    poll.register(requests, 0)  # no event but the end, which cannot be left out
+    poll.poll()
+    os.killpg(0, signal.SIGKILL)
+
+
 def main() -> None:
     """Move the pipes out of reach of stray prints, then serve."""
     requests, replies = os.fdopen(os.dup(0), "r", encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -408,6 +406,8 @@ def main() -> None:
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
+    if os.getpgrp() == os.getpid():  # as the harness starts it
+        threading.Thread(target=_end_with_harness, args=(requests.fileno(),), daemon=True).start()
     serve(requests, replies)
     # Compile workers and libraries take seconds to shut down in order; nothing of theirs is needed any more.
     sys.stdout.flush()

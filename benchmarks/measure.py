@@ -1,0 +1,236 @@
+"""A planned run: from cases to rows in their files, whatever happens on the way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.case import Case, races_of
+from benchmarks.compiler import cache_environment
+from benchmarks.environment import Monitor, row
+from benchmarks.folder import Keeper, Unwritable, held
+from benchmarks.process import Worker, WorkerFailure, kill_all
+from benchmarks.progress import Progress, words
+from benchmarks.race import ROUNDS_OF_A_SET, run_race
+from benchmarks.report import folder_of_reports, write_html
+from benchmarks.result import Result, Store, load
+from benchmarks.startup import Settings, estimate_race
+from benchmarks.usage import UsageError
+from benchmarks.workloads import Workload
+
+PEAKS_SECONDS = 12.0
+UNWRITABLE = 3
+INTERRUPTED = 130
+
+
+@dataclass
+class Plan:
+    """What a run will do, before anything is measured. ``command`` is what measures a case's row again."""
+
+    workload: Workload
+    device: str
+    cases: list[Case]
+    refused: Mapping[str, str]
+    out: Path
+    command: Callable[[Case, Settings], str]
+    done: set[str] = field(default_factory=set)  # keys of cases that the files hold already
+
+    @property
+    def races(self) -> list[list[Case]]:
+        """What is left to do, race by race."""
+        todo = [case for case in self.cases if case.key not in self.done]
+        return list(races_of(todo).values())
+
+    def store(self, case: Case) -> Store:
+        if self.out.suffix == ".jsonl":
+            return Store(self.out)
+        return Store(self.out / f"{case.family}-{case.workload}-{case.dtype}.jsonl")
+
+    def stores(self) -> list[Store]:
+        return list({store.path: store for store in map(self.store, self.cases)}.values())
+
+    def skip_done(self, *, resume: bool) -> None:
+        """Leave out what the files hold already.
+
+        Raises:
+            UsageError: If a file is there and its run is not to be resumed.
+        """
+        if resume:
+            self.done = {r.case.key for store in self.stores() for r in store.results() if r.status == "ok"}
+        elif taken := [str(store.path) for store in self.stores() if store.path.exists()]:
+            raise UsageError(f"--out: {taken[0]} is there already; add --resume to continue it, or name another place")
+
+    def results(self) -> tuple[list[Result], dict[str, Any]]:
+        """The rows of this plan's cases, and the environments that they name."""
+        wanted = {case.key for case in self.cases}
+        results: list[Result] = []
+        environments: dict[str, Any] = {}
+        for store in self.stores():
+            results += [result for result in store.results() if result.case.key in wanted]
+            environments |= store.environments()
+        return results, environments
+
+
+# What is printed once all is measured; it gets the keys of the cases measured now and returns the exit code.
+Conclude = Callable[[Plan, Console, set[str]], int]
+
+
+@contextmanager
+def settings_of(workload: str, *, rounds: int | None = None, quick: bool = False, **options: Any) -> Iterator[Settings]:
+    """Settings with a scratch folder that is there while the context is.
+
+    Raises:
+        UsageError: If there is no folder for temporary files.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        scratch = tempfile.TemporaryDirectory(prefix="regional-zoo-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise UsageError(
+            f"the compiler's caches have no folder ({error.strerror}: {error.filename or tempfile.gettempdir()}); set "
+            "TMPDIR to one that can be written"
+        ) from error
+    with scratch as folder:
+        yield Settings(
+            workload=workload,
+            scratch=Path(folder),
+            monitor=Monitor(),
+            rounds=rounds or (10 if quick else 30),
+            quick=quick,
+            # Arms get ready beside nothing but each other, so two cores may as well share them; where no seconds of
+            # compilation are reported, every core may.
+            ahead=min(cores, 16 if options.get("steady_only") else max(2, min(cores // 2, 12))),
+            **options,
+        )
+
+
+def measure(plan: Plan, settings: Settings, console: Console, conclude: Conclude) -> int:
+    """Measure what is left of the plan and conclude; the exit code.
+
+    Raises:
+        UsageError: If the rows' folder or the device cannot be used; nothing has been measured then.
+    """
+    races = plan.races
+    seconds = PEAKS_SECONDS * (0.2 if settings.quick else 1) + sum(estimate_race(arms, settings) for arms in races)
+    _announce(plan, races, seconds, console)
+    measured: set[str] = set()
+    if not races:
+        return conclude(plan, console, measured)
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        with held(plan.out), Progress(console, seconds) as progress:
+            environment, settings = _environment(plan, settings, progress)
+            for arms in races:
+                progress.race(f"{arms[0].model} on {arms[0].input}, {arms[0].dtype}, {arms[0].device}")
+                _measure_race(plan, arms, settings, progress, environment, measured)
+    except KeyboardInterrupt:
+        kill_all()
+        conclude(plan, console, measured)
+        console.print(f"stopped; what was done is kept. Continue with --resume --out {plan.out}", markup=False)
+        return INTERRUPTED
+    except Unwritable as error:
+        kill_all()
+        conclude(plan, console, measured)
+        console.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"Continue with --resume --out {plan.out}", markup=False, highlight=False)
+        return UNWRITABLE
+    finally:
+        kill_all()
+    return conclude(plan, console, measured)
+
+
+def _stop(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _measure_race(
+    plan: Plan,
+    arms: Sequence[Case],
+    settings: Settings,
+    progress: Progress,
+    environment: Mapping[str, Any],
+    measured: set[str],
+) -> None:
+    """One race to its rows; their cases' keys are added to ``measured``. Rows outlive whatever ends the race."""
+    store = plan.store(arms[0])
+    first_set = _sets_in(store)
+    keeper = Keeper(store)
+    keeper.begin(environment)
+
+    def emit(result: Result) -> None:
+        result.command = plan.command(result.case, settings)
+        result.environment = environment["id"]
+        keeper.append(result.to_json())
+        measured.add(result.case.key)
+
+    try:
+        run_race(
+            arms,
+            settings,
+            progress,
+            emit,
+            memory_bytes=plan.workload.memory_bytes,
+            peaks=environment["peaks"],
+            first_set=first_set,
+        )
+    finally:
+        keeper.settle()
+
+
+def _announce(plan: Plan, races: Sequence[Sequence[Case]], seconds: float, console: Console) -> None:
+    arms = sum(len(race) for race in races)
+    skipped = f", {len(plan.done & {case.key for case in plan.cases})} done before" if plan.done else ""
+    lines = [f"{len(races)} race(s), {arms} arms{skipped}, on {plan.device}; about {words(seconds)}"]
+    for race in races:
+        lines.append(f"  {race[0].model} on {race[0].input}, {race[0].workload}, {race[0].dtype}")
+        lines += [f"    {case.arm}" for case in race]
+    lines.append(f"rows go to {plan.out}")
+    for line in lines:
+        console.print(line, markup=False, highlight=False)
+
+
+def _environment(plan: Plan, settings: Settings, progress: Progress) -> tuple[dict[str, Any], Settings]:
+    """The environment's row, measured in a process of its own; and the settings with a monitor of that very GPU."""
+    seconds = PEAKS_SECONDS * (0.2 if settings.quick else 1)
+    progress.begin("what this device does at best", seconds)
+    folder = settings.scratch / "start-up"
+    compiles = any(case.strategy != "eager" for case in plan.cases) and not settings.steady_only
+    worker = Worker(cache_environment(folder), timeout=settings.timeout)
+    try:
+        dtypes = list(dict.fromkeys(case.dtype for case in plan.cases))
+        start_up = str(folder / "compiler") if compiles else None
+        found = worker.ask("peaks", device=plan.device, dtypes=dtypes, quick=settings.quick, start_up=start_up)
+    except WorkerFailure as failure:
+        raise UsageError(f"the device {plan.device} could not be measured ({failure})") from failure
+    finally:
+        worker.stop()
+    facts = found["device"]
+    settings = replace(settings, monitor=Monitor(facts.get("gpu_uuid")), compiler_start_up=found["start_up"])
+    return row(facts, found["peaks"]), settings
+
+
+def _sets_in(store: Store) -> int:
+    """How many sets of processes the file's rows may have: new rounds are numbered above all of them."""
+    rounds = [number for result in store.results() if result.steady for number in result.steady.rounds]
+    return max((number // ROUNDS_OF_A_SET + 1 for number in rounds), default=0)
+
+
+def say_where(plan: Plan, console: Console) -> None:
+    """Name the files of rows, and write the HTML report of all that stands there, earlier runs included."""
+    console.print(f"\nrows: {', '.join(str(store.path) for store in plan.stores())}", markup=False, highlight=False)
+    if not plan.results()[0]:
+        return
+    try:
+        path = write_html(load(plan.out), folder_of_reports(plan.out) / "report.html")
+    except (OSError, ValueError) as error:  # a broken row of another run there must not hide that this one is done
+        console.print(f"no report: {error}", markup=False, highlight=False)
+    else:
+        console.print(f"report: {path}", markup=False, highlight=False)
