@@ -1,6 +1,7 @@
 """Race a family's models: ``python -m benchmarks.run --family gnn``.
 
-Exit codes: 0; 1 where an arm of the zoo failed; 2 on wrong usage; 130 when stopped by Ctrl-C, what was done being kept.
+Exit codes: 0; 1 where an arm of the zoo failed; 2 on wrong usage; 3 where the disk took no more rows; 130 when stopped
+by Ctrl-C, what was done being kept.
 """
 
 from __future__ import annotations
