@@ -7,6 +7,8 @@ from zoo import bert as bert
 from zoo import gnn as gnn
 from zoo import llm as llm
 from zoo import resnet as resnet
+from zoo import training as training
+from zoo import unet as unet
 from zoo.budget import BudgetError as BudgetError
 from zoo.budget import enforce_budget as enforce_budget
 from zoo.compile import RegionWarning as RegionWarning

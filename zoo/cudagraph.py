@@ -61,7 +61,8 @@ def cuda_graph(
             They are not copied in.
         buckets: Further calls to capture, one ``(args, kwargs)`` pair for each shape, sharing one memory pool. A call
             replays the bucket of its exact shapes; padding to a bucket is the caller's.
-        warmup: Runs before capture, at least 2: the last one is watched for synchronising operations.
+        warmup: Runs before capture, at least 2: the last one is watched for synchronising operations. 0 if the caller
+            has run the step at these shapes itself, on a side stream.
 
     Returns:
         A callable with the signature of ``fn``. It is not reentrant.
@@ -71,7 +72,7 @@ def cuda_graph(
         TypeError: If an argument is neither a tensor, a plain value, nor a container of them, and is not static.
         ValueError: If an input requires grad, or two buckets have the same shapes.
     """
-    if warmup < 2:
+    if warmup < 2 and warmup != 0:
         raise ValueError(f"warmup is {warmup}; at least 2 runs are needed, one to compile and one to watch")
     if not callable(fn):
         raise TypeError(f"fn is a {type(fn).__name__}, expected a module or a function")
@@ -132,19 +133,46 @@ class GraphedStep:
         self.device = one_device([*tensors, *self._weights.tensors(), *tensors_in(self._static.values())])
         self._mode = _Mode(self.device.type)
         self._buckets: dict[tuple[Any, ...], _Bucket] = {}
+        self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         # The largest first: later captures then fit into the pool that it reserved.
-        pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         for leaves, _ in sorted(flat, key=lambda item: -sum(t.numel() for t in item[0] if isinstance(t, torch.Tensor))):
-            for leaf in leaves:
-                check_leaf(leaf)
-            if (key := shapes_of(leaves)) in self._buckets:
-                raise ValueError(f"two buckets have the same shapes: {describe(leaves)}")
-            bucket = _Bucket(leaves, [make_buffer(leaf) for leaf in leaves])
-            capture = self._capture if pool is not None else self._imitate
-            capture(bucket, warmup, pool)
-            self._buckets[key] = bucket
-        self._only = next(iter(self._buckets.values())) if len(self._buckets) == 1 else None
+            self._add(leaves, warmup)
         self._weights.remember()
+
+    def add_bucket(
+        self, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *, warmup: int = 3
+    ) -> None:
+        """Capture a further shape, into the same memory pool.
+
+        Args:
+            args: Example positional arguments.
+            kwargs: Example keyword arguments.
+            warmup: As ``cuda_graph`` takes it.
+
+        Raises:
+            CaptureError: As ``cuda_graph`` does.
+            ValueError: If the shape was captured before, or the call has another structure.
+        """
+        leaves, _ = self._flatten(args, dict(kwargs or {}), spec=self._spec)
+        self._weights.check()
+        self._add(leaves, warmup)
+
+    def __contains__(self, shapes: tuple[Any, ...]) -> bool:
+        """Whether a call of these shapes, as ``shapes_of`` gives them, was captured."""
+        return shapes in self._buckets
+
+    def _add(self, leaves: list[Any], warmup: int) -> None:
+        for leaf in leaves:
+            check_leaf(leaf)
+        if (key := shapes_of(leaves)) in self._buckets:
+            raise ValueError(f"two buckets have the same shapes: {describe(leaves)}")
+        bucket = _Bucket(leaves, [make_buffer(leaf) for leaf in leaves])
+        if self._pool is not None:
+            self._capture(bucket, warmup)
+        else:
+            self._imitate(bucket, warmup)
+        self._buckets[key] = bucket
+        self._only = bucket if len(self._buckets) == 1 else None
 
     @property
     def shapes(self) -> list[str]:
@@ -247,13 +275,14 @@ class GraphedStep:
                 kwargs[place] = value
         return self._fn(*args, **kwargs)
 
-    def _capture(self, bucket: _Bucket, warmup: int, pool: Any) -> None:
+    def _capture(self, bucket: _Bucket, warmup: int) -> None:
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError("another CUDA graph is being captured on this stream; capture steps one after the other")
         index = self.device.index if self.device.index is not None else torch.cuda.current_device()
         with torch.cuda.device(index), _own_autocast_cache():
-            with torch.random.fork_rng(devices=[index]):
-                self._warm_up(bucket, warmup)
+            if warmup:
+                with torch.random.fork_rng(devices=[index]):
+                    self._warm_up(bucket, warmup)
             torch.clear_autocast_cache()
             generator = torch.cuda.default_generators[index]
             # A failed capture leaves the generator believing that it still records; only a clone can be put back.
@@ -261,7 +290,7 @@ class GraphedStep:
             graph = torch.cuda.CUDAGraph()
             failure: Exception | None = None
             try:
-                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                     try:
                         outputs = self._call(bucket)
                     except Exception as error:
@@ -289,21 +318,28 @@ class GraphedStep:
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
 
-    def _imitate(self, bucket: _Bucket, warmup: int, _: Any) -> None:
+    def _imitate(self, bucket: _Bucket, warmup: int) -> None:
         with _own_autocast_cache(), torch.random.fork_rng(devices=[]):
             for _ in range(warmup):
-                outputs = self._call(bucket)
-        leaves, bucket.output_spec = flatten_outputs(outputs)
-        bucket.outputs = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+                _keep_outputs(bucket, self._call(bucket))
 
     def _run_imitation(self, bucket: _Bucket) -> None:
         # A replay runs in the mode of its capture, whatever the caller's.
         with self._mode.restored(), _own_autocast_cache():
-            leaves, _ = flatten_outputs(self._call(bucket))
+            outputs = self._call(bucket)
+        if bucket.output_spec is None:
+            _keep_outputs(bucket, outputs)
+            return
+        leaves, _ = flatten_outputs(outputs)
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 with may_write(bucket.outputs[index]):
                     bucket.outputs[index].copy_(leaf)
+
+
+def _keep_outputs(bucket: _Bucket, outputs: Any) -> None:
+    leaves, bucket.output_spec = flatten_outputs(outputs)
+    bucket.outputs = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
 def _copy_in(bucket: _Bucket, leaves: list[Any]) -> None:
@@ -338,6 +374,25 @@ def synchronising_raises() -> Iterator[None]:
         ) from error
     finally:
         torch.cuda.set_sync_debug_mode(before)
+
+
+@contextlib.contextmanager
+def synchronisations() -> Iterator[list[str]]:
+    """The operations that wait for the device and are noticed doing so, with their places; nothing is raised."""
+    before = torch.cuda.get_sync_debug_mode()
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    for warning in caught:
+        if "called a synchronizing" in str(warning.message):
+            found.append(f"{warning.filename}, line {warning.lineno}")
+        elif "Synchronization debug mode" not in str(warning.message):
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,128 @@
+"""Activation checkpointing of compiled blocks: less is kept, nothing else changes, no graph is added."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from blocks import Block, Stack
+from torch import Tensor, nn
+
+import zoo
+from zoo.training import TrainingStep, capture_obstacles, checkpoint_regions
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+class DroppingBlock(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(torch.relu(self.linear(x)))
+
+
+def compiled(device: str = "cpu", block: type[nn.Module] = Block) -> nn.Module:
+    torch.manual_seed(0)
+    model = Stack(depth=4)
+    if block is not Block:
+        model.blocks = nn.ModuleList(block() for _ in range(4))
+    return zoo.compile_regions(model.to(device).train(), regions=[block], backend="aot_eager")
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    torch.manual_seed(1)
+    return list(torch.autograd.grad(model(x).square().sum(), list(model.parameters())))
+
+
+def kept_bytes(model: nn.Module, x: Tensor) -> int:
+    """What the forward keeps for the backward, weights apart."""
+    weights = {p.data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in weights:
+            kept[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model(x)
+    del output
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("every", [1, 2, 3, 9])
+@pytest.mark.parametrize("block", [Block, DroppingBlock])
+def test_gradients_do_not_change(device: str, every: int, block: type[nn.Module]):
+    x = torch.randn(2, 4, device=device)
+    model = compiled(device, block)
+    expected = gradients(model, x)
+    checkpoint_regions(model, block, every=every)
+    torch.testing.assert_close(gradients(model, x), expected)
+
+
+def test_less_is_kept():
+    x = torch.randn(64, 4)
+    model = compiled()
+    all_kept = kept_bytes(model, x)
+    checkpoint_regions(model, Block, every=2)
+    half = kept_bytes(model, x)
+    zoo.uncompile(model)
+    zoo.compile_regions(model, backend="aot_eager")
+    checkpoint_regions(model, Block)
+    assert kept_bytes(model, x) < half < all_kept
+
+
+def test_no_graph_is_added():
+    model = checkpoint_regions(compiled(), Block)
+    with zoo.enforce_budget(model):
+        for seed in range(3):
+            torch.manual_seed(seed)
+            model(torch.randn(2, 4)).sum().backward()
+
+
+def test_a_step_trains_with_it():
+    losses = []
+    for every in (None, 1):
+        model = compiled()
+        if every:
+            checkpoint_regions(model, Block, every=every)
+        step = TrainingStep(
+            model, lambda m, x: m(x).square().mean(), torch.optim.AdamW(model.parameters(), fused=True), cuda_graph=True
+        )
+        losses.append([step(torch.randn(2, 4, generator=torch.Generator().manual_seed(i))).item() for i in range(8)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_uncompile_undoes_it():
+    model = checkpoint_regions(compiled(), Block)
+    zoo.uncompile(model)
+    assert not any(module._compiled_call_impl for module in model.modules())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("preserves", [True, False])
+def test_random_state_that_is_restored_stands_in_the_way_of_a_capture(preserves: bool):
+    model = checkpoint_regions(compiled("cuda"), Block, preserve_rng_state=preserves)
+    rate = torch.tensor(1e-3, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=True)
+    obstacles = capture_obstacles(model, optimizer)
+    assert any("preserve_rng_state=False" in obstacle for obstacle in obstacles) == preserves
+    if not preserves:
+        step = TrainingStep(model, lambda m, x: m(x).square().mean(), optimizer, cuda_graph=True)
+        losses = [step(torch.randn(2, 4, device="cuda")).item() for _ in range(8)]
+        assert step.captured and all(loss > 0 for loss in losses)
+
+
+def test_what_cannot_be_checkpointed_is_refused():
+    with pytest.raises(ValueError, match=r"Stack has no compiled regions: call zoo\.compile_regions"):
+        checkpoint_regions(Stack(), Block)
+    with pytest.raises(ValueError, match="no compiled region is a DroppingBlock; there are Block"):
+        checkpoint_regions(compiled(), DroppingBlock)
+    with pytest.raises(ValueError, match="every is 0; 1 checkpoints each block"):
+        checkpoint_regions(compiled(), Block, every=0)
+    model = checkpoint_regions(compiled(), Block)
+    with pytest.raises(ValueError, match=r"checkpointed already; zoo\.uncompile\(model\) undoes it"):
+        checkpoint_regions(model, Block)

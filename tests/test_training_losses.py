@@ -1,0 +1,133 @@
+"""Cross entropy over a large vocabulary, some rows at a time, against torch's over all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import zoo
+from zoo.training import LinearCrossEntropy, losses
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def draw(rows: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(*rows, 16, generator=generator).to(device, dtype).requires_grad_()
+    weight = torch.randn(37, 16, generator=generator).to(device, dtype).requires_grad_()
+    labels = torch.randint(37, rows, generator=generator).to(device)
+    return x, weight, labels
+
+
+def gradients(loss: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss, inputs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("chunk", [1, 4, 5, 12, 100])
+@pytest.mark.parametrize("ignored", [0, 1, 5, 12])
+def test_loss_and_gradients_are_torchs(device: str, chunk: int, ignored: int):
+    x, weight, labels = draw((3, 4), torch.float64, device)
+    labels.view(-1)[:ignored] = -100
+    loss = LinearCrossEntropy(chunk)(x, weight, labels)
+    logits = F.linear(x, weight).flatten(0, 1)
+    expected = F.cross_entropy(logits, labels.flatten(), reduction="sum") / max(12 - ignored, 1)
+    assert loss.dtype is torch.float32
+    torch.testing.assert_close(loss, expected.float())
+    for got, wanted in zip(gradients(3 * loss, x, weight), gradients(3 * expected, x, weight), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_as_exact_as_its_inputs(device: str, dtype: torch.dtype):
+    x, weight, labels = draw((50,), dtype, device)
+    # 49 rows that count: a scale that half precision cannot hold.
+    labels[0] = -100
+    loss = LinearCrossEntropy(16)(x, weight, labels)
+    exact = [t.detach().double().requires_grad_() for t in (x, weight)]
+    expected = F.cross_entropy(F.linear(*exact), labels)
+    assert loss.item() == pytest.approx(expected.item(), rel=5e-3)
+    for got, wanted in zip(gradients(loss, x, weight), gradients(expected, *exact), strict=True):
+        assert got.dtype is dtype
+        assert float((got.double() - wanted).norm() / wanted.norm()) < 8 * torch.finfo(dtype).eps
+
+
+def test_autocast_multiplies_in_half_precision_and_gives_float32_gradients():
+    x, weight, labels = draw((20,), torch.float32)
+    seen = []
+    loss_module = LinearCrossEntropy(8)
+    loss_module.rows.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_module(x, weight, labels)
+        expected = F.cross_entropy(F.linear(x, weight), labels)
+    assert set(seen) == {torch.bfloat16}
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-2)
+    for got, wanted in zip(gradients(loss, x, weight), gradients(expected, x, weight), strict=True):
+        assert got.dtype is torch.float32
+        torch.testing.assert_close(got, wanted, rtol=0.05, atol=2e-3)
+
+
+def test_no_more_than_a_chunk_of_logits_exists():
+    x, weight, labels = draw((50,), torch.float32)
+    shapes = []
+    module = LinearCrossEntropy(8)
+    module.rows.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
+    module(x, weight, labels)
+    assert shapes == [(8, 37)] * 7
+
+
+def test_its_region_is_one_graph_whatever_is_left_over():
+    x, weight, labels = draw((50,), torch.float32)
+    module = zoo.compile_regions(LinearCrossEntropy(8), backend="aot_eager")
+    with zoo.enforce_budget(module):
+        first = module(x, weight, labels)
+        module(x, weight, labels).backward()
+    torch.testing.assert_close(first, F.cross_entropy(F.linear(x, weight), labels))
+
+
+def test_only_the_gradients_that_are_wanted_are_computed():
+    x, weight, labels = draw((20,), torch.float32)
+    loss = LinearCrossEntropy(8)(x.detach(), weight, labels)
+    torch.testing.assert_close(
+        gradients(loss, weight), gradients(F.cross_entropy(F.linear(x.detach(), weight), labels), weight)
+    )
+
+
+def test_the_backward_runs_once():
+    x, weight, labels = draw((20,), torch.float32)
+    loss = LinearCrossEntropy(8)(x, weight, labels)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="frees its gradients in the backward; compute the loss anew"):
+        loss.backward()
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch has its own only in later releases")
+def test_it_agrees_with_torchs_own_chunked_loss():
+    x, weight, labels = draw((50,), torch.float32)
+    expected = F.linear_cross_entropy(x, weight, labels)
+    torch.testing.assert_close(LinearCrossEntropy(8)(x, weight, labels), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"weight": torch.ones(37, 15)}, ValueError, r"x \[20, 16\] and weight \[37, 15\] do not fit"),
+        ({"labels": torch.zeros(19, dtype=torch.int64)}, ValueError, r"labels are \[19\], expected .*\[20\]"),
+        ({"labels": torch.zeros(20, dtype=torch.int32)}, TypeError, r"torch\.int32, expected torch\.int64"),
+        ({"x": torch.ones(0, 16), "labels": torch.zeros(0, dtype=torch.int64)}, ValueError, "there are no rows"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change: dict[str, Any], error: type[Exception], message: str):
+    x, weight, labels = draw((20,), torch.float32)
+    with pytest.raises(error, match=message):
+        LinearCrossEntropy(8)(**{"x": x, "weight": weight, "labels": labels} | change)
+
+
+def test_a_chunk_is_at_least_a_row():
+    with pytest.raises(ValueError, match="chunk is 0"):
+        losses.LinearCrossEntropy(0)

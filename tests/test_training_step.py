@@ -1,0 +1,371 @@
+"""The training step: equal to the plain loop, captured where it can be, and never trained on what is not finite."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training_models import build, draw, loss_of, optimizer_of, plain_losses
+
+import zoo
+from zoo.training import NonFiniteError, TrainingStep, TrainingWarning, capture_obstacles
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+OPTIMIZERS = ["adamw", "sgd", "plain"]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize("captures", [False, True], ids=["uncaptured", "captured"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_the_losses_are_those_of_the_plain_loop(device: str, kind: str, clip_norm: float | None, captures: bool):
+    if kind == "plain" and captures and device == "cuda":
+        pytest.skip("refused, as another test shows")
+    batches = draw(10, device=device)
+    expected_model = build(device)
+    expected = plain_losses(expected_model, optimizer_of(expected_model, kind), [[b] for b in batches], clip_norm)
+    model = build(device)
+    step = TrainingStep(model, loss_of, optimizer_of(model, kind), clip_norm=clip_norm, cuda_graph=captures)
+    losses = [step(batch).item() for batch in batches]
+    assert bool(step.captured) == captures
+    assert losses == pytest.approx(expected, rel=1e-5)
+    torch.testing.assert_close(list(model.parameters()), list(expected_model.parameters()))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_several_batches_are_one_update(device: str):
+    batches = draw(12, device=device)
+    updates = [batches[i : i + 3] for i in range(0, 12, 3)]
+    expected_model = build(device)
+    expected = plain_losses(expected_model, optimizer_of(expected_model), updates)
+    model = build(device)
+    step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=True)
+    assert [step(*update).item() for update in updates] == pytest.approx(expected, rel=1e-5)
+    torch.testing.assert_close(list(model.parameters()), list(expected_model.parameters()))
+
+
+def test_every_loss_is_a_tensor_of_its_own(device: str):
+    model = build(device)
+    step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=True)
+    losses = [step(batch) for batch in draw(8, device=device)]
+    assert len({loss.item() for loss in losses}) == 8
+    assert not any(loss.requires_grad for loss in losses)
+
+
+def test_the_norm_is_that_before_clipping(device: str):
+    model, (batch,) = build(device), draw(1, device=device)
+    loss_of(model, batch).backward()
+    expected = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    step = TrainingStep(model, loss_of, optimizer_of(model), clip_norm=1e-3)
+    step(batch)
+    torch.testing.assert_close(step.grad_norm, expected)
+
+
+def test_shapes_are_captured_each_and_no_more_than_allowed():
+    model = build()
+    step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=True, warmup=2, most_graphs=2)
+    sizes = [draw(1, rows=rows)[0] for rows in (3, 4, 5)]
+    with pytest.warns(TrainingWarning, match=r"2 shapes are captured already.*pad batches") as caught:
+        for batch in sizes * 5:
+            step(batch)
+    assert len(caught) == 1
+    assert len(step.captured) == 2
+
+
+def test_a_captured_step_draws_dropout_anew(device: str):
+    model = build(device, dropout=0.5)
+    step = TrainingStep(model, loss_of, optimizer_of(model, rate=0.0), cuda_graph=True)
+    (batch,) = draw(1, device=device)
+    assert len({step(batch).item() for _ in range(10)}) > 5
+
+
+def test_a_captured_step_draws_the_dropout_of_an_uncaptured_one(device: str):
+    losses = []
+    for captures in (False, True):
+        model = build(device, dropout=0.5)
+        step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=captures)
+        torch.manual_seed(7)
+        losses.append([step(batch).item() for batch in draw(10, device=device)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+# --- what is not finite ---
+
+
+@pytest.mark.parametrize("captures", [False, True], ids=["uncaptured", "captured"])
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_a_bad_loss_is_reported_with_its_step_and_changes_nothing(device: str, kind: str, captures: bool):
+    model = build(device)
+    optimizer = optimizer_of(model, kind)
+    step = TrainingStep(model, loss_of, optimizer, cuda_graph=captures, report_every=1000)
+    batches = draw(12, device=device)
+    for batch in batches[:6]:
+        step(batch)
+    weights = [parameter.clone() for parameter in model.parameters()]
+    state = [value.clone() for values in optimizer.state.values() for value in values.values()]
+    step((batches[6][0] * float("inf"), batches[6][1]))
+    step(batches[7])
+    torch.testing.assert_close(list(model.parameters()), weights, rtol=0, atol=0)
+    with pytest.raises(NonFiniteError, match=r"step 7: the loss is nan; no update was made") as caught:
+        step.check()
+    assert caught.value.step == 7
+    held = [value for values in optimizer.state.values() for value in values.values()]
+    torch.testing.assert_close(held, state, rtol=0, atol=0)
+    step(batches[8])
+    step.check()
+    assert not torch.equal(next(iter(model.parameters())), weights[0])
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_bad_first_loss_is_reported_at_once(kind: str):
+    model = build()
+    step = TrainingStep(model, loss_of, optimizer_of(model, kind))
+    weights = [parameter.clone() for parameter in model.parameters()]
+    x, y = draw(1)[0]
+    with pytest.raises(NonFiniteError, match="step 1"):
+        step((x * float("nan"), y))
+    torch.testing.assert_close(list(model.parameters()), weights, rtol=0, atol=0)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert step((x, y)).isfinite()
+
+
+def test_an_optimizer_that_cannot_skip_is_never_given_a_bad_gradient():
+    model = build()
+    step = TrainingStep(model, loss_of, optimizer_of(model, "plain"))
+    batches = draw(4)
+    step(batches[0])
+    with pytest.raises(NonFiniteError, match="step 2"):
+        step((batches[1][0] * float("nan"), batches[1][1]))
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_a_bad_gradient_of_a_finite_loss_is_noticed_where_the_norm_is_known():
+    def root(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(x) * 0).sum().sqrt()
+
+    model = build()
+    step = TrainingStep(model, root, optimizer_of(model), clip_norm=1.0)
+    with pytest.raises(NonFiniteError, match=r"a gradient is not finite \(the loss is 0\)"):
+        step(torch.ones(2, 8))
+
+
+def test_reports_come_in_strides():
+    model = build()
+    step = TrainingStep(model, loss_of, optimizer_of(model), report_every=4)
+    batches = draw(8)
+    batches[5] = (batches[5][0] * float("nan"), batches[5][1])
+    with pytest.raises(NonFiniteError, match="step 6"):
+        for batch in batches:
+            step(batch)
+    assert step.steps == 8
+
+
+# --- half precision ---
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("captures", [False, True], ids=["uncaptured", "captured"])
+def test_half_precision_trains_like_single(device: str, dtype: torch.dtype, captures: bool):
+    batches = draw(40, device=device)
+    losses = {}
+    for autocast in (None, dtype):
+        model = build(device)
+        step = TrainingStep(model, loss_of, optimizer_of(model), autocast=autocast, cuda_graph=captures, clip_norm=1.0)
+        losses[autocast] = [step(batch).item() for batch in batches]
+        assert next(model.parameters()).dtype is torch.float32
+    assert losses[dtype] != losses[None]
+    assert losses[dtype] == pytest.approx(losses[None], abs=0.05)
+
+
+@pytest.mark.parametrize("captures", [False, True], ids=["uncaptured", "captured"])
+def test_an_overflow_of_scaled_gradients_is_skipped_and_the_scale_lowered(device: str, captures: bool):
+    model = build(device)
+    optimizer = optimizer_of(model)
+    step = TrainingStep(model, loss_of, optimizer, autocast=torch.float16, cuda_graph=captures)
+    step.scaler = torch.amp.GradScaler(device, init_scale=2.0**40)
+    for batch in draw(60, device=device):
+        step(batch)
+    step.check()
+    assert step.scaler.get_scale() < 2.0**30
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+# --- capture ---
+
+
+def test_a_cpu_is_not_captured_unless_asked():
+    model = build()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step = TrainingStep(model, loss_of, optimizer_of(model))
+    for batch in draw(5):
+        step(batch)
+    assert not step.captured
+    assert capture_obstacles(model, optimizer_of(model)) == [
+        "the parameters are on cpu; CUDA graphs need a GPU: model.to('cuda')"
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"foreach": True, "capturable": True}, r"AdamW\(\.\.\., fused=True\)"),
+        ({"fused": True}, r"AdamW\(\.\.\., capturable=True\)"),
+        ({"fused": True, "capturable": True, "lr": 1e-3}, r"lr=torch\.tensor\(0\.001, device='cuda'\)"),
+    ],
+)
+def test_what_an_optimizer_lacks_is_named(options: dict[str, Any], remedy: str):
+    model = build("cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), **{"lr": torch.tensor(1e-3, device="cuda")} | options)
+    with pytest.raises(ValueError, match=remedy):
+        TrainingStep(model, loss_of, optimizer, cuda_graph=True)
+    with pytest.warns(TrainingWarning, match=remedy):
+        step = TrainingStep(model, loss_of, optimizer)
+    for batch in draw(5, device="cuda"):
+        step(batch)
+    assert not step.captured
+
+
+@pytest.mark.gpu
+def test_a_loss_that_waits_for_the_device_is_noticed_and_trained_all_the_same():
+    def waits(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = loss_of(model, batch)
+        return loss * (1.0 if loss.item() > 0 else 2.0)
+
+    batches = draw(8, device="cuda")
+    expected_model = build("cuda")
+    expected = plain_losses(expected_model, optimizer_of(expected_model), [[b] for b in batches])
+    model = build("cuda")
+    step = TrainingStep(model, waits, optimizer_of(model))
+    with pytest.warns(TrainingWarning, match=r"waits for the device \(.*test_training_step.py"):
+        losses = [step(batch).item() for batch in batches]
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert not step.captured
+
+
+@pytest.mark.gpu
+def test_memory_between_steps_holds_no_gradients():
+    model = nn.Linear(1024, 1024, device="cuda")
+    optimizer = optimizer_of(model)
+    step = TrainingStep(model, lambda model, x: model(x).square().mean(), optimizer, cuda_graph=False)
+    x = torch.randn(8, 1024, device="cuda")
+    step(x)
+    weights = sum(p.numel() * 4 for p in model.parameters())
+    assert torch.cuda.memory_allocated() < 3.6 * weights  # weights and two moments
+
+
+def test_a_schedule_goes_on_in_a_captured_step(device: str):
+    batches = draw(10, device=device)
+
+    def train(captures: bool) -> list[float]:
+        model = build(device)
+        optimizer = optimizer_of(model)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+        step = TrainingStep(model, loss_of, optimizer, cuda_graph=captures and device == "cuda")
+        losses = []
+        for batch in batches:
+            losses.append(step(batch).item())
+            schedule.step()
+        return losses
+
+    assert train(True) == pytest.approx(train(False), rel=1e-5)
+
+
+@pytest.mark.parametrize("change", ["weight_decay", "lr"])
+def test_an_option_that_was_baked_in_may_not_change(change: str):
+    model = build()
+    optimizer = optimizer_of(model)
+    step = TrainingStep(model, loss_of, optimizer, cuda_graph=True)
+    batches = draw(8)
+    for batch in batches[:5]:
+        step(batch)
+    optimizer.param_groups[0][change] = 0.5
+    with pytest.raises(RuntimeError, match=rf"{change} of parameter group 0 was .* and is 0\.5 now.*release"):
+        step(batches[5])
+    step.release()
+    assert step(batches[6]).isfinite() and not step.captured
+
+
+def test_a_replaced_weight_is_an_error():
+    model = build()
+    step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=True)
+    batches = draw(6)
+    for batch in batches[:5]:
+        step(batch)
+    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+    with pytest.raises(RuntimeError, match="moved or replaced since capture"):
+        step(batches[5])
+
+
+# --- compiled ---
+
+
+def test_compiled_regions_stay_within_their_budget_and_train_like_eager():
+    batches = [{"input_ids": torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(i))} for i in range(6)]
+
+    def next_token(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits = model(batch["input_ids"][:, :-1])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+
+    losses = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = zoo.create("llm-debug").train()
+        step = TrainingStep(model, next_token, optimizer_of(model, rate=1e-3), autocast=torch.bfloat16)
+        if compiled:
+            zoo.compile_regions(model, backend="aot_eager")
+            with zoo.enforce_budget(model):
+                losses.append([step(batch).item() for batch in batches])
+        else:
+            losses.append([step(batch).item() for batch in batches])
+    assert losses[0] == pytest.approx(losses[1], abs=2e-3)
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"autocast": torch.float64}, r"autocast is torch\.float64; it is torch\.bfloat16, torch\.float16 or None"),
+        ({"clip_norm": 0.0}, r"clip_norm is 0\.0; it is a positive number"),
+        ({"clip_norm": float("inf")}, "clip_norm is inf"),
+        ({"warmup": 1}, "warmup is 1; at least 2"),
+        ({"report_every": 0}, "report_every is 0; at least 1 step"),
+        ({"most_graphs": 0}, "most_graphs is 0; at least 1 shape"),
+    ],
+)
+def test_options_out_of_range(options: dict[str, Any], message: str):
+    model = build()
+    with pytest.raises(ValueError, match=message):
+        TrainingStep(model, loss_of, optimizer_of(model), **options)
+
+
+def test_a_model_in_eval_mode_is_refused():
+    model = build().eval()
+    with pytest.raises(ValueError, match=r"Sequential is in eval mode: call model\.train\(\) first"):
+        TrainingStep(model, loss_of, optimizer_of(model))
+
+
+def test_a_call_without_a_batch_is_refused():
+    model = build()
+    with pytest.raises(ValueError, match="at least one batch"):
+        TrainingStep(model, loss_of, optimizer_of(model))()
+
+
+@pytest.mark.parametrize(
+    ("value", "what"), [(torch.ones(3), r"torch\.float32 \[3\]"), (torch.tensor(1), r"torch\.int64"), (0.5, "float")]
+)
+def test_a_loss_that_is_no_scalar_is_refused(value: Any, what: str):
+    model = build()
+    step = TrainingStep(model, lambda model, batch: value, optimizer_of(model))
+    with pytest.raises(ValueError, match=rf"the loss function returned {what}.*expected a floating-point scalar"):
+        step(torch.ones(1))

@@ -1,0 +1,11 @@
+"""The training step: forward, loss, backward, clipping and optimizer, as one call that a CUDA graph can hold.
+
+The loop, the data and the schedule stay the user's own.
+"""
+
+from zoo.training.capture import capture_obstacles as capture_obstacles
+from zoo.training.checkpointing import checkpoint_regions as checkpoint_regions
+from zoo.training.finite import NonFiniteError as NonFiniteError
+from zoo.training.losses import LinearCrossEntropy as LinearCrossEntropy
+from zoo.training.step import TrainingStep as TrainingStep
+from zoo.training.step import TrainingWarning as TrainingWarning

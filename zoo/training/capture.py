@@ -1,0 +1,77 @@
+"""What a CUDA graph cannot hold of a training step, said before anything runs."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zoo.training.checkpointing import restores_random_state
+
+
+def can_skip(optimizer: Optimizer) -> bool:
+    """Whether an update can be skipped by a flag on the device: torch's fused optimizers can."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def capture_obstacles(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Why a step of this model and optimizer cannot be captured, each with its remedy; nothing if it can.
+
+    What the loss does is not looked at here: a step that waits for the device is noticed when it runs.
+
+    Args:
+        model: The model, on its device.
+        optimizer: Of its parameters.
+    """
+    devices = {parameter.device for parameter in model.parameters()}
+    if {device.type for device in devices} != {"cuda"}:
+        found = ", ".join(sorted(map(str, devices))) or "no device"
+        return [f"the parameters are on {found}; CUDA graphs need a GPU: model.to('cuda')"]
+    if len(devices) > 1:
+        return [f"the parameters are on {', '.join(sorted(map(str, devices)))}; a CUDA graph runs on one device"]
+    name = type(optimizer).__name__
+    obstacles = []
+    if not can_skip(optimizer):
+        obstacles.append(f"{name} is not fused, and could not skip a bad step without waiting: {name}(..., fused=True)")
+    if any(group.get("capturable") is False for group in optimizer.param_groups):
+        obstacles.append(f"{name} keeps its step count on the host: {name}(..., capturable=True)")
+    for index, group in enumerate(optimizer.param_groups):
+        rate = group["lr"]
+        if not isinstance(rate, torch.Tensor):
+            obstacles.append(
+                f"the learning rate {rate} of parameter group {index} is a number, which would be baked in: "
+                f"lr=torch.tensor({rate}, device='cuda'); schedulers of torch.optim write into it"
+            )
+    if restores_random_state(model):
+        obstacles.append(
+            "checkpointed regions restore the random state for their second run, which cannot be captured: "
+            "checkpoint_regions(..., preserve_rng_state=False) where nothing in them is random"
+        )
+    return obstacles
+
+
+class FrozenOptions:
+    """The options of an optimizer as they were captured: what is baked into a CUDA graph must not change unnoticed."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._seen = [self._options(group) for group in optimizer.param_groups]
+
+    def check(self) -> None:
+        """Raise RuntimeError if a number changed, or a tensor (the learning rate) was replaced by another."""
+        groups = self._optimizer.param_groups
+        if len(groups) != len(self._seen):
+            raise RuntimeError(f"the optimizer has {len(groups)} parameter groups, {len(self._seen)} were captured")
+        for index, (group, seen) in enumerate(zip(groups, self._seen, strict=True)):
+            for name, value in self._options(group).items():
+                was = seen.get(name)
+                if value is was or (not isinstance(value, torch.Tensor) and value == was):
+                    continue
+                raise RuntimeError(
+                    f"{name} of parameter group {index} was {was} when the step was captured and is {value} now; "
+                    "write into the tensor (group['lr'].fill_(...)), or call step.release() to capture anew"
+                )
+
+    @staticmethod
+    def _options(group: dict[str, object]) -> dict[str, object]:
+        return {name: value for name, value in group.items() if name not in ("params", "initial_lr", "param_names")}

@@ -1,0 +1,106 @@
+"""A training run on disk: weights as safetensors, all else in torch's weights-only format."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from zoo.training.step import TrainingStep
+
+WEIGHTS, REST = "model.safetensors", "training.pt"
+_FORMAT = 1
+
+
+def save(step: TrainingStep, folder: Path, others: Mapping[str, Any]) -> None:
+    """Write both files; each replaces the old one when it is complete."""
+    from safetensors.torch import save_model
+
+    for name, other in others.items():
+        if not hasattr(other, "state_dict"):
+            raise ValueError(f"{name} is a {type(other).__name__} without state_dict()")
+    folder.mkdir(parents=True, exist_ok=True)
+    rest = {
+        "format": _FORMAT,
+        "steps": step.steps,
+        "seen": step._watch.count,
+        "optimizer": step.optimizer.state_dict(),
+        "scaler": None if step.scaler is None else step.scaler.state_dict(),
+        "random": _random_state(step.device),
+        "others": {name: other.state_dict() for name, other in others.items()},
+    }
+    new_weights, new_rest = folder / f".{WEIGHTS}", folder / f".{REST}"
+    save_model(step.model, str(new_weights))
+    torch.save(rest, new_rest)
+    os.replace(new_weights, folder / WEIGHTS)
+    os.replace(new_rest, folder / REST)
+
+
+def load(step: TrainingStep, folder: Path, others: Mapping[str, Any]) -> None:
+    """Read both files; nothing is changed unless all of it fits."""
+    from safetensors.torch import load_model
+
+    for name in (WEIGHTS, REST):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder / name} is missing; step.save(folder) writes {WEIGHTS} and {REST}")
+    rest = torch.load(folder / REST, map_location=step.device, weights_only=True)
+    if rest.get("format") != _FORMAT:
+        raise ValueError(f"{folder / REST} has format {rest.get('format')}, this release reads {_FORMAT}")
+    if set(rest["others"]) != set(others):
+        raise ValueError(
+            f"{folder} holds the states of {sorted(rest['others'])}, given to load into are {sorted(others)}"
+        )
+    if (rest["scaler"] is None) != (step.scaler is None):
+        was, now = ("without", "with") if rest["scaler"] is None else ("with", "without")
+        raise ValueError(f"{folder} was saved {was} float16 loss scaling, this step trains {now} it")
+    _check_weights(step.model, folder / WEIGHTS)
+    try:
+        step.optimizer.load_state_dict(rest["optimizer"])
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{folder / REST} was saved from another optimizer: {error}") from error
+    load_model(step.model, str(folder / WEIGHTS), strict=True, device=str(step.device))
+    if step.scaler is not None:
+        step.scaler.load_state_dict(rest["scaler"])
+    for name, other in others.items():
+        other.load_state_dict(rest["others"][name])
+    step.steps, step._watch.count = rest["steps"], rest["seen"]
+    _set_random_state(step.device, rest["random"])
+
+
+def _check_weights(model: nn.Module, file: Path) -> None:
+    """ValueError unless the file holds this model's tensors; shared ones are there once."""
+    from safetensors import safe_open
+
+    with safe_open(str(file), framework="pt") as tensors:
+        saved = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    own = model.state_dict()
+    stored = {own[name].data_ptr() for name in saved if name in own}
+    wrong = [f"{name} {list(shape)} is not in it" for name, shape in saved.items() if name not in own]
+    wrong += [
+        f"{name} is {list(saved[name])}, not {list(tensor.shape)}"
+        for name, tensor in own.items()
+        if name in saved and saved[name] != tuple(tensor.shape)
+    ]
+    wrong += [f"{name} is missing" for name, t in own.items() if name not in saved and t.data_ptr() not in stored]
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ValueError(f"{file} was saved from another model than this {type(model).__name__}: "
+                         f"{'; '.join(wrong[:3])}{more}")  # fmt: skip
+
+
+def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def _set_random_state(device: torch.device, state: Mapping[str, torch.Tensor]) -> None:
+    torch.set_rng_state(state["cpu"].cpu())
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"].cpu(), device)

@@ -1,0 +1,304 @@
+"""One call for a whole training step: forward, loss, backward, clipping, optimizer."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from zoo.cudagraph import GraphedStep, synchronisations
+from zoo.step_buffers import describe, shapes_of
+from zoo.training.capture import FrozenOptions, can_skip, capture_obstacles
+from zoo.training.finite import FiniteWatch, NonFiniteError
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+class TrainingWarning(UserWarning):
+    """A training step runs in another way than one may have hoped."""
+
+
+class TrainingStep:
+    """A training step: ``loss = step(batch)``.
+
+    The model is compiled or not before (``zoo.compile_regions``); nothing here compiles. Where it can be captured the
+    step runs under one outer CUDA graph: the first ``warmup`` calls of each shape are real steps that run without it,
+    the next one is captured, and all later ones replay. A batch is an update; several are one update of their mean
+    loss (gradient accumulation).
+
+    A loss that is not finite is never trained on: no update is made from that step on, and :class:`NonFiniteError`
+    names it, at the latest ``report_every`` steps later. (With float16 only the bad steps themselves are left out.)
+
+    Args:
+        model: In training mode, on its device.
+        loss: Called as ``loss(model, batch)``, returns a scalar. All work on the GPU belongs in here.
+        optimizer: Any of ``torch.optim``. For the CUDA graph: fused, ``capturable=True`` where it has that option, and
+            the learning rate a tensor on the device.
+        autocast: ``torch.bfloat16``, or ``torch.float16`` with dynamic loss scaling; None for the weights' own dtype.
+        clip_norm: Largest norm of all gradients together; larger ones are scaled down to it.
+        cuda_graph: None captures where nothing stands in the way, and warns with what does; True raises instead; False
+            never captures. On a CPU True copies in and out as a capture would.
+        warmup: Calls of each shape before it is captured, at least 2: one to compile, one to watch.
+        report_every: After so many steps wait for the device and look for a loss that was not finite.
+        most_graphs: Shapes that are captured; further ones run without a CUDA graph, which is said once.
+
+    Raises:
+        ValueError: If the model is not in training mode, an option is out of range, or ``cuda_graph=True`` and
+            something stands in the way.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        optimizer: Optimizer,
+        *,
+        autocast: torch.dtype | None = None,
+        clip_norm: float | None = None,
+        cuda_graph: bool | None = None,
+        warmup: int = 3,
+        report_every: int = 50,
+        most_graphs: int = 8,
+    ) -> None:
+        _check_options(model, autocast, clip_norm)
+        for name, value, least, what in (
+            ("warmup", warmup, 2, "calls are needed, one to compile and one to watch"),
+            ("report_every", report_every, 1, "step"),
+            ("most_graphs", most_graphs, 1, "shape"),
+        ):
+            if value < least:
+                raise ValueError(f"{name} is {value}; at least {least} {what}")
+        self.model, self.loss, self.optimizer = model, loss, optimizer
+        self.device = next(model.parameters()).device
+        self.steps = 0
+        self.scaler = torch.amp.GradScaler(self.device.type) if autocast is torch.float16 else None
+        self._autocast, self._clip_norm = autocast, clip_norm
+        self._warmup, self._report_every, self._most_graphs = warmup, report_every, most_graphs
+        self._watch = FiniteWatch(self.device)
+        self._norm = torch.zeros((), device=self.device)
+        # A flag for which the optimizer skips is enough; an optimizer that knows none must be told by the host.
+        self._skips = can_skip(optimizer)
+        self._captures = self._decide(cuda_graph)
+        self._graphed: GraphedStep | None = None
+        self._options: FrozenOptions | None = None
+        self._seen: dict[Any, int] = {}
+        optimizer.register_load_state_dict_post_hook(lambda _: self.release())
+
+    def _decide(self, wanted: bool | None) -> bool:
+        if wanted is False or (wanted is None and self.device.type == "cpu"):
+            return False
+        if self.device.type == "cpu":
+            return True
+        obstacles = capture_obstacles(self.model, self.optimizer)
+        if obstacles and wanted:
+            raise ValueError("the step cannot be captured: " + "; ".join(obstacles))
+        if obstacles:
+            warnings.warn("the step runs without a CUDA graph: " + "; ".join(obstacles), TrainingWarning, stacklevel=3)
+        return not obstacles
+
+    @property
+    def captured(self) -> list[str]:
+        """The shapes that replay as a CUDA graph, in words."""
+        return [] if self._graphed is None else self._graphed.shapes
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """Norm of all gradients before clipping in the last step, on the device; 0 without ``clip_norm``."""
+        return self._norm.clone()
+
+    def __call__(self, *batches: Any) -> Tensor:
+        """One update.
+
+        Args:
+            batches: What ``loss`` takes, one or several: containers of tensors on the device. Several are one update of
+                their mean loss.
+
+        Returns:
+            The loss, a float32 scalar on the device without history.
+
+        Raises:
+            NonFiniteError: If this or an earlier loss was not finite.
+            ValueError: If there is no batch, or the loss is no scalar.
+        """
+        if not batches:
+            raise ValueError("a step needs at least one batch")
+        loss = self._replay(batches) if self._captures else self._run(*batches)
+        self.steps += 1
+        if self.steps % self._report_every == 0:
+            self._watch.check()
+        return loss
+
+    def check(self) -> None:
+        """Wait for the device and raise NonFiniteError if a loss since the last look was not finite.
+
+        Raises:
+            NonFiniteError: Once a bad step; after it training may go on.
+        """
+        self._watch.check()
+
+    def release(self) -> None:
+        """Let go of captured CUDA graphs; shapes are captured anew when they come up again."""
+        self._graphed, self._options = None, None
+        self._seen.clear()
+
+    def save(self, folder: str | Path, **others: Any) -> None:
+        """Write weights, optimizer, random state and whatever else has a state, to go on from later.
+
+        Args:
+            folder: Made if need be. ``model.safetensors`` and ``training.pt`` are replaced once they are complete.
+            others: Objects with a ``state_dict()``: a scheduler, a sampler.
+
+        Raises:
+            NonFiniteError: If a loss was not finite: what is saved is worth going on from.
+        """
+        from zoo.training.state import save
+
+        self._watch.check()
+        save(self, Path(folder), others)
+
+    def load(self, folder: str | Path, **others: Any) -> None:
+        """Go on from what :meth:`save` wrote: the losses that follow are those of an uninterrupted run.
+
+        Args:
+            folder: As saved.
+            others: The same names as were saved, objects with a ``load_state_dict()``.
+
+        Raises:
+            FileNotFoundError: If a file is missing.
+            ValueError: If what was saved is of another model, optimizer or precision, or has other names.
+        """
+        from zoo.training.state import load
+
+        load(self, Path(folder), others)
+        self.release()
+
+    def _replay(self, batches: tuple[Any, ...]) -> Tensor:
+        """Replay this shape; run it, or capture it first, if it is new."""
+        shape = shapes_of(pytree.tree_leaves(batches))
+        seen = self._seen[shape] = self._seen.get(shape, 0) + 1
+        if seen > self._warmup and (self._graphed is not None and shape in self._graphed):
+            assert self._options is not None
+            self._options.check()
+            loss: Tensor = self._graphed(*batches)
+            return loss
+        if seen <= self._warmup:
+            return self._rehearse(batches, last=seen == self._warmup)
+        if len(self.captured) >= self._most_graphs:
+            if seen == self._warmup + 1:
+                warnings.warn(
+                    f"{describe(pytree.tree_leaves(batches))}: {self._most_graphs} shapes are captured already "
+                    "(most_graphs); this one runs without a CUDA graph: pad batches to fewer shapes",
+                    TrainingWarning,
+                    stacklevel=4,
+                )
+            return self._run(*batches)
+        if self._graphed is None:
+            self._graphed = GraphedStep(self._run, [(batches, {})], clone_outputs=True, static=(), warmup=0)
+            self._options = FrozenOptions(self.optimizer)
+        else:
+            self._graphed.add_bucket(batches, warmup=0)
+        loss = self._graphed(*batches)
+        return loss
+
+    def _rehearse(self, batches: tuple[Any, ...], last: bool) -> Tensor:
+        """A step of its own stream, as a capture is; the last one before the capture is watched for waiting."""
+        if self.device.type == "cpu":
+            return self._run(*batches)
+        side, current = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
+        side.wait_stream(current)
+        watching: AbstractContextManager[list[str]] = synchronisations() if last else nullcontext([])
+        with torch.cuda.stream(side), watching as found:
+            loss = self._run(*batches)
+        current.wait_stream(side)
+        loss.record_stream(current)
+        if found:
+            self._captures = False
+            self.release()
+            warnings.warn(
+                f"the step runs without a CUDA graph: it waits for the device ({found[0]}); move that out of the loss",
+                TrainingWarning,
+                stacklevel=5,
+            )
+        return loss
+
+    def _run(self, *batches: Any) -> Tensor:
+        """All of the step; what is captured."""
+        self._clear_gradients()
+        total = torch.zeros((), device=self.device)
+        for batch in batches:
+            with self._cast():
+                loss = self.loss(self.model, batch)
+            _check_loss(loss)
+            part = loss.float() / len(batches)
+            (part if self.scaler is None else self.scaler.scale(part)).backward()  # type: ignore[no-untyped-call]
+            total = total + part.detach()
+        norm = self._clip()
+        self._watch.see(total, None if self.scaler is not None else norm)
+        self._update()
+        self._clear_gradients()
+        return total
+
+    def _cast(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._autocast is None else torch.autocast(self.device.type, self._autocast)
+
+    def _clip(self) -> Tensor | None:
+        if self._clip_norm is None:
+            return None
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        norm = nn.utils.clip_grad_norm_(parameters, self._clip_norm)
+        self._norm.copy_(norm)
+        return norm
+
+    def _update(self) -> None:
+        """Let the optimizer step, unless the loss was not finite."""
+        if not (self._skips and self.optimizer.state):
+            # Its first update, too: some of torch's fused optimizers leave their state undefined if that is skipped.
+            self._refuse_now()
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        elif self._skips:
+            self.optimizer.grad_scale, self.optimizer.found_inf = None, self._watch.skip  # type: ignore[attr-defined]
+            try:
+                self.optimizer.step()
+            finally:
+                del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
+        else:
+            self.optimizer.step()
+
+    def _refuse_now(self) -> None:
+        try:
+            self._watch.check()
+        except NonFiniteError:
+            self._clear_gradients()
+            raise
+
+    def _clear_gradients(self) -> None:
+        """Gradients exist inside a step only: between steps they would take memory, and captured ones go stale."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
+
+
+def _check_options(model: nn.Module, autocast: torch.dtype | None, clip_norm: float | None) -> None:
+    if not model.training:
+        raise ValueError(f"{type(model).__name__} is in eval mode: call model.train() first")
+    if autocast not in (None, torch.bfloat16, torch.float16):
+        raise ValueError(f"autocast is {autocast}; it is torch.bfloat16, torch.float16 or None")
+    if clip_norm is not None and not (clip_norm > 0 and math.isfinite(clip_norm)):
+        raise ValueError(f"clip_norm is {clip_norm}; it is a positive number, or None")
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        what = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"the loss function returned {what}, expected a floating-point scalar: loss.mean()?")
