@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 _PICKLED = (".pt", ".pth", ".bin", ".ckpt")
-_INDEX = "model.safetensors.index.json"
+_INDEXES = ("model.safetensors.index.json", "diffusion_pytorch_model.safetensors.index.json")
 _WHOLE = (
     "model.safetensors",
     "diffusion_pytorch_model.safetensors",
@@ -151,8 +151,9 @@ def fill(
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    index = path / _INDEX
-    if index.exists():
+    for index in (path / name for name in _INDEXES):
+        if not index.exists():
+            continue
         shards = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
         for shard in shards:
             if not shard.exists():

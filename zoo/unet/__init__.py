@@ -1,0 +1,38 @@
+"""The conditional UNet of Stable Diffusion 1.5, 2.1 and XL, in channels_last, with glue as regions."""
+
+from zoo.registry import Family, register
+from zoo.unet.blocks import DownLevel as DownLevel
+from zoo.unet.blocks import MiddleLevel as MiddleLevel
+from zoo.unet.blocks import ResnetBlock as ResnetBlock
+from zoo.unet.blocks import UpLevel as UpLevel
+from zoo.unet.checkpoint import check_folder, find_weights, placements
+from zoo.unet.checkpoint import load as load
+from zoo.unet.checkpoint import save as save
+from zoo.unet.conditions import TextKeysValues as TextKeysValues
+from zoo.unet.conditions import TimeShifts as TimeShifts
+from zoo.unet.config import UNetConfig as UNetConfig
+from zoo.unet.cuts import CUTS as CUTS
+from zoo.unet.cuts import cut as cut
+from zoo.unet.glue import AddNorm as AddNorm
+from zoo.unet.glue import ConvAdd as ConvAdd
+from zoo.unet.glue import GatedGelu as GatedGelu
+from zoo.unet.model import UNet as UNet
+from zoo.unet.model import UNetOutput as UNetOutput
+from zoo.unet.presets import PRESETS, example_inputs
+from zoo.unet.transformer import Transformer as Transformer
+from zoo.unet.transformer import TransformerBlock as TransformerBlock
+
+FAMILY = register(
+    Family(
+        name="unet",
+        presets=PRESETS,
+        build=UNet,
+        model_types=(UNet,),
+        example_inputs=example_inputs,
+        upstream_module="zoo.unet.upstream",
+        upstream_packages=("diffusers",),
+        placements=placements,
+        check_folder=check_folder,
+        find_weights=find_weights,
+    )
+)

@@ -1,0 +1,257 @@
+"""Configuration of a conditional UNet, and the blocks that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+# Whether a level of this type has transformers.
+DOWN_TYPES = {"DownBlock2D": False, "CrossAttnDownBlock2D": True}
+UP_TYPES = {"UpBlock2D": False, "CrossAttnUpBlock2D": True}
+ADDITIONS = (None, "text_time")
+
+Depths: TypeAlias = tuple[int | tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockShape:
+    """A resnet block and, where it has one, the transformer behind it.
+
+    Args:
+        inputs: Channels that it gets from the block before.
+        skip: Channels that it gets from the way down; 0 on the way down and in the middle.
+        outputs: Channels that it gives.
+        depth: Blocks of the transformer; None where there is none.
+        heads: Of the transformer.
+    """
+
+    inputs: int
+    skip: int
+    outputs: int
+    depth: int | None
+    heads: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevelShape:
+    """Blocks of one size, and whether the size changes behind them."""
+
+    blocks: tuple[BlockShape, ...]
+    resample: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class UNetConfig:
+    """A conditional UNet as of Stable Diffusion. Architecture has no default; switches default as diffusers' do.
+
+    Names are diffusers', but for ``num_attention_heads``, which diffusers calls ``attention_head_dim``. Fields that
+    belong to levels take one value for all of them.
+
+    Args:
+        in_channels: Channels of the sample.
+        out_channels: Channels of the prediction.
+        block_out_channels: Width of each level, the largest size first.
+        down_block_types: ``"DownBlock2D"`` or ``"CrossAttnDownBlock2D"`` for each level.
+        up_block_types: ``"UpBlock2D"`` or ``"CrossAttnUpBlock2D"`` for each level, the smallest size first.
+        layers_per_block: Resnet blocks of each level on the way down; one more on the way up.
+        transformer_layers_per_block: Blocks of the transformers of each level, or of each transformer of it.
+        num_attention_heads: Of each level's transformers.
+        cross_attention_dim: Width of the condition.
+        reverse_transformer_layers_per_block: The same on the way up, where it is not the mirror image.
+        use_linear_projection: What transformers are entered and left by, in the checkpoint; the same numbers.
+        addition_embed_type: ``"text_time"`` for a pooled condition and sizes beside the timestep, as SDXL has.
+        addition_time_embed_dim: Width of each size's embedding.
+        projection_class_embeddings_input_dim: Width of the pooled condition and all embedded sizes together.
+        time_cond_proj_dim: Width of a further condition beside the timestep (guidance scale), or None.
+        time_embedding_dim: Width of the embedded timestep; None for four times the first level's.
+        norm_num_groups: Groups of the norms.
+        norm_eps: Added to the variance by the resnet blocks' and the last norm.
+        dropout: Inside resnet blocks, in training.
+        flip_sin_to_cos: Cosines before sines.
+        freq_shift: Of the frequencies of a timestep's embedding.
+        downsample_padding: 1, or 0 to pad on the right and at the bottom alone.
+        center_input_sample: Take samples of 0 to 1 to -1 to 1 first.
+        conv_in_kernel: Of the first convolution.
+        conv_out_kernel: Of the last one.
+        upcast_attention: Kept for the checkpoint; attention accumulates in float32 in any case.
+        sample_size: Height and width of the samples that it was trained on; for pipelines.
+    """
+
+    in_channels: int
+    out_channels: int
+    block_out_channels: tuple[int, ...]
+    down_block_types: tuple[str, ...]
+    up_block_types: tuple[str, ...]
+    layers_per_block: int | tuple[int, ...]
+    transformer_layers_per_block: int | Depths
+    num_attention_heads: int | tuple[int, ...]
+    cross_attention_dim: int
+    reverse_transformer_layers_per_block: Depths | None = None
+    use_linear_projection: bool = False
+    addition_embed_type: str | None = None
+    addition_time_embed_dim: int | None = None
+    projection_class_embeddings_input_dim: int | None = None
+    time_cond_proj_dim: int | None = None
+    time_embedding_dim: int | None = None
+    norm_num_groups: int = 32
+    norm_eps: float = 1e-5
+    dropout: float = 0.0
+    flip_sin_to_cos: bool = True
+    freq_shift: int = 0
+    downsample_padding: int = 1
+    center_input_sample: bool = False
+    conv_in_kernel: int = 3
+    conv_out_kernel: int = 3
+    upcast_attention: bool = False
+    sample_size: int | tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        # Lists are common in configurations that come from files, and not equal to tuples.
+        for name in ("block_out_channels", "down_block_types", "up_block_types", "sample_size"):
+            object.__setattr__(self, name, _frozen(getattr(self, name)))
+        levels = len(self.block_out_channels)
+        for name in ("layers_per_block", "transformer_layers_per_block", "num_attention_heads"):
+            value = _frozen(getattr(self, name))
+            object.__setattr__(self, name, value if isinstance(value, tuple) else (value,) * levels)
+        reverse = "reverse_transformer_layers_per_block"
+        object.__setattr__(self, reverse, _frozen(getattr(self, reverse)))
+        self._check()
+
+    def _check(self) -> None:
+        levels = len(self.block_out_channels)
+        for name in ("in_channels", "out_channels", "cross_attention_dim", "norm_num_groups"):
+            if not _positive(getattr(self, name)):
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected a positive integer")
+        for name in ("conv_in_kernel", "conv_out_kernel"):
+            if not _positive(getattr(self, name)) or getattr(self, name) % 2 == 0:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected an odd number: others change the size")
+        if self.downsample_padding not in (0, 1):
+            raise ValueError(f"downsample_padding is {self.downsample_padding!r}, expected 0 or 1")
+        if not levels:
+            raise ValueError("block_out_channels is empty: there must be a level")
+        for name in ("block_out_channels", "layers_per_block", "num_attention_heads"):
+            values = getattr(self, name)
+            if len(values) != levels or not all(_positive(value) for value in values):
+                raise ValueError(f"{name} is {values!r}, expected a positive integer for each of {levels} levels")
+        for name, known in (("down_block_types", DOWN_TYPES), ("up_block_types", UP_TYPES)):
+            values = getattr(self, name)
+            unknown = [value for value in values if value not in known]
+            if unknown:
+                raise ValueError(f"{name} has {unknown[0]!r}; the zoo has {', '.join(known)}")
+            if len(values) != levels:
+                raise ValueError(f"{name} is {values!r}, expected a type for each of {levels} levels")
+        if self.addition_embed_type not in ADDITIONS:
+            raise ValueError(f"addition_embed_type is {self.addition_embed_type!r}; the zoo has 'text_time' or none")
+        for name in ("addition_time_embed_dim", "projection_class_embeddings_input_dim"):
+            if self.addition_embed_type == "text_time" and not _positive(getattr(self, name)):
+                raise ValueError(f"{name} is {getattr(self, name)!r}, which addition_embed_type 'text_time' needs")
+        for name, depths in (
+            ("transformer_layers_per_block", self.transformer_layers_per_block),
+            ("reverse_transformer_layers_per_block", self.reverse_transformer_layers_per_block),
+        ):
+            if depths is not None and len(depths) != levels:  # type: ignore[arg-type]
+                raise ValueError(f"{name} is {depths!r}, expected a depth for each of {levels} levels")
+        uneven = any(isinstance(depth, tuple) for depth in self.transformer_layers_per_block)  # type: ignore[union-attr]
+        if uneven and self.reverse_transformer_layers_per_block is None:
+            raise ValueError(
+                f"transformer_layers_per_block is {self.transformer_layers_per_block!r}: depths of single transformers "
+                "need reverse_transformer_layers_per_block for the way up"
+            )
+        for block in self.blocks():
+            for channels in (block.inputs + block.skip, block.outputs):
+                if channels % self.norm_num_groups:
+                    raise ValueError(f"norm_num_groups is {self.norm_num_groups}, which does not divide {channels}")
+            if block.depth is not None and block.outputs % block.heads:
+                raise ValueError(f"num_attention_heads has {block.heads}, which does not divide {block.outputs}")
+
+    @property
+    def time_width(self) -> int:
+        """Width of the embedded timestep."""
+        return self.time_embedding_dim or 4 * self.block_out_channels[0]
+
+    @property
+    def reduction(self) -> int:
+        """Pixels of the sample's side for one of the smallest level's."""
+        return int(2 ** (len(self.block_out_channels) - 1))
+
+    def down(self) -> tuple[LevelShape, ...]:
+        """The levels on the way down, the largest size first."""
+        levels, inputs = [], self.block_out_channels[0]
+        for index, (kind, outputs) in enumerate(zip(self.down_block_types, self.block_out_channels, strict=True)):
+            count, heads = _at(self.layers_per_block, index), _at(self.num_attention_heads, index)
+            depths = _each(self.transformer_layers_per_block, index, count, DOWN_TYPES[kind])
+            blocks = []
+            for depth in depths:
+                blocks.append(BlockShape(inputs=inputs, skip=0, outputs=outputs, depth=depth, heads=heads))
+                inputs = outputs
+            last = index == len(self.block_out_channels) - 1
+            levels.append(LevelShape(blocks=tuple(blocks), resample=not last))
+        return tuple(levels)
+
+    def middle(self) -> LevelShape:
+        """The blocks in the middle: the first has a transformer, the second none."""
+        width, heads = self.block_out_channels[-1], _at(self.num_attention_heads, -1)
+        (depth,) = _each(self.transformer_layers_per_block, -1, 1, True)
+        first = BlockShape(inputs=width, skip=0, outputs=width, depth=depth, heads=heads)
+        second = BlockShape(inputs=width, skip=0, outputs=width, depth=None, heads=heads)
+        return LevelShape(blocks=(first, second), resample=False)
+
+    def up(self) -> tuple[LevelShape, ...]:
+        """The levels on the way up, the smallest size first; the last block of each takes the level's own input."""
+        widths = self.block_out_channels[::-1]
+        reverse = self.reverse_transformer_layers_per_block
+        levels, inputs = [], widths[0]
+        for index, (kind, outputs) in enumerate(zip(self.up_block_types, widths, strict=True)):
+            count, heads = _at(self.layers_per_block, -1 - index) + 1, _at(self.num_attention_heads, -1 - index)
+            mirrored = self.transformer_layers_per_block if reverse is None else reverse
+            depths = _each(mirrored, -1 - index if reverse is None else index, count, UP_TYPES[kind])
+            below = widths[min(index + 1, len(widths) - 1)]
+            blocks = []
+            for position, depth in enumerate(depths):
+                skip = below if position == count - 1 else outputs
+                blocks.append(BlockShape(inputs=inputs, skip=skip, outputs=outputs, depth=depth, heads=heads))
+                inputs = outputs
+            levels.append(LevelShape(blocks=tuple(blocks), resample=index < len(widths) - 1))
+        return tuple(levels)
+
+    def blocks(self) -> tuple[BlockShape, ...]:
+        """All blocks in the order in which they run."""
+        levels = (*self.down(), self.middle(), *self.up())
+        return tuple(block for level in levels for block in level.blocks)
+
+    def skips(self) -> tuple[tuple[int, int], ...]:
+        """(channels, reduction) of all that the way down leaves for the way up, in order."""
+        found, reduction = [(self.block_out_channels[0], 1)], 1
+        for level in self.down():
+            found += [(block.outputs, reduction) for block in level.blocks]
+            if level.resample:
+                reduction *= 2
+                found.append((level.blocks[-1].outputs, reduction))
+        return tuple(found)
+
+
+def _at(values: Any, index: int) -> int:
+    return int(values[index])
+
+
+def _each(depths: Any, index: int, count: int, attends: bool) -> tuple[int | None, ...]:
+    """Depth of each of a level's transformers."""
+    if not attends:
+        return (None,) * count
+    depth = depths[index]
+    if not isinstance(depth, tuple):
+        return (depth,) * count
+    if len(depth) < count:
+        raise ValueError(f"transformer_layers_per_block has {depth!r} for a level of {count} transformers")
+    return depth[:count]
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(_frozen(item) for item in value)
+    return value
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -1,0 +1,58 @@
+"""What the kernels compute, in torch's own operators, and the gradients of both.
+
+Shape legend: as in operators.py; G groups.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def group_norm(
+    x: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
+) -> Tensor:
+    """Group norm of x [B, C, H, W] plus shift [B, C], and SiLU where asked for."""
+    wide = _shifted(x, shift)
+    out = F.group_norm(wide, groups, weight.to(wide.dtype), bias.to(wide.dtype), eps)
+    out = F.silu(out) if silu else out
+    return out.to(x.dtype, memory_format=torch.channels_last)
+
+
+def cat_group_norm(
+    x: Tensor, skip: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
+) -> tuple[Tensor, Tensor]:
+    """Group norm of x [B, C, H, W] and skip [B, S, H, W] side by side, and both side by side."""
+    joined = torch.cat([x, skip.to(x.dtype)], dim=1).contiguous(memory_format=torch.channels_last)
+    return group_norm(joined, None, weight, bias, groups, eps, silu), joined
+
+
+def group_norm_backward(
+    grad: Tensor, x: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Gradients of x [B, C, H, W], shift [B, C], weight [C] and bias [C]; statistics are computed again."""
+    wide = _shifted(x, shift)
+    split = (x.shape[0], groups, -1, *x.shape[2:])
+    variance, mean = torch.var_mean(wide.reshape(split), dim=(2, 3, 4), correction=0, keepdim=True)
+    scale = (variance + eps).rsqrt()
+    normed = ((wide.reshape(split) - mean) * scale).reshape(x.shape)
+    grad, column = grad.to(wide.dtype), (1, -1, 1, 1)
+    if silu:
+        before = normed * weight.to(wide.dtype).view(column) + bias.to(wide.dtype).view(column)
+        gate = before.sigmoid()
+        grad = grad * gate * (1 + before * (1 - gate))
+    grad_weight, grad_bias = (grad * normed).sum((0, 2, 3)), grad.sum((0, 2, 3))
+    inner = (grad * weight.to(wide.dtype).view(column)).reshape(split)
+    along = (inner * normed.reshape(split)).mean((2, 3, 4), keepdim=True)
+    inner = scale * (inner - inner.mean((2, 3, 4), keepdim=True) - normed.reshape(split) * along)
+    grad_x = inner.reshape(x.shape)
+    grad_shift = None
+    if shift is not None:
+        grad_shift = grad_x.sum((2, 3)).to(shift.dtype)
+    return grad_x.to(x.dtype), grad_shift, grad_weight.to(weight.dtype), grad_bias.to(bias.dtype)
+
+
+def _shifted(x: Tensor, shift: Tensor | None) -> Tensor:
+    wide = x if x.dtype == torch.float64 else x.float()
+    return wide if shift is None else wide + shift.to(wide.dtype)[:, :, None, None]

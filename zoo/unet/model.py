@@ -1,0 +1,256 @@
+"""The conditional UNet of Stable Diffusion 1.5, 2.1 and XL, as diffusers builds it.
+
+    sample ─ conv ─┬─ level ─ halve ─┬─ level ─ halve ─ ... ─ middle ─ ... ─ level ─ double ─ level ─ norm ─ conv ─▶
+                   └──── skips ──────┴───────────────────────────────────────┴───────────────┘
+    timestep ─▶ shifts of all resnet blocks            text ─▶ keys and values of all cross-attentions
+
+Convolutions, products and attention are the vendor library's, group norm is an operator (``zoo.unet.operators``). The
+regions are the glue between them; other cuts are in ``zoo.unet.cuts``. All of it is in channels_last, where an image
+and its tokens are the same memory.
+
+Shape legend: B images, C channels, H height, W width, L tokens of the condition, D its width, S channels of all shifts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zoo.regions import Region
+from zoo.unet.blocks import DownLevel, MiddleLevel, Supply, UpLevel
+from zoo.unet.checks import (
+    as_timesteps,
+    channels_last,
+    check_condition,
+    check_conditions,
+    check_masks,
+    check_residuals,
+    check_sample,
+    check_text,
+    check_time,
+    check_unsupported,
+)
+from zoo.unet.conditions import (
+    Conditions,
+    Embedding,
+    TextKeysValues,
+    TextProjections,
+    TimeProjections,
+    TimeShifts,
+    hiding_bias,
+)
+from zoo.unet.config import UNetConfig
+from zoo.unet.glue import AddNorm, ConvAdd, GatedGelu
+from zoo.unet.operators import group_norm
+
+# Symbolic sizes, once and on purpose. A second graph where a level has as many rows as channels (then taken for one
+# size), a third for a single row: tiny samples, one at a time.
+_GLUE: dict[str, Any] = {"dynamic": True, "compile_threads": 1}
+REGIONS = (
+    Region(ConvAdd, graphs=3, why="bias and residual in one pass, a graph for all widths and sizes", **_GLUE),
+    Region(AddNorm, graphs=6, why="residual add and norm in one pass, a graph for each width and any size", **_GLUE),
+    Region(GatedGelu, graphs=3, why="activation and gate in one pass, a graph for all widths and sizes", **_GLUE),
+)
+
+
+class UNetOutput(NamedTuple):
+    """A prediction under diffusers' name.
+
+    Args:
+        sample: [B, C_out, H, W].
+    """
+
+    sample: Tensor
+
+
+class UNet(nn.Module):
+    """Predicts the noise, or what it was trained on, in a sample, given a timestep and a text.
+
+    Takes the place of diffusers' ``UNet2DConditionModel`` in its pipelines.
+
+    Args:
+        config: A ``UNetConfig``.
+    """
+
+    regions: ClassVar[tuple[Region, ...]] = REGIONS
+
+    def __init__(self, config: UNetConfig) -> None:
+        super().__init__()
+        self.config = config
+        first, blocks = config.block_out_channels[0], config.blocks()
+        pad = config.conv_in_kernel // 2, config.conv_out_kernel // 2
+        self.conditions = Conditions(config)
+        self.time_projections = TimeProjections(config.time_width, [block.outputs for block in blocks])
+        attending = [block.outputs for block in blocks for _ in range(block.depth or 0)]
+        self.text_projections = TextProjections(config.cross_attention_dim, attending)
+        self.conv_in = nn.Conv2d(config.in_channels, first, config.conv_in_kernel, padding=pad[0])
+        self.down = nn.ModuleList(DownLevel(config, level) for level in config.down())
+        self.middle = MiddleLevel(config, config.middle())
+        self.up = nn.ModuleList(UpLevel(config, level) for level in config.up())
+        self.norm_out = nn.GroupNorm(config.norm_num_groups, first, eps=config.norm_eps)
+        self.conv_out = nn.Conv2d(first, config.out_channels, config.conv_out_kernel, padding=pad[1])
+        channels_last(self)
+        self.register_load_state_dict_post_hook(_loaded)  # type: ignore[no-untyped-call]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights; pipelines ask for it."""
+        return self.conv_in.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the weights; pipelines ask for it."""
+        return self.conv_in.weight.device
+
+    @property
+    def add_embedding(self) -> Embedding | None:
+        """What embeds the pooled condition and sizes; pipelines ask for its width."""
+        return self.conditions.add_embedding
+
+    def forward(
+        self,
+        sample: Tensor,
+        timestep: Tensor | float | int | TimeShifts,
+        encoder_hidden_states: Tensor | TextKeysValues,
+        class_labels: None = None,
+        timestep_cond: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cross_attention_kwargs: Mapping[str, Any] | None = None,
+        added_cond_kwargs: Mapping[str, Tensor] | None = None,
+        down_block_additional_residuals: Sequence[Tensor] | None = None,
+        mid_block_additional_residual: Tensor | None = None,
+        down_intrablock_additional_residuals: None = None,
+        encoder_attention_mask: Tensor | None = None,
+        return_dict: bool = True,
+    ) -> UNetOutput:
+        """Predict.
+
+        Timestep and text may be given as what ``time_shifts`` and ``text_keys_values`` made of them: in a run of many
+        steps they are computed once. A number as timestep is copied to the device, which an outer CUDA graph cannot
+        do; a tensor there is not.
+
+        Args:
+            sample: [B, C_in, H, W], in any memory format; H and W divisible by ``config.reduction``.
+            timestep: A number, [], [1] or [B]; or ``TimeShifts``.
+            encoder_hidden_states: [B, L, D]; or ``TextKeysValues``.
+            class_labels: Not supported.
+            timestep_cond: [B, F] with ``config.time_cond_proj_dim``.
+            attention_mask: [B, T], 0 for pixels that none sees in self-attention; for models with transformers of one
+                size, T pixels, alone.
+            cross_attention_kwargs: Nothing but ``{"scale": 1.0}``: LoRA weights are merged on conversion.
+            added_cond_kwargs: ``text_embeds`` [B, X] and ``time_ids`` [B, Y] with ``addition_embed_type``.
+            down_block_additional_residuals: Of a ControlNet, added to the skip connections, one for each.
+            mid_block_additional_residual: Of a ControlNet, added behind the middle.
+            down_intrablock_additional_residuals: Not supported.
+            encoder_attention_mask: [B, L], 0 for tokens of the condition that are not seen.
+            return_dict: Either way the result is a tuple with a name in it.
+
+        Returns:
+            ``UNetOutput(sample)``, [B, C_out, H, W].
+
+        Raises:
+            TypeError, ValueError: If an input does not fit, before anything runs; the message says what to do. Values
+                are looked at on the host only.
+        """
+        config = self.config
+        check_unsupported(class_labels, cross_attention_kwargs, down_intrablock_additional_residuals)
+        check_sample(sample, config, self.conv_in.weight)
+        batch = sample.shape[0]
+        if not isinstance(timestep, TimeShifts):
+            timestep = self._shifts_of(timestep, batch, added_cond_kwargs, timestep_cond)
+        check_time(timestep, batch, sum(self.time_projections.channels), sample)
+        if not isinstance(encoder_hidden_states, TextKeysValues):
+            encoder_hidden_states = self.text_keys_values(encoder_hidden_states)
+        check_text(encoder_hidden_states, batch, self.text_projections.weight.shape[0], sample)
+        tokens = encoder_hidden_states.keys_values.shape[1]
+        check_masks(attention_mask, encoder_attention_mask, config, sample, tokens)
+        check_residuals(down_block_additional_residuals, mid_block_additional_residual, config, sample)
+        x = sample.contiguous(memory_format=torch.channels_last)
+        x = self._run(
+            2 * x - 1.0 if config.center_input_sample else x,
+            self._supply(timestep, encoder_hidden_states, attention_mask, encoder_attention_mask, sample),
+            down_block_additional_residuals,
+            mid_block_additional_residual,
+        )
+        return UNetOutput(x.contiguous())
+
+    def time_shifts(
+        self,
+        timesteps: Tensor,
+        added_cond_kwargs: Mapping[str, Tensor] | None = None,
+        timestep_cond: Tensor | None = None,
+    ) -> TimeShifts:
+        """What timesteps, and all conditions but the text, add inside the resnet blocks; ``forward`` takes it.
+
+        Args:
+            timesteps: [B] or [1]; or [steps, 1] for a whole run, for conditions of B rows or none.
+            added_cond_kwargs: As ``forward`` takes it.
+            timestep_cond: As ``forward`` takes it.
+
+        Returns:
+            [B, S] or [1, S]; for a whole run [steps, B, S] or [steps, 1, S], of which ``TimeShifts(shifts[step])`` is
+            one step's.
+
+        Raises:
+            TypeError, ValueError: If an input does not fit.
+        """
+        check_conditions(timesteps, added_cond_kwargs, timestep_cond, self.config, self.device)
+        return TimeShifts(self.time_projections(self.conditions(timesteps, added_cond_kwargs, timestep_cond)))
+
+    def text_keys_values(self, encoder_hidden_states: Tensor) -> TextKeysValues:
+        """Keys and values of a condition [B, L, D] in all cross-attentions; ``forward`` takes it.
+
+        Raises:
+            TypeError, ValueError: If the condition does not fit.
+        """
+        check_condition(encoder_hidden_states, self.config, self.text_projections.weight)
+        return TextKeysValues(self.text_projections(encoder_hidden_states))
+
+    def _shifts_of(
+        self, timestep: Any, batch: int, added: Mapping[str, Tensor] | None, further: Tensor | None
+    ) -> TimeShifts:
+        return self.time_shifts(as_timesteps(timestep, batch, self.device), added, further)
+
+    def _supply(
+        self,
+        time: TimeShifts,
+        text: TextKeysValues,
+        attention_mask: Tensor | None,
+        encoder_attention_mask: Tensor | None,
+        sample: Tensor,
+    ) -> Supply:
+        shifts = time.shifts.expand(sample.shape[0], -1).split(self.time_projections.channels, dim=-1)
+        pairs = [channels for channels in self.text_projections.channels for _ in range(2)]
+        keys_values = text.keys_values.split(pairs, dim=-1)
+        dtype = text.keys_values.dtype
+        return Supply(
+            iter(shifts),
+            iter(keys_values),
+            None if attention_mask is None else hiding_bias(attention_mask, dtype),
+            None if encoder_attention_mask is None else hiding_bias(encoder_attention_mask, dtype),
+        )
+
+    def _run(self, x: Tensor, supply: Supply, residuals: Sequence[Tensor] | None, middle: Tensor | None) -> Tensor:
+        x = self.conv_in(x)
+        skips = [x]
+        for level in self.down:
+            skips += level(skips[-1], supply)
+        # The middle goes on from what the way down gave, without what a ControlNet adds.
+        x = self.middle(skips[-1], supply)
+        if residuals is not None:
+            skips = [skip + residual for skip, residual in zip(skips, residuals, strict=True)]
+        if middle is not None:
+            x = x + middle
+        for level in self.up:
+            count = len(level.resnets)  # type: ignore[arg-type]
+            x = level(x, [skips.pop() for _ in range(count)], supply)
+        norm = self.norm_out
+        return self.conv_out(group_norm(x, None, norm.weight, norm.bias, norm.num_groups, norm.eps, True))
+
+
+def _loaded(model: nn.Module, _: Any) -> None:
+    # A loaded tensor that was assigned keeps the layout of its file.
+    channels_last(model)

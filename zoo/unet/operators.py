@@ -1,0 +1,118 @@
+"""Group norm over channels_last images as an operator, with what stands before and behind it.
+
+torch's own goes through the other memory format, and adds what comes before it and applies what comes after it in
+passes of their own. On a GPU these are two Triton launches, elsewhere torch's own operators.
+
+Shape legend: B images, C channels, H height, W width, S channels of a skip connection.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.operators import OperatorLibrary, launcher, triton_runs_on
+from zoo.unet import fallback
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# The kernels hold all channels of a group at once.
+WIDEST_GROUP = 4096
+
+_LIBRARY = OperatorLibrary("zoo_unet")
+
+
+def _implementation(name: str, x: Tensor, weight: Tensor, groups: int) -> Any:
+    fits = x.dtype in DTYPES and weight.shape[0] // groups <= WIDEST_GROUP
+    if fits and triton_runs_on(x.device):
+        return launcher("zoo.unet.kernels.group_norm", name, x)
+    return getattr(fallback, name)
+
+
+@_LIBRARY.operator("(Tensor x, Tensor? shift, Tensor weight, Tensor bias, int groups, float eps, bool silu) -> Tensor")
+def group_norm(
+    x: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
+) -> Tensor:
+    """Group norm of images, shifted before it and activated after it where asked for. Statistics are in float32.
+
+    Args:
+        x: [B, C, H, W], in channels_last.
+        shift: [B, C], added to each pixel first, or None.
+        weight: [C].
+        bias: [C].
+        groups: Of channels.
+        eps: Added to the variance.
+        silu: Whether SiLU follows.
+
+    Returns:
+        [B, C, H, W] in channels_last, in the dtype of ``x``.
+    """
+    return _implementation("group_norm", x, weight, groups)(x, shift, weight, bias, groups, eps, silu)
+
+
+@_LIBRARY.fake("group_norm")
+def _(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.channels_last)
+
+
+def _group_norm_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, shift, weight, bias, ctx.groups, ctx.eps, ctx.silu = inputs
+    ctx.save_for_backward(x, shift, weight, bias)
+
+
+def _group_norm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, shift, weight, bias = ctx.saved_tensors
+    gradients = fallback.group_norm_backward(grad, x, shift, weight, bias, ctx.groups, ctx.eps, ctx.silu)
+    return *gradients, None, None, None
+
+
+_LIBRARY.autograd("group_norm", _group_norm_backward, _group_norm_context)
+
+
+@_LIBRARY.operator(
+    "(Tensor x, Tensor skip, Tensor weight, Tensor bias, int groups, float eps, bool silu) -> (Tensor, Tensor)"
+)
+def cat_group_norm(
+    x: Tensor, skip: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
+) -> tuple[Tensor, Tensor]:
+    """Channels of two images side by side, and their group norm, without a pass for the first.
+
+    Args:
+        x: [B, C, H, W], in channels_last.
+        skip: [B, S, H, W], in channels_last.
+        weight: [C + S].
+        bias: [C + S].
+        groups: Of all channels; one may reach across.
+        eps: Added to the variance.
+        silu: Whether SiLU follows the norm.
+
+    Returns:
+        The norm [B, C + S, H, W] and what it was taken of, both in channels_last.
+    """
+    return _implementation("cat_group_norm", x, weight, groups)(x, skip, weight, bias, groups, eps, silu)
+
+
+@_LIBRARY.fake("cat_group_norm")
+def _(x: Tensor, skip: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    shape = x.shape[0], x.shape[1] + skip.shape[1], *x.shape[2:]
+    out = x.new_empty(shape).contiguous(memory_format=torch.channels_last)
+    return out, torch.empty_like(out)
+
+
+def _cat_group_norm_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, skip, weight, bias, ctx.groups, ctx.eps, ctx.silu = inputs
+    ctx.widths = x.shape[1], skip.shape[1]
+    ctx.save_for_backward(output[1], weight, bias)
+
+
+def _cat_group_norm_backward(ctx: Any, grad: Tensor, joined_grad: Tensor) -> tuple[Tensor | None, ...]:
+    joined, weight, bias = ctx.saved_tensors
+    grad_joined, _, grad_weight, grad_bias = fallback.group_norm_backward(
+        grad, joined, None, weight, bias, ctx.groups, ctx.eps, ctx.silu
+    )
+    grad_x, grad_skip = (grad_joined + joined_grad).split(ctx.widths, dim=1)
+    return grad_x, grad_skip, grad_weight, grad_bias, None, None, None
+
+
+_LIBRARY.autograd("cat_group_norm", _cat_group_norm_backward, _cat_group_norm_context)
