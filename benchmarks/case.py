@@ -10,7 +10,7 @@ from typing import Any
 STRATEGIES = ("eager", "full", "regional", "hierarchical")
 IMPLEMENTATIONS = ("zoo", "upstream", "upstream-tuned")
 MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs")
-WORKLOADS = ("inference",)
+WORKLOADS = ("inference", "train")
 DTYPES = ("float32", "bfloat16", "float16")
 
 # What --strategy takes: a strategy, or one under the outer CUDA graph.

@@ -62,8 +62,10 @@ def _warm_up_graph(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.softmax((attended @ weight).relu(), -1).sum(-1)
 
 
-def start_up(folder: Path, device: str, dtype: torch.dtype, backend: str) -> float:
+def start_up(folder: Path, device: str, dtype: torch.dtype, backend: str, *, training: bool = False) -> float:
     """Start the compiler: compile a small graph into ``folder`` and wait for Inductor's workers. Returns seconds.
+
+    For training its backward is compiled too.
 
     Otherwise whoever compiles first in a process pays for the compiler's imports, toolchain probes and worker pool.
     """
@@ -73,8 +75,11 @@ def start_up(folder: Path, device: str, dtype: torch.dtype, backend: str) -> flo
 
     dynamo.set_compilation_metrics_limit(4096)
     x, weight = torch.randn(1, 2, 16, 16, device=device, dtype=dtype), torch.randn(16, 16, device=device, dtype=dtype)
-    with other_cache(folder), torch.inference_mode():
-        torch.compile(_warm_up_graph, dynamic=False, backend=backend)(x, weight)
+    mode = torch.enable_grad() if training else torch.inference_mode()
+    with other_cache(folder), mode:
+        result = torch.compile(_warm_up_graph, dynamic=False, backend=backend)(x, weight.requires_grad_(training))
+        if training:
+            result.sum().backward()
         if backend == "inductor":
             AsyncCompile.wait_pool_ready()
     if device != "cpu":

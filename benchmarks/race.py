@@ -194,6 +194,8 @@ def _race_group(
                 arm.result.work.kernels = counted["kernels"]
                 if (figures := arm.result.warm or arm.result.cold) is not None:
                     figures.recompiles += [f"during the race: {reason}" for reason in counted["recompiles"]]
+                if settings.curve:
+                    arm.result.curve = arm.ask("curve", steps=settings.curve)["losses"]
                 if settings.traces is not None:
                     arm.ask("trace", path=str(settings.traces / ("-".join(_safe([arm.case.key])) + ".json.gz")))
         if arm.worker is not None:

@@ -86,6 +86,8 @@ class Work:
     bytes: int | None = None
     bytes_formula: str | None = None
     kernels: int | None = None
+    count: int | None = None  # how many of ``unit`` (images, tokens) one call deals with
+    unit: str | None = None
     peak_flops: float | None = None  # FLOP/s of a large matrix product in the case's dtype
     peak_bandwidth: float | None = None  # byte/s
 
@@ -103,6 +105,7 @@ class Result:
     memory: Memory | None = None
     check: Check | None = None
     work: Work | None = None
+    curve: list[float] | None = None  # losses of training steps from the first weights, each on a batch of its own
     preparation: Mapping[str, float] = field(default_factory=dict)  # seconds of what was prepared once
     data: str | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)

@@ -51,7 +51,7 @@ def _workload(family: str) -> Workload:
         raise UsageError(f"--family {family}: {error}") from error
 
 
-def _device(wanted: str | None) -> str:
+def device_of(wanted: str | None) -> str:
     import torch
 
     device = wanted or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -76,6 +76,7 @@ def _command(family: str, case: Case, settings: Settings) -> str:
     words += ["--impl", case.impl, "--strategy", case.strategy_name, "--mode", case.mode]
     words += ["--dynamic"] * case.dynamic + ["--quick"] * settings.quick + ["--steady-only"] * settings.steady_only
     words += ["--rounds", str(settings.rounds), "--sets", str(settings.sets)]
+    words += ["--curve", str(settings.curve)] if settings.curve else []
     words += ["--data-root", settings.data_root] if settings.data_root else []
     return shlex.join(words)
 
@@ -100,6 +101,7 @@ def main(
     steady_only: Annotated[bool, typer.Option("--steady-only", help="No compile figures; start together.")] = False,
     rounds: Annotated[int | None, typer.Option(help="Rounds of a race: 30, with --quick 10.")] = None,
     sets: Annotated[int, typer.Option(help="Sets of processes; 3 for a headline.")] = 1,
+    curve: Annotated[int, typer.Option(help="With --workload train: steps of each arm's loss curve.")] = 0,
     seed: Annotated[int, typer.Option(help="Of weights, generated inputs and drawn orders.")] = 0,
     trace: Annotated[bool, typer.Option("--trace", help="A profiler trace an arm, into traces/ of --out.")] = False,
     list_: Annotated[bool, typer.Option("--list", help="Show models, inputs and arms; measure nothing.")] = False,
@@ -115,12 +117,14 @@ def main(
         raise UsageError(f"--rounds is {rounds}, expected at least 1")
     if sets < 1:
         raise UsageError(f"--sets is {sets}, expected at least 1")
+    if curve < 0 or (curve and workload != "train"):
+        raise UsageError(f"--curve is {curve}; it is a number of steps, and needs --workload train")
     if timeout <= 0:
         raise UsageError(f"--timeout is {timeout:g}, expected seconds above 0")
     if data_root is not None and not data_root.is_dir():
         raise UsageError(f"--data-root: {str(data_root)!r} is not a folder")
     loaded = _workload(family)
-    on = _device(device)
+    on = device_of(device)
     pick("--workload", [workload], WORKLOADS)
     supported = loaded.dtypes(on)
     dtypes = pick("--dtype", dtype or [], DTYPES) or [supported[0]]
@@ -161,6 +165,7 @@ def main(
         timeout=timeout,
         rounds=rounds,
         sets=sets,
+        curve=curve,
         quick=quick,
         steady_only=steady_only,
         traces=traces,

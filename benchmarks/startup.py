@@ -48,6 +48,7 @@ class Settings:
         ahead: How many workers may get ready at the same time.
         compiler_start_up: Seconds that the compiler's own start takes, measured once a run in a process alone.
         rounds: Rounds of a race, in each set of processes.
+        curve: Steps of the loss curve that each arm of training draws after its race.
     """
 
     workload: str
@@ -56,6 +57,7 @@ class Settings:
     timeout: float = 900.0
     rounds: int = 30
     sets: int = 1
+    curve: int = 0
     quick: bool = False
     steady_only: bool = False
     traces: Path | None = None
@@ -184,7 +186,13 @@ def make_ready(job: Job, worker: Worker, settings: Settings) -> None:
         if job.phase != FIRST_RESULT:
             folder = str(arm.folder / "start-up") if arm.compiled else None
             flops = worker.ask("start_up", folder=folder)["flops"]
-        result.work = Work(flops=flops, bytes=ready["bytes"], bytes_formula=ready["bytes_formula"])
+        result.work = Work(
+            flops=flops,
+            bytes=ready["bytes"],
+            bytes_formula=ready["bytes_formula"],
+            count=ready["count"],
+            unit=ready["unit"],
+        )
         result.memory = Memory(model=ready["model_bytes"])
 
 

@@ -24,10 +24,14 @@ def backend() -> str:
 def apply(case: Case, prepared: Prepared) -> Call:
     """Compile ``prepared.model`` as the case says, lazily as ``torch.compile`` does; returns what to call.
 
-    Shapes are static for our own model and for upstream at its documented best. Upstream as shipped keeps the default
-    of ``torch.compile``, which its users get: the second shape that a frame meets turns symbolic.
+    Shapes are static for our own model, a user's own and upstream at its documented best. Upstream as shipped keeps the
+    default of ``torch.compile``, which its users get: the second shape that a frame meets turns symbolic.
     """
     model = prepared.model
+    if case.strategy != "eager" and prepared.training is not None and prepared.training.loss_module is not None:
+        import zoo
+
+        zoo.compile_regions(prepared.training.loss_module, backend=backend())
     dynamic = True if case.dynamic else (None if case.impl == "upstream" else False)
     mode = None if case.mode == "default" else case.mode
     match case.strategy:
@@ -36,7 +40,7 @@ def apply(case: Case, prepared: Prepared) -> Call:
         case "full":
             return torch.compile(model, mode=mode, dynamic=dynamic, backend=backend())
         case "regional":
-            if case.impl == "zoo":
+            if case.impl in ("zoo", "own"):
                 import zoo
 
                 zoo.compile_regions(model, mode=mode, dynamic=bool(dynamic), backend=backend())
@@ -85,7 +89,5 @@ def marked(case: Case, call: Call) -> Call:
 @contextmanager
 def execution_mode(case: Case) -> Iterator[None]:
     """The grad mode that every call of the case runs in, the first one included."""
-    if case.workload != "inference":
-        raise ValueError(f"workload {case.workload!r} is not measured yet; only inference is")
-    with torch.inference_mode():
+    with torch.inference_mode() if case.workload == "inference" else torch.enable_grad():
         yield

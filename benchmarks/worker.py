@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from benchmarks.compiler import Recorder
+    from benchmarks.training import Trainer
     from benchmarks.workloads.base import Prepared, Workload
 
 Reply = dict[str, Any]
@@ -47,6 +48,7 @@ class Arm:
     """Everything that one arm can be asked for. A public method answers the message of its name."""
 
     step: Callable[[], Any]
+    trainer: Trainer | None = None
 
     def __init__(self) -> None:
         self._eager_output: torch.Tensor | None = None
@@ -59,6 +61,11 @@ class Arm:
         importlib.import_module("benchmarks.strategies")
         self.workload = load_workload(workload)
         return {"torch": torch.__version__, "pid": os.getpid()}
+
+    def look(self, **question: Any) -> Reply:
+        """What the workload says of a model before there are cases of it; only workloads that offer it can be asked."""
+        answer: Reply = self.workload.look(**question)  # type: ignore[attr-defined]
+        return answer
 
     def prepare(self, *, case: Mapping[str, Any], data_root: str | None, seed: int) -> Reply:
         """Build model and inputs."""
@@ -74,6 +81,10 @@ class Arm:
         torch.manual_seed(seed)
         self.prepared: Prepared = self.workload.prepare(self.case, data_root=data_root, seed=seed)
         self.model = self.prepared.model
+        if self.case.workload == "train":
+            from benchmarks.training import Trainer
+
+            self.trainer = Trainer(self.case, self.prepared)
         storages = {
             t.data_ptr(): t.numel() * t.element_size() for t in (*self.model.parameters(), *self.model.buffers())
         }
@@ -84,6 +95,8 @@ class Arm:
             "sizes": {name: int(size) for name, size in self.prepared.sizes.items()},
             "preparation": {name: float(seconds) for name, seconds in self.prepared.preparation_seconds.items()},
             "model_bytes": sum(storages.values()),
+            "count": self.prepared.count,
+            "unit": self.prepared.unit,
         }
 
     def start_up(self, *, folder: str | None) -> Reply:
@@ -98,7 +111,7 @@ class Arm:
             self._reset()
             try:
                 with nullcontext() if self._recorder is None else self._recorder.watching_signatures():
-                    output = self.model(**self.prepared.inputs)
+                    output = self._eagerly()
                 self._eager_output = _flat(output).cpu().clone()  # not on the device, where memory is measured later
             except torch.OutOfMemoryError:
                 # What is too large eagerly may fit compiled: then there is no eager error to put beside its own.
@@ -110,8 +123,15 @@ class Arm:
         seconds = None
         if folder is not None:
             dtype = getattr(torch, self.case.dtype)
-            seconds = compiler.start_up(Path(folder), self.device, dtype, strategies.backend())
+            training = self.trainer is not None
+            seconds = compiler.start_up(Path(folder), self.device, dtype, strategies.backend(), training=training)
         return {"flops": flops, "seconds": seconds}
+
+    def _eagerly(self) -> Any:
+        """The output of the model as it is; of training the losses of some steps."""
+        if self.trainer is not None:
+            return self.trainer.losses(self.trainer.eager())
+        return self.model(**self.prepared.inputs)
 
     def _reset(self) -> None:
         if self.prepared.reset is not None:
@@ -121,8 +141,13 @@ class Arm:
         import torch
         from torch.utils.flop_counter import FlopCounterMode
 
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            self.model(**self.prepared.inputs)
+        # Not in inference mode, where operators that are made of others hide them from the counter.
+        mode = torch.no_grad() if self.trainer is None else torch.enable_grad()
+        with mode, FlopCounterMode(display=False) as counter:
+            if self.trainer is None:
+                self.model(**self.prepared.inputs)
+            else:
+                self.trainer.eager()()
         return int(counter.get_total_flops())
 
     def first_call(self) -> Reply:
@@ -207,11 +232,18 @@ class Arm:
         from benchmarks import strategies
 
         self.call = call
-        self.step = functools.partial(strategies.marked(self.case, call), **self.prepared.inputs)
+        if self.trainer is not None:
+            eager = self.case.strategy == "eager"
+            self.step = strategies.marked(self.case, self.trainer.eager() if eager else self.trainer.compiled(call))
+        else:
+            self.step = functools.partial(strategies.marked(self.case, call), **self.prepared.inputs)
 
     def _capture(self) -> None:
         import zoo
 
+        if self.trainer is not None:
+            self.step = self.trainer.captured(self.call)
+            return
         # Outputs stay in the graph's own buffers, as those of reduce-overhead do.
         inputs, static = self.prepared.inputs, self.prepared.static
         self._use(zoo.cuda_graph(self.call, kwargs=inputs, static=static, clone_outputs=False))
@@ -242,8 +274,14 @@ class Arm:
         saved = torch.load(path, weights_only=True)
         with strategies.execution_mode(self.case):
             self._reset()
-            output = _flat(self.step()).clone()
+            output = _flat(self.step() if self.trainer is None else self.trainer.losses(self.step)).clone()
         eager = self._eager_output
+        training = self.prepared.training
+        if training is not None and training.random:
+            # Each arm drew its own dropout; what went wrong beyond rounding would still show.
+            self._eager_output = None
+            _relative_error(output, saved["output"], "the losses")
+            return {"error": None, "eager_error": None, "reference_dtype": saved["dtype"]}
         errors = {
             "error": _relative_error(output, saved["output"], "the output"),
             "eager_error": eager
@@ -252,6 +290,15 @@ class Arm:
         }
         self._eager_output = None
         return {**errors, "reference_dtype": saved["dtype"]}
+
+    def curve(self, *, steps: int) -> Reply:
+        """Losses of so many training steps from the first weights, each on a batch of its own."""
+        from benchmarks import strategies
+
+        if self.trainer is None:
+            raise ValueError("there is no curve of inference; ask for --workload train")
+        with strategies.execution_mode(self.case):
+            return {"losses": self.trainer.losses(self.step, steps).tolist()}
 
     def memory(self) -> Reply:
         """Peaks of one steady call; None on a CPU."""
@@ -347,11 +394,14 @@ class Arm:
 
 
 def _flat(output: Any) -> torch.Tensor:
-    """The output, or several of them end to end, as one vector."""
+    """The output, or all tensors in it end to end, as one vector."""
     import torch
+    from torch.utils._pytree import tree_leaves
 
-    outputs = output if isinstance(output, tuple | list) else (output,)
-    return torch.cat([tensor.reshape(-1) for tensor in outputs])
+    tensors = [leaf.reshape(-1) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    if not tensors:
+        raise ValueError(f"the output is a {type(output).__name__} without a tensor in it")
+    return torch.cat(tensors)
 
 
 def _relative_error(output: torch.Tensor, expected: torch.Tensor, what: str) -> float:

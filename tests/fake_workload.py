@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from benchmarks.case import Case
-from benchmarks.workloads.base import Prepared
+from benchmarks.training import reference_losses
+from benchmarks.workloads.base import Prepared, Training
 from zoo.regions import Region
 
 WIDTH = 8
@@ -88,6 +89,20 @@ class FakeWorkload:
         x = torch.randn(16, WIDTH)
         exact = Model("good").double()
         exact.load_state_dict(model.state_dict())
+        if case.workload == "train":
+            training = Training(loss=squares, batch=draw, learning_rate=1e-2)
+            return Prepared(
+                model=model.train(),
+                inputs={},
+                compile_regions=compile_blocks,
+                reference=lambda: reference_losses(exact, training),
+                bytes=1000,
+                bytes_formula="input and output",
+                data="generated",
+                count=16,
+                unit="rows",
+                training=training,
+            )
         return Prepared(
             model=model,
             inputs={"x": x},
@@ -99,6 +114,14 @@ class FakeWorkload:
             preparation_seconds={"nothing": 0.0},
             sizes={"rows": 16},
         )
+
+
+def squares(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def draw(index: int) -> torch.Tensor:
+    return torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(index))
 
 
 def compile_blocks(model: nn.Module, **options: Any) -> None:

@@ -13,6 +13,29 @@ from benchmarks.case import Case, refusal
 
 
 @dataclass(kw_only=True)
+class Training:
+    """What a training step of a case is made of; the optimizer is AdamW, fused, in every arm.
+
+    Args:
+        loss: Called as ``loss(model, batch)`` with the case's model, compiled or not; returns a scalar.
+        batch: The i-th batch on the device, drawn anew and the same at each call.
+        learning_rate: Small enough that the first steps lower the loss.
+        autocast: The dtype of autocast over float32 weights, or None where the weights have the case's dtype.
+        clip_norm: Largest norm of all gradients together, or None.
+        loss_module: A module inside ``loss`` that declares regions of its own, compiled where the model's are.
+        random: Whether the model draws dropout, which differs from arm to arm: losses are not compared then.
+    """
+
+    loss: Callable[[Any, Any], torch.Tensor]
+    batch: Callable[[int], Any]
+    learning_rate: float
+    autocast: torch.dtype | None = None
+    clip_norm: float | None = None
+    loss_module: nn.Module | None = None
+    random: bool = False
+
+
+@dataclass(kw_only=True)
 class Prepared:
     """A case made ready in its worker process; nothing in it is compiled yet.
 
@@ -34,6 +57,10 @@ class Prepared:
         data: Where the input came from: ``real``, ``bundled``, or ``generated, uniform`` and the like.
         preparation_seconds: What was prepared once (CSR, folding, packing), apart from everything else.
         sizes: What a reader needs to know of the input: nodes, edges, features, batch.
+        count: How many of ``unit`` one call deals with, for the throughput; None where that says nothing.
+        unit: ``images``, ``tokens``, ``nodes``.
+        training: What a training step is made of, for ``case.workload == "train"``; then ``inputs`` is empty, and
+            ``reference`` gives the losses of ``benchmarks.training.reference_losses``.
     """
 
     model: nn.Module
@@ -49,6 +76,9 @@ class Prepared:
     data: str
     preparation_seconds: Mapping[str, float] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
+    count: int | None = None
+    unit: str | None = None
+    training: Training | None = None
 
 
 class Workload(Protocol):

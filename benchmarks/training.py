@@ -1,0 +1,145 @@
+"""A case's training steps, so that one message drives every arm: the plain loop of upstream's users, and ours."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from benchmarks.case import Case
+from benchmarks.workloads.base import Prepared, Training
+from zoo.training import TrainingStep
+
+# Losses that are compared with the reference: of so many steps from the same weights, each on another batch.
+CHECKED_STEPS = 6
+# Batches that lie ready on the device, for the steps that are timed.
+READY_BATCHES = 8
+
+Step = Callable[[], Tensor]
+
+
+class Trainer:
+    """The steps of one arm, with its optimizer and its batches.
+
+    Args:
+        case: The arm.
+        prepared: What its workload made, with ``training``; the model has its first weights.
+    """
+
+    def __init__(self, case: Case, prepared: Prepared) -> None:
+        assert prepared.training is not None, "the workload prepared no training"
+        self._case = case
+        self._training: Training = prepared.training
+        self._model = prepared.model.train()
+        self._first = {name: tensor.to("cpu", copy=True) for name, tensor in self._model.state_dict().items()}
+        self._optimizer = make_optimizer(self._model, self._training, capturable=case.cuda_graph)
+        ready = [self._training.batch(index) for index in range(READY_BATCHES)]
+        self._ready: Iterator[Any] = itertools.cycle(ready)
+        self._batches = self._ready
+
+    def eager(self) -> Step:
+        """A step of the model as it is, as the arm would do it without a compiler."""
+        return self._step(self._model)
+
+    def compiled(self, call: Callable[..., Any]) -> Step:
+        """A step of what ``strategies.apply`` made of the model."""
+        return self._step(call)
+
+    def captured(self, call: Callable[..., Any]) -> Step:
+        """The same under our outer CUDA graph; captured when this returns."""
+        step = self._our_step(call, cuda_graph=True)
+        while not step.captured:
+            step(next(self._ready))
+        return lambda: step(next(self._batches))
+
+    def losses(self, step: Step, count: int = CHECKED_STEPS) -> Tensor:
+        """Losses of so many steps from the first weights, each on a batch of its own: [count], on the CPU."""
+        self._restart()
+        self._batches = map(self._training.batch, range(count))
+        try:
+            return torch.stack([step().detach().float().cpu() for _ in range(count)])
+        finally:
+            self._batches = self._ready
+
+    @torch.no_grad()
+    def _restart(self) -> None:
+        """First weights and an optimizer that has seen nothing; in place, where a CUDA graph finds them."""
+        for name, tensor in self._model.state_dict().items():
+            tensor.copy_(self._first[name])
+        for values in self._optimizer.state.values():
+            for value in values.values():
+                if isinstance(value, Tensor):
+                    value.zero_()
+
+    def _step(self, call: Callable[..., Any]) -> Step:
+        if self._case.impl == "zoo":
+            step = self._our_step(call, cuda_graph=False)
+            return lambda: step(next(self._batches))
+        return lambda: plain_step(call, self._training, self._optimizer, next(self._batches))
+
+    def _our_step(self, call: Callable[..., Any], *, cuda_graph: bool) -> TrainingStep:
+        assert isinstance(call, nn.Module)
+        training = self._training
+        return TrainingStep(
+            call,
+            training.loss,
+            self._optimizer,
+            autocast=training.autocast,
+            clip_norm=training.clip_norm,
+            cuda_graph=cuda_graph,
+            warmup=2,
+        )
+
+
+def plain_step(call: Callable[..., Any], training: Training, optimizer: torch.optim.Optimizer, batch: Any) -> Tensor:
+    """A step as the libraries' documentation shows it."""
+    optimizer.zero_grad(set_to_none=True)
+    device = next(p for group in optimizer.param_groups for p in group["params"]).device.type
+    with nullcontext() if training.autocast is None else torch.autocast(device, training.autocast):
+        loss = training.loss(call, batch)
+    loss.backward()  # type: ignore[no-untyped-call]
+    if training.clip_norm is not None:
+        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], training.clip_norm)
+    optimizer.step()
+    return loss.detach()
+
+
+def make_optimizer(model: nn.Module, training: Training, *, capturable: bool = False) -> torch.optim.Optimizer:
+    """AdamW, fused; for a CUDA graph with its counter and its learning rate on the device."""
+    parameters = list(model.parameters())
+    if not capturable:
+        return torch.optim.AdamW(parameters, lr=training.learning_rate, fused=True)
+    rate = torch.tensor(training.learning_rate, device=parameters[0].device)
+    return torch.optim.AdamW(parameters, lr=rate, fused=True, capturable=True)
+
+
+def reference_losses(model: nn.Module, training: Training, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The losses that :meth:`Trainer.losses` should give: [CHECKED_STEPS], eagerly and in another precision.
+
+    Args:
+        model: Upstream's model with the first weights; it is converted in place.
+        training: The case's, whose loss takes the upstream model.
+        dtype: ``float64``, or ``float32`` where that would not fit.
+    """
+
+    def convert(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    model = model.to(dtype).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=training.learning_rate)
+    losses = []
+    with torch.enable_grad():
+        for index in range(CHECKED_STEPS):
+            optimizer.zero_grad(set_to_none=True)
+            loss = training.loss(model, pytree.tree_map(convert, training.batch(index)))
+            loss.backward()  # type: ignore[no-untyped-call]
+            if training.clip_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), training.clip_norm)
+            optimizer.step()
+            losses.append(loss.detach())
+    return torch.stack(losses)

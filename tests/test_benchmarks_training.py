@@ -1,0 +1,169 @@
+"""Training in the harness: every arm takes the same steps, and is timed on steps that train."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.case import Case
+from benchmarks.training import CHECKED_STEPS, Trainer, plain_step, reference_losses
+from benchmarks.worker import load_workload, serve
+from benchmarks.workloads.base import Training
+from zoo.training import LinearCrossEntropy
+
+FAKE = "tests.fake_workload"
+CASE = Case(family="fake", model="good", input="small", workload="train", strategy="regional")
+
+
+@pytest.fixture(autouse=True)
+def _light_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BENCHMARKS_BACKEND", "aot_eager")
+
+
+def talk(*messages: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    replies = io.StringIO()
+    serve(io.StringIO("".join(json.dumps(message) + "\n" for message in messages)), replies)
+    found = [json.loads(line) for line in replies.getvalue().splitlines()]
+    assert all(reply["ok"] for reply in found), found
+    return {reply["op"]: reply for reply in found}
+
+
+def trainer(**changes: Any) -> Trainer:
+    case = replace(CASE, **changes)
+    return Trainer(case, load_workload(FAKE).prepare(case, data_root=None, seed=0))
+
+
+@pytest.mark.parametrize(
+    ("impl", "strategy"),
+    [("zoo", "eager"), ("zoo", "regional"), ("zoo", "full"), ("upstream", "eager"), ("upstream", "regional")],
+)
+def test_an_arm_from_start_to_kernels(tmp_path: Path, impl: str, strategy: str):
+    case = replace(CASE, impl=impl, strategy=strategy)
+    replies = talk(
+        {"op": "load", "workload": FAKE},
+        {"op": "prepare", "case": case.to_json(), "data_root": None, "seed": 0},
+        {"op": "start_up", "folder": str(tmp_path / "start-up") if strategy != "eager" else None},
+        {"op": "first_call"},
+        {"op": "memory"},
+        {"op": "check", "reference": str(tmp_path / "reference.pt")},
+        {"op": "calibrate", "milliseconds": 1.0},
+        {"op": "round", "calls": 3},
+        {"op": "kernels"},
+        {"op": "curve", "steps": 20},
+        {"op": "stop"},
+    )
+    assert (replies["prepare"]["count"], replies["prepare"]["unit"]) == (16, "rows")
+    # Three products forward; backward two each, but for the first, whose input has no gradient.
+    assert replies["start_up"]["flops"] == (3 + 3 + 2) * 2 * 16 * 8 * 8
+    assert replies["check"]["error"] < 1e-5 and replies["check"]["eager_error"] < 1e-5
+    assert replies["kernels"]["recompiles"] == []
+    losses = replies["curve"]["losses"]
+    assert len(losses) == 20 and sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    if strategy != "eager":
+        # The first block's input has no gradient, those of the others have.
+        assert replies["first_call"]["graphs"] == (1 if strategy == "full" else 2)
+
+
+@pytest.mark.parametrize("impl", ["zoo", "upstream"])
+def test_our_step_and_the_plain_loop_take_the_same_steps(impl: str):
+    arm = trainer(impl=impl)
+    exact = load_workload(FAKE).prepare(replace(CASE, impl=impl), data_root=None, seed=0).reference()
+    losses = arm.losses(arm.eager())
+    assert losses.shape == exact.shape == (CHECKED_STEPS,)
+    torch.testing.assert_close(losses.double(), exact, rtol=1e-5, atol=0)
+    torch.testing.assert_close(arm.losses(arm.eager()), losses, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_a_captured_arm_takes_the_same_steps():
+    case = replace(CASE, device="cuda", cuda_graph=True)
+    prepared = load_workload(FAKE).prepare(case, data_root=None, seed=0)
+    prepared.model.cuda()
+    assert prepared.training is not None
+    draw = prepared.training.batch
+    prepared.training.batch = lambda index: draw(index).cuda()
+    arm = Trainer(case, prepared)
+    losses = arm.losses(arm.captured(prepared.model))
+    torch.testing.assert_close(losses.double(), prepared.reference().cpu(), rtol=1e-4, atol=0)
+
+
+def test_steps_go_round_a_few_batches_that_lie_ready():
+    seen = []
+    case = replace(CASE, impl="upstream")
+    prepared = load_workload(FAKE).prepare(case, data_root=None, seed=0)
+    assert prepared.training is not None
+    squares = prepared.training.loss
+
+    def noting(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        seen.append(batch)
+        return squares(model, batch)
+
+    prepared.training.loss = noting
+    step = Trainer(case, prepared).eager()
+    for _ in range(10):
+        step()
+    assert len({id(batch) for batch in seen}) == 8
+    assert seen[0] is seen[8]
+
+
+def test_a_forgotten_update_is_seen_in_the_losses():
+    arm = trainer(impl="upstream")
+    right = arm.losses(arm.eager())
+    for group in arm._optimizer.param_groups:
+        group["lr"] = 0.0
+    wrong = arm.losses(arm.eager())
+    assert float((wrong - right).norm() / right.norm()) > 1e-3
+
+
+def test_the_plain_loop_clips_and_casts():
+    model = nn.Linear(4, 4)
+    seen = []
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        out = model(batch)
+        seen.append(out.dtype)
+        return 1e3 * out.float().square().mean()
+
+    training = Training(
+        loss=loss, batch=lambda _: torch.ones(2, 4), learning_rate=1.0, autocast=torch.bfloat16, clip_norm=0.25
+    )
+    before = [p.detach().clone() for p in model.parameters()]
+    plain_step(model, training, torch.optim.SGD(model.parameters(), lr=1.0), training.batch(0))
+    moved = torch.cat([(p - b).flatten() for p, b in zip(model.parameters(), before, strict=True)])
+    assert seen == [torch.bfloat16]
+    assert moved.norm().item() == pytest.approx(0.25, rel=1e-3)
+
+
+def test_regions_of_the_loss_are_compiled_with_the_models():
+    from benchmarks import strategies
+
+    module = LinearCrossEntropy(4)
+    prepared = load_workload(FAKE).prepare(CASE, data_root=None, seed=0)
+    assert prepared.training is not None
+    prepared.training.loss_module = module
+    strategies.apply(CASE, prepared)
+    assert module.rows._compiled_call_impl is not None
+    other = LinearCrossEntropy(4)
+    prepared.training.loss_module = other
+    strategies.apply(replace(CASE, strategy="eager"), prepared)
+    assert other.rows._compiled_call_impl is None
+
+
+def test_the_reference_is_computed_in_double_precision():
+    seen = []
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        seen.append(batch.dtype)
+        return model(batch).square().mean()
+
+    training = Training(loss=loss, batch=lambda i: torch.ones(2, 4) * (i + 1), learning_rate=1e-2)
+    losses = reference_losses(nn.Linear(4, 4), training)
+    assert set(seen) == {torch.float64} and losses.dtype is torch.float64
+    assert not losses.requires_grad
