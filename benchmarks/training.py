@@ -40,7 +40,7 @@ class Trainer:
         self._optimizer = make_optimizer(self._model, self._training, capturable=case.cuda_graph)
         ready = [self._training.batch(index) for index in range(READY_BATCHES)]
         self._ready: Iterator[Any] = itertools.cycle(ready)
-        self._batches = self._ready
+        self._batches: Iterator[Any] = self._ready
 
     def eager(self) -> Step:
         """A step of the model as it is, as the arm would do it without a compiler."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.case import Case
-from benchmarks.workloads import gnn_upstream, gnn_work, graphs
+from benchmarks.workloads import gnn_train, gnn_upstream, gnn_work, graphs
 from benchmarks.workloads.base import Prepared, refuses_unknown
 from benchmarks.workloads.gnn_work import Architecture
 from benchmarks.workloads.graphs import POWER_LAW, Graph
@@ -27,6 +27,8 @@ class GnnWorkload:
     ``gcn``, ``gat`` and ``graphsage`` have two layers, 64 wide (GAT 8 heads of 8), on karate and cora, and three, 256
     wide (GAT 8 heads of 32), on larger graphs; the last layer ends in the classes. ``<kind>-8x256`` has eight layers of
     one width from end to end, so that all share one signature.
+
+    Training is full-batch too, with labels of a random linear map, in float32.
     """
 
     family = "gnn"
@@ -47,7 +49,11 @@ class GnnWorkload:
 
     def refuses(self, case: Case) -> str | None:
         """Why this combination does not exist, or None."""
-        return refuses_unknown(self, case)
+        if reason := refuses_unknown(self, case, ("inference", "train")):
+            return reason
+        if case.workload == "train" and case.dtype != "float32":
+            return f"training runs in float32; {case.dtype} is for inference"
+        return None
 
     def memory_bytes(self, case: Case) -> int:
         """Estimated peak device memory of the case in bytes, from the counts of the published graph."""
@@ -72,6 +78,8 @@ class GnnWorkload:
         else:
             # Inductor fuses gather, weight and scatter; GAT's scores and their sums stay, a few values a head and edge.
             messages = arch.edges(nodes, edges) * 6 * arch.heads * itemsize
+        if case.workload == "train":
+            messages = gnn_train.memory_bytes(case, arch, nodes, edges)
         return graph + gnn_work.dense_bytes(arch, nodes, itemsize) + max(sorting, running + messages)
 
     def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
@@ -113,7 +121,7 @@ class GnnWorkload:
             model = gnn_upstream.build(arch, seed=seed).to(device, dtype)
             return gnn_upstream.reference_output(arch, model, x, raw)
 
-        return Prepared(
+        prepared = Prepared(
             model=model.eval(),
             inputs={"x": x, **inputs},
             static=tuple(inputs),
@@ -137,6 +145,9 @@ class GnnWorkload:
                 "parameters": gnn_work.parameters(arch),
             },
         )
+        if case.workload == "train":
+            return gnn_train.for_training(prepared, arch, graph, seed=seed)
+        return prepared
 
 
 def architecture(model: str, input: str, *, features: int, classes: int) -> Architecture:

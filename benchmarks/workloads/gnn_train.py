@@ -1,0 +1,107 @@
+"""Full-batch training of GCN, GAT and GraphSAGE: every step runs the whole graph, on labels of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.case import Case
+from benchmarks.training import reference_losses
+from benchmarks.workloads import gnn_upstream, gnn_work
+from benchmarks.workloads.base import Prepared, Training
+from benchmarks.workloads.gnn_work import Architecture
+from benchmarks.workloads.graphs import Graph
+
+BYTES_FORMULA = (
+    "Twice what inference must move: the backward gathers as much as the forward. Left out, so that it is a lower "
+    "bound: activations that are kept, weight gradients, and the optimizer, which reads and writes 28 bytes a weight."
+)
+LEARNING_RATE = 1e-2
+
+
+def training_of(graph: Graph, x: Tensor, inputs: dict[str, Any], *, seed: int) -> Training:
+    """Cross entropy over half of the nodes, another half in each step, with labels of a random linear map of features.
+
+    Args:
+        graph: The graph, for its number of nodes and classes.
+        x: Features [N, F] on the device.
+        inputs: What else the model is called with: edges or a prepared graph.
+        seed: Of labels and halves.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    teacher = torch.randn(x.size(1), graph.classes, generator=generator).to(x)
+    labels = (x @ teacher).argmax(1).cpu()
+
+    def batch(index: int) -> Tensor:
+        generator = torch.Generator().manual_seed((seed << 20) + index)
+        # Left out by value and not by selection, whose size would differ and be waited for; in every arm alike.
+        left_out = torch.rand(graph.nodes, generator=generator) < 0.5
+        return torch.where(left_out, -100, labels).to(x.device)
+
+    def loss(model: nn.Module, labels: Tensor) -> Tensor:
+        features = x.to(_weight_dtype(model))  # float64 for the reference, else as it is
+        return F.cross_entropy(model(features, **inputs), labels)
+
+    return Training(loss=loss, batch=batch, learning_rate=LEARNING_RATE)
+
+
+def for_training(prepared: Prepared, arch: Architecture, graph: Graph, *, seed: int) -> Prepared:
+    """What inference prepares, made ready for training.
+
+    Args:
+        prepared: Of inference: its inputs are ``x`` and what else the model is called with.
+        arch: The model's shape.
+        graph: The graph.
+        seed: Of weights, labels and halves.
+    """
+    x = prepared.inputs["x"]
+    inputs = {name: value for name, value in prepared.inputs.items() if name != "x"}
+
+    def reference() -> Tensor:
+        shipped = gnn_upstream.build(arch, seed=seed).to(x.device)
+        return reference_losses(shipped, training_of(graph, x, {"edge_index": graph.edge_index}, seed=seed))
+
+    forward = gnn_work.flops(arch, graph.nodes, graph.edges)
+    return replace(
+        prepared,
+        model=prepared.model.train(),
+        inputs={},
+        static=(),
+        reference=reference,
+        bytes=2 * prepared.bytes,
+        bytes_formula=BYTES_FORMULA,
+        # Gradients by inputs and by weights each take what the forward does; the first layer's input needs none.
+        flops=3 * forward - _first_layer(arch, graph),
+        data=f"{graph.data}, labels of a random linear map",
+        count=graph.nodes,
+        unit="nodes",
+        training=training_of(graph, x, inputs, seed=seed),
+    )
+
+
+def memory_bytes(case: Case, arch: Architecture, nodes: int, edges: int) -> int:
+    """What training keeps beyond inference: activations of all layers, gradients and two moments of every weight.
+
+    Where messages are held at all (upstream's eager) those of every layer are kept for the backward. The reference
+    does so in float64.
+    """
+    layers = arch.stack()
+    kept = sum(2 * layer.inputs + 3 * layer.transformed + layer.outputs for layer in layers) * nodes
+    messages = arch.layers * gnn_work.message_bytes(arch, nodes, edges, 4)
+    held = messages if case.impl != "zoo" or case.device == "cpu" else 0
+    running = 4 * kept + 16 * gnn_work.parameters(arch) + held
+    return max(running, 2 * (4 * kept + messages))
+
+
+def _first_layer(arch: Architecture, graph: Graph) -> int:
+    first = arch.stack()[0]
+    maps = 2 if arch.kind == "graphsage" else 1
+    return 2 * maps * graph.nodes * first.inputs * first.transformed
+
+
+def _weight_dtype(model: nn.Module) -> torch.dtype:
+    return next(model.parameters()).dtype
