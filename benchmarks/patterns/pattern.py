@@ -1,0 +1,114 @@
+"""What a pattern is to the harness, and what compiling one of its models costs, counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+import zoo
+from benchmarks.compiler import Recorder
+
+Sizes = Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pattern:
+    """One thing written in two ways that compute the same.
+
+    Args:
+        before: Makes the model as people write it. Its blocks are in ``model.blocks``.
+        after: Makes the model as the zoo writes it, with declared regions and weights of the same names.
+        inputs: Makes the keyword arguments of one call, on the CPU in float32, from a generator.
+        model_sizes: What ``before`` and ``after`` take for a race on a GPU; left out, they have small defaults.
+        input_sizes: The same for ``inputs``.
+        compile_before: How people compile the blocks, where it is not ``block.compile()`` on each.
+    """
+
+    before: Callable[..., nn.Module]
+    after: Callable[..., nn.Module]
+    inputs: Callable[..., dict[str, Any]]
+    model_sizes: Sizes = field(default_factory=dict)
+    input_sizes: Sizes = field(default_factory=dict)
+    compile_before: Callable[..., None] | None = None
+
+
+def compile_blocks(model: nn.Module, **options: Any) -> None:
+    """Regional compilation as it is done by hand: ``block.compile()`` on each of ``model.blocks``."""
+    blocks: Any = model.blocks
+    for block in blocks:
+        block.compile(**options)
+
+
+@torch.inference_mode()
+def match(before: nn.Module, after: nn.Module, call: Mapping[str, Any]) -> None:
+    """Give ``after`` the weights of ``before``, and hold it to the same output.
+
+    Raises:
+        AssertionError: If the outputs differ.
+        RuntimeError: If names or shapes of weights do.
+    """
+    after.load_state_dict(before.state_dict())
+    torch.testing.assert_close(after(**call), before(**call))
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What compiling cost, but for the seconds."""
+
+    graphs: int
+    breaks: int
+    recompiles: int
+
+
+def count(model: nn.Module, *calls: Mapping[str, Any], **options: Any) -> Counts:
+    """Compile the blocks of a model, make these calls without gradients, and count what the compiler did.
+
+    A model that declares regions is compiled by ``zoo.compile_regions`` and held to its budgets; any other block by
+    block. No code is generated, so it takes a second anywhere. The model is left eager.
+
+    Args:
+        model: Of a pattern, or any model with ``blocks``.
+        calls: Keyword arguments, a mapping a call.
+        options: What ``torch.compile`` takes.
+
+    Raises:
+        zoo.BudgetError: If a declared region costs more than it declares.
+    """
+    from torch._dynamo.utils import get_compilation_metrics
+
+    torch.compiler.reset()
+    zoo.uncompile(model)
+    options.setdefault("backend", "aot_eager")
+    recorder, seen = Recorder(model), len(get_compilation_metrics())
+    with torch.inference_mode(), recorder.watching_signatures():
+        _call(model, calls)
+    try:
+        if getattr(type(model), "regions", ()):
+            zoo.compile_regions(model, **options)
+            with torch.inference_mode(), zoo.enforce_budget(model):
+                _call(model, calls)
+        else:
+            compile_blocks(model, **options)
+            with torch.inference_mode():
+                _call(model, calls)
+    finally:
+        zoo.uncompile(model)
+    facts = recorder.facts()
+    return Counts(facts.graphs, max(len(facts.breaks), _resumed(seen)), len(facts.recompiles))
+
+
+def _call(model: nn.Module, calls: Iterable[Mapping[str, Any]]) -> None:
+    for inputs in calls:
+        model(**inputs)
+
+
+def _resumed(seen: int) -> int:
+    """How many frames go on behind a break. Dynamo's own counter leaves out breaks at a branch on a tensor."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    names = {str(record.co_name) for record in get_compilation_metrics()[seen:]}
+    return sum(name.startswith("torch_dynamo_resume_in_") for name in names)
