@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks import stats
@@ -25,53 +25,73 @@ class Step:
 
 def lead(race: Race) -> str:
     """What to use, in plain words; losses are said as plainly as wins."""
-    timed = [arm for arm in race.arms if arm.p50 is not None and not arm.wrong]
-    if not timed:
-        return "No arm has a steady time and a right output: nothing can be advised."
+    timed = comparable(race)
+    if why := why_not(race):
+        return why
     fastest = timed[0]  # arms are sorted by time
-    if len(timed) == 1:
-        return f"Only {fastest.name} has a steady time: {_milliseconds(fastest)} a call, nothing to hold it against."
-    ratios = [race.speedup(arm, fastest) for arm in timed[1:]]
-    if race.noise == math.inf or not any(ratio is not None and ratio.has_interval for ratio in ratios):
-        return f"Too few rounds to tell the arms apart; measure again with at least {stats.MIN_ROUNDS} rounds."
     if fastest.paid("cold") is None:
         words = f"In steady state {fastest.name} is the fastest, {_milliseconds(fastest)} a call"
-        parts = [f"{words}{_against_upstream(race, fastest)}.", *_alike(race, timed, fastest)]
+        parts = [f"{words}{_against_upstream(race, fastest)}.", *alike(race, timed, fastest)]
         return " ".join([*parts, "What compiling costs was not measured here."])
     cold = steps(race, timed, "cold")
     last = cold[-1].arm
     parts = [f"{_in_words(timed, cold)}{_against_upstream(race, last)}."]
-    if not _is_eager(last) and last.paid("warm") is not None:
+    if not is_eager(last) and last.paid("warm") is not None:
         warm = steps(race, timed, "warm")
         if [step.arm for step in warm] == [step.arm for step in cold]:
             if len(warm) > 1:
                 parts.append(f"With warm caches: from {_calls_in_turn(warm)} calls.")
         else:
             parts.append(f"With warm caches: {_lower(_in_words(timed, warm))}.")
-    return " ".join([*parts, *_alike(race, timed, last)])
+    return " ".join([*parts, *alike(race, timed, last)])
+
+
+def comparable(race: Race) -> list[Arm]:
+    """The arms that can be advised: those with a steady time and a right output, fastest first."""
+    return [arm for arm in race.arms if arm.p50 is not None and not arm.wrong]
+
+
+def why_not(race: Race) -> str | None:
+    """Why nothing can be advised, in a sentence; None where something can."""
+    timed = comparable(race)
+    if not timed:
+        return "No arm has a steady time and a right output: nothing can be advised."
+    fastest = timed[0]
+    if len(timed) == 1:
+        return f"Only {fastest.name} has a steady time: {_milliseconds(fastest)} a call, nothing to hold it against."
+    ratios = [race.speedup(arm, fastest) for arm in timed[1:]]
+    if race.noise == math.inf or not any(ratio is not None and ratio.has_interval for ratio in ratios):
+        return f"Too few rounds to tell the arms apart; measure again with at least {stats.MIN_ROUNDS} rounds."
+    return None
 
 
 def steps(race: Race, arms: Sequence[Arm], caches: Caches) -> list[Step]:
-    """Which of these arms to run from which number of calls on.
-
-    The first is the one that has its first result soonest after eager and compilation are counted; every further one
-    is measurably faster a call and has paid back what it costs more. Arms without compile figures are left out.
+    """Which of these arms to run from which number of calls on, by what compiling and capturing cost.
 
     Args:
         race: Says which differences are measurable.
-        arms: Arms with a steady time.
+        arms: Arms with a steady time; those without compile figures are left out.
         caches: ``cold`` or ``warm``.
     """
-    paid = {arm: cost for arm in arms if (cost := arm.paid(caches)) is not None}
+    return steps_by(race, {arm: cost for arm in arms if (cost := arm.paid(caches)) is not None})
+
+
+def steps_by(race: Race, paid: Mapping[Arm, float]) -> list[Step]:
+    """Which arm to run from which number of calls on, by the seconds that each pays before its first steady call.
+
+    The first is the one that has its first result soonest; every further one is measurably faster a call and has paid
+    back what it costs more.
+    """
     if not paid:
         return []
+    arms = list(paid)
     chosen = [Step(1, min(paid, key=lambda arm: paid[arm] * 1e3 + _p50(arm)))]
     while True:
         now = chosen[-1].arm
         ahead = [
             (stats.break_even_calls(paid[arm] - paid[now], _p50(now), _p50(arm)), _p50(arm), index)
             for index, arm in enumerate(arms)
-            if arm in paid and paid[arm] > paid[now] and race.verdict(arm, now) == "faster"
+            if paid[arm] > paid[now] and race.verdict(arm, now) == "faster"
         ]
         if not ahead:
             return chosen
@@ -84,7 +104,7 @@ def _p50(arm: Arm) -> float:
     return arm.p50
 
 
-def _is_eager(arm: Arm) -> bool:
+def is_eager(arm: Arm) -> bool:
     return arm.result.case.strategy == "eager" and not arm.result.case.cuda_graph
 
 
@@ -95,7 +115,7 @@ def _milliseconds(arm: Arm) -> str:
 def _in_words(timed: Sequence[Arm], chosen: Sequence[Step]) -> str:
     first, *others = chosen
     if not others:
-        if not _is_eager(first.arm):
+        if not is_eager(first.arm):
             return f"Run {first.arm.name} from the first call on"
         if all(arm.result.case.strategy == "eager" for arm in timed):
             return f"Run {first.arm.name}, the fastest arm of a race in which nothing is compiled"
@@ -118,7 +138,9 @@ def _lower(words: str) -> str:
 
 def _against_upstream(race: Race, arm: Arm) -> str:
     """``, 4.2× faster than torch-geometric's best as shipped, ...``; or by how much ours lose to this arm."""
-    library = UPSTREAM.get(race.case.family, "upstream")
+    if race.case.family not in UPSTREAM:
+        return ""  # a model of nobody's library: there is no upstream to hold it against
+    library = UPSTREAM[race.case.family]
     if arm.result.case.impl != "zoo":
         return f"; ours, {race.ours.name}, is {_compared(race, race.ours, arm)} it" if race.ours else ""
     whose = library + ("'" if library.endswith("s") else "'s")
@@ -136,10 +158,12 @@ def _compared(race: Race, arm: Arm, over: Arm) -> str:
     return f"{numbers.times(ratio.inverse.value)} slower than"
 
 
-def _alike(race: Race, timed: Sequence[Arm], chosen: Arm) -> list[str]:
-    """The arms that no measurement here tells from the chosen one."""
-    alike = [arm.name for arm in timed if arm is not chosen and race.verdict(arm, chosen) == "undetermined"]
-    if not alike:
+def alike(
+    race: Race, timed: Sequence[Arm], chosen: Arm, name: Callable[[Arm], str] = lambda arm: arm.name
+) -> list[str]:
+    """The arms that no measurement here tells from the chosen one, in a sentence; none where there are none."""
+    names = [name(arm) for arm in timed if arm is not chosen and race.verdict(arm, chosen) == "undetermined"]
+    if not names:
         return []
-    more = f" and {len(alike) - MOST_NAMES} more" if len(alike) > MOST_NAMES else ""
-    return [f"No measurable difference to {chosen.name}: {', '.join(alike[:MOST_NAMES])}{more}."]
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return [f"No measurable difference to {name(chosen)}: {', '.join(names[:MOST_NAMES])}{more}."]

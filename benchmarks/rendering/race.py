@@ -36,7 +36,7 @@ def is_shipped(case: Case) -> bool:
 
 def is_tuned(case: Case) -> bool:
     """Whether the arm is the upstream library at its documented best, or with our outer CUDA graph around it."""
-    return case.impl != "zoo" and not is_shipped(case) and not case.control
+    return case.impl.startswith("upstream") and not is_shipped(case) and not case.control
 
 
 def paid_seconds(compile: Compile | None) -> float | None:
@@ -128,8 +128,8 @@ class Race:
 
     @property
     def reference(self) -> Arm | None:
-        """Upstream eager if it ran, else the zoo's eager."""
-        for impl in ("upstream", "zoo"):
+        """Upstream eager if it ran, else the zoo's eager, or that of a user's own model."""
+        for impl in ("upstream", "zoo", "own"):
             arm = self.find(impl=impl, strategy="eager")
             if arm is not None and arm.p50 is not None:
                 return arm
@@ -214,6 +214,11 @@ class Race:
         apart = [arm for arm in timed if (ratio := self.speedup(arm, self.reference)) and not ratio.paired]
         if apart:
             notes.append(f"Not raced in the reference's rounds, compared unpaired: {', '.join(a.name for a in apart)}.")
+        missed = [arm.name for arm in timed if _missed(arm.result)]
+        if missed:
+            notes.append(
+                f"The warm start of these missed a cache, so something was compiled anew: {', '.join(missed)}."
+            )
         if wrong := [arm.name for arm in self.arms if arm.wrong]:
             notes.append(f"! Error above {WRONG}× eager's own, not counted among the best: {', '.join(wrong)}.")
         checks = [arm.result.check for arm in self.arms if arm.result.check is not None]
@@ -225,6 +230,12 @@ class Race:
                 f"Errors are relative, norm-wise, against {against or 'the reference'}; eager's own is {widest}."
             )
         return notes
+
+
+def _missed(result: Result) -> bool:
+    """Whether the warm figure is not quite one: an entry of the caches was broken, or could not be written before."""
+    cold, warm = result.cold, result.warm
+    return cold is not None and warm is not None and warm.seconds is not None and bool(warm.cache_misses)
 
 
 def _samples(result: Result, clock: str) -> list[float]:

@@ -67,7 +67,8 @@ def _fits(table: Table, console: Console) -> bool:
     return ARM_WIDTH + sum(needed) <= console.width
 
 
-def _table(title: str, *columns: str) -> Table:
+def arms_table(title: str, *columns: str) -> Table:
+    """An empty table whose first column holds the arms' names."""
     table = Table(
         title=Text(title), title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0), pad_edge=False
     )
@@ -87,7 +88,7 @@ def _times(race: Race, wide: bool) -> Table:
     columns = ["p50 ms", "p95 ms", "speed-up", "verdict", "× floor"]
     if wide:
         columns += ["× best as shipped", "× best tuned"]
-    table = _table(title, *columns)
+    table = arms_table(title, *columns)
     for arm in race.arms:
         row = [
             Text(cells.name(arm)),
@@ -104,7 +105,7 @@ def _times(race: Race, wide: bool) -> Table:
 
 
 def _against_upstream(race: Race) -> Table:
-    table = _table("Ours over upstream's best", "× best as shipped", "× best tuned")
+    table = arms_table("Ours over upstream's best", "× best as shipped", "× best tuned")
     for arm in race.arms:
         if arm.result.case.impl == "zoo":
             table.add_row(
@@ -123,7 +124,7 @@ def _costs(race: Race, wide: bool) -> Table:
     columns = ["cold s", "warm s", "g/b/r", "kernels", "MiB", "error", "break-even"]
     if wide:
         columns = ["cold s", "warm s", "capture s", "first result s", *columns[2:6], "eager's", *columns[6:]]
-    table = _table("Compile s, graphs/breaks/recompiles, peak memory, break-even cold/warm", *columns)
+    table = arms_table("Compile s, graphs/breaks/recompiles, peak memory, break-even cold/warm", *columns)
     for arm in race.arms:
         cold = arm.result.cold
         row = [cells.name(arm), cells.seconds(cold), cells.seconds(arm.result.warm)]

@@ -1,0 +1,164 @@
+"""Which way to run a model that is called so many times: ``python -m benchmarks.advise bert-debug --calls 10000``.
+
+The model is a preset of the zoo, or your own: ``module:function`` or ``file.py:function``, the function returning
+``(model, inputs)``. Every way is measured here, eager included; the verdict comes first, then the numbers behind it.
+
+Exit codes: 0; 1 where nothing could be advised; 2 on wrong usage; 3 where the disk took no more rows; 130 when stopped.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from benchmarks import advised
+from benchmarks.case import DTYPES, Case
+from benchmarks.compiler import cache_environment
+from benchmarks.measure import Plan, measure, say_where, settings_of
+from benchmarks.process import Worker, WorkerFailure
+from benchmarks.rendering import advised as rendering
+from benchmarks.rendering import choice
+from benchmarks.rendering.advised import Regions
+from benchmarks.rendering.race import races
+from benchmarks.run import RUNS, device_of, pick
+from benchmarks.startup import Settings
+from benchmarks.usage import UsageError, did_you_mean, run_command
+
+WORKLOAD = "benchmarks.advised"
+# (strategy, mode, outer CUDA graph, needs a GPU)
+ARMS = (
+    ("eager", "default", False, False),
+    ("full", "default", False, False),
+    ("regional", "default", False, False),
+    ("regional", "default", True, True),
+    ("full", "reduce-overhead", False, True),
+)
+
+
+def main(
+    model: Annotated[str, typer.Argument(help="A preset of the zoo, or module:function returning (model, inputs).")],
+    calls: Annotated[int, typer.Option(help="How often the model will be called in one process.")],
+    size: Annotated[list[str] | None, typer.Option(help="Of a preset's inputs: batch=8,tokens=128.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 for a preset, your own model's if left out.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is one.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that one step of an arm may take.")] = 900.0,
+    resume: Annotated[bool, typer.Option("--resume", help="Skip what --out holds, whatever its --calls.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder or .jsonl file; runs/<date-time> if left out.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="One process an arm, fewer rounds, no warm start.")] = False,
+    seed: Annotated[int, typer.Option(help="Of weights, inputs and drawn orders.")] = 0,
+) -> int:
+    """Measure a model eagerly and compiled in every way, and say which is best for so many calls."""
+    if calls < 1:
+        raise UsageError(f"--calls is {calls}, expected at least 1")
+    if timeout <= 0:
+        raise UsageError(f"--timeout is {timeout:g}, expected seconds above 0")
+    if resume and out is None:
+        raise UsageError("--resume continues what --out holds; name its folder")
+    _check_name(model)
+    sizes = _sizes(size or [], own=advised.is_own(model))
+    on = device_of(device)
+    if dtype is not None:
+        pick("--dtype", [dtype], DTYPES)
+    console = Console(soft_wrap=False)
+    with settings_of(WORKLOAD, timeout=timeout, quick=quick, seed=seed) as settings:
+        console.print(f"looking at {model}", markup=False, highlight=False)
+        facts = _look(settings, model=model, device=on, dtype=dtype, seed=seed, sizes=sizes)
+        workload = advised.AdvisedWorkload()
+        workload.memory = facts["memory"]
+        cases = cases_of(model, on, facts["dtype"], cast=dtype is not None, sizes=sizes)
+
+        def again(case: Case, settings: Settings) -> str:
+            words = ["python", "-m", "benchmarks.advise", model, "--calls", str(calls), "--device", on]
+            words += ["--dtype", dtype] if dtype else []
+            words += [word for name, value in sizes.items() for word in ("--size", f"{name}={value}")]
+            return shlex.join([*words, "--seed", str(seed), *(["--quick"] if quick else [])])
+
+        plan = Plan(workload, on, cases, {}, out or RUNS / time.strftime("%Y%m%d-%H%M%S"), again)
+        plan.skip_done(resume=resume)
+        regions = Regions(**{name: facts[name] for name in ("found", "declared", "obstacles", "none")})
+
+        def conclude(plan: Plan, console: Console, measured: set[str]) -> int:
+            results, environments = plan.results()
+            shown = races(results, environments)
+            if shown:
+                rendering.render(shown[0], calls, regions, console)
+            say_where(plan, console)
+            return 0 if shown and choice.choose(shown[0], calls, "cold") is not None else 1
+
+        return measure(plan, settings, console, conclude)
+
+
+def cases_of(model: str, device: str, dtype: str, *, cast: bool, sizes: Mapping[str, int]) -> list[Case]:
+    """The arms on this device, and a second eager one as the A/A control: the one that nothing stands in the way of."""
+    own = advised.is_own(model)
+    example = ", ".join([advised.EXAMPLE, *(f"{name}={value}" for name, value in sizes.items())])
+    base = Case(
+        family=advised.AdvisedWorkload.family,
+        model=model,
+        input=(advised.CAST if cast else advised.GIVEN) if own else example,
+        dtype=dtype,
+        device=device,
+        impl="own" if own else "zoo",
+    )
+    arms = [
+        replace(base, strategy=strategy, mode=mode, cuda_graph=cuda_graph)
+        for strategy, mode, cuda_graph, gpu in ARMS
+        if device != "cpu" or not gpu
+    ]
+    return [*arms, replace(base, control=True)]
+
+
+def _check_name(model: str) -> None:
+    if advised.is_own(model):
+        return
+    import zoo
+
+    if model not in zoo.list_models():
+        raise UsageError(
+            f"the zoo has no model {model!r}; {did_you_mean(model, zoo.list_models())} A model of your own is "
+            "module:function"
+        )
+
+
+def _sizes(given: list[str], *, own: bool) -> dict[str, int]:
+    """``batch=8,tokens=128`` as numbers."""
+    if given and own:
+        raise UsageError("--size is of a preset's inputs; a function of your own returns them as they should be")
+    sizes = {}
+    for part in ",".join(given).split(",") if given else []:
+        name, _, value = part.strip().partition("=")
+        if not name or not value.isdigit():
+            raise UsageError(f"--size: {part!r} is not name=number, such as batch=8")
+        sizes[name] = int(value)
+    return sizes
+
+
+def _look(settings: Settings, *, model: str, **question: Any) -> dict[str, Any]:
+    """What the model is, asked of a process of its own, which may crash.
+
+    Raises:
+        UsageError: If it cannot be measured, saying why.
+    """
+    worker = Worker(cache_environment(settings.scratch / "look"), timeout=settings.timeout)
+    try:
+        worker.ask("load", workload=WORKLOAD)
+        facts = worker.ask("look", model=model, **question)
+    except WorkerFailure as failure:
+        raise UsageError(f"{model}: {failure}") from failure
+    finally:
+        worker.stop()
+    if facts["refused"]:
+        raise UsageError(facts["refused"])
+    return facts
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main, "python -m benchmarks.advise"))

@@ -1,0 +1,157 @@
+"""Which way to run a model that is called so many times, everything counted that its user waits for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from benchmarks import stats
+from benchmarks.rendering import advice, numbers
+from benchmarks.rendering.advice import Step, is_eager
+from benchmarks.rendering.race import Arm, Caches, Race
+
+
+def short_name(arm: Arm) -> str:
+    """An arm's name without whose model it is: all are of one."""
+    return arm.name.removeprefix(arm.result.case.impl).strip()
+
+
+def start_up(race: Race) -> float:
+    """Seconds that starting the compiler adds to the first call of a process that has compiled nothing yet.
+
+    It is the same for every arm. Of what was measured the least counts, since whatever else the machine did comes on
+    top: a small graph compiled first and alone, and each arm's first result less what compiling it took.
+    """
+    found = []
+    for arm in race.arms:
+        cold, paid = arm.result.cold, arm.paid("cold")
+        if cold is None or is_eager(arm):
+            continue
+        if cold.start_up is not None:
+            found.append(cold.start_up)
+        if cold.time_to_first_result is not None and paid is not None and arm.p50 is not None:
+            found.append(max(0.0, cold.time_to_first_result - paid - arm.p50 / 1e3))
+    return min(found, default=0.0)
+
+
+def before(race: Race, arm: Arm, caches: Caches) -> float | None:
+    """Seconds before the first steady call in a new process: start-up, compiling, capturing; None if not measured."""
+    paid = arm.paid(caches)
+    if paid is None or is_eager(arm):
+        return paid
+    return paid + start_up(race)
+
+
+def total(race: Race, arm: Arm, calls: int, caches: Caches) -> float | None:
+    """Seconds from a new process, imports and model set-up apart, to the last of so many results."""
+    first = before(race, arm, caches)
+    return None if first is None or arm.p50 is None else first + calls * arm.p50 / 1e3
+
+
+def pays_back(race: Race, arm: Arm, caches: Caches) -> float | None:
+    """Calls until all that was paid first is paid back against eager; infinite, NaN and None as ``Race.break_even``."""
+    eager, first = race.own_eager(arm), before(race, arm, caches)
+    if eager is None or eager.p50 is None or arm.p50 is None or first is None or is_eager(arm):
+        return None
+    if race.verdict(arm, eager) == "undetermined":
+        return math.nan
+    return stats.break_even_calls(first, eager.p50, arm.p50)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to run for so many calls from cold or from warm caches.
+
+    Args:
+        caches: From which of the two.
+        arm: What takes the least time in all among what can be told apart.
+        steps: From which number of calls on each arm would be that.
+    """
+
+    caches: Caches
+    arm: Arm
+    steps: tuple[Step, ...]
+
+
+def choose(race: Race, calls: int, caches: Caches) -> Choice | None:
+    """The choice for so many calls; None where these caches were not measured, or nothing can be told apart."""
+    if advice.why_not(race):
+        return None
+    costs = {arm: cost for arm in advice.comparable(race) if (cost := before(race, arm, caches)) is not None}
+    if caches == "warm" and not any(_measured(arm, "warm") for arm in costs):
+        return None
+    steps = advice.steps_by(race, costs)
+    reached = [step for step in steps if step.calls <= calls]
+    return Choice(caches, reached[-1].arm, tuple(steps)) if reached else None
+
+
+def _measured(arm: Arm, caches: Caches) -> bool:
+    return not is_eager(arm) and arm.paid(caches) is not None
+
+
+def verdict(race: Race, calls: int) -> list[str]:
+    """What to run and why, a sentence or two each: the verdict from cold caches first, then from warm ones."""
+    cold = choose(race, calls, "cold")
+    if cold is None:
+        return [advice.why_not(race) or "No arm says what it costs: nothing can be advised."]
+    lines = [f"For {numbers.count(calls)} calls: {_chosen(race, cold, calls)}"]
+    lines += advice.alike(race, advice.comparable(race), cold.arm, short_name)
+    if len(cold.steps) > 1:
+        lines.append(f"From a cold start {_in_turn(cold.steps)}.")
+    warm = choose(race, calls, "warm")
+    if warm is None:
+        lines.append("What a warm start takes was not measured.")
+    elif warm.arm is not cold.arm:
+        lines.append(f"With warm caches, as a second process has them: {_chosen(race, warm, calls)}")
+    elif len(warm.steps) > 1:
+        lines.append(f"With warm caches, as a second process has them, {_in_turn(warm.steps)}.")
+    return lines
+
+
+def _chosen(race: Race, choice: Choice, calls: int) -> str:
+    arm = choice.arm
+    a_call = f"{numbers.significant(arm.p50)} ms a call"
+    if is_eager(arm):
+        in_all = f"{a_call}, {seconds(total(race, arm, calls, 'cold'))} in all"
+        later = [step for step in choice.steps if step.calls > calls]
+        if later:
+            return (
+                f"do not compile. Eager takes {in_all}; {short_name(later[0].arm)} pays back only from "
+                f"{numbers.calls(later[0].calls)} calls on."
+            )
+        return f"do not compile. Eager takes {in_all}, and nothing compiled is measurably faster."
+    caches = choice.caches
+    in_all = seconds(total(race, arm, calls, caches))
+    words = f"{short_name(arm)}: {_costs(race, arm, caches)} first, then {a_call}, {in_all} in all"
+    eager = race.own_eager(arm)
+    if eager is None:
+        return f"{words}; eager did not run, so there is nothing to pay back."
+    back = numbers.calls(pays_back(race, arm, caches))
+    return f"{words} against eager's {seconds(total(race, eager, calls, caches))}. It pays back after {back} calls."
+
+
+def _costs(race: Race, arm: Arm, caches: Caches) -> str:
+    """What is paid before the first steady call, part by part."""
+    figures = arm.result.cold if caches == "cold" else arm.result.warm
+    assert figures is not None
+    parts: Mapping[str, float | None] = {
+        "to start the compiler": start_up(race),
+        "to compile": figures.seconds,
+        "to capture": figures.capture,
+    }
+    return " + ".join(f"{seconds(value)} {what}" for what, value in parts.items() if value is not None)
+
+
+def _in_turn(steps: tuple[Step, ...]) -> str:
+    first, *others = steps
+    return f"{short_name(first.arm)} is the soonest done, " + ", ".join(
+        f"from {numbers.calls(step.calls)} calls on {short_name(step.arm)}" for step in others
+    )
+
+
+def seconds(value: float | None) -> str:
+    """Whole milliseconds at least: what follows is below what a process start varies by."""
+    if value is None:
+        return numbers.NOTHING
+    return f"{numbers.significant(value)} s" if value >= 0.01 else f"{value:.3f} s"
