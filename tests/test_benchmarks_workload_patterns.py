@@ -1,0 +1,137 @@
+"""The patterns as a family: both sides compute one thing, and cost what the pages say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zoo
+from benchmarks.case import Case, expand
+from benchmarks.patterns.pattern import Counts, count
+from benchmarks.strategies import apply, execution_mode
+from benchmarks.workloads import Prepared, families, load
+from benchmarks.workloads.patterns import PATTERNS, WORKLOAD
+
+MODULES = Path(__file__).resolve().parent.parent / "benchmarks/patterns"
+# Before and after, one call of the small size.
+COUNTS = {
+    "layer-values": (Counts(4, 0, 3), Counts(1, 0, 0)),
+    "once-outside": (Counts(2, 1, 0), Counts(1, 0, 0)),
+    "static-cache": (Counts(2, 0, 0), Counts(1, 0, 0)),
+    "outer-cuda-graph": (Counts(1, 0, 0), Counts(1, 0, 0)),
+    "buckets": (Counts(2, 0, 0), Counts(2, 0, 0)),
+    "few-signatures": (Counts(8, 0, 0), Counts(4, 0, 0)),
+    "own-operators": (Counts(2, 1, 0), Counts(1, 0, 0)),
+    "glue": (Counts(4, 0, 0), Counts(2, 0, 0)),
+    "no-branches": (Counts(2, 1, 0), Counts(1, 0, 0)),
+}
+
+
+def case(model: str = "layer-values", **changes: Any) -> Case:
+    return Case(**{"family": "patterns", "model": model, "input": "small", **changes})
+
+
+def prepare(model: str, **changes: Any) -> Prepared:
+    return WORKLOAD.prepare(case(model, **changes), data_root=None, seed=0)
+
+
+def call(prepared: Prepared) -> torch.Tensor:
+    with torch.inference_mode():
+        return prepared.model(**prepared.inputs)
+
+
+def error(output: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((output.double() - reference.double()).norm() / reference.double().norm())
+
+
+def test_every_pattern_is_raced():
+    assert "patterns" in families() and load("patterns") is WORKLOAD
+    written = {path.stem.replace("_", "-") for path in MODULES.glob("*.py") if "\nPATTERN = " in path.read_text()}
+    assert written == set(PATTERNS) == set(COUNTS)
+
+
+@pytest.mark.parametrize("impl", ["upstream", "zoo"])
+@pytest.mark.parametrize("model", PATTERNS)
+def test_both_sides_match_the_reference(model: str, impl: str):
+    prepared = prepare(model, impl=impl)
+    reference = prepared.reference()
+    assert reference.dtype == torch.float64 and not prepared.model.training
+    assert error(call(prepared), reference) < 3e-6
+    assert prepared.bytes > sum(parameter.nbytes for parameter in prepared.model.parameters())
+    half = prepare(model, impl=impl, dtype="bfloat16")
+    assert call(half).dtype == torch.bfloat16
+    assert 1e-4 < error(call(half), half.reference()) < 5e-2
+
+
+@pytest.mark.parametrize("impl", ["upstream", "zoo"])
+@pytest.mark.parametrize("model", PATTERNS)
+def test_a_wrong_weight_shows(model: str, impl: str):
+    prepared = prepare(model, impl=impl)
+    with torch.no_grad():
+        next(prepared.model.blocks.parameters()).add_(0.5)
+    assert error(call(prepared), prepared.reference()) > 1e-3
+
+
+@pytest.mark.parametrize("model", PATTERNS)
+def test_what_each_side_costs(model: str):
+    before, after = prepare(model, impl="upstream"), prepare(model, impl="zoo")
+    assert (count(before.model, before.inputs), count(after.model, after.inputs)) == COUNTS[model]
+
+
+@pytest.mark.parametrize("model", ["static-cache", "outer-cuda-graph"])
+@pytest.mark.parametrize("impl", ["upstream", "zoo"])
+def test_the_harness_compiles_regions(monkeypatch: pytest.MonkeyPatch, model: str, impl: str):
+    monkeypatch.setenv("BENCHMARKS_BACKEND", "aot_eager")
+    arm = case(model, impl=impl, strategy="regional")
+    prepared = WORKLOAD.prepare(arm, data_root=None, seed=0)
+    with execution_mode(arm):
+        step = apply(arm, prepared)
+        assert error(step(**prepared.inputs), prepared.reference()) < 3e-6
+    assert any(module._compiled_call_impl for module in prepared.model.modules())
+
+
+@pytest.mark.parametrize("model", PATTERNS)
+def test_the_zoo_s_side_fits_a_cuda_graph(model: str):
+    prepared = prepare(model, impl="zoo")
+    zoo.compile_regions(prepared.model, backend="aot_eager")
+    with torch.inference_mode():
+        step = zoo.cuda_graph(prepared.model, kwargs=prepared.inputs, clone_outputs=False)
+        assert error(step(**prepared.inputs), prepared.reference()) < 3e-6
+
+
+def test_blocks_with_a_cuda_graph_each_ask_for_it(monkeypatch: pytest.MonkeyPatch):
+    prepared, asked = prepare("outer-cuda-graph", impl="upstream"), []
+    assert prepared.compile_regions is not None
+    for block in prepared.model.blocks:
+        monkeypatch.setattr(block, "compile", lambda **options: asked.append(options["mode"]))
+    prepared.compile_regions(prepared.model, mode=None, backend="inductor")
+    assert asked == ["reduce-overhead"] * 4
+
+
+@pytest.mark.parametrize("model", PATTERNS)
+def test_the_large_size_is_both_sides_own(model: str):
+    pattern = PATTERNS[model]
+    with torch.device("meta"):
+        before, after = pattern.before(**pattern.model_sizes), pattern.after(**pattern.model_sizes)
+    assert [(n, p.shape) for n, p in before.named_parameters()] == [(n, p.shape) for n, p in after.named_parameters()]
+    small, large = (WORKLOAD.memory_bytes(case(model, input=name, device="cuda")) for name in ("small", "large"))
+    assert small < large < 8 << 30
+
+
+def test_which_arms_there_are():
+    assert WORKLOAD.default_races("cpu", False) == [("layer-values", "small")]
+    assert WORKLOAD.default_races("cuda", True) == [(model, "large") for model in PATTERNS]
+    for device, arms in (
+        ("cpu", ["zoo eager", "zoo regional", "upstream eager", "upstream regional"]),
+        ("cuda", ["zoo eager", "zoo regional", "zoo regional + CUDA graph", "upstream eager", "upstream regional"]),
+    ):
+        cases, _ = expand([case(device=device, dtype="float32")], WORKLOAD.refuses)
+        assert [arm.arm for arm in cases if not arm.control] == arms
+    assert "raced in the families" in str(WORKLOAD.refuses(case(strategy="full")))
+    assert "two sides" in str(WORKLOAD.refuses(case(impl="upstream-tuned")))
+    assert "is not one of" in str(WORKLOAD.refuses(case("nothing")))
+    with pytest.raises(ValueError, match="raced in the families"):
+        prepare("glue", strategy="full")
