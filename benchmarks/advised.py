@@ -202,7 +202,7 @@ class AdvisedWorkload:
     def __init__(self) -> None:
         self.memory: int | None = None  # bytes of one eager call, once look has measured them
 
-    def default_races(self, device: str, quick: bool) -> list[tuple[str, str]]:
+    def default_races(self, device: str, quick: bool, workload: str = "inference") -> list[tuple[str, str]]:
         """There is no plain run: the model is always named."""
         return []
 

@@ -20,7 +20,7 @@ from benchmarks.case import DTYPES, IMPLEMENTATIONS, MODES, STRATEGY_NAMES, WORK
 from benchmarks.measure import Plan, measure, say_where, settings_of
 from benchmarks.rendering.terminal import render
 from benchmarks.startup import Settings
-from benchmarks.usage import UsageError, did_you_mean, run_command
+from benchmarks.usage import UsageError, did_you_mean, require_zoo, run_command
 from benchmarks.worker import load_workload
 from benchmarks.workloads import Workload, families
 
@@ -107,6 +107,7 @@ def main(
     list_: Annotated[bool, typer.Option("--list", help="Show models, inputs and arms; measure nothing.")] = False,
 ) -> int:
     """Race a family's models: eager, full and regional, ours against the upstream library's own."""
+    require_zoo()
     console = Console(soft_wrap=False)
     if not family:
         if list_:
@@ -134,7 +135,7 @@ def main(
     bases = [
         Case(family=loaded.family, model=m, input=i, workload=workload, dtype=d, device=on)
         for d in dtypes
-        for m, i in _pairs(loaded, on, quick, model or [], input or [])
+        for m, i in _pairs(loaded, on, quick, workload, model or [], input or [])
     ]
     cases, refused = expand(
         bases,
@@ -175,12 +176,14 @@ def main(
         return measure(plan, settings, console, _conclude)
 
 
-def _pairs(workload: Workload, device: str, quick: bool, models: list[str], inputs: list[str]) -> list[tuple[str, str]]:
+def _pairs(
+    loaded: Workload, device: str, quick: bool, workload: str, models: list[str], inputs: list[str]
+) -> list[tuple[str, str]]:
     """Pairs of model and input: what was asked for, each with each; what was not asked for as in a plain run."""
-    defaults = list(workload.default_races(device, quick))
-    every = {"models": list(workload.models), "inputs": list(workload.inputs)}
-    picked_models = every["models"] if models == ["all"] else pick("--model", models, workload.models)
-    picked_inputs = every["inputs"] if inputs == ["all"] else pick("--input", inputs, workload.inputs)
+    defaults = list(loaded.default_races(device, quick, workload))
+    every = {"models": list(loaded.models), "inputs": list(loaded.inputs)}
+    picked_models = every["models"] if models == ["all"] else pick("--model", models, loaded.models)
+    picked_inputs = every["inputs"] if inputs == ["all"] else pick("--input", inputs, loaded.inputs)
     if not (picked_models or picked_inputs):
         return defaults
     picked_models = picked_models or list(dict.fromkeys(m for m, _ in defaults))

@@ -68,7 +68,7 @@ class FakeWorkload:
     models = ("good", "upstream-crash", "crash", "raise", "oom", "sleep", "print", "nan", "huge")
     inputs = ("small", "large")
 
-    def default_races(self, device: str, quick: bool) -> list[tuple[str, str]]:
+    def default_races(self, device: str, quick: bool, workload: str = "inference") -> list[tuple[str, str]]:
         return [("good", "small")]
 
     def dtypes(self, device: str) -> tuple[str, ...]:

@@ -88,8 +88,8 @@ class Workload(Protocol):
     models: tuple[str, ...]
     inputs: tuple[str, ...]
 
-    def default_races(self, device: str, quick: bool) -> list[tuple[str, str]]:
-        """(model, input) pairs of a plain run: full size on a GPU, one small pair on a CPU."""
+    def default_races(self, device: str, quick: bool, workload: str = "inference") -> list[tuple[str, str]]:
+        """(model, input) pairs of a plain run of inference or training: full size on a GPU, one small pair on a CPU."""
 
     def dtypes(self, device: str) -> tuple[str, ...]:
         """Supported dtypes, the default first."""

@@ -38,7 +38,7 @@ class BertWorkload:
         "skewed-4x32",
     )
 
-    def default_races(self, device: str, quick: bool) -> list[tuple[str, str]]:
+    def default_races(self, device: str, quick: bool, workload: str = "inference") -> list[tuple[str, str]]:
         """(model, input) pairs of a plain run."""
         if device == "cpu":
             return [("bert-debug", "2x32")]

@@ -35,7 +35,7 @@ class GnnWorkload:
     models: tuple[str, ...] = (*KINDS, *(f"{kind}-8x256" for kind in KINDS))
     inputs: tuple[str, ...] = graphs.INPUTS
 
-    def default_races(self, device: str, quick: bool) -> list[tuple[str, str]]:
+    def default_races(self, device: str, quick: bool, workload: str = "inference") -> list[tuple[str, str]]:
         """(model, input) pairs of a plain run."""
         if device == "cpu":
             return [("gcn", "karate")]

@@ -47,7 +47,7 @@ class LlmWorkload:
         "prefill-1x32",
     )
 
-    def default_races(self, device: str, quick: bool) -> list[tuple[str, str]]:
+    def default_races(self, device: str, quick: bool, workload: str = "inference") -> list[tuple[str, str]]:
         """(model, input) pairs of a plain run."""
         if device == "cpu":
             return [("llm-debug", "decode-1x64")]

@@ -50,7 +50,7 @@ class PatternsWorkload:
     models: tuple[str, ...] = tuple(PATTERNS)
     inputs: tuple[str, ...] = ("small", "large")
 
-    def default_races(self, device: str, quick: bool) -> list[tuple[str, str]]:
+    def default_races(self, device: str, quick: bool, workload: str = "inference") -> list[tuple[str, str]]:
         """(model, input) pairs of a plain run."""
         if device == "cpu":
             return [("layer-values", "small")]

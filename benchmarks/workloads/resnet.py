@@ -45,7 +45,7 @@ class ResNetWorkload:
     )
     inputs: tuple[str, ...] = ("64x224", "1x224", "256x224", "2x32")
 
-    def default_races(self, device: str, quick: bool) -> list[tuple[str, str]]:
+    def default_races(self, device: str, quick: bool, workload: str = "inference") -> list[tuple[str, str]]:
         """(model, input) pairs of a plain run."""
         if device == "cpu":
             return [("resnet-debug", "2x32")]

@@ -130,14 +130,16 @@ class LLMLayer(nn.Module):
 
 
 class LLMHead(nn.Module):
-    """The last norm, and the product with the vocabulary's vectors."""
+    """The last norm, and the product with the vocabulary's vectors where logits are wanted."""
 
     def __init__(self, config: LLMConfig) -> None:
         super().__init__()
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        """X [B, T, C], weight [V, C], which may be the embedding's -> logits [B, T, V]."""
+    def forward(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """X [B, T, C], weight [V, C], which may be the embedding's -> logits [B, T, V]; without one x normalised."""
+        if weight is None:
+            return self.norm(x)
         if x.shape[1] == 1 and not torch.is_grad_enabled() and operators.kernels_run(x):
             rows = x[:, 0]
             if operators.few_rows(rows, weight):

@@ -84,6 +84,38 @@ class LLM(nn.Module):
             TypeError, ValueError: If an input does not fit, before anything runs.
         """
         check_call(self, input_ids, attention_mask, position_ids, cache, logits_to_keep)
+        x = self._run_layers(input_ids, attention_mask, position_ids, cache)
+        return self.head(_kept(x, logits_to_keep), self.output_weight)
+
+    def features(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
+        """What the output product is taken of: ``F.linear(model.features(ids), model.output_weight)`` are the logits.
+
+        For a loss that never holds all of them, as ``zoo.training.LinearCrossEntropy``.
+
+        Args:
+            input_ids: As ``forward`` takes them, without a cache.
+            attention_mask: The same.
+            position_ids: The same.
+
+        Returns:
+            [B, T, C].
+
+        Raises:
+            TypeError, ValueError: If an input does not fit, before anything runs.
+        """
+        check_call(self, input_ids, attention_mask, position_ids, None, 0)
+        return self.head(self._run_layers(input_ids, attention_mask, position_ids, None), None)
+
+    def _run_layers(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cache: KVCache | None,
+    ) -> Tensor:
+        """All but the head: [B, T] -> [B, T, C]."""
         batch, tokens = input_ids.shape
         x = self.embed_tokens(input_ids)
         if cache is not None and x.requires_grad:
@@ -105,7 +137,7 @@ class LLM(nn.Module):
                 x = layer(x, rotary, mask)
             else:
                 x = layer(x, rotary, None, positions, cache.layers[index])
-        return self.head(_kept(x, logits_to_keep), self.output_weight)
+        return x
 
     @property
     def output_weight(self) -> Tensor:
