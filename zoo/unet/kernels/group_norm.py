@@ -40,10 +40,10 @@ def _load(x, skip, row, inside, channel, live, first, channels):
 
 
 @triton.jit(
-    do_not_specialize=["shift_stride", "shifts", "pixels", "size", "units", "groups", "rows", "chunks"],
+    do_not_specialize=["shift_stride", "shifted", "pixels", "size", "units", "groups", "rows", "chunks"],
 )
 def _partial(
-    x, skip, shift, part, shift_stride, shifts, pixels, channels, first, size, units, groups, rows, chunks,
+    x, skip, shift, part, shift_stride, shifted, pixels, channels, first, size, units, groups, rows, chunks,
     UNIT: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
@@ -70,7 +70,7 @@ def _partial(
         mean += delta * (count / (before + count))
         squares += tl.sum(apart * apart, 0) + delta * delta * (before * count / (before + count))
     # A shift of all pixels moves the mean and nothing else.
-    mean += tl.load(shift + image * shift_stride + channel, mask=live & (shifts != 0), other=0.0).to(tl.float32)
+    mean += tl.load(shift + image * shift_stride + channel, mask=live & (channel < shifted), other=0.0).to(tl.float32)
     member = tl.arange(0, GROUPS)
     belongs = (column // size)[None, :] == member[:, None]
     belongs = belongs & live[None, :]
@@ -86,11 +86,22 @@ def _partial(
 
 
 @triton.jit(
-    do_not_specialize=["shift_stride", "shifts", "pixels", "size", "units", "groups", "rows", "chunks", "silu"],
+    do_not_specialize=[
+        "shift_stride",
+        "shifted",
+        "pixels",
+        "size",
+        "units",
+        "groups",
+        "rows",
+        "chunks",
+        "kept",
+        "silu",
+    ],
 )
 def _apply(
-    x, skip, shift, weight, bias, part, out, joined, shift_stride, shifts, pixels, channels, first, size, units,
-    groups, rows, chunks, eps, silu,
+    x, skip, shift, weight, bias, part, out, joined, shift_stride, shifted, pixels, channels, first, size, units,
+    groups, rows, chunks, kept, eps, silu,
     UNIT: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
@@ -125,7 +136,7 @@ def _apply(
     scale = tl.sum(tl.where(belongs, scale[:, None], 0.0), 0)
     scale *= tl.load(weight + channel, mask=live, other=0.0).to(tl.float32)
     offset = tl.load(bias + channel, mask=live, other=0.0).to(tl.float32)
-    moved = tl.load(shift + image * shift_stride + channel, mask=live & (shifts != 0), other=0.0).to(tl.float32)
+    moved = tl.load(shift + image * shift_stride + channel, mask=live & (channel < shifted), other=0.0).to(tl.float32)
     moved -= mean
     x += image * pixels * first
     skip += image * pixels * (channels - first)
@@ -139,9 +150,10 @@ def _apply(
         value = _load(x, skip, row, inside, channel, live, first, channels)
         seen = inside[:, None] & live[None, :]
         place = row[:, None] * channels + channel[None, :]
-        tl.store(joined + place, value.to(joined.dtype.element_ty), mask=seen & (first < channels))
+        tl.store(joined + place, value.to(joined.dtype.element_ty), mask=seen & (channel < kept)[None, :])
         value = (value + moved[None, :]) * scale[None, :] + offset[None, :]
-        value = tl.where(silu != 0, value * tl.sigmoid(value), value)
+        if silu != 0:
+            value = value * tl.sigmoid(value)
         tl.store(out + place, value.to(out.dtype.element_ty), mask=seen)
 
 
@@ -199,7 +211,7 @@ def _launch(
     if shift is not None and shift.stride(1) != 1:
         shift = shift.contiguous()
     sizes = (
-        0 if shift is None else shift.stride(0), int(shift is not None), pixels, channels, first, size,
+        0 if shift is None else shift.stride(0), 0 if shift is None else channels, pixels, channels, first, size,
         count * size // unit, groups, rows, chunks,
     )  # fmt: skip
     code = {
@@ -211,5 +223,6 @@ def _launch(
     }
     grid = (chunks, blocks, images)
     moved = weight if shift is None else shift
+    kept = channels if first < channels else 0
     _partial[grid](x, skip, moved, part, *sizes, **code)
-    _apply[grid](x, skip, moved, weight, bias, part, out, joined, *sizes, eps, int(silu), STEP=STEP, **code)
+    _apply[grid](x, skip, moved, weight, bias, part, out, joined, *sizes, kept, eps, int(silu), STEP=STEP, **code)

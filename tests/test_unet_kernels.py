@@ -1,0 +1,107 @@
+"""The group-norm operators: kernels by unet_kernel_checks.py, here what compilers and callers need of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.kernel_runs import run_checks
+from zoo.unet import operators
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="torch came without Triton, which GPUs only need"
+)
+def test_kernels_in_the_interpreter() -> None:
+    run_checks("unet_kernel_checks.py", interpret=True)
+
+
+@pytest.mark.gpu
+def test_kernels_on_a_gpu() -> None:
+    run_checks("unet_kernel_checks.py", "-m", "gpu", interpret=False)
+
+
+def images(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> Tensor:
+    drawn = torch.randn(*shape, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    return drawn.requires_grad_(grad)
+
+
+def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    weight, bias = torch.randn(12).requires_grad_(), torch.randn(12).requires_grad_()
+    x, shift = images(2, 12, 3, 5, grad=True), torch.randn(2, 12).requires_grad_()
+    tail = (weight, bias, 4, 1e-5)
+    return {
+        "plain": (operators.group_norm, (x, None, *tail, False)),
+        "shift and silu": (operators.group_norm, (x, shift, *tail, True)),
+        "half": (operators.group_norm, (images(2, 12, 3, 5, dtype=torch.bfloat16), None, *tail, True)),
+        "two": (operators.cat_group_norm, (images(2, 7, 3, 5, grad=True), images(2, 5, 3, 5, grad=True), *tail, True)),
+    }
+
+
+@pytest.mark.parametrize("name", calls())
+def test_operators_are_what_torch_expects(name: str) -> None:
+    operator, arguments = calls()[name]
+    torch.library.opcheck(operator, arguments)
+
+
+@pytest.mark.parametrize("silu", [False, True])
+def test_gradients_are_those_of_torchs_own(silu: bool) -> None:
+    def plain(x: Tensor, skip: Tensor, shift: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        joined = torch.cat([x, skip], 1)
+        out = F.group_norm(joined, 4, weight, bias, 1e-3)
+        moved = F.group_norm(joined + shift[:, :, None, None], 4, weight, bias, 1e-3)
+        return (F.silu(out) * joined).sum() + F.silu(moved).square().sum() if silu else (out * joined + moved**3).sum()
+
+    def ours(x: Tensor, skip: Tensor, shift: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        out, joined = operators.cat_group_norm(x, skip, weight, bias, 4, 1e-3, silu)
+        moved = operators.group_norm(joined, shift, weight, bias, 4, 1e-3, silu)
+        return (out * joined).sum() + (moved.square().sum() if silu else (moved**3).sum())
+
+    tensors = [images(2, 7, 3, 5, dtype=torch.float64), images(2, 5, 3, 5, dtype=torch.float64)]
+    tensors += [torch.randn(*shape, dtype=torch.float64) for shape in ((2, 12), (12,), (12,))]
+    given = [tensor.requires_grad_() for tensor in tensors]
+    torch.testing.assert_close(ours(*given), plain(*given))
+    for found, expected in zip(
+        torch.autograd.grad(ours(*given), given), torch.autograd.grad(plain(*given), given), strict=True
+    ):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_shift_for_all_rows_alike_gets_the_gradient_of_all() -> None:
+    x, shift = images(3, 12, 3, 5), torch.randn(1, 12).requires_grad_()
+    weight, bias = torch.randn(12), torch.randn(12)
+    out = operators.group_norm(x, shift.expand(3, -1), weight, bias, 4, 1e-5, True)
+    expected = F.silu(F.group_norm(x + shift[:, :, None, None], 4, weight, bias, 1e-5))
+    (found,) = torch.autograd.grad(out.square().sum(), shift)
+    torch.testing.assert_close(found, torch.autograd.grad(expected.square().sum(), shift)[0], rtol=1e-4, atol=1e-4)
+
+
+def test_half_precision_is_rounded_once() -> None:
+    x, shift = images(2, 12, 9, 9, dtype=torch.bfloat16), torch.randn(2, 12)
+    weight, bias = torch.randn(12), torch.randn(12)
+    out = operators.group_norm(x, shift, weight, bias, 4, 1e-5, True)
+    wide = F.silu(F.group_norm(x.float() + shift[:, :, None, None], 4, weight, bias, 1e-5))
+    assert out.dtype == torch.bfloat16 and torch.equal(out, wide.bfloat16())
+
+
+def test_importing_and_running_the_family_brings_no_triton() -> None:
+    code = (
+        "import sys, torch, zoo\n"
+        "before = 'triton' in sys.modules\n"
+        "model = zoo.create('unet-debug'); model(**zoo.example_inputs(model))\n"
+        "assert not before and 'triton' not in sys.modules and 'zoo.unet.kernels' not in sys.modules\n"
+        "assert 'diffusers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)

@@ -1,0 +1,167 @@
+"""The group-norm kernels against float64. Run by test_unet_kernels.py in Triton's interpreter, and on a GPU.
+
+TRITON_INTERPRET=1 python -m pytest tests/unet_kernel_checks.py
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+import zoo
+from zoo.unet import fallback, operators
+from zoo.unet.kernels import group_norm as kernels
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
+RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+# Channels of a group in the models: 10, 20, 30, 40, 60, 80, and more groups than a program takes. Others: one alone,
+# odd widths, wider than a block.
+WIDTHS = [(130, 13), (140, 7), (150, 5), (160, 4), (180, 3), (160, 2), (8, 8), (21, 3), (30, 5), (6, 1), (300, 2)]
+
+
+@pytest.fixture(autouse=True)
+def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(operators, "triton_runs_on", lambda device: True)
+        # The interpreter runs one program after the other.
+        monkeypatch.setattr(kernels, "ENOUGH", 6)
+
+
+def values(*shape: int, dtype: torch.dtype = torch.float32, mean: float = 0.0, scale: float = 1.0) -> Tensor:
+    drawn = (torch.randn(*shape) * scale + mean).to(DEVICE, dtype)
+    return drawn.contiguous(memory_format=torch.channels_last) if drawn.dim() == 4 else drawn
+
+
+def close(found: Tensor, expected: Tensor, dtype: torch.dtype, times: float = 1.0) -> None:
+    assert found.shape == expected.shape and found.dtype == dtype and found.isfinite().all()
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    error = (found.double() - expected).norm() / expected.norm()
+    assert error < RELATIVE[dtype] * times, error
+
+
+def wide(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if tensor is None else tensor.double() for tensor in tensors]
+
+
+@pytest.mark.parametrize("dtype", RELATIVE)
+@pytest.mark.parametrize(("channels", "groups"), WIDTHS)
+def test_norms(channels: int, groups: int, dtype: torch.dtype) -> None:
+    # Sizes that no chunk divides; a shift that is a slice of all blocks' and one that is the same for all rows.
+    x = values(2, channels, 7, 11, dtype=dtype, mean=0.5)
+    weight, bias = values(channels, dtype=dtype, mean=1.0), values(channels, dtype=dtype)
+    shifts = values(2, 3 * channels, dtype=dtype)
+    for shift, silu in (
+        (None, False),
+        (shifts[:, channels : 2 * channels], True),
+        (shifts[:1, :channels].expand(2, -1), True),
+        (shifts[:, ::3], False),
+    ):
+        found = operators.group_norm(x, shift, weight, bias, groups, 1e-5, silu)
+        close(found, fallback.group_norm(*wide(x, shift, weight, bias), groups, 1e-5, silu), dtype)
+
+
+@pytest.mark.parametrize("dtype", RELATIVE)
+@pytest.mark.parametrize(
+    ("own", "skip", "groups"),
+    [(80, 40, 4), (80, 40, 2), (80, 80, 2), (16, 8, 8), (5, 9, 2), (1, 20, 3)],
+)
+def test_norms_of_two_side_by_side(own: int, skip: int, groups: int, dtype: torch.dtype) -> None:
+    x, other = values(2, own, 5, 9, dtype=dtype, mean=-1.0), values(2, skip, 5, 9, dtype=dtype, mean=2.0)
+    weight, bias = values(own + skip, dtype=dtype, mean=1.0), values(own + skip, dtype=dtype)
+    for silu in (False, True):
+        found, joined = operators.cat_group_norm(x, other, weight, bias, groups, 1e-5, silu)
+        expected, _ = fallback.cat_group_norm(*wide(x, other, weight, bias), groups, 1e-5, silu)
+        close(found, expected, dtype)
+        assert torch.equal(joined, torch.cat([x, other], dim=1))
+        assert joined.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 40), (20, 20)])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_sizes(batch: int, size: tuple[int, int]) -> None:
+    x, weight, bias = values(batch, 20, *size), values(20), values(20)
+    found = operators.group_norm(x, None, weight, bias, 2, 1e-5, True)
+    close(found, fallback.group_norm(*wide(x, None, weight, bias), 2, 1e-5, True), torch.float32)
+    assert operators.group_norm(x[:0], None, weight, bias, 2, 1e-5, True).shape == (0, 20, *size)
+
+
+def test_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    # More than are put together at a time.
+    monkeypatch.setattr(kernels, "ENOUGH", 80)
+    monkeypatch.setattr(kernels, "TILE", 128 * 4)
+    x, weight, bias = values(1, 20, 20, 17, mean=3.0), values(20), values(20)
+    found = operators.group_norm(x, None, weight, bias, 2, 1e-5, True)
+    close(found, fallback.group_norm(*wide(x, None, weight, bias), 2, 1e-5, True), torch.float32)
+
+
+def test_a_mean_far_from_zero_costs_no_variance() -> None:
+    # The mean of squares less the square of the mean would be lost: float32 tells 1e8 from 1e8 + 8 at best.
+    x, weight, bias = values(1, 20, 16, 16, mean=1e4), values(20), values(20)
+    x[:, :, 0, 0] = 0.0
+    found = operators.group_norm(x, None, weight, bias, 2, 1e-5, False)
+    close(found, fallback.group_norm(*wide(x, None, weight, bias), 2, 1e-5, False), torch.float32)
+    x[:, :, 0, 0] = 1e4
+    found = operators.group_norm(x, None, weight, bias, 2, 1e-5, False)
+    # Here one bit of the mean is a thousandth of the deviation.
+    close(found, fallback.group_norm(*wide(x, None, weight, bias), 2, 1e-5, False), torch.float32, times=500)
+
+
+def test_a_shift_far_from_zero_is_taken_out_again() -> None:
+    x, weight, bias = values(2, 20, 9, 9), values(20), values(20)
+    shift = values(2, 2, mean=50.0).repeat_interleave(10, dim=1)
+    plain = operators.group_norm(x, None, weight, bias, 2, 1e-5, False)
+    moved = operators.group_norm(x, shift, weight, bias, 2, 1e-5, False)
+    torch.testing.assert_close(moved, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_equal_pixels_have_no_variance() -> None:
+    x, weight, bias = values(1, 20, 9, 9), values(20), values(20)
+    x[:] = 3.0
+    found = operators.group_norm(x, None, weight, bias, 2, 1e-5, False)
+    torch.testing.assert_close(found, bias.view(1, -1, 1, 1).expand_as(x))
+
+
+def test_other_memory_formats_and_weights_of_another_dtype() -> None:
+    # As autocast hands them over.
+    x, skip = values(2, 20, 6, 7, dtype=torch.bfloat16), values(2, 10, 6, 7)
+    weight, bias = values(20), values(20)
+    expected = fallback.group_norm(*wide(x, None, weight, bias), 2, 1e-5, True)
+    for given in (x, x.contiguous(), x.permute(0, 1, 3, 2).contiguous().permute(0, 1, 3, 2)):
+        close(operators.group_norm(given, None, weight, bias, 2, 1e-5, True), expected, torch.bfloat16)
+    weight, bias = values(30), values(30)
+    _, joined = operators.cat_group_norm(x, skip.contiguous(), weight, bias, 3, 1e-5, True)
+    assert joined.dtype == torch.bfloat16
+    torch.testing.assert_close(joined[:, 20:], skip.bfloat16())
+
+
+def test_the_same_bits_every_time() -> None:
+    x, weight, bias = values(1, 20, 33, 17), values(20), values(20)
+    first = operators.group_norm(x, None, weight, bias, 2, 1e-5, True)
+    assert all(torch.equal(operators.group_norm(x, None, weight, bias, 2, 1e-5, True), first) for _ in range(2))
+
+
+def test_a_model_predicts_as_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.create("unet-xl-debug", device=DEVICE)
+    inputs = zoo.example_inputs(model, batch=1, size=8)
+    found = {}
+    for kernels_on in (True, False):
+        if not kernels_on:
+            monkeypatch.setattr(operators, "triton_runs_on", lambda device: False)
+        out = model(**inputs).sample
+        loss = (out * torch.linspace(-1, 1, out.numel(), device=DEVICE).view(out.shape)).sum()
+        found[kernels_on] = [out.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+    torch.testing.assert_close(found[True], found[False], rtol=1e-3, atol=1e-4)
+
+
+def test_compilations_do_not_depend_on_sizes() -> None:
+    widths = [(10, 32), (20, 32), (30, 32), (40, 32), (60, 32), (80, 32)]
+    plans = {(unit, block) for _, unit, block in (kernels._groups_of_a_block(*width) for width in widths)}
+    assert plans == {(8, 128)}
+    for size, groups in [*widths, (1, 8), (7, 3), (129, 2), (4096, 1)]:
+        count, unit, block = kernels._groups_of_a_block(size, groups)
+        assert 1 <= count <= groups and count * size <= block and count * size % unit == 0
