@@ -44,6 +44,8 @@ def apply(case: Case, prepared: Prepared) -> Call:
                 import zoo
 
                 zoo.compile_regions(model, mode=mode, dynamic=bool(dynamic), backend=backend())
+                if prepared.training is not None and prepared.training.after_compile is not None:
+                    prepared.training.after_compile(model)
             elif prepared.compile_regions is None:
                 raise ValueError(f"{case.impl} has no way to compile its regions: Prepared.compile_regions is None")
             else:

@@ -23,6 +23,7 @@ class Training:
         autocast: The dtype of autocast over float32 weights, or None where the weights have the case's dtype.
         clip_norm: Largest norm of all gradients together, or None.
         loss_module: A module inside ``loss`` that declares regions of its own, compiled where the model's are.
+        after_compile: What is done to a zoo model whose regions were compiled: activation checkpointing.
         random: Whether the model draws dropout, which differs from arm to arm: losses are not compared then.
     """
 
@@ -32,6 +33,7 @@ class Training:
     autocast: torch.dtype | None = None
     clip_norm: float | None = None
     loss_module: nn.Module | None = None
+    after_compile: Callable[[nn.Module], Any] | None = None
     random: bool = False
 
 

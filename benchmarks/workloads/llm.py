@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.case import Case
-from benchmarks.workloads import llm_steps, llm_upstream, llm_weights, llm_work
+from benchmarks.workloads import llm_steps, llm_train, llm_upstream, llm_weights, llm_work
 from benchmarks.workloads.base import Prepared, refuses_unknown
 from benchmarks.workloads.llm_work import Task
 from zoo.llm import LLM, LLMConfig
@@ -24,6 +24,9 @@ class LlmWorkload:
     the next call feeds. Positions stay in the upper half of the cache and spread evenly over it, so that three
     quarters are filled on average. ``prefill-BxT``: one call takes B prompts of T tokens to the logits of their last
     position and the next token.
+
+    Training: ``BxT``, B rows of T tokens; weights and moments in the case's dtype. ``<model>-checkpointed`` keeps the
+    layers' inputs only.
     """
 
     family = "llm"
@@ -34,6 +37,7 @@ class LlmWorkload:
         "qwen3-0.6b",
         "qwen3-8b",
         "llm-debug",
+        *(name + llm_train.CHECKPOINTED for name in ("llama-3.2-1b", "llama-3.2-3b", "llm-debug")),
     )
     inputs: tuple[str, ...] = (
         "decode-1x1024",
@@ -45,10 +49,18 @@ class LlmWorkload:
         "prefill-4x2048",
         "decode-1x64",
         "prefill-1x32",
+        "4x2048",
+        "1x8192",
+        "1x32768",
+        "1x65536",
+        "1x131072",
+        "2x16",
     )
 
     def default_races(self, device: str, quick: bool, workload: str = "inference") -> list[tuple[str, str]]:
         """(model, input) pairs of a plain run."""
+        if workload == "train":
+            return [("llm-debug", "2x16")] if device == "cpu" else [("llama-3.2-1b", "4x2048")]
         if device == "cpu":
             return [("llm-debug", "decode-1x64")]
         races = [("llama-3.2-1b", "decode-1x1024"), ("llama-3.2-1b", "prefill-1x2048")]
@@ -60,8 +72,14 @@ class LlmWorkload:
 
     def refuses(self, case: Case) -> str | None:
         """Why this combination does not exist, or None."""
-        if reason := refuses_unknown(self, case):
+        if reason := refuses_unknown(self, case, ("inference", "train")):
             return reason
+        if case.workload == "train":
+            return llm_train.refuses(case, _config(case))
+        if case.model.endswith(llm_train.CHECKPOINTED):
+            return f"{case.model} is for training"
+        if llm_train.rows_of(case.input) is not None:
+            return f"{case.input} is an input of training; inference takes decode-BxS or prefill-BxT"
         slots, limit = llm_work.task(case.input).slots, PRESETS[case.model].max_position_embeddings
         if slots > limit:
             return f"{case.input} needs {slots} positions, and {case.model} has {limit}"
@@ -69,6 +87,8 @@ class LlmWorkload:
 
     def memory_bytes(self, case: Case) -> int:
         """Estimated peak device memory of the case in bytes, the reference included, which any arm may compute."""
+        if case.workload == "train":
+            return llm_train.memory_bytes(case, _config(case))
         config, task = PRESETS[case.model], llm_work.task(case.input)
         ours = case.impl == "zoo"
         cached = ours or task.kind == "decode"
@@ -92,6 +112,8 @@ class LlmWorkload:
         """
         if reason := self.refuses(case):
             raise ValueError(f"{case.arm}: {reason}")
+        if case.workload == "train":
+            return llm_train.prepare(case, _config(case), seed=seed)
         config, task = PRESETS[case.model], llm_work.task(case.input)
         device, dtype = torch.device(case.device), _dtype(case)
         weights = llm_weights.SeededWeights(llm_upstream.shapes(config), seed=seed, dtype=dtype, device=device)
@@ -159,6 +181,10 @@ def _data(case: Case, task: Task) -> str:
     if task.kind == "decode":
         return "generated (cache half to wholly full)"
     return f"generated (keys and values {'kept' if case.impl == 'zoo' else 'not kept'})"
+
+
+def _config(case: Case) -> LLMConfig:
+    return PRESETS[case.model.removesuffix(llm_train.CHECKPOINTED)]
 
 
 def _dtype(case: Case) -> torch.dtype:

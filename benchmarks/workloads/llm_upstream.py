@@ -75,9 +75,13 @@ def compile_layers(step: nn.Module, *, raised_limit: bool, **options: Any) -> No
             each layer reads its own index, and is a graph of its own.
         options: What ``torch.compile`` takes.
     """
+    compile_decoder(step.model, raised_limit=raised_limit, **options)  # type: ignore[arg-type]
+
+
+def compile_decoder(model: Any, *, raised_limit: bool, **options: Any) -> None:
+    """The same for a model of :func:`build` itself."""
     if raised_limit:
         options |= compile_limit_kwargs()
-    model: Any = step.model
     for layer in model.model.layers:
         layer.compile(**options)
 

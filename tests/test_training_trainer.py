@@ -1,0 +1,52 @@
+"""A model of the zoo in the Trainer of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zoo
+
+
+class WithLoss(nn.Module):
+    """What the Trainer asks of a model: a forward that returns the loss. It writes into a ``config`` if it sees one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": F.cross_entropy(self.model(input_ids).flatten(0, 1), labels.flatten())}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "regional"])
+def test_a_model_trains(tmp_path: Path, compiled: bool):
+    from transformers import Trainer, TrainingArguments
+
+    model = zoo.create("llm-debug").train()
+    if compiled:
+        zoo.compile_regions(model, backend="aot_eager")
+    rows = torch.randint(8, (16, 9), generator=torch.Generator().manual_seed(0))
+    data = [{"input_ids": row[:-1], "labels": row[1:]} for row in rows]
+    arguments = TrainingArguments(
+        str(tmp_path),
+        per_device_train_batch_size=8,
+        max_steps=12,
+        learning_rate=1e-2,
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    trainer = Trainer(model=WithLoss(model), args=arguments, train_dataset=data)
+    if compiled:
+        with zoo.enforce_budget(model):
+            trainer.train()
+    else:
+        trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 12 and losses[-1] < 0.8 * losses[0]
