@@ -30,7 +30,7 @@ from benchmarks.rendering.advised import Regions
 from benchmarks.rendering.race import races
 from benchmarks.run import RUNS, device_of, pick
 from benchmarks.startup import Settings
-from benchmarks.usage import UsageError, did_you_mean, run_command
+from benchmarks.usage import UsageError, did_you_mean, require_zoo, run_command
 
 WORKLOAD = "benchmarks.advised"
 # (strategy, mode, outer CUDA graph, needs a GPU)
@@ -56,6 +56,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Of weights, inputs and drawn orders.")] = 0,
 ) -> int:
     """Measure a model eagerly and compiled in every way, and say which is best for so many calls."""
+    require_zoo()
     if calls < 1:
         raise UsageError(f"--calls is {calls}, expected at least 1")
     if timeout <= 0:

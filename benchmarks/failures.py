@@ -12,7 +12,7 @@ from typing import Any
 MESSAGE_LENGTH = 400
 # What says that memory is short without being an OutOfMemoryError: the allocators beside torch's own.
 NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "_ALLOC_FAILED")
-BUSY = "devices are busy or unavailable"
+BUSY = "busy or unavailable"
 NO_ROOM = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "PytorchStreamWriter failed writing file")
 CACHES = "TORCHINDUCTOR_CACHE_DIR"
 ELSEWHERE = "set TMPDIR to a folder on another: the compiler's caches go there"

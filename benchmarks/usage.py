@@ -15,6 +15,18 @@ class UsageError(ValueError):
     """The command cannot do what it was asked; the message says why and what to do."""
 
 
+def require_zoo() -> None:
+    """Refuse to go on with a torch that the zoo refuses, in the one line that it says.
+
+    Raises:
+        UsageError: If ``import zoo`` fails.
+    """
+    try:
+        import zoo  # noqa: F401
+    except ImportError as error:
+        raise UsageError(str(error)) from error
+
+
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
     """What a wrong word most likely meant, else all there is: ``did you mean 'cora'?``."""
     known = sorted(known)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import pathlib
 import time
 from typing import Any
 
@@ -54,7 +56,14 @@ def misbehave(behaviour: str) -> None:
         raise ValueError("this model does not like its input")
     if behaviour == "oom":
         raise torch.OutOfMemoryError("tried to allocate 7.00 GiB")
+    if behaviour == "busy":
+        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
+    if behaviour == "full":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/caches/kernel.so")
     if behaviour == "sleep":
+        time.sleep(60)
+    if behaviour.startswith("hang") and (marker := os.environ.get("FAKE_HANGS")):
+        pathlib.Path(marker).touch()
         time.sleep(60)
     if behaviour == "print":
         print("a stray print")
@@ -65,7 +74,21 @@ class FakeWorkload:
     """``good`` runs; ``upstream-<behaviour>`` misbehaves in upstream's arms only; other models in all arms."""
 
     family = "fake"
-    models = ("good", "upstream-crash", "crash", "raise", "oom", "sleep", "print", "nan", "huge")
+    models = (
+        "good",
+        "upstream-crash",
+        "crash",
+        "raise",
+        "oom",
+        "busy",
+        "full",
+        "sleep",
+        "hang",
+        "hang-too",
+        "print",
+        "nan",
+        "huge",
+    )
     inputs = ("small", "large")
 
     def default_races(self, device: str, quick: bool, workload: str = "inference") -> list[tuple[str, str]]:

@@ -3,6 +3,8 @@
 ``import zoo`` imports torch and nothing heavier; upstream libraries come in only when a model is converted.
 """
 
+# First of all: it refuses a torch that is too old for the rest.
+import zoo.compat as compat  # noqa: F401
 from zoo import bert as bert
 from zoo import gnn as gnn
 from zoo import llm as llm

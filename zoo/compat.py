@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import torch
 
+OLDEST_TORCH = (2, 11)
+
 # Dynamo's own limit is a backstop far above any honest budget: on reaching it a frame falls to eager or raises,
 # depending on the release and on fullgraph. Our own count is what enforces budgets.
 RECOMPILE_LIMIT = 1024
+
+
+def refuse_old_torch(version: str) -> None:
+    """Say in one line what is needed, before something that an old torch does not have fails in words of its own.
+
+    Raises:
+        ImportError: If the release is older than the oldest supported.
+    """
+    release = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if release < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise ImportError(f"zoo needs torch {oldest} or newer, this is torch {version}; pip install --upgrade torch")
+
+
+refuse_old_torch(torch.__version__)
 
 
 def compile_limit_kwargs() -> dict[str, Any]:

@@ -216,9 +216,7 @@ class Race:
             notes.append(f"Not raced in the reference's rounds, compared unpaired: {', '.join(a.name for a in apart)}.")
         missed = [arm.name for arm in timed if _missed(arm.result)]
         if missed:
-            notes.append(
-                f"The warm start of these missed a cache, so something was compiled anew: {', '.join(missed)}."
-            )
+            notes.append(f"The warm start of these missed a cache and compiled something anew: {', '.join(missed)}.")
         if wrong := [arm.name for arm in self.arms if arm.wrong]:
             notes.append(f"! Error above {WRONG}× eager's own, not counted among the best: {', '.join(wrong)}.")
         checks = [arm.result.check for arm in self.arms if arm.result.check is not None]

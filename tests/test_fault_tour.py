@@ -1,0 +1,608 @@
+"""What goes wrong on real machines: each fault has a clear message, no finished row is lost, and --resume goes on.
+
+The disks, kills and missing compilers here are real where that needs no GPU. Tests run as root, too, whom no permission
+stops: a folder that cannot be written is one below a regular file, or on a disk that is mounted read-only.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from benchmarks import advise, measure, run
+from benchmarks.case import Case
+from benchmarks.environment import Monitor
+from benchmarks.failures import failure_of
+from benchmarks.folder import Keeper, Unwritable, held
+from benchmarks.measure import INTERRUPTED, UNWRITABLE, Plan
+from benchmarks.process import ROOT, Worker, WorkerFailure, kill_all
+from benchmarks.progress import Progress
+from benchmarks.race import run_race
+from benchmarks.rendering.race import races
+from benchmarks.result import Result, Store, load
+from benchmarks.startup import COLD, RACE, Arm, Settings, failures_of, measure_compilation, prepare_race
+from benchmarks.usage import UsageError, run_command
+from tests.fake_workload import WORKLOAD
+from tests.rows import ENVIRONMENT, row
+from zoo.compat import refuse_old_torch
+
+FAKE = "tests.fake_workload"
+LIGHT = {"BENCHMARKS_BACKEND": "eager", "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+CASE = Case(family="fake", model="good", input="small", strategy="regional")
+
+
+@pytest.fixture(autouse=True)
+def _no_worker_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, value in LIGHT.items():
+        monkeypatch.setenv(name, value)
+    yield
+    kill_all()
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    return Settings(workload=FAKE, scratch=scratch, monitor=Monitor(), timeout=200.0, rounds=6, ahead=2, quick=True)
+
+
+class Silent:
+    """A reporter that tells nobody."""
+
+    def begin(self, what: str, seconds: float) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+def rows_of(settings: Settings, *cases: Case) -> dict[str, Result]:
+    """The rows of one race by arm."""
+    rows: dict[str, Result] = {}
+    run_race(
+        cases,
+        settings,
+        Silent(),
+        lambda result: rows.update({result.case.arm: result}),
+        memory_bytes=lambda case: 1,
+        peaks={},
+    )
+    return rows
+
+
+def mounting_is_permitted() -> bool:
+    """Whether a process may mount in a namespace of its own: containers differ."""
+    if shutil.which("unshare") is None:
+        return False
+    tried = ["unshare", "--mount", "sh", "-c", "mount -t tmpfs none /mnt"]
+    return subprocess.run(tried, capture_output=True).returncode == 0
+
+
+# Kills
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes whose parent it is."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            after_the_name = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended meanwhile
+            continue
+        if int(after_the_name[1]) == pid and after_the_name[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for(what: Callable[[], Any], seconds: float = 150.0) -> Any:
+    """The first true value of ``what()``; fails when there is none in time."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if value := what():
+            return value
+        time.sleep(0.05)
+    pytest.fail(f"waited {seconds:g} s in vain")
+
+
+@dataclass
+class Tour:
+    """What was seen during one run that met everything: see the fixture."""
+
+    out: Path
+    second: tuple[int, str] = (0, "")
+    orphans: list[int] = field(default_factory=list)
+    seconds_to_end: float = 0.0
+    after_the_kill: bytes = b""
+    resumed: subprocess.CompletedProcess[str] | None = None
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Model, status and reason of every row in the file when the run was killed."""
+        rows = [json.loads(line) for line in self.after_the_kill.splitlines()]
+        results = [Result.from_json(each) for each in rows if each["kind"] == "result"]
+        return [(result.case.model, result.status, result.reason or "") for result in results]
+
+
+@pytest.fixture(scope="module")
+def tour(tmp_path_factory: pytest.TempPathFactory) -> Tour:
+    """One run: its worker is killed, a second run comes, it is killed itself, and is resumed."""
+    tour = Tour(tmp_path_factory.mktemp("tour") / "run")
+    marker = tour.out.parent / "hangs"
+    command = [sys.executable, "-m", "benchmarks.run", "--family", FAKE, "--device", "cpu", "--impl", "zoo"]
+    command += ["--model", "hang,good,hang-too", "--strategy", "eager", "--quick", "--rounds", "6"]
+    command += ["--out", str(tour.out)]
+    environment = os.environ | LIGHT | {"FAKE_HANGS": str(marker)}
+    log = (tour.out.parent / "log").open("w")
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        wait_for(marker.exists)
+        (worker,) = children_of(process.pid)
+        os.kill(worker, signal.SIGKILL)
+        marker.unlink()
+        wait_for(marker.exists)  # the run went on, through the next race into the last
+        again = subprocess.run([*command, "--resume"], cwd=ROOT, env=environment, capture_output=True, text=True)
+        tour.second = (again.returncode, again.stderr)
+        tour.orphans = children_of(process.pid)
+        process.kill()
+        process.wait()
+        killed = time.monotonic()
+        wait_for(lambda: not any(map(is_alive, tour.orphans)), seconds=40.0)
+        tour.seconds_to_end = time.monotonic() - killed
+    finally:
+        process.kill()
+        process.wait()
+        log.close()
+    tour.after_the_kill = (tour.out / "fake-inference-float32.jsonl").read_bytes()
+    tour.resumed = subprocess.run(
+        [*command, "--resume"], cwd=ROOT, env=os.environ | LIGHT, capture_output=True, text=True
+    )
+    return tour
+
+
+def test_a_worker_that_is_killed_is_a_row_and_the_run_goes_on(tour: Tour) -> None:
+    (hang, crashed, reason), (good, ok, _) = tour.rows()
+    assert (hang, crashed, good, ok) == ("hang", "crashed", "good", "ok")
+    assert "killed by SIGKILL (on Linux often for want of memory) during start_up" in reason
+
+
+def test_a_second_run_in_the_same_folder_is_refused_in_one_line(tour: Tour) -> None:
+    code, said = tour.second
+    assert code == 2
+    assert said.count("\n") == 1
+    assert f"another run is writing to {tour.out}; wait until it has ended, or name another place" in said
+
+
+def test_the_workers_of_a_run_that_is_killed_end_with_it(tour: Tour) -> None:
+    assert len(tour.orphans) == 1
+    assert tour.seconds_to_end < 20, "it would have slept for a minute"
+
+
+def test_a_run_that_was_killed_loses_no_row_and_is_resumed(tour: Tour) -> None:
+    resumed = tour.resumed
+    assert resumed is not None and resumed.returncode == 0, resumed
+    assert "2 race(s), 2 arms, 1 done before" in resumed.stdout
+    store = Store(tour.out / "fake-inference-float32.jsonl")
+    assert store.path.read_bytes().startswith(tour.after_the_kill)
+    assert {r.case.model: r.status for r in store.results()} == {"hang": "ok", "good": "ok", "hang-too": "ok"}
+    written = [each["case"]["model"] for each in store.rows() if each["kind"] == "result"]
+    assert written == ["hang", "good", "hang", "hang-too"]
+
+
+def test_a_folder_is_held_by_one_run_and_let_go(tmp_path: Path) -> None:
+    for out in (tmp_path / "new" / "folder", tmp_path / "rows.jsonl"):
+        with held(out), pytest.raises(UsageError, match=f"another run is writing to {out}"), held(out):
+            pass
+        with held(out):
+            pass
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
+
+
+# Disks
+
+
+FILL = """
+import shutil, sys, tempfile
+from pathlib import Path
+from benchmarks.folder import Keeper, Unwritable
+from benchmarks.result import Store
+from tests.rows import ENVIRONMENT, row
+
+disk, copy = Path(sys.argv[1]), Path(sys.argv[2])
+keeper = Keeper(Store(disk / "rows.jsonl"))
+keeper.begin(ENVIRONMENT)
+for number in range(20):
+    keeper.append(row(1.0 + number, model=f"m{number}").to_json())
+try:
+    keeper.settle()
+except Unwritable as error:
+    print(error)
+shutil.copyfile(disk / "rows.jsonl", copy)
+"""
+
+
+def _fill_a_disk(tmp_path: Path, kilobytes: int) -> tuple[str, Path]:
+    """Write 20 rows to a disk that does not hold them; what was said, and a copy of the file as it was left."""
+    copy, script = tmp_path / "copy.jsonl", tmp_path / "fill.py"
+    script.write_text(FILL)
+    (disk := tmp_path / "disk").mkdir()
+    program = [sys.executable, str(script), str(disk), str(copy)]
+    limit: Callable[[], None] | None = None
+    if mounting_is_permitted():
+        mount = f'mount -t tmpfs -o size={kilobytes}k none "$1" && shift && exec "$@"'
+        program = ["unshare", "--mount", "sh", "-c", mount, "sh", str(disk), *program]
+    else:  # the kernel's own limit on a file's size refuses writes as a full disk does, in the middle of a row
+
+        def limit() -> None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (kilobytes * 1024, kilobytes * 1024))
+
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, preexec_fn=limit, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, copy
+
+
+def test_rows_that_a_full_disk_does_not_take_are_put_elsewhere(tmp_path: Path) -> None:
+    said, copy = _fill_a_disk(tmp_path, 40)
+    kept = Store(copy).results()
+    assert 0 < len(kept) < 20
+    assert copy.read_bytes().endswith(b"\n"), "the row that did not fit is gone to its last byte"
+    assert "what it held is kept" in said and f"The {20 - len(kept)} row(s) measured since are in " in said
+    (elsewhere,) = tmp_path.glob("regional-zoo-rows-*.jsonl")
+    assert f"append them with cat {elsewhere} >> " in said
+    copy.write_bytes(copy.read_bytes() + elsewhere.read_bytes())
+    assert [result.case.model for result in Store(copy).results()] == [f"m{number}" for number in range(20)]
+
+
+class Disk:
+    """Stands in for the disk under a store: takes so many rows, then none until it is given room."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+        self.room = rows
+        whole = Store.append
+
+        def append(store: Store, row: Any) -> None:
+            if self.room == 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(store.path))
+            self.room -= 1
+            whole(store, row)
+
+        monkeypatch.setattr(Store, "append", append)
+
+
+def test_rows_wait_for_room_and_come_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(monkeypatch, rows=2)
+    keeper = Keeper(Store(tmp_path / "rows.jsonl"))
+    keeper.begin(ENVIRONMENT)
+    for number in range(4):
+        keeper.append(row(1.0, model=f"m{number}").to_json())
+    assert len(keeper.store.results()) == 1
+    disk.room = 100
+    keeper.settle()
+    assert [result.case.model for result in keeper.store.results()] == ["m0", "m1", "m2", "m3"]
+
+
+def test_rows_that_nothing_takes_are_in_the_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Disk(monkeypatch, rows=1)
+    monkeypatch.setattr("tempfile.tempdir", str(_below_a_file(tmp_path)))
+    keeper = Keeper(Store(tmp_path / "rows.jsonl"))
+    keeper.begin(ENVIRONMENT)
+    keeper.append(row(1.0).to_json())
+    with pytest.raises(Unwritable, match="No other folder takes the 1 row") as caught:
+        keeper.settle()
+    assert Result.from_json(json.loads(str(caught.value).splitlines()[-1])) == row(1.0)
+
+
+def test_a_full_disk_stops_the_run_with_its_own_code_and_resume_goes_on(
+    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(monkeypatch, rows=2)  # the environment and one row
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    out = tmp_path / "run"
+    cases = [replace(CASE, model=model, strategy="eager") for model in ("good", "raise", "oom")]
+
+    def measured(cases: Any, settings: Any, report: Any, emit: Callable[[Result], None], **_: Any) -> None:
+        for case in cases:
+            emit(replace(row(1.0), case=case))
+
+    monkeypatch.setattr(measure, "run_race", measured)
+    monkeypatch.setattr(
+        measure, "_environment", lambda plan, settings, progress: ({**ENVIRONMENT, "peaks": {}}, settings)
+    )
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+    def attempt(*, resume: bool) -> tuple[int, str, Plan]:
+        console = Console(file=io.StringIO(), width=80)
+        plan = Plan(WORKLOAD, "cpu", cases, {}, out, lambda case, settings: "python")
+        plan.skip_done(resume=resume)
+        code = measure.measure(plan, settings, console, lambda plan, console, keys: 0)
+        assert isinstance(console.file, io.StringIO)
+        return code, console.file.getvalue(), plan
+
+    code, said, plan = attempt(resume=False)
+    assert code == UNWRITABLE and code not in (0, 1, 2, INTERRUPTED)
+    assert os.strerror(errno.ENOSPC) in said and f"Continue with --resume --out {out}" in said.replace("\n", "")
+    assert [result.case.model for result in plan.stores()[0].results()] == ["good"]
+    disk.room = 100
+    code, said, plan = attempt(resume=True)
+    assert code == 0 and "1 done before" in said
+    assert [result.case.model for result in plan.stores()[0].results()] == ["good", "raise", "oom"]
+
+
+def _below_a_file(tmp_path: Path) -> Path:
+    """A folder that nobody can make, root included."""
+    (tmp_path / "file").write_text("")
+    return tmp_path / "file" / "folder"
+
+
+def test_rows_that_could_never_be_written_are_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(_below_a_file(tmp_path))
+    arguments = ["--family", FAKE, "--device", "cpu", "--strategy", "eager", "--impl", "zoo", "--out", out]
+    assert run_command(run.main, "run", arguments) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert f"--out: {out} cannot be written (Not a directory); name another place" in error
+
+
+def test_a_cache_folder_that_cannot_be_made_is_a_row_for_each_arm(tmp_path: Path, settings: Settings) -> None:
+    folder = _below_a_file(tmp_path)
+    rows = rows_of(replace(settings, scratch=folder), replace(CASE, strategy="eager"), CASE)
+    assert {result.status for result in rows.values()} == {"failed"} and len(rows) == 2
+    for result in rows.values():
+        assert "its cache folder cannot be made" in (result.reason or "") and str(folder) in (result.reason or "")
+        assert "set TMPDIR to a folder on another" in (result.reason or "")
+
+
+def test_no_folder_for_temporary_files_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(_below_a_file(tmp_path)))
+    with pytest.raises(UsageError, match="the compiler's caches have no folder .*; set TMPDIR to one"), \
+            measure.settings_of(FAKE):  # fmt: skip
+        pass
+
+
+def test_the_compiler_on_a_read_only_disk_says_what_to_do(tmp_path: Path) -> None:
+    """Inductor itself, in a worker, on a disk that is mounted read-only; below a regular file where none can be."""
+    program = textwrap.dedent(
+        """
+        import sys
+        from benchmarks.compiler import cache_environment
+        from benchmarks.process import Worker, WorkerFailure
+        from pathlib import Path
+        folder = Path(sys.argv[1])
+        worker = Worker(cache_environment(folder), timeout=100)
+        try:
+            worker.ask("peaks", device="cpu", dtypes=["float32"], quick=True, start_up=str(folder / "compiler"))
+        except WorkerFailure as failure:
+            print(failure)
+        worker.stop()
+        """
+    )
+    (script := tmp_path / "compile.py").write_text(program)
+    (folder := tmp_path / "caches").mkdir()
+    command = [sys.executable, str(script), str(folder)]
+    if mounting_is_permitted():
+        mount = 'mount --bind "$1" "$1" && mount -o remount,ro,bind "$1" && shift && exec "$@"'
+        command = ["unshare", "--mount", "sh", "-c", mount, "sh", str(folder), *command]
+    else:
+        command[-1] = str(_below_a_file(tmp_path))
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "BENCHMARKS_BACKEND": "inductor"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("failed: ") and done.stdout.count("\n") == 1
+    assert (
+        "the disk cannot be written: set TMPDIR to a folder on another: the compiler's caches go there" in done.stdout
+    )
+
+
+def test_a_full_disk_under_the_compiler_is_a_row_that_says_what_to_do(settings: Settings) -> None:
+    (full,) = rows_of(settings, replace(CASE, model="full", strategy="eager")).values()
+    assert full.status == "failed"
+    assert os.strerror(errno.ENOSPC) in (full.reason or "") and "make room, or set TMPDIR" in (full.reason or "")
+
+
+# The compiler
+
+
+def test_no_cpp_compiler_is_said_before_anything_is_measured(
+    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BENCHMARKS_BACKEND", "inductor")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    plan = Plan(WORKLOAD, "cpu", [CASE], {}, tmp_path / "run", lambda case, settings: "python")
+    with pytest.raises(UsageError, match="no C\\+\\+ compiler works here: install g\\+\\+ or clang\\+\\+, or name one"):
+        measure._environment(plan, settings, Progress(Console(file=io.StringIO()), 1.0))
+
+
+def _warm_after(settings: Settings, spoil: Callable[[Path], None]) -> Arm:
+    """An arm that was compiled cold and started warm, its caches spoilt in between."""
+    arm = Arm(case=CASE, folder=settings.scratch / "arm")
+    measure_compilation([arm], settings, Silent(), lambda job: 1.0)
+    assert arm.ok and arm.result.cold is not None and arm.result.cold.cache_misses == 1, arm.result.reason
+    files = [file for file in (arm.folder / "cache").rglob("*") if file.is_file()]
+    for file in files:
+        spoil(file)
+    prepare_race([arm], settings, Silent(), lambda job: 1.0, settings.scratch / "reference.pt")
+    return arm
+
+
+@pytest.mark.slow
+def test_a_broken_cache_entry_is_compiled_anew_or_a_row_that_says_so(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BENCHMARKS_BACKEND", "inductor")
+
+    def entries_only(file: Path) -> None:
+        if "fxgraph" in file.parts or "aotautograd" in file.parts:
+            file.write_bytes(b"garbage")
+
+    arm = _warm_after(replace(settings, quick=False), entries_only)
+    assert arm.ok, arm.result.reason
+    assert arm.result.warm is not None and (arm.result.warm.cache_hits, arm.result.warm.cache_misses) == (0, 1)
+    assert arm.result.check is not None and arm.result.check.error is not None and arm.result.check.error < 1e-6
+    assert arm.worker is not None
+    arm.worker.kill()
+
+    everything = replace(settings, quick=False, scratch=settings.scratch / "again")
+    everything.scratch.mkdir()
+    arm = _warm_after(everything, lambda file: file.write_bytes(b"garbage") and None)
+    assert arm.result.status == "failed"
+    assert "an entry of the compiler's caches may be broken: measure again" in (arm.result.reason or "")
+
+
+def test_a_warm_start_that_fails_where_the_cold_one_worked_blames_the_caches(settings: Settings) -> None:
+    def after(phase: str, operation: str, *, cold: bool) -> str:
+        arm = Arm(case=CASE, folder=settings.scratch)
+        arm.result.cold = row(1.0, strategy="full").cold if cold else None
+        with failures_of(arm, phase):
+            raise WorkerFailure("failed", "NameError: name 'garbage' is not defined", operation)
+        return arm.result.reason or ""
+
+    assert "may be broken: measure again" in after(RACE, "first_call", cold=True)
+    for phase, operation, cold in ((RACE, "first_call", False), (RACE, "check", True), (COLD, "first_call", True)):
+        assert "broken" not in after(phase, operation, cold=cold)
+
+
+def test_a_warm_start_that_missed_its_cache_is_noted() -> None:
+    results = [row(1.0), row(0.5, strategy="full", cold=2.0, warm=1.9, graphs=3)]
+    (race,) = races(results, {"e1": ENVIRONMENT})
+    assert not any("missed a cache" in note for note in race.notes)
+    assert results[1].warm is not None
+    results[1].warm.cache_misses = 2
+    (race,) = races(results, {"e1": ENVIRONMENT})
+    assert "The warm start of these missed a cache and compiled something anew: zoo full." in race.notes
+
+
+# The device
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments"),
+    [
+        (run.main, ("--family", FAKE, "--device", "cuda")),
+        (advise.main, ("gcn-debug", "--calls", "3", "--device", "cuda")),
+    ],
+)
+def test_no_gpu_where_one_was_asked_for(
+    main: Callable[..., int],
+    arguments: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run_command(main, "run", arguments) == 2
+    captured = capsys.readouterr()
+    assert "--device cuda: torch finds no usable GPU here; use --device cpu" in captured.err
+    assert captured.out == "" and captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (
+            RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"),
+            "device-busy",
+            "CUDA_VISIBLE_DEVICES",
+        ),
+        (RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable"), "device-busy", "wait for it"),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), "out-of-memory", "out of memory"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), "out-of-memory", "CUBLAS"),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "out-of-memory", "CUDNN"),
+        (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)), "failed", "a disk is full"),
+        (RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"), "failed", "a disk is full"),
+        (OSError(errno.EROFS, os.strerror(errno.EROFS), "/x"), "failed", "the disk cannot be written"),
+        (PermissionError(errno.EACCES, "Permission denied", "/data/of/the/user"), "failed", "/data/of/the/user"),
+    ],
+)
+def test_errors_of_devices_and_disks_are_typed_with_a_remedy(error: Exception, status: str, said: str) -> None:
+    reply = failure_of(error)
+    assert reply["status"] == status and said in reply["reason"] and "\n" not in reply["reason"]
+
+
+def test_a_users_own_file_is_not_called_the_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/caches")
+    assert "TMPDIR" not in failure_of(PermissionError(errno.EACCES, "Permission denied", "/data/x"))["reason"]
+    assert "TMPDIR" in failure_of(PermissionError(errno.EACCES, "Permission denied", "/caches/x"))["reason"]
+
+
+def test_a_long_message_does_not_push_the_remedy_out() -> None:
+    reason = failure_of(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/" + "x" * 3000))["reason"]
+    assert len(reason) < 600 and reason.endswith("the compiler's caches go there")
+
+
+def test_a_busy_gpu_is_a_typed_row_and_nobodys_fault(settings: Settings) -> None:
+    (busy,) = rows_of(settings, replace(CASE, model="busy", strategy="eager")).values()
+    assert busy.status == "device-busy" and busy.status not in run.BROKEN
+    assert "another process holds the GPU: wait for it, or name another in CUDA_VISIBLE_DEVICES" in (busy.reason or "")
+    assert Result.from_json(busy.to_json()) == busy
+
+
+# The software
+
+
+@pytest.mark.parametrize("version", ["2.10.0", "2.9.1+cu128", "1.13.1", "2.1.0a0+git123"])
+def test_an_old_torch_is_refused_in_one_line(version: str) -> None:
+    with pytest.raises(ImportError) as caught:
+        refuse_old_torch(version)
+    said = f"zoo needs torch 2.11 or newer, this is torch {version}; pip install --upgrade torch"
+    assert str(caught.value) == said
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.11.0a0+nightly", "2.15.0+cu132", "3.0.0", torch.__version__])
+def test_a_torch_that_is_new_enough_is_taken(version: str) -> None:
+    refuse_old_torch(version)
+
+
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [
+        ("import zoo", 1),
+        ("runpy.run_module('benchmarks.run', run_name='__main__')", 2),
+        ("runpy.run_module('benchmarks.advise', run_name='__main__')", 2),
+    ],
+)
+def test_with_an_old_torch_every_way_in_says_so(program: str, code: int) -> None:
+    old = "import runpy, sys, torch; torch.__version__ = torch.torch_version.TorchVersion('2.9.1'); "
+    arguments = ["gcn-debug", "--calls", "3"] if "advise" in program else ["--family", "gnn", "--device", "cpu"]
+    done = subprocess.run(
+        [sys.executable, "-c", old + program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == code
+    lines = done.stderr.splitlines()
+    assert "zoo needs torch 2.11 or newer, this is torch 2.9.1; pip install --upgrade torch" in lines[-1]
+    assert code == 1 or len(lines) == 1
+
+
+def test_every_row_of_the_tour_can_be_read_and_shown(tour: Tour) -> None:
+    rows = load(tour.out)
+    (first, *_) = races(rows.results, rows.environments)
+    assert len(rows.results) == 3 and first.machine
+
+
+def test_a_worker_that_cannot_be_started_is_a_row(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Worker:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr("benchmarks.startup.Worker", refuse)
+    (result,) = rows_of(settings, replace(CASE, strategy="eager")).values()
+    assert result.status == "failed" and "its process cannot be started" in (result.reason or "")
