@@ -151,11 +151,13 @@ def _merged(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, bool]]:
             tensors[plain], trained[plain] = parameter.detach(), parameter.requires_grad
     for name, child in module.named_modules():
         if _is_tuner(child) and not _of_lora(name):
-            # On a copy of this layer alone: the model stays as it is, adapters apart.
+            # On a copy of this layer alone: the model stays as it is, adapters apart. A layer that is merged computes
+            # with what is merged and nothing else, unless its adapters are off.
             layer: Any = copy.deepcopy(child)
-            fresh = [name for name in layer.active_adapters if name not in layer.merged_adapters]
-            if fresh and not layer.disable_adapters:
-                layer.merge(safe_merge=True, adapter_names=fresh)
+            if layer.disable_adapters and layer.merged:
+                layer.unmerge()
+            elif not layer.disable_adapters and not layer.merged:
+                layer.merge(safe_merge=True)
             for kind, parameter in layer.get_base_layer().named_parameters():
                 tensors[f"{name}.{kind}"] = parameter.detach()
     return tensors, trained
