@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
+import shutil
+import stat
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +19,7 @@ from benchmarks.result import Store
 from benchmarks.usage import UsageError
 
 Row = Mapping[str, Any]
+NEW_SECONDS = 60.0
 
 
 class Unwritable(Exception):
@@ -42,16 +47,54 @@ def held(out: Path) -> Iterator[None]:
         raise UsageError(f"--out: {out} cannot be written ({error.strerror}); name another place") from error
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(descriptor)
         except BlockingIOError:
-            raise UsageError(
-                f"--out: another run is writing to {out}; wait until it has ended, or name another place"
-            ) from None
+            said = f"--out: another run is writing to {out}; wait until it has ended, or name another place"
+            raise UsageError(said) from None
         except OSError:
             pass  # a file system without locks, some network ones: nobody can be kept out there
         yield
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def scratch(prefix: str) -> Iterator[Path]:
+    """A temporary folder that is held, so that no other run sweeps it away, and removed at the end.
+
+    Raises:
+        OSError: If there is no folder for temporary files.
+    """
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as name:
+        descriptor = os.open(name, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):  # without locks nobody sweeps either
+                _lock(descriptor)
+            yield Path(name)
+        finally:
+            os.close(descriptor)
+
+
+def sweep(prefix: str) -> None:
+    """Remove what this user's runs that were killed left among the temporary files: folders that no process holds."""
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            facts = left.lstat()
+            if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
+                continue
+            if time.time() - facts.st_mtime < NEW_SECONDS:
+                continue  # just made, and not held yet
+            descriptor = os.open(left, os.O_RDONLY)
+            try:
+                _lock(descriptor)
+                shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    """Hold an open file or folder until it is closed; OSError, a BlockingIOError where another process holds it."""
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 class Keeper:

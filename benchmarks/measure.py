@@ -6,7 +6,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from rich.console import Console
 from benchmarks.case import Case, races_of
 from benchmarks.compiler import cache_environment
 from benchmarks.environment import Monitor, row
-from benchmarks.folder import Keeper, Unwritable, held
+from benchmarks.folder import Keeper, Unwritable, held, scratch, sweep
 from benchmarks.process import Worker, WorkerFailure, kill_all
 from benchmarks.progress import Progress, words
 from benchmarks.race import ROUNDS_OF_A_SET, run_race
@@ -27,6 +27,7 @@ from benchmarks.usage import UsageError
 from benchmarks.workloads import Workload
 
 PEAKS_SECONDS = 12.0
+SCRATCH = "regional-zoo-run-"
 UNWRITABLE = 3
 INTERRUPTED = 130
 
@@ -91,17 +92,19 @@ def settings_of(workload: str, *, rounds: int | None = None, quick: bool = False
         UsageError: If there is no folder for temporary files.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    stack = ExitStack()
     try:
-        scratch = tempfile.TemporaryDirectory(prefix="regional-zoo-", ignore_cleanup_errors=True)
+        sweep(SCRATCH)
+        folder = stack.enter_context(scratch(SCRATCH))
     except OSError as error:
         raise UsageError(
             f"the compiler's caches have no folder ({error.strerror}: {error.filename or tempfile.gettempdir()}); set "
             "TMPDIR to one that can be written"
         ) from error
-    with scratch as folder:
+    with stack:
         yield Settings(
             workload=workload,
-            scratch=Path(folder),
+            scratch=folder,
             monitor=Monitor(),
             rounds=rounds or (10 if quick else 30),
             quick=quick,

@@ -37,7 +37,7 @@ from benchmarks.progress import Progress
 from benchmarks.race import run_race
 from benchmarks.rendering.race import races
 from benchmarks.result import Result, Store, load
-from benchmarks.startup import COLD, RACE, Arm, Settings, failures_of, measure_compilation, prepare_race
+from benchmarks.startup import COLD, RACE, Arm, Job, Settings, bring_up, failures_of, prepare_race, processes
 from benchmarks.usage import UsageError, run_command
 from tests.fake_workload import WORKLOAD
 from tests.rows import ENVIRONMENT, row
@@ -216,6 +216,25 @@ def test_a_folder_is_held_by_one_run_and_let_go(tmp_path: Path) -> None:
         with held(out):
             pass
     assert list((tmp_path / "new" / "folder").iterdir()) == []
+
+
+def test_what_a_killed_run_left_is_swept_and_what_a_living_one_needs_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for name in ("regional-zoo-run-killed", "regional-zoo-run-new", "somebody-elses"):
+        (tmp_path / name / "caches").mkdir(parents=True)
+    with measure.settings_of(FAKE) as living:
+        for folder in (tmp_path / "regional-zoo-run-killed", tmp_path / "somebody-elses", living.scratch):
+            os.utime(folder, (0, 0))
+        with measure.settings_of(FAKE) as second:
+            assert {path.name for path in tmp_path.iterdir()} == {
+                "regional-zoo-run-new",  # perhaps a run that is about to hold it
+                "somebody-elses",
+                living.scratch.name,
+                second.scratch.name,
+            }
+    assert {path.name for path in tmp_path.iterdir()} == {"regional-zoo-run-new", "somebody-elses"}
 
 
 # Disks
@@ -434,38 +453,31 @@ def test_no_cpp_compiler_is_said_before_anything_is_measured(
         measure._environment(plan, settings, Progress(Console(file=io.StringIO()), 1.0))
 
 
-def _warm_after(settings: Settings, spoil: Callable[[Path], None]) -> Arm:
-    """An arm that was compiled cold and started warm, its caches spoilt in between."""
-    arm = Arm(case=CASE, folder=settings.scratch / "arm")
-    measure_compilation([arm], settings, Silent(), lambda job: 1.0)
-    assert arm.ok and arm.result.cold is not None and arm.result.cold.cache_misses == 1, arm.result.reason
-    files = [file for file in (arm.folder / "cache").rglob("*") if file.is_file()]
-    for file in files:
-        spoil(file)
-    prepare_race([arm], settings, Silent(), lambda job: 1.0, settings.scratch / "reference.pt")
-    return arm
-
-
 @pytest.mark.slow
 def test_a_broken_cache_entry_is_compiled_anew_or_a_row_that_says_so(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BENCHMARKS_BACKEND", "inductor")
+    arm = Arm(case=CASE, folder=settings.scratch / "arm")
+    for _, worker in processes([Job(arm, COLD)], settings):
+        arm.result.cold = bring_up(arm, worker, settings)
+        worker.stop()
+    assert arm.ok and arm.result.cold is not None and arm.result.cold.cache_misses == 1, arm.result.reason
 
-    def entries_only(file: Path) -> None:
-        if "fxgraph" in file.parts or "aotautograd" in file.parts:
-            file.write_bytes(b"garbage")
+    def start_warm(broken: Callable[[Path], bool]) -> None:
+        for file in (arm.folder / "cache").rglob("*"):
+            if file.is_file() and broken(file):
+                file.write_bytes(b"garbage")
+        prepare_race([arm], settings, Silent(), lambda job: 1.0, settings.scratch / "reference.pt")
 
-    arm = _warm_after(replace(settings, quick=False), entries_only)
-    assert arm.ok, arm.result.reason
+    start_warm(lambda file: "fxgraph" in file.parts or "aotautograd" in file.parts)
+    assert arm.ok and arm.worker is not None, arm.result.reason
     assert arm.result.warm is not None and (arm.result.warm.cache_hits, arm.result.warm.cache_misses) == (0, 1)
     assert arm.result.check is not None and arm.result.check.error is not None and arm.result.check.error < 1e-6
-    assert arm.worker is not None
     arm.worker.kill()
+    arm.worker = None
 
-    everything = replace(settings, quick=False, scratch=settings.scratch / "again")
-    everything.scratch.mkdir()
-    arm = _warm_after(everything, lambda file: file.write_bytes(b"garbage") and None)
+    start_warm(lambda file: True)
     assert arm.result.status == "failed"
     assert "an entry of the compiler's caches may be broken: measure again" in (arm.result.reason or "")
 
