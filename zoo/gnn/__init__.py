@@ -14,6 +14,8 @@ from zoo.gnn.model import GNNHead as GNNHead
 from zoo.gnn.model import GNNLayer as GNNLayer
 from zoo.gnn.model import GraphSAGE as GraphSAGE
 from zoo.gnn.presets import PRESETS, build, example_inputs
+from zoo.gnn.sampling import NeighborSampler as NeighborSampler
+from zoo.gnn.sampling import SampledBatch as SampledBatch
 from zoo.registry import Family, register
 
 FAMILY = register(

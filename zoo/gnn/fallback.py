@@ -68,6 +68,7 @@ def edge_dot(
 
 def csr_max(x: Tensor, rows: Rows, count_ties: bool) -> tuple[Tensor, Tensor]:
     """Greatest of gathered rows, x [S, C] -> [R, C], and how many edges reach it, [R, C] float32 (or [0])."""
+    rows = _without_padding(rows)
     assert rows.nodes is not None
     row = _rows_of(rows)
     messages = x.index_select(0, rows.nodes)
@@ -83,6 +84,7 @@ def csr_max(x: Tensor, rows: Rows, count_ties: bool) -> tuple[Tensor, Tensor]:
 
 def csr_max_backward(x: Tensor, values: Tensor, shares: Tensor, rows: Rows) -> Tensor:
     """Over the transpose, x [S, C], values and shares [D, C] -> [S, C]: the shares of all maxima that x reaches."""
+    rows = _without_padding(rows)
     assert rows.nodes is not None
     reached = x.index_select(0, _rows_of(rows)) == values.index_select(0, rows.nodes)
     taken = torch.where(reached, shares.index_select(0, rows.nodes).to(wide(x.dtype)), 0.0)
@@ -184,6 +186,12 @@ def _dots(x: Tensor, other: Tensor, node: Tensor, end: Tensor) -> Tensor:
         left, right = x.index_select(0, node[some]), other.index_select(0, end[some])
         dots[some] = (left.to(accumulate) * right.to(accumulate)).sum(-1)
     return dots
+
+
+def _without_padding(rows: Rows) -> Rows:
+    """Rows without edges behind the last one, which batches of a static shape have; kernels never look there."""
+    assert rows.nodes is not None
+    return rows._replace(nodes=rows.nodes[: int(rows.pointers[-1])])
 
 
 def _rows_of(rows: Rows) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from zoo.gnn.checks import check_features, check_nodes
 from zoo.gnn.config import GATConfig, GCNConfig, GNNConfig, SAGEConfig
-from zoo.gnn.convs import GATConv, GCNConv, SAGEConv, prepare_graph
+from zoo.gnn.convs import GATConv, GCNConv, Graph, SAGEConv, prepare_graph
 from zoo.gnn.csr import CSRGraph, GraphTensors, Recipe
 from zoo.gnn.norms import make_activation, make_norm
 from zoo.gnn.outside import outside_compile
@@ -191,8 +191,16 @@ class _Model(nn.Module):
     def _first_conv(self) -> GCNConv | GATConv | SAGEConv:
         return self.layers[0].conv  # type: ignore[return-value]
 
-    def _graph(self, x: Tensor, edge_index: Tensor | CSRGraph, edge_weight: Tensor | None) -> GraphTensors:
+    def _graph(self, x: Tensor, edge_index: Graph, edge_weight: Tensor | None) -> GraphTensors:
         check_features(x, self.config.in_channels, self._first_conv.weight)
+        if isinstance(edge_index, GraphTensors):
+            if self.recipe.self_loops or self.recipe.normalize or edge_weight is not None:
+                raise ValueError(
+                    f"{type(self).__name__} was given prepared tensors (of a sampled batch), which do not say whether "
+                    "self-loops and weights are in them; pass a CSRGraph, or use GraphSAGE"
+                )
+            check_nodes(x, edge_index.rowptr.shape[0] - 1, edge_index.rowptr.device)
+            return edge_index
         if (
             isinstance(edge_index, CSRGraph)
             and edge_weight is None
@@ -274,6 +282,6 @@ class GraphSAGE(_Model):
 
     config: SAGEConfig
 
-    def forward(self, x: Tensor, edge_index: Tensor | CSRGraph, edge_weight: Tensor | None = None) -> Tensor:
-        """Run all layers; see ``GCN.forward``. Edge weights are refused."""
+    def forward(self, x: Tensor, edge_index: Graph, edge_weight: Tensor | None = None) -> Tensor:
+        """Run all layers; see ``GCN.forward``. Edge weights are refused; a ``SampledBatch.graph`` is taken too."""
         return self._run(x, self._graph(x, edge_index, edge_weight))
