@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.case import arms_of
-from benchmarks.rendering import blocks, cells, commands, markdown, numbers, tables, terminal
+from benchmarks.rendering import blocks, cells, commands, curves, markdown, numbers, tables, terminal
 from benchmarks.rendering.blocks import Spec
 from benchmarks.rendering.race import Arm, Race, is_shipped, is_tuned, races
 from benchmarks.result import Result, Rows, Steady
@@ -470,3 +470,41 @@ def test_markdown_files_of_a_folder(tmp_path: Path) -> None:
     assert blocks.markdown_files([tmp_path]) == [tmp_path / "sub" / "b.md"]
     with pytest.raises(FileNotFoundError, match="does not exist"):
         blocks.markdown_files([tmp_path / "none"])
+
+
+# --- training ---
+
+
+def trained(curve: list[float] | None = None) -> list[Result]:
+    results = []
+    for index, (impl, milliseconds) in enumerate((("upstream", 20.0), ("zoo", 10.0))):
+        result = row(milliseconds, seed=index, impl=impl, strategy="regional", workload="train")
+        assert result.work is not None
+        result.work.count, result.work.unit = 128, "images"
+        result.curve = curve and [value * (1 + index / 100) for value in curve]
+        results.append(result)
+    return results
+
+
+def test_throughput_has_a_column_and_a_sentence_where_it_says_something():
+    race = races(trained(), {"e1": ENVIRONMENT})[0]
+    assert cells.race_head(race)[3] == "images / s"
+    by_name = {arm.name: cells.race_row(race, arm)[3] for arm in race.arms}
+    # 128 images in 10 and in 20 ms, give or take the clock's drift that all rows of this kind have.
+    assert by_name["zoo regional"].startswith("12.") and by_name["upstream regional"].startswith("6,")
+    sentence = next(line for line in cells.notes(race) if "a second" in line)
+    for arm in race.arms:
+        assert f"{arm.name} {by_name[arm.name]}" in sentence
+    assert sentence.startswith("Images a second: ")
+    plain = races([row(1.0)], {"e1": ENVIRONMENT})[0]
+    assert "images / s" not in cells.race_head(plain)
+    assert not any("a second" in line for line in cells.notes(plain))
+
+
+def test_loss_curves_come_down_to_a_sentence_and_a_figure():
+    race = races(trained([3.0] * 180 + [2.0] * 20), {"e1": ENVIRONMENT})[0]
+    sentence = next(line for line in cells.notes(race) if line.startswith("Loss"))
+    assert sentence == "Loss, mean of the last 20 of 200 steps: zoo regional 2.02, upstream regional 2.00."
+    drawn = curves.losses(race, "x")
+    assert drawn is not None and "Loss over training steps" in drawn and "upstream regional" in drawn
+    assert curves.losses(races(trained(), {"e1": ENVIRONMENT})[0], "x") is None

@@ -112,6 +112,31 @@ def subject(race: Race) -> str:
     return "; ".join(parts)
 
 
+def throughput(arm: Arm) -> str:
+    """How many a second, in short: ``25.3k``."""
+    return numbers.calls(arm.throughput)
+
+
+def throughputs(race: Race) -> list[str]:
+    """Throughput of our arm and of upstream's best, in a sentence; nothing where it says nothing."""
+    if race.unit is None:
+        return []
+    arms = dict.fromkeys(arm for arm in (race.ours, race.best_shipped, race.best_tuned) if arm is not None)
+    said = [f"{arm.name} {throughput(arm)}" for arm in arms if arm.throughput is not None]
+    return [f"{race.unit.capitalize()} a second: {', '.join(said)}."] if said else []
+
+
+def last_losses(race: Race, share: float = 0.1) -> list[str]:
+    """What the arms' loss curves come down to: means over their last tenth; nothing without curves."""
+    curves = [(arm, arm.result.curve) for arm in race.arms if arm.result.curve]
+    if not curves:
+        return []
+    steps = len(curves[0][1])
+    last = max(1, round(share * steps))
+    said = [f"{arm.name} {numbers.significant(sum(curve[-last:]) / last)}" for arm, curve in curves]
+    return [f"Loss, mean of the last {last} of {steps} steps: {', '.join(said)}."]
+
+
 def bests(race: Race) -> list[str]:
     """The upstream arms that ours are held against, by name and time."""
     lines = []
@@ -123,6 +148,13 @@ def bests(race: Race) -> list[str]:
     return lines
 
 
+def notes(race: Race) -> list[str]:
+    """The sentences below a race: upstream's best by name, throughput, losses, clock, noise and what is odd."""
+    if not race.arms:
+        return race.notes
+    return [*bests(race), *throughputs(race), *last_losses(race), *race.notes]
+
+
 def race_head(race: Race) -> tuple[str, ...]:
     """The columns of ``race_row``."""
     over = race.reference.name if race.reference else "eager"
@@ -130,6 +162,7 @@ def race_head(race: Race) -> tuple[str, ...]:
         "arm",
         "p50 ms",
         "p95 ms",
+        *([f"{race.unit} / s"] if race.unit else []),
         f"over {over}",
         "over best as shipped",
         "over best tuned",
@@ -149,6 +182,7 @@ def race_row(race: Race, arm: Arm) -> tuple[str, ...]:
         name(arm),
         numbers.significant(arm.p50),
         numbers.significant(arm.p95),
+        *([throughput(arm)] if race.unit else []),
         *(speedup_and_verdict(race, arm, best) for best in (race.reference, race.best_shipped, race.best_tuned)),
         pair(seconds(arm.result.cold), seconds(arm.result.warm)),
         compiler_counts(arm.result.cold).replace("/", " / "),

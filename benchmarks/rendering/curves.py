@@ -76,6 +76,27 @@ def break_even(race: Race, prefix: str) -> Markup | None:
     return draw(paint, width=WIDTH, height=height, label=f"Total time over calls of {race.title}", prefix=prefix)
 
 
+def losses(race: Race, prefix: str) -> Markup | None:
+    """Loss over training steps, a line an arm; None without curves."""
+    arms = [arm for arm in race.arms if arm.result.curve]
+    if not arms:
+        return None
+
+    def paint(figure: Figure) -> None:
+        figure.set_layout_engine("constrained")
+        axes = figure.add_subplot()
+        for arm in arms:
+            curve = arm.result.curve or []
+            axes.plot(range(1, len(curve) + 1), curve, **_line(arm))
+        axes.set(xlabel="training step, each on a batch of its own", ylabel="loss")
+        axes.grid(True)
+        handles = [Line2D([], [], **_line(arm), label=pieces.name(race, arm)) for arm in arms]
+        figure.legend(handles=handles, loc="outside lower left")
+
+    height = 240 + 14 * len(arms)
+    return draw(paint, width=WIDTH, height=height, label=f"Loss over training steps of {race.title}", prefix=prefix)
+
+
 def _totals(figure: Figure, axes: Any, race: Race, arms: Sequence[Arm], caches: Caches, most: float) -> None:
     """One panel: what was paid before and the calls since, a line an arm, numbered dots at the crossings."""
     calls = np.geomspace(1, most, 60)

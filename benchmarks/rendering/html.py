@@ -12,7 +12,6 @@ from markupsafe import Markup
 
 from benchmarks.rendering import advice, bars, cells, curves, numbers, tables
 from benchmarks.rendering.commands import commands_of
-from benchmarks.rendering.markdown import notes
 from benchmarks.rendering.race import Race, races
 from benchmarks.result import Result
 
@@ -97,6 +96,7 @@ def _section(race: Race, title: str, anchor: str) -> dict[str, Any]:
         ("Break-even", "", curves.break_even),
         ("Memory", "", bars.memory),
         ("Utilisation", "", bars.utilisation),
+        ("Loss", "Where the lines lie on each other, the arms train alike.", curves.losses),
     ]
     drawn = [(name, said, paint(race, f"{anchor}-{number}")) for number, (name, said, paint) in enumerate(figures)]
     return {
@@ -115,7 +115,7 @@ def _section(race: Race, title: str, anchor: str) -> dict[str, Any]:
         "prepared": _prepared(race),
         "troubles": [line for arm in race.arms for line in cells.troubles(arm)],
         "failures": [(result.case.arm, result.status, result.reason or "") for result in race.failures],
-        "notes": [*notes(race), *_warm_before(race)],
+        "notes": [*cells.notes(race), *_warm_before(race)],
         "commands": commands_of([race]),
     }
 

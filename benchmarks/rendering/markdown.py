@@ -36,11 +36,6 @@ def compile_table(race: Race) -> str:
     return "\n\n".join(parts)
 
 
-def notes(race: Race) -> list[str]:
-    """The sentences below a race's table: upstream's best arms by name, clock, noise and what is odd."""
-    return [*(cells.bests(race) if race.arms else []), *race.notes]
-
-
 def report(results: Iterable[Result], environments: Mapping[str, Mapping[str, Any]]) -> str:
     """A whole report: a section a race, with what broke graphs or made them recompile, and how to measure it again."""
     shown = races(results, environments)
@@ -48,7 +43,7 @@ def report(results: Iterable[Result], environments: Mapping[str, Mapping[str, An
     if not shown:
         parts.append("No rows.")
     for race in shown:
-        parts += [f"## {race.title}", cells.subject(race) + ".", race_table(race), " ".join(notes(race))]
+        parts += [f"## {race.title}", cells.subject(race) + ".", race_table(race), " ".join(cells.notes(race))]
         if troubles := [line for arm in race.arms for line in cells.troubles(arm)]:
             parts += ["Graph breaks and recompiles:", "\n".join(f"- {_escaped(line)}" for line in troubles)]
         if commands := commands_of([race]):

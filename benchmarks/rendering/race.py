@@ -73,6 +73,14 @@ class Arm:
         return paid_seconds(self.result.cold if caches == "cold" else self.result.warm)
 
     @property
+    def throughput(self) -> float | None:
+        """How many of the race's ``unit`` a second."""
+        work = self.result.work
+        if work is None or not work.count or not self.p50:
+            return None
+        return work.count / self.p50 * 1e3
+
+    @property
     def utilisation(self) -> Utilisation | None:
         work = self.result.work
         if work is None or self.p50 is None:
@@ -116,6 +124,12 @@ class Race:
     def machine(self) -> str:
         """The environment in words: ``NVIDIA H200, torch 2.11.0+cu130``."""
         return f"{device_name(self.environment, self.case.device)}, torch {self.environment.get('torch', 'unknown')}"
+
+    @property
+    def unit(self) -> str | None:
+        """What throughput counts in this race: ``images``, ``tokens``; None where that says nothing."""
+        units = (arm.result.work.unit for arm in self.arms if arm.result.work is not None)
+        return next((unit for unit in units if unit), None)
 
     def find(self, *, impl: str, strategy: str, cuda_graph: bool = False, mode: str = "default") -> Arm | None:
         """The arm of exactly these options that is not dynamic, or None."""

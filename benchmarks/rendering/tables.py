@@ -125,7 +125,7 @@ def _of_one(make: Callable[[Race], str]) -> Callable[[Spec, list[Race]], str]:
         race = _single(spec, shown)
         if race is None:
             return _nothing(spec)
-        return "\n\n".join([make(race), " ".join(markdown.notes(race)), _origin([race])])
+        return "\n\n".join([make(race), " ".join(cells.notes(race)), _origin([race])])
 
     return table
 

@@ -53,7 +53,7 @@ def _print_race(race: Race, console: Console) -> None:
     for result in race.failures:
         console.print(Text(cells.failure(result), style="red"))
     console.print()
-    for line in [*(cells.bests(race) if race.arms else []), *race.notes]:
+    for line in cells.notes(race):
         console.print(Text(line, style="dim"))
 
 
