@@ -308,7 +308,7 @@ def find_weights(preset: str, weights: Any) -> Path | None:
     if path.is_dir():
         return _unet_of(path)
     owned = len(path.parts) == 2 and not path.is_absolute() and path.parts[0] not in (".", "..", "~")
-    if not owned or path.exists() or path.suffix == ".safetensors":
+    if not owned or path.exists() or path.suffix in (".safetensors", ".pt", ".pth", ".bin", ".ckpt"):
         return None
     from huggingface_hub import snapshot_download
 

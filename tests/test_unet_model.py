@@ -1,0 +1,393 @@
+"""The regions in every mode, size and cut; channels_last wherever weights come from; every bad input and its error."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import unet_reference as reference
+from torch import Tensor, nn
+
+import zoo
+from zoo.compile import plan_of
+from zoo.ledger import LEDGER
+from zoo.unet import CUTS, AddNorm, ConvAdd, ResnetBlock, TextKeysValues, TimeShifts, TransformerBlock, UNet, cut
+from zoo.unet.presets import PRESETS
+
+MODES: dict[str, tuple[bool, Any]] = {
+    "train": (True, nullcontext),
+    "eval with grad": (False, nullcontext),
+    "no_grad": (False, torch.no_grad),
+    "inference_mode": (False, torch.inference_mode),
+}
+
+
+def make(name: str, **changes: Any) -> UNet:
+    model = zoo.create(name, **changes)
+    assert isinstance(model, UNet)
+    return model
+
+
+def graphs(model: nn.Module) -> dict[str, int]:
+    plan = plan_of(model)
+    assert plan is not None
+    found: dict[str, int] = {}
+    for entry in LEDGER.of(plan.ledger_id):
+        found[entry.region.__name__] = found.get(entry.region.__name__, 0) + entry.graphs
+    return found
+
+
+# AddNorm has a graph for each width of a transformer.
+GLUE = {
+    "unet-debug": {"ConvAdd": 1, "AddNorm": 2, "GatedGelu": 1},
+    "unet-xl-debug": {"ConvAdd": 1, "AddNorm": 1, "GatedGelu": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [*(("unet-debug", mode) for mode in MODES), ("unet-xl-debug", "inference_mode")]
+)
+def test_glue_is_a_graph_for_all_levels_and_sizes(name: str, mode: str) -> None:
+    training, context = MODES[mode]
+    model = make(name).train(training)
+    eager = copy.deepcopy(model)
+    zoo.compile_regions(model, backend="aot_eager")
+    with context(), zoo.enforce_budget(model):
+        for batch, height, width, tokens in ((2, 16, 16, 7), (1, 16, 24, 7), (3, 32, 16, 77)):
+            inputs = zoo.example_inputs(model, batch=batch, size=height, tokens=tokens)
+            inputs["sample"] = inputs["sample"][..., :1].expand(-1, -1, -1, width)
+            torch.testing.assert_close(model(**inputs).sample, eager(**inputs).sample, rtol=1e-4, atol=1e-5)
+    assert graphs(model) == GLUE[name]
+
+
+# unet-debug: transformers of (16, 256 tokens), (32, 64) and (32, 16); resnets by their widths before and after.
+NEEDED = {
+    "unet-debug": {"glue": 4, "glue-static": 3 + 3 + 3, "transformers": 1 + 3, "blocks": 3 + 8},
+    "unet-xl-debug": {"glue": 3, "glue-static": 2 + 1 + 1, "transformers": 1 + 2, "blocks": 2 + 7},
+}
+
+
+@pytest.mark.parametrize("cut_name", CUTS)
+@pytest.mark.parametrize(("name", "training"), [("unet-debug", True), ("unet-xl-debug", False)])
+def test_every_cut_computes_what_eager_does_in_the_graphs_it_declares(name: str, cut_name: str, training: bool) -> None:
+    model = make(name).train(training)
+    eager = copy.deepcopy(model)
+    inputs = zoo.example_inputs(model, tokens=7)
+    regions = cut(model, cut_name)
+    report = zoo.find_regions(model, regions, inputs=inputs)
+    zoo.compile_regions(model, regions=regions, backend="eager")
+    with zoo.enforce_budget(model):
+        torch.testing.assert_close(model(**inputs).sample, eager(**inputs).sample, rtol=1e-4, atol=1e-5)
+        model(**inputs)
+    assert sum(graphs(model).values()) == report.graphs_needed == NEEDED[name][cut_name]
+    assert all(found.graphs_needed <= found.budget for found in report.regions)
+
+
+def test_an_unknown_cut_is_named() -> None:
+    with pytest.raises(ValueError, match="no cut 'levels'; choose one of glue, glue-static, transformers, blocks"):
+        cut(make("unet-debug"), "levels")
+
+
+@pytest.mark.parametrize("name", ["sd15", "sd21", "sdxl"])
+def test_full_size_models_need_the_graphs_that_are_documented(name: str) -> None:
+    with torch.device("meta"):
+        model = UNet(PRESETS[name])
+    needed = {cut_name: zoo.find_regions(model, cut(model, cut_name)).graphs_needed for cut_name in ("glue", "blocks")}
+    # By weights alone: SD's two smallest levels are as wide as each other, and their inputs make three graphs more.
+    assert needed == ({"glue": 4, "blocks": 4 + 12} if name == "sdxl" else {"glue": 5, "blocks": 3 + 12})
+
+
+def test_as_many_rows_as_channels_is_a_graph_more_and_within_the_budget() -> None:
+    # 16 pixels of 16 channels, and a single pixel of 32.
+    model = zoo.compile_regions(make("unet-debug"), backend="eager")
+    with torch.inference_mode(), zoo.enforce_budget(model):
+        model(**zoo.example_inputs(model, batch=1, size=4))
+    assert sum(graphs(model).values()) <= 3 + 3 + 2
+
+
+def test_autocast_matches_eager() -> None:
+    model = make("unet-xl-debug")
+    inputs = zoo.example_inputs(model)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = model(**inputs).sample
+        zoo.compile_regions(model, backend="aot_eager")
+        with zoo.enforce_budget(model):
+            found = model(**inputs).sample
+    assert found.dtype == expected.dtype == torch.bfloat16
+    assert reference.relative_error(found, expected) < 2e-2
+    zoo.uncompile(model)
+    with torch.no_grad():
+        assert reference.relative_error(found.float(), model(**inputs).sample) < 5e-2
+
+
+def test_the_whole_model_compiles_without_a_break() -> None:
+    model = make("unet-debug")
+    inputs = zoo.example_inputs(model)
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(**inputs).sample, model(**inputs).sample)
+
+
+def test_inductor_gives_the_same_numbers_and_gradients() -> None:
+    model = make("unet-xl-debug").double()
+    inputs = zoo.example_inputs(model, size=8, tokens=5)
+    results = []
+    for compiled in (False, True):
+        own = copy.deepcopy(model)
+        if compiled:
+            zoo.compile_regions(own)
+        out = own(**inputs).sample
+        results.append([out.detach(), *torch.autograd.grad(out.square().sum(), list(own.parameters()))])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-8, atol=1e-10)
+
+
+def test_an_outer_graph_takes_conditions_that_were_computed_once() -> None:
+    model = make("unet-xl-debug")
+    inputs = zoo.example_inputs(model)
+    with torch.inference_mode():
+        run = model.time_shifts(torch.tensor([[900], [500], [1]]), inputs["added_cond_kwargs"]).shifts
+        text = model.text_keys_values(inputs["encoder_hidden_states"])
+        step = zoo.cuda_graph(model, (inputs["sample"], TimeShifts(run[0]), text))
+        for number, time in enumerate((900, 500, 1)):
+            expected = model(**{**inputs, "timestep": time}).sample
+            found = step(inputs["sample"], TimeShifts(run[number]), text).sample
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+# --- channels_last ---
+
+
+def test_weights_and_activations_are_channels_last() -> None:
+    model = make("unet-debug")
+    contiguous = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
+    assigned = make("unet-debug")
+    assigned.load_state_dict(contiguous, assign=True)
+    inputs = zoo.example_inputs(model)
+    plain = {**inputs, "sample": inputs["sample"].contiguous()}
+    for other in (model, copy.deepcopy(model), zoo.from_upstream(zoo.to_upstream(model)), assigned):
+        convolutions = [module for module in other.modules() if isinstance(module, nn.Conv2d)]
+        assert all(c.weight.is_contiguous(memory_format=torch.channels_last) for c in convolutions)
+        seen: list[Tensor] = []
+
+        def note(_: nn.Module, given: Any, seen: list[Tensor] = seen) -> None:
+            seen.append(given[0])
+
+        for module in other.modules():
+            if isinstance(module, (ResnetBlock, nn.Conv2d)):
+                module.register_forward_pre_hook(note)
+        with torch.no_grad():
+            out = other(**inputs).sample
+            assert torch.equal(other(**plain).sample, out) and out.is_contiguous()
+        # The convolutions of blocks are never called as modules.
+        assert len(seen) > 2 * 11
+        assert all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in seen)
+
+
+# --- what is refused ---
+
+
+def changed(key: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda inputs: {**inputs, key: change(inputs[key])}
+
+
+def added(**values: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda inputs: {**inputs, **values}
+
+
+def nan(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[0, 0, 0] = float("nan")
+    return x
+
+
+BAD: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[Exception], str]] = {
+    "list": (changed("sample", lambda x: x.tolist()), TypeError, "sample is a list"),
+    "integers": (changed("sample", lambda x: x.long()), TypeError, r"sample is torch\.int64 and the weights are"),
+    "half": (changed("sample", lambda x: x.half()), TypeError, r"use sample\.to\(torch\.float32\), or torch\.autocast"),
+    "one sample": (changed("sample", lambda x: x[0]), ValueError, r"use sample\[None\] for one sample"),
+    "channels": (changed("sample", lambda x: x[:, :3]), ValueError, r"\(2, 3, 16, 16\), expected \[B, 4, H, W\]$"),
+    "channels last": (changed("sample", lambda x: x.permute(0, 2, 3, 1)), ValueError, r"permute\(0, 3, 1, 2\)"),
+    "empty": (changed("sample", lambda x: x[:0]), ValueError, "there must be a row"),
+    "odd": (
+        changed("sample", lambda x: x[..., :14, :15]),
+        ValueError,
+        r"sample is 14 × 15, which 3 levels cannot halve evenly: both sides must be divisible by 4; crop or pad, to "
+        "12 × 12",
+    ),
+    "small": (changed("sample", lambda x: x[..., :2, :2]), ValueError, "to 4 × 4"),
+    "device": (changed("sample", lambda x: x.to("meta")), ValueError, "sample is on meta and the weights are on cpu"),
+    "nan": (changed("sample", nan), ValueError, r"sample has 16 value\(s\) that are not finite, of 2048"),
+    "no text": (changed("encoder_hidden_states", lambda x: None), TypeError, "encoder_hidden_states is None"),
+    "text width": (
+        changed("encoder_hidden_states", lambda x: x[..., :20]),
+        ValueError,
+        r"\(2, 7, 20\), expected \[B, L, 24\]: the text encoder must be the one",
+    ),
+    "text rank": (changed("encoder_hidden_states", lambda x: x[0]), ValueError, r"\(7, 24\), expected"),
+    "text batch": (
+        changed("encoder_hidden_states", lambda x: x[:1]),
+        ValueError,
+        r"encoder_hidden_states has 1 row\(s\) and sample 2; repeat the text, or with guidance double the sample",
+    ),
+    "text nan": (
+        changed("encoder_hidden_states", lambda x: x / 0),
+        ValueError,
+        r"encoder_hidden_states has 336 value\(s\) that are not finite.*run that in float32",
+    ),
+    "text of another model": (
+        added(encoder_hidden_states=TextKeysValues(torch.zeros(2, 7, 9))),
+        ValueError,
+        r"\(2, 7, 9\), expected \[2, L, 352\]; make them with this model's text_keys_values",
+    ),
+    "flag": (added(timestep=True), TypeError, "timestep is True, expected a number"),
+    "word": (added(timestep="last"), TypeError, "timestep is 'last'"),
+    "times": (added(timestep=torch.arange(3)), ValueError, r"timestep has shape \(3,\), expected \[\], \[1\] or \[2\]"),
+    "times of flags": (added(timestep=torch.tensor([True, False])), TypeError, r"timesteps is torch\.bool"),
+    "shifts of a whole run": (
+        added(timestep=TimeShifts(torch.zeros(5, 1, 304))),
+        ValueError,
+        r"\(5, 1, 304\), expected \[2, 304\] or \[1, 304\].*take one step's of a whole run",
+    ),
+    "time condition": (added(timestep_cond=torch.zeros(2, 8)), ValueError, "has no time_cond_proj_dim: leave it out"),
+    "added": (
+        added(added_cond_kwargs={"image_embeds": torch.zeros(2, 8)}),
+        ValueError,
+        "added_cond_kwargs has image_embeds, but this model has no added conditions",
+    ),
+    "text mask": (
+        added(encoder_attention_mask=torch.ones(2, 8)),
+        ValueError,
+        r"encoder_attention_mask is \(2, 8\), expected a tensor \(2, 7\)",
+    ),
+    "pixel mask": (
+        added(attention_mask=torch.ones(2, 256)),
+        ValueError,
+        r"self-attention runs over \[16, 64, 256\] pixels: a mask fits one of them",
+    ),
+    "labels": (added(class_labels=torch.zeros(2)), ValueError, "class_labels is given"),
+    "adapter": (added(down_intrablock_additional_residuals=[]), ValueError, "adapters are not supported"),
+    "attention arguments": (
+        added(cross_attention_kwargs={"gligen": {}}),
+        ValueError,
+        "cross_attention_kwargs has gligen={}, which is not supported",
+    ),
+    "half a controlnet": (
+        added(down_block_additional_residuals=()),
+        ValueError,
+        "mid_block_additional_residual is missing",
+    ),
+    "other half": (
+        added(mid_block_additional_residual=torch.zeros(1)),
+        ValueError,
+        "down_block_additional_residuals is missing",
+    ),
+    "too few residuals": (
+        added(down_block_additional_residuals=(), mid_block_additional_residual=torch.zeros(1)),
+        ValueError,
+        "has 0 tensors, expected 6",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_inputs_are_named_before_anything_runs(name: str) -> None:
+    change, error, words = BAD[name]
+    model = make("unet-debug")
+    model.conv_in.register_forward_pre_hook(lambda *_: pytest.fail("something ran"))
+    with pytest.raises(error, match=words), torch.no_grad():
+        model(**change(zoo.example_inputs(model, tokens=7)))
+
+
+def test_residuals_of_another_shape_are_named() -> None:
+    model = make("unet-debug")
+    inputs = zoo.example_inputs(model)
+    given = reference.controlnet(model.config)
+    down = list(given["down_block_additional_residuals"])
+    down[2] = down[2][:, :3]
+    with pytest.raises(ValueError, match=r"additional_residuals\[2\] has shape \(2, 3, 8, 8\), expected \(2, 16, 8, 8"):
+        model(**inputs, **{**given, "down_block_additional_residuals": down})
+    middle = given["mid_block_additional_residual"][..., :2]
+    with pytest.raises(ValueError, match=r"mid_block_additional_residual has shape \(2, 32, 4, 2\), expected \(2, 32"):
+        model(**inputs, **{**given, "mid_block_additional_residual": middle})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda given: None, r"added_cond_kwargs has no 'text_embeds' \(the pooled text\)"),
+        (lambda given: {"text_embeds": given["text_embeds"]}, r"has no 'time_ids' \(sizes and crop\)"),
+        (lambda given: {**given, "hint": 1}, "has hint, which is not supported"),
+        (
+            lambda given: {**given, "time_ids": given["time_ids"][:, :5]},
+            r"12 \+ 5 × 8 are 52 channels, and .* takes 60",
+        ),
+        (lambda given: {**given, "time_ids": given["time_ids"][:1]}, r"expected \[2, X\] and \[2, Y\]"),
+        (lambda given: {**given, "text_embeds": given["text_embeds"][0]}, r"expected \[2, X\]"),
+    ],
+)
+def test_added_conditions_that_do_not_fit(change: Any, words: str) -> None:
+    model = make("unet-xl-debug")
+    inputs = zoo.example_inputs(model)
+    with pytest.raises(ValueError, match=words):
+        model(**{**inputs, "added_cond_kwargs": change(inputs["added_cond_kwargs"])})
+
+
+def test_a_further_time_condition_that_does_not_fit() -> None:
+    model = make("unet-debug", time_cond_proj_dim=8)
+    inputs = zoo.example_inputs(model)
+    model(**inputs)
+    with pytest.raises(ValueError, match=r"timestep_cond has shape \(2, 7\), expected \[2, 8\]"):
+        model(**inputs, timestep_cond=torch.zeros(2, 7))
+    with pytest.raises(ValueError, match=r"timesteps has shape \(2, 3\), expected \[B\], or \[steps, 1\]"):
+        model.time_shifts(torch.zeros(2, 3))
+    with pytest.raises(TypeError, match="timesteps is int"):
+        model.time_shifts(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"in_channels": 0}, "in_channels is 0, expected a positive integer"),
+        ({"block_out_channels": (16, 32)}, "layers_per_block is .* for each of 2 levels"),
+        ({"block_out_channels": (16, 32, 36)}, "norm_num_groups is 8, which does not divide"),
+        ({"num_attention_heads": 5}, "num_attention_heads has 5, which does not divide 16"),
+        ({"num_attention_heads": (2, 2)}, r"num_attention_heads is \(2, 2\), expected .* 3 levels"),
+        ({"down_block_types": ("DownBlock2D",) * 2}, "expected a type for each of 3 levels"),
+        ({"up_block_types": ("KUpBlock2D",) * 3}, "up_block_types has 'KUpBlock2D'; the zoo has UpBlock2D"),
+        ({"conv_in_kernel": 4}, "conv_in_kernel is 4, expected an odd number"),
+        ({"downsample_padding": 2}, "downsample_padding is 2"),
+        ({"addition_embed_type": "text"}, "addition_embed_type is 'text'; the zoo has 'text_time' or none"),
+        ({"addition_embed_type": "text_time"}, "addition_time_embed_dim is None, which addition_embed_type"),
+        ({"transformer_layers_per_block": (1, 2)}, "expected a depth for each of 3 levels"),
+        ({"transformer_layers_per_block": ((1,), (2,), 1)}, "need reverse_transformer_layers_per_block"),
+    ],
+    ids=str,
+)
+def test_bad_configs_are_named(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make("unet-debug", **changes)
+
+
+def test_example_inputs_check_their_sizes() -> None:
+    model = make("unet-debug")
+    inputs = zoo.example_inputs(model, batch=3, size=8, tokens=5)
+    assert inputs["sample"].shape == (3, 4, 8, 8) and inputs["encoder_hidden_states"].shape == (3, 5, 24)
+    with pytest.raises(ValueError, match="size divisible by 4"):
+        zoo.example_inputs(model, size=10)
+    half = make("unet-xl-debug", dtype=torch.bfloat16)
+    assert half.dtype == torch.bfloat16 and half(**zoo.example_inputs(half)).sample.isfinite().all()
+
+
+def test_blocks_and_glue_build_on_their_own() -> None:
+    x, residual, bias = torch.randn(6, 8), torch.randn(6, 8), torch.randn(8)
+    torch.testing.assert_close(ConvAdd()(x, bias, residual), x + bias + residual)
+    total, normed = AddNorm(8)(x, residual)
+    torch.testing.assert_close(total, x + residual)
+    torch.testing.assert_close(normed, nn.LayerNorm(8)(x + residual))
+    key = torch.randn(2, 5, 8)
+    y, left = TransformerBlock(8, 2, first=True)(x, None, key, key, None, None)
+    assert y.shape == left.shape == x.shape
