@@ -155,7 +155,7 @@ class Recorder:
         return Facts(
             phases=_phases(records),
             graphs=grown("stats")["unique_graphs"],
-            breaks=[_short(reason) for reason, count in grown("graph_break").items() for _ in range(count)],
+            breaks=_breaks(grown("graph_break"), records),
             recompiles=self._recompiles(records),
             # A graph found by the outer cache is not looked up in the inner one, depending on the version.
             cache_hits=max(inductor["fxgraph_cache_hit"], autograd["autograd_cache_hit"]),
@@ -211,6 +211,17 @@ def _spans(cls: type[nn.Module]) -> set[tuple[str, int, int]]:
 def _span(code: CodeType) -> tuple[str, int, int]:
     lines = [line for *_, line in code.co_lines() if line is not None]
     return code.co_filename, code.co_firstlineno, max(lines, default=code.co_firstlineno)
+
+
+def _breaks(counted: Counter[str], records: list[Any]) -> list[str]:
+    """A reason for each graph break. Dynamo's counter leaves out a branch on a tensor; the frame behind it shows it."""
+    reasons = [_short(reason) for reason, count in counted.items() for _ in range(count)]
+    names = dict.fromkeys(str(record.co_name) for record in records)
+    resumed = [name for name in names if name.startswith("torch_dynamo_resume_in_")]
+    untold = max(0, len(resumed) - len(reasons))
+    return reasons + [
+        f"{name}: the compiler counts no reason; a branch on a tensor's value?" for name in resumed[:untold]
+    ]
 
 
 def _phases(records: list[Any]) -> dict[str, float]:

@@ -129,3 +129,22 @@ def test_reasons_are_short_and_without_hints():
         "Dynamic shape operator; it depends on data"
     )
     assert len(_short("x" * 5000)) == 400
+
+
+def test_a_branch_on_a_tensor_is_a_break_with_a_reason():
+    class Branches(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x * 2
+            return x + 1 if x.sum() > 0 else x - 1
+
+    class Prints(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x * 2
+            torch._dynamo.graph_break()
+            return x + 1
+
+    for model in (Branches(), Prints()):
+        recorder = Recorder(model)
+        torch.compile(model, backend="eager")(torch.ones(3))
+        breaks = recorder.facts().breaks
+        assert len(breaks) == 1 and breaks[0], breaks

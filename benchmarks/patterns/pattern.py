@@ -81,12 +81,11 @@ def count(model: nn.Module, *calls: Mapping[str, Any], **options: Any) -> Counts
         zoo.BudgetError: If a declared region costs more than it declares.
     """
     from torch._dynamo import config as dynamo_config
-    from torch._dynamo.utils import get_compilation_metrics
 
     torch.compiler.reset()
     zoo.uncompile(model)
     options.setdefault("backend", "aot_eager")
-    recorder, seen = Recorder(model), len(get_compilation_metrics())
+    recorder = Recorder(model)
     with torch.inference_mode(), recorder.watching_signatures():
         _call(model, calls)
     try:
@@ -102,17 +101,9 @@ def count(model: nn.Module, *calls: Mapping[str, Any], **options: Any) -> Counts
     finally:
         zoo.uncompile(model)
     facts = recorder.facts()
-    return Counts(facts.graphs, max(len(facts.breaks), _resumed(seen)), len(facts.recompiles))
+    return Counts(facts.graphs, len(facts.breaks), len(facts.recompiles))
 
 
 def _call(model: nn.Module, calls: Iterable[Mapping[str, Any]]) -> None:
     for inputs in calls:
         model(**inputs)
-
-
-def _resumed(seen: int) -> int:
-    """How many frames go on behind a break. Dynamo's own counter leaves out breaks at a branch on a tensor."""
-    from torch._dynamo.utils import get_compilation_metrics
-
-    names = {str(record.co_name) for record in get_compilation_metrics()[seen:]}
-    return sum(name.startswith("torch_dynamo_resume_in_") for name in names)
