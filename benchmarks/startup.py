@@ -133,7 +133,8 @@ def spawn(job: Job, settings: Settings) -> Worker:
         where = f"{job.folder}: {error.strerror}"
         raise WorkerFailure("failed", f"its cache folder cannot be made ({where}); {ELSEWHERE}") from error
     try:
-        worker = Worker(cache_environment(job.folder), timeout=settings.timeout)
+        folders = {**cache_environment(job.folder), "BENCHMARKS_SCRATCH": str(settings.scratch)}
+        worker = Worker(folders, timeout=settings.timeout)
     except OSError as error:
         raise WorkerFailure("failed", f"its process cannot be started ({error.strerror}); end others first") from error
     worker.send("load", workload=settings.workload)

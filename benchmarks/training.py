@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.case import Case
 from benchmarks.workloads.base import Prepared, Training
@@ -38,9 +40,20 @@ class Trainer:
         self._model = prepared.model.train()
         self._first = {name: tensor.to("cpu", copy=True) for name, tensor in self._model.state_dict().items()}
         self._optimizer = make_optimizer(self._model, self._training, capturable=case.cuda_graph)
-        ready = [self._training.batch(index) for index in range(READY_BATCHES)]
-        self._ready: Iterator[Any] = itertools.cycle(ready)
+        self._lying = self._training.shapes or tuple(map(self._training.batch, range(READY_BATCHES)))
+        self._ready: Iterator[Any] = itertools.cycle(self._lying)
         self._batches: Iterator[Any] = self._ready
+        self._loaded: Iterator[Any] | None = None
+
+    @property
+    def shapes(self) -> int:
+        """Steps in a row that meet each declared shape once."""
+        return max(1, len(self._training.shapes))
+
+    @property
+    def round(self) -> int | None:
+        """Timed steps of a round, or None where the clocks decide."""
+        return self._training.round
 
     def eager(self) -> Step:
         """A step of the model as it is, as the arm would do it without a compiler."""
@@ -53,9 +66,28 @@ class Trainer:
     def captured(self, call: Callable[..., Any]) -> Step:
         """The same under our outer CUDA graph; captured when this returns."""
         step = self._our_step(call, cuda_graph=True)
-        while not step.captured:
-            step(next(self._ready))
+        for batch in itertools.cycle(self._lying):
+            step(batch)
+            if len(step.captured) == self.shapes:
+                break
         return lambda: step(next(self._batches))
+
+    def open_loader(self) -> None:
+        """Draw an epoch and throw it away: whatever processes stand behind the loader are up then, and idle."""
+        if self._loaded is None and (loader := self._training.loader) is not None:
+            for _ in loader():
+                pass
+            self._loaded = itertools.chain.from_iterable(loader() for _ in itertools.count())
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Steps inside take the loader's batches, where there is one."""
+        self.open_loader()
+        self._batches = self._loaded or self._ready
+        try:
+            yield
+        finally:
+            self._batches = self._ready
 
     def losses(self, step: Step, count: int = CHECKED_STEPS) -> Tensor:
         """Losses of so many steps from the first weights, each on a batch of its own: [count], on the CPU."""
@@ -93,6 +125,7 @@ class Trainer:
             clip_norm=training.clip_norm,
             cuda_graph=cuda_graph,
             warmup=2,
+            most_graphs=self.shapes,
         )
 
 
@@ -143,3 +176,9 @@ def reference_losses(model: nn.Module, training: Training, dtype: torch.dtype = 
             optimizer.step()
             losses.append(loss.detach())
     return torch.stack(losses)
+
+
+def checkpointed(blocks: Iterable[nn.Module]) -> None:
+    """Keep only the inputs of these blocks for the backward, which runs them again: for a reference, in place."""
+    for block in blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]

@@ -130,8 +130,16 @@ class Arm:
     def _eagerly(self) -> Any:
         """The output of the model as it is; of training the losses of some steps."""
         if self.trainer is not None:
-            return self.trainer.losses(self.trainer.eager())
+            step = self.trainer.eager()
+            for _ in range(self.trainer.shapes):
+                step()  # of each shape, so that all kinds of inputs are noted
+            return self.trainer.losses(step)
         return self.model(**self.prepared.inputs)
+
+    def _steps(self) -> None:
+        """A call; in training one of each shape that the arm declares."""
+        for _ in range(1 if self.trainer is None else self.trainer.shapes):
+            self.step()
 
     def _reset(self) -> None:
         if self.prepared.reset is not None:
@@ -166,15 +174,15 @@ class Arm:
         with strategies.execution_mode(self.case):
             began = time.perf_counter()
             self._use(strategies.apply(self.case, self.prepared))
-            self.step()
+            self._steps()
             synchronise(self.device)
             first = time.perf_counter() - began
             # The second and third call of reduce-overhead warm up and record its CUDA graph.
             records = self.case.mode == "reduce-overhead"
-            recording = [once(self.step, self.device) for _ in range(2 if records else 0)]
-            later = [once(self.step, self.device)]
+            recording = [once(self._steps, self.device) for _ in range(2 if records else 0)]
+            later = [once(self._steps, self.device)]
             while len(later) < 5 and sum(later) < 2.0:
-                later.append(once(self.step, self.device))
+                later.append(once(self._steps, self.device))
         steady = sorted(later)[len(later) // 2]
         facts = recorder.facts()
         self._recorder = recorder
@@ -306,7 +314,7 @@ class Arm:
 
         self._reset_peak()
         with strategies.execution_mode(self.case):
-            self.step()
+            self._steps()
         return self._peaks()
 
     def _reset_peak(self) -> None:
@@ -330,6 +338,9 @@ class Arm:
     def calibrate(self, *, milliseconds: float) -> Reply:
         from benchmarks import strategies, timing
 
+        if self.trainer is not None and self.trainer.round is not None:
+            self.trainer.open_loader()
+            return {"calls": self.trainer.round}
         with strategies.execution_mode(self.case):
             return {"calls": timing.calibrate(self.step, self.device, milliseconds)}
 
@@ -339,7 +350,8 @@ class Arm:
 
         with strategies.execution_mode(self.case):
             timing.settle(self.step, self.device)
-            return asdict(timing.back_to_back(self.step, self.device, calls))
+            with nullcontext() if self.trainer is None else self.trainer.timed():
+                return asdict(timing.back_to_back(self.step, self.device, calls))
 
     def kernels(self) -> Reply:
         """How many kernels one call launches, by the profiler (None on a CPU); and what was compiled during the race.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,10 @@ import torch
 from torch import nn
 
 from benchmarks.case import Case
-from benchmarks.training import CHECKED_STEPS, Trainer, plain_step, reference_losses
-from benchmarks.worker import load_workload, serve
-from benchmarks.workloads.base import Training
+from benchmarks.training import CHECKED_STEPS, Trainer, checkpointed, plain_step, reference_losses
+from benchmarks.worker import Arm, load_workload, serve
+from benchmarks.workloads.base import Prepared, Training
+from tests.fake_workload import Model
 from zoo.training import LinearCrossEntropy
 
 FAKE = "tests.fake_workload"
@@ -111,6 +114,112 @@ def test_steps_go_round_a_few_batches_that_lie_ready():
         step()
     assert len({id(batch) for batch in seen}) == 8
     assert seen[0] is seen[8]
+
+
+def noted(prepared: Prepared) -> list[torch.Tensor]:
+    """The batches that the loss is given from now on."""
+    assert prepared.training is not None
+    seen: list[torch.Tensor] = []
+    squares = prepared.training.loss
+
+    def noting(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        seen.append(batch)
+        return squares(model, batch)
+
+    prepared.training.loss = noting
+    return seen
+
+
+def test_timed_steps_take_the_loader_s_batches_in_order_and_no_others_do():
+    case = replace(CASE, impl="upstream", strategy="eager")
+    arm = Arm()
+    arm.load(workload=FAKE)
+    arm.prepare(case=case.to_json(), data_root=None, seed=0)
+    epochs = 0
+
+    def loader() -> Iterator[torch.Tensor]:
+        nonlocal epochs
+        epochs += 1
+        yield from (torch.full((16, 8), float(index)) for index in range(3))
+
+    training, seen = arm.prepared.training, noted(arm.prepared)
+    assert training is not None
+    training.loader, training.round = loader, 5
+    arm.first_call()
+    arm.memory()
+    assert epochs == 0
+    seen.clear()
+    assert arm.calibrate(milliseconds=1.0) == {"calls": 5}
+    assert epochs == 1 and not seen  # started, and no step made
+    taken = []
+    for _ in range(2):
+        assert arm.round(calls=5)["calls"] == 5
+        assert not torch.equal(seen[0], seen[0][0, 0].expand(16, 8))  # what settles the clocks lies ready
+        taken += [int(batch[0, 0]) for batch in seen[-5:]]
+        seen.clear()
+    assert taken == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
+    arm.curve(steps=3)
+    arm.kernels()
+    assert not any(torch.equal(batch, batch[0, 0].expand(16, 8)) for batch in seen)
+
+
+def test_a_round_is_declared_with_a_loader_and_not_without():
+    for options in ({"loader": list}, {"round": 3}, {"loader": list, "round": 0}):
+        with pytest.raises(ValueError, match="with a loader it is a number of steps, without one None"):
+            Training(loss=max, batch=abs, learning_rate=1.0, **options)
+
+
+def test_declared_shapes_are_compiled_by_the_first_call_and_are_no_recompiles(tmp_path: Path):
+    arm = Arm()
+    arm.load(workload=FAKE)
+    arm.prepare(case=replace(CASE, strategy="full").to_json(), data_root=None, seed=0)
+    training, seen = arm.prepared.training, noted(arm.prepared)
+    assert training is not None
+    training.shapes = tuple(torch.randn(rows, 8) for rows in (48, 32, 16))
+    arm.trainer = Trainer(arm.case, arm.prepared)
+    arm.start_up(folder=str(tmp_path))
+    assert [len(batch) for batch in seen[:3]] == [48, 32, 16]
+    seen.clear()
+    first = arm.first_call()
+    assert (first["graphs"], first["recompiles"]) == (3, [])
+    assert {len(batch) for batch in seen[:3]} == {48, 32, 16} and len(seen) % 3 == 0
+    training.loader, training.round = (lambda: list(reversed(training.shapes))), 3
+    arm.round(calls=3)
+    assert arm.kernels()["recompiles"] == []
+
+
+def test_every_declared_shape_is_captured():
+    prepared = load_workload(FAKE).prepare(CASE, data_root=None, seed=0)
+    assert prepared.training is not None
+    prepared.training.shapes = tuple(torch.randn(rows, 8) for rows in range(20, 9, -1))
+    trainer = Trainer(CASE, prepared)
+    seen = noted(prepared)
+    step = trainer.captured(prepared.model)  # on the CPU it is as if
+    assert [len(batch) for batch in seen] == [*range(20, 9, -1)] * 3  # two warm-ups, and as if captured
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(11):
+            step()
+
+
+def test_checkpointed_blocks_compute_the_same_and_keep_less():
+    models = [Model("good"), Model("good")]
+    models[1].load_state_dict(models[0].state_dict())
+    checkpointed(models[1].blocks)
+    kept, gradients = [], []
+    x = torch.randn(16, 8)
+    for model in models:
+        saved: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, saved=saved: (saved.append(t.numel()), t)[1], lambda t: t
+        ):
+            loss = model(x).square().mean()
+        loss.backward()
+        kept.append(sum(saved))
+        gradients.append([p.grad for p in model.parameters()])
+    assert kept[1] <= 0.5 * kept[0]
+    for first, second in zip(*gradients, strict=True):
+        torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
 def test_a_forgotten_update_is_seen_in_the_losses():

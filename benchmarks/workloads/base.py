@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,6 +25,12 @@ class Training:
         loss_module: A module inside ``loss`` that declares regions of its own, compiled where the model's are.
         after_compile: What is done to a zoo model whose regions were compiled: activation checkpointing.
         random: Whether the model draws dropout, which differs from arm to arm: losses are not compared then.
+        shapes: A batch of each shape that the arm declares, the largest first; the first call, and a capture, go
+            through all of them. Empty where all batches have one shape, or shapes come as they come.
+        loader: Makes an epoch's batches in order, on the device: from files, or of shapes that differ. Timed steps take
+            theirs from it, epoch after epoch, and wait for it. None: they go round batches that lie ready.
+        round: Timed steps of a round, the same in every arm, so that all of them deal with the same batches; with a
+            loader that works ahead a whole epoch of it, so that it rests while other arms work. Needed with a loader.
     """
 
     loss: Callable[[Any, Any], torch.Tensor]
@@ -35,6 +41,13 @@ class Training:
     loss_module: nn.Module | None = None
     after_compile: Callable[[nn.Module], Any] | None = None
     random: bool = False
+    shapes: tuple[Any, ...] = ()
+    loader: Callable[[], Iterable[Any]] | None = None
+    round: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.loader is None) != (self.round is None) or (self.round is not None and self.round < 1):
+            raise ValueError(f"round is {self.round}; with a loader it is a number of steps, without one None")
 
 
 @dataclass(kw_only=True)
