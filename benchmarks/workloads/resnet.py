@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from benchmarks.case import Case
-from benchmarks.workloads import resnet_upstream, resnet_work
+from benchmarks.training import READY_BATCHES
+from benchmarks.workloads import resnet_train, resnet_upstream, resnet_work
 from benchmarks.workloads.base import Prepared, refuses_unknown
 from zoo.resnet import CUTS, ResNet, ResNetConfig, fold_batch_norm
 from zoo.resnet.presets import PRESETS
@@ -20,7 +21,7 @@ _OTHER_CUTS = tuple(name for name in CUTS if CUTS[name] is not ResNet.regions)
 _MODEL = re.compile(
     r"(?P<preset>resnet(\d+|-debug))(?P<folded>-folded(?P<fused>-fused)?(?P<matmul>-matmul)?)?(-cut-(?P<cut>.+))?"
 )
-_INPUT = re.compile(r"(?P<batch>\d+)x(?P<size>\d+)")
+_INPUT = re.compile(r"(jpeg-)?(?P<batch>\d+)x(?P<size>\d+)")
 
 
 class ResNetWorkload:
@@ -30,6 +31,9 @@ class ResNetWorkload:
     other ways to run them (``zoo.resnet.fold_batch_norm``), and ``-cut-<name>`` the zoo's cut into other regions
     (``zoo.resnet.CUTS``). torchvision's arms are the same in all of them: as shipped with its norms, tuned with them
     folded. ``<batch>x<size>`` is the number of images and their pixels a side.
+
+    Training is of models with norms in their own regions, over float32 weights; the dtype is that of autocast. Batches
+    of ``jpeg-<batch>x<size>`` come from files, and a step waits for them.
     """
 
     family = "resnet"
@@ -43,10 +47,12 @@ class ResNetWorkload:
             for folding in _FOLDINGS
         ),
     )
-    inputs: tuple[str, ...] = ("64x224", "1x224", "256x224", "2x32")
+    inputs: tuple[str, ...] = ("64x224", "1x224", "128x224", "256x224", "2x32", "4x32", "jpeg-128x224", "jpeg-4x32")
 
     def default_races(self, device: str, quick: bool, workload: str = "inference") -> list[tuple[str, str]]:
         """(model, input) pairs of a plain run."""
+        if workload == "train":
+            return [("resnet-debug", "4x32") if device == "cpu" else ("resnet50", "128x224")]
         if device == "cpu":
             return [("resnet-debug", "2x32")]
         races = [("resnet50", "64x224"), ("resnet50", "1x224")]
@@ -58,11 +64,23 @@ class ResNetWorkload:
 
     def refuses(self, case: Case) -> str | None:
         """Why this combination does not exist, or None."""
-        return refuses_unknown(self, case)
+        if reason := refuses_unknown(self, case, ("inference", "train")):
+            return reason
+        if case.workload != "train":
+            return f"{case.input} is for training" if case.input.startswith("jpeg-") else None
+        if "-" in case.model.removesuffix("-debug"):
+            return f"{case.model}: folded models and other cuts are for inference"
+        if case.impl == "upstream-tuned":
+            return "tuned is folded, which is for inference; to train, torchvision's users have no better way"
+        if case.dtype == "float16":
+            return "training in float16 needs the loss scaled; it runs in bfloat16 or float32"
+        return None
 
     def memory_bytes(self, case: Case) -> int:
         """Estimated peak device memory of the case in bytes, the reference included, which any arm may compute."""
         batch, size = sizes(case.input)
+        if case.workload == "train":
+            return resnet_train.memory_bytes(_config(case), batch, size, _dtype(case).itemsize, ready=READY_BATCHES)
         return resnet_work.memory(_config(case), batch, size, _dtype(case).itemsize)
 
     def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
@@ -80,6 +98,8 @@ class ResNetWorkload:
             raise ValueError(f"{case.arm}: {reason}")
         config, (batch, size) = _config(case), sizes(case.input)
         device, dtype = torch.device(case.device), _dtype(case)
+        if case.workload == "train":
+            dtype = torch.float32
 
         def shipped() -> nn.Module:
             return resnet_upstream.build(config, seed=seed).to(device, dtype)
@@ -92,7 +112,7 @@ class ResNetWorkload:
         def compile_blocks(model: nn.Module, **options: Any) -> None:
             resnet_upstream.compile_blocks(model, raised_limit=case.impl == "upstream-tuned", **options)
 
-        return Prepared(
+        prepared = Prepared(
             model=model.eval().requires_grad_(False),
             inputs={"images" if case.impl == "zoo" else "x": images},
             compile_regions=None if case.impl == "zoo" else compile_blocks,
@@ -111,17 +131,20 @@ class ResNetWorkload:
                 "parameters": resnet_work.parameters(config),
             },
         )
+        if case.workload == "train":
+            return resnet_train.for_training(case, prepared, config, batch, size, seed=seed)
+        return prepared
 
 
 def sizes(input: str) -> tuple[int, int]:
     """Images and their pixels a side.
 
     Raises:
-        ValueError: If the name is not ``<batch>x<size>``.
+        ValueError: If the name is not ``<batch>x<size>`` or ``jpeg-<batch>x<size>``.
     """
     found = _INPUT.fullmatch(input)
     if found is None or int(found["batch"]) < 1 or int(found["size"]) < 1:
-        raise ValueError(f"input {input!r} is not BATCHxPIXELS")
+        raise ValueError(f"input {input!r} is not BATCHxPIXELS or jpeg-BATCHxPIXELS")
     return int(found["batch"]), int(found["size"])
 
 

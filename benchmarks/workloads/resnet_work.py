@@ -18,7 +18,7 @@ BYTES_FORMULA = (
     "size, though those of a small batch may stay in the caches of the chip."
 )
 # Where a call's CUDA context, its libraries' work space and the compiler's buffers go.
-_PROCESS_BYTES = 1 << 30
+PROCESS_BYTES = 1 << 30
 # The reference takes so many images at a time.
 REFERENCE_IMAGES = 16
 
@@ -135,7 +135,7 @@ def memory(config: ResNetConfig, batch: int, size: int, itemsize: int) -> int:
     images = config.in_channels * size**2
     running = (batch * (alive + images) + 2 * parameters(config)) * itemsize
     reference = (min(batch, REFERENCE_IMAGES) * alive + parameters(config)) * 8 + batch * images * itemsize
-    return max(running, reference + 2 * parameters(config) * itemsize) + _PROCESS_BYTES
+    return max(running, reference + 2 * parameters(config) * itemsize) + PROCESS_BYTES
 
 
 def _conv(inputs: int, outputs: int, size_in: int, size_out: int, taps: int) -> Conv:
