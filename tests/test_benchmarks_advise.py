@@ -413,6 +413,16 @@ def test_compiling_that_brings_nothing_is_said_plainly() -> None:
     assert rendering.how_to(race, 10**9) == []
 
 
+def test_a_machine_too_loud_to_tell_is_named() -> None:
+    def lines(noise: float) -> str:
+        results = [own(5.0, 1), own(4.9, 2, strategy="full", cold=1.0), own(5.0 * (1 + noise), 3, control=True)]
+        return " ".join(choice.verdict(shown(results), 10**6))
+
+    assert "do not compile." in lines(0.5) and "No measurable difference to eager: full." in lines(0.5)
+    assert "Two copies of eager stand 50" in lines(0.5) and "while the machine does nothing else" in lines(0.5)
+    assert "Two copies" not in lines(0.04)
+
+
 def test_the_compilers_start_counts_as_little_as_was_measured_of_it() -> None:
     results = measured()
     race = shown(results)

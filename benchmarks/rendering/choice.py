@@ -11,6 +11,9 @@ from benchmarks.rendering import advice, numbers
 from benchmarks.rendering.advice import Step, is_eager
 from benchmarks.rendering.race import Arm, Caches, Race
 
+# A machine on which two copies of one arm differ by more can tell little apart.
+QUIET = 0.1
+
 
 def short_name(arm: Arm) -> str:
     """An arm's name without whose model it is: all are of one."""
@@ -96,7 +99,13 @@ def verdict(race: Race, calls: int) -> list[str]:
     if cold is None:
         return [advice.why_not(race) or "No arm says what it costs: nothing can be advised."]
     lines = [f"For {numbers.count(calls)} calls: {_chosen(race, cold, calls)}"]
-    lines += advice.alike(race, advice.comparable(race), cold.arm, short_name)
+    alike = advice.alike(race, advice.comparable(race), cold.arm, short_name)
+    lines += alike
+    if alike and race.noise is not None and race.noise > QUIET:
+        lines.append(
+            f"Two copies of eager stand {numbers.percent(race.noise)} apart here, which hides smaller differences: "
+            "measure again while the machine does nothing else."
+        )
     if len(cold.steps) > 1:
         lines.append(f"From a cold start {_in_turn(cold.steps)}.")
     warm = choose(race, calls, "warm")
