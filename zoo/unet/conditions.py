@@ -23,7 +23,7 @@ from zoo.unet.config import UNetConfig
 class TimeShifts(NamedTuple):
     """What timesteps add inside the resnet blocks; ``UNet.time_shifts`` makes it.
 
-    Args:
+    Attributes:
         shifts: [B, S], or [1, S] for all rows alike. ``time_shifts`` of many steps gives [steps, B, S]; one of
             them is ``TimeShifts(many.shifts[step])``.
     """
@@ -34,7 +34,7 @@ class TimeShifts(NamedTuple):
 class TextKeysValues(NamedTuple):
     """Keys and values of a condition in every cross-attention; ``UNet.text_keys_values`` makes it.
 
-    Args:
+    Attributes:
         keys_values: [B, L, K].
     """
 

@@ -59,7 +59,7 @@ REGIONS = (
 class UNetOutput(NamedTuple):
     """A prediction under diffusers' name.
 
-    Args:
+    Attributes:
         sample: [B, C_out, H, W].
     """
 
