@@ -59,3 +59,44 @@ def test_training_takes_more_memory_than_inference(impl: str):
 def test_half_precision_is_refused():
     assert WORKLOAD.refuses(replace(CASE, dtype="bfloat16")) == "training runs in float32; bfloat16 is for inference"
     assert WORKLOAD.refuses(CASE) is None
+
+
+# --- sampled ---
+
+SAMPLED = replace(CASE, model="graphsage", input="karate-sampled")
+
+
+@pytest.mark.parametrize("impl", ["zoo", "upstream"])
+def test_sampled_losses_are_the_reference_s(impl: str):
+    case = replace(SAMPLED, impl=impl)
+    prepared = WORKLOAD.prepare(case, data_root=None, seed=0)
+    arm = Trainer(case, prepared)
+    step = arm.eager()
+    torch.testing.assert_close(arm.losses(step).double(), prepared.reference(), rtol=1e-4, atol=0)
+    with arm.timed():
+        losses = [step().item() for _ in range(40)]
+    assert sum(losses[-10:]) < 0.9 * sum(losses[:10])
+
+
+def test_sampled_shapes_are_declared():
+    case = replace(SAMPLED, strategy="regional")
+    prepared = WORKLOAD.prepare(case, data_root=None, seed=0)
+    training = prepared.training
+    assert training is not None and training.loader is not None
+    declared = {(len(batch.nodes), len(batch.graph.source)) for batch in training.shapes}
+    met = {(len(batch.nodes), len(batch.graph.source)) for _ in range(3) for batch in training.loader()}
+    assert met <= declared and len(declared) == len(training.shapes)
+    assert (prepared.count, prepared.unit) == (8, "seeds")
+
+
+def test_rounds_are_epochs_of_new_batches():
+    training = WORKLOAD.prepare(SAMPLED, data_root=None, seed=0).training
+    assert training is not None and training.loader is not None
+    first, second = list(training.loader()), list(training.loader())
+    assert len(first) == len(second) == training.round
+    assert not torch.equal(first[0].seeds, second[0].seeds)
+
+
+@pytest.mark.parametrize("changes", [{"workload": "inference"}, {"model": "gcn"}])
+def test_sampled_inputs_are_for_training_graphsage(changes: dict[str, str]):
+    assert WORKLOAD.refuses(replace(SAMPLED, **changes)) == "karate-sampled is for training, of graphsage"

@@ -85,6 +85,17 @@ def test_a_seed_gives_the_same_batches_with_any_number_of_threads():
         assert not torch.equal(other[0].nodes, first[0].nodes)
 
 
+def test_any_batch_can_be_had_alone_and_in_any_bucket():
+    sampler = NeighborSampler(graph(), fanouts=(4, 3), batch_size=25, num_nodes=NODES)
+    *_, last = sampler.epoch(2)
+    torch.testing.assert_close(sampler.batch(2, len(sampler) - 1), last, rtol=0, atol=0)
+    for nodes, edges in sampler.buckets:
+        batch = sampler.padded_to((nodes, edges))
+        assert (len(batch.nodes), len(batch.graph.source), len(batch.seeds)) == (nodes, edges, 25)
+    with pytest.raises(ValueError, match=r"\(1, 1\) is none of the buckets"):
+        sampler.padded_to((1, 1))
+
+
 def test_the_random_state_of_the_caller_is_left_alone():
     torch.manual_seed(5)
     expected = torch.rand(3)

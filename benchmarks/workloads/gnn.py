@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from benchmarks.case import Case
-from benchmarks.workloads import gnn_train, gnn_upstream, gnn_work, graphs
+from benchmarks.workloads import gnn_sampled, gnn_train, gnn_upstream, gnn_work, graphs
 from benchmarks.workloads.base import Prepared, refuses_unknown
+from benchmarks.workloads.gnn_sampled import SAMPLED
 from benchmarks.workloads.gnn_work import Architecture
 from benchmarks.workloads.graphs import POWER_LAW, Graph
 
@@ -28,12 +29,13 @@ class GnnWorkload:
     wide (GAT 8 heads of 32), on larger graphs; the last layer ends in the classes. ``<kind>-8x256`` has eight layers of
     one width from end to end, so that all share one signature.
 
-    Training is full-batch too, with labels of a random linear map, in float32.
+    Training is full-batch too, with labels of a random linear map, in float32; on ``<graph>-sampled`` GraphSAGE trains
+    on sampled neighbourhoods, and a step waits for its batch.
     """
 
     family = "gnn"
     models: tuple[str, ...] = (*KINDS, *(f"{kind}-8x256" for kind in KINDS))
-    inputs: tuple[str, ...] = graphs.INPUTS
+    inputs: tuple[str, ...] = (*graphs.INPUTS, *(name + SAMPLED for name in ("karate", "arxiv", "products")))
 
     def default_races(self, device: str, quick: bool, workload: str = "inference") -> list[tuple[str, str]]:
         """(model, input) pairs of a plain run."""
@@ -51,14 +53,18 @@ class GnnWorkload:
         """Why this combination does not exist, or None."""
         if reason := refuses_unknown(self, case, ("inference", "train")):
             return reason
+        sampled = case.input.endswith(SAMPLED)
+        if sampled and (case.workload != "train" or case.model != "graphsage"):
+            return f"{case.input} is for training, of graphsage"
         if case.workload == "train" and case.dtype != "float32":
             return f"training runs in float32; {case.dtype} is for inference"
         return None
 
     def memory_bytes(self, case: Case) -> int:
         """Estimated peak device memory of the case in bytes, from the counts of the published graph."""
-        counts = graphs.spec(case.input)
-        arch = architecture(case.model, case.input, features=counts.features, classes=counts.classes)
+        graph_name = case.input.removesuffix(SAMPLED)
+        counts = graphs.spec(graph_name)
+        arch = architecture(case.model, graph_name, features=counts.features, classes=counts.classes)
         nodes, edges, itemsize = counts.nodes, counts.edges, _dtype(case).itemsize
         # Raw edges, and while they are sorted (by the generator, or for a CSR) keys, values, order and work space.
         sorting = 6 * 16 * edges
@@ -99,8 +105,9 @@ class GnnWorkload:
         device, dtype = torch.device(case.device), _dtype(case)
         deep = _DEEP.fullmatch(case.model)
         features = int(deep["width"]) if deep else None
-        graph = graphs.load(case.input, data_root=data_root, features=features, seed=seed, device=device)
-        arch = architecture(case.model, case.input, features=graph.x.size(1), classes=graph.classes)
+        graph_name = case.input.removesuffix(SAMPLED)
+        graph = graphs.load(graph_name, data_root=data_root, features=features, seed=seed, device=device)
+        arch = architecture(case.model, graph_name, features=graph.x.size(1), classes=graph.classes)
         shipped = gnn_upstream.build(arch, seed=seed).to(device, dtype)
         x = graph.x.to(dtype)
 
@@ -117,7 +124,7 @@ class GnnWorkload:
 
         def reference() -> torch.Tensor:
             # Made anew, so that an arm holds nothing that it does not run on: its memory is measured.
-            raw = graphs.load(case.input, data_root=data_root, features=features, seed=seed, device=device).edge_index
+            raw = graphs.load(graph_name, data_root=data_root, features=features, seed=seed, device=device).edge_index
             model = gnn_upstream.build(arch, seed=seed).to(device, dtype)
             return gnn_upstream.reference_output(arch, model, x, raw)
 
@@ -145,6 +152,8 @@ class GnnWorkload:
                 "parameters": gnn_work.parameters(arch),
             },
         )
+        if case.input.endswith(SAMPLED):
+            return gnn_sampled.for_training(case, prepared, arch, graph, seed=seed)
         if case.workload == "train":
             return gnn_train.for_training(prepared, arch, graph, seed=seed)
         return prepared

@@ -32,9 +32,7 @@ def training_of(graph: Graph, x: Tensor, inputs: dict[str, Any], *, seed: int) -
         inputs: What else the model is called with: edges or a prepared graph.
         seed: Of labels and halves.
     """
-    generator = torch.Generator().manual_seed(seed)
-    teacher = torch.randn(x.size(1), graph.classes, generator=generator).to(x)
-    labels = (x @ teacher).argmax(1).cpu()
+    labels = labels_of(x, graph.classes, seed=seed).cpu()
 
     def batch(index: int) -> Tensor:
         generator = torch.Generator().manual_seed((seed << 20) + index)
@@ -47,6 +45,12 @@ def training_of(graph: Graph, x: Tensor, inputs: dict[str, Any], *, seed: int) -
         return F.cross_entropy(model(features, **inputs), labels)
 
     return Training(loss=loss, batch=batch, learning_rate=LEARNING_RATE)
+
+
+def labels_of(x: Tensor, classes: int, *, seed: int) -> Tensor:
+    """Labels [N] below ``classes``: the greatest of a random linear map of features [N, F]."""
+    teacher = torch.randn(x.size(1), classes, generator=torch.Generator().manual_seed(seed)).to(x)
+    return (x @ teacher).argmax(1)
 
 
 def for_training(prepared: Prepared, arch: Architecture, graph: Graph, *, seed: int) -> Prepared:
@@ -65,7 +69,6 @@ def for_training(prepared: Prepared, arch: Architecture, graph: Graph, *, seed: 
         shipped = gnn_upstream.build(arch, seed=seed).to(x.device)
         return reference_losses(shipped, training_of(graph, x, {"edge_index": graph.edge_index}, seed=seed))
 
-    forward = gnn_work.flops(arch, graph.nodes, graph.edges)
     return replace(
         prepared,
         model=prepared.model.train(),
@@ -74,13 +77,19 @@ def for_training(prepared: Prepared, arch: Architecture, graph: Graph, *, seed: 
         reference=reference,
         bytes=2 * prepared.bytes,
         bytes_formula=BYTES_FORMULA,
-        # Gradients by inputs and by weights each take what the forward does; the first layer's input needs none.
-        flops=3 * forward - _first_layer(arch, graph),
+        flops=flops(arch, graph.nodes, graph.edges),
         data=f"{graph.data}, labels of a random linear map",
         count=graph.nodes,
         unit="nodes",
         training=training_of(graph, x, inputs, seed=seed),
     )
+
+
+def flops(arch: Architecture, nodes: int, edges: int) -> int:
+    """Gradients by inputs and by weights each take what the forward does; the first layer's input needs none."""
+    first = arch.stack()[0]
+    maps = 2 if arch.kind == "graphsage" else 1
+    return 3 * gnn_work.flops(arch, nodes, edges) - 2 * maps * nodes * first.inputs * first.transformed
 
 
 def memory_bytes(case: Case, arch: Architecture, nodes: int, edges: int) -> int:
@@ -95,12 +104,6 @@ def memory_bytes(case: Case, arch: Architecture, nodes: int, edges: int) -> int:
     held = messages if case.impl != "zoo" or case.device == "cpu" else 0
     running = 4 * kept + 16 * gnn_work.parameters(arch) + held
     return max(running, 2 * (4 * kept + messages))
-
-
-def _first_layer(arch: Architecture, graph: Graph) -> int:
-    first = arch.stack()[0]
-    maps = 2 if arch.kind == "graphsage" else 1
-    return 2 * maps * graph.nodes * first.inputs * first.transformed
 
 
 def _weight_dtype(model: nn.Module) -> torch.dtype:

@@ -90,8 +90,9 @@ class NeighborSampler:
             raise ValueError(f"batch_size is {batch_size}; at least one seed is needed")
         if workers < 0:
             raise ValueError(f"workers is {workers}; 0 samples when a batch is asked for")
+        self.edge_index = edge_index.cpu()
         with torch.no_grad():
-            tensors = CSRGraph.from_edge_index(edge_index.cpu(), num_nodes=num_nodes).tensors
+            tensors = CSRGraph.from_edge_index(self.edge_index, num_nodes=num_nodes).tensors
         self._rowptr, self._source = tensors.rowptr, tensors.source
         self.num_nodes = len(self._rowptr) - 1
         self.seeds = torch.arange(self.num_nodes) if seeds is None else seeds.cpu()
@@ -136,6 +137,21 @@ class NeighborSampler:
             finally:
                 for future in ahead:
                     future.cancel()
+
+    def batch(self, epoch: int, index: int) -> SampledBatch:
+        """One batch of an epoch, as :meth:`epoch` gives it."""
+        return self._batch(self._seeds_of(epoch)[index], epoch, index)
+
+    def padded_to(self, bucket: tuple[int, int]) -> SampledBatch:
+        """A batch of this bucket's shape, to compile and capture it before it comes up.
+
+        Raises:
+            ValueError: If it is none of ``buckets``.
+        """
+        if bucket not in self.buckets:
+            raise ValueError(f"{bucket} is none of the buckets {self.buckets}")
+        seeds = self._seeds_of(0)[0][:1]
+        return self._padded(seeds, *self._sample(seeds, self._random(0, 0)), bucket)
 
     def edges_of(self, batch: SampledBatch) -> Tensor:
         """The batch's edges as an ``edge_index`` [2, edges] of its own numbering, without padding."""
@@ -187,9 +203,12 @@ class NeighborSampler:
             place[many.repeat_interleave(count)] = _distinct(degree[many], fanout, random).flatten()
         return self._source[start.repeat_interleave(count) + place].long(), count
 
-    def _padded(self, seeds: Tensor, nodes: Tensor, counts: Tensor, source: Tensor) -> SampledBatch:
+    def _padded(
+        self, seeds: Tensor, nodes: Tensor, counts: Tensor, source: Tensor, bucket: tuple[int, int] | None = None
+    ) -> SampledBatch:
         edges = len(source)
-        most_nodes, most_edges = next((n, e) for n, e in self.buckets if len(nodes) <= n and edges <= e)
+        fitting = ((n, e) for n, e in self.buckets if len(nodes) <= n and edges <= e)
+        most_nodes, most_edges = bucket or next(fitting)
         rowptr = torch.full((most_nodes + 1,), edges)
         rowptr[0] = 0
         torch.cumsum(counts, 0, out=rowptr[1 : len(nodes) + 1])
