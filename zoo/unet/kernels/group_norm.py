@@ -95,7 +95,6 @@ def _partial(
         "groups",
         "rows",
         "chunks",
-        "kept",
         "silu",
     ],
 )
