@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import bert_reference as reference
@@ -136,6 +137,25 @@ def test_every_batch_fits_one_of_few_sizes() -> None:
         assert len(seen) > 1 or len(buckets) == 1
     # No size is far too large: half a step is lost on average.
     assert token_buckets(64, 512)[-1] < 64 * 512 + 100
+
+
+def test_sizes_between_what_is_usual_and_one_for_all_others() -> None:
+    rows, length, typical = 8, 64, (100, 160)
+    buckets = token_buckets(rows, length, steps=5, typical=typical)
+    filling = filling_rows(buckets, rows, length)
+    usual = [size - filling for size in buckets[:-1]]
+    assert len(buckets) == 5 and buckets[-1] >= rows * length + filling
+    assert usual[-2] < typical[1] <= usual[-1] < typical[1] + 8
+    steps = {after - before for before, after in pairwise(usual)}
+    assert typical[0] < usual[0] and steps <= {8, 16}
+    for lengths in ([1] * 8, [13] * 4 + [12] * 4, [20] * 8, [64] * 8, [64, 30]):
+        mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+        batch = pack(torch.zeros_like(mask, dtype=torch.int64), mask, buckets=buckets, rows=rows, length=length)
+        assert batch.input_ids.numel() in buckets and batch.offsets.shape == (rows + filling + 1,)
+    assert len(token_buckets(rows, length, steps=5, typical=(512, 512))) == 1
+    for wrong, how in (((0, 9), 2), ((9, 8), 2), ((9, 513), 2), ((9, 99), 1)):
+        with pytest.raises(ValueError, match="from 1 to 512, and a step beside the largest"):
+            token_buckets(rows, length, steps=how, typical=wrong)
 
 
 @pytest.mark.parametrize("way", ["table", "kernel"])

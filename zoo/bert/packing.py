@@ -11,6 +11,7 @@ Shapes: B rows, T tokens of the longest row, N tokens of a packed batch, S rows 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -63,7 +64,7 @@ class PackedBatch(NamedTuple):
         return torch.cat([flat, flat.new_full((1, *flat.shape[1:]), fill)])[self.places]
 
 
-def token_buckets(rows: int, length: int, *, steps: int = 8) -> tuple[int, ...]:
+def token_buckets(rows: int, length: int, *, steps: int = 8, typical: tuple[int, int] | None = None) -> tuple[int, ...]:
     """Sizes for batches of up to ``rows`` rows of up to ``length`` tokens each, evenly spaced.
 
     A batch is filled up by half a step on average. Each size is a graph for each region that sees it.
@@ -72,17 +73,31 @@ def token_buckets(rows: int, length: int, *, steps: int = 8) -> tuple[int, ...]:
         rows: B.
         length: T, at least 2.
         steps: How many sizes, at most: small batches have fewer.
+        typical: The fewest and the most tokens of a usual batch, where that is known: all sizes but the largest are
+            spaced between the two. The largest holds every batch in any case.
 
     Raises:
-        ValueError: If a number is not positive, or ``length`` is 1.
+        ValueError: If a number is not positive, ``length`` is 1, or ``typical`` is no range of tokens that leaves a
+            step for it.
     """
     for name, value, least in (("rows", rows, 1), ("length", length, 2), ("steps", steps, 1)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{name} is {value!r}, expected an integer of at least {least}")
+    if typical is None:
+        tokens = [step * rows * length / steps for step in range(1, steps + 1)]
+    else:
+        low, high = typical
+        if not 1 <= low <= high <= rows * length or steps < 2:
+            raise ValueError(
+                f"typical is {typical} and steps {steps}; expected the fewest and the most tokens of a usual batch, "
+                f"from 1 to {rows * length}, and a step beside the largest"
+            )
+        between = [low + (high - low) * step / (steps - 1) for step in range(1, steps)]
+        tokens = [*between, rows * length]
     room = 1
     while True:
         # Whole eights: products like them better.
-        sizes = sorted({-(-(-(-step * rows * length // steps) + room) // 8) * 8 for step in range(1, steps + 1)})
+        sizes = sorted({math.ceil((math.ceil(count) + room) / 8) * 8 for count in tokens})
         if sizes[-1] >= rows * length + filling_rows(sizes, rows, length):
             return tuple(sizes)
         room += 1
