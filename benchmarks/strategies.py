@@ -32,7 +32,7 @@ def apply(case: Case, prepared: Prepared) -> Call:
         import zoo
 
         zoo.compile_regions(prepared.training.loss_module, backend=backend())
-    dynamic = True if case.dynamic else (None if case.impl == "upstream" else False)
+    dynamic = True if case.dynamic else (prepared.dynamic if case.impl == "upstream" else False)
     mode = None if case.mode == "default" else case.mode
     match case.strategy:
         case "eager":

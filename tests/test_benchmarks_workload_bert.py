@@ -227,8 +227,11 @@ def test_default_races_exist(device: str, dtype: str, quick: bool):
 
 
 def test_every_model_is_a_preset_and_every_input_a_task():
-    assert set(WORKLOAD.models) <= set(PRESETS) and workloads.load("bert") is WORKLOAD
+    assert {name.removesuffix("-dropout") for name in WORKLOAD.models} <= set(PRESETS)
+    assert workloads.load("bert") is WORKLOAD
     for name in WORKLOAD.inputs:
+        if name.startswith("epoch-"):
+            continue  # of training
         task = bert_work.task(name)
         assert len(task.lengths()) == task.batch and 2 <= min(task.lengths()) <= max(task.lengths()) <= task.length
     for wrong in ("32", "0x64", "2x1", "skewed-64", "full-2x32"):
@@ -281,7 +284,7 @@ def test_what_is_not_refused(changes: dict[str, Any]):
 # --- formulas ---
 
 
-@pytest.mark.parametrize("model", WORKLOAD.models)
+@pytest.mark.parametrize("model", [name for name in WORKLOAD.models if name in PRESETS])
 def test_parameters_are_those_of_both_libraries(model: str):
     config = PRESETS[model]
     with torch.device("meta"):

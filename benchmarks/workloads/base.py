@@ -62,6 +62,7 @@ class Prepared:
         compile_regions: How ``regional`` is done for this implementation, the way its users would: takes the model
             and the keyword arguments of ``torch.compile`` (backend, mode, dynamic) and compiles in place. None for
             ``zoo``: the harness calls ``zoo.compile_regions``.
+        dynamic: The ``dynamic`` of upstream as shipped; None as its users leave it.
         reset: Where calls change a state that later calls read (a position, a cache), this puts it back in place: the
             call after it is the one that ``reference`` computes. None where every call gives the same.
         reference: The output in float64 (or float32 where float64 would not fit), computed eagerly by the upstream
@@ -82,6 +83,7 @@ class Prepared:
     inputs: dict[str, Any]
     static: tuple[str, ...] = ()
     compile_regions: Callable[..., None] | None = None
+    dynamic: bool | None = None
     reset: Callable[[], None] | None = None
     reference: Callable[[], torch.Tensor]
     reference_dtype: str = "float64"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.case import Case
-from benchmarks.workloads import bert_upstream, bert_work
+from benchmarks.workloads import bert_texts, bert_train, bert_upstream, bert_work
 from benchmarks.workloads.base import Prepared, refuses_unknown
 from benchmarks.workloads.bert_upstream import UpstreamStep
 from benchmarks.workloads.llm_weights import SeededWeights
@@ -24,10 +24,22 @@ class BertWorkload:
 
     ``BxT``: B rows of T tokens each, without a mask. ``skewed-BxT``: rows of unequal lengths, about half of the batch
     filled, from which the pooled output is asked; padded with a mask for transformers, packed on the host for the zoo.
+
+    Training is fine-tuning as a classifier over float32 weights; the dtype is that of autocast. ``BxT`` as above;
+    ``epoch-BxT``: an epoch of batches of rows of any lengths up to T, a step a batch: padded to the longest of a batch
+    for transformers as shipped, to T for it tuned, packed into declared sizes for the zoo. ``epoch-static-BxT``: the
+    same, with ``dynamic=False`` for transformers as shipped. ``-dropout`` models are trained with dropout.
     """
 
     family = "bert"
-    models: tuple[str, ...] = ("bert-base", "bert-large", "bert-base-6", "bert-debug")
+    models: tuple[str, ...] = (
+        "bert-base",
+        "bert-large",
+        "bert-base-6",
+        "bert-debug",
+        "bert-base-dropout",
+        "bert-debug-dropout",
+    )
     inputs: tuple[str, ...] = (
         "32x128",
         "256x128",
@@ -36,12 +48,18 @@ class BertWorkload:
         "skewed-64x512",
         "2x32",
         "skewed-4x32",
+        "epoch-32x512",
+        "epoch-static-32x512",
+        "epoch-4x32",
+        "epoch-static-4x32",
     )
 
     def default_races(self, device: str, quick: bool, workload: str = "inference") -> list[tuple[str, str]]:
         """(model, input) pairs of a plain run."""
         if device == "cpu":
             return [("bert-debug", "2x32")]
+        if workload == "train":
+            return [("bert-base", "32x128")]
         races = [("bert-base", "32x128"), ("bert-base", "skewed-64x512")]
         return races[:1] if quick else races
 
@@ -51,8 +69,14 @@ class BertWorkload:
 
     def refuses(self, case: Case) -> str | None:
         """Why this combination does not exist, or None."""
-        if reason := refuses_unknown(self, case):
+        if reason := refuses_unknown(self, case, ("inference", "train")):
             return reason
+        if case.workload == "train":
+            return bert_train.refuses(case)
+        if case.model.endswith(bert_train.DROPOUT):
+            return f"{case.model} is for training; dropout does nothing in inference"
+        if (task := bert_texts.task(case.input)) is not None and task.epoch:
+            return f"{case.input} is for training"
         length, limit = bert_work.task(case.input).length, PRESETS[case.model].positions
         if length > limit:
             return f"{case.input} needs {length} positions, and {case.model} has {limit}"
@@ -60,6 +84,8 @@ class BertWorkload:
 
     def memory_bytes(self, case: Case) -> int:
         """Estimated peak device memory of the case in bytes, the reference included, which any arm may compute."""
+        if case.workload == "train":
+            return bert_train.memory_bytes(case)
         config, task = PRESETS[case.model], bert_work.task(case.input)
         itemsize = _dtype(case).itemsize
         running = bert_work.memory(config, task, itemsize)
@@ -79,6 +105,8 @@ class BertWorkload:
         """
         if reason := self.refuses(case):
             raise ValueError(f"{case.arm}: {reason}")
+        if case.workload == "train":
+            return bert_train.prepare(case, seed=seed)
         config, task = PRESETS[case.model], bert_work.task(case.input)
         device, dtype = torch.device(case.device), _dtype(case)
         weights = SeededWeights(bert_upstream.shapes(config), seed=seed, dtype=dtype, device=device)

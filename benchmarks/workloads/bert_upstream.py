@@ -23,7 +23,7 @@ def shapes(config: BertConfig) -> dict[str, tuple[int, ...]]:
 
 
 def build(config: BertConfig, weights: Mapping[str, Tensor]) -> Any:
-    """``BertModel`` in eval mode with these weights, which become its own."""
+    """The library's model, ``BertModel`` or with a head, in eval mode with these weights, which become its own."""
     from zoo.bert.upstream import reset_buffers, skeleton
 
     model = skeleton(config)
@@ -63,10 +63,14 @@ def compile_layers(step: nn.Module, *, raised_limit: bool, **options: Any) -> No
         raised_limit: Allow more graphs of a layer than the eight after which it silently stays eager.
         options: What ``torch.compile`` takes.
     """
+    compile_encoder(step.model, raised_limit=raised_limit, **options)  # type: ignore[arg-type]
+
+
+def compile_encoder(model: Any, *, raised_limit: bool, **options: Any) -> None:
+    """The same for a model of :func:`build` itself."""
     if raised_limit:
         options |= compile_limit_kwargs()
-    model: Any = step.model
-    for layer in model.encoder.layer:
+    for layer in model.base_model.encoder.layer:
         layer.compile(**options)
 
 

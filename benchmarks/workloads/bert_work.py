@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ BYTES_FORMULA = (
     "for nothing. Activations are taken to stay in the caches of the chip."
 )
 # Where a call's CUDA context, its libraries' work space and the compiler's buffers go.
-_PROCESS_BYTES = 1 << 30
+PROCESS_BYTES = 1 << 30
 
 _INPUT = re.compile(r"(?P<skewed>skewed-)?(?P<batch>\d+)x(?P<length>\d+)")
 # Lengths of texts are roughly log-normal. With this median and spread about half of a batch is filled when what is
@@ -97,10 +98,15 @@ def flops(config: BertConfig, task: Task) -> int:
 
     Padding is no work to be done, whoever does it.
     """
+    return flops_of_rows(config, task.lengths())
+
+
+def flops_of_rows(config: BertConfig, lengths: Sequence[int]) -> int:
+    """The same for rows of any lengths."""
     width, inner = config.hidden_size, config.intermediate_size
-    pairs = sum(length * length for length in task.lengths())
-    products = 2 * task.tokens * (4 * width * width + 2 * width * inner)
-    return config.num_hidden_layers * (products + 4 * pairs * width) + 2 * task.batch * width * width
+    pairs = sum(length * length for length in lengths)
+    products = 2 * sum(lengths) * (4 * width * width + 2 * width * inner)
+    return config.num_hidden_layers * (products + 4 * pairs * width) + 2 * len(lengths) * width * width
 
 
 def bytes_moved(config: BertConfig, task: Task, itemsize: int) -> int:
@@ -117,7 +123,7 @@ def memory(config: BertConfig, task: Task, itemsize: int) -> int:
     alive = task.batch * task.length * (8 * config.hidden_size + 3 * config.intermediate_size)
     # A mask that is written out, as numbers.
     masks = task.batch * task.length * task.length * (1 + itemsize) if task.skewed else 0
-    return (parameters(config) + alive) * itemsize + masks + _PROCESS_BYTES
+    return (parameters(config) + alive) * itemsize + masks + PROCESS_BYTES
 
 
 def reference_memory(config: BertConfig, task: Task, rows: int) -> int:

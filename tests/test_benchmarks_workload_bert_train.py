@@ -1,0 +1,368 @@
+"""Fine-tuning of BERT in the harness: the same steps in every arm, and an epoch of many lengths in few shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+import zoo
+from benchmarks import workloads
+from benchmarks.case import IMPLEMENTATIONS, Case
+from benchmarks.training import Trainer, plain_step
+from benchmarks.worker import Arm
+from benchmarks.workloads import bert_batches, bert_texts, bert_train, bert_upstream, bert_work
+from benchmarks.workloads.bert import WORKLOAD
+from benchmarks.workloads.bert_texts import LABELS, Task, task
+from benchmarks.workloads.llm_weights import SeededWeights
+from zoo.bert import PackedBatch
+from zoo.bert.presets import PRESETS
+from zoo.compile import plan_of
+from zoo.ledger import LEDGER
+from zoo.step_buffers import shapes_of
+
+EPOCH = "epoch-4x32"
+STATIC = "epoch-static-4x32"
+
+
+@pytest.fixture(autouse=True)
+def _light(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BENCHMARKS_BACKEND", "eager")
+
+
+def case(**changes: Any) -> Case:
+    return Case(**{"family": "bert", "model": "bert-debug", "input": "2x32", "workload": "train", **changes})
+
+
+def prepare(**changes: Any) -> workloads.Prepared:
+    return WORKLOAD.prepare(case(**changes), data_root=None, seed=0)
+
+
+def training_of(**changes: Any) -> Any:
+    training = prepare(**changes).training
+    assert training is not None
+    return training
+
+
+def error(output: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((output.double() - reference.double()).norm() / reference.double().norm())
+
+
+# --- the same steps ---
+
+
+@pytest.mark.parametrize("input", ["2x32", EPOCH])
+def test_losses_are_the_reference_s(input: str):
+    reference = prepare(input=input, impl="upstream-tuned").reference()
+    assert reference.dtype == torch.float64 and float(reference.std()) > 0.1
+    for impl in IMPLEMENTATIONS:
+        prepared = prepare(input=input, impl=impl)
+        assert prepared.model.training and all(p.requires_grad for p in prepared.model.parameters())
+        arm = Trainer(case(input=input, impl=impl), prepared)
+        assert error(arm.losses(arm.eager()), reference) < 1e-5, impl
+    torch.testing.assert_close(prepare(input=input).reference(), reference, rtol=1e-9, atol=0)
+
+
+def test_autocast_over_float32_weights():
+    prepared = prepare(dtype="bfloat16", input=EPOCH)
+    seen = set()
+    for module in prepared.model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda _, __, output: seen.add(output.dtype))
+    arm = Trainer(case(dtype="bfloat16", input=EPOCH), prepared)
+    losses = arm.losses(arm.eager())
+    assert seen == {torch.bfloat16} and {p.dtype for p in prepared.model.parameters()} == {torch.float32}
+    assert 1e-6 < error(losses, prepared.reference()) < 3e-2
+
+
+def test_dropout_is_drawn_where_the_name_says_so(tmp_path: Path):
+    assert not training_of().random
+    for impl in ("zoo", "upstream"):
+        prepared = prepare(model="bert-debug-dropout", impl=impl)
+        assert prepared.training is not None and prepared.training.random
+        batch = prepared.training.batch(0)
+        first, again = (prepared.training.loss(prepared.model, batch) for _ in range(2))
+        assert not torch.equal(first, again)
+    arm = Arm()
+    arm.load(workload="bert")
+    arm.prepare(case=case(model="bert-debug-dropout").to_json(), data_root=None, seed=0)
+    arm.start_up(folder=None)
+    arm.first_call()
+    assert arm.check(reference=str(tmp_path / "reference.pt"))["error"] is None
+
+
+# --- texts ---
+
+
+def test_labels_can_be_learnt_from_words():
+    training = training_of(impl="upstream")
+    config, rows = bert_train.config_of("bert-debug"), Task(rows=64, length=32)
+    words = nn.EmbeddingBag(config.vocab_size, LABELS)
+    optimizer = torch.optim.AdamW(words.parameters(), lr=0.1)
+    losses = []
+    for index in range(60):
+        texts = bert_texts.draw(config, rows, seed=index)
+        loss = nn.functional.cross_entropy(words(texts.input_ids), texts.labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert sum(losses[-5:]) / 5 < 0.5 < 1.2 < losses[0]
+    assert set(training.batch(0)["labels"].tolist()) <= set(range(LABELS))
+
+
+def test_each_batch_is_its_own_and_the_same_each_time():
+    training = training_of(impl="upstream")
+    assert torch.equal(training.batch(3)["input_ids"], training.batch(3)["input_ids"])
+    assert not torch.equal(training.batch(3)["input_ids"], training.batch(4)["input_ids"])
+    seeded = WORKLOAD.prepare(case(impl="upstream"), data_root=None, seed=1).training
+    assert seeded is not None and not torch.equal(seeded.batch(3)["input_ids"], training.batch(3)["input_ids"])
+
+
+def test_an_epoch_s_texts_have_lengths_of_their_own():
+    config, asked = bert_train.config_of("bert-base"), task("epoch-32x512")
+    assert asked == Task(rows=32, length=512, epoch=True)
+    texts = [bert_texts.draw(config, asked, seed=seed) for seed in range(40)]
+    for each in texts:
+        assert each.input_ids.shape == each.attention_mask.shape == (32, max(each.lengths))
+        assert bool((each.input_ids[each.attention_mask == 0] == 0).all())
+        assert bool((each.input_ids[each.attention_mask == 1] > 0).all())
+    assert len({each.input_ids.shape for each in texts}) > 20
+    filled = sum(sum(each.lengths) for each in texts) / sum(each.input_ids.numel() for each in texts)
+    assert 0.35 < filled < 0.45
+    assert bert_texts.draw(config, asked, seed=0, longest=True).input_ids.shape == (32, 512)
+
+
+def test_names_of_tasks():
+    assert task("2x32") == Task(rows=2, length=32)
+    assert task(STATIC) == Task(rows=4, length=32, epoch=True, static=True)
+    for other in ("skewed-4x32", "static-4x32", "4x1", "0x32", "4"):
+        assert task(other) is None
+
+
+def test_every_arm_is_given_the_same_texts():
+    epochs = {impl: list(training_of(input=EPOCH, impl=impl).loader()) for impl in IMPLEMENTATIONS}
+    assert {len(epoch) for epoch in epochs.values()} == {20}
+    widths = set()
+    for packed, padded, tuned in zip(epochs["zoo"], epochs["upstream"], epochs["upstream-tuned"], strict=True):
+        ids, mask = padded["input_ids"], padded["attention_mask"].bool()
+        tokens, width = int(mask.sum()), ids.shape[1]
+        widths.add(width)
+        assert isinstance(packed["input_ids"], PackedBatch)
+        assert torch.equal(packed["input_ids"].input_ids[:tokens], ids[mask])
+        assert tuned["input_ids"].shape == (4, 32) and tuned["attention_mask"].shape == (4, 1, 1, 32)
+        assert torch.equal(tuned["input_ids"][:, :width], ids) and int(tuned["attention_mask"].sum()) == tokens
+        assert torch.equal(packed["labels"], padded["labels"]) and torch.equal(packed["labels"], tuned["labels"])
+    assert len(widths) > 5
+    # What is checked, and what lies ready, is as wide as any batch.
+    assert training_of(input=EPOCH, impl="upstream").batch(0)["input_ids"].shape == (4, 32)
+
+
+# --- few shapes ---
+
+
+def test_declared_shapes_are_those_of_the_epoch(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(bert_batches.EPOCH, "cpu", 200)
+    training = training_of(input=EPOCH)
+    declared = [shapes_of(pytree.tree_leaves(batch)) for batch in training.shapes]
+    sizes = [batch["input_ids"].input_ids.numel() for batch in training.shapes]
+    assert len(set(declared)) == len(declared) <= bert_batches.BUCKETS
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] >= 4 * 32
+    assert len({batch["input_ids"].offsets.shape for batch in training.shapes}) == 1
+    for batch in (*training.loader(), *(training.batch(index) for index in range(6))):
+        assert shapes_of(pytree.tree_leaves(batch)) in declared
+    for impl in ("upstream", "upstream-tuned"):
+        assert training_of(input=EPOCH, impl=impl).shapes == ()
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_an_epoch_of_two_hundred_batches_has_the_declared_graphs_and_no_recompile(
+    captured: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(bert_batches.EPOCH, "cpu", 200)
+    prepared = prepare(input=EPOCH)
+    training = prepared.training
+    assert training is not None
+    trainer = Trainer(case(input=EPOCH, strategy="regional"), prepared)
+    model = zoo.compile_regions(prepared.model, backend="aot_eager")
+    plan = plan_of(model)
+    assert plan is not None
+
+    def graphs() -> dict[str, int]:
+        found: dict[str, int] = {}
+        for entry in LEDGER.of(plan.ledger_id):
+            found[entry.region.__name__] = found.get(entry.region.__name__, 0) + entry.graphs
+        return found
+
+    with zoo.enforce_budget(model):
+        step = trainer.captured(model) if captured else trainer.compiled(model)
+        for _ in range(trainer.shapes):
+            step()
+        declared = graphs()
+        size = len(training.shapes)
+        assert declared == {"BertEmbeddings": size, "BertLayer": size, "SequenceHead": 1}
+        with warnings.catch_warnings(), trainer.timed():
+            warnings.simplefilter("error")  # a shape that is not captured would be said
+            losses = torch.stack([step() for _ in range(200)])
+    assert graphs() == declared
+    assert losses.isfinite().all() and len(losses.unique()) > 190
+
+
+def test_lengths_as_they_come_are_recompiles_and_declared_sizes_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(PRESETS, "bert-debug", dataclasses.replace(PRESETS["bert-debug"], num_hidden_layers=1))
+    found = {}
+    for name, changes in (
+        ("static", {"input": STATIC, "impl": "upstream", "strategy": "full"}),
+        ("as shipped", {"input": EPOCH, "impl": "upstream", "strategy": "full"}),
+        ("padded", {"input": EPOCH, "impl": "upstream-tuned", "strategy": "full"}),
+        ("packed", {"input": EPOCH, "impl": "zoo", "strategy": "regional"}),
+    ):
+        torch.compiler.reset()
+        arm = Arm()
+        arm.load(workload="bert")
+        arm.prepare(case=case(**changes).to_json(), data_root=None, seed=0)
+        arm.start_up(folder=str(tmp_path / name))
+        first = arm.first_call()
+        assert first["recompiles"] == [], name
+        assert arm.calibrate(milliseconds=1.0) == {"calls": 2}
+        for _ in range(5):
+            arm.round(calls=2)
+        found[name] = len(arm.kernels()["recompiles"])
+    lengths = len(
+        {batch["input_ids"].shape for batch in list(training_of(input=STATIC, impl="upstream").loader())[:10]}
+    )
+    # The first graph is of the longest; eight are allowed in all, then the rest runs eagerly.
+    assert found["static"] == min(lengths, 7) > 4
+    assert 0 < found["as shipped"] <= 2
+    assert found["padded"] == found["packed"] == 0
+
+
+# --- what is run, and what is not ---
+
+
+def test_plain_runs_exist():
+    assert WORKLOAD.default_races("cpu", False, "train") == [("bert-debug", "2x32")]
+    assert WORKLOAD.default_races("cuda", False, "train") == [("bert-base", "32x128")]
+    for impl in IMPLEMENTATIONS:
+        for input in ("32x128", "epoch-32x512", "epoch-static-32x512"):
+            for model in ("bert-base", "bert-base-dropout"):
+                asked = case(model=model, input=input, device="cuda", dtype="bfloat16", impl=impl, strategy="full")
+                assert WORKLOAD.refuses(asked) is None
+    assert WORKLOAD.refuses(case(input=EPOCH, impl="upstream", strategy="full", dynamic=True)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"input": "skewed-4x32"}, "skewed-4x32 is an input of inference"),
+        ({"input": "32x128"}, "needs 128 positions, and bert-debug has 64"),
+        ({"dtype": "float16", "device": "cuda"}, "needs the loss scaled"),
+        ({"input": EPOCH, "strategy": "full", "dynamic": True}, "zoo has declared shapes"),
+        ({"input": EPOCH, "impl": "upstream-tuned", "strategy": "full", "dynamic": True}, "has declared shapes"),
+        ({"input": STATIC, "impl": "upstream", "strategy": "full", "dynamic": True}, "are raced on epoch-4x32"),
+        ({"workload": "inference", "input": EPOCH}, "epoch-4x32 is for training"),
+        ({"workload": "inference", "model": "bert-debug-dropout"}, "dropout does nothing in inference"),
+    ],
+)
+def test_refusals(changes: dict[str, Any], reason: str):
+    assert reason in (WORKLOAD.refuses(case(**changes)) or "")
+    with pytest.raises(ValueError, match=reason):
+        prepare(**changes)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_regional_through_the_harness(tmp_path: Path, impl: str):
+    arm = Arm()
+    arm.load(workload="bert")
+    ready = arm.prepare(case=case(impl=impl, strategy="regional").to_json(), data_root=None, seed=0)
+    assert (ready["count"], ready["unit"], ready["sizes"]["tokens"]) == (64, "tokens", 64)
+    json.dumps(ready)
+    arm.start_up(folder=str(tmp_path))
+    first = arm.first_call()
+    assert (first["graphs"], first["recompiles"]) == (3 if impl == "zoo" else 1, [])
+    arm.round(calls=2)
+    found = arm.check(reference=str(tmp_path / "reference.pt"))
+    assert found["error"] < 1e-5 and found["eager_error"] < 1e-5
+
+
+def test_figures_of_an_epoch_are_means_of_its_batches():
+    prepared, padded = prepare(input=EPOCH), prepare(input=EPOCH, impl="upstream")
+    batches = [batch["attention_mask"].sum(1).tolist() for batch in padded.training.loader()]  # type: ignore[union-attr]
+    config = bert_train.config_of("bert-debug")
+    assert prepared.sizes["tokens"] == sum(map(sum, batches)) // 20 == prepared.count
+    assert prepared.flops == sum(bert_train.flops(config, rows) for rows in batches) // 20 == padded.flops
+    assert prepared.sizes["tokens"] < prepared.sizes["packed_tokens"] < padded.sizes["padded_tokens"] < 4 * 32
+    assert list(prepared.preparation_seconds) == ["packing an epoch on the host"] and not padded.preparation_seconds
+
+
+# --- formulas ---
+
+
+def small() -> tuple[Any, Any]:
+    """A model of ours in upstream's shape, wide enough for its layers to be most of it."""
+    config = dataclasses.replace(
+        bert_train.config_of("bert-debug"), hidden_size=64, intermediate_size=256, num_attention_heads=4
+    )
+    weights = SeededWeights(bert_upstream.shapes(config), seed=0, dtype=torch.float32, device=torch.device("cpu"))
+    return config, bert_upstream.build(config, weights).requires_grad_(True).train()
+
+
+def test_parameters_and_products_are_those_that_torch_counts():
+    config, model = small()
+    assert bert_train.parameters(config) == sum(p.numel() for p in model.parameters())
+    texts = bert_texts.draw(config, Task(rows=3, length=24), seed=0)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(input_ids=texts.input_ids, labels=texts.labels).loss.backward()
+    assert bert_train.flops(config, [24, 24, 24]) == counter.get_total_flops()
+
+
+def test_bytes_by_hand():
+    config, _ = small()
+    layers = 3 * bert_work.layer_weights(config)
+    assert bert_train.bytes_moved(config, 2) == 2 * 2 * layers + 32 * bert_train.parameters(config)
+
+
+def test_memory_holds_what_is_kept():
+    config, model = small()
+    texts = bert_texts.draw(config, Task(rows=8, length=32), seed=0)
+    weights = {p.data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // tensor.itemsize
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = model(input_ids=texts.input_ids, labels=texts.labels).loss
+    assert loss.requires_grad
+    estimated = config.num_hidden_layers * 8 * 32 * bert_train.inside(config)
+    assert sum(kept.values()) < estimated < 1.3 * sum(kept.values())
+
+
+def test_memory_of_large_cases():
+    sizes = [
+        WORKLOAD.memory_bytes(case(model="bert-base", input=input, dtype="bfloat16", device="cuda")) / 2**30
+        for input in ("32x128", "epoch-32x512")
+    ]
+    assert 4 < sizes[0] < 12 and 12 < sizes[1] < 24
+
+
+def test_a_plain_loop_takes_a_batch_of_the_epoch():
+    prepared = prepare(input=EPOCH, impl="upstream")
+    training = prepared.training
+    assert training is not None and training.loader is not None
+    optimizer = torch.optim.AdamW(prepared.model.parameters(), lr=1e-3)
+    for batch in list(training.loader())[:3]:
+        assert plain_step(prepared.model, training, optimizer, batch).isfinite()
