@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zoo.resnet.config import ResNetConfig
 
@@ -61,8 +61,3 @@ def _normalises_by_batch(config: ResNetConfig, training: bool) -> bool:
     if config.folding is not None or config.norm != "batch":
         return False
     return training or not config.norm_options["track_running_stats"]
-
-
-def channels_last(model: nn.Module) -> None:
-    """Lay out the weights of all convolutions as they are used, wherever they were built or came from."""
-    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

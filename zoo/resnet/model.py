@@ -22,8 +22,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from zoo.layers import channels_last
 from zoo.regions import Region
-from zoo.resnet.checks import channels_last, check_images
+from zoo.resnet.checks import check_images
 from zoo.resnet.config import BlockShape, ResNetConfig
 from zoo.resnet.glue import (
     BiasAct,

@@ -12,10 +12,10 @@ Shape legend: R rows (pixels of all images), C channels, N images, H height, W w
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zoo.layers import to_images, to_rows, untracked
 from zoo.resnet.config import STEM_WIDTH, BlockShape, Folding, ResNetConfig
 from zoo.resnet.glue import (
     BiasAct,
@@ -31,35 +31,9 @@ from zoo.resnet.glue import (
 from zoo.resnet.operators import conv_act, linear_relu
 
 
-def to_rows(x: Tensor) -> Tensor:
-    """[N, C, H, W] -> [R, C], without a copy in channels_last."""
-    rows = x.permute(0, 2, 3, 1)
-    return _untracked_view(rows, x.shape[1]) if rows.is_contiguous() else rows.reshape(-1, x.shape[1])
-
-
-def to_images(rows: Tensor, like: Tensor) -> Tensor:
-    """[R, C] -> [N, C, H, W] in channels_last, with the size of ``like``; a view."""
-    count, _, height, width = like.shape
-    return rows.view(count, height, width, -1).permute(0, 3, 1, 2)
-
-
 def convolve(conv: nn.Conv2d, x: Tensor) -> Tensor:
     """The convolution without its bias, which the glue adds."""
     return F.conv2d(x, conv.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups)
-
-
-def _untracked_view(x: Tensor, *last: int) -> Tensor:
-    """[..., *last] -> [-1, *last], as a tensor that does not know what it is a view of.
-
-    Glue is compiled for all sizes. Of a view the compiler would look at its origin as well, and make a graph more for
-    another number of images, or of an image that is not square.
-    """
-    return torch.ops.aten._unsafe_view(x, (-1, *last))
-
-
-def _no_parameter(x: Tensor) -> Tensor:
-    # The compiler takes the shape of a parameter as fixed, and would make a graph for each width.
-    return _untracked_view(x)
 
 
 def make_norm(config: ResNetConfig, channels: int) -> nn.Module:
@@ -76,8 +50,8 @@ def tensors_of(norm: nn.Module) -> NormTensors:
     return (
         norm.running_mean,  # type: ignore[return-value]
         norm.running_var,
-        _no_parameter(norm.weight),  # type: ignore[arg-type]
-        _no_parameter(norm.bias),  # type: ignore[arg-type]
+        untracked(norm.weight),  # type: ignore[arg-type]
+        untracked(norm.bias),  # type: ignore[arg-type]
     )
 
 
@@ -150,7 +124,7 @@ class FoldedConvAct(nn.Module):
         if self.glue is None:
             return conv_act(x, conv.weight, bias, None, conv.stride, conv.padding, conv.dilation, conv.groups)
         x = convolve(conv, x)
-        return to_images(self.glue(to_rows(x), _no_parameter(bias)), x)
+        return to_images(self.glue(to_rows(x), untracked(bias)), x)
 
 
 class FoldedConvJoin(nn.Module):
@@ -171,7 +145,7 @@ class FoldedConvJoin(nn.Module):
         if self.glue is None:
             return conv_act(x, conv.weight, bias, residual, conv.stride, conv.padding, conv.dilation, conv.groups)
         rows = F.linear(to_rows(x), conv.weight.flatten(1)) if self.as_matmul else to_rows(convolve(conv, x))
-        return to_images(self.glue(rows, _no_parameter(bias), to_rows(residual)), residual)
+        return to_images(self.glue(rows, untracked(bias), to_rows(residual)), residual)
 
 
 class FoldedStem(nn.Module):

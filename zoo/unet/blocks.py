@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zoo.layers import to_images, to_rows, untracked
 from zoo.unet.config import BlockShape, LevelShape, UNetConfig
 from zoo.unet.glue import ConvAdd
-from zoo.unet.layout import to_images, to_rows, untracked
 from zoo.unet.operators import cat_group_norm, group_norm
 from zoo.unet.transformer import Transformer
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zoo.unet.config import UNetConfig
 
@@ -229,11 +229,6 @@ def check_unsupported(labels: Any, attention: Mapping[str, Any] | None, adapter:
                 f"cross_attention_kwargs has {name}={value!r}, which is not supported: LoRA weights are merged on "
                 "conversion, in the strength that they then have"
             )
-
-
-def channels_last(model: nn.Module) -> None:
-    """Lay out the weights of all convolutions as they are used, wherever they were built or came from."""
-    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 def _attending_levels(config: UNetConfig) -> set[int]:

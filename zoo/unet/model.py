@@ -19,11 +19,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zoo.layers import channels_last
 from zoo.regions import Region
 from zoo.unet.blocks import DownLevel, MiddleLevel, Supply, UpLevel
 from zoo.unet.checks import (
     as_timesteps,
-    channels_last,
     check_condition,
     check_conditions,
     check_masks,

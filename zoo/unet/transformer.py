@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zoo.layers import to_images, to_rows
 from zoo.unet.config import BlockShape, UNetConfig
 from zoo.unet.glue import AddNorm, GatedGelu
-from zoo.unet.layout import to_images, to_rows
 from zoo.unet.operators import group_norm
 
 # Diffusers fixes the one before a transformer.

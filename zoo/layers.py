@@ -1,4 +1,4 @@
-"""Images as rows: in channels_last a row of channels for each pixel, and the same memory.
+"""What several families use: images as rows. In channels_last a row of channels for each pixel is the same memory.
 
 Shape legend: B images, C channels, H height, W width, R = B H W rows.
 """
@@ -6,7 +6,12 @@ Shape legend: B images, C channels, H height, W width, R = B H W rows.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+
+def channels_last(model: nn.Module) -> None:
+    """Lay out the weights of all convolutions as they are used, wherever they were built or came from."""
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 def to_rows(x: Tensor) -> Tensor:
