@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from training_models import build, draw, loss_of, optimizer_of, plain_losses
 
 import zoo
+from zoo.cudagraph import CaptureError
 from zoo.training import NonFiniteError, TrainingStep, TrainingWarning, capture_obstacles
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -249,6 +250,19 @@ def test_a_loss_that_waits_for_the_device_is_noticed_and_trained_all_the_same():
         losses = [step(batch).item() for batch in batches]
     assert losses == pytest.approx(expected, rel=1e-5)
     assert not step.captured
+
+
+@pytest.mark.gpu
+def test_a_loss_that_waits_is_an_error_where_a_capture_was_asked_for():
+    model = build("cuda")
+    step = TrainingStep(
+        model, lambda m, b: loss_of(m, b) * (loss_of(m, b).item() > 0), optimizer_of(model), cuda_graph=True
+    )
+    batches = draw(3, device="cuda")
+    step(batches[0])
+    step(batches[1])
+    with pytest.raises(CaptureError, match="the step cannot be captured: it waits for the device"):
+        step(batches[2])
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from zoo.cudagraph import GraphedStep, synchronisations
+from zoo.cudagraph import CaptureError, GraphedStep, synchronisations
 from zoo.step_buffers import describe, shapes_of
 from zoo.training.capture import FrozenOptions, can_skip, capture_obstacles
 from zoo.training.finite import FiniteWatch, NonFiniteError
@@ -86,7 +86,7 @@ class TrainingStep:
         self._norm = torch.zeros((), device=self.device)
         # A flag for which the optimizer skips is enough; an optimizer that knows none must be told by the host.
         self._skips = can_skip(optimizer)
-        self._captures = self._decide(cuda_graph)
+        self._captures, self._must_capture = self._decide(cuda_graph), cuda_graph is True
         self._graphed: GraphedStep | None = None
         self._options: FrozenOptions | None = None
         self._seen: dict[Any, int] = {}
@@ -126,6 +126,7 @@ class TrainingStep:
 
         Raises:
             NonFiniteError: If this or an earlier loss was not finite.
+            CaptureError: With ``cuda_graph=True``, if the step waits for the device or its capture fails.
             ValueError: If there is no batch, or the loss is no scalar.
         """
         if not batches:
@@ -220,14 +221,17 @@ class TrainingStep:
         current.wait_stream(side)
         loss.record_stream(current)
         if found:
-            self._captures = False
-            self.release()
-            warnings.warn(
-                f"the step runs without a CUDA graph: it waits for the device ({found[0]}); move that out of the loss",
-                TrainingWarning,
-                stacklevel=5,
-            )
+            self._refuse_capture(found[0])
         return loss
+
+    def _refuse_capture(self, where: str) -> None:
+        """The step that was just made holds; it is no CUDA graph that can come of it."""
+        self._captures = False
+        self.release()
+        why = f"it waits for the device ({where}); move that out of the loss"
+        if self._must_capture:
+            raise CaptureError(f"the step cannot be captured: {why}")
+        warnings.warn(f"the step runs without a CUDA graph: {why}", TrainingWarning, stacklevel=6)
 
     def _run(self, *batches: Any) -> Tensor:
         """All of the step; what is captured."""
