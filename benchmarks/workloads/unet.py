@@ -1,0 +1,184 @@
+"""Conditional UNets over latents: both libraries' arms from one set of weights, in channels_last."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.case import Case
+from benchmarks.workloads import unet_upstream, unet_work
+from benchmarks.workloads.base import Prepared, refuses_unknown
+from benchmarks.workloads.llm_weights import draw
+from benchmarks.workloads.unet_work import TOKENS
+from zoo.unet import CUTS, UNet, UNetConfig
+from zoo.unet.checkpoint import placements
+from zoo.unet.presets import PRESETS
+from zoo.weights import fill
+
+_OTHER_CUTS = tuple(name for name in CUTS if CUTS[name] is not UNet.regions)
+_CUT = "-cut-"
+_INPUT = re.compile(r"(?P<batch>\d+)x(?P<size>\d+)x(?P=size)")
+# In the middle of a run.
+_TIMESTEP = 601
+
+
+class UNetWorkload:
+    """Inference with random weights: one call predicts the noise of a batch of square latents, for a text of 77 tokens.
+
+    ``BxHxW``: the rows of the batch, twice the images where there is guidance, and their pixels. ``-cut-<name>`` models
+    race the zoo's cut into other regions (``zoo.unet.CUTS``); diffusers' arms are the same in all of them.
+    """
+
+    family = "unet"
+    models: tuple[str, ...] = tuple(
+        f"{preset}{cut}" for preset in PRESETS for cut in ("", *(_CUT + name for name in _OTHER_CUTS))
+    )
+    inputs: tuple[str, ...] = ("2x64x64", "2x96x96", "2x128x128", "8x64x64", "2x8x8")
+
+    def default_races(self, device: str, quick: bool, workload: str = "inference") -> list[tuple[str, str]]:
+        """(model, input) pairs of a plain run."""
+        return [("unet-debug", "2x8x8") if device == "cpu" else ("sd15", "2x64x64")]
+
+    def dtypes(self, device: str) -> tuple[str, ...]:
+        """Supported dtypes, the default first."""
+        return ("float32", "bfloat16") if device == "cpu" else ("bfloat16", "float16", "float32")
+
+    def refuses(self, case: Case) -> str | None:
+        """Why this combination does not exist, or None."""
+        return refuses_unknown(self, case)
+
+    def memory_bytes(self, case: Case) -> int:
+        """Estimated peak device memory of the case in bytes, the reference included, which any arm may compute."""
+        batch, size = sizes(case.input)
+        fused = case.impl == "upstream-tuned"
+        return unet_work.memory(_config(case), batch, size, _dtype(case).itemsize, fused=fused)
+
+    def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
+        """Build model and inputs on the device.
+
+        Args:
+            case: What to build.
+            data_root: Not used: there is no data set.
+            seed: Of the weights, the latents and the text.
+
+        Raises:
+            ValueError: If the case is one that :meth:`refuses` names.
+        """
+        if reason := self.refuses(case):
+            raise ValueError(f"{case.arm}: {reason}")
+        config, (batch, size) = _config(case), sizes(case.input)
+        device, dtype = torch.device(case.device), _dtype(case)
+        weights = unet_upstream.Weights(unet_upstream.shapes(config), seed=seed, dtype=dtype, device=device)
+        model, preparation = _implementation(case, config, weights)
+        inputs = draw_inputs(config, batch, size, seed=seed, dtype=dtype, device=device)
+        precision = torch.float64 if unet_work.reference_itemsize(config) == 8 else torch.float32
+
+        def compile_blocks(model: nn.Module, **options: Any) -> None:
+            unet_upstream.compile_blocks(model, raised_limit=case.impl == "upstream-tuned", **options)
+
+        return Prepared(
+            model=model.eval(),
+            inputs=inputs,
+            compile_regions=None if case.impl == "zoo" else compile_blocks,
+            reference=lambda: unet_upstream.reference_output(config, weights, inputs, precision),
+            reference_dtype=str(precision).removeprefix("torch."),
+            bytes=unet_work.bytes_moved(config, batch, size, dtype.itemsize),
+            bytes_formula=unet_work.BYTES_FORMULA,
+            flops=unet_work.flops(config, batch, size),
+            data="generated, normal",
+            preparation_seconds=preparation,
+            sizes={
+                "batch": batch,
+                "pixels": size,
+                "tokens": TOKENS,
+                "blocks": len(config.blocks()),
+                "parameters": unet_work.parameters(config),
+            },
+        )
+
+
+def sizes(input: str) -> tuple[int, int]:
+    """Rows and their pixels a side.
+
+    Raises:
+        ValueError: If the name is not ``BxHxW`` of a square.
+    """
+    found = _INPUT.fullmatch(input)
+    if found is None or int(found["batch"]) < 1 or int(found["size"]) < 1:
+        raise ValueError(f"input {input!r} is not ROWSxPIXELSxPIXELS")
+    return int(found["batch"]), int(found["size"])
+
+
+def draw_inputs(
+    config: UNetConfig, batch: int, size: int, *, seed: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
+    """What a pipeline hands over in a step, drawn on the device.
+
+    Returns:
+        ``sample`` [B, C_in, H, W], contiguous as pipelines hold latents, ``timestep`` [] on the device,
+        ``encoder_hidden_states`` [B, L, D], ``return_dict``, and ``added_cond_kwargs`` where the model takes them.
+    """
+
+    def normal(name: str, *shape: int) -> Tensor:
+        return draw(shape, name, seed=seed, dtype=dtype, device=device)
+
+    inputs: dict[str, Any] = {
+        "sample": normal("sample", batch, config.in_channels, size, size),
+        "timestep": torch.tensor(_TIMESTEP, device=device),
+        "encoder_hidden_states": normal("text", batch, TOKENS, config.cross_attention_dim),
+        "return_dict": False,
+    }
+    if config.addition_embed_type is not None:
+        assert config.addition_time_embed_dim is not None and config.projection_class_embeddings_input_dim is not None
+        pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+        # Original size, upper left corner and target size, in pixels of the image.
+        pixels = torch.tensor([8.0 * size, 8.0 * size, 0.0, 0.0, 8.0 * size, 8.0 * size])
+        inputs["added_cond_kwargs"] = {
+            "text_embeds": normal("pooled text", batch, pooled),
+            "time_ids": pixels.repeat(batch, 1).to(device, dtype),
+        }
+    return inputs
+
+
+def _implementation(
+    case: Case, config: UNetConfig, weights: unet_upstream.Weights
+) -> tuple[nn.Module, dict[str, float]]:
+    """The case's model, and the seconds of what was prepared once."""
+    if case.impl == "zoo":
+        with torch.device("meta"):
+            model = UNet(config)
+        fill(model, weights, placements(config), device=weights.device, dtype=None, source="drawn weights")
+        _, _, name = case.model.partition(_CUT)
+        if name:
+            # The model is one that declares these regions, so that every strategy finds them.
+            model.__class__ = type("UNet", (UNet,), {"regions": CUTS[name]})
+        return model.requires_grad_(False), {}
+    theirs = unet_upstream.build(config, weights)
+    if case.impl == "upstream":
+        return theirs, {}
+    _wait(weights.device)
+    began = time.perf_counter()
+    unet_upstream.fuse_projections(theirs)
+    _wait(weights.device)
+    return theirs, {"fused projections": time.perf_counter() - began}
+
+
+def _config(case: Case) -> UNetConfig:
+    return PRESETS[case.model.partition(_CUT)[0]]
+
+
+def _dtype(case: Case) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, case.dtype)
+    return dtype
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+WORKLOAD = UNetWorkload()
