@@ -19,6 +19,9 @@ from zoo.unet.glue import GatedGelu as GatedGelu
 from zoo.unet.model import UNet as UNet
 from zoo.unet.model import UNetOutput as UNetOutput
 from zoo.unet.presets import PRESETS, example_inputs
+from zoo.unet.sampler import Sampler as Sampler
+from zoo.unet.schedule import Schedule as Schedule
+from zoo.unet.schedulers import make_schedule as make_schedule
 from zoo.unet.transformer import Transformer as Transformer
 from zoo.unet.transformer import TransformerBlock as TransformerBlock
 

@@ -1,0 +1,346 @@
+"""The sampler: diffusers' latents with every solver, captured once for all prompts, and bad input named."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import unet_reference as reference
+from test_unet_pipelines import pipeline
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import zoo
+from zoo.unet import Sampler, UNet, make_schedule
+from zoo.unet.scheduler_options import SOLVERS
+
+# numpy's word to schedulers that take square roots of tensors.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+
+SHAPE = (2, 4, 8, 12)
+EULER = {"_class_name": "EulerDiscreteScheduler", "beta_schedule": "scaled_linear", "beta_end": 0.012}
+DPM = {**EULER, "_class_name": "DPMSolverMultistepScheduler"}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tensors are so small that threads would mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def model(case: str = "sd", **options: Any) -> UNet:
+    made = zoo.from_upstream(reference.make(case, **options))
+    assert isinstance(made, UNet)
+    return made
+
+
+def encoded(pipe: Any, prompt: list[str], negative: list[str] | None) -> dict[str, Any]:
+    """What the pipeline makes of prompts, as arguments of a sampler."""
+    if type(pipe).__name__ == "StableDiffusionPipeline":
+        text, away = pipe.encode_prompt(prompt, "cpu", 1, True, negative)
+        return {"text": text, "negative": away}
+    text, away, pooled, pooled_away = pipe.encode_prompt(prompt, device="cpu", negative_prompt=negative)
+    sizes = torch.tensor([[16.0, 24.0, 0.0, 0.0, 16.0, 24.0]])
+    return {
+        "text": text,
+        "negative": away,
+        "added": {"text_embeds": pooled, "time_ids": sizes},
+        "negative_added": {"text_embeds": pooled_away, "time_ids": sizes},
+    }
+
+
+@pytest.mark.parametrize("name", SOLVERS.values())
+@pytest.mark.parametrize("kind", ["sd", "xl"])
+def test_the_latents_of_diffusers_pipelines(kind: str, name: str, tmp_path: Path) -> None:
+    pipe = pipeline(kind, tmp_path, name)
+    prompt, negative, latents = ["a cat", "a dog"], ["fog", "rain"], drawn(*SHAPE)
+    calls = {"guided": (prompt, negative, 5.0), "on the text alone": (prompt, None, 1.0)}
+    ours = zoo.from_upstream(pipe.unet)
+    assert isinstance(ours, UNet)
+    sampler = Sampler(ours, make_schedule(pipe.scheduler, 6), shape=SHAPE)
+    for prompts, away, scale in calls.values():
+        expected = pipe(
+            prompt=prompts, negative_prompt=away, num_inference_steps=6, guidance_scale=scale, height=16, width=24,
+            latents=latents, output_type="latent",
+        ).images  # fmt: skip
+        with torch.no_grad():
+            given = encoded(pipe, prompts, away)
+        found = sampler(**given, latents=latents, guidance_scale=scale)
+        assert reference.relative_error(found, expected) < 1e-4
+    assert not found.is_inference() and not found.requires_grad
+
+
+@pytest.mark.parametrize("case", ["sd", "xl"])
+def test_a_step_is_captured_once_for_all_prompts_seeds_and_schedules(case: str) -> None:
+    unet = model(case)
+    captured = Sampler(unet, make_schedule(DPM, 8), shape=SHAPE, cuda_graph=True)
+    eager = Sampler(unet, make_schedule(DPM, 8), shape=SHAPE, cuda_graph=False)
+    different = []
+    for seed, options in enumerate(
+        [
+            {},
+            {"guidance_scale": 3.0},
+            {"schedule": make_schedule(DPM, 5)},
+            # Remembers nothing, and has other tables and another scale of noise.
+            {"schedule": make_schedule(EULER, 7)},
+            {},
+        ]
+    ):
+        given: dict[str, Any] = {"text": drawn(2, 7, 24, seed=seed), "negative": drawn(1, 7, 24, seed=9), "seed": seed}
+        if case == "xl":
+            sizes = torch.tensor([[128.0, 192.0, 0.0, 0.0, 128.0, 192.0]])
+            given["added"] = {"text_embeds": drawn(2, 12, seed=seed), "time_ids": sizes}
+            given["negative_added"] = {"text_embeds": drawn(1, 12, seed=9), "time_ids": sizes}
+        found = captured(**given, **options)
+        torch.testing.assert_close(found, eager(**given, **options), rtol=1e-5, atol=1e-5)
+        different.append(found)
+    assert captured.captures == 1 and eager.captures == 0
+    # Tensors of their own, which later runs leave alone.
+    assert len({float(latents.sum()) for latents in different}) == len(different)
+
+
+def test_what_changes_a_shape_is_captured_again() -> None:
+    sampler = Sampler(model(), make_schedule(EULER, 3), shape=SHAPE, cuda_graph=True, most_steps=5)
+    text, negative = drawn(2, 7, 24), drawn(2, 7, 24, seed=1)
+    sampler(text, negative)
+    sampler(text, negative, schedule=make_schedule(EULER, 5))
+    assert sampler.captures == 1
+    longer = sampler(text, negative, schedule=make_schedule(EULER, 6))
+    assert sampler.captures == 2 and sampler.most_steps == 6
+    sampler(drawn(2, 9, 24), drawn(2, 9, 24, seed=1))
+    assert sampler.captures == 3
+    sampler(text, guidance_scale=1.0)
+    assert sampler.captures == 4
+    again = sampler(text, negative, schedule=make_schedule(EULER, 6))
+    assert sampler.captures == 5
+    torch.testing.assert_close(again, longer)
+    # A solver that remembers more.
+    sampler(text, negative, schedule=make_schedule(DPM, 4))
+    sampler(text, negative)
+    assert sampler.captures == 6
+
+
+def test_a_capture_that_failed_is_made_again() -> None:
+    unet = model()
+    sampler = Sampler(unet, make_schedule(EULER, 3), shape=SHAPE, cuda_graph=True)
+    text, negative = drawn(2, 7, 24), drawn(2, 7, 24, seed=1)
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("not now")
+
+    handle = unet.middle.register_forward_pre_hook(fails)
+    with pytest.raises(RuntimeError, match="not now"):
+        sampler(text, negative)
+    handle.remove()
+    sampler(text, negative)
+    assert sampler.captures == 1
+
+
+def test_compiled_regions_stay_within_their_budget() -> None:
+    unet = model()
+    text, negative = drawn(2, 7, 24), drawn(2, 7, 24, seed=1)
+    expected = Sampler(unet, make_schedule(DPM, 4), shape=SHAPE)(text, negative)
+    zoo.compile_regions(unet, backend="aot_eager")
+    with zoo.enforce_budget(unet):
+        for captured in (False, True):
+            sampler = Sampler(unet, make_schedule(DPM, 4), shape=SHAPE, cuda_graph=captured)
+            for prompt in (text, drawn(2, 7, 24, seed=3)):
+                sampler(prompt, negative)
+            torch.testing.assert_close(sampler(text, negative), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_text_and_timesteps_are_projected_once_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    unet = model()
+    counts = {"conditions": 0, "text_projections": 0, "conv_in": 0}
+
+    def count(name: str) -> Any:
+        def counted(*_: Any) -> None:
+            counts[name] += 1
+
+        return counted
+
+    for name in counts:
+        getattr(unet, name).register_forward_pre_hook(count(name))
+    Sampler(unet, make_schedule(EULER, 6), shape=SHAPE)(drawn(2, 7, 24), drawn(2, 7, 24, seed=1))
+    assert counts == {"conditions": 1, "text_projections": 1, "conv_in": 6}
+
+
+def test_seeds_reproduce_and_leave_the_global_state_alone() -> None:
+    sampler = Sampler(model(), make_schedule(EULER, 3), shape=SHAPE, cuda_graph=False)
+    text, negative = drawn(2, 7, 24), drawn(2, 7, 24, seed=1)
+    before = torch.get_rng_state()
+    first = sampler(text, negative, seed=4)
+    torch.manual_seed(99)
+    torch.testing.assert_close(sampler(text, negative, seed=4), first, rtol=0, atol=0)
+    torch.testing.assert_close(sampler(text, negative, latents=drawn(*SHAPE, seed=4)), first, rtol=0, atol=0)
+    other = sampler(text, negative, seed=5)
+    assert reference.relative_error(other, first) > 0.1
+    torch.testing.assert_close(sampler(text, negative), sampler(text, negative, seed=0), rtol=0, atol=0)
+    torch.set_rng_state(before)
+    assert torch.equal(torch.get_rng_state(), before)
+    # Images of a batch do not see each other.
+    alone = Sampler(sampler.model, sampler.schedule, shape=(1, *SHAPE[1:]))
+    noise = drawn(*SHAPE, seed=4)
+    torch.testing.assert_close(alone(text[1:], negative[1:], latents=noise[1:]), first[1:], rtol=1e-4, atol=1e-5)
+
+
+def test_what_guidance_leads_away_from_matters() -> None:
+    sampler = Sampler(model(), make_schedule(EULER, 3), shape=SHAPE, guidance_scale=4.0)
+    text, negative = drawn(2, 7, 24), drawn(2, 7, 24, seed=1)
+    first = sampler(text, negative)
+    assert reference.relative_error(sampler(text, -negative), first) > 1e-3
+    assert reference.relative_error(sampler(text, negative, guidance_scale=4.5), first) > 1e-3
+    # Nothing is led away from: what the text alone gives, at any scale.
+    torch.testing.assert_close(sampler(text, text), sampler(text, guidance_scale=0.0), rtol=1e-4, atol=1e-4)
+    # One row stands for all images.
+    torch.testing.assert_close(sampler(text[:1], negative[:1]), sampler(text[[0, 0]], negative[[0, 0]]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_arithmetic_between_steps_is_not_rounded_to_the_models_dtype(dtype: torch.dtype) -> None:
+    unet = model()
+    text, negative = drawn(2, 7, 24), drawn(2, 7, 24, seed=1)
+    expected = Sampler(unet, make_schedule(DPM, 4), shape=SHAPE)(text, negative)
+    other = copy.deepcopy(unet).to(dtype)
+    found = Sampler(other, make_schedule(DPM, 4), shape=SHAPE)(text.to(dtype), negative.to(dtype))
+    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert reference.relative_error(found.float(), expected) < (0.1 if dtype == torch.bfloat16 else 1e-4)
+
+
+def test_autocast_holds_inside() -> None:
+    sampler = Sampler(model(), make_schedule(DPM, 4), shape=SHAPE, cuda_graph=True)
+    text, negative = drawn(2, 7, 24), drawn(2, 7, 24, seed=1)
+    expected = sampler(text, negative)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = sampler(text, negative)
+    assert sampler.captures == 2 and 1e-4 < reference.relative_error(found, expected) < 0.1
+
+
+def test_a_bar_shows_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    sampler = Sampler(model(), make_schedule(EULER, 3), shape=SHAPE)
+    text, negative = drawn(2, 7, 24), drawn(2, 7, 24, seed=1)
+    quiet = sampler(text, negative)
+    assert capsys.readouterr() == ("", "")
+    torch.testing.assert_close(sampler(text, negative, progress=True), quiet, rtol=0, atol=0)
+    assert "sampling: 100%" in (err := capsys.readouterr().err) and "3/3" in err
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"shape": (2, 4, 16)}, ValueError, r"shape is \(2, 4, 16\), expected four positive integers: \[B, 4, H, W\]"),
+        ({"shape": (0, 4, 16, 16)}, ValueError, "expected four positive integers"),
+        ({"shape": (2, 3, 16, 16)}, ValueError, "shape has 3 channels, and the model takes 4"),
+        ({"shape": (2, 4, 16, 15)}, ValueError, "shape is 16 × 15, and both must be divisible by 2"),
+        ({"guidance_scale": float("nan")}, ValueError, "guidance_scale is nan"),
+        ({"guidance_scale": -1}, ValueError, "guidance_scale is -1"),
+        ({"most_steps": 0}, ValueError, "most_steps is 0"),
+        ({"schedule": 30}, TypeError, "schedule is a int, expected what make_schedule gives"),
+        ({"model": torch.nn.Linear(1, 1)}, TypeError, "model is a Linear"),
+        ({"model": "other ends"}, ValueError, "takes 9 channels and gives 3"),
+        ({"model": "guidance in the timestep"}, ValueError, "time_cond_proj_dim=6"),
+    ],
+)
+def test_bad_samplers_are_refused(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    call = {"model": "sd", "schedule": make_schedule(EULER, 3), "shape": SHAPE, **options}
+    if isinstance(call["model"], str):
+        call["model"] = model(call["model"])
+    with pytest.raises(error, match=words):
+        Sampler(**call)
+
+
+TEXT, SIZES = drawn(2, 7, 24), torch.zeros(2, 6)
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "error", "words"),
+    [
+        ("sd", {"text": None}, TypeError, "encoder_hidden_states is None"),
+        ("sd", {"text": drawn(2, 7, 23)}, ValueError, r"has shape \(2, 7, 23\), expected \[B, L, 24\]"),
+        ("sd", {"text": drawn(3, 7, 24)}, ValueError, r"text has shape \[3, 7, 24\], expected 2 row\(s\), or one"),
+        ("sd", {"text": TEXT.double()}, TypeError, "is torch.float64 and the weights are torch.float32"),
+        ("sd", {"negative": None}, ValueError, "negative is missing: .* or guidance_scale=1"),
+        ("sd", {"negative": drawn(2, 8, 24)}, ValueError, "text has 7 tokens and negative 8; pad both alike"),
+        ("sd", {"latents": drawn(2, 4, 16, 16)}, ValueError, r"latents has shape \[2, 4, 16, 16\], and the sampler"),
+        ("sd", {"latents": torch.zeros(SHAPE, dtype=torch.int64)}, TypeError, "latents is torch.int64"),
+        ("sd", {"seed": 1.5}, TypeError, "seed is 1.5"),
+        ("sd", {"guidance_scale": "7"}, ValueError, "guidance_scale is '7'"),
+        ("sd", {"schedule": 7}, TypeError, "schedule is a int"),
+        ("sd", {"added": {"text_embeds": drawn(2, 12)}}, ValueError, "added has text_embeds, but this model has no"),
+        ("xl", {}, ValueError, "negative_added has no 'text_embeds', which this model needs"),
+        (
+            "xl",
+            {
+                "negative_added": {"text_embeds": drawn(2, 12), "time_ids": SIZES},
+                "added": {"text_embeds": drawn(2, 13), "time_ids": SIZES},
+            },
+            ValueError,
+            r"text_embeds is \[2, 12\] on one side of guidance, \[2, 13\] on the other",
+        ),
+        (
+            "xl",
+            {"guidance_scale": 1.0, "added": {"text_embeds": drawn(2, 12), "time_ids": SIZES, "image_embeds": SIZES}},
+            ValueError,
+            "image_embeds, which is not supported",
+        ),
+    ],
+)
+def test_bad_calls_are_refused_before_a_step_runs(
+    case: str, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    unet = model(case)
+
+    def never(*_: Any) -> None:
+        raise AssertionError("the model ran")
+
+    unet.register_forward_pre_hook(never)
+    sampler = Sampler(unet, make_schedule(EULER, 3), shape=SHAPE)
+    with pytest.raises(error, match=words):
+        sampler(**{"text": TEXT, "negative": TEXT, **options})
+
+
+# --- on a GPU ---
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["sd", "xl"])
+def test_on_a_gpu_the_host_waits_for_no_step(case: str) -> None:
+    unet = model(case)
+    given: dict[str, Any] = {"text": TEXT, "negative": drawn(2, 7, 24, seed=1)}
+    if case == "xl":
+        beside = {"text_embeds": drawn(2, 12), "time_ids": SIZES + 128}
+        given |= {"added": beside, "negative_added": beside}
+    on_host = Sampler(unet, make_schedule(DPM, 8), shape=SHAPE)(**given)
+    unet.cuda()
+    on_gpu = pytree.tree_map(lambda leaf: leaf.cuda(), given)
+    eager = Sampler(unet, make_schedule(DPM, 8), shape=SHAPE, cuda_graph=False)(**on_gpu)
+    zoo.compile_regions(unet)
+    sampler = Sampler(unet, make_schedule(DPM, 8), shape=SHAPE)
+    found = sampler(**on_gpu)
+    assert sampler.captures == 1
+    assert reference.relative_error(found, eager) < 1e-3
+    # The same noise; convolutions are in TF32 there.
+    assert reference.relative_error(found.cpu(), on_host) < 0.05
+    state = sampler._state
+    assert state is not None
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sampler._run(state, 8, True, progress=False)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(sampler(**on_gpu, progress=True), found)
+    assert sampler.captures == 1

@@ -1,0 +1,239 @@
+"""Schedules: each solver's steps are those of diffusers' scheduler, at every spacing; what is not there is named."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from zoo.unet import Schedule, make_schedule
+from zoo.unet.scheduler_options import OPTIONS, SOLVERS
+
+with warnings.catch_warnings():
+    # What diffusers imports warns of what it imports.
+    warnings.simplefilter("ignore")
+    import diffusers
+
+# numpy's word to schedulers that take square roots of tensors.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+
+NOISE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+NEEDED = {"DDIMScheduler": {"clip_sample": False}, "PNDMScheduler": {"skip_prk_steps": True}}
+EULER, DPM = "EulerDiscreteScheduler", "DPMSolverMultistepScheduler"
+SPACINGS = ("leading", "trailing", "linspace")
+# One step, one of two orders, the ends of lower order (under 15 steps), and where a timestep falls on a half.
+COUNTS = (1, 2, 3, 5, 14, 15, 30, 48)
+
+
+def scheduler(name: str, **options: Any) -> Any:
+    return getattr(diffusers, name)(**{**NOISE, **NEEDED.get(name, {}), **options})
+
+
+def model(x: Tensor, timestep: Tensor) -> Tensor:
+    """In place of one: not linear, and different at every timestep."""
+    return 0.9 * torch.sin(3 * x + float(timestep) / 300) + 0.2 * x
+
+
+def noise() -> Tensor:
+    return torch.randn(12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def run(schedule: Schedule) -> Tensor:
+    tracks = torch.zeros(schedule.kept, 12, dtype=torch.float64)
+    tracks[0] = noise() * schedule.noise_scale
+    for step, timestep in enumerate(schedule.timesteps):
+        output = model(tracks[0] * schedule.input_scales[step], timestep)
+        tracks = schedule.transitions[step] @ torch.cat([tracks, output[None]])
+    return tracks[0]
+
+
+def run_theirs(theirs: Any, steps: int, model: Callable[[Tensor, Tensor], Tensor] = model) -> Tensor:
+    theirs.set_timesteps(steps)
+    if hasattr(theirs, "set_begin_index"):
+        theirs.set_begin_index(0)
+    x = noise() * theirs.init_noise_sigma
+    for timestep in theirs.timesteps:
+        output = model(theirs.scale_model_input(x, timestep), timestep)
+        x = theirs.step(output, timestep, x).prev_sample.double()
+    return x
+
+
+def assert_same(theirs: Any, steps: int) -> None:
+    expected = run_theirs(theirs, steps)
+    ours = make_schedule(theirs, steps)
+    assert ours.steps == len(theirs.timesteps)
+    # What they compute in float32 is here a table made in float64; their sigmas go up to 4096.
+    torch.testing.assert_close(ours.timesteps, theirs.timesteps.float(), rtol=1e-6, atol=1e-3)
+    found = run(ours)
+    assert expected.isfinite().all()
+    assert float((found - expected).norm() / expected.norm()) < 5e-5
+
+
+@pytest.mark.parametrize("name", SOLVERS.values())
+@pytest.mark.parametrize("spacing", SPACINGS)
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_the_same_steps(name: str, spacing: str, prediction: str) -> None:
+    for steps in COUNTS:
+        assert_same(
+            scheduler(name, timestep_spacing=spacing, prediction_type=prediction, steps_offset=1),
+            steps,
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("DDIMScheduler", {"prediction_type": "sample"}),
+        ("DDIMScheduler", {"set_alpha_to_one": False}),
+        ("DDIMScheduler", {"beta_schedule": "squaredcos_cap_v2"}),
+        ("DDIMScheduler", {"beta_schedule": "linear", "num_train_timesteps": 600}),
+        ("DDIMScheduler", {"trained_betas": [0.001 + 0.00001 * step for step in range(1000)]}),
+        (
+            "DDIMScheduler",
+            {"rescale_betas_zero_snr": True, "prediction_type": "v_prediction", "timestep_spacing": "trailing"},
+        ),
+        ("PNDMScheduler", {"set_alpha_to_one": True}),
+        (EULER, {"prediction_type": "sample"}),
+        (EULER, {"use_karras_sigmas": True}),
+        (EULER, {"use_karras_sigmas": True, "sigma_min": 0.03, "sigma_max": 12.0, "timestep_spacing": "leading"}),
+        (EULER, {"final_sigmas_type": "sigma_min", "timestep_spacing": "trailing"}),
+        (
+            EULER,
+            {"rescale_betas_zero_snr": True, "prediction_type": "v_prediction", "timestep_spacing": "trailing"},
+        ),
+        (DPM, {"prediction_type": "sample"}),
+        (DPM, {"solver_order": 1}),
+        (DPM, {"solver_type": "heun"}),
+        (DPM, {"use_karras_sigmas": True}),
+        (DPM, {"final_sigmas_type": "sigma_min"}),
+        (DPM, {"final_sigmas_type": "sigma_min", "euler_at_final": True}),
+        (DPM, {"final_sigmas_type": "sigma_min", "lower_order_final": False}),
+        (DPM, {"rescale_betas_zero_snr": True, "prediction_type": "v_prediction", "timestep_spacing": "trailing"}),
+    ],
+    ids=str,
+)
+def test_the_same_with_options(name: str, options: dict[str, Any]) -> None:
+    theirs = scheduler(name, **options)
+    for steps in COUNTS[1:]:
+        assert_same(theirs, steps)
+
+
+def test_a_folders_options_are_read_as_diffusers_does() -> None:
+    # What SDXL's folder holds: options of three schedulers.
+    config = {
+        "_class_name": EULER,
+        "_diffusers_version": "0.19.0.dev0",
+        "beta_end": 0.012,
+        "beta_schedule": "scaled_linear",
+        "beta_start": 0.00085,
+        "clip_sample": False,
+        "interpolation_type": "linear",
+        "num_train_timesteps": 1000,
+        "prediction_type": "epsilon",
+        "sample_max_value": 1.0,
+        "set_alpha_to_one": False,
+        "skip_prk_steps": True,
+        "steps_offset": 1,
+        "timestep_spacing": "leading",
+        "trained_betas": None,
+        "use_karras_sigmas": False,
+    }
+    found = run(make_schedule(config, 12))
+    theirs = diffusers.EulerDiscreteScheduler.from_config(config)
+    torch.testing.assert_close(found, run_theirs(theirs, 12), rtol=1e-5, atol=1e-5)
+    for solver, name in SOLVERS.items():
+        theirs = getattr(diffusers, name).from_config(config)
+        torch.testing.assert_close(
+            run(make_schedule(config, 12, solver=solver)), run_theirs(theirs, 12), rtol=1e-5, atol=1e-5
+        )
+
+
+def test_a_solver_of_another_scheduler_clips_nothing_and_skips_runge_kutta() -> None:
+    euler = scheduler(EULER, timestep_spacing="leading")
+    for solver in ("ddim", "pndm"):
+        theirs = scheduler(SOLVERS[solver])
+        torch.testing.assert_close(
+            run(make_schedule(euler, 9, solver=solver)), run_theirs(theirs, 9), rtol=1e-5, atol=1e-5
+        )
+
+
+def test_a_solver_takes_the_noise_of_a_scheduler_that_is_not_there() -> None:
+    theirs = diffusers.UniPCMultistepScheduler(**NOISE, prediction_type="v_prediction", timestep_spacing="trailing")
+    config = {"_class_name": "UniPCMultistepScheduler", **theirs.config}
+    for solver in ("euler", "dpm++"):
+        same = getattr(diffusers, SOLVERS[solver]).from_config(theirs.config)
+        torch.testing.assert_close(
+            run(make_schedule(config, 9, solver=solver)), run_theirs(same, 9), rtol=1e-5, atol=1e-5
+        )
+    with pytest.raises(ValueError, match="FlowMatchEulerDiscreteScheduler is not supported$"):
+        make_schedule({"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}, 9, solver="euler")
+
+
+def test_options_and_defaults_are_diffusers() -> None:
+    # A default that diffusers changes, or an option that it adds, is to be seen here.
+    for name, options in OPTIONS.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            theirs = dict(getattr(diffusers, name)().config)
+        assert {key: default for key, (default, _) in options.items()} == {
+            key: value for key, value in theirs.items() if not key.startswith("_")
+        }
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            {"_class_name": "UniPCMultistepScheduler"},
+            "UniPCMultistepScheduler is not supported; one of ddim, euler, dpm.., pndm can take",
+        ),
+        ({}, "a scheduler without _class_name is not supported"),
+        ({"_class_name": "DDIMScheduler"}, r"DDIMScheduler with clip_sample=True is not supported; the zoo has False"),
+        ({"_class_name": "PNDMScheduler"}, "PNDMScheduler with skip_prk_steps=False"),
+        ({"_class_name": EULER, "use_beta_sigmas": True}, "use_beta_sigmas=True"),
+        ({"_class_name": EULER, "timestep_type": "continuous"}, "timestep_type='continuous'"),
+        ({"_class_name": EULER, "prediction_type": "flow"}, "prediction_type='flow'"),
+        ({"_class_name": DPM, "solver_order": 3}, r"solver_order=3 is not supported; the zoo has 1 and 2"),
+        ({"_class_name": DPM, "algorithm_type": "sde-dpmsolver++"}, "algorithm_type='sde-dpmsolver\\+\\+'"),
+        ({"_class_name": DPM, "lambda_min_clipped": -5.1}, "lambda_min_clipped=-5.1"),
+        (
+            {"_class_name": DPM, "use_karras_sigmas": True, "beta_schedule": "squaredcos_cap_v2"},
+            "use_karras_sigmas=True and beta_schedule='squaredcos_cap_v2' is not supported",
+        ),
+        ({"_class_name": DPM, "of_tomorrow": 1}, "of_tomorrow=1: the zoo does not know this option"),
+        ({"_class_name": EULER, "rescale_betas_zero_snr": True}, "rescale_betas_zero_snr=True and prediction_type"),
+        ({"_class_name": EULER, "trained_betas": [0.1]}, "trained_betas has 1 values, and num_train_timesteps is 1000"),
+    ],
+)
+def test_unsupported_options_are_named(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_schedule(config, 10)
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1001, 2.0, True, None])
+def test_numbers_of_steps_are_checked(steps: Any) -> None:
+    with pytest.raises(ValueError, match="steps is .*, expected an integer from 1 to 1000"):
+        make_schedule({"_class_name": EULER}, steps)
+
+
+def test_timesteps_that_were_not_trained_are_refused() -> None:
+    config = {"_class_name": EULER, "timestep_spacing": "leading", "steps_offset": 1}
+    assert float(make_schedule(config, 999).timesteps[0]) == 999
+    with pytest.raises(ValueError, match="1000 steps with steps_offset=1 go to timestep 1000, and 999 is the last"):
+        make_schedule(config, 1000)
+    with pytest.raises(ValueError, match="there is no solver 'heun'; choose one of ddim, euler"):
+        make_schedule(config, 10, solver="heun")
+    with pytest.raises(TypeError, match="scheduler is a str"):
+        make_schedule("euler", 10)
+
+
+def test_tables_stay_on_the_host() -> None:
+    with torch.device("meta"):
+        schedule = make_schedule({"_class_name": DPM}, 4)
+    for table in (schedule.timesteps, schedule.input_scales, schedule.transitions):
+        assert table.device.type == "cpu"
+    assert (schedule.steps, schedule.kept) == (4, 2)
