@@ -6,6 +6,7 @@ TRITON_INTERPRET=1 python -m pytest tests/unet_kernel_checks.py
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -165,3 +166,44 @@ def test_compilations_do_not_depend_on_sizes() -> None:
     for size, groups in [*widths, (1, 8), (7, 3), (129, 2), (4096, 1)]:
         count, unit, block = kernels._groups_of_a_block(size, groups)
         assert 1 <= count <= groups and count * size <= block and count * size % unit == 0
+
+
+@pytest.mark.parametrize("dtype", RELATIVE)
+@pytest.mark.parametrize(("channels", "groups"), [(130, 13), (160, 4), (21, 3), (6, 1), (300, 2), (8, 8)])
+def test_gradients(channels: int, groups: int, dtype: torch.dtype) -> None:
+    x = values(2, channels, 7, 11, dtype=dtype, mean=0.5)
+    weight, bias = values(channels, dtype=dtype, mean=1.0), values(channels, dtype=dtype)
+    grad, more = values(2, channels, 7, 11, dtype=dtype, mean=0.2), values(2, channels, 7, 11, dtype=dtype)
+    shifts = values(2, 3 * channels, dtype=dtype)
+    for shift, silu, added in (
+        (None, False, None),
+        (shifts[:, channels : 2 * channels], True, None),
+        (shifts[:1, :channels].expand(2, -1), False, None),
+        (shifts[:, ::3], True, more),
+    ):
+        found = operators.group_norm_backward(grad, x, shift, weight, bias, added, groups, 1e-5, silu)
+        exact = fallback.group_norm_backward(*wide(grad, x, shift, weight, bias, added), groups, 1e-5, silu)
+        close(found[0], exact[0], dtype, times=4)
+        for name, got, wanted in zip(("shift", "weight", "bias"), found[1:], exact[1:], strict=True):
+            assert got.shape == wanted.shape and got.dtype == dtype, name
+            # A shift of a whole group changes nothing, so its gradients cancel.
+            scale = wanted.norm() if name != "shift" else wanted.norm() + exact[0].abs().sum((2, 3)).norm() / 100
+            assert (got.double() - wanted).norm() <= 8 * RELATIVE[dtype] * scale, name
+
+
+def test_gradients_reach_everything_through_the_kernels() -> None:
+    x, skip = values(2, 20, 5, 6).requires_grad_(), values(2, 12, 5, 6).requires_grad_()
+    weight, bias = values(32, mean=1.0).requires_grad_(), values(32).requires_grad_()
+    shift = values(2, 32).requires_grad_()
+    tensors = (x, skip, weight, bias, shift)
+
+    def loss(call: Any, cat: Any, *given: Tensor) -> Tensor:
+        x, skip, weight, bias, shift = given
+        out, joined = cat(x, skip, weight, bias, 4, 1e-5, True)
+        return (call(joined, shift, weight, bias, 4, 1e-5, False) * out).sum()
+
+    found = torch.autograd.grad(loss(operators.group_norm, operators.cat_group_norm, *tensors), tensors)
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    expected = torch.autograd.grad(loss(fallback.group_norm, fallback.cat_group_norm, *exact), exact)
+    for got, wanted in zip(found, expected, strict=True):
+        assert (got.double() - wanted).norm() < 1e-5 * wanted.norm()

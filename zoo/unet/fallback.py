@@ -29,9 +29,20 @@ def cat_group_norm(
 
 
 def group_norm_backward(
-    grad: Tensor, x: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Gradients of x [B, C, H, W], shift [B, C], weight [C] and bias [C]; statistics are computed again."""
+    grad: Tensor,
+    x: Tensor,
+    shift: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    more: Tensor | None,
+    groups: int,
+    eps: float,
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x [B, C, H, W] (plus ``more``), of shift [B, C] (empty without one), weight [C] and bias [C].
+
+    Statistics are computed again.
+    """
     wide = _shifted(x, shift)
     split = (x.shape[0], groups, -1, *x.shape[2:])
     variance, mean = torch.var_mean(wide.reshape(split), dim=(2, 3, 4), correction=0, keepdim=True)
@@ -47,10 +58,11 @@ def group_norm_backward(
     along = (inner * normed.reshape(split)).mean((2, 3, 4), keepdim=True)
     inner = scale * (inner - inner.mean((2, 3, 4), keepdim=True) - normed.reshape(split) * along)
     grad_x = inner.reshape(x.shape)
-    grad_shift = None
-    if shift is not None:
-        grad_shift = grad_x.sum((2, 3)).to(shift.dtype)
-    return grad_x.to(x.dtype), grad_shift, grad_weight.to(weight.dtype), grad_bias.to(bias.dtype)
+    grad_shift = x.new_empty(0) if shift is None else grad_x.sum((2, 3)).to(shift.dtype)
+    if more is not None:
+        grad_x = grad_x + more.to(grad_x.dtype)
+    grad_x = grad_x.to(x.dtype, memory_format=torch.channels_last)
+    return grad_x, grad_shift, grad_weight.to(weight.dtype), grad_bias.to(bias.dtype)
 
 
 def _shifted(x: Tensor, shift: Tensor | None) -> Tensor:

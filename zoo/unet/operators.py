@@ -26,7 +26,8 @@ _LIBRARY = OperatorLibrary("zoo_unet")
 def _implementation(name: str, x: Tensor, weight: Tensor, groups: int) -> Any:
     fits = x.dtype in DTYPES and weight.shape[0] // groups <= WIDEST_GROUP
     if fits and triton_runs_on(x.device):
-        return launcher("zoo.unet.kernels.group_norm", name, x)
+        module = "group_norm_backward" if name == "group_norm_backward" else "group_norm"
+        return launcher(f"zoo.unet.kernels.{module}", name, x)
     return getattr(fallback, name)
 
 
@@ -63,8 +64,10 @@ def _group_norm_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> No
 
 def _group_norm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, shift, weight, bias = ctx.saved_tensors
-    gradients = fallback.group_norm_backward(grad, x, shift, weight, bias, ctx.groups, ctx.eps, ctx.silu)
-    return *gradients, None, None, None
+    grad_x, grad_shift, grad_weight, grad_bias = group_norm_backward(
+        grad, x, shift, weight, bias, None, ctx.groups, ctx.eps, ctx.silu
+    )
+    return grad_x, None if shift is None else grad_shift, grad_weight, grad_bias, None, None, None
 
 
 _LIBRARY.autograd("group_norm", _group_norm_backward, _group_norm_context)
@@ -108,11 +111,40 @@ def _cat_group_norm_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Ten
 
 def _cat_group_norm_backward(ctx: Any, grad: Tensor, joined_grad: Tensor) -> tuple[Tensor | None, ...]:
     joined, weight, bias = ctx.saved_tensors
-    grad_joined, _, grad_weight, grad_bias = fallback.group_norm_backward(
-        grad, joined, None, weight, bias, ctx.groups, ctx.eps, ctx.silu
+    grad_joined, _, grad_weight, grad_bias = group_norm_backward(
+        grad, joined, None, weight, bias, joined_grad, ctx.groups, ctx.eps, ctx.silu
     )
-    grad_x, grad_skip = (grad_joined + joined_grad).split(ctx.widths, dim=1)
+    grad_x, grad_skip = grad_joined.split(ctx.widths, dim=1)
     return grad_x, grad_skip, grad_weight, grad_bias, None, None, None
 
 
 _LIBRARY.autograd("cat_group_norm", _cat_group_norm_backward, _cat_group_norm_context)
+
+
+@_LIBRARY.operator(
+    "(Tensor grad, Tensor x, Tensor? shift, Tensor weight, Tensor bias, Tensor? more, int groups, float eps, "
+    "bool silu) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+def group_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    shift: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    more: Tensor | None,
+    groups: int,
+    eps: float,
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of ``group_norm`` for x, plus ``more`` [B, C, H, W], shift (empty without one), weight and bias."""
+    arguments = grad, x, shift, weight, bias, more, groups, eps, silu
+    return _implementation("group_norm_backward", x, weight, groups)(*arguments)
+
+
+@_LIBRARY.fake("group_norm_backward")
+def _(
+    grad: Tensor, x: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad_shift = x.new_empty(0) if shift is None else shift.new_empty(shift.shape)
+    grad_x = torch.empty_like(x, memory_format=torch.channels_last)
+    return grad_x, grad_shift, torch.empty_like(weight), torch.empty_like(bias)

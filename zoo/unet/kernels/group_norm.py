@@ -191,37 +191,62 @@ def cat_group_norm(
     return out, joined
 
 
+def statistics(x: Tensor, shift: Tensor | None, weight: Tensor, groups: int, eps: float) -> Tensor:
+    """Mean, and one over the deviation, of each group of x [B, C, H, W] plus shift [B, C]: [B, G, 2] float32."""
+    cut = _Cut(x, shift, weight, groups)
+    cut.partial(x, x, weight)
+    rows = torch.arange(cut.chunks, device=x.device) * cut.rows
+    count = (cut.pixels - rows).clamp(max=cut.rows).float()
+    mean = (cut.part[0] * count).sum(-1) / cut.pixels
+    apart = (cut.part[0] - mean[..., None]).square() * count * cut.size
+    variance = (cut.part[1] + apart).sum(-1) / (cut.pixels * cut.size)
+    return torch.stack([mean, (variance + eps).rsqrt()], dim=-1)
+
+
+class _Cut:
+    """How the pixels of one call are cut into programs, and where the parts of their statistics lie."""
+
+    def __init__(self, x: Tensor, shift: Tensor | None, weight: Tensor, groups: int) -> None:
+        images, first, height, side = x.shape
+        self.pixels, channels = height * side, weight.shape[0]
+        self.size = channels // groups
+        count, unit, block = _groups_of_a_block(self.size, groups)
+        blocks = triton.cdiv(groups, count)
+        rows_at_once = max(1, TILE // block)
+        wanted = max(1, ENOUGH // (images * blocks))
+        self.rows = triton.cdiv(triton.cdiv(self.pixels, wanted), rows_at_once) * rows_at_once
+        self.chunks = triton.cdiv(self.pixels, self.rows)
+        self.part = torch.empty(2, images, groups, self.chunks, dtype=torch.float32, device=x.device)
+        self.shift = shift if shift is None or shift.stride(1) == 1 else shift.contiguous()
+        self.sizes = (
+            0 if self.shift is None else self.shift.stride(0), 0 if shift is None else channels, self.pixels, channels,
+            first, self.size, count * self.size // unit, groups, self.rows, self.chunks,
+        )  # fmt: skip
+        self.code = {
+            "UNIT": unit,
+            "BLOCK": block,
+            "GROUPS": max(16, triton.next_power_of_2(count)),
+            "ROWS": rows_at_once,
+            "num_warps": 4,
+        }
+        self.grid = (self.chunks, blocks, images)
+
+    def partial(self, x: Tensor, skip: Tensor, weight: Tensor) -> None:
+        """The first launch."""
+        moved = weight if self.shift is None else self.shift
+        _partial[self.grid](x, skip, moved, self.part, *self.sizes, **self.code)
+
+
 def _launch(
     x: Tensor, skip: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool,
     out: Tensor, joined: Tensor,
 ) -> None:  # fmt: skip
     if not x.numel():
         return
-    images, first, height, side = x.shape
-    pixels, channels = height * side, weight.shape[0]
-    size = channels // groups
-    count, unit, block = _groups_of_a_block(size, groups)
-    blocks = triton.cdiv(groups, count)
-    rows_at_once = max(1, TILE // block)
-    wanted = max(1, ENOUGH // (images * blocks))
-    rows = triton.cdiv(triton.cdiv(pixels, wanted), rows_at_once) * rows_at_once
-    chunks = triton.cdiv(pixels, rows)
-    part = torch.empty(2, images, groups, chunks, dtype=torch.float32, device=x.device)
-    if shift is not None and shift.stride(1) != 1:
-        shift = shift.contiguous()
-    sizes = (
-        0 if shift is None else shift.stride(0), 0 if shift is None else channels, pixels, channels, first, size,
-        count * size // unit, groups, rows, chunks,
-    )  # fmt: skip
-    code = {
-        "UNIT": unit,
-        "BLOCK": block,
-        "GROUPS": max(16, triton.next_power_of_2(count)),
-        "ROWS": rows_at_once,
-        "num_warps": 4,
-    }
-    grid = (chunks, blocks, images)
-    moved = weight if shift is None else shift
-    kept = channels if first < channels else 0
-    _partial[grid](x, skip, moved, part, *sizes, **code)
-    _apply[grid](x, skip, moved, weight, bias, part, out, joined, *sizes, kept, eps, int(silu), STEP=STEP, **code)
+    cut = _Cut(x, shift, weight, groups)
+    cut.partial(x, skip, weight)
+    moved = weight if cut.shift is None else cut.shift
+    kept = weight.shape[0] if x.shape[1] < weight.shape[0] else 0
+    _apply[cut.grid](
+        x, skip, moved, weight, bias, cut.part, out, joined, *cut.sizes, kept, eps, int(silu), STEP=STEP, **cut.code
+    )
