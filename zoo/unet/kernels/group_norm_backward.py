@@ -110,7 +110,8 @@ def _gradients(
         result = scale[None, :] * (change * factor[None, :] - plain[None, :] - value * along[None, :])
         seen = (row < end)[:, None] & live[None, :]
         place = start + row[:, None] * channels + channel[None, :]
-        result += tl.load(more + place, mask=seen & (channel < added)[None, :], other=0.0).to(tl.float32)
+        if added != 0:
+            result += tl.load(more + place, mask=seen, other=0.0).to(tl.float32)
         tl.store(out + place, result.to(out.dtype.element_ty), mask=seen)
 
 
@@ -148,8 +149,9 @@ def group_norm_backward(
     changes, products, values = sums.sum(2)
     factor, count = weight.float(), pixels * size
     means = torch.stack([(part * factor).view(images, groups, size).sum(2) for part in (changes, products)], 2) / count
-    added = 0 if more is None else channels
-    _gradients[grid](*given, means, x if more is None else more, out, *sizes, rows, added, int(silu), **code)
+    _gradients[grid](
+        *given, means, x if more is None else more, out, *sizes, rows, int(more is not None), int(silu), **code
+    )
     grad_shift = x.new_empty(0)
     if shift is not None:
         plain, along, scale = (
