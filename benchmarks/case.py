@@ -9,7 +9,9 @@ from typing import Any
 
 STRATEGIES = ("eager", "full", "regional", "hierarchical")
 IMPLEMENTATIONS = ("zoo", "upstream", "upstream-tuned")
-MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs")
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+# Modes in which torch.compile records CUDA graphs of its own.
+CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 WORKLOADS = ("inference", "train")
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -100,13 +102,13 @@ def refusal(case: Case) -> str | None:
             return "eager is not compiled, so dynamic shapes do not apply"
     if case.strategy == "hierarchical" and case.impl != "zoo":
         return "hierarchical needs the declared regions of a zoo model"
-    if case.mode == "reduce-overhead":
+    if case.mode in CUDA_GRAPH_MODES:
         if case.strategy != "full":
-            return "reduce-overhead records a CUDA graph for each compiled block; it is for full alone"
+            return f"{case.mode} records a CUDA graph for each compiled block; it is for full alone"
         if case.cuda_graph:
-            return "reduce-overhead records CUDA graphs itself; leave out +cudagraph"
+            return f"{case.mode} records CUDA graphs itself; leave out +cudagraph"
         if case.device == "cpu":
-            return "reduce-overhead needs a GPU"
+            return f"{case.mode} needs a GPU"
     if case.cuda_graph:
         if case.device == "cpu":
             return "a CPU has no CUDA graphs"

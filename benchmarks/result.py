@@ -33,6 +33,7 @@ class Compile:
     seconds: float | None = None
     capture: float | None = None
     time_to_first_result: float | None = None
+    later_calls: list[float] = field(default_factory=list)  # of the first process, one by one, from the second call on
     phases: Mapping[str, float] = field(default_factory=dict)  # dynamo, aot, inductor, backend workers ...
     graphs: int | None = None
     breaks: list[str] = field(default_factory=list)  # a reason each

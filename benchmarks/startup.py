@@ -21,7 +21,17 @@ from benchmarks.failures import ELSEWHERE
 from benchmarks.process import Worker, WorkerFailure, kill_all
 from benchmarks.result import Check, Compile, Memory, Result, Work
 
-COUNTED = ("seconds", "phases", "graphs", "breaks", "recompiles", "cache_hits", "cache_misses", "cache_bypasses")
+COUNTED = (
+    "seconds",
+    "later_calls",
+    "phases",
+    "graphs",
+    "breaks",
+    "recompiles",
+    "cache_hits",
+    "cache_misses",
+    "cache_bypasses",
+)
 COLD, FIRST_RESULT, RACE = "cold process", "first result", "start of the racing process"
 
 

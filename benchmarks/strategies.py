@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.case import Case
+from benchmarks.case import CUDA_GRAPH_MODES, Case
 from benchmarks.workloads.base import Prepared
 
 Call = Callable[..., Any]
@@ -77,8 +77,8 @@ def mark_nested_regions(model: nn.Module) -> None:
 
 
 def marked(case: Case, call: Call) -> Call:
-    """For reduce-overhead, say before each call that the outputs of the last one are done with."""
-    if case.mode != "reduce-overhead":
+    """For modes with CUDA graphs, say before each call that the outputs of the last one are done with."""
+    if case.mode not in CUDA_GRAPH_MODES:
         return call
 
     def step(*args: Any, **kwargs: Any) -> Any:

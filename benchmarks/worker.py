@@ -161,6 +161,7 @@ class Arm:
     def first_call(self) -> Reply:
         """Compile, by the first call to its result less one steady call. An eager arm has nothing to compile."""
         from benchmarks import strategies
+        from benchmarks.case import CUDA_GRAPH_MODES
         from benchmarks.compiler import Recorder, cached_files
         from benchmarks.timing import once, synchronise
 
@@ -177,8 +178,8 @@ class Arm:
             self._steps()
             synchronise(self.device)
             first = time.perf_counter() - began
-            # The second and third call of reduce-overhead warm up and record its CUDA graph.
-            records = self.case.mode == "reduce-overhead"
+            # The second and third call warm up and record the CUDA graph of a mode that has one.
+            records = self.case.mode in CUDA_GRAPH_MODES
             recording = [once(self._steps, self.device) for _ in range(2 if records else 0)]
             later = [once(self._steps, self.device)]
             while len(later) < 5 and sum(later) < 2.0:
@@ -190,6 +191,7 @@ class Arm:
         return {
             "seconds": max(0.0, first - steady),
             "recording": max(0.0, sum(recording) - steady * len(recording)) if records else None,
+            "later_calls": recording + later,
             "files_at_start": files,
             **asdict(facts),
         }

@@ -93,6 +93,8 @@ def test_what_a_workload_refuses_is_left_out_with_its_reason():
         ({"strategy": "regional", "mode": "reduce-overhead", "device": "cuda"}, "full alone"),
         ({"strategy": "full", "mode": "reduce-overhead", "device": "cuda", "cuda_graph": True}, "itself"),
         ({"strategy": "full", "mode": "reduce-overhead"}, "GPU"),
+        ({"strategy": "regional", "mode": "max-autotune", "device": "cuda"}, "full alone"),
+        ({"strategy": "full", "mode": "max-autotune"}, "GPU"),
         ({"strategy": "eager", "dynamic": True}, "dynamic shapes do not apply"),
         ({"strategy": "full", "cuda_graph": True}, "a CPU has no CUDA graphs"),
         ({"strategy": "full", "cuda_graph": True, "dynamic": True, "device": "cuda"}, "fixed shapes"),

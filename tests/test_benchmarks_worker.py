@@ -63,6 +63,7 @@ def test_a_compiled_arm_from_start_to_kernels(tmp_path: Path, impl: str, strateg
     assert by_op["start_up"]["seconds"] > 0
     assert by_op["first_call"]["graphs"] == graphs
     assert by_op["first_call"]["breaks"] == []
+    assert 1 <= len(by_op["first_call"]["later_calls"]) <= 5 and min(by_op["first_call"]["later_calls"]) > 0
     # Upstream hands its first block a tensor from outside of inference mode, the others one from inside.
     assert len(by_op["first_call"]["recompiles"]) == graphs - 1
     assert by_op["check"]["error"] < 1e-6

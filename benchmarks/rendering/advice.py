@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from benchmarks import stats
 from benchmarks.rendering import numbers
 from benchmarks.rendering.race import Arm, Caches, Race
-from benchmarks.rendering.tables import UPSTREAM
+from benchmarks.rendering.selection import UPSTREAM
 
 MOST_NAMES = 3
 

@@ -13,6 +13,7 @@ from markupsafe import Markup
 from benchmarks.rendering import advice, bars, cells, curves, numbers, tables
 from benchmarks.rendering.commands import commands_of
 from benchmarks.rendering.race import Race, races
+from benchmarks.rendering.selection import UPSTREAM
 from benchmarks.result import Result
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -84,7 +85,7 @@ def _family(name: str, sections: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "anchor": anchor,
         "sections": sections,
-        "library": tables.UPSTREAM.get(name, "upstream"),
+        "library": UPSTREAM.get(name, "upstream"),
         "speedups": bars.speedups(chosen, [section["title"] for section in sections], f"{anchor}-speedups"),
     }
 

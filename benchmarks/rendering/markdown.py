@@ -11,9 +11,13 @@ from benchmarks.rendering.race import Race, races
 from benchmarks.result import Result
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table: the first column to the left, the others to the right; a pipe in a cell is escaped."""
-    lines = [list(head), ["---"] + ["---:"] * (len(head) - 1), *(list(row) for row in rows)]
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, left: bool = False) -> str:
+    """A Markdown table; a pipe in a cell is escaped.
+
+    The first column is set to the left, the others, which are numbers, to the right; with ``left`` all to the left.
+    """
+    others = "---" if left else "---:"
+    lines = [list(head), ["---"] + [others] * (len(head) - 1), *(list(row) for row in rows)]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Callable, Sequence
 
 from benchmarks.case import Case
-from benchmarks.rendering import cells, markdown, numbers
+from benchmarks.rendering import cells, claims, markdown, numbers
 from benchmarks.rendering.blocks import Spec
 from benchmarks.rendering.commands import commands_of
 from benchmarks.rendering.race import Arm, Race, races
-from benchmarks.result import Compile, Result, Rows, device_name
+from benchmarks.rendering.selection import SELECTING, machine, select
+from benchmarks.result import Compile, Result, Rows
 from benchmarks.stats import Ratio
 from benchmarks.usage import did_you_mean
 
@@ -24,15 +24,8 @@ HEADLINE = (
     "cold compile s, upstream full → ours",
 )
 DECOMPOSITION = ("step", "p50 ms", "over the row above", "over the first row", "kernels")
-SELECTING = ("family", "model", "input", "workload", "dtype", "device", "gpu", "torch")
+CLAIMS: dict[str, Callable[[Spec, Rows], str]] = {"claim": claims.claim_table, "claims": claims.overview}
 DEFAULTS = {"workload": "inference", "dtype": "float32"}
-UPSTREAM = {
-    "gnn": "torch-geometric",
-    "resnet": "torchvision",
-    "bert": "transformers",
-    "llm": "transformers",
-    "unet": "diffusers",
-}
 
 
 def make_table(spec: Spec, rows: Rows) -> str:
@@ -41,6 +34,8 @@ def make_table(spec: Spec, rows: Rows) -> str:
     Raises:
         ValueError: On a kind or option that does not exist, or options that select no single race.
     """
+    if spec.kind in CLAIMS:
+        return CLAIMS[spec.kind](spec, rows)
     makers: dict[str, Callable[[Spec, list[Race]], str]] = {
         "headline": _headline,
         "race": _of_one(markdown.race_table),
@@ -48,7 +43,7 @@ def make_table(spec: Spec, rows: Rows) -> str:
         "decomposition": _of_one(_decomposition),
     }
     if spec.kind not in makers:
-        raise ValueError(f"there is no table {spec.kind!r}; {did_you_mean(spec.kind, makers)}")
+        raise ValueError(f"there is no table {spec.kind!r}; {did_you_mean(spec.kind, (*makers, *CLAIMS))}")
     _refuse_options(spec, SELECTING)
     if spec.kind != "headline" and not {"model", "input"} <= spec.options.keys():
         raise ValueError(f"a {spec.kind} table shows one race; give model=... input=...")
@@ -61,8 +56,10 @@ def make_value(spec: Spec, rows: Rows) -> str:
     Raises:
         ValueError: On a figure, option or arm that does not exist.
     """
+    if spec.kind == "verdict":
+        return claims.verdict_value(spec, rows)
     if spec.kind not in VALUES:
-        raise ValueError(f"there is no value {spec.kind!r}; {did_you_mean(spec.kind, VALUES)}")
+        raise ValueError(f"there is no value {spec.kind!r}; {did_you_mean(spec.kind, (*VALUES, 'verdict'))}")
     _refuse_options(spec, (*SELECTING, "arm", "against"))
     if not {"model", "input", "arm"} <= spec.options.keys():
         raise ValueError('a value belongs to one arm; give model=... input=... arm="zoo regional"')
@@ -85,32 +82,8 @@ def _refuse_options(spec: Spec, known: Sequence[str]) -> None:
 
 
 def _select(spec: Spec, shown: list[Race], *, ignore: tuple[str, ...] = ()) -> list[Race]:
-    """Races that the options name (commas separate alternatives), of the newest torch on the one device there is."""
     said = {**DEFAULTS, **spec.options}
-    wanted = {key: said[key] for key in SELECTING if key in said and key not in ignore}
-    chosen = [race for race in shown if all(_option(race, key) in value.split(",") for key, value in wanted.items())]
-    devices = sorted({(_option(race, "gpu"), race.case.device) for race in chosen})
-    if len(devices) > 1:
-        names = " and ".join(f"{gpu} ({device})" for gpu, device in devices)
-        raise ValueError(f'there are rows of {names}; add gpu="..." or device=...')
-    newest: dict[tuple[str, ...], Race] = {}
-    for race in chosen:
-        known = newest.get(race.case.race)
-        if known is None or _version(_option(race, "torch")) >= _version(_option(known, "torch")):
-            newest[race.case.race] = race
-    return list(newest.values())
-
-
-def _option(race: Race, key: str) -> str:
-    if key == "gpu":
-        return device_name(race.environment, race.case.device)
-    if key == "torch":
-        return str(race.environment.get("torch"))
-    return str(getattr(race.case, key))
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", text.partition("+")[0])))
+    return select({key: said[key] for key in SELECTING if key in said and key not in ignore}, shown)
 
 
 def _single(spec: Spec, shown: list[Race]) -> Race | None:
@@ -150,23 +123,11 @@ def _nothing(spec: Spec) -> str:
 
 
 def _origin(shown: Sequence[Race]) -> str:
-    machines = "; ".join(dict.fromkeys(_machine(race) for race in shown))
+    machines = "; ".join(dict.fromkeys(machine(race) for race in shown))
     commands = "\n".join(commands_of(shown))
     if not commands:
         return f"{machines}. The rows name no command that measures them again."
     return f"{machines}. Measure it again:\n\n```sh\n{commands}\n```"
-
-
-def _machine(race: Race) -> str:
-    environment = race.environment
-    parts = [race.machine]
-    libraries = environment.get("libraries") or {}
-    parts += [f"{name} {libraries[name]}" for name in ("triton", UPSTREAM.get(race.case.family)) if name in libraries]
-    if environment.get("driver"):
-        parts.append(f"driver {environment['driver']}")
-    if commit := environment.get("commit"):
-        parts.append(f"commit {str(commit)[:10]}" + (" with changes" if environment.get("dirty") else ""))
-    return ", ".join(parts)
 
 
 # Headline ----------------------------------------------------------------------------------------------------------

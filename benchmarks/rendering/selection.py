@@ -1,0 +1,69 @@
+"""Which races a block of the documentation is made from, and the machines that they ran on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from benchmarks.rendering.race import Race
+from benchmarks.result import device_name
+
+SELECTING = ("family", "model", "input", "workload", "dtype", "device", "gpu", "torch")
+UPSTREAM = {
+    "gnn": "torch-geometric",
+    "resnet": "torchvision",
+    "bert": "transformers",
+    "llm": "transformers",
+    "unet": "diffusers",
+}
+
+
+def select(wanted: Mapping[str, str], shown: Iterable[Race]) -> list[Race]:
+    """Races that the options name (commas separate alternatives), of the newest torch on the one device there is.
+
+    Raises:
+        ValueError: If rows of several devices match.
+    """
+    chosen = [race for race in shown if all(option(race, key) in value.split(",") for key, value in wanted.items())]
+    devices = sorted({(option(race, "gpu"), race.case.device) for race in chosen})
+    if len(devices) > 1:
+        names = " and ".join(f"{gpu} ({device})" for gpu, device in devices)
+        raise ValueError(f'there are rows of {names}; add gpu="..." or device=...')
+    return newest(chosen)
+
+
+def newest(shown: Iterable[Race]) -> list[Race]:
+    """Of races that differ in nothing but torch the one of the newest."""
+    found: dict[tuple[str, ...], Race] = {}
+    for race in shown:
+        key = (option(race, "gpu"), *race.case.race)
+        known = found.get(key)
+        if known is None or _version(option(race, "torch")) >= _version(option(known, "torch")):
+            found[key] = race
+    return list(found.values())
+
+
+def option(race: Race, key: str) -> str:
+    """What ``key=`` of a marker would have to say to name this race."""
+    if key == "gpu":
+        return device_name(race.environment, race.case.device)
+    if key == "torch":
+        return str(race.environment.get("torch"))
+    return str(getattr(race.case, key))
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text.partition("+")[0])))
+
+
+def machine(race: Race) -> str:
+    """Device, torch, the libraries that matter, driver and commit: ``NVIDIA H200, torch 2.11.0+cu130, ...``."""
+    environment = race.environment
+    parts = [race.machine]
+    libraries = environment.get("libraries") or {}
+    parts += [f"{name} {libraries[name]}" for name in ("triton", UPSTREAM.get(race.case.family)) if name in libraries]
+    if environment.get("driver"):
+        parts.append(f"driver {environment['driver']}")
+    if commit := environment.get("commit"):
+        parts.append(f"commit {str(commit)[:10]}" + (" with changes" if environment.get("dirty") else ""))
+    return ", ".join(parts)
