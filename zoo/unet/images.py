@@ -20,10 +20,10 @@ def load_vae(folder: PipelineFolder, *, device: torch.device, dtype: torch.dtype
     """The folder's ``AutoencoderKL``, in eval mode; in float32 where float16 would overflow, as its config says."""
     from diffusers import AutoencoderKL
 
-    vae = AutoencoderKL.from_pretrained(folder.path / "vae", local_files_only=True)
-    if dtype == torch.float16 and vae.config.force_upcast:
+    source: dict[str, Any] = {"pretrained_model_name_or_path": folder.path / "vae", "local_files_only": True}
+    if dtype == torch.float16 and AutoencoderKL.load_config(**source).get("force_upcast", True):
         dtype = torch.float32
-    return vae.to(device=device, dtype=dtype).eval()
+    return AutoencoderKL.from_pretrained(**source, torch_dtype=dtype).to(device).eval()
 
 
 def decode(vae: Any, latents: Tensor) -> Tensor:
