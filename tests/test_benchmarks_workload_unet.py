@@ -92,12 +92,11 @@ def test_bfloat16(impl: str):
 
 
 def test_large_models_have_a_reference_in_float32():
-    assert [unet_work.reference_itemsize(PRESETS[name]) for name in ("sd15", "sd21", "sdxl")] == [8, 8, 4]
+    found = [unet_work.reference_dtype(PRESETS[name]) for name in ("sd15", "sd21", "sdxl")]
+    assert found == [torch.float64, torch.float64, torch.float32]
     config = PRESETS["unet-debug"]
     prepared = prepare(impl="upstream")
-    weights = unet_upstream.Weights(
-        unet_upstream.shapes(config), seed=0, dtype=torch.float32, device=torch.device("cpu")
-    )
+    weights = unet_upstream.seeded(config, seed=0, dtype=torch.float32, device=torch.device("cpu"))
     single = unet_upstream.reference_output(config, weights, prepared.inputs, torch.float32)
     assert single.dtype == torch.float32
     assert 0 < error(single, prepared.reference()) < 1e-5

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.case import Case
-from benchmarks.workloads import unet_upstream, unet_work
+from benchmarks.training import READY_BATCHES
+from benchmarks.workloads import unet_train, unet_upstream, unet_work
 from benchmarks.workloads.base import Prepared, refuses_unknown
 from benchmarks.workloads.llm_weights import draw
 from benchmarks.workloads.unet_work import TOKENS
@@ -31,17 +32,21 @@ class UNetWorkload:
 
     ``BxHxW``: the rows of the batch, twice the images where there is guidance, and their pixels. ``-cut-<name>`` models
     race the zoo's cut into other regions (``zoo.unet.CUTS``); diffusers' arms are the same in all of them.
+
+    Training is of the noise in latents, over float32 weights; the dtype is that of autocast.
     """
 
     family = "unet"
     models: tuple[str, ...] = tuple(
         f"{preset}{cut}" for preset in PRESETS for cut in ("", *(_CUT + name for name in _OTHER_CUTS))
     )
-    inputs: tuple[str, ...] = ("2x64x64", "2x96x96", "2x128x128", "8x64x64", "2x8x8")
+    inputs: tuple[str, ...] = ("2x64x64", "2x96x96", "2x128x128", "4x64x64", "8x64x64", "2x8x8")
 
     def default_races(self, device: str, quick: bool, workload: str = "inference") -> list[tuple[str, str]]:
         """(model, input) pairs of a plain run."""
-        return [("unet-debug", "2x8x8") if device == "cpu" else ("sd15", "2x64x64")]
+        if device == "cpu":
+            return [("unet-debug", "2x8x8")]
+        return [("sd15", "4x64x64" if workload == "train" else "2x64x64")]
 
     def dtypes(self, device: str) -> tuple[str, ...]:
         """Supported dtypes, the default first."""
@@ -49,11 +54,15 @@ class UNetWorkload:
 
     def refuses(self, case: Case) -> str | None:
         """Why this combination does not exist, or None."""
-        return refuses_unknown(self, case)
+        if reason := refuses_unknown(self, case, ("inference", "train")):
+            return reason
+        return unet_train.refuses(case) if case.workload == "train" else None
 
     def memory_bytes(self, case: Case) -> int:
         """Estimated peak device memory of the case in bytes, the reference included, which any arm may compute."""
         batch, size = sizes(case.input)
+        if case.workload == "train":
+            return unet_train.memory_bytes(_config(case), batch, size, _dtype(case).itemsize, ready=READY_BATCHES)
         fused = case.impl == "upstream-tuned"
         return unet_work.memory(_config(case), batch, size, _dtype(case).itemsize, fused=fused)
 
@@ -72,15 +81,17 @@ class UNetWorkload:
             raise ValueError(f"{case.arm}: {reason}")
         config, (batch, size) = _config(case), sizes(case.input)
         device, dtype = torch.device(case.device), _dtype(case)
-        weights = unet_upstream.Weights(unet_upstream.shapes(config), seed=seed, dtype=dtype, device=device)
+        if case.workload == "train":
+            dtype = torch.float32
+        weights = unet_upstream.seeded(config, seed=seed, dtype=dtype, device=device)
         model, preparation = _implementation(case, config, weights)
         inputs = draw_inputs(config, batch, size, seed=seed, dtype=dtype, device=device)
-        precision = torch.float64 if unet_work.reference_itemsize(config) == 8 else torch.float32
+        precision = unet_work.reference_dtype(config)
 
         def compile_blocks(model: nn.Module, **options: Any) -> None:
             unet_upstream.compile_blocks(model, raised_limit=case.impl == "upstream-tuned", **options)
 
-        return Prepared(
+        prepared = Prepared(
             model=model.eval(),
             inputs=inputs,
             compile_regions=None if case.impl == "zoo" else compile_blocks,
@@ -99,6 +110,9 @@ class UNetWorkload:
                 "parameters": unet_work.parameters(config),
             },
         )
+        if case.workload == "train":
+            return unet_train.for_training(case, prepared, config, batch, size, seed=seed)
+        return prepared
 
 
 def sizes(input: str) -> tuple[int, int]:
@@ -133,13 +147,10 @@ def draw_inputs(
         "return_dict": False,
     }
     if config.addition_embed_type is not None:
-        assert config.addition_time_embed_dim is not None and config.projection_class_embeddings_input_dim is not None
-        pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
-        # Original size, upper left corner and target size, in pixels of the image.
-        pixels = torch.tensor([8.0 * size, 8.0 * size, 0.0, 0.0, 8.0 * size, 8.0 * size])
+        pooled, time_ids = unet_work.added_conditions(config, batch, size, device)
         inputs["added_cond_kwargs"] = {
             "text_embeds": normal("pooled text", batch, pooled),
-            "time_ids": pixels.repeat(batch, 1).to(device, dtype),
+            "time_ids": time_ids.to(dtype),
         }
     return inputs
 

@@ -48,6 +48,11 @@ def shapes(config: UNetConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in skeleton(config).named_parameters()}
 
 
+def seeded(config: UNetConfig, *, seed: int, dtype: torch.dtype, device: torch.device) -> Weights:
+    """Weights of diffusers' model that are drawn when they are asked for."""
+    return Weights(shapes(config), seed=seed, dtype=dtype, device=device)
+
+
 def build(config: UNetConfig, weights: Mapping[str, Tensor]) -> Any:
     """The library's model with these weights, which become its own, in channels_last.
 

@@ -7,7 +7,10 @@ timestep. All counts of a :class:`Call` are those of one row.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
 
 from zoo.unet import UNetConfig
 from zoo.unet.config import BlockShape, LevelShape
@@ -36,19 +39,21 @@ class Call:
         reads: Values, weights apart.
         writes: Values.
         products: Multiply-adds.
+        given: Whether what it reads is given to the model, and has no gradient.
     """
 
     weights: int
     reads: int = 0
     writes: int = 0
     products: int = 0
+    given: bool = False
 
 
 def calls(config: UNetConfig, size: int) -> Iterator[Call]:
     """All of them, for samples of so many pixels a side."""
     first, pixels = config.block_out_channels[0], size**2
     yield from _conditions(config)
-    yield _conv(config.in_channels, first, config.conv_in_kernel, pixels, pixels)
+    yield replace(_conv(config.in_channels, first, config.conv_in_kernel, pixels, pixels), given=True)
     reduction = 1
     for level in config.down():
         yield from _blocks(config, level, size // reduction)
@@ -71,6 +76,11 @@ def calls(config: UNetConfig, size: int) -> Iterator[Call]:
 def flops(config: UNetConfig, batch: int, size: int) -> int:
     """Multiply-adds counted as two; element-wise work is left out, as by torch's counter."""
     return 2 * batch * sum(call.products for call in calls(config, size))
+
+
+def given_products(config: UNetConfig, size: int) -> int:
+    """Multiply-adds of one row with what is given to the model."""
+    return sum(call.products for call in calls(config, size) if call.given)
 
 
 def parameters(config: UNetConfig) -> int:
@@ -104,14 +114,25 @@ def memory(config: UNetConfig, batch: int, size: int, itemsize: int, *, fused: b
     held = (parameters(config) + (fused_weights(config) if fused else 0)) * itemsize
     row = skips(config, size) + alive(config, size)
     running = batch * row * itemsize
-    wide = reference_itemsize(config)
+    wide = reference_dtype(config).itemsize
     reference = (parameters(config) + row + (3 * scores(config, size) if wide == 8 else 0)) * wide
     return held + max(running, reference) + PROCESS_BYTES
 
 
-def reference_itemsize(config: UNetConfig, copies: int = 1) -> int:
-    """Bytes of a value of the reference, which holds so many values for each weight."""
-    return 8 if copies * parameters(config) <= FLOAT64_VALUES else 4
+def reference_dtype(config: UNetConfig, copies: int = 1) -> torch.dtype:
+    """Of a reference that holds so many values for each weight."""
+    return torch.float64 if copies * parameters(config) <= FLOAT64_VALUES else torch.float32
+
+
+def added_conditions(config: UNetConfig, batch: int, size: int, device: torch.device | str) -> tuple[int, Tensor]:
+    """Width of the pooled text, and sizes [B, 6] float32: original size, upper left corner and target size in pixels.
+
+    For models that take them; an image has eight pixels a side for one of its latents.
+    """
+    assert config.addition_time_embed_dim is not None and config.projection_class_embeddings_input_dim is not None
+    pixels = torch.tensor([8.0 * size, 8.0 * size, 0.0, 0.0, 8.0 * size, 8.0 * size])
+    pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+    return pooled, pixels.repeat(batch, 1).to(device)
 
 
 def skips(config: UNetConfig, size: int) -> int:
@@ -145,11 +166,11 @@ def _conditions(config: UNetConfig) -> Iterator[Call]:
         assert config.projection_class_embeddings_input_dim is not None
         embedded.append(config.projection_class_embeddings_input_dim)
     for inputs in embedded:
-        for product in (inputs * width, width * width):
-            yield Call(weights=product + width, products=product)
+        yield Call(weights=(inputs + 1) * width, products=inputs * width, given=True)
+        yield Call(weights=(width + 1) * width, products=width * width)
     if config.time_cond_proj_dim is not None:
         product = config.time_cond_proj_dim * config.block_out_channels[0]
-        yield Call(weights=product, products=product)
+        yield Call(weights=product, products=product, given=True)
     yield Call(weights=0, reads=TOKENS * config.cross_attention_dim)
 
 
@@ -187,7 +208,7 @@ def _transformer(config: UNetConfig, block: BlockShape, pixels: int) -> Iterator
         yield _conv(width, width, 1, pixels, pixels, more=image)
         yield Call(weights=width**2, reads=image, writes=image, products=width * image)
         # The text was read once for all blocks.
-        yield Call(weights=2 * width * text, writes=written, products=written * text)
+        yield Call(weights=2 * width * text, writes=written, products=written * text, given=True)
         yield Call(weights=0, reads=image + written, writes=image, products=2 * image * TOKENS)
         yield _conv(width, width, 1, pixels, pixels, more=image)
         # Of the eight widths half are written: the gate is on the way.

@@ -1,0 +1,247 @@
+"""Training of UNets in the harness: the same steps in every arm, right gradients under autocast, a loss that falls."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import zoo
+from benchmarks import workloads
+from benchmarks.case import Case
+from benchmarks.training import CHECKED_STEPS, Trainer
+from benchmarks.worker import Arm
+from benchmarks.workloads import unet_train, unet_upstream, unet_work
+from benchmarks.workloads.base import Training
+from benchmarks.workloads.unet import WORKLOAD
+from zoo.unet.presets import PRESETS
+from zoo.unet.upstream import convert_state_dict
+
+with warnings.catch_warnings():
+    # What diffusers imports warns of what it imports.
+    warnings.simplefilter("ignore")
+    from diffusers import DDPMScheduler
+
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def _light(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BENCHMARKS_BACKEND", "aot_eager")
+
+
+def case(**changes: Any) -> Case:
+    return Case(**{"family": "unet", "model": "unet-debug", "input": "2x8x8", "workload": "train", **changes})
+
+
+def prepare(**changes: Any) -> workloads.Prepared:
+    return WORKLOAD.prepare(case(**changes), data_root=None, seed=0)
+
+
+def training_of(prepared: workloads.Prepared) -> Training:
+    assert prepared.training is not None
+    return prepared.training
+
+
+def error(output: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((output.double() - reference.double()).norm() / reference.double().norm())
+
+
+# --- the same steps ---
+
+
+def test_losses_are_the_reference_s():
+    arms = {impl: prepare(impl=impl) for impl in ("zoo", "upstream")}
+    reference = arms["zoo"].reference()
+    assert reference.shape == (CHECKED_STEPS,) and reference.dtype == torch.float64
+    for impl, prepared in arms.items():
+        assert prepared.model.training and all(p.requires_grad for p in prepared.model.parameters())
+        arm = Trainer(case(impl=impl), prepared)
+        assert error(arm.losses(arm.eager()), reference) < 1e-5
+
+
+def test_the_loss_falls():
+    prepared = prepare()
+    arm = Trainer(case(), prepared)
+    curve = arm.losses(arm.eager(), 16)
+    assert curve[-4:].mean() < 0.75 * curve[:2].mean()
+
+
+@pytest.mark.parametrize("model", ["unet-debug", "unet-xl-debug"])
+def test_gradients_under_autocast_are_as_near_as_diffusers(model: str):
+    exact = prepare(model=model, impl="upstream")
+    training = training_of(exact)
+    batch = training.batch(0)
+    doubles = torch.utils._pytree.tree_map(lambda t: t.double() if t.is_floating_point() else t, batch)
+    training.loss(torch.nn.Module.double(exact.model), doubles).backward()
+    config = PRESETS[model]
+    expected = convert_state_dict({k: p.grad for k, p in exact.model.named_parameters()}, config)  # type: ignore[misc]
+    errors = {}
+    for impl in ("zoo", "upstream"):
+        prepared = prepare(model=model, impl=impl, dtype="bfloat16")
+        trained = training_of(prepared)
+        assert trained.autocast is torch.bfloat16
+        if impl == "zoo":
+            zoo.compile_regions(prepared.model, backend="aot_eager")
+        with torch.autocast("cpu", trained.autocast):
+            loss = trained.loss(prepared.model, batch)
+        loss.backward()
+        found = {name: p.grad for name, p in prepared.model.named_parameters()}
+        assert all(gradient is not None and gradient.dtype == torch.float32 for gradient in found.values())
+        if impl == "upstream":
+            found = convert_state_dict(found, config)  # type: ignore[arg-type]
+        errors[impl] = {name: error(found[name], expected[name]) for name in expected}  # type: ignore[arg-type]
+    for name, theirs in errors["upstream"].items():
+        # Parameters of norms above all: their gradients are sums over all pixels, kept in float32.
+        assert errors["zoo"][name] < max(2 * theirs, 0.02), (name, errors["zoo"][name], theirs)
+    assert sum(errors["zoo"].values()) < 1.5 * sum(errors["upstream"].values())
+
+
+def test_autocast_leaves_weights_wide_and_narrows_what_the_library_computes():
+    prepared = prepare(dtype="bfloat16", impl="upstream")
+    seen = set()
+    for module in prepared.model.modules():
+        if isinstance(module, torch.nn.Conv2d):
+            module.register_forward_hook(lambda _, __, output: seen.add(output.dtype))
+    arm = Trainer(case(dtype="bfloat16", impl="upstream"), prepared)
+    arm.eager()()
+    assert seen == {torch.bfloat16}
+    assert {p.dtype for p in prepared.model.parameters()} == {torch.float32}
+    assert training_of(prepare()).autocast is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_regions_hold_their_budget_in_training_steps(dtype: str):
+    prepared = prepare(dtype=dtype)
+    arm = Trainer(case(dtype=dtype, strategy="regional"), prepared)
+    model = zoo.compile_regions(prepared.model, backend="aot_eager")
+    step = arm.compiled(model)
+    with zoo.enforce_budget(model):
+        step()
+        step()
+
+
+@pytest.mark.parametrize("impl", ["zoo", "upstream"])
+def test_through_the_harness(tmp_path: Path, impl: str):
+    arm = Arm()
+    arm.load(workload="unet")
+    ready = arm.prepare(case=case(impl=impl, strategy="regional", dtype="bfloat16").to_json(), data_root=None, seed=0)
+    assert (ready["count"], ready["unit"]) == (2, "images")
+    parameters = unet_work.parameters(PRESETS["unet-debug"])
+    assert ready["model_bytes"] == 4 * parameters
+    assert arm.start_up(folder=None)["flops"] == unet_train.flops(PRESETS["unet-debug"], 2, 8)
+    arm.first_call()
+    arm.round(calls=1)
+    found = arm.check(reference=str(tmp_path / "reference.pt"))
+    assert found["error"] < 5e-3 and found["eager_error"] < 5e-3 and found["reference_dtype"] == "float64"
+
+
+# --- what is learnt ---
+
+
+def test_noise_is_mixed_in_as_diffusers_does():
+    loss = unet_train.NoiseLoss("cpu")
+    scheduler = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
+    batch = training_of(prepare()).batch(3)
+    seen: dict[str, Any] = {}
+
+    def model(sample: torch.Tensor, timesteps: torch.Tensor, text: torch.Tensor, **options: Any) -> tuple[torch.Tensor]:
+        seen.update(sample=sample, timesteps=timesteps, text=text, options=options)
+        return (torch.zeros_like(sample),)
+
+    found = loss(model, batch)  # type: ignore[arg-type]
+    expected = scheduler.add_noise(batch["latents"], batch["noise"], batch["timesteps"])  # type: ignore[arg-type]
+    torch.testing.assert_close(seen["sample"], expected, rtol=1e-4, atol=1e-5)
+    assert seen["timesteps"] is batch["timesteps"] and seen["text"] is batch["text"]
+    assert seen["options"] == {"return_dict": False}
+    torch.testing.assert_close(found, batch["noise"].square().mean())
+
+
+def test_batches_are_drawn_anew_and_the_same_at_each_call():
+    for model in ("unet-debug", "unet-xl-debug"):
+        training = training_of(prepare(model=model))
+        batch, again, other = training.batch(1), training.batch(1), training.batch(2)
+        assert batch.keys() == again.keys()
+        for name in batch:
+            assert torch.equal(batch[name], again[name])
+            assert name == "time_ids" or not torch.equal(batch[name], other[name]), name
+        assert ("text_embeds" in batch) == (model == "unet-xl-debug")
+        assert batch["latents"].shape == batch["noise"].shape == (2, 4, 8, 8)
+        assert batch["text"].shape == (2, 77, 24) and batch["timesteps"].shape == (2,)
+        squares = F.interpolate(batch["latents"][:, :, ::2, ::2], size=(8, 8))
+        assert torch.equal(squares, batch["latents"]) and batch["latents"].std() > 0.5
+
+
+# --- formulas ---
+
+
+@pytest.mark.parametrize("model", ["unet-debug", "unet-xl-debug", "sd15"])
+def test_flops_are_those_counted_on_eager(model: str):
+    config = PRESETS[model]
+    theirs = unet_upstream.skeleton(config).train()
+    training = unet_train.training_of(config, 2, 32, seed=0, device="cpu", dtype=torch.float32)
+    loss, batch = training.loss, torch.utils._pytree.tree_map(lambda tensor: tensor.to("meta"), training.batch(0))
+    loss.latents, loss.noise = loss.latents.to("meta"), loss.noise.to("meta")  # type: ignore[attr-defined]
+    with FlopCounterMode(display=False) as counter:
+        loss(theirs, batch).backward()
+    assert unet_train.flops(config, 2, 32) == counter.get_total_flops()
+
+
+def test_bytes_of_a_step():
+    config = PRESETS["unet-debug"]
+    parameters, activations = unet_work.parameters(config), unet_work.activations(config, 8)
+    given = 4 * 8 * 8 + 77 * 24
+    expected = 2 * (3 * (2 * activations + parameters) - 2 * given) + 32 * parameters
+    assert prepare(dtype="bfloat16").bytes == unet_train.bytes_moved(config, 2, 8, 2) == expected
+
+
+@pytest.mark.parametrize("impl", ["zoo", "upstream"])
+def test_the_estimate_of_what_is_kept_is_near_what_autograd_keeps(impl: str):
+    prepared = prepare(impl=impl, input="2x64x64")
+    training = training_of(prepared)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in prepared.model.parameters()}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        training.loss(prepared.model, training.batch(0))
+    found = sum(storage.nbytes() for pointer, storage in storages.items() if pointer not in weights) / 4
+    assert 0.5 < found / (2 * unet_train.kept(PRESETS["unet-debug"], 64)) < 1.1
+
+
+def test_memory_tells_what_fits():
+    asked = case(model="sd15", input="4x64x64", dtype="bfloat16", device="cuda")
+    parameters = 859_520_964
+    found = WORKLOAD.memory_bytes(asked)
+    # Weights, gradients and two moments of the arm and of the reference, both in float32.
+    assert 32 * parameters < found < 40 * GIB
+    assert WORKLOAD.prepare(case(), data_root=None, seed=0).reference_dtype == "float64"
+    assert WORKLOAD.memory_bytes(case(model="sdxl", input="4x64x64", dtype="bfloat16", device="cuda")) > 70 * GIB
+
+
+# --- what is run, and what is not ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"impl": "upstream-tuned"}, "fused projections, which are for inference"),
+        ({"dtype": "float16", "device": "cuda"}, "needs the loss scaled"),
+        ({"input": "3x8x8"}, "input '3x8x8' is not one of"),
+    ],
+)
+def test_refusals(changes: dict[str, Any], reason: str):
+    assert reason in str(WORKLOAD.refuses(case(**changes)))
+
+
+def test_a_plain_run_trains_one_model():
+    assert WORKLOAD.default_races("cpu", False, "train") == [("unet-debug", "2x8x8")]
+    assert WORKLOAD.default_races("cuda", False, "train") == [("sd15", "4x64x64")]
