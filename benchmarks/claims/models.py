@@ -10,9 +10,9 @@ from benchmarks.claims.races import EAGER, FULL, GCN, RESNET, TRAIN_RESNET, UNET
 
 COMPILED, MEMORY = Speed(FULL, EAGER), PeakMemory(FULL, EAGER)
 CORA = replace(GCN, input="cora")
-LLAMA_TRAIN = subject("llama-7b-2", "2x2048", workload="train")
-LLAMA_PREFILL = subject("llama-7b-2", "prefill-1x2048")
-LLAMA_DECODE = subject("llama-7b-2", "decode-1x1024")
+LLAMA_TRAIN = subject("llama-7b-8", "2x2048", workload="train")
+LLAMA_PREFILL = subject("llama-7b-8", "prefill-1x2048")
+LLAMA_DECODE = subject("llama-7b-8", "decode-1x1024")
 POLICY = subject("ppo-vit", "256")
 
 

@@ -76,7 +76,7 @@ SHAPES = (
                 says="max-autotune at one shape",
                 figure=Speed(AUTOTUNE, EAGER),
                 allowed=around(82 / 44),
-                where=(subject("llama-7b-2", "2x2048", workload="train"),),
+                where=(subject("llama-7b-8", "2x2048", workload="train"),),
             ),
         ),
         not_here="what fixing the shapes saved in that loop: how much its batches differed is not told. For batches of "

@@ -89,15 +89,7 @@ class LlmWorkload:
         """Estimated peak device memory of the case in bytes, the reference included, which any arm may compute."""
         if case.workload == "train":
             return llm_train.memory_bytes(case, _config(case))
-        config, task = PRESETS[case.model], llm_work.task(case.input)
-        ours = case.impl == "zoo"
-        cached = ours or task.kind == "decode"
-        # Compiled as a whole, transformers masks a prompt even if nothing is padded.
-        mask = cached or (case.impl == "upstream" and case.strategy == "full")
-        itemsize = _dtype(case).itemsize
-        running = llm_work.memory(config, task, itemsize, cached=cached, mask=mask)
-        held = llm_work.memory(config, task, itemsize, cached=cached, mask=False)
-        return max(running, held + llm_work.reference_memory(config, task))
+        return memory_bytes(case, _config(case))
 
     def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
         """Build model, cache and prompt on the device.
@@ -114,42 +106,66 @@ class LlmWorkload:
             raise ValueError(f"{case.arm}: {reason}")
         if case.workload == "train":
             return llm_train.prepare(case, _config(case), seed=seed)
-        config, task = PRESETS[case.model], llm_work.task(case.input)
-        device, dtype = torch.device(case.device), _dtype(case)
-        weights = llm_weights.SeededWeights(llm_upstream.shapes(config), seed=seed, dtype=dtype, device=device)
-        tokens = llm_weights.draw_tokens(config, task, seed=seed, device=device)
+        return prepare(case, _config(case), seed=seed)
 
-        def past(layer: int) -> tuple[Tensor, Tensor]:
-            return llm_weights.draw_past(config, task, layer, seed=seed, dtype=dtype, device=device)
 
-        step = _step(case, config, task, weights, tokens, past)
+def memory_bytes(case: Case, config: LLMConfig) -> int:
+    """Estimated peak device memory of inference, the reference included."""
+    task = llm_work.task(case.input)
+    ours = case.impl == "zoo"
+    cached = ours or task.kind == "decode"
+    # Compiled as a whole, transformers masks a prompt even if nothing is padded.
+    mask = cached or (case.impl == "upstream" and case.strategy == "full")
+    itemsize = _dtype(case).itemsize
+    running = llm_work.memory(config, task, itemsize, cached=cached, mask=mask)
+    held = llm_work.memory(config, task, itemsize, cached=cached, mask=False)
+    return max(running, held + llm_work.reference_memory(config, task))
 
-        def compile_layers(step: nn.Module, **options: Any) -> None:
-            llm_upstream.compile_layers(step, raised_limit=case.impl == "upstream-tuned", **options)
 
-        def reference() -> Tensor:
-            cached = past if task.kind == "decode" else None
-            return llm_upstream.reference_output(config, weights, task, tokens, cached)
+def prepare(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
+    """Build model, cache and prompt of inference on the device.
 
-        return Prepared(
-            model=step.eval(),
-            inputs={"input_ids": tokens} if task.kind == "prefill" else {},
-            compile_regions=None if case.impl == "zoo" else compile_layers,
-            reset=step.reset,
-            reference=reference,
-            reference_dtype="float32",
-            bytes=llm_work.bytes_moved(config, task, dtype.itemsize),
-            bytes_formula=llm_work.BYTES_FORMULA,
-            flops=llm_work.flops(config, task),
-            data=_data(case, task),
-            sizes={
-                "batch": task.batch,
-                ("tokens" if task.kind == "prefill" else "slots"): task.length,
-                "layers": config.num_hidden_layers,
-                "width": config.hidden_size,
-                "parameters": llm_work.parameters(config),
-            },
-        )
+    Args:
+        case: What to build.
+        config: Of its model.
+        seed: Of the weights, the tokens and what the cache holds.
+    """
+    task = llm_work.task(case.input)
+    device, dtype = torch.device(case.device), _dtype(case)
+    weights = llm_weights.SeededWeights(llm_upstream.shapes(config), seed=seed, dtype=dtype, device=device)
+    tokens = llm_weights.draw_tokens(config, task, seed=seed, device=device)
+
+    def past(layer: int) -> tuple[Tensor, Tensor]:
+        return llm_weights.draw_past(config, task, layer, seed=seed, dtype=dtype, device=device)
+
+    step = _step(case, config, task, weights, tokens, past)
+
+    def compile_layers(step: nn.Module, **options: Any) -> None:
+        llm_upstream.compile_layers(step, raised_limit=case.impl == "upstream-tuned", **options)
+
+    def reference() -> Tensor:
+        cached = past if task.kind == "decode" else None
+        return llm_upstream.reference_output(config, weights, task, tokens, cached)
+
+    return Prepared(
+        model=step.eval(),
+        inputs={"input_ids": tokens} if task.kind == "prefill" else {},
+        compile_regions=None if case.impl == "zoo" else compile_layers,
+        reset=step.reset,
+        reference=reference,
+        reference_dtype="float32",
+        bytes=llm_work.bytes_moved(config, task, dtype.itemsize),
+        bytes_formula=llm_work.BYTES_FORMULA,
+        flops=llm_work.flops(config, task),
+        data=_data(case, task),
+        sizes={
+            "batch": task.batch,
+            ("tokens" if task.kind == "prefill" else "slots"): task.length,
+            "layers": config.num_hidden_layers,
+            "width": config.hidden_size,
+            "parameters": llm_work.parameters(config),
+        },
+    )
 
 
 def _step(
