@@ -242,8 +242,8 @@ def test_lengths_as_they_come_are_recompiles_and_declared_sizes_are_none(
     lengths = len(
         {batch["input_ids"].shape for batch in list(training_of(input=STATIC, impl="upstream").loader())[:10]}
     )
-    # The first graph is of the longest; eight are allowed in all, then the rest runs eagerly. Torch 2.11 notes the ninth,
-    # which it refuses, as well.
+    # The first graph is of the longest; eight are allowed in all, then the rest runs eagerly. Torch 2.11 notes
+    # the ninth, which it refuses, as well.
     assert lengths == 8 and found["static"] in (7, 8)
     assert 0 < found["as shipped"] <= 2
     assert found["padded"] == found["packed"] == 0
