@@ -37,6 +37,9 @@ def apply(case: Case, prepared: Prepared) -> Call:
     match case.strategy:
         case "eager":
             return model
+        case "full" if prepared.compile_full is not None:
+            prepared.compile_full(model, mode=mode, dynamic=dynamic, backend=backend())
+            return model
         case "full":
             return torch.compile(model, mode=mode, dynamic=dynamic, backend=backend())
         case "regional":

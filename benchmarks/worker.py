@@ -254,6 +254,10 @@ class Arm:
         if self.trainer is not None:
             self.step = self.trainer.captured(self.call)
             return
+        if self.prepared.capture is not None:
+            self.prepared.capture()
+            self.step()
+            return
         # Outputs stay in the graph's own buffers, as those of reduce-overhead do.
         inputs, static = self.prepared.inputs, self.prepared.static
         self._use(zoo.cuda_graph(self.call, kwargs=inputs, static=static, clone_outputs=False))

@@ -62,6 +62,10 @@ class Prepared:
         compile_regions: How ``regional`` is done for this implementation, the way its users would: takes the model
             and the keyword arguments of ``torch.compile`` (backend, mode, dynamic) and compiles in place. None for
             ``zoo``: the harness calls ``zoo.compile_regions``.
+        compile_full: How ``full`` is done where a call is a run of many steps, the model only part of each: takes the
+            model and the keyword arguments of ``torch.compile`` and compiles in place. None: the whole call.
+        capture: Where a call is a run of many steps, this has each of them replayed as an outer CUDA graph, which the
+            call after it captures. None: one around the whole call.
         dynamic: The ``dynamic`` of upstream as shipped; None as its users leave it.
         reset: Where calls change a state that later calls read (a position, a cache), this puts it back in place: the
             call after it is the one that ``reference`` computes. None where every call gives the same.
@@ -83,6 +87,8 @@ class Prepared:
     inputs: dict[str, Any]
     static: tuple[str, ...] = ()
     compile_regions: Callable[..., None] | None = None
+    compile_full: Callable[..., None] | None = None
+    capture: Callable[[], None] | None = None
     dynamic: bool | None = None
     reset: Callable[[], None] | None = None
     reference: Callable[[], torch.Tensor]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from benchmarks.case import Case
 from benchmarks.training import READY_BATCHES
-from benchmarks.workloads import unet_train, unet_upstream, unet_work
+from benchmarks.workloads import unet_loop, unet_train, unet_upstream, unet_work
 from benchmarks.workloads.base import Prepared, refuses_unknown
 from benchmarks.workloads.llm_weights import draw
 from benchmarks.workloads.unet_work import TOKENS
@@ -22,7 +22,7 @@ from zoo.weights import fill
 
 _OTHER_CUTS = tuple(name for name in CUTS if CUTS[name] is not UNet.regions)
 _CUT = "-cut-"
-_INPUT = re.compile(r"(?P<batch>\d+)x(?P<size>\d+)x(?P=size)")
+_INPUT = re.compile(r"(?P<run>loop-)?(?P<count>\d+)x(?P<size>\d+)x(?P=size)")
 # In the middle of a run.
 _TIMESTEP = 601
 
@@ -33,6 +33,8 @@ class UNetWorkload:
     ``BxHxW``: the rows of the batch, twice the images where there is guidance, and their pixels. ``-cut-<name>`` models
     race the zoo's cut into other regions (``zoo.unet.CUTS``); diffusers' arms are the same in all of them.
 
+    ``loop-NxHxW``: one call is all N steps of one image with guidance, from noise to latents.
+
     Training is of the noise in latents, over float32 weights; the dtype is that of autocast.
     """
 
@@ -40,7 +42,10 @@ class UNetWorkload:
     models: tuple[str, ...] = tuple(
         f"{preset}{cut}" for preset in PRESETS for cut in ("", *(_CUT + name for name in _OTHER_CUTS))
     )
-    inputs: tuple[str, ...] = ("2x64x64", "2x96x96", "2x128x128", "4x64x64", "8x64x64", "2x8x8")
+    inputs: tuple[str, ...] = (
+        *("2x64x64", "2x96x96", "2x128x128", "4x64x64", "8x64x64", "2x8x8"),
+        *("loop-30x64x64", "loop-30x96x96", "loop-3x8x8"),
+    )
 
     def default_races(self, device: str, quick: bool, workload: str = "inference") -> list[tuple[str, str]]:
         """(model, input) pairs of a plain run."""
@@ -56,11 +61,15 @@ class UNetWorkload:
         """Why this combination does not exist, or None."""
         if reason := refuses_unknown(self, case, ("inference", "train")):
             return reason
+        if case.input.startswith("loop-") and (reason := unet_loop.refuses(case, _config(case))):
+            return reason
         return unet_train.refuses(case) if case.workload == "train" else None
 
     def memory_bytes(self, case: Case) -> int:
         """Estimated peak device memory of the case in bytes, the reference included, which any arm may compute."""
         batch, size = sizes(case.input)
+        if case.input.startswith("loop-"):
+            batch = unet_loop.ROWS
         if case.workload == "train":
             return unet_train.memory_bytes(_config(case), batch, size, _dtype(case).itemsize, ready=READY_BATCHES)
         fused = case.impl == "upstream-tuned"
@@ -85,6 +94,8 @@ class UNetWorkload:
             dtype = torch.float32
         weights = unet_upstream.seeded(config, seed=seed, dtype=dtype, device=device)
         model, preparation = _implementation(case, config, weights)
+        if case.input.startswith("loop-"):
+            return unet_loop.prepare(case, model.eval(), config, weights, batch, size, preparation=preparation)
         inputs = draw_inputs(config, batch, size, seed=seed, dtype=dtype, device=device)
         precision = unet_work.reference_dtype(config)
 
@@ -116,15 +127,15 @@ class UNetWorkload:
 
 
 def sizes(input: str) -> tuple[int, int]:
-    """Rows and their pixels a side.
+    """Rows, or steps of a run, and pixels a side.
 
     Raises:
-        ValueError: If the name is not ``BxHxW`` of a square.
+        ValueError: If the name is not ``BxHxW`` or ``loop-NxHxW`` of a square.
     """
     found = _INPUT.fullmatch(input)
-    if found is None or int(found["batch"]) < 1 or int(found["size"]) < 1:
-        raise ValueError(f"input {input!r} is not ROWSxPIXELSxPIXELS")
-    return int(found["batch"]), int(found["size"])
+    if found is None or int(found["count"]) < 1 or int(found["size"]) < 1:
+        raise ValueError(f"input {input!r} is not ROWSxPIXELSxPIXELS or loop-STEPSxPIXELSxPIXELS")
+    return int(found["count"]), int(found["size"])
 
 
 def draw_inputs(

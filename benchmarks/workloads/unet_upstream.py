@@ -87,13 +87,19 @@ def compile_blocks(model: Any, *, raised_limit: bool, **options: Any) -> None:
     model.compile_repeated_blocks(fullgraph=True, **options)
 
 
+def reference_model(config: UNetConfig, weights: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
+    """The library's model with these weights in another precision."""
+    model = skeleton(config)
+    model.load_state_dict({name: weights[name].to(dtype) for name in weights}, strict=True, assign=True)
+    return model.requires_grad_(False)
+
+
 @torch.no_grad()
 def reference_output(
     config: UNetConfig, weights: Mapping[str, Tensor], inputs: Mapping[str, Any], dtype: torch.dtype
 ) -> Tensor:
     """Eager upstream in another precision on these weights, a row at a time: [B, C_out, H, W]."""
-    model = skeleton(config)
-    model.load_state_dict({name: weights[name].to(dtype) for name in weights}, strict=True, assign=True)
+    model = reference_model(config, weights, dtype)
 
     def row(value: Any, index: int) -> Any:
         if isinstance(value, Mapping):

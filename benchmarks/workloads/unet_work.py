@@ -158,6 +158,13 @@ def fused_weights(config: UNetConfig) -> int:
     )
 
 
+def text_projections(config: UNetConfig) -> tuple[int, int]:
+    """Weights of all keys and values of the text; and values of one row that making them reads and writes."""
+    width, tokens = config.cross_attention_dim, TOKENS
+    channels = sum(2 * (block.depth or 0) * block.outputs for block in config.blocks())
+    return channels * width, tokens * (width + channels)
+
+
 def _conditions(config: UNetConfig) -> Iterator[Call]:
     """What comes before the first block; of the timestep weights and products alone."""
     width = config.time_width

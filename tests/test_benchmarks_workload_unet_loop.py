@@ -1,0 +1,181 @@
+"""A whole run from noise to latents in the harness: both libraries' loops end at the same latents."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+import zoo
+from benchmarks import strategies, workloads
+from benchmarks.case import IMPLEMENTATIONS, Case
+from benchmarks.worker import Arm
+from benchmarks.workloads import unet_loop, unet_work
+from benchmarks.workloads.unet import WORKLOAD, sizes
+from zoo.unet.presets import PRESETS
+
+with warnings.catch_warnings():
+    # What diffusers imports warns of what it imports.
+    warnings.simplefilter("ignore")
+    from diffusers import EulerDiscreteScheduler
+
+# numpy's word to schedulers that take square roots of tensors.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def _light(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tensors are so small that threads would mostly wait for each other."""
+    monkeypatch.setenv("BENCHMARKS_BACKEND", "eager")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    torch.set_num_threads(threads)
+
+
+def case(**changes: Any) -> Case:
+    return Case(**{"family": "unet", "model": "unet-debug", "input": "loop-3x8x8", **changes})
+
+
+def prepare(**changes: Any) -> workloads.Prepared:
+    return WORKLOAD.prepare(case(**changes), data_root=None, seed=0)
+
+
+def call(prepared: workloads.Prepared) -> torch.Tensor:
+    with torch.inference_mode():
+        output: torch.Tensor = prepared.model(**prepared.inputs)
+    return output
+
+
+def error(output: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((output.double() - reference.double()).norm() / reference.double().norm())
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_every_implementation_ends_at_the_reference_captured_or_not(impl: str):
+    prepared = prepare(impl=impl)
+    reference = prepared.reference()
+    assert reference.dtype == torch.float64 and prepared.reference_dtype == "float64"
+    latents = call(prepared)
+    assert latents.shape == (1, 4, 8, 8) and error(latents, reference) < 1e-5
+    assert prepared.capture is not None
+    prepared.capture()
+    # On the CPU it copies and overwrites as a replay would.
+    for _ in range(2):
+        assert error(call(prepared), reference) < 1e-5
+    loop: Any = prepared.model
+    if impl == "zoo":
+        assert loop.sampler.captures == 1
+    else:
+        assert isinstance(loop.pipeline.unet, unet_loop.CapturedUNet) and loop.pipeline.unet.step is not None
+
+
+def test_every_input_matters():
+    prepared = prepare()
+    expected = call(prepared)
+    for name, tensor in prepared.inputs.items():
+        with torch.inference_mode():
+            assert error(prepared.model(**{**prepared.inputs, name: 0.9 * tensor}), expected) > 1e-3, name
+
+
+def test_bfloat16_is_as_near_as_diffusers():
+    errors = {}
+    for impl in ("zoo", "upstream"):
+        prepared = prepare(impl=impl, dtype="bfloat16")
+        errors[impl] = error(call(prepared), prepared.reference())
+    assert 1e-4 < errors["zoo"] < 2 * errors["upstream"] < 0.2
+
+
+def test_the_scheduler_is_stable_diffusions_euler():
+    loop: Any = prepare(impl="upstream").model
+    scheduler = loop.pipeline.scheduler
+    assert type(scheduler) is EulerDiscreteScheduler and scheduler.config.prediction_type == "epsilon"
+    assert scheduler.config.timestep_spacing == "leading" and scheduler.config.beta_end == 0.012
+    ours: Any = prepare().model
+    scheduler.set_timesteps(3)
+    torch.testing.assert_close(ours.sampler.schedule.timesteps.float(), scheduler.timesteps.float())
+
+
+@pytest.mark.parametrize("strategy", ["full", "regional"])
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_the_model_is_compiled_and_the_loop_is_not(impl: str, strategy: str, monkeypatch: pytest.MonkeyPatch):
+    counter = CompileCounter()
+    monkeypatch.setattr(strategies, "backend", lambda: counter)
+    asked = case(impl=impl, strategy=strategy)
+    prepared = prepare(impl=impl, strategy=strategy)
+    expected = call(prepared)
+    compiled = strategies.apply(asked, prepared)
+    assert compiled is prepared.model
+    assert error(call(prepared), expected) < 1e-5
+    graphs = counter.frame_count
+    assert error(call(prepared), expected) < 1e-5
+    assert counter.frame_count == graphs
+    if strategy == "full":
+        assert graphs == 1
+    elif impl != "zoo":
+        assert graphs == (2 if impl == "upstream" else 3)
+
+
+def test_regions_hold_their_budget_over_runs():
+    for model in ("unet-debug", "unet-debug-cut-blocks"):
+        prepared = prepare(model=model, strategy="regional")
+        expected = call(prepared)
+        zoo.compile_regions(prepared.model, backend="eager")
+        with zoo.enforce_budget(prepared.model):
+            for _ in range(2):
+                assert error(call(prepared), expected) < 1e-5
+
+
+@pytest.mark.parametrize("impl", ["zoo", "upstream"])
+def test_through_the_harness(tmp_path: Path, impl: str):
+    arm = Arm()
+    arm.load(workload="unet")
+    ready = arm.prepare(case=case(impl=impl, strategy="regional").to_json(), data_root=None, seed=0)
+    parameters = unet_work.parameters(PRESETS["unet-debug"])
+    assert ready["sizes"] == {"images": 1, "steps": 3, "pixels": 8, "tokens": 77, "parameters": parameters}
+    assert (ready["count"], ready["unit"], ready["model_bytes"]) == (1, "images", 4 * parameters)
+    assert arm.start_up(folder=None)["flops"] == 3 * unet_work.flops(PRESETS["unet-debug"], 2, 8)
+    arm.first_call()
+    assert arm.capture()["recompiles"] == []
+    arm.round(calls=1)
+    found = arm.check(reference=str(tmp_path / "reference.pt"))
+    assert found["error"] < 1e-5 and found["eager_error"] < 1e-5
+
+
+def test_bytes_of_a_run():
+    config = PRESETS["unet-debug"]
+    # Keys and values of the text, of a transformer block of 16 channels down and two up, and of 32: one down, one in
+    # the middle, two up.
+    channels = 2 * (3 * 16 + 4 * 32)
+    known = channels * 24 + 2 * 77 * (24 + channels)
+    expected = 3 * unet_work.bytes_moved(config, 2, 8, 4) - 2 * 4 * known
+    assert unet_loop.bytes_moved(config, 3, 8, 4) == expected == prepare().bytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"workload": "train"}, "loop-3x8x8 is for inference"),
+        ({"strategy": "hierarchical"}, "hierarchical is for single calls"),
+        ({"model": "unet-xl-debug"}, "unet-xl-debug is told more than the text"),
+        ({"input": "loop-4x8x8"}, "input 'loop-4x8x8' is not one of"),
+    ],
+)
+def test_refusals(changes: dict[str, Any], reason: str):
+    assert reason in str(WORKLOAD.refuses(case(**changes)))
+    with pytest.raises(ValueError, match=reason):
+        prepare(**changes)
+
+
+def test_sizes_and_memory_are_those_of_two_rows():
+    assert sizes("loop-30x64x64") == (30, 64)
+    asked = {"model": "sd15", "dtype": "bfloat16", "device": "cuda"}
+    single, run = (WORKLOAD.memory_bytes(case(input=name, **asked)) for name in ("2x64x64", "loop-30x64x64"))
+    assert single == run
