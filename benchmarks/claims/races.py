@@ -35,8 +35,9 @@ INFERENCE = (RESNET, RESNET_ONE, BERT, PREFILL, DECODE, UNET, SDXL, GCN, GAT, SA
 TRAIN_RESNET = replace(RESNET, workload="train", input="128x224")
 TRAIN_BERT = replace(BERT, workload="train")
 TRAIN_LLAMA = replace(PREFILL, workload="train", input="4x2048")
+TRAIN_UNET = replace(UNET, workload="train", input="4x64x64")
 TRAIN_GCN, TRAIN_GAT, TRAIN_SAGE = (replace(where, workload="train") for where in (GCN, GAT, SAGE))
-TRAINING = (TRAIN_RESNET, TRAIN_BERT, TRAIN_LLAMA, TRAIN_GCN, TRAIN_GAT, TRAIN_SAGE)
+TRAINING = (TRAIN_RESNET, TRAIN_BERT, TRAIN_LLAMA, TRAIN_UNET, TRAIN_GCN, TRAIN_GAT, TRAIN_SAGE)
 
 
 def subject(model: str, input: str, *, dtype: str = "bfloat16", workload: str = "inference") -> Where:
