@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import zoo
 from zoo.training import TrainingStep, capture_obstacles, checkpoint_regions
+from zoo.training.checkpointing import restores_random_state
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -98,8 +99,13 @@ def test_a_step_trains_with_it():
 
 def test_uncompile_undoes_it():
     model = checkpoint_regions(compiled(), Block)
+    assert restores_random_state(model)
+    with zoo.enforce_budget(model):
+        assert restores_random_state(model)
+        model(torch.randn(2, 4))
     zoo.uncompile(model)
     assert not any(module._compiled_call_impl for module in model.modules())
+    assert not restores_random_state(model)
 
 
 @pytest.mark.gpu

@@ -5,15 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zoo.compile import plan_of
-
-# Models with checkpointed regions, and whether those restore the random state.
-_RESTORES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def checkpoint_regions(
@@ -57,13 +53,19 @@ def checkpoint_regions(
         call = block._compiled_call_impl
         assert call is not None  # the plan holds compiled modules only
         block._compiled_call_impl = _Checkpointed(call, preserve_rng_state)
-    _RESTORES[model] = preserve_rng_state
     return model
 
 
 def restores_random_state(model: nn.Module) -> bool:
     """Whether the backward of this model puts a random state back."""
-    return any(_RESTORES.get(module, False) for module in model.modules())
+    for module in model.modules():
+        call = module._compiled_call_impl
+        # Whoever watches the calls has wrapped them.
+        while call is not None and not isinstance(call, _Checkpointed):
+            call = getattr(call, "__wrapped__", None)
+        if call is not None and call.preserve_rng_state:
+            return True
+    return False
 
 
 class _Checkpointed:
@@ -71,8 +73,8 @@ class _Checkpointed:
 
     def __init__(self, call: Callable[..., Any], preserve_rng_state: bool) -> None:
         self._call = call
-        self._preserve = preserve_rng_state
+        self.preserve_rng_state = preserve_rng_state
         functools.update_wrapper(self, call, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(self._call, *args, use_reentrant=False, preserve_rng_state=self._preserve, **kwargs)
+        return checkpoint(self._call, *args, use_reentrant=False, preserve_rng_state=self.preserve_rng_state, **kwargs)
