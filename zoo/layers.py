@@ -1,4 +1,6 @@
-"""What several families use: images as rows. In channels_last a row of channels for each pixel is the same memory.
+"""What several families use: first weights, and images as rows.
+
+In channels_last a row of channels for each pixel is the same memory.
 
 Shape legend: B images, C channels, H height, W width, R = B H W rows.
 """
@@ -7,6 +9,17 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+
+
+def initialise(module: nn.Module) -> None:
+    """As transformers does: normal with deviation 0.02, biases and the padding's vectors zero, norms one."""
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+    if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+        with torch.no_grad():
+            module.weight[module.padding_idx].zero_()
 
 
 def channels_last(model: nn.Module) -> None:

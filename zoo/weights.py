@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,28 @@ class Tensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._readers)
+
+
+def refuse_other_config(folder: Path, stored: Any, config: Any, free: Collection[str], family: str) -> None:
+    """Refuse a folder whose ``config.json`` describes another architecture.
+
+    Args:
+        folder: Where it is.
+        stored: What it says, as a config.
+        config: The preset's, of the same class.
+        free: Fields that may differ.
+        family: Whose ``load`` reads the folder as it is.
+
+    Raises:
+        ValueError: If another field differs; the message names it.
+    """
+    for field in dataclasses.fields(config):
+        theirs, ours = getattr(stored, field.name), getattr(config, field.name)
+        if theirs != ours and field.name not in free:
+            raise ValueError(
+                f"{folder}: config.json has {field.name}={theirs!r}, the preset {ours!r}; take the fitting preset, "
+                f"override {field.name}, or let zoo.{family}.load(folder) read the config"
+            )
 
 
 def locate(source: str | Path) -> Path:

@@ -127,6 +127,12 @@ class Workload(Protocol):
         """Build model and inputs on the device. Called in the worker process only."""
 
 
+def dtype_of(case: Case) -> torch.dtype:
+    """The dtype that a case names."""
+    dtype: torch.dtype = getattr(torch, case.dtype)
+    return dtype
+
+
 def refuses_unknown(workload: Workload, case: Case, workloads: tuple[str, ...] = ("inference",)) -> str | None:
     """What every family refuses: names that it does not have, and arms that nobody can have."""
     for what, value, known in (

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from benchmarks.case import Case
 from benchmarks.workloads import bert_texts, bert_train, bert_upstream, bert_work
-from benchmarks.workloads.base import Prepared, refuses_unknown
+from benchmarks.workloads.base import Prepared, dtype_of, refuses_unknown
 from benchmarks.workloads.bert_upstream import UpstreamStep
 from benchmarks.workloads.llm_weights import SeededWeights
 from zoo.bert import Bert, PackedBatch, pack, token_buckets
@@ -87,7 +87,7 @@ class BertWorkload:
         if case.workload == "train":
             return bert_train.memory_bytes(case)
         config, task = PRESETS[case.model], bert_work.task(case.input)
-        itemsize = _dtype(case).itemsize
+        itemsize = dtype_of(case).itemsize
         running = bert_work.memory(config, task, itemsize)
         reference = bert_work.reference_memory(config, task, bert_upstream.REFERENCE_ROWS)
         return running + reference
@@ -108,7 +108,7 @@ class BertWorkload:
         if case.workload == "train":
             return bert_train.prepare(case, seed=seed)
         config, task = PRESETS[case.model], bert_work.task(case.input)
-        device, dtype = torch.device(case.device), _dtype(case)
+        device, dtype = torch.device(case.device), dtype_of(case)
         weights = SeededWeights(bert_upstream.shapes(config), seed=seed, dtype=dtype, device=device)
         host_ids, host_mask = bert_work.draw_inputs(config, task, seed=seed)
         preparation, sizes = {}, {}
@@ -187,11 +187,6 @@ def _data(task: bert_work.Task) -> str:
     if not task.skewed:
         return "generated (full rows)"
     return f"generated (skewed lengths, {task.tokens / (task.batch * task.length):.0%} filled)"
-
-
-def _dtype(case: Case) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, case.dtype)
-    return dtype
 
 
 WORKLOAD = BertWorkload()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from benchmarks.case import Case
 from benchmarks.training import READY_BATCHES, reference_losses
 from benchmarks.workloads import claims_llama, claims_ppo, claims_small
-from benchmarks.workloads.base import Prepared, Training, refuses_unknown
+from benchmarks.workloads.base import Prepared, Training, dtype_of, refuses_unknown
 from benchmarks.workloads.claims_subject import Inputs, Made, Size, Subject, converted, tensors
 
 SUBJECTS: dict[str, Subject] = {**claims_small.SUBJECTS, **claims_ppo.SUBJECTS}
@@ -95,7 +95,7 @@ class ClaimsWorkload:
         inputs = sum(tensor.numel() for tensor in tensors(given)) * (READY_BATCHES if training else 1)
         # In the reference everything takes eight bytes. Training adds a gradient and two moments to every weight.
         kept = inputs + (4 if training else 1) * weights
-        return kept * (_dtype(case).itemsize + 8) + 8 * made.values + _PROCESS_BYTES
+        return kept * (dtype_of(case).itemsize + 8) + 8 * made.values + _PROCESS_BYTES
 
     def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
         """Build model and inputs on the device.
@@ -154,7 +154,7 @@ class _Race:
 
 
 def _inferred(case: Case, race: _Race) -> Prepared:
-    device, dtype = torch.device(case.device), _dtype(case)
+    device, dtype = torch.device(case.device), dtype_of(case)
     model = race.build().eval().requires_grad_(False).to(device, dtype)
     inputs = converted(race.draw(0), device, dtype)
     with torch.inference_mode():
@@ -179,7 +179,7 @@ def _inferred(case: Case, race: _Race) -> Prepared:
 
 
 def _trained(case: Case, race: _Race) -> Prepared:
-    device, dtype = torch.device(case.device), _dtype(case)
+    device, dtype = torch.device(case.device), dtype_of(case)
     model = race.build().to(device)
 
     def batch(index: int) -> Inputs:
@@ -221,11 +221,6 @@ def _sizes(race: _Race, model: nn.Module) -> dict[str, int]:
     given = {**race.size.model, **race.size.inputs}
     whole = {name: value for name, value in given.items() if isinstance(value, int)}
     return {**whole, "parameters": sum(parameter.numel() for parameter in model.parameters())}
-
-
-def _dtype(case: Case) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, case.dtype)
-    return dtype
 
 
 WORKLOAD = ClaimsWorkload()

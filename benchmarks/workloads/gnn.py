@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from benchmarks.case import Case
+from benchmarks.timing import synchronise
 from benchmarks.workloads import gnn_sampled, gnn_train, gnn_upstream, gnn_work, graphs
-from benchmarks.workloads.base import Prepared, refuses_unknown
+from benchmarks.workloads.base import Prepared, dtype_of, refuses_unknown
 from benchmarks.workloads.gnn_sampled import SAMPLED
 from benchmarks.workloads.gnn_work import Architecture
 from benchmarks.workloads.graphs import POWER_LAW, Graph
@@ -65,7 +66,7 @@ class GnnWorkload:
         graph_name = case.input.removesuffix(SAMPLED)
         counts = graphs.spec(graph_name)
         arch = architecture(case.model, graph_name, features=counts.features, classes=counts.classes)
-        nodes, edges, itemsize = counts.nodes, counts.edges, _dtype(case).itemsize
+        nodes, edges, itemsize = counts.nodes, counts.edges, dtype_of(case).itemsize
         # Raw edges, and while they are sorted (by the generator, or for a CSR) keys, values, order and work space.
         sorting = 6 * 16 * edges
         # What stays: raw edges, and what was prepared from them (in the zoo, with narrow indices, with and without
@@ -102,7 +103,7 @@ class GnnWorkload:
         """
         if reason := self.refuses(case):
             raise ValueError(f"{case.arm}: {reason}")
-        device, dtype = torch.device(case.device), _dtype(case)
+        device, dtype = torch.device(case.device), dtype_of(case)
         deep = _DEEP.fullmatch(case.model)
         features = int(deep["width"]) if deep else None
         graph_name = case.input.removesuffix(SAMPLED)
@@ -111,10 +112,10 @@ class GnnWorkload:
         shipped = gnn_upstream.build(arch, seed=seed).to(device, dtype)
         x = graph.x.to(dtype)
 
-        _wait(device)
+        synchronise(device.type)
         start = time.perf_counter()
         model, inputs, what = _implementation(case, arch, shipped, graph)
-        _wait(device)
+        synchronise(device.type)
         preparation = {} if what is None else {what: time.perf_counter() - start}
 
         def compile_convs(model: torch.nn.Module, **options: Any) -> None:
@@ -192,16 +193,6 @@ def _implementation(
 
     ours: Any = from_upstream(shipped)
     return ours, {"edge_index": ours.prepare(graph.edge_index, num_nodes=graph.nodes)}, "CSRGraph"
-
-
-def _dtype(case: Case) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, case.dtype)
-    return dtype
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 WORKLOAD = GnnWorkload()

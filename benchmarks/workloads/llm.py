@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from benchmarks.case import Case
 from benchmarks.workloads import llm_steps, llm_train, llm_upstream, llm_weights, llm_work
-from benchmarks.workloads.base import Prepared, refuses_unknown
+from benchmarks.workloads.base import Prepared, dtype_of, refuses_unknown
 from benchmarks.workloads.llm_work import Task
 from zoo.llm import LLM, LLMConfig
 from zoo.llm.checkpoint import placements
@@ -116,7 +116,7 @@ def memory_bytes(case: Case, config: LLMConfig) -> int:
     cached = ours or task.kind == "decode"
     # Compiled as a whole, transformers masks a prompt even if nothing is padded.
     mask = cached or (case.impl == "upstream" and case.strategy == "full")
-    itemsize = _dtype(case).itemsize
+    itemsize = dtype_of(case).itemsize
     running = llm_work.memory(config, task, itemsize, cached=cached, mask=mask)
     held = llm_work.memory(config, task, itemsize, cached=cached, mask=False)
     return max(running, held + llm_work.reference_memory(config, task))
@@ -131,7 +131,7 @@ def prepare(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
         seed: Of the weights, the tokens and what the cache holds.
     """
     task = llm_work.task(case.input)
-    device, dtype = torch.device(case.device), _dtype(case)
+    device, dtype = torch.device(case.device), dtype_of(case)
     weights = llm_weights.SeededWeights(llm_upstream.shapes(config), seed=seed, dtype=dtype, device=device)
     tokens = llm_weights.draw_tokens(config, task, seed=seed, device=device)
 
@@ -201,11 +201,6 @@ def _data(case: Case, task: Task) -> str:
 
 def _config(case: Case) -> LLMConfig:
     return PRESETS[case.model.removesuffix(llm_train.CHECKPOINTED)]
-
-
-def _dtype(case: Case) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, case.dtype)
-    return dtype
 
 
 WORKLOAD = LlmWorkload()

@@ -21,7 +21,7 @@ from benchmarks.patterns import (
     static_cache,
 )
 from benchmarks.patterns.pattern import Pattern, Sizes, compile_blocks
-from benchmarks.workloads.base import Prepared, refuses_unknown
+from benchmarks.workloads.base import Prepared, dtype_of, refuses_unknown
 
 PATTERNS: dict[str, Pattern] = {
     "layer-values": layer_values.PATTERN,
@@ -79,7 +79,7 @@ class PatternsWorkload:
         with torch.device("meta"):
             weights = sum(p.numel() for p in pattern.before(**_model_sizes(case)).parameters())
         given = sum(tensor.numel() for tensor in _tensors(_draw(case, seed=0)))
-        return (weights + 32 * given) * (_dtype(case).itemsize + 8) + _PROCESS_BYTES
+        return (weights + 32 * given) * (dtype_of(case).itemsize + 8) + _PROCESS_BYTES
 
     def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
         """Build model and inputs on the device.
@@ -94,7 +94,7 @@ class PatternsWorkload:
         """
         if reason := self.refuses(case):
             raise ValueError(f"{case.arm}: {reason}")
-        pattern, device, dtype = PATTERNS[case.model], torch.device(case.device), _dtype(case)
+        pattern, device, dtype = PATTERNS[case.model], torch.device(case.device), dtype_of(case)
         model = before = _before(case, seed).to(device, dtype)
         if case.impl == "zoo":
             model = pattern.after(**_model_sizes(case)).eval().requires_grad_(False).to(device, dtype)
@@ -157,11 +157,6 @@ def _converted(inputs: dict[str, Any], device: torch.device, dtype: torch.dtype)
 
     converted: dict[str, Any] = pytree.tree_map(convert, inputs)
     return converted
-
-
-def _dtype(case: Case) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, case.dtype)
-    return dtype
 
 
 WORKLOAD = PatternsWorkload()

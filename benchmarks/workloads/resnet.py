@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from benchmarks.case import Case
+from benchmarks.timing import synchronise
 from benchmarks.training import READY_BATCHES
 from benchmarks.workloads import resnet_train, resnet_upstream, resnet_work
-from benchmarks.workloads.base import Prepared, refuses_unknown
+from benchmarks.workloads.base import Prepared, dtype_of, refuses_unknown
 from zoo.resnet import CUTS, ResNet, ResNetConfig, fold_batch_norm
 from zoo.resnet.presets import PRESETS
 
@@ -80,8 +81,8 @@ class ResNetWorkload:
         """Estimated peak device memory of the case in bytes, the reference included, which any arm may compute."""
         batch, size = sizes(case.input)
         if case.workload == "train":
-            return resnet_train.memory_bytes(_config(case), batch, size, _dtype(case).itemsize, ready=READY_BATCHES)
-        return resnet_work.memory(_config(case), batch, size, _dtype(case).itemsize)
+            return resnet_train.memory_bytes(_config(case), batch, size, dtype_of(case).itemsize, ready=READY_BATCHES)
+        return resnet_work.memory(_config(case), batch, size, dtype_of(case).itemsize)
 
     def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
         """Build model and images on the device.
@@ -97,7 +98,7 @@ class ResNetWorkload:
         if reason := self.refuses(case):
             raise ValueError(f"{case.arm}: {reason}")
         config, (batch, size) = _config(case), sizes(case.input)
-        device, dtype = torch.device(case.device), _dtype(case)
+        device, dtype = torch.device(case.device), dtype_of(case)
         if case.workload == "train":
             dtype = torch.float32
 
@@ -159,7 +160,7 @@ def _implementation(case: Case, shipped: nn.Module) -> tuple[nn.Module, dict[str
     model = shipped if case.impl == "upstream-tuned" else from_upstream(shipped)
     preparation: dict[str, float] = {}
     if case.impl == "upstream-tuned" or parts["folded"]:
-        _wait(device)
+        synchronise(device.type)
         began = time.perf_counter()
         if isinstance(model, ResNet):
             model = fold_batch_norm(
@@ -169,7 +170,7 @@ def _implementation(case: Case, shipped: nn.Module) -> tuple[nn.Module, dict[str
             )
         else:
             model = resnet_upstream.fold(model)
-        _wait(device)
+        synchronise(device.type)
         preparation["batch norm folding"] = time.perf_counter() - began
     if isinstance(model, ResNet) and parts["cut"]:
         # The model is one that declares these regions, so that every strategy finds them.
@@ -185,16 +186,6 @@ def _parts(model: str) -> dict[str, str | None]:
 
 def _config(case: Case) -> ResNetConfig:
     return PRESETS[str(_parts(case.model)["preset"])]
-
-
-def _dtype(case: Case) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, case.dtype)
-    return dtype
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 WORKLOAD = ResNetWorkload()

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.case import Case
+from benchmarks.timing import synchronise
 from benchmarks.training import READY_BATCHES
 from benchmarks.workloads import unet_loop, unet_train, unet_upstream, unet_work
-from benchmarks.workloads.base import Prepared, refuses_unknown
+from benchmarks.workloads.base import Prepared, dtype_of, refuses_unknown
 from benchmarks.workloads.llm_weights import draw
 from benchmarks.workloads.unet_work import TOKENS
 from zoo.unet import CUTS, UNet, UNetConfig
@@ -71,9 +72,9 @@ class UNetWorkload:
         if case.input.startswith("loop-"):
             batch = unet_loop.ROWS
         if case.workload == "train":
-            return unet_train.memory_bytes(_config(case), batch, size, _dtype(case).itemsize, ready=READY_BATCHES)
+            return unet_train.memory_bytes(_config(case), batch, size, dtype_of(case).itemsize, ready=READY_BATCHES)
         fused = case.impl == "upstream-tuned"
-        return unet_work.memory(_config(case), batch, size, _dtype(case).itemsize, fused=fused)
+        return unet_work.memory(_config(case), batch, size, dtype_of(case).itemsize, fused=fused)
 
     def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
         """Build model and inputs on the device.
@@ -89,7 +90,7 @@ class UNetWorkload:
         if reason := self.refuses(case):
             raise ValueError(f"{case.arm}: {reason}")
         config, (batch, size) = _config(case), sizes(case.input)
-        device, dtype = torch.device(case.device), _dtype(case)
+        device, dtype = torch.device(case.device), dtype_of(case)
         if case.workload == "train":
             dtype = torch.float32
         weights = unet_upstream.seeded(config, seed=seed, dtype=dtype, device=device)
@@ -182,25 +183,15 @@ def _implementation(
     theirs = unet_upstream.build(config, weights)
     if case.impl == "upstream":
         return theirs, {}
-    _wait(weights.device)
+    synchronise(weights.device.type)
     began = time.perf_counter()
     unet_upstream.fuse_projections(theirs)
-    _wait(weights.device)
+    synchronise(weights.device.type)
     return theirs, {"fused projections": time.perf_counter() - began}
 
 
 def _config(case: Case) -> UNetConfig:
     return PRESETS[case.model.partition(_CUT)[0]]
-
-
-def _dtype(case: Case) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, case.dtype)
-    return dtype
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 WORKLOAD = UNetWorkload()

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from zoo.bert.config import USE_FIELDS, BertConfig
 from zoo.bert.heads import make_head
-from zoo.bert.layer import initialise
 from zoo.bert.model import Bert
-from zoo.weights import Placement, fill, locate, open_tensors
+from zoo.layers import initialise
+from zoo.weights import Placement, fill, locate, open_tensors, refuse_other_config
 
 # {theirs: ours} of modules that are the same in both; {} is the layer's index.
 _EMBEDDINGS = {
@@ -226,13 +226,7 @@ def check_folder(folder: Path, config: BertConfig, overridden: Collection[str]) 
     from zoo.bert.upstream import read_config
 
     stored = read_config(folder, config.head)
-    for field in dataclasses.fields(config):
-        theirs, ours = getattr(stored, field.name), getattr(config, field.name)
-        if theirs != ours and field.name not in (*overridden, *USE_FIELDS):
-            raise ValueError(
-                f"{folder}: config.json has {field.name}={theirs!r}, the preset {ours!r}; take the fitting preset, "
-                f"override {field.name}, or let zoo.bert.load(folder) read the config"
-            )
+    refuse_other_config(folder, stored, config, (*overridden, *USE_FIELDS), "bert")
 
 
 def _drawn_head(config: BertConfig) -> dict[str, Tensor]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -101,14 +100,3 @@ class BertLayer(nn.Module):
         x = self.attention_norm(self.dropout(self.attention_output(mixed)) + x)
         hidden = self.activation(self.intermediate(x))
         return self.output_norm(self.dropout(self.output(hidden)) + x)
-
-
-def initialise(module: nn.Module) -> None:
-    """As transformers does: normal with deviation 0.02, biases and the padding's vectors zero, norms one."""
-    if isinstance(module, (nn.Linear, nn.Embedding)):
-        nn.init.normal_(module.weight, std=0.02)
-    if isinstance(module, nn.Linear) and module.bias is not None:
-        nn.init.zeros_(module.bias)
-    if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-        with torch.no_grad():
-            module.weight[module.padding_idx].zero_()

@@ -22,9 +22,10 @@ from zoo.bert.attention import Rows, key_mask, rows_of
 from zoo.bert.checks import check_labels, check_packed, check_padded, on_host
 from zoo.bert.config import BertConfig
 from zoo.bert.heads import MaskedLMHead, PoolerHead, SequenceHead, SpanHead, TokenHead, make_head
-from zoo.bert.layer import BertEmbeddings, BertLayer, initialise
+from zoo.bert.layer import BertEmbeddings, BertLayer
 from zoo.bert.outputs import Encoding, Output
 from zoo.bert.packing import PackedBatch, counted_positions, pack, unpack
+from zoo.layers import initialise
 from zoo.regions import Region
 
 REGIONS = (

@@ -5,7 +5,6 @@ Their queries, keys and values, and their two halves of the MLP, are rows of one
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import Tensor
 from zoo.llm.config import USE_FIELDS, LLMConfig
 from zoo.llm.model import LLM
 from zoo.llm.quantize import refuse_quantized
-from zoo.weights import Placement, fill, locate, open_tensors
+from zoo.weights import Placement, fill, locate, open_tensors, refuse_other_config
 
 # {theirs: ours} of tensors that are the same in both; {} is the layer's index.
 _LAYER = {
@@ -171,13 +170,7 @@ def check_folder(folder: Path, config: LLMConfig, overridden: Collection[str]) -
     from zoo.llm.upstream import read_config
 
     stored = read_config(folder)
-    for field in dataclasses.fields(config):
-        theirs, ours = getattr(stored, field.name), getattr(config, field.name)
-        if theirs != ours and field.name not in (*overridden, *USE_FIELDS):
-            raise ValueError(
-                f"{folder}: config.json has {field.name}={theirs!r}, the preset {ours!r}; take the fitting preset, "
-                f"override {field.name}, or let zoo.llm.load(folder) read the config"
-            )
+    refuse_other_config(folder, stored, config, (*overridden, *USE_FIELDS), "llm")
 
 
 def _bytes(size: Any) -> int:

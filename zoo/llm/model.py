@@ -17,6 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from zoo.layers import initialise
 from zoo.llm.attention import token_mask
 from zoo.llm.cache import KVCache, make_cache
 from zoo.llm.checks import check_cache_size, check_call
@@ -53,7 +54,7 @@ class LLM(nn.Module):
         self.lm_head = (
             None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         )
-        self.apply(_initialise)
+        self.apply(initialise)
 
     def forward(
         self,
@@ -183,14 +184,3 @@ def _kept(x: Tensor, which: int | Tensor) -> Tensor:
     if which.dim() == 1:
         return x[:, which]
     return x.gather(1, which[..., None].expand(-1, -1, x.shape[-1]))
-
-
-def _initialise(module: nn.Module) -> None:
-    """As transformers does: normal with deviation 0.02, biases and the padding's vector zero."""
-    if isinstance(module, (nn.Linear, nn.Embedding)):
-        nn.init.normal_(module.weight, std=0.02)
-    if isinstance(module, nn.Linear) and module.bias is not None:
-        nn.init.zeros_(module.bias)
-    if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-        with torch.no_grad():
-            module.weight[module.padding_idx].zero_()

@@ -9,7 +9,7 @@ import dataclasses
 
 from torch import nn
 
-from zoo.regions import Region
+from zoo.regions import Region, choose_cut
 from zoo.resnet.glue import BiasAct, BiasActPool, BiasAddAct, NormAct, NormActPool, NormAddAct, NormsAddAct, ResNetHead
 from zoo.resnet.model import REGIONS, BasicBlock, Bottleneck, ResNetStage
 
@@ -43,7 +43,4 @@ def cut(model: nn.Module, name: str) -> list[Region]:
     Raises:
         ValueError: If there is no such cut.
     """
-    if name not in CUTS:
-        raise ValueError(f"there is no cut {name!r}; choose one of {', '.join(CUTS)}")
-    present = {type(module) for module in model.modules()}
-    return [region for region in CUTS[name] if region.cls in present]
+    return choose_cut(model, CUTS, name)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zoo.unet.config import BlockShape, UNetConfig
 from zoo.unet.model import UNet
-from zoo.weights import Placement, fill, locate, open_tensors
+from zoo.weights import Placement, fill, locate, open_tensors, refuse_other_config
 
 CLASS = "UNet2DConditionModel"
 # {theirs: ours} of modules that are the same in both.
@@ -293,13 +293,7 @@ def check_folder(folder: Path, config: UNetConfig, overridden: Collection[str]) 
     if not (folder / "config.json").exists():
         return
     stored = read_config(folder)
-    for field in dataclasses.fields(config):
-        theirs, ours = getattr(stored, field.name), getattr(config, field.name)
-        if theirs != ours and field.name not in (*overridden, "sample_size", "upcast_attention", "dropout"):
-            raise ValueError(
-                f"{folder}: config.json has {field.name}={theirs!r}, the preset {ours!r}; take the fitting preset, "
-                f"override {field.name}, or let zoo.unet.load(folder) read the config"
-            )
+    refuse_other_config(folder, stored, config, (*overridden, "sample_size", "upcast_attention", "dropout"), "unet")
 
 
 def find_weights(preset: str, weights: Any) -> Path | None:

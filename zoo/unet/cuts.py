@@ -9,7 +9,7 @@ import dataclasses
 
 from torch import nn
 
-from zoo.regions import Region
+from zoo.regions import Region, choose_cut
 from zoo.unet.blocks import ResnetBlock
 from zoo.unet.glue import ConvAdd
 from zoo.unet.model import REGIONS
@@ -40,7 +40,4 @@ def cut(model: nn.Module, name: str) -> list[Region]:
     Raises:
         ValueError: If there is no such cut.
     """
-    if name not in CUTS:
-        raise ValueError(f"there is no cut {name!r}; choose one of {', '.join(CUTS)}")
-    present = {type(module) for module in model.modules()}
-    return [region for region in CUTS[name] if region.cls in present]
+    return choose_cut(model, CUTS, name)
