@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks.workloads.llm_work import Task
 from zoo.llm import LLM
+from zoo.llm.decode import DecodeState, accept
 
 # A layer's index to its keys and values, [B, K, S, D] each.
 Past = Callable[[int], tuple[Tensor, Tensor]]
@@ -43,22 +44,44 @@ class Step(nn.Module):
         self.tokens.copy_(self.first_tokens)
         self.positions.fill_(self.task.first)
 
-    def advance(self, logits: Tensor) -> None:
-        """Take the most likely tokens of logits [B, V] as the next, and move on within the upper half of the cache."""
-        self.tokens.copy_(logits.argmax(-1, keepdim=True))
-        moved = self.positions + self.task.stride
+    def move_on(self, by: int) -> None:
+        """Move on within the upper half of the cache."""
+        moved = self.positions + by
         half = self.task.length - self.task.first
         self.positions.copy_(torch.where(moved < self.task.length, moved, moved - half))
 
 
-class ZooDecode(Step):
-    """A token for each row from the zoo's model over its cache, which holds ``past``."""
+class ZooStep(Step):
+    """Tokens chosen as ``LLM.generate`` chooses them, by the zoo's operator.
+
+    Args:
+        model: The zoo's.
+        task: What a call does.
+        tokens: [B, T], fed by the first call.
+    """
 
     regions = LLM.regions
 
-    def __init__(self, model: LLM, task: Task, tokens: Tensor, past: Past) -> None:
+    def __init__(self, model: LLM, task: Task, tokens: Tensor) -> None:
         super().__init__(task, tokens)
-        self.model, self.past = model, past
+        self.model = model
+        self.state = DecodeState(task.batch, 1, tokens.device)
+        self.state.tokens, self.state.positions = self.tokens, self.positions
+        for name in ("finished", "step", "output", "ends", "pad"):
+            torch._dynamo.mark_static_address(getattr(self.state, name))
+
+    def accept(self, logits: Tensor) -> None:
+        """Take the most likely tokens of logits [B, V] as the next, and move on by one."""
+        accept(self.state, logits, greedy=True)
+        self.state.step.zero_()
+
+
+class ZooDecode(ZooStep):
+    """A token for each row from the zoo's model over its cache, which holds ``past``."""
+
+    def __init__(self, model: LLM, task: Task, tokens: Tensor, past: Past) -> None:
+        super().__init__(model, task, tokens)
+        self.past = past
         self.cache = model.make_cache(task.batch, task.slots)
         for layer in self.cache.layers:
             torch._dynamo.mark_static_address(layer)
@@ -74,18 +97,16 @@ class ZooDecode(Step):
     def forward(self) -> Tensor:
         """Logits [B, V] of the tokens after the ones that were fed."""
         logits = self.model(self.tokens, position_ids=self.positions, cache=self.cache, logits_to_keep=1)[:, -1]
-        self.advance(logits)
+        self.accept(logits)
+        self.move_on(self.task.stride - 1)
         return logits
 
 
-class ZooPrefill(Step):
+class ZooPrefill(ZooStep):
     """A prompt through the zoo's model into its cache."""
 
-    regions = LLM.regions
-
     def __init__(self, model: LLM, task: Task, tokens: Tensor) -> None:
-        super().__init__(task, tokens)
-        self.model = model
+        super().__init__(model, task, tokens)
         self.cache = model.make_cache(task.batch, task.slots)
         for layer in self.cache.layers:
             torch._dynamo.mark_static_address(layer)
@@ -94,7 +115,7 @@ class ZooPrefill(Step):
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits [B, V] of the token after the prompt [B, T]."""
         logits = self.model(input_ids, cache=self.cache, logits_to_keep=1)[:, -1]
-        self.tokens.copy_(logits.argmax(-1, keepdim=True))
+        self.accept(logits)
         return logits
 
 
@@ -137,7 +158,8 @@ class UpstreamDecode(Step):
             logits_to_keep=1,
         )
         logits: Tensor = output.logits[:, -1]
-        self.advance(logits)
+        self.tokens.copy_(logits.argmax(-1, keepdim=True))
+        self.move_on(self.task.stride)
         # The counts go where the positions went: one launch for all layers, so that it costs next to nothing.
         torch._foreach_copy_(self.lengths, [self.positions[0, 0]] * len(self.lengths))
         return logits

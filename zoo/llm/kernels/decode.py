@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.llm.kernels.overlap import overlapped
+
 # Slots that a program takes at a step.
 BLOCK = 64
 # Programs that fill a large GPU.
@@ -38,8 +40,11 @@ def _turned(source, norm, cos, sin, half, inside, eps, D: tl.constexpr, COUNT: t
 def _attend(
     qkv, q_norm, k_norm, rotary, positions, cache, partial, stats, eps, scale, slots, window,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     part = tl.program_id(0)
     key_head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
@@ -99,7 +104,10 @@ def _attend(
 
 
 @triton.jit
-def _merge(partial, stats, out, D: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr):
+def _merge(partial, stats, out, D: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, OVERLAP: tl.constexpr):
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     head = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK_PARTS)
     column = tl.arange(0, D)
@@ -138,9 +146,10 @@ def decode_attention(
         qkv, q_norm, k_norm, rotary, positions, cache, partial, stats, eps, width**-0.5, slots,
         slots if window is None else window,
         HEADS=heads, KEY_HEADS=key_heads, D=width, GROUP=max(triton.next_power_of_2(heads // key_heads), 16),
-        PARTS=parts, BLOCK=BLOCK, num_warps=4,
+        PARTS=parts, BLOCK=BLOCK, num_warps=4, **overlapped(qkv),
     )  # fmt: skip
     _merge[(batch * heads,)](
-        partial, stats, out, D=width, PARTS=parts, BLOCK_PARTS=triton.next_power_of_2(parts), num_warps=4
-    )
+        partial, stats, out,
+        D=width, PARTS=parts, BLOCK_PARTS=triton.next_power_of_2(parts), num_warps=4, **overlapped(qkv),
+    )  # fmt: skip
     return out

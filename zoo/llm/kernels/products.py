@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
 """Products of a few rows with a weight: each weight row is read once, all of it at the same time.
 
-A program takes a few rows of the weight, one whole row after the other in registers where they fit. The loads of the
-weight are issued before anything else: they do not depend on the kernel before, and are on their way while it ends.
+A program takes a few rows of the weight, whole ones in registers where they fit. The loads of the weight are issued
+before anything else: they do not depend on the kernel before, and are on their way while it ends (overlap.py).
 
 Shape legend: M rows of features, a few, N rows of the weight, C columns.
 """
@@ -13,17 +13,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.llm.kernels.overlap import overlapped
+
 
 @triton.jit
-def _dots(x, norm, weight, row, live, m, eps, C: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Products of features row ``m``, normed if ``norm`` is there, with rows of the weight [ROWS, C]: [ROWS]."""
+def _part(weight, row, live, begin, C: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Columns of rows of the weight, from ``begin`` on: [ROWS, BLOCK_C]."""
+    column = begin + tl.arange(0, BLOCK_C)
+    return tl.load(weight + (row * C)[:, None] + column[None, :], mask=live[:, None] & (column < C)[None, :], other=0.0)
+
+
+@triton.jit
+def _dots(x, norm, first, weight, row, live, m, eps, C: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Products of features row ``m``, normed if ``norm`` is there, with rows of the weight [ROWS, C]: [ROWS].
+
+    ``first`` is the weight's first part, which is here already.
+    """
     column = tl.arange(0, BLOCK_C)
     total = tl.zeros([row.shape[0], BLOCK_C], tl.float32)
     squares = tl.zeros([BLOCK_C], tl.float32)
     for begin in tl.static_range(0, C, BLOCK_C):
         inside = begin + column < C
-        place = (row * C)[:, None] + (begin + column)[None, :]
-        part = tl.load(weight + place, mask=live[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        if begin == 0:
+            part = first.to(tl.float32)
+        else:
+            part = _part(weight, row, live, begin, C, BLOCK_C).to(tl.float32)
         value = tl.load(x + m * C + begin + column, mask=inside, other=0.0).to(tl.float32)
         if norm is not None:
             squares += value * value
@@ -39,11 +53,17 @@ def _dots(x, norm, weight, row, live, m, eps, C: tl.constexpr, BLOCK_C: tl.const
 def _linear(
     x, norm, weight, bias, residual, out, eps,
     M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < N
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    first = _part(weight, row, live, 0, C, BLOCK_C)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     for m in tl.static_range(M):
-        result = _dots(x, norm, weight, row, live, m, eps, C, BLOCK_C)
+        result = _dots(x, norm, first, weight, row, live, m, eps, C, BLOCK_C)
         if bias is not None:
             result += tl.load(bias + row, mask=live, other=0.0).to(tl.float32)
         if residual is not None:
@@ -57,21 +77,37 @@ def _linear(
 def _gate(
     x, norm, weight, out, eps,
     M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < N
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    first_gate = _part(weight, row, live, 0, C, BLOCK_C)
+    first_up = _part(weight + N * C, row, live, 0, C, BLOCK_C)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     for m in tl.static_range(M):
-        gate = _dots(x, norm, weight, row, live, m, eps, C, BLOCK_C)
-        up = _dots(x, norm, weight + N * C, row, live, m, eps, C, BLOCK_C)
+        gate = _dots(x, norm, first_gate, weight, row, live, m, eps, C, BLOCK_C)
+        up = _dots(x, norm, first_up, weight + N * C, row, live, m, eps, C, BLOCK_C)
         result = gate * tl.sigmoid(gate) * up
         tl.store(out + m * N + row, result.to(out.dtype.element_ty), mask=live)
 
 
-def _tile(columns: int, itemsize: int, wanted: int) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a program: ``wanted`` bytes of the weight at once, in whole rows where they fit."""
+# Bytes of the weight that a thread holds at once, and programs that keep a large GPU busy.
+THREAD_BYTES = 256
+ENOUGH = 768
+
+
+def _tile(rows: int, columns: int, itemsize: int) -> tuple[int, int, int]:
+    """(rows, columns, warps) of a program for a weight [rows, columns]: whole rows at once where they fit.
+
+    Four rows share the features that they are multiplied with, fewer where the weight has too few for all programs.
+    """
     block = min(triton.next_power_of_2(columns), 8192)
-    rows = max(1, min(wanted // (block * itemsize), 8))
-    return rows, block, 4 if rows * block * itemsize <= 8192 else 8
+    count = next((count for count in (4, 2) if rows // count >= ENOUGH), 1)
+    warps = triton.next_power_of_2(count * block * itemsize) // (32 * THREAD_BYTES)
+    return count, block, min(max(warps, 2), 8)
 
 
 def norm_linear(x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -89,10 +125,11 @@ def _launch(
 ) -> Tensor:
     x, (n, columns) = x.contiguous(), weight.shape
     out = x.new_empty(x.shape[0], n)
-    rows, block, warps = _tile(columns, x.element_size(), wanted=8192)
+    rows, block, warps = _tile(n, columns, x.element_size())
     _linear[(triton.cdiv(n, rows),)](
         x, norm, weight, bias, None if residual is None else residual.contiguous(), out, eps,
         M=x.shape[0], N=n, C=columns, ROWS=rows, BLOCK_C=block, num_warps=warps,
+        **overlapped(x),
     )  # fmt: skip
     return out
 
@@ -101,8 +138,9 @@ def norm_gate(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
     """RMS norm of x [M, C] times weight [2 N, C]; SiLU of the first half times the second: [M, N]."""
     x, n, columns = x.contiguous(), weight.shape[0] // 2, weight.shape[1]
     out = x.new_empty(x.shape[0], n)
-    rows, block, warps = _tile(columns, x.element_size(), wanted=4096)
+    rows, block, warps = _tile(n, columns, x.element_size())
     _gate[(triton.cdiv(n, rows),)](
-        x, norm, weight, out, eps, M=x.shape[0], N=n, C=columns, ROWS=rows, BLOCK_C=block, num_warps=warps
-    )
+        x, norm, weight, out, eps,
+        M=x.shape[0], N=n, C=columns, ROWS=rows, BLOCK_C=block, num_warps=warps, **overlapped(x),
+    )  # fmt: skip
     return out
