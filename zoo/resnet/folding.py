@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from zoo.resnet.config import Folding
 from zoo.resnet.model import ResNet
-from zoo.resnet.operators import tell_flop_counter
 from zoo.resnet.units import ConvNormAct, ConvNormJoin, Stem
 
 
@@ -45,7 +44,6 @@ def fold_batch_norm(model: ResNet, *, convolutions: str = "glue", pointwise: str
             "norm_kwargs has track_running_stats=False: its norms take the statistics of each batch, which no weight "
             "can hold"
         )
-    tell_flop_counter()
     folding = Folding(convolutions=convolutions, pointwise=pointwise)
     with torch.device("meta"):
         folded = ResNet(dataclasses.replace(model.config, folding=folding))

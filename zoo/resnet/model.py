@@ -36,6 +36,7 @@ from zoo.resnet.glue import (
     NormsAddAct,
     ResNetHead,
 )
+from zoo.resnet.operators import tell_flop_counter
 from zoo.resnet.units import make_conv, make_join, make_stem, make_unit
 
 
@@ -111,6 +112,7 @@ class ResNet(nn.Module):
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
+        tell_flop_counter()
         self.config = config
         self.stem = make_stem(config)
         self.stages = nn.ModuleList(ResNetStage(config, shapes) for shapes in config.stages())

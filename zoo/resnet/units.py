@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from zoo.layers import to_images, to_rows, untracked
 from zoo.resnet.config import STEM_WIDTH, BlockShape, Folding, ResNetConfig
+from zoo.resnet.depth import convolve_images
 from zoo.resnet.glue import (
     BiasAct,
     BiasActPool,
@@ -103,7 +104,7 @@ class Stem(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Images [N, C_in, H, W] -> [N, 64, ⌈H / 4⌉, ⌈W / 4⌉]."""
-        return self.glue(self.conv(x), tensors_of(self.norm))
+        return self.glue(convolve_images(self.conv, x), tensors_of(self.norm))
 
 
 class FoldedConvAct(nn.Module):
@@ -158,7 +159,7 @@ class FoldedStem(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Images [N, C_in, H, W] -> [N, 64, ⌈H / 4⌉, ⌈W / 4⌉]."""
-        return self.glue(convolve(self.conv, x), self.conv.bias)
+        return self.glue(convolve_images(self.conv, x), self.conv.bias)
 
 
 def is_pointwise(conv: nn.Conv2d) -> bool:
