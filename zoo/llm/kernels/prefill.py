@@ -30,15 +30,16 @@ def _step(
     else:
         key = tl.load(keys + place)
         value = tl.load(values + place)
-    score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    score = tl.dot(query, tl.trans(key), input_precision="ieee")
     if MASKED:
         seen = (slot[None, :] <= position[:, None]) & (slot[None, :] >= oldest[:, None])
         score = tl.where(seen, score, float("-inf"))
-    top = tl.maximum(greatest, tl.max(score, 1))
+    # Scaled on the way into the exponential: a multiplication and a subtraction in one instruction.
+    top = tl.maximum(greatest, tl.max(score, 1) * scale)
     # A token that has seen no slot yet would subtract infinity from infinity.
     base = tl.where(top == float("-inf"), 0.0, top)
     fade = tl.exp2(greatest - base)
-    share = tl.exp2(score - base[:, None])
+    share = tl.exp2(score * scale - base[:, None])
     exponents = exponents * fade + tl.sum(share, 1)
     total = tl.dot(share.to(value.dtype), value, total * fade[:, None], input_precision="ieee")
     return top, exponents, total
@@ -86,17 +87,22 @@ def _prefill(
     tl.store(out + place, total.to(out.dtype.element_ty), mask=real[:, None])
 
 
+def _tile(tokens: int, width: int) -> tuple[int, int, int, int]:
+    """(tokens, slots at a step, warps, stages) of a program."""
+    rows = 128 if tokens >= 128 else max(16, triton.next_power_of_2(tokens))
+    return rows, 64, 8 if rows * width >= 16384 else 4, 3
+
+
 def prefill_attention(query: Tensor, cache: Tensor, positions: Tensor, window: int | None) -> Tensor:
     """Queries [B, T, H, D] over a cache [2, B, K, S, D], each up to its position [B, T]: [B, T, H, D]."""
     query, positions = query.contiguous(), positions.contiguous()
     batch, tokens, heads, width = query.shape
     key_heads, slots = cache.shape[2:4]
     out = torch.empty_like(query)
-    rows = 128 if tokens >= 128 else max(16, triton.next_power_of_2(tokens))
+    rows, block, warps, stages = _tile(tokens, width)
     log2_e = 1.4426950408889634
     _prefill[(triton.cdiv(tokens, rows), heads, batch)](
         query, cache, positions, out, width**-0.5 * log2_e, tokens, slots, slots if window is None else window,
-        HEADS=heads, KEY_HEADS=key_heads, D=width, ROWS=rows, BLOCK=64, num_warps=8 if rows * width >= 16384 else 4,
-        num_stages=3,
+        HEADS=heads, KEY_HEADS=key_heads, D=width, ROWS=rows, BLOCK=block, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
