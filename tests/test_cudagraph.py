@@ -313,6 +313,22 @@ def _usable(compiled: bool) -> None:
 
 
 @pytest.mark.gpu
+def test_captures_leave_no_workspaces_behind() -> None:
+    linear = nn.Linear(256, 256, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        linear(torch.randn(8, 256, device="cuda", dtype=torch.bfloat16))
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        step = zoo.cuda_graph(linear, (torch.randn(8, 256, device="cuda", dtype=torch.bfloat16),))
+        for rows in (16, 32, 64):
+            step.add_bucket((torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16),))
+        assert torch.cuda.memory_allocated() - before < 4 * 2**20
+        for rows in (8, 16, 32, 64):
+            x = torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16)
+            torch.testing.assert_close(step(x), linear(x))
+
+
+@pytest.mark.gpu
 def test_capture_is_one_launch() -> None:
     model, x = Stack(depth=8).cuda().eval(), torch.randn(2, 4, device="cuda")
     with torch.no_grad():

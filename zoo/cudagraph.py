@@ -279,11 +279,12 @@ class GraphedStep:
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError("another CUDA graph is being captured on this stream; capture steps one after the other")
         index = self.device.index if self.device.index is not None else torch.cuda.current_device()
-        with torch.cuda.device(index), _own_autocast_cache():
+        with torch.cuda.device(index), _own_autocast_cache(), _own_workspaces():
             if warmup:
                 with torch.random.fork_rng(devices=[index]):
                     self._warm_up(bucket, warmup)
             torch.clear_autocast_cache()
+            torch._C._cuda_clearCublasWorkspaces()
             generator = torch.cuda.default_generators[index]
             # A failed capture leaves the generator believing that it still records; only a clone can be put back.
             state = generator.clone_state()
@@ -406,6 +407,19 @@ def _own_autocast_cache() -> Iterator[None]:
         yield
     finally:
         torch.clear_autocast_cache()
+
+
+@contextlib.contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """The matrix library keeps tens of MiB for each stream that it ran on: warming up and capturing would leave both.
+
+    What a capture used stays in the graphs' pool, as its other temporary memory does.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 def _first_line(error: BaseException) -> str:
