@@ -1,4 +1,4 @@
-"""The group-norm operators: kernels by unet_kernel_checks.py, here what compilers and callers need of them."""
+"""The operators: kernels by unet_kernel_checks.py and unet_glue_checks.py, here what compilers and callers need."""
 
 from __future__ import annotations
 
@@ -14,28 +14,46 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import zoo
 from tests.kernel_runs import run_checks
 from zoo.unet import operators
 
 ROOT = Path(__file__).resolve().parent.parent
+CHECKS = ("unet_kernel_checks.py", "unet_glue_checks.py")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="torch came without Triton, which GPUs only need"
 )
-def test_kernels_in_the_interpreter() -> None:
-    run_checks("unet_kernel_checks.py", interpret=True)
+@pytest.mark.parametrize("file", CHECKS)
+def test_kernels_in_the_interpreter(file: str) -> None:
+    run_checks(file, interpret=True)
 
 
 @pytest.mark.gpu
-def test_kernels_on_a_gpu() -> None:
-    run_checks("unet_kernel_checks.py", "-m", "gpu", interpret=False)
+@pytest.mark.parametrize("file", CHECKS)
+def test_kernels_on_a_gpu(file: str) -> None:
+    run_checks(file, "-m", "gpu", interpret=False)
 
 
 def images(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> Tensor:
     drawn = torch.randn(*shape, dtype=dtype).contiguous(memory_format=torch.channels_last)
     return drawn.requires_grad_(grad)
+
+
+def glue_calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    x, residual, weight, bias = torch.randn(6, 8), torch.randn(6, 8), torch.randn(8), torch.randn(8)
+    half = x.bfloat16()
+    return {
+        "gate": (operators.gated_gelu, (x,)),
+        "gate of columns": (operators.gated_gelu, (x.t(),)),
+        "add": (operators.conv_add, (half, bias, half)),
+        "add to another dtype": (operators.conv_add, (half, bias, residual)),
+        "add and norm": (operators.add_norm, (x, residual, weight, bias, 1e-5)),
+        "norm": (operators.row_norm, (half, weight.bfloat16(), bias.bfloat16(), 1e-5)),
+        "no rows": (operators.add_norm, (x[:0], residual[:0], weight, bias, 1e-5)),
+    }
 
 
 def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
@@ -46,6 +64,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         "plain": (operators.group_norm, (x, None, *tail, False)),
         "shift and silu": (operators.group_norm, (x, shift, *tail, True)),
         "half": (operators.group_norm, (images(2, 12, 3, 5, dtype=torch.bfloat16), None, *tail, True)),
+        **glue_calls(),
         "two": (operators.cat_group_norm, (images(2, 7, 3, 5, grad=True), images(2, 5, 3, 5, grad=True), *tail, True)),
     }
 
@@ -94,6 +113,49 @@ def test_half_precision_is_rounded_once() -> None:
     out = operators.group_norm(x, shift, weight, bias, 4, 1e-5, True)
     wide = F.silu(F.group_norm(x.float() + shift[:, :, None, None], 4, weight, bias, 1e-5))
     assert out.dtype == torch.bfloat16 and torch.equal(out, wide.bfloat16())
+
+
+def test_glue_computes_what_torch_does_where_no_kernel_runs() -> None:
+    x, residual, weight, bias = (torch.randn(*shape, dtype=torch.float64) for shape in ((6, 8), (6, 8), (8,), (8,)))
+    torch.testing.assert_close(operators.gated_gelu(x), x[:, :4] * F.gelu(x[:, 4:]))
+    torch.testing.assert_close(operators.conv_add(x, bias, residual), x + bias + residual)
+    total, normed = operators.add_norm(x, residual, weight, bias, 1e-3)
+    torch.testing.assert_close(total, x + residual)
+    torch.testing.assert_close(normed, F.layer_norm(x + residual, (8,), weight, bias, 1e-3))
+    torch.testing.assert_close(operators.row_norm(x, weight, bias, 1e-3), F.layer_norm(x, (8,), weight, bias, 1e-3))
+
+
+def test_glue_of_shapes_that_do_not_fit_is_refused() -> None:
+    x, row = torch.randn(6, 8), torch.randn(8)
+    for call in (lambda: operators.conv_add(x, row, x[:1]), lambda: operators.add_norm(x, x[:1], row, row, 1e-5)):
+        with pytest.raises(ValueError, match=r"residual has shape \(1, 8\), expected that of x, \(6, 8\)"):
+            call()
+    with pytest.raises(ValueError, match="x has 7 columns, expected an even number"):
+        operators.gated_gelu(x[:, :7])
+
+
+@pytest.mark.parametrize(("name", "needed"), [("unet-debug", 4), ("unet-xl-debug", 3)])
+def test_operators_in_regions_cost_no_graph(name: str, needed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As on a GPU, with what the operators run elsewhere.
+    monkeypatch.setattr(operators, "glue_kernels_run", lambda *_: not torch.is_grad_enabled())
+    ran: list[str] = []
+    inner = operators._glue
+    monkeypatch.setattr(operators, "_glue", lambda name, *given: (ran.append(name), inner(name, *given))[1])
+    model = zoo.create(name)
+    inputs = [zoo.example_inputs(model, batch=batch, size=16) for batch in (2, 1, 3)]
+    graphs = []
+    with torch.inference_mode():
+        expected = [model(**given).sample for given in inputs]
+        assert set(ran) == {"gated_gelu", "conv_add", "add_norm", "row_norm"}
+        zoo.compile_regions(model, backend="aot_eager")
+        for given, wanted in zip(inputs, expected, strict=True):
+            graphs.append(zoo.warm_up(model, **given).graphs)
+            torch.testing.assert_close(model(**given).sample, wanted)
+    assert graphs == [needed, 0, 0]
+    # Training stays the compiler's.
+    count = len(ran)
+    zoo.warm_up(model, **inputs[0])
+    assert len(ran) == count
 
 
 def test_importing_and_running_the_family_brings_no_triton() -> None:

@@ -1,5 +1,7 @@
 """What the kernels compute, in torch's own operators, and the gradients of both.
 
+Glue is written so that it can be differentiated and compiled for symbolic sizes: training runs it as it is.
+
 Shape legend: as in operators.py; G groups.
 """
 
@@ -63,6 +65,29 @@ def group_norm_backward(
         grad_x = grad_x + more.to(grad_x.dtype)
     grad_x = grad_x.to(x.dtype, memory_format=torch.channels_last)
     return grad_x, grad_shift, grad_weight.to(weight.dtype), grad_bias.to(bias.dtype)
+
+
+def gated_gelu(x: Tensor) -> Tensor:
+    """GELU of the second half of x [R, 2 I] times the first: [R, I]."""
+    value, gate = x.chunk(2, dim=-1)
+    return value * F.gelu(gate)
+
+
+def conv_add(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+    """[R, C] plus [C] plus [R, C]: [R, C]."""
+    # Under autocast parameters stay wide, and would make activations wide as well.
+    return x + bias.to(x.dtype) + residual
+
+
+def add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """X [R, C] plus residual [R, C], and the layer norm of that, with weight [C] and bias [C]: [R, C] each."""
+    total = residual + x
+    return total, row_norm(total, weight, bias, eps)
+
+
+def row_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Layer norm of x [R, C] with weight [C] and bias [C]: [R, C]."""
+    return F.layer_norm(x, weight.shape, weight, bias, eps).to(x.dtype)
 
 
 def _shifted(x: Tensor, shift: Tensor | None) -> Tensor:

@@ -1,13 +1,18 @@
 """What lies between the library's convolutions, products and attention: the regions of the family.
 
+Where nothing is to be differentiated and Triton knows the GPU, each is one kernel of our own (``kernels/glue.py``): the
+compiler's for symbolic sizes are slower. Everywhere else the compiler fuses torch's own operators, and differentiates
+them.
+
 Shape legend: R rows (pixels of all images), C channels, I width inside the MLP.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from zoo.unet import fallback, operators
 
 
 class ConvAdd(nn.Module):
@@ -15,23 +20,36 @@ class ConvAdd(nn.Module):
 
     def forward(self, x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
         """[R, C], [C] and [R, C] -> [R, C]."""
-        # Under autocast parameters stay wide, and would make activations wide as well.
-        return x + bias.to(x.dtype) + residual
+        kind = operators if operators.glue_kernels_run(x, bias, residual) else fallback
+        return kind.conv_add(x, bias, residual)
 
 
-class AddNorm(nn.Module):
-    """Residual add and layer norm, both results. The weights fix the width; one graph for any number of rows."""
-
+class _Norm(nn.Module):
     def __init__(self, width: int, eps: float = 1e-5) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width))
         self.eps = eps
 
+
+class AddNorm(_Norm):
+    """Residual add and layer norm, both results. The weights fix the width; one graph for any number of rows."""
+
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """[R, C] and [R, C] -> their sum [R, C] and its norm [R, C]."""
-        total = residual + x
-        return total, F.layer_norm(total, self.weight.shape, self.weight, self.bias, self.eps).to(total.dtype)
+        weight, bias = self.weight, self.bias
+        fits = operators.row_fits(weight.shape[0]) and operators.glue_kernels_run(x, residual, weight, bias)
+        return (operators if fits else fallback).add_norm(x, residual, weight, bias, self.eps)
+
+
+class RowNorm(_Norm):
+    """Layer norm where nothing is to be added: one pass as it is, and no region."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[R, C] -> [R, C]."""
+        weight, bias = self.weight, self.bias
+        fits = operators.row_fits(weight.shape[0]) and operators.glue_kernels_run(x, weight, bias)
+        return (operators if fits else fallback).row_norm(x, weight, bias, self.eps)
 
 
 class GatedGelu(nn.Module):
@@ -39,5 +57,4 @@ class GatedGelu(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[R, 2 I] -> [R, I]."""
-        value, gate = x.chunk(2, dim=-1)
-        return value * F.gelu(gate)
+        return (operators if operators.glue_kernels_run(x) else fallback).gated_gelu(x)

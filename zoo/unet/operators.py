@@ -1,9 +1,9 @@
-"""Group norm over channels_last images as an operator, with what stands before and behind it.
+"""Group norm over channels_last images, and the glue between products and convolutions, as operators.
 
-torch's own goes through the other memory format, and adds what comes before it and applies what comes after it in
-passes of their own. On a GPU these are two Triton launches, elsewhere torch's own operators.
+torch's own group norm goes through the other memory format, and adds what comes before it and applies what comes after
+it in passes of their own. On a GPU ours are two Triton launches, and glue is one; elsewhere torch's own operators.
 
-Shape legend: B images, C channels, H height, W width, S channels of a skip connection.
+Shape legend: B images, C channels, H height, W width, S channels of a skip connection, R rows, I width inside the MLP.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from zoo.operators import OperatorLibrary, launcher, triton_runs_on
 from zoo.unet import fallback
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# The kernels hold all channels of a group at once.
+# The kernels hold all channels of a group at once, and those of a row that is normed.
 WIDEST_GROUP = 4096
+WIDEST_ROW = 2048
 
 _LIBRARY = OperatorLibrary("zoo_unet")
 
@@ -148,3 +149,99 @@ def _(
     grad_shift = x.new_empty(0) if shift is None else shift.new_empty(shift.shape)
     grad_x = torch.empty_like(x, memory_format=torch.channels_last)
     return grad_x, grad_shift, torch.empty_like(weight), torch.empty_like(bias)
+
+
+# --- glue, without gradients ---
+
+
+def glue_kernels_run(*tensors: Tensor) -> bool:
+    """Whether glue of these is for our kernels: nothing is to be differentiated.
+
+    May be asked inside a region: the compiler guards gradients anyway, and folds the rest.
+    """
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return False
+    return all(tensor.dtype in DTYPES for tensor in tensors) and triton_runs_on(tensors[0].device)
+
+
+def row_fits(width: int) -> bool:
+    """Whether the kernels norm rows of this width."""
+    return width <= WIDEST_ROW
+
+
+def _glue(name: str, *arguments: Tensor | float) -> Any:
+    tensors = [each for each in arguments if isinstance(each, Tensor)]
+    x, fits = tensors[0], all(tensor.dtype in DTYPES for tensor in tensors)
+    if name.endswith("norm"):
+        fits = fits and row_fits(x.shape[-1])
+    kernel = fits and triton_runs_on(x.device)
+    implementation = launcher("zoo.unet.kernels.glue", name, x) if kernel else getattr(fallback, name)
+    return implementation(*(each.contiguous() if isinstance(each, Tensor) else each for each in arguments))
+
+
+def _check_residual(x: Tensor, residual: Tensor) -> None:
+    if x.shape != residual.shape:
+        raise ValueError(f"residual has shape {tuple(residual.shape)}, expected that of x, {tuple(x.shape)}")
+
+
+@_LIBRARY.operator("(Tensor x) -> Tensor")
+def gated_gelu(x: Tensor) -> Tensor:
+    """GELU of the second half of x [R, 2 I], in its erf form, times the first: [R, I]. Rounded once."""
+    if x.shape[-1] % 2:
+        raise ValueError(f"x has {x.shape[-1]} columns, expected an even number: two halves")
+    return _glue("gated_gelu", x)
+
+
+@_LIBRARY.fake("gated_gelu")
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+
+
+@_LIBRARY.operator("(Tensor x, Tensor bias, Tensor residual) -> Tensor")
+def conv_add(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+    """X [R, C] plus bias [C] plus residual [R, C]: [R, C], in the wider dtype of x and residual. Rounded once."""
+    _check_residual(x, residual)
+    return _glue("conv_add", x, bias, residual)
+
+
+@_LIBRARY.fake("conv_add")
+def _(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+    return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
+
+
+@_LIBRARY.operator("(Tensor x, Tensor residual, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor)")
+def add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum of two, and its layer norm, in float32; the sum is rounded before it is normed.
+
+    Args:
+        x: [R, C].
+        residual: [R, C].
+        weight: [C].
+        bias: [C].
+        eps: Added to the variance.
+
+    Returns:
+        Sum and norm, [R, C] each, in the wider dtype of x and residual.
+
+    Raises:
+        ValueError: If the two differ in shape.
+    """
+    _check_residual(x, residual)
+    return _glue("add_norm", x, residual, weight, bias, eps)
+
+
+@_LIBRARY.fake("add_norm")
+def _(x: Tensor, residual: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
+    return total, torch.empty_like(total)
+
+
+@_LIBRARY.operator("(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor")
+def row_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Layer norm of x [R, C] with weight [C] and bias [C], in float32: [R, C] in the dtype of ``x``."""
+    return _glue("row_norm", x, weight, bias, eps)
+
+
+@_LIBRARY.fake("row_norm")
+def _(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)

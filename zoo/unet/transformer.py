@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from zoo.layers import to_images, to_rows
 from zoo.unet.config import BlockShape, UNetConfig
-from zoo.unet.glue import AddNorm, GatedGelu
+from zoo.unet.glue import AddNorm, GatedGelu, RowNorm
 from zoo.unet.operators import group_norm
 
 # Diffusers fixes the one before a transformer.
@@ -48,7 +48,7 @@ class TransformerBlock(nn.Module):
     def __init__(self, width: int, heads: int, first: bool) -> None:
         super().__init__()
         self.heads = heads
-        self.norm1 = nn.LayerNorm(width) if first else AddNorm(width)
+        self.norm1 = RowNorm(width) if first else AddNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.self_out = nn.Linear(width, width)
         self.norm2 = AddNorm(width)
@@ -83,7 +83,7 @@ class TransformerBlock(nn.Module):
         """
         batch, heads = key.shape[0], (self.heads, -1)
         if left is None:
-            normed = self.norm1(x).to(x.dtype)
+            normed = self.norm1(x)
         else:
             x, normed = self.norm1(left, x)
         query, own_key, own_value = self.qkv(normed).view(batch, -1, 3, self.heads, x.shape[1] // self.heads).unbind(2)

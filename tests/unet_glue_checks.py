@@ -1,0 +1,183 @@
+"""The kernels of the glue against float64. Run by test_unet_kernels.py in Triton's interpreter, and on a GPU.
+
+TRITON_INTERPRET=1 python -m pytest tests/unet_glue_checks.py
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zoo
+from zoo.compile import plan_of
+from zoo.ledger import LEDGER
+from zoo.unet import AddNorm, ConvAdd, GatedGelu, fallback, operators
+from zoo.unet.glue import RowNorm
+from zoo.unet.kernels import glue as kernels
+from zoo.unet.kernels import group_norm
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
+# The interpreter cuts numbers off where a GPU rounds them to bfloat16.
+RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 8e-3 if DEVICE == "cpu" else 4e-3, torch.float16: 5e-4}
+# Rows and channels: whole tiles; less than a tile; widths of the models, that vectors and powers of two do not divide.
+SIZES = [(16, 64), (1, 8), (5, 320), (9, 60), (3, 7), (2, 1), (33, 40), (2, 1280)]
+
+
+@pytest.fixture(autouse=True)
+def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(operators, "triton_runs_on", lambda device: True)
+
+
+def values(*shape: int, dtype: torch.dtype = torch.float32, mean: float = 0.0, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape) * scale + mean).to(DEVICE, dtype)
+
+
+def close(found: Tensor, expected: Tensor, dtype: torch.dtype, times: float = 1.0) -> None:
+    assert found.shape == expected.shape and found.dtype == dtype and found.is_contiguous() and found.isfinite().all()
+    error = (found.double() - expected).norm() / expected.norm()
+    assert error < RELATIVE[dtype] * times, error
+
+
+@pytest.mark.parametrize("dtype", RELATIVE)
+@pytest.mark.parametrize(("rows", "columns"), [*SIZES, (3, 300), (9, 512)])
+def test_gates(rows: int, columns: int, dtype: torch.dtype) -> None:
+    x = values(rows, 2 * columns, dtype=dtype, scale=2.0)
+    close(operators.gated_gelu(x), fallback.gated_gelu(x.double()), dtype)
+
+
+def test_gelu_is_near_everywhere() -> None:
+    # From 2^-100 to 2^6, both signs, and densely where it bends.
+    gate = torch.linspace(-100, 6, 4001, dtype=torch.float64).exp2()
+    gate = torch.cat([-gate, gate, torch.linspace(-7, 7, 4001, dtype=torch.float64)]).float().to(DEVICE)
+    found = operators.gated_gelu(torch.cat([torch.ones_like(gate), gate])[None])[0].double()
+    expected = F.gelu(gate.double())
+    assert ((found - expected).abs() <= 4e-7 * gate.double().abs()).all()
+    # Below zero it fades, where one less an error function would be rounded off.
+    fading = (gate < 0) & (gate > -4)
+    torch.testing.assert_close(found[fading], expected[fading], rtol=2e-3, atol=0)
+
+
+def test_gelu_of_what_is_not_finite() -> None:
+    gate = torch.tensor([float("inf"), float("nan"), -1e30, 3e38, 0.0, -0.0], device=DEVICE)
+    found = operators.gated_gelu(torch.cat([torch.ones_like(gate), gate])[None])[0]
+    expected = torch.tensor([float("inf"), float("nan"), 0.0, 3e38, 0.0, 0.0], device=DEVICE)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", RELATIVE)
+@pytest.mark.parametrize(("rows", "columns"), SIZES)
+def test_biases_and_residuals(rows: int, columns: int, dtype: torch.dtype) -> None:
+    x, residual = values(rows, columns, dtype=dtype), values(rows, columns, dtype=dtype, mean=1.0)
+    bias = values(columns, dtype=dtype)
+    close(operators.conv_add(x, bias, residual), x.double() + bias.double() + residual.double(), dtype)
+
+
+@pytest.mark.parametrize("dtype", RELATIVE)
+@pytest.mark.parametrize(("rows", "columns"), [*((rows, columns) for rows, columns in SIZES if columns > 1), (3, 2048)])
+def test_norms(rows: int, columns: int, dtype: torch.dtype) -> None:
+    x, residual = values(rows, columns, dtype=dtype), values(rows, columns, dtype=dtype, mean=0.5)
+    weight, bias = values(columns, dtype=dtype, mean=1.0), values(columns, dtype=dtype)
+    total, normed = operators.add_norm(x, residual, weight, bias, 1e-5)
+    close(total, x.double() + residual.double(), dtype)
+    close(normed, fallback.row_norm(total.double(), weight.double(), bias.double(), 1e-5), dtype)
+    # It is the rounded sum that is normed.
+    assert torch.equal(operators.row_norm(total, weight, bias, 1e-5), normed)
+
+
+def test_a_mean_far_from_zero_costs_no_variance() -> None:
+    x, weight, bias = values(3, 320, mean=1e4), values(320), values(320)
+    found = operators.row_norm(x, weight, bias, 1e-5)
+    # One bit of the mean is a thousandth of the deviation, and the mean of 320 is within some of them.
+    close(found, fallback.row_norm(x.double(), weight.double(), bias.double(), 1e-5), torch.float32, times=1000)
+    x[:] = 3.0
+    assert torch.equal(operators.row_norm(x, weight, bias, 1e-5), bias.expand(3, -1))
+
+
+def test_rows_wider_than_a_program_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_launch_norm", lambda *_: pytest.fail("a kernel ran"))
+    x, weight, bias = values(3, 2049), values(2049), values(2049)
+    with torch.no_grad():
+        found = operators.row_norm(x, weight, bias, 1e-5)
+        torch.testing.assert_close(found, F.layer_norm(x, (2049,), weight, bias))
+        norm = AddNorm(2049).to(DEVICE)
+        torch.testing.assert_close(norm(x, x)[1], F.layer_norm(x + x, (2049,)))
+
+
+def test_other_dtypes_of_parameters_and_residuals() -> None:
+    # As autocast hands them over, and a ControlNet that is not under it.
+    x, wide = values(9, 24, dtype=torch.bfloat16), values(9, 24)
+    weight, bias = values(24, mean=1.0), values(24)
+    close(operators.conv_add(x, bias, x), 2 * x.double() + bias.double(), torch.bfloat16)
+    close(operators.conv_add(x, bias, wide), x.double() + wide.double() + bias.double(), torch.float32)
+    total, normed = operators.add_norm(x, wide, weight, bias, 1e-5)
+    expected = x.double() + wide.double()
+    close(total, expected, torch.float32)
+    close(normed, fallback.row_norm(expected, weight.double(), bias.double(), 1e-5), torch.float32)
+
+
+def test_rows_that_are_not_contiguous_nor_aligned() -> None:
+    x, weight, bias = values(24, 9).t(), values(25)[1:], values(25)[1:]
+    close(operators.gated_gelu(x), fallback.gated_gelu(x.double()), torch.float32)
+    close(operators.conv_add(x, bias, x), 2 * x.double() + bias.double(), torch.float32)
+    expected = fallback.row_norm(x.double(), weight.double(), bias.double(), 1e-5)
+    close(operators.row_norm(x, weight, bias, 1e-5), expected, torch.float32)
+    shifted = values(9 * 24 + 1)[1:].view(9, 24)
+    close(operators.gated_gelu(shifted), fallback.gated_gelu(shifted.double()), torch.float32)
+
+
+def test_no_rows() -> None:
+    x, weight = values(0, 24), values(24)
+    assert operators.gated_gelu(x).shape == (0, 12)
+    assert operators.conv_add(x, weight, x).shape == operators.row_norm(x, weight, weight, 1e-5).shape == (0, 24)
+    assert all(out.shape == (0, 24) for out in operators.add_norm(x, x, weight, weight, 1e-5))
+
+
+def test_kernels_run_where_nothing_is_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def noting(name: str) -> Any:
+        kernel = getattr(kernels, name)
+        return lambda *arguments: (ran.append(name), kernel(*arguments))[1]
+
+    for name in ("gated_gelu", "conv_add", "add_norm", "row_norm"):
+        monkeypatch.setattr(kernels, name, noting(name))
+    x, bias = values(6, 8), values(8)
+    glue: list[tuple[nn.Module, tuple[Tensor, ...]]] = [
+        (GatedGelu(), (x,)), (ConvAdd(), (x, bias, x)), (AddNorm(8).to(DEVICE), (x, x)), (RowNorm(8).to(DEVICE), (x,)),
+    ]  # fmt: skip
+    for module, inputs in glue:
+        with torch.no_grad():
+            module(*inputs)
+    assert ran == ["gated_gelu", "conv_add", "add_norm", "row_norm"]
+    for module, inputs in glue:
+        # The parameters of norms ask for gradients, the rest does if an input does.
+        out = module(*(tensor.clone().requires_grad_() for tensor in inputs))
+        (out[0] if isinstance(out, tuple) else out).sum().backward()
+    with torch.no_grad():
+        assert GatedGelu()(x.double()).dtype == torch.float64
+    assert len(ran) == 4
+
+
+def test_a_model_predicts_as_without_kernels_in_as_many_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_norm, "ENOUGH", 6)
+    model = zoo.create("unet-debug", device=DEVICE)
+    inputs = [zoo.example_inputs(model, batch=batch, size=8, tokens=5) for batch in (1, 3)]
+    zoo.compile_regions(model, backend="aot_eager")
+    with torch.inference_mode(), zoo.enforce_budget(model):
+        found = [model(**given).sample for given in inputs]
+    plan = plan_of(model)
+    assert plan is not None
+    assert sum(entry.graphs for entry in LEDGER.of(plan.ledger_id)) == 4
+    zoo.uncompile(model)
+    monkeypatch.setattr(operators, "triton_runs_on", lambda device: False)
+    with torch.inference_mode():
+        expected = [model(**given).sample for given in inputs]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
