@@ -56,6 +56,18 @@ def test_products(rows: int, columns: int, out: int, dtype: torch.dtype) -> None
     close(found, fallback.norm_gate(x.double(), norm.double(), 1e-5, pair.double()), dtype)
 
 
+@pytest.mark.parametrize("dtype", RELATIVE)
+@pytest.mark.parametrize(("rows", "inner"), [(1, 7), (5, 100), (3, 2048), (2, 2049)])
+def test_swiglu_and_its_gradient(rows: int, inner: int, dtype: torch.dtype) -> None:
+    x, grad = values(rows, 2 * inner, dtype=dtype, scale=3.0), values(rows, inner, dtype=dtype)
+    close(operators.swiglu(x), fallback.swiglu(x.double()), dtype)
+    exact = x.double().requires_grad_()
+    (expected,) = torch.autograd.grad(fallback.swiglu(exact), exact, grad.double())
+    close(operators.swiglu_backward(grad, x), expected, dtype)
+    (found,) = torch.autograd.grad(operators.swiglu(x.requires_grad_()), x, grad)
+    close(found, expected, dtype)
+
+
 @pytest.mark.parametrize("dtype", DOTS)
 @pytest.mark.parametrize(("heads", "key_heads", "width"), [(4, 4, 32), (8, 2, 64), (6, 1, 32)])
 @pytest.mark.parametrize("window", [None, 40])

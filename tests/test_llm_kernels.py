@@ -53,6 +53,8 @@ def calls() -> dict[str, tuple[Callable[..., Tensor], tuple[Any, ...]]]:
                 torch.tensor(1),
             ),
         ),
+        "swiglu": (operators.swiglu, (torch.randn(3, 8, requires_grad=True),)),
+        "swiglu's gradient": (operators.swiglu_backward, (torch.randn(3, 4), torch.randn(3, 8))),
         "norm_gate": (operators.norm_gate, (x, norm, 1e-6, weight)),
         "attention": (operators.decode_attention, (qkv, cache, positions, rotary, None, None, 1e-6, 2, None)),
         "prefill": (operators.prefill_attention, (torch.randn(2, 3, 2, 4), cache, torch.tensor([[3, 4, 5]] * 2), 4)),

@@ -57,6 +57,19 @@ def prefill_attention(query: Tensor, cache: Tensor, positions: Tensor, window: i
     return attend(query, cache, positions, window).contiguous()
 
 
+def swiglu(x: Tensor) -> Tensor:
+    """SiLU of the first half of x [R, 2 I] times the second: [R, I]."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """Gradient of x [R, 2 I] from that of the output [R, I]."""
+    gate, up = x.chunk(2, dim=-1)
+    opened = gate.sigmoid()
+    return torch.cat([grad * up * (opened + gate * opened * (1 - opened)), grad * gate * opened], dim=-1)
+
+
 def accept_greedy(
     logits: Tensor,
     tokens: Tensor,

@@ -77,6 +77,35 @@ def _(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0] // 2)
 
 
+@_LIBRARY.operator("(Tensor x) -> Tensor")
+def swiglu(x: Tensor) -> Tensor:
+    """SiLU of the first half of x [R, 2 I] times the second: [R, I]. With a gradient."""
+    return _implementation("swiglu", "swiglu", x)(x)
+
+
+@_LIBRARY.fake("swiglu")
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1] // 2)
+
+
+@_LIBRARY.operator("(Tensor grad, Tensor x) -> Tensor")
+def swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """Gradient of x [R, 2 I] from that of ``swiglu``'s output [R, I]."""
+    return _implementation("swiglu", "swiglu_backward", x)(grad, x)
+
+
+@_LIBRARY.fake("swiglu_backward")
+def _(grad: Tensor, x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+_LIBRARY.autograd(
+    "swiglu",
+    lambda ctx, grad: swiglu_backward(grad, ctx.saved_tensors[0]),
+    lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
 @_LIBRARY.operator(
     "(Tensor qkv, Tensor(a!) cache, Tensor positions, Tensor rotary, Tensor? q_norm, Tensor? k_norm, float eps, "
     "int heads, int? window) -> Tensor"
