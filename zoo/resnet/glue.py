@@ -3,6 +3,9 @@
 In channels_last the output of a convolution is a matrix with a row for each pixel. On it these modules are the same for
 every width and size: they hold no weights, which would tie a graph to their shapes, but are handed the norm's tensors.
 
+Where our kernels run they are operators of ours (``zoo.resnet.norms``), and the compiler has little to do. Elsewhere
+they are torch's functions, which it fuses.
+
 Shape legend: R rows (pixels of all images), C channels, N images, H height, W width, K classes.
 """
 
@@ -15,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.resnet.config import ResNetConfig
+from zoo.resnet.norms import batch_statistics, bias_act, kernels_run, norm_act, norms_add_act
 
 # Running mean and variance (None for a norm that keeps none), weight and bias, [C] each.
 NormTensors: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor, Tensor]
@@ -50,11 +54,20 @@ class _Glue(nn.Module):
         self.momentum = options.get("momentum", 0.0)
         self.frozen = config.norm == "frozen"
 
+    def of_batch(self, tensors: NormTensors) -> bool:
+        """Whether statistics are those of the batch."""
+        return tensors[0] is None or (self.training and not self.frozen)
+
     def normalise(self, x: Tensor, tensors: NormTensors) -> Tensor:
         """[R, C] or [N, C, H, W]; in training running statistics are updated in place."""
+        return F.batch_norm(x, *tensors, self.of_batch(tensors), self.momentum, self.eps)
+
+    def settled(self, x: Tensor, tensors: NormTensors) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of x [R, C]: the mean and variance that it is normalised with, weight and bias. Updates as ``normalise``."""
         mean, variance, weight, bias = tensors
-        of_batch = mean is None or (self.training and not self.frozen)
-        return F.batch_norm(x, mean, variance, weight, bias, of_batch, self.momentum, self.eps)
+        if mean is None or variance is None or self.of_batch(tensors):
+            mean, variance = batch_statistics(x.detach(), mean, variance, self.momentum)
+        return mean, variance, weight, bias
 
 
 class NormAct(_Glue):
@@ -62,6 +75,8 @@ class NormAct(_Glue):
 
     def forward(self, x: Tensor, norm: NormTensors) -> Tensor:
         """[R, C] -> [R, C]."""
+        if kernels_run(x):
+            return norm_act(x, *self.settled(x, norm), None, self.eps, self.of_batch(norm))
         return F.relu(self.normalise(x, norm))
 
 
@@ -70,6 +85,8 @@ class NormAddAct(_Glue):
 
     def forward(self, x: Tensor, norm: NormTensors, residual: Tensor) -> Tensor:
         """[R, C] and the block's input [R, C] -> [R, C]."""
+        if kernels_run(x, residual):
+            return norm_act(x, *self.settled(x, norm), residual, self.eps, self.of_batch(norm))
         return F.relu(self.normalise(x, norm) + residual)
 
 
@@ -78,6 +95,9 @@ class NormsAddAct(_Glue):
 
     def forward(self, x: Tensor, norm: NormTensors, shortcut: Tensor, shortcut_norm: NormTensors) -> Tensor:
         """[R, C] of the block's convolutions and [R, C] of its shortcut's -> [R, C]."""
+        if kernels_run(x, shortcut):
+            own, other = self.settled(x, norm), self.settled(shortcut, shortcut_norm)
+            return norms_add_act(x, *own, shortcut, *other, self.eps, self.of_batch(norm))
         return F.relu(self.normalise(x, norm) + self.normalise(shortcut, shortcut_norm))
 
 
@@ -94,6 +114,8 @@ class BiasAct(nn.Module):
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         """[R, C] and [C] -> [R, C]."""
+        if kernels_run(x, bias):
+            return bias_act(x, bias, None)
         return F.relu(x + bias)
 
 
@@ -102,6 +124,8 @@ class BiasAddAct(nn.Module):
 
     def forward(self, x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
         """[R, C], [C] and [R, C] -> [R, C]."""
+        if kernels_run(x, bias, residual):
+            return bias_act(x, bias, residual)
         return F.relu(x + bias + residual)
 
 

@@ -1,0 +1,295 @@
+"""The kernels of the glue against float64. Run by test_resnet_kernels.py in Triton's interpreter, and on a GPU.
+
+TRITON_INTERPRET=1 python -m pytest tests/resnet_kernel_checks.py
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import zoo
+from zoo.resnet import fold_batch_norm, norms
+from zoo.resnet.kernels import tiles
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
+# The interpreter cuts bits off where a GPU rounds to bfloat16.
+RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 8e-3 if DEVICE == "cpu" else 4e-3, torch.float16: 5e-4}
+# Rows and channels: whole tiles, parts of them, one alone, wider than a tile, several tiles and chunks.
+SIZES = [(64, 64), (100, 7), (1, 1), (1, 100), (33, 100), (300, 16), (50, 130)]
+EPS = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(norms, "triton_runs_on", lambda device: True)
+        # The interpreter runs one program after the other, and smaller tiles let small sizes have many.
+        monkeypatch.setattr(tiles, "ENOUGH", 3)
+        monkeypatch.setattr(tiles, "PROGRAMS", 9)
+        cut_into(monkeypatch, 8, 64)
+
+
+def cut_into(monkeypatch: pytest.MonkeyPatch, rows: int, channels: int) -> None:
+    """Other tiles for the interpreter."""
+    for name in ("APPLY", "GRADIENTS", "MOMENTS", "SUMS"):
+        monkeypatch.setattr(tiles, name, replace(getattr(tiles, name), rows=rows, channels=channels))
+    monkeypatch.setattr(tiles, "FINISH", replace(tiles.FINISH, rows=8, channels=channels))
+
+
+def values(*shape: int, dtype: torch.dtype = torch.float32, mean: float = 0.0, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape) * scale + mean).to(DEVICE, dtype)
+
+
+def norm(channels: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Mean, variance, weight and bias [C]."""
+    variance = (torch.rand(channels) + 0.5).to(DEVICE, dtype)
+    return (
+        values(channels, dtype=dtype),
+        variance,
+        values(channels, dtype=dtype, mean=1.0, scale=0.3),
+        values(channels, dtype=dtype),
+    )
+
+
+def close(found: Tensor, expected: Tensor, dtype: torch.dtype, times: float = 1.0) -> None:
+    assert found.shape == expected.shape and found.dtype == dtype and found.is_contiguous() and found.isfinite().all()
+    error = (found.double() - expected).norm()
+    assert error <= RELATIVE[dtype] * times * expected.norm(), error / expected.norm()
+
+
+def plain(x: Tensor, given: tuple[Tensor, ...], of_batch: bool) -> Tensor:
+    """The norm of x in float64."""
+    mean, variance, weight, bias = (tensor.double() for tensor in given)
+    if of_batch:
+        return F.batch_norm(x.double(), None, None, weight, bias, True, 0.0, EPS)
+    return F.batch_norm(x.double(), mean, variance, weight, bias, False, 0.0, EPS)
+
+
+# --- forward ---
+
+
+@pytest.mark.parametrize("dtype", RELATIVE)
+@pytest.mark.parametrize(("rows", "channels"), SIZES)
+def test_norm_and_bias_with_all_that_follows(rows: int, channels: int, dtype: torch.dtype) -> None:
+    x, more = values(rows, channels, dtype=dtype), values(rows, channels, dtype=dtype, mean=0.5)
+    # Weights of the same dtype, and of float32 as under autocast.
+    for kind in {dtype, torch.float32}:
+        given, other = norm(channels, kind), norm(channels, kind)
+        own = plain(x, given, False)
+        close(norms.norm_act(x, *given, None, EPS, False), own.relu(), dtype)
+        close(norms.norm_act(x, *given, more, EPS, False), (own + more.double()).relu(), dtype)
+        found = norms.norms_add_act(x, *given, more, *other, EPS, False)
+        close(found, (own + plain(more, other, False)).relu(), dtype, times=2)
+    bias = values(channels, dtype=dtype)
+    close(norms.bias_act(x, bias, None), (x.double() + bias.double()).relu(), dtype)
+    close(norms.bias_act(x, bias, more), (x.double() + bias.double() + more.double()).relu(), dtype)
+
+
+def test_what_is_not_a_number_stays_so() -> None:
+    x, given = values(9, 5), norm(5)
+    x[3, 2] = torch.nan
+    found = norms.norm_act(x, *given, None, EPS, False)
+    assert found[3, 2].isnan() and found.isnan().sum() == 1
+
+
+def test_rows_that_are_not_contiguous() -> None:
+    x, more, given = values(20, 11).t(), values(11, 40)[:, ::2], norm(20)
+    expected = (plain(x, given, False) + more.double()).relu()
+    close(norms.norm_act(x, *given, more, EPS, False), expected, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"residual": (3, 5)}, r"residual has shape \(3, 5\), expected \(4, 5\)"),
+        ({"weight": (4,)}, r"weight has shape \(4,\), expected \(5,\)"),
+        ({"x": (4, 5, 1)}, r"x has shape \(4, 5, 1\), expected rows \[R, C\]"),
+    ],
+    ids=str,
+)
+def test_shapes_that_do_not_fit_are_named(changes: dict[str, tuple[int, ...]], words: str) -> None:
+    shapes = {"x": (4, 5), "mean": (5,), "variance": (5,), "weight": (5,), "bias": (5,), "residual": (4, 5)}
+    arguments = [values(*shape) for shape in (shapes | changes).values()]
+    with pytest.raises(ValueError, match=words):
+        norms.norm_act(*arguments, EPS, False)
+    with pytest.raises(ValueError, match=r"mean has stride 2, expected 1; use mean\.contiguous"):
+        norms.norm_act(values(4, 5), values(10)[::2], *(values(5) for _ in range(3)), None, EPS, False)
+
+
+# --- statistics of a batch ---
+
+
+def moved(old: Tensor, towards: Tensor, momentum: float) -> Tensor:
+    return old.double() * (1 - momentum) + towards * momentum
+
+
+@pytest.mark.parametrize("dtype", RELATIVE)
+@pytest.mark.parametrize(("rows", "channels"), [size for size in SIZES if size[0] > 1] + [(2, 3)])
+def test_statistics(rows: int, channels: int, dtype: torch.dtype) -> None:
+    x = values(rows, channels, dtype=dtype, mean=2.0)
+    variance, mean = torch.var_mean(x.double(), dim=0)
+    for kept in {torch.float32, dtype}:
+        running = [values(channels, dtype=kept), values(channels, dtype=kept, mean=2.0)]
+        before = [tensor.clone() for tensor in running]
+        found = norms.batch_statistics(x, *running, 0.3)
+        close(found[0], mean, torch.float32)
+        close(found[1], variance * ((rows - 1) / rows), torch.float32, times=2)
+        close(running[0], moved(before[0], mean, 0.3), kept)
+        close(running[1], moved(before[1], variance, 0.3), kept, times=2)
+    for got, wanted in zip(norms.batch_statistics(x, None, None, 0.3), found, strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_a_mean_far_from_zero_costs_no_variance() -> None:
+    # The mean of squares less the square of the mean would be lost: float32 tells 1e8 from 1e8 + 8 at best. One row
+    # that is far off, the first of all, would spoil sums about it as well.
+    for outlier in (None, 0.0):
+        x = values(300, 20, mean=1e4)
+        if outlier is not None:
+            x[0] = outlier
+        mean, variance = norms.batch_statistics(x, None, None, 0.0)
+        close(mean, x.double().mean(0), torch.float32)
+        # One bit of the mean is a thousandth of the deviation.
+        close(variance, x.double().var(0, correction=0), torch.float32, times=200)
+
+
+def test_equal_rows_have_no_variance() -> None:
+    mean, variance = norms.batch_statistics(torch.full((100, 20), 3.0, device=DEVICE), None, None, 0.0)
+    assert (mean == 3.0).all() and (variance == 0.0).all()
+
+
+def test_a_single_row_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"x has shape \(1, 3\): one row has no variance"):
+        norms.batch_statistics(values(1, 3), None, None, 0.0)
+
+
+# --- gradients ---
+
+
+def wide(*tensors: Tensor) -> list[Tensor]:
+    return [tensor.double().requires_grad_() for tensor in tensors]
+
+
+@pytest.mark.parametrize("of_batch", [True, False], ids=["statistics of the batch", "running statistics"])
+@pytest.mark.parametrize("dtype", RELATIVE)
+@pytest.mark.parametrize(("rows", "channels"), [size for size in SIZES if size[0] > 1])
+def test_gradients(rows: int, channels: int, dtype: torch.dtype, of_batch: bool) -> None:
+    x, more, grad = (values(rows, channels, dtype=dtype, mean=mean) for mean in (0.5, -0.5, 0.2))
+    for kind in {dtype, torch.float32}:
+        given, other = norm(channels, kind), norm(channels, kind)
+        if of_batch:
+            given = *norms.batch_statistics(x, None, None, 0.0), *given[2:]
+            other = *norms.batch_statistics(more, None, None, 0.0), *other[2:]
+        for name in ("norm", "residual", "shortcut"):
+            exact = wide(x, more, *given[2:], *other[2:])
+            value = plain(exact[0], (*given[:2], *exact[2:4]), of_batch)
+            if name == "norm":
+                out, keep = None, value > 0
+                tensors = x, *given
+                found = [*norms.norm_act_backward(grad, *tensors, None, EPS, of_batch, True), None, None]
+            elif name == "residual":
+                value = value + exact[1]
+                out = norms.norm_act(x, *given, more, EPS, of_batch)
+                found = [*norms.norm_act_backward(grad, x, *given, out, EPS, of_batch, True), None, None]
+            else:
+                value = value + plain(exact[1], (*other[:2], *exact[4:]), of_batch)
+                out = norms.norms_add_act(x, *given, more, *other, EPS, of_batch)
+                found = [*norms.norms_add_act_backward(grad, x, *given, more, *other, out, EPS, of_batch, True)]
+            # Where rounding decides on which side of zero a value is, it decides for both.
+            keep = value > 0 if out is None else out > 0
+            wanted = torch.autograd.grad(value, exact, grad.double() * keep, allow_unused=True)
+            for index, (got, right) in enumerate(zip(found, wanted, strict=True)):
+                if right is None:
+                    assert got is None or got.numel() == 0
+                    continue
+                assert got is not None
+                close(got, right, dtype if index < 2 else kind, times=8)
+
+
+def test_gradients_of_weights_that_nobody_wants_are_left_out() -> None:
+    x, more, grad, given, other = values(40, 9), values(40, 9), values(40, 9), norm(9), norm(9)
+    for of_batch in (True, False):
+        one = norms.norm_act_backward(grad, x, *given, more, EPS, of_batch, False)
+        full = norms.norm_act_backward(grad, x, *given, more, EPS, of_batch, True)
+        assert [tensor.numel() for tensor in one] == [360, 360, 0, 0]
+        assert torch.equal(one[0], full[0]) and torch.equal(one[1], full[1])
+        two = norms.norms_add_act_backward(grad, x, *given, more, *other, more, EPS, of_batch, False)
+        assert [tensor.numel() for tensor in two] == [360, 360, 0, 0, 0, 0]
+
+
+def test_the_same_bits_every_time() -> None:
+    x, more, grad, given, other = values(100, 70), values(100, 70), values(100, 70), norm(70), norm(70)
+
+    def everything() -> list[Tensor]:
+        running = [given[0].clone(), given[1].clone()]
+        statistics = norms.batch_statistics(x, *running, 0.1)
+        out = norms.norms_add_act(x, *statistics, *given[2:], more, *other, EPS, True)
+        tensors = x, *statistics, *given[2:]
+        return [
+            *running, *statistics, out,
+            *norms.norm_act_backward(grad, *tensors, None, EPS, True, True),
+            *norms.norms_add_act_backward(grad, *tensors, more, *other, out, EPS, True, True),
+        ]  # fmt: skip
+
+    first = everything()
+    for _ in range(2):
+        assert all(torch.equal(got, wanted) for got, wanted in zip(everything(), first, strict=True))
+
+
+# --- models ---
+
+
+@pytest.mark.parametrize("of", ["batch", "frozen", "no running statistics", "evaluation"])
+def test_a_model_learns_as_without_kernels(monkeypatch: pytest.MonkeyPatch, of: str) -> None:
+    changes: dict[str, dict[str, Any]] = {
+        "frozen": {"norm": "frozen"},
+        "no running statistics": {"norm_kwargs": {"track_running_stats": False}},
+    }
+    if DEVICE == "cpu":
+        cut_into(monkeypatch, 64, 512)
+    model = zoo.create("resnet-debug", device=DEVICE, layers=(1, 1, 1, 1), **changes.get(of, {}))
+    for name, buffer in model.named_buffers():
+        if name.endswith("running_var"):
+            buffer.uniform_(0.5, 2.0)
+    model.train(of != "evaluation")
+    images = torch.randn(4, 3, 33, 20, device=DEVICE)
+    found = {}
+    for kernels_on in (True, False):
+        if not kernels_on:
+            monkeypatch.setattr(norms, "triton_runs_on", lambda device: False)
+        own = copy.deepcopy(model)
+        out = own(images)
+        (out * torch.linspace(-1, 1, out.numel(), device=DEVICE).view(out.shape)).sum().backward()
+        found[kernels_on] = [out.detach(), *(p.grad for p in own.parameters()), *own.buffers()]
+    for got, wanted in zip(found[True], found[False], strict=True):
+        assert (got.double() - wanted.double()).norm() <= 1e-3 * wanted.double().norm() + 1e-5
+
+
+def test_a_folded_model_predicts_as_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.create("resnet-debug", device=DEVICE, layers=(1, 1, 1, 1)).eval()
+    folded = fold_batch_norm(model)
+    images = torch.randn(2, 3, 40, 40, device=DEVICE)
+    with torch.no_grad():
+        found = folded(images)
+        monkeypatch.setattr(norms, "triton_runs_on", lambda device: False)
+        torch.testing.assert_close(found, folded(images), rtol=1e-4, atol=1e-5)
+
+
+def test_sizes_are_cut_into_programs_that_cover_them() -> None:
+    for rows, channels in [(1, 1), (8, 64), (9, 65), (5000, 64), (100_000, 2048)]:
+        share, programs = tiles.rows_to_write(rows, channels, tiles.APPLY)
+        blocks = -(-channels // tiles.APPLY.channels)
+        assert share % tiles.APPLY.rows == 0 and (programs // blocks - 1) * share < rows <= programs // blocks * share
+        share, chunks, programs = tiles.rows_to_sum(rows, channels, tiles.SUMS)
+        assert programs == chunks * blocks <= max(tiles.PROGRAMS, blocks) and (chunks - 1) * share < rows
+        assert share % tiles.SUMS.rows == 0 and rows <= chunks * share

@@ -1,0 +1,108 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
+"""How rows are cut into programs. All sizes that can be tuned are here.
+
+Shape legend: R rows, C channels, K chunks of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows and channels that a program holds at once, and its warps. Channels are a power of two."""
+
+    rows: int
+    channels: int
+    warps: int
+
+    def code(self) -> dict[str, int]:
+        """As a launch takes it."""
+        return {"ROWS": self.rows, "BLOCK": self.channels, "num_warps": self.warps}
+
+
+# What writes rows: the forward, and gradients of rows.
+APPLY = Tile(rows=64, channels=64, warps=4)
+GRADIENTS = Tile(rows=32, channels=64, warps=4)
+# A program takes several tiles where there are more than this many, and at most so many.
+ENOUGH = 4096
+MOST_TILES = 4
+# What sums up rows: the statistics of a batch, and their gradients. Chunks are cut so that about so many programs run.
+MOMENTS = Tile(rows=64, channels=64, warps=8)
+SUMS = Tile(rows=64, channels=64, warps=8)
+PROGRAMS = 512
+# What puts chunks together: few channels a program, since there is little else to spread over a GPU.
+FINISH = Tile(rows=512, channels=8, warps=8)
+
+
+def rows_to_write(rows: int, channels: int, tile: Tile) -> tuple[int, int]:
+    """(rows of a program, programs) of a kernel that writes rows."""
+    blocks = triton.cdiv(channels, tile.channels)
+    tiles = triton.cdiv(rows, tile.rows)
+    share = tile.rows * max(1, min(MOST_TILES, tiles * blocks // ENOUGH))
+    return share, triton.cdiv(rows, share) * blocks
+
+
+def rows_to_sum(rows: int, channels: int, tile: Tile) -> tuple[int, int, int]:
+    """(rows of a chunk, chunks, programs) of a kernel that sums up rows."""
+    blocks = triton.cdiv(channels, tile.channels)
+    wanted = max(1, PROGRAMS // blocks)
+    share = triton.cdiv(triton.cdiv(rows, wanted), tile.rows) * tile.rows
+    chunks = triton.cdiv(rows, share)
+    return share, chunks, chunks * blocks
+
+
+def check(x: Tensor, rows: dict[str, Tensor | None], channels: dict[str, Tensor | None]) -> None:
+    """Refuse shapes that a kernel would read beyond the ends of.
+
+    Raises:
+        ValueError: If x is not [R, C], one of ``rows`` not like it, or one of ``channels`` not [C] and contiguous.
+    """
+    if x.dim() != 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}, expected rows [R, C]")
+    for given, shape in ((rows, x.shape), (channels, x.shape[1:])):
+        for name, tensor in given.items():
+            if tensor is not None and tensor.shape != shape:
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(shape)} as of x")
+            if tensor is not None and tensor.device != x.device:
+                raise ValueError(f"{name} is on {tensor.device} and x on {x.device}; move one of them")
+    for name, tensor in channels.items():
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(f"{name} has stride {tensor.stride(0)}, expected 1; use {name}.contiguous()")
+
+
+@triton.jit
+def span(rows, channels, share, BLOCK: tl.constexpr):
+    """Of this program: its chunk, channels [BLOCK], which of them there are, first row, and the row behind its last."""
+    blocks = tl.cdiv(channels, BLOCK)
+    program = tl.program_id(0)
+    # Neighbours share rows, so that what runs at a time lies together.
+    chunk = program // blocks
+    channel = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    begin = chunk * share
+    return chunk, channel, channel < channels, begin, tl.minimum(begin + share, rows)
+
+
+@triton.jit
+def norm_of(mean, variance, channel, live, eps):
+    """Mean, and one over the deviation, of channels [BLOCK]."""
+    middle = tl.load(mean + channel, mask=live, other=0.0).to(tl.float32)
+    spread = tl.load(variance + channel, mask=live, other=1.0).to(tl.float32)
+    return middle, tl.rsqrt(spread + eps)
+
+
+@triton.jit
+def of_channels(tensor, channel, live):
+    """Values of channels [BLOCK] in float32."""
+    return tl.load(tensor + channel, mask=live, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def of_rows(tensor, place, inner, seen):
+    """Values of a tile [ROWS, BLOCK] in float32, at places ``inner`` behind the first."""
+    return tl.load(tensor + place + inner, mask=seen, other=0.0).to(tl.float32)
