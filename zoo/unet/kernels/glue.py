@@ -79,9 +79,9 @@ def _conv_add(x, bias, residual, out, rows, columns, ROWS: tl.constexpr, COLUMNS
     tl.store(out + first * columns + place, value.to(out.dtype.element_ty), mask=seen)
 
 
-@triton.jit(do_not_specialize=["rows", "add"])
+@triton.jit(do_not_specialize=["rows"])
 def _norm(
-    x, residual, weight, bias, total, out, rows, columns, eps, add, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    x, residual, weight, bias, total, out, rows, columns, added, eps, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
@@ -89,13 +89,13 @@ def _norm(
     live = column < columns
     seen = (first + row < rows)[:, None] & live[None, :]
     place = row[:, None] * columns + column[None, :]
-    # Masks and no branch, so that both loads are under way before either is waited for.
-    added = seen & (add != 0)
+    # A mask and no branch, so that both loads are under way before either is waited for.
+    both = seen & (column < added)[None, :]
     value = tl.load(x + first * columns + place, mask=seen, other=0.0).to(tl.float32)
-    value += tl.load(residual + first * columns + place, mask=added, other=0.0).to(tl.float32)
+    value += tl.load(residual + first * columns + place, mask=both, other=0.0).to(tl.float32)
     # What is normed is what the next block will read.
     rounded = value.to(total.dtype.element_ty)
-    tl.store(total + first * columns + place, rounded, mask=added)
+    tl.store(total + first * columns + place, rounded, mask=both)
     value = rounded.to(tl.float32)
     factor = tl.load(weight + column, mask=live, other=0.0).to(tl.float32)
     offset = tl.load(bias + column, mask=live, other=0.0).to(tl.float32)
@@ -153,4 +153,5 @@ def _launch_norm(
     at_once = max(1, min(NORM_ROWS, NORM_TILE // block))
     given = x, x if residual is None else residual, weight, bias, total, out
     grid = (triton.cdiv(rows, at_once),)
-    _norm[grid](*given, rows, columns, eps, int(residual is not None), ROWS=at_once, COLUMNS=block, num_warps=4)
+    added = 0 if residual is None else columns
+    _norm[grid](*given, rows, columns, added, eps, ROWS=at_once, COLUMNS=block, num_warps=4)
