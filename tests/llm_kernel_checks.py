@@ -93,6 +93,34 @@ def test_attention(heads: int, key_heads: int, width: int, window: int | None, n
     assert not (changed & ~allowed).any(), "a slot was written that is not the token's"
 
 
+@pytest.mark.parametrize("dtype", RELATIVE)
+@pytest.mark.parametrize(("heads", "key_heads", "width"), [(4, 4, 32), (8, 2, 64), (6, 1, 32), (9, 3, 128)])
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("same", [False, True])
+def test_rotation_into_the_cache(
+    heads: int, key_heads: int, width: int, norms: bool, same: bool, dtype: torch.dtype
+) -> None:
+    positions = torch.tensor([[3, 4, 5], [0, 1, 1]], device=DEVICE)
+    qkv = values(2, 3, (heads + 2 * key_heads) * width, dtype=dtype)
+    qkv[1, 2] = qkv[1, 1]  # a position that occurs twice is the same token
+    rotary = torch.cat(
+        [values(1 if same else 2, 3, width // 2).cos(), values(1 if same else 2, 3, width // 2).sin()], -1
+    )
+    rotary[-1, 2] = rotary[-1, 1]
+    cache = values(2, 2, key_heads, 9, width, dtype=dtype)
+    q_norm, k_norm = (values(width, dtype=dtype), values(width, dtype=dtype)) if norms else (None, None)
+    ours, theirs = cache.clone(), cache.double()
+    found = operators.rotate_into(qkv, ours, positions, rotary, q_norm, k_norm, 1e-6, heads)
+    expected = fallback.rotate_into(
+        qkv.double(), theirs, positions, rotary.double(), *wide(q_norm, k_norm), 1e-6, heads
+    )
+    close(found, expected, dtype)
+    close(ours, theirs, dtype)
+    row = torch.arange(2, device=DEVICE)[:, None]
+    ours[:, row, :, positions] = cache[:, row, :, positions]
+    assert torch.equal(ours, cache), "a slot was written that is not a token's"
+
+
 @pytest.mark.parametrize("dtype", DOTS)
 @pytest.mark.parametrize(("heads", "key_heads", "width"), [(4, 4, 32), (4, 1, 64)])
 @pytest.mark.parametrize("window", [None, 1, 70])

@@ -57,6 +57,10 @@ def calls() -> dict[str, tuple[Callable[..., Tensor], tuple[Any, ...]]]:
         "swiglu's gradient": (operators.swiglu_backward, (torch.randn(3, 4), torch.randn(3, 8))),
         "norm_gate": (operators.norm_gate, (x, norm, 1e-6, weight)),
         "attention": (operators.decode_attention, (qkv, cache, positions, rotary, None, None, 1e-6, 2, None)),
+        "rotation": (
+            operators.rotate_into,
+            (torch.randn(2, 3, 4 * 4), cache, torch.tensor([[3, 4, 5]] * 2), torch.randn(1, 3, 4), head, head, 1e-6, 2),
+        ),
         "prefill": (operators.prefill_attention, (torch.randn(2, 3, 2, 4), cache, torch.tensor([[3, 4, 5]] * 2), 4)),
         "attention with norms": (operators.decode_attention, (qkv, cache, positions, rotary, head, head, 1e-6, 2, 5)),
     }

@@ -52,6 +52,25 @@ def decode_attention(
     return attend(rotate(query, rows), cache, positions.unsqueeze(1), window).flatten(1).contiguous()
 
 
+def rotate_into(
+    qkv: Tensor,
+    cache: Tensor,
+    positions: Tensor,
+    rotary: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    heads: int,
+) -> Tensor:
+    """Norms of heads, rotation, keys and values into the cache: [B, T, (H + 2 K) D] -> queries [B, T, H, D]."""
+    key_heads, width = cache.shape[2], cache.shape[4]
+    query, key, value = qkv.unflatten(-1, (-1, width)).split((heads, key_heads, key_heads), dim=2)
+    if q_norm is not None and k_norm is not None:
+        query, key = rms_norm(query, q_norm, eps), rms_norm(key, k_norm, eps)
+    write(cache, positions, rotate(key, rotary), value)
+    return rotate(query, rotary).contiguous()
+
+
 def prefill_attention(query: Tensor, cache: Tensor, positions: Tensor, window: int | None) -> Tensor:
     """Attention of many new tokens a row over a cache that holds them already: [B, T, H, D]."""
     return attend(query, cache, positions, window).contiguous()

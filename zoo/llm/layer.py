@@ -68,7 +68,7 @@ class LLMLayer(nn.Module):
             query, key, value = self.project(x, rotary)
             mixed = attend_tokens(query, key, value, mask)
         else:
-            query = self.project_into(x, rotary, positions, cache)
+            query = self.project_into(x, rotary, positions, cache, by_kernels)
             attention = operators.prefill_attention if by_kernels else attend
             mixed = attention(query, cache, positions, self.window)
         x = self.add_attention(x, mixed.flatten(2))
@@ -76,6 +76,9 @@ class LLMLayer(nn.Module):
 
     def _by_kernels(self, x: Tensor) -> bool:
         return operators.kernels_run(x) and operators.attention_fits(self.head_dim)
+
+    def _head_norms(self) -> tuple[Tensor | None, Tensor | None]:
+        return (None, None) if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
 
     def decode(self, x: Tensor, rotary: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
         """All five steps for one new token a row, by the operators of operators.py.
@@ -89,7 +92,7 @@ class LLMLayer(nn.Module):
             qkv = operators.norm_linear(x, norm.weight, norm.eps, self.qkv_proj.weight, self.qkv_proj.bias)
         else:
             qkv = self.qkv_proj(norm(x))
-        norms = (None, None) if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
+        norms = self._head_norms()
         mixed = operators.decode_attention(qkv, cache, positions, rotary, *norms, norm.eps, self.heads, self.window)
         if not few:
             x = self.add_attention(x, mixed)
@@ -109,8 +112,12 @@ class LLMLayer(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         return rotate(query, rotary), rotate(key, rotary), value
 
-    def project_into(self, x: Tensor, rotary: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
+    def project_into(self, x: Tensor, rotary: Tensor, positions: Tensor, cache: Tensor, by_kernels: bool) -> Tensor:
         """Step 1 with a cache [2, B, K, S, D], which gets keys and values: -> query [B, T, H, D]."""
+        if by_kernels:
+            norm = self.input_layernorm
+            where = cache, positions, rotary
+            return operators.rotate_into(self.qkv_proj(norm(x)), *where, *self._head_norms(), norm.eps, self.heads)
         query, key, value = self.project(x, rotary)
         write(cache, positions, key, value)
         return query

@@ -156,6 +156,52 @@ def _(
     return qkv.new_empty(qkv.shape[0], heads * cache.shape[4])
 
 
+@_LIBRARY.operator(
+    "(Tensor qkv, Tensor(a!) cache, Tensor positions, Tensor rotary, Tensor? q_norm, Tensor? k_norm, float eps, "
+    "int heads) -> Tensor"
+)
+def rotate_into(
+    qkv: Tensor,
+    cache: Tensor,
+    positions: Tensor,
+    rotary: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    heads: int,
+) -> Tensor:
+    """What stands before ``prefill_attention``: norms of heads, rotation, keys and values into the cache.
+
+    Args:
+        qkv: [B, T, (H + 2 K) D], queries, keys and values as they come from their product.
+        cache: [2, B, K, S, D], written in place.
+        positions: [B, T] int64. One may occur twice in a row if it is the same token.
+        rotary: [B or 1, T, D] float32, cosines and sines of the positions.
+        q_norm: [D], weight of the queries' RMS norm, or None.
+        k_norm: [D], of the keys'.
+        eps: Of both.
+        heads: H.
+
+    Returns:
+        Queries [B, T, H, D].
+    """
+    return _implementation("rotary", "rotate_into", qkv)(qkv, cache, positions, rotary, q_norm, k_norm, eps, heads)
+
+
+@_LIBRARY.fake("rotate_into")
+def _(
+    qkv: Tensor,
+    cache: Tensor,
+    positions: Tensor,
+    rotary: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    heads: int,
+) -> Tensor:
+    return qkv.new_empty(*positions.shape, heads, cache.shape[4])
+
+
 @_LIBRARY.operator("(Tensor query, Tensor cache, Tensor positions, int? window) -> Tensor")
 def prefill_attention(query: Tensor, cache: Tensor, positions: Tensor, window: int | None) -> Tensor:
     """Attention of many new tokens a row over a cache that holds them already; see ``zoo.llm.attend``.

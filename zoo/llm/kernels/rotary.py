@@ -1,0 +1,79 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
+"""What stands between a product of queries, keys and values and the attention: norms of heads, rotation, the cache.
+
+A program takes some heads of one token, of whichever of the three kinds they are.
+
+Shape legend: B rows, T tokens, H query heads, K key and value heads, S slots, D width of a head.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Heads of a program.
+COUNT = 8
+
+
+@triton.jit(do_not_specialize=["tokens", "rotary_stride"])
+def _rotate_into(
+    qkv, cache, positions, rotary, q_norm, k_norm, query, eps, tokens, rotary_stride, slots, batches,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * COUNT + tl.arange(0, COUNT)
+    half = tl.arange(0, D // 2)
+    of_query = head < HEADS
+    of_key = (head >= HEADS) & (head < HEADS + KEY_HEADS)
+    of_value = (head >= HEADS + KEY_HEADS) & (head < HEADS + 2 * KEY_HEADS)
+    batch = token // tokens
+    turn = rotary + batch * rotary_stride + (token % tokens) * D
+    cos, sin = tl.load(turn + half)[None, :], tl.load(turn + D // 2 + half)[None, :]
+    place = (token * (HEADS + 2 * KEY_HEADS) + head)[:, None] * D + half[None, :]
+    live = (head < HEADS + 2 * KEY_HEADS)[:, None]
+    left = tl.load(qkv + place, mask=live, other=0.0).to(tl.float32)
+    right = tl.load(qkv + place + D // 2, mask=live, other=0.0).to(tl.float32)
+    normed_left, normed_right = left, right
+    if q_norm is not None:
+        scale = tl.rsqrt((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / D + eps)[:, None]
+        first = tl.where(of_query[:, None], tl.load(q_norm + half)[None, :], tl.load(k_norm + half)[None, :])
+        second = tl.load(q_norm + D // 2 + half)[None, :]
+        second = tl.where(of_query[:, None], second, tl.load(k_norm + D // 2 + half)[None, :])
+        normed_left *= scale * first.to(tl.float32)
+        normed_right *= scale * second.to(tl.float32)
+    plain = of_value[:, None]
+    turned_left = tl.where(plain, left, normed_left * cos - normed_right * sin).to(qkv.dtype.element_ty)
+    turned_right = tl.where(plain, right, normed_right * cos + normed_left * sin).to(qkv.dtype.element_ty)
+    place = (token * HEADS + head)[:, None] * D + half[None, :]
+    tl.store(query + place, turned_left, mask=of_query[:, None])
+    tl.store(query + place + D // 2, turned_right, mask=of_query[:, None])
+    position = tl.load(positions + token)
+    row = tl.where(of_value, batches * KEY_HEADS, 0).to(tl.int64) + batch * KEY_HEADS + (head - HEADS) % KEY_HEADS
+    place = ((row * slots + position) * D)[:, None] + half[None, :]
+    kept = (of_key | of_value)[:, None]
+    tl.store(cache + place, turned_left.to(cache.dtype.element_ty), mask=kept)
+    tl.store(cache + place + D // 2, turned_right.to(cache.dtype.element_ty), mask=kept)
+
+
+def rotate_into(
+    qkv: Tensor,
+    cache: Tensor,
+    positions: Tensor,
+    rotary: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    heads: int,
+) -> Tensor:
+    """The arguments are those of the operator of the same name."""
+    qkv, positions, rotary = qkv.contiguous(), positions.contiguous(), rotary.contiguous()
+    batch, tokens = positions.shape
+    _, _, key_heads, slots, width = cache.shape
+    query = qkv.new_empty(batch, tokens, heads, width)
+    _rotate_into[(batch * tokens, triton.cdiv(heads + 2 * key_heads, COUNT))](
+        qkv, cache, positions, rotary, q_norm, k_norm, query, eps, tokens,
+        0 if rotary.shape[0] == 1 else tokens * width, slots, batch,
+        HEADS=heads, KEY_HEADS=key_heads, D=width, COUNT=COUNT, num_warps=1,
+    )  # fmt: skip
+    return query
