@@ -176,4 +176,8 @@ def batch_statistics(
         part, mean, variance, running_mean, running_variance, rows, channels, share, chunks, momentum,
         **tiles.FINISH.code(),
     )  # fmt: skip
+    for running in (running_mean, running_variance):
+        if running is not None and not running.is_inference():
+            # Autograd then refuses a backward that was to use what it was before, as of every change in place.
+            torch.autograd.graph.increment_version(running)
     return mean, variance
