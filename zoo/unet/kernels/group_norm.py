@@ -8,6 +8,10 @@ Means and deviations are merged, never taken as a difference of large sums: a gr
 its variance. Pixels are read in whole lines of channels: a program takes as many groups as fit its block, whatever
 power of two their width is not. Sizes are no part of the code, so that one compilation serves all levels of a model.
 
+Most images of a model are so small that launches are made of waiting: for memory, and of threads for each other. So
+programs ask for the next pixels before they look at those they have, threads sum what they read themselves, and all
+chunks of an image are put together at once: there are never more than fit.
+
 Shape legend: B images, P pixels, C channels, G groups, K chunks of pixels.
 """
 
@@ -20,140 +24,150 @@ from torch import Tensor
 
 # Channels that a program holds, where groups are not wider.
 BLOCK = 128
-# Pixels and channels that a program holds at once.
-TILE = 4096
-# Chunks that are put together at a time.
-STEP = 32
-# Programs that fill a large GPU twice.
+# Pixels and channels that a program reads at once: 4 vectors of 8 numbers a thread.
+TILE, WARPS, STEPS = 4096, 4, 4
+# Chunks of an image at most: all are put together at once.
+CHUNKS = 64
+# Programs that a large GPU holds at a time.
 ENOUGH = 528
 
 
 @triton.jit
-def _load(x, skip, row, inside, channel, live, first, channels):
-    """Pixels [ROWS] of channels [BLOCK]: those from ``first`` on come from ``skip``."""
-    own = inside[:, None] & (live & (channel < first))[None, :]
-    other = inside[:, None] & (live & (channel >= first))[None, :]
-    place = row[:, None] * first + channel[None, :]
-    value = tl.load(x + place, mask=own, other=0.0).to(tl.float32)
-    place = row[:, None] * (channels - first) + (channel - first)[None, :]
-    return value + tl.load(skip + place, mask=other, other=0.0).to(tl.float32)
+def _load(x, skip, row, end, channel, live, first, channels, begin, both):
+    """Pixels [ROWS] of channels [BLOCK] from ``begin`` on, as they are: those from ``first`` on come from ``skip``.
+
+    Those of a program are mostly of one of the two: ``both`` says of few that they are of both.
+    """
+    inside = (row < end)[:, None]
+    source = tl.where(begin < first, x, skip)
+    width = tl.where(begin < first, first, channels - first)
+    place = row[:, None] * width + (channel - tl.where(begin < first, 0, first))[None, :]
+    own = live & (channel < tl.where(begin < first, first, channels))
+    value = tl.load(source + place, mask=inside & own[None, :], other=0.0)
+    if both:
+        place = row[:, None] * (channels - first) + (channel - first)[None, :]
+        value += tl.load(skip + place, mask=inside & (live & (channel >= first))[None, :], other=0.0)
+    return value
 
 
-@triton.jit(
-    do_not_specialize=["shift_stride", "shifted", "pixels", "size", "units", "groups", "rows", "chunks"],
-)
+@triton.jit(do_not_specialize=["pixels", "size", "units", "groups", "rows", "chunks"])
 def _partial(
     x, skip, shift, part, shift_stride, shifted, pixels, channels, first, size, units, groups, rows, chunks,
-    UNIT: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     image = tl.program_id(2).to(tl.int64)
     width = units * UNIT
     column = tl.arange(0, BLOCK)
-    channel = tl.program_id(1) * width + column
+    left = tl.program_id(1) * width
+    channel = left + column
     live = (column < width) & (channel < channels)
+    both = (left < first) & (left + width > first) & (first < channels)
     x += image * pixels * first
     skip += image * pixels * (channels - first)
     begin = chunk * rows
     end = tl.minimum(begin + rows, pixels)
-    mean = tl.zeros([BLOCK], tl.float32)
-    squares = tl.zeros([BLOCK], tl.float32)
-    for start in range(begin, end, ROWS):
-        row = start + tl.arange(0, ROWS)
-        inside = row < end
-        value = _load(x, skip, row, inside, channel, live, first, channels)
-        count = tl.minimum(end - start, ROWS).to(tl.float32)
-        before = (start - begin).to(tl.float32)
-        middle = tl.sum(value, 0) / count
-        apart = tl.where(inside[:, None], value - middle[None, :], 0.0)
-        delta = middle - mean
-        mean += delta * (count / (before + count))
-        squares += tl.sum(apart * apart, 0) + delta * delta * (before * count / (before + count))
-    # A shift of all pixels moves the mean and nothing else.
-    mean += tl.load(shift + image * shift_stride + channel, mask=live & (channel < shifted), other=0.0).to(tl.float32)
-    member = tl.arange(0, GROUPS)
-    belongs = (column // size)[None, :] == member[:, None]
-    belongs = belongs & live[None, :]
-    count = (end - begin).to(tl.float32)
-    middle = tl.sum(tl.where(belongs, mean[None, :], 0.0), 1) / size
-    apart = tl.where(belongs, mean[None, :] - middle[:, None], 0.0)
-    total = tl.sum(tl.where(belongs, squares[None, :], 0.0), 1) + count * tl.sum(apart * apart, 1)
-    group = tl.program_id(1) * (width // size) + member
+    row = begin + tl.arange(0, ROWS * STEPS)
+    following = _load(x, skip, row, end, channel, live, first, channels, left, both)
+    # A shift of all pixels moves the mean and nothing else. It is read by each row, as pixels are: then it lies where
+    # it is needed.
+    place = tl.broadcast_to(image * shift_stride + channel[None, :], [ROWS, BLOCK])
+    moved = tl.load(shift + place, mask=(live & (channel < shifted))[None, :], other=0.0).to(tl.float32)
+    # Each thread sums what its pixels are apart from the first of them. That is one of their number, so that their
+    # squares sum to no more than so many deviations, and little is lost in taking off their mean.
+    step = tl.arange(0, STEPS)[:, None, None]
+    lane = tl.arange(0, ROWS)
+    value = tl.reshape(following, [STEPS, ROWS, BLOCK]).to(tl.float32)
+    pivot = tl.sum(tl.where(step == 0, value, 0.0), 0)
+    sums = tl.zeros([ROWS, BLOCK], tl.float32)
+    squares = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(begin, end, ROWS * STEPS):
+        value = tl.reshape(following, [STEPS, ROWS, BLOCK]).to(tl.float32)
+        row += ROWS * STEPS
+        following = _load(x, skip, row, end, channel, live, first, channels, left, both)
+        apart = tl.where(start + step * ROWS + lane[None, :, None] < end, value - pivot[None, :, :], 0.0)
+        sums += tl.sum(apart, 0)
+        squares += tl.sum(apart * apart, 0)
+    count = tl.maximum((end - begin - lane + ROWS - 1) // ROWS, 0).to(tl.float32)
+    middle = sums * (1.0 / tl.maximum(count, 1.0))[:, None]
+    squares -= sums * middle
+    middle += pivot + moved
+    # Of a channel, then of a group.
+    mean = tl.sum(middle * count[:, None], 0) / (end - begin)
+    apart = middle - mean[None, :]
+    squares = tl.sum(squares + count[:, None] * apart * apart, 0)
+    member = tl.arange(0, GROUPS)[None, :]
+    belongs = (column[:, None] >= member * size) & (column[:, None] < (member + 1) * size) & live[:, None]
+    middle = tl.sum(tl.where(belongs, mean[:, None], 0.0), 0, keep_dims=True) / size
+    apart = mean[:, None] - middle
+    within = squares[:, None] + (end - begin).to(tl.float32) * apart * apart
+    total = tl.sum(tl.where(belongs, within, 0.0), 0, keep_dims=True)
+    group = left // size + member
     real = (member * size < width) & (group < groups)
-    place = part + (image * groups + group) * chunks + chunk
+    place = part + (image * groups + group) * CHUNKS + chunk
     tl.store(place, middle, mask=real)
-    tl.store(place + tl.num_programs(2).to(tl.int64) * groups * chunks, total, mask=real)
+    tl.store(place + tl.num_programs(2).to(tl.int64) * groups * CHUNKS, total, mask=real)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "shift_stride",
-        "shifted",
-        "pixels",
-        "size",
-        "units",
-        "groups",
-        "rows",
-        "chunks",
-        "silu",
-    ],
-)
+@triton.jit(do_not_specialize=["pixels", "size", "units", "groups", "rows", "chunks", "silu"])
 def _apply(
     x, skip, shift, weight, bias, part, out, joined, shift_stride, shifted, pixels, channels, first, size, units,
     groups, rows, chunks, kept, eps, silu,
-    UNIT: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     image = tl.program_id(2).to(tl.int64)
     width = units * UNIT
     column = tl.arange(0, BLOCK)
-    channel = tl.program_id(1) * width + column
+    left = tl.program_id(1) * width
+    channel = left + column
     live = (column < width) & (channel < channels)
-    member = tl.arange(0, GROUPS)
-    group = tl.program_id(1) * (width // size) + member
-    real = (member * size < width) & (group < groups)
-    means = part + (image * groups + group) * chunks
-    squares = means + tl.num_programs(2).to(tl.int64) * groups * chunks
-    total = tl.zeros([GROUPS], tl.float32)
-    for start in range(0, chunks, STEP):
-        index = start + tl.arange(0, STEP)
-        seen = real[:, None] & (index < chunks)[None, :]
-        count = tl.maximum(tl.minimum(rows, pixels - index * rows), 0).to(tl.float32)
-        total += tl.sum(tl.load(means[:, None] + index[None, :], mask=seen, other=0.0) * count[None, :], 1)
-    mean = total / pixels
-    total = tl.zeros([GROUPS], tl.float32)
-    for start in range(0, chunks, STEP):
-        index = start + tl.arange(0, STEP)
-        seen = real[:, None] & (index < chunks)[None, :]
-        count = tl.maximum(tl.minimum(rows, pixels - index * rows), 0).to(tl.float32) * size
-        apart = tl.load(means[:, None] + index[None, :], mask=seen, other=0.0) - mean[:, None]
-        inner = tl.load(squares[:, None] + index[None, :], mask=seen, other=0.0)
-        total += tl.sum(tl.where(seen, inner + apart * apart * count[None, :], 0.0), 1)
-    scale = tl.rsqrt(total / (pixels.to(tl.float32) * size) + eps)
-    belongs = (column // size)[None, :] == member[:, None]
-    mean = tl.sum(tl.where(belongs, mean[:, None], 0.0), 0)
-    scale = tl.sum(tl.where(belongs, scale[:, None], 0.0), 0)
-    scale *= tl.load(weight + channel, mask=live, other=0.0).to(tl.float32)
-    offset = tl.load(bias + channel, mask=live, other=0.0).to(tl.float32)
-    moved = tl.load(shift + image * shift_stride + channel, mask=live & (channel < shifted), other=0.0).to(tl.float32)
-    moved -= mean
+    both = (left < first) & (left + width > first) & (first < channels)
     x += image * pixels * first
     skip += image * pixels * (channels - first)
     out += image * pixels * channels
     joined += image * pixels * channels
     begin = chunk * rows
     end = tl.minimum(begin + rows, pixels)
-    for start in range(begin, end, ROWS):
-        row = start + tl.arange(0, ROWS)
-        inside = row < end
-        value = _load(x, skip, row, inside, channel, live, first, channels)
-        seen = inside[:, None] & live[None, :]
+    row = begin + tl.arange(0, ROWS * STEPS)
+    following = _load(x, skip, row, end, channel, live, first, channels, left, both)
+    member = tl.arange(0, GROUPS)
+    group = left // size + member
+    real = (member * size < width) & (group < groups)
+    index = tl.arange(0, CHUNKS)
+    # Four chunks at a time, where the first of them is there.
+    asked = real[:, None] & (index // 4 * 4 < chunks)[None, :]
+    means = part + ((image * groups + group) * CHUNKS)[:, None] + index[None, :]
+    there = (index < chunks)[None, :]
+    middles = tl.where(there, tl.load(means, mask=asked, other=0.0), 0.0)
+    means += tl.num_programs(2).to(tl.int64) * groups * CHUNKS
+    squares = tl.where(there, tl.load(means, mask=asked, other=0.0), 0.0)
+    moved = tl.load(shift + image * shift_stride + channel, mask=live & (channel < shifted), other=0.0).to(tl.float32)
+    factor = tl.load(weight + channel, mask=live, other=0.0).to(tl.float32)
+    offset = tl.load(bias + channel, mask=live, other=0.0).to(tl.float32)
+    count = tl.maximum(tl.minimum(rows, pixels - index * rows), 0).to(tl.float32)[None, :]
+    mean = tl.sum(middles * count, 1) / pixels
+    apart = middles - mean[:, None]
+    total = tl.sum(squares + apart * apart * (count * size), 1)
+    scale = tl.rsqrt(total / (pixels.to(tl.float32) * size) + eps)
+    own = tl.minimum(column // size, GROUPS - 1)
+    moved -= tl.gather(mean, own, 0)
+    factor *= tl.gather(scale, own, 0)
+    for _ in range(begin, end, ROWS * STEPS):
+        value = following
+        seen = (row < end)[:, None] & live[None, :]
         place = row[:, None] * channels + channel[None, :]
-        tl.store(joined + place, value.to(joined.dtype.element_ty), mask=seen & (channel < kept)[None, :])
-        value = (value + moved[None, :]) * scale[None, :] + offset[None, :]
+        row += ROWS * STEPS
+        following = _load(x, skip, row, end, channel, live, first, channels, left, both)
+        tl.store(joined + place, value, mask=seen & (channel < kept)[None, :])
+        normed = (value.to(tl.float32) + moved[None, :]) * factor[None, :] + offset[None, :]
         if silu != 0:
-            value = value * tl.sigmoid(value)
-        tl.store(out + place, value.to(out.dtype.element_ty), mask=seen)
+            # One over it by a root, which is one instruction: a division takes eight.
+            below = 1.0 + tl.exp(-normed)
+            normed = normed * tl.rsqrt(below * below)
+        tl.store(out + place, normed.to(out.dtype.element_ty), mask=seen)
 
 
 def _groups_of_a_block(size: int, groups: int) -> tuple[int, int, int]:
@@ -197,9 +211,10 @@ def statistics(x: Tensor, shift: Tensor | None, weight: Tensor, groups: int, eps
     cut.partial(x, x, weight)
     rows = torch.arange(cut.chunks, device=x.device) * cut.rows
     count = (cut.pixels - rows).clamp(max=cut.rows).float()
-    mean = (cut.part[0] * count).sum(-1) / cut.pixels
-    apart = (cut.part[0] - mean[..., None]).square() * count * cut.size
-    variance = (cut.part[1] + apart).sum(-1) / (cut.pixels * cut.size)
+    means, squares = cut.part[..., : cut.chunks]
+    mean = (means * count).sum(-1) / cut.pixels
+    apart = (means - mean[..., None]).square() * count * cut.size
+    variance = (squares + apart).sum(-1) / (cut.pixels * cut.size)
     return torch.stack([mean, (variance + eps).rsqrt()], dim=-1)
 
 
@@ -212,11 +227,11 @@ class _Cut:
         self.size = channels // groups
         count, unit, block = _groups_of_a_block(self.size, groups)
         blocks = triton.cdiv(groups, count)
-        rows_at_once = max(1, TILE // block)
-        wanted = max(1, ENOUGH // (images * blocks))
-        self.rows = triton.cdiv(triton.cdiv(self.pixels, wanted), rows_at_once) * rows_at_once
+        rows_at_once = max(1, TILE // STEPS // block)
+        wanted = max(1, min(CHUNKS, ENOUGH // (images * blocks)))
+        self.rows = triton.cdiv(triton.cdiv(self.pixels, wanted), rows_at_once * STEPS) * rows_at_once * STEPS
         self.chunks = triton.cdiv(self.pixels, self.rows)
-        self.part = torch.empty(2, images, groups, self.chunks, dtype=torch.float32, device=x.device)
+        self.part = torch.empty(2, images, groups, CHUNKS, dtype=torch.float32, device=x.device)
         self.shift = shift if shift is None or shift.stride(1) == 1 else shift.contiguous()
         self.sizes = (
             0 if self.shift is None else self.shift.stride(0), 0 if shift is None else channels, self.pixels, channels,
@@ -227,7 +242,9 @@ class _Cut:
             "BLOCK": block,
             "GROUPS": max(16, triton.next_power_of_2(count)),
             "ROWS": rows_at_once,
-            "num_warps": 4,
+            "STEPS": STEPS,
+            "CHUNKS": CHUNKS,
+            "num_warps": WARPS,
         }
         self.grid = (self.chunks, blocks, images)
 
@@ -247,6 +264,4 @@ def _launch(
     cut.partial(x, skip, weight)
     moved = weight if cut.shift is None else cut.shift
     kept = weight.shape[0] if x.shape[1] < weight.shape[0] else 0
-    _apply[cut.grid](
-        x, skip, moved, weight, bias, cut.part, out, joined, *cut.sizes, kept, eps, int(silu), STEP=STEP, **cut.code
-    )
+    _apply[cut.grid](x, skip, moved, weight, bias, cut.part, out, joined, *cut.sizes, kept, eps, int(silu), **cut.code)
