@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -112,9 +114,20 @@ def test_narrow_integers_are_taken() -> None:
     model = zoo.create("llm-debug")
     tokens, positions = ids(2, 6), torch.arange(6)[None]
     with torch.inference_mode():
-        expected = model(tokens, cache=model.make_cache(2, 8))
+        expected = model(tokens, position_ids=positions, cache=model.make_cache(2, 8))
         got = model(tokens.int(), position_ids=positions.int(), cache=model.make_cache(2, 8))
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"sliding_window": 9}, {"qk_norm": True}], ids=str)
+def test_a_prompt_from_the_start_is_one_at_those_positions(options: dict[str, Any]) -> None:
+    model, tokens = zoo.create("llm-debug", **options), ids(2, 9)
+    with torch.inference_mode():
+        expected, cache = model(tokens), model.make_cache(2, 16)
+        torch.testing.assert_close(model(tokens, cache=cache), expected)
+        other = model.make_cache(2, 16)
+        torch.testing.assert_close(model(tokens, position_ids=torch.arange(9)[None], cache=other), expected)
+    torch.testing.assert_close(cache.layers, other.layers)
 
 
 def test_sizes_and_dtypes() -> None:

@@ -73,7 +73,7 @@ class LLM(nn.Module):
             input_ids: [B, T] integers.
             attention_mask: [B, T], 0 where a token is padding, on either side; not with a cache.
             position_ids: [B, T] or [1, T] int64, each below ``max_position_embeddings`` and the cache's slots;
-                0 to T - 1 when left out.
+                0 to T - 1 when left out, which is the fastest way to start a prompt.
             cache: From ``make_cache``; needs ``no_grad`` or ``inference_mode``.
             logits_to_keep: Which positions get logits: 0 for all, n for the last n, a tensor of indices [L] for the
                 same in all rows (these as in transformers), or [B, L] for each row's own.
@@ -133,11 +133,14 @@ class LLM(nn.Module):
         else:
             positions = positions.expand(batch, tokens).long().contiguous()
         rotary = self.rotary(positions)
+        window = self.config.sliding_window
+        from_start = position_ids is None and tokens > 1 and (window is None or tokens <= window)
         for index, layer in enumerate(self.layers):
             if cache is None:
                 x = layer(x, rotary, mask)
             else:
-                x = layer(x, rotary, None, positions, cache.layers[index])
+                held = cache.layers[index]
+                x = layer(x, rotary, None, positions, held, from_start and held.dtype == x.dtype)
         return x
 
     @property

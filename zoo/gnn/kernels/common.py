@@ -62,13 +62,21 @@ def choose_blocks(channels: int, itemsize: int, nodes: int = 0) -> Blocks:
     """Block sizes by width, bytes a value and gathered nodes. No autotuning: a first call must be quick.
 
     Measured on an H200. Wide features are taken in strips of 128 bytes, all rows before the next strip: a strip of some
-    hundred thousand nodes stays in the L2 cache, and is gathered at twice the speed of memory. Programs are one warp
-    with 8 to 32 values a thread in flight: larger tiles leave too few of them on a multiprocessor and lose by factors.
+    hundred thousand nodes stays in the L2 cache, and is gathered at twice the speed of memory. Very wide ones are taken
+    in strips of 256 bytes, since every strip reads the edges once more; and where no strip stays in the cache, as much
+    of a row as there is. Programs are one warp with 8 to 32 values a thread in flight: larger tiles leave too few of
+    them on a multiprocessor and lose by factors.
     """
     strip = 128 // itemsize
-    if itemsize < 4 and channels >= 2 * strip and nodes * 128 > L2_BYTES:
-        return Blocks(1, 2, 2 * strip, 1)
-    columns = next_power(channels) if channels < 2 * strip else strip
+    small = next_power(channels)
+    if nodes * 128 > L2_BYTES and channels >= 32:
+        if small <= 64:
+            return Blocks(2, 4, small, 1)
+        edges = 4 if itemsize > 2 else (8 if channels < 256 else 2)
+        return Blocks(1, edges, 128, 1)
+    if channels * itemsize > 1024:
+        return Blocks(2, 4, 64, 1) if itemsize > 2 else Blocks(1, 8, 128, 1)
+    columns = small if channels < 2 * strip else strip
     if columns >= 32:
         return Blocks(4, 2 if itemsize > 2 else 4, columns, 1)
     edges = 4 if columns == 16 else 8
