@@ -88,13 +88,14 @@ def test_our_step_and_the_plain_loop_take_the_same_steps(impl: str):
 def test_a_captured_arm_takes_the_same_steps():
     case = replace(CASE, device="cuda", cuda_graph=True)
     prepared = load_workload(FAKE).prepare(case, data_root=None, seed=0)
+    expected = prepared.reference().cpu()
     prepared.model.cuda()
     assert prepared.training is not None
     draw = prepared.training.batch
     prepared.training.batch = lambda index: draw(index).cuda()
     arm = Trainer(case, prepared)
     losses = arm.losses(arm.captured(prepared.model))
-    torch.testing.assert_close(losses.double(), prepared.reference().cpu(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-4, atol=0)
 
 
 def test_steps_go_round_a_few_batches_that_lie_ready():

@@ -267,13 +267,15 @@ def test_a_loss_that_waits_is_an_error_where_a_capture_was_asked_for():
 
 @pytest.mark.gpu
 def test_memory_between_steps_holds_no_gradients():
+    before = torch.cuda.memory_allocated()
     model = nn.Linear(1024, 1024, device="cuda")
     optimizer = optimizer_of(model)
     step = TrainingStep(model, lambda model, x: model(x).square().mean(), optimizer, cuda_graph=False)
     x = torch.randn(8, 1024, device="cuda")
     step(x)
+    torch._C._cuda_clearCublasWorkspaces()  # the library's own memory is no gradient
     weights = sum(p.numel() * 4 for p in model.parameters())
-    assert torch.cuda.memory_allocated() < 3.6 * weights  # weights and two moments
+    assert torch.cuda.memory_allocated() - before < 3.6 * weights  # weights and two moments
 
 
 def test_a_schedule_goes_on_in_a_captured_step(device: str):
