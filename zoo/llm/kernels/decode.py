@@ -43,7 +43,6 @@ def _attend(
     BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     part = tl.program_id(0)
     key_head = tl.program_id(1)
@@ -96,6 +95,9 @@ def _attend(
         exponents = exponents * fade + tl.sum(share, 1)
         total = tl.dot(share.to(value.dtype), value, total * fade[:, None], input_precision="ieee")
         greatest = top
+    if OVERLAP:
+        # Not before: weights on their way for later kernels would stand before the keys and values of this one.
+        tl.extra.cuda.gdc_launch_dependents()
     head = (batch * KEY_HEADS + key_head) * (HEADS // KEY_HEADS) + member
     place = head * PARTS + part
     tl.store(partial + (place * D)[:, None] + column[None, :], total, mask=real[:, None])
@@ -106,8 +108,8 @@ def _attend(
 @triton.jit
 def _merge(partial, stats, out, D: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, OVERLAP: tl.constexpr):
     if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK_PARTS)
     column = tl.arange(0, D)

@@ -1,9 +1,10 @@
 """Kernels that begin while the one before them ends: programmatic dependent launch, on Hopper and newer.
 
 A step of decoding is a chain of kernels of a few microseconds each, and the GPU is idle for about one between two of
-them. A kernel launched so starts as soon as all programs of the one before it have begun. It waits for that one's end
-(``gdc_wait``) before it touches anything that any kernel writes, so that only loads of weights go ahead; and it waits
-in every program, so that its own end means that everything before it has ended too.
+them. A kernel launched so starts as soon as all programs of the one before it have said that it may
+(``gdc_launch_dependents``), or ended. It waits for that one's end (``gdc_wait``) before it touches anything that any
+kernel writes, so that only loads of weights go ahead; and it waits in every program before it lets the next one start,
+so that its own start means that everything before the kernel before it has ended.
 
 Weights may be written by anything but the kernel right before. In a model that is a lookup, or one of these.
 """

@@ -57,11 +57,10 @@ def _linear(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < N
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
     first = _part(weight, row, live, 0, C, BLOCK_C)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     for m in tl.static_range(M):
         result = _dots(x, norm, first, weight, row, live, m, eps, C, BLOCK_C)
         if bias is not None:
@@ -81,12 +80,11 @@ def _gate(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < N
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
     first_gate = _part(weight, row, live, 0, C, BLOCK_C)
     first_up = _part(weight + N * C, row, live, 0, C, BLOCK_C)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     for m in tl.static_range(M):
         gate = _dots(x, norm, first_gate, weight, row, live, m, eps, C, BLOCK_C)
         up = _dots(x, norm, first_up, weight + N * C, row, live, m, eps, C, BLOCK_C)
