@@ -31,6 +31,8 @@ EPS = 1e-5
 @pytest.fixture(autouse=True)
 def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
+    # Off for products, but by default on for convolutions.
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     if DEVICE == "cpu":
         monkeypatch.setattr(norms, "triton_runs_on", lambda device: True)
         # The interpreter runs one program after the other, and smaller tiles let small sizes have many.
@@ -308,7 +310,9 @@ if DEVICE == "cuda":
             given = *norm(channels, torch.float16)[:2], *norm(channels, torch.bfloat16)[2:]
             norms.norm_act_backward(x, x, *given, x, EPS, True, True)
             norms.norm_act(x, *given, x, EPS, False)
-        assert len(compiled) == len({text.partition("[")[0] for text in compiled}) == 4, compiled
+        names = [text.partition("[")[0] for text in compiled]
+        assert sorted(set(names)) == sorted(names), compiled
+        assert {"_apply", "_sums", "_gradients"} <= set(names), compiled
 
     if torch.cuda.mem_get_info()[0] > 24 * 2**30:
 

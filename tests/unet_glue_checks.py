@@ -32,6 +32,8 @@ SIZES = [(16, 64), (1, 8), (5, 320), (9, 60), (3, 7), (2, 1), (33, 40), (2, 1280
 @pytest.fixture(autouse=True)
 def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
+    # Off for products, but by default on for convolutions.
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     if DEVICE == "cpu":
         monkeypatch.setattr(operators, "triton_runs_on", lambda device: True)
 

@@ -27,6 +27,8 @@ WIDTHS = [(130, 13), (140, 7), (150, 5), (160, 4), (180, 3), (160, 2), (8, 8), (
 @pytest.fixture(autouse=True)
 def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
+    # Off for products, but by default on for convolutions.
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     if DEVICE == "cpu":
         monkeypatch.setattr(operators, "triton_runs_on", lambda device: True)
         # The interpreter runs one program after the other.

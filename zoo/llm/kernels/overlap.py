@@ -2,11 +2,14 @@
 
 A step of decoding is a chain of kernels of a few microseconds each, and the GPU is idle for about one between two of
 them. A kernel launched so starts as soon as all programs of the one before it have said that it may
-(``gdc_launch_dependents``), or ended. It waits for that one's end (``gdc_wait``) before it touches anything that any
-kernel writes, so that only loads of weights go ahead; and it waits in every program before it lets the next one start,
-so that its own start means that everything before the kernel before it has ended.
+(``gdc_launch_dependents``). It waits for that one's end (``gdc_wait``) before it touches anything that any kernel
+writes, so that only loads of weights go ahead. It waits in every program: its own end then means that everything before
+it has ended too.
 
-Weights may be written by anything but the kernel right before. In a model that is a lookup, or one of these.
+A product lets the next kernel start at once. Attention lets it start late: its loads are few and follow one another, and
+would stand in line behind weights that are not needed yet.
+
+Weights may not be written by kernels right before a step. In a model a lookup stands there.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 # Heads of a program.
-COUNT = 8
+COUNT = 16
 
 
 @triton.jit(do_not_specialize=["tokens", "rotary_stride"])
@@ -74,6 +74,6 @@ def rotate_into(
     _rotate_into[(batch * tokens, triton.cdiv(heads + 2 * key_heads, COUNT))](
         qkv, cache, positions, rotary, q_norm, k_norm, query, eps, tokens,
         0 if rotary.shape[0] == 1 else tokens * width, slots, batch,
-        HEADS=heads, KEY_HEADS=key_heads, D=width, COUNT=COUNT, num_warps=1,
+        HEADS=heads, KEY_HEADS=key_heads, D=width, COUNT=COUNT, num_warps=2,
     )  # fmt: skip
     return query

@@ -99,7 +99,8 @@ def _norm(
     value = rounded.to(tl.float32)
     factor = tl.load(weight + column, mask=live, other=0.0).to(tl.float32)
     offset = tl.load(bias + column, mask=live, other=0.0).to(tl.float32)
-    mean = tl.sum(value, 1) / columns
+    # Rounded as torch rounds: a row of equal values has no variance.
+    mean = tl.div_rn(tl.sum(value, 1), tl.zeros([ROWS], tl.float32) + columns)
     apart = tl.where(seen, value - mean[:, None], 0.0)
     scale = tl.rsqrt(tl.sum(apart * apart, 1) / columns + eps)
     value = apart * scale[:, None] * factor[None, :] + offset[None, :]
