@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import zoo
 from tests.kernel_runs import run_checks
-from zoo.resnet import glue, norms
+from zoo.resnet import fold_batch_norm, glue, norms, pooling
 
 ROOT = Path(__file__).resolve().parent.parent
 EPS = 1e-5
@@ -27,13 +27,15 @@ EPS = 1e-5
 @pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="torch came without Triton, which GPUs only need"
 )
-def test_kernels_in_the_interpreter() -> None:
-    run_checks("resnet_kernel_checks.py", interpret=True)
+@pytest.mark.parametrize("file", ["resnet_kernel_checks.py", "resnet_pool_checks.py"])
+def test_kernels_in_the_interpreter(file: str) -> None:
+    run_checks(file, interpret=True)
 
 
 @pytest.mark.gpu
-def test_kernels_on_a_gpu() -> None:
-    run_checks("resnet_kernel_checks.py", "-m", "gpu", interpret=False)
+@pytest.mark.parametrize("file", ["resnet_kernel_checks.py", "resnet_pool_checks.py"])
+def test_kernels_on_a_gpu(file: str) -> None:
+    run_checks(file, "-m", "gpu", interpret=False)
 
 
 @pytest.fixture
@@ -55,6 +57,7 @@ def norm(grad: bool = False, dtype: torch.dtype = torch.float32) -> tuple[Tensor
 def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     x, more = rows(4, 6, grad=True), rows(4, 6, grad=True)
     half = rows(4, 6, dtype=torch.bfloat16, grad=True)
+    images = rows(2, 6, 7, 4).contiguous(memory_format=torch.channels_last)
     return {
         "statistics": (norms.batch_statistics, (x.detach(), *norm()[:2], 0.1)),
         "statistics alone": (norms.batch_statistics, (half.detach(), None, None, 0.1)),
@@ -67,6 +70,10 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         "two frozen norms": (norms.norms_add_act, (x, *norm(), more, *norm(), EPS, False)),
         "bias": (norms.bias_act, (x, rows(6, grad=True), None)),
         "bias and residual": (norms.bias_act, (x, rows(6, grad=True), more)),
+        "pooled norm": (pooling.norm_act_pool, (images, *norm(), EPS)),
+        "pooled norm, wider weights": (pooling.norm_act_pool, (images.to(torch.bfloat16), *norm(), EPS)),
+        "pooled norm, other layout": (pooling.norm_act_pool, (images.contiguous(), *norm(), EPS)),
+        "pooled bias": (pooling.bias_act_pool, (images, rows(6))),
     }
 
 
@@ -166,6 +173,72 @@ def test_regions_of_a_model_keep_their_budget_and_learn_as_eager_does() -> None:
         for (name, found), expected in zip(ours, theirs, strict=True):
             found, expected = (found, expected) if found.grad is None else (found.grad, expected.grad)
             torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format], ids=str)
+@pytest.mark.usefixtures("_operators_on_cpu")
+def test_what_pools_computes_what_torchs_functions_do(
+    monkeypatch: pytest.MonkeyPatch, memory_format: torch.memory_format
+) -> None:
+    given = norm(dtype=torch.float64)
+    x = rows(2, 6, 7, 10, dtype=torch.float64).contiguous(memory_format=memory_format)
+    x[0, 3, 2, 1] = torch.nan
+    module = glue.NormActPool(zoo.create("resnet-debug").config).eval()
+    found = module(x, given), glue.BiasActPool()(x, given[3])
+    assert all(out.is_contiguous(memory_format=torch.channels_last) for out in found)
+    monkeypatch.setattr(glue, "kernels_run", lambda *_: False)
+    expected = module(x, given), glue.BiasActPool()(x, given[3])
+    assert expected[0].isnan().sum() == 2
+    torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+@pytest.mark.usefixtures("_operators_on_cpu")
+def test_compiled_glue_pools_by_an_operator_unless_it_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.compiler.reset()
+    ran: list[str] = []
+    pooled = pooling.fallback.norm_act_pool
+    monkeypatch.setattr(pooling.fallback, "norm_act_pool", lambda *given: (ran.append("pool"), pooled(*given))[1])
+    module = glue.NormActPool(zoo.create("resnet-debug").config).eval()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=False)
+    x = rows(2, 6, 7, 10).contiguous(memory_format=torch.channels_last)
+    with torch.no_grad():
+        frozen = norm()
+        torch.testing.assert_close(compiled(x, frozen), F.max_pool2d(F.relu(module.normalise(x, frozen)), 3, 2, 1))
+    assert ran == ["pool"]
+    for learns in (module, compiled):
+        weights = norm(True)
+        learns(x, weights).sum().backward()
+        assert weights[2].grad is not None
+    module.train()
+    with torch.no_grad():
+        given = norm()
+        copies = tuple(tensor.clone() for tensor in given)
+        expected = F.max_pool2d(F.relu(module.normalise(x, copies)), 3, 2, 1)
+        torch.testing.assert_close(compiled(x, given), expected)
+        torch.testing.assert_close(given, copies)
+    assert ran == ["pool"]
+
+
+@pytest.mark.parametrize("folded", [False, True], ids=["norms", "folded"])
+@pytest.mark.usefixtures("_operators_on_cpu")
+def test_regions_predict_with_operators_in_as_many_graphs(monkeypatch: pytest.MonkeyPatch, folded: bool) -> None:
+    model = zoo.create("resnet-debug").eval()
+    model = fold_batch_norm(model) if folded else model
+    images = torch.randn(2, 3, 40, 33)
+    with torch.inference_mode():
+        zoo.compile_regions(model, backend="aot_eager")
+        assert zoo.find_regions(model, inputs={"images": images}).graphs_needed == (4 if folded else 5)
+        with zoo.enforce_budget(model):
+            found = model(images)
+        zoo.uncompile(model)
+        monkeypatch.setattr(glue, "kernels_run", lambda *_: False)
+        torch.testing.assert_close(found, model(images), rtol=1e-4, atol=1e-5)
+
+
+def test_what_pools_gives_no_wrong_gradient() -> None:
+    x, weight = rows(1, 6, 4, 4), rows(6, grad=True)
+    with pytest.raises(RuntimeError, match=r"have no gradients; use torch\.nn\.functional"):
+        pooling.bias_act_pool(x, weight).sum().backward()
 
 
 def test_importing_and_running_the_family_brings_no_triton() -> None:

@@ -1,11 +1,12 @@
 """What the kernels of the glue compute, in torch's own operators, and the gradients of it.
 
-Shape legend: R rows, C channels.
+Shape legend: R rows, C channels, N images, H height, W width.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -51,6 +52,19 @@ def bias_act(x: Tensor, bias: Tensor, residual: Tensor | None) -> Tensor:
     """Relu of x [R, C] plus bias [C] plus residual [R, C] if there is one: [R, C]."""
     value = x.to(wide(x.dtype)) + bias
     return (value if residual is None else value + residual).relu().to(x.dtype)
+
+
+def norm_act_pool(x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Pooled relu of the norm of x [N, C, H, W]: [N, C, ⌈H / 2⌉, ⌈W / 2⌉] in channels_last."""
+    value = norm_act(x.permute(0, 2, 3, 1), mean, variance, weight, bias, None, eps).permute(0, 3, 1, 2)
+    return F.max_pool2d(value, 3, 2, 1).contiguous(memory_format=torch.channels_last)
+
+
+def bias_act_pool(x: Tensor, bias: Tensor) -> Tensor:
+    """Pooled relu of x [N, C, H, W] plus bias [C]: [N, C, ⌈H / 2⌉, ⌈W / 2⌉] in channels_last."""
+    # A greatest value stays the greatest under both, so that they touch a quarter of the pixels.
+    value = bias_act(F.max_pool2d(x, 3, 2, 1).permute(0, 2, 3, 1), bias, None).permute(0, 3, 1, 2)
+    return value.contiguous(memory_format=torch.channels_last)
 
 
 def norm_act_backward(

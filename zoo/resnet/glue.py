@@ -3,8 +3,8 @@
 In channels_last the output of a convolution is a matrix with a row for each pixel. On it these modules are the same for
 every width and size: they hold no weights, which would tie a graph to their shapes, but are handed the norm's tensors.
 
-Where our kernels run they are operators of ours (``zoo.resnet.norms``), and the compiler has little to do. Elsewhere
-they are torch's functions, which it fuses.
+Where our kernels run they are operators of ours (``zoo.resnet.norms``, ``zoo.resnet.pooling``), and the compiler has
+little to do. Elsewhere they are torch's functions, which it fuses; what pools is that too where it learns.
 
 Shape legend: R rows (pixels of all images), C channels, N images, H height, W width, K classes.
 """
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from zoo.resnet.config import ResNetConfig
 from zoo.resnet.norms import batch_statistics, bias_act, kernels_run, norm_act, norms_add_act
+from zoo.resnet.pooling import bias_act_pool, differentiated, norm_act_pool
 
 # Running mean and variance (None for a norm that keeps none), weight and bias, [C] each.
 NormTensors: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor, Tensor]
@@ -106,6 +107,10 @@ class NormActPool(_Glue):
 
     def forward(self, x: Tensor, norm: NormTensors) -> Tensor:
         """[N, C, H, W] -> [N, C, ⌈H / 2⌉, ⌈W / 2⌉]."""
+        mean, variance, weight, bias = norm
+        settled = mean is not None and variance is not None and not self.of_batch(norm)
+        if settled and kernels_run(x) and not differentiated(x, weight, bias):
+            return norm_act_pool(x, mean, variance, weight, bias, self.eps)
         return F.max_pool2d(F.relu(self.normalise(x, norm)), 3, 2, 1)
 
 
@@ -134,6 +139,8 @@ class BiasActPool(nn.Module):
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         """[N, C, H, W] and [C] -> [N, C, ⌈H / 2⌉, ⌈W / 2⌉]."""
+        if kernels_run(x, bias) and not differentiated(x, bias):
+            return bias_act_pool(x, bias)
         # A greatest value stays the greatest under both, so that they touch a quarter of the pixels.
         return F.relu(F.max_pool2d(x, 3, 2, 1) + bias[:, None, None])
 

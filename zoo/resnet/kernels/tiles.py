@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-"""How rows are cut into programs. All sizes that can be tuned are here.
+"""How rows, and lines of images, are cut into programs. All sizes that can be tuned are here.
 
 Shape legend: R rows, C channels, K chunks of rows.
 """
@@ -32,6 +32,8 @@ GRADIENTS = Tile(rows=32, channels=64, warps=4)
 # A program takes several tiles where there are more than this many, and at most so many.
 ENOUGH = 4096
 MOST_TILES = 4
+# What pools: of the output so many columns, whose lines a program goes down. 56 columns are whole tiles.
+POOL = Tile(rows=8, channels=64, warps=2)
 # What sums up rows: the statistics of a batch, and their gradients. Chunks are cut so that about so many programs run.
 MOMENTS = Tile(rows=64, channels=64, warps=8)
 SUMS = Tile(rows=64, channels=64, warps=8)
@@ -46,6 +48,13 @@ def rows_to_write(rows: int, channels: int, tile: Tile) -> tuple[int, int]:
     tiles = triton.cdiv(rows, tile.rows)
     share = tile.rows * max(1, min(MOST_TILES, tiles * blocks // ENOUGH))
     return share, triton.cdiv(rows, share) * blocks
+
+
+def lines_to_pool(images: int, lines: int, columns: int, channels: int) -> tuple[int, int]:
+    """(lines of a program, programs) of the kernel that pools, by the size of its output."""
+    strips = triton.cdiv(columns, POOL.rows) * triton.cdiv(channels, POOL.channels)
+    share = max(1, min(MOST_TILES, images * lines * strips // ENOUGH))
+    return share, images * triton.cdiv(lines, share) * strips
 
 
 def rows_to_sum(rows: int, channels: int, tile: Tile) -> tuple[int, int, int]:

@@ -1,0 +1,212 @@
+"""The kernel of the stem's end against float64. Run by test_resnet_kernels.py in Triton's interpreter, and on a GPU.
+
+TRITON_INTERPRET=1 python -m pytest tests/resnet_pool_checks.py
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import zoo
+from zoo.resnet import BiasActPool, NormActPool, fold_batch_norm, norms, pooling
+from zoo.resnet.kernels import pool as kernels
+from zoo.resnet.kernels import tiles
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
+# Of a single value, beside what is lost where norms subtract. The interpreter cuts bits off, a GPU rounds to bfloat16.
+RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 8e-3 if DEVICE == "cpu" else 4e-3, torch.float16: 5e-4}
+# Odd and even, one pixel, one line, one column; parts of tiles, several of them; channels of less and more than a tile.
+SHAPES = [
+    (2, 64, 7, 9), (3, 7, 1, 1), (1, 130, 8, 6), (2, 16, 1, 37), (1, 1, 5, 4), (2, 5, 34, 1), (1, 64, 20, 33),
+]  # fmt: skip
+EPS = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(norms, "triton_runs_on", lambda device: True)
+    programs_of(monkeypatch, 3)
+
+
+def programs_of(monkeypatch: pytest.MonkeyPatch, lines: int) -> None:
+    """Let small sizes take this many lines a program, as large ones do."""
+    monkeypatch.setattr(tiles, "ENOUGH", 1)
+    monkeypatch.setattr(tiles, "MOST_TILES", lines)
+
+
+def images(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """In channels_last, with equal values among them."""
+    x = torch.randn(*shape).to(DEVICE, dtype)
+    return torch.where(x.abs() < 0.2, 0.0, x).contiguous(memory_format=torch.channels_last)
+
+
+def norm(channels: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Mean, variance, weight of either sign and none, and bias [C]."""
+    weight = torch.randn(channels)
+    weight[::7] = 0.0
+    given = torch.randn(channels), torch.rand(channels) + 0.5, weight, torch.randn(channels)
+    mean, variance, weight, bias = (tensor.to(DEVICE, dtype) for tensor in given)
+    return mean, variance, weight, bias
+
+
+def plain(x: Tensor, given: tuple[Tensor, ...]) -> Tensor:
+    mean, variance, weight, bias = (tensor.double() for tensor in given)
+    value = F.batch_norm(x.double(), mean, variance, weight, bias, False, 0.0, EPS)
+    return F.max_pool2d(F.relu(value), 3, 2, 1)
+
+
+def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert found.dtype == dtype and found.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(found.double(), expected, rtol=RELATIVE[dtype], atol=2e-5)
+
+
+@pytest.mark.parametrize("lines", [1, 3])
+@pytest.mark.parametrize("dtype", RELATIVE)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_norm_and_bias(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dtype: torch.dtype, lines: int) -> None:
+    programs_of(monkeypatch, lines)
+    x = images(*shape, dtype=dtype)
+    # Weights of the same dtype, and of float32 as under autocast.
+    for kind in {dtype, torch.float32}:
+        given = norm(shape[1], kind)
+        close(pooling.norm_act_pool(x, *given, EPS), plain(x, given), dtype)
+    bias = given[3].to(dtype)
+    expected = F.max_pool2d(F.relu(x.double() + bias.double()[:, None, None]), 3, 2, 1)
+    close(pooling.bias_act_pool(x, bias), expected, dtype)
+
+
+def test_signs_of_weights_decide_which_pixel_counts() -> None:
+    x = images(1, 2, 4, 4)
+    x[0, :, 1, 1], x[0, :, 0, 1] = 9.0, -9.0
+    weight, rest = torch.tensor([1.0, -1.0], device=DEVICE), torch.zeros(2, device=DEVICE)
+    found = pooling.norm_act_pool(x, rest, rest + 1.0, weight, rest, 0.0)
+    assert (found[0, :, 0, 0] == 9.0).all()
+
+
+@pytest.mark.parametrize("dtype", RELATIVE)
+def test_what_is_not_a_number_stays_so_in_its_windows_alone(dtype: torch.dtype) -> None:
+    x, given = images(2, 5, 9, 21, dtype=dtype), norm(5, dtype)
+    # On a border of two lines and four columns of windows, in one alone, and beside what is infinite.
+    x[0, 2, 3, 5] = x[0, 3, 0, 0] = x[1, 4, 8, 20] = x[1, 1, 4, 10] = torch.nan
+    x[1, 1, 5, 10], x[1, 1, 3, 10] = torch.inf, -torch.inf
+    for found, expected in (
+        (pooling.norm_act_pool(x, *given, EPS), plain(x, given)),
+        (pooling.bias_act_pool(x, given[3]), F.max_pool2d(x.double() + given[3].double()[:, None, None], 3, 2, 1)),
+    ):
+        assert expected.isnan().sum() == 4 + 1 + 1 + 1
+        assert torch.equal(found.isnan(), expected.isnan())
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_infinite_values(sign: float) -> None:
+    x, (mean, variance, weight, bias) = images(1, 3, 7, 8), norm(3)
+    x[0, :, 2, 2], x[0, :, 5, 7] = torch.inf, -torch.inf
+    x[0, 1] = -torch.inf * sign
+    given = mean, variance, sign * weight.abs().clamp(min=0.1), bias
+    found = pooling.norm_act_pool(x, *given, EPS)
+    assert found.isinf().any() and not found.isnan().any()
+    close(found, plain(x, given), torch.float32)
+
+
+def test_images_that_are_not_in_channels_last() -> None:
+    given = norm(6)
+    parts = images(2, 6, 18, 8)[:, :, ::2], images(3, 7, 9, 8)[1:, 1:]
+    for x in (images(2, 6, 9, 8).contiguous(), images(2, 6, 8, 9).mT, *parts):
+        close(pooling.norm_act_pool(x, *given, EPS), plain(x, given), torch.float32)
+
+
+def test_shapes_that_do_not_fit_are_named() -> None:
+    x, given = images(1, 5, 4, 4), norm(5)
+    with pytest.raises(ValueError, match=r"x has shape \(5, 4, 4\), expected images \[N, C, H, W\]"):
+        pooling.norm_act_pool(x[0], *given, EPS)
+    with pytest.raises(ValueError, match=r"bias has shape \(4,\), expected \(5,\) as of x"):
+        pooling.bias_act_pool(x, given[0][:4])
+    with pytest.raises(ValueError, match=r"weight has stride 2, expected 1; use weight\.contiguous"):
+        pooling.norm_act_pool(x, *given[:2], norm(10)[2][::2], given[3], EPS)
+
+
+def test_programs_cover_all_lines() -> None:
+    for size in [(1, 1, 1, 1), (3, 5, 9, 65), (64, 56, 56, 64)]:
+        share, programs = tiles.lines_to_pool(*size)
+        strips = -(-size[2] // tiles.POOL.rows) * -(-size[3] // tiles.POOL.channels)
+        bands = programs // (size[0] * strips)
+        assert programs == bands * size[0] * strips and (bands - 1) * share < size[1] <= bands * share
+
+
+# --- models ---
+
+
+def test_the_kernel_runs_where_nothing_is_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def noting(name: str) -> Any:
+        kernel = getattr(kernels, name)
+        return lambda *arguments: (ran.append(name), kernel(*arguments))[1]
+
+    for name in ("norm_act_pool", "bias_act_pool"):
+        monkeypatch.setattr(kernels, name, noting(name))
+    config = zoo.create("resnet-debug").config
+    normed, biased = NormActPool(config).eval(), BiasActPool()
+    x, given = images(2, 6, 5, 7), norm(6)
+    weight = given[2].clone().requires_grad_()
+    learning = *given[:2], weight, given[3]
+    with torch.no_grad():
+        normed(x, learning)
+        biased(x, weight)
+    normed(x, given)
+    biased(x, given[3])
+    assert ran == ["norm_act_pool", "bias_act_pool"] * 2
+    # What learns, statistics of a batch, and what kernels do not know.
+    for out in (normed(x, learning), normed(x.clone().requires_grad_(), given), biased(x, weight)):
+        out.sum().backward()
+    with torch.no_grad():
+        normed.train()(x, given)
+        normed.eval()(x, (None, None, *given[2:]))
+        assert normed(x.double(), tuple(tensor.double() for tensor in given)).dtype == torch.float64
+    assert len(ran) == 4
+
+
+@pytest.mark.parametrize("folded", [False, True], ids=["norms", "folded"])
+def test_a_model_predicts_as_without_kernels(monkeypatch: pytest.MonkeyPatch, folded: bool) -> None:
+    model = zoo.create("resnet-debug", device=DEVICE, layers=(1, 1, 1, 1)).eval()
+    with torch.no_grad():
+        model.stem.norm.weight.uniform_(-1.0, 1.0)
+        model.stem.norm.running_mean.normal_()
+        stem = (fold_batch_norm(model) if folded else model).stem
+        x = torch.randn(2, 3, 37, 50, device=DEVICE).contiguous(memory_format=torch.channels_last)
+        found = stem(x)
+        monkeypatch.setattr(norms, "triton_runs_on", lambda device: False)
+        torch.testing.assert_close(found, stem(x), rtol=1e-4, atol=1e-5)
+
+
+if DEVICE == "cuda":
+
+    def test_all_sizes_are_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+        import triton
+
+        compiled: list[str] = []
+        monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **about: compiled.append(about["repr"]))
+        for shape in ((4, 64, 112, 112), (1, 64, 16, 16), (2, 128, 7, 9), (1, 64, 1, 1)):
+            x = images(*shape, dtype=torch.bfloat16)
+            # Dtypes that no other check has, so that all of it is compiled here.
+            given = *norm(shape[1], torch.float16)[:2], *norm(shape[1], torch.bfloat16)[2:]
+            pooling.norm_act_pool(x, *given, EPS)
+        assert len(compiled) == 1, compiled
+
+    if torch.cuda.mem_get_info()[0] > 24 * 2**30:
+
+        def test_more_elements_than_32_bits_count() -> None:
+            x = torch.randn(1, 2**18 + 1, 2**7, 65, device=DEVICE, dtype=torch.bfloat16).permute(0, 3, 1, 2)
+            x = x.expand(2, -1, -1, -1).contiguous(memory_format=torch.channels_last)
+            given = norm(65)
+            out = pooling.norm_act_pool(x, *given, EPS)
+            assert torch.equal(out[1:, :, -3:], pooling.norm_act_pool(x[1:, :, -7:], *given, EPS)[:, :, -3:])
