@@ -6,7 +6,7 @@ them. A kernel launched so starts as soon as all programs of the one before it h
 writes, so that only loads of weights go ahead. It waits in every program: its own end then means that everything before
 it has ended too.
 
-A product lets the next kernel start at once. Attention lets it start late: its loads are few and follow one another, and
+A product lets the next kernel start at once. Attention lets it start late: its loads are few, follow one another, and
 would stand in line behind weights that are not needed yet.
 
 Weights may not be written by kernels right before a step. In a model a lookup stands there.
