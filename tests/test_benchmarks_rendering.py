@@ -342,6 +342,14 @@ def test_headline_adds_our_worst_row_by_rule() -> None:
     assert re.search(r"Our worst row, .* all 2 races: gcn, arxiv: zoo regional \+ CUDA graph, 0\.4\d+× .* slower", text)
 
 
+def test_headline_names_the_mode_of_a_full_compile_that_is_not_the_default() -> None:
+    results = race()
+    without = [r for r in results if (r.case.impl, r.case.strategy, r.case.mode) != ("upstream", "full", "default")]
+    assert len(without) < len(results)
+    assert " (reduce-overhead) → " in _table("headline family=gnn", without)
+    assert " (reduce-overhead) → " not in _table("headline family=gnn", results)
+
+
 def test_headline_takes_the_arm_without_cuda_graph_where_only_that_one_loses() -> None:
     results = race({"zoo regional": 4.0})
     text = _table("headline family=gnn", results)
