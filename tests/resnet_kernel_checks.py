@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import zoo
-from zoo.resnet import fold_batch_norm, norms
+from zoo.resnet import depth, fold_batch_norm, norms
 from zoo.resnet.kernels import tiles
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -34,7 +34,8 @@ def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     # Off for products, but by default on for convolutions.
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     if DEVICE == "cpu":
-        monkeypatch.setattr(norms, "triton_runs_on", lambda device: True)
+        for module in (norms, depth):
+            monkeypatch.setattr(module, "triton_runs_on", lambda device: True)
         # The interpreter runs one program after the other, and smaller tiles let small sizes have many.
         monkeypatch.setattr(tiles, "ENOUGH", 3)
         monkeypatch.setattr(tiles, "PROGRAMS", 9)
@@ -295,6 +296,20 @@ def test_a_folded_model_predicts_as_without_kernels(monkeypatch: pytest.MonkeyPa
         found = folded(images)
         monkeypatch.setattr(norms, "triton_runs_on", lambda device: False)
         torch.testing.assert_close(found, folded(images), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", RELATIVE)
+@pytest.mark.parametrize(
+    ("shape", "arguments"),
+    [((2, 3, 9, 10), (4, 8, 8, 16)), ((4, 3, 7, 7), (1, 4, 4, 16)), ((2, 1, 30, 31), (4, 18, 19, 8))],
+)
+def test_squares_of_pixels(shape: tuple[int, ...], arguments: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = values(*shape, dtype=dtype)
+    expected = depth.space_to_depth(x.double(), *arguments)  # float64 is torch's own
+    for images in (x, x.contiguous(memory_format=torch.channels_last), x.mT.contiguous().mT):
+        found = depth.space_to_depth(images, *arguments)
+        assert found.dtype == dtype and found.stride() == expected.stride()
+        assert torch.equal(found.double(), expected)
 
 
 if DEVICE == "cuda":
