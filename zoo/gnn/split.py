@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zoo.operators import next_power
+
 # Fewest edges worth a chunk. A chunk is walked by one program, a few edges a step: some 20 microseconds on an H200,
 # about as long as the shortest launches that matter.
 EDGES_PER_CHUNK = 128
@@ -84,18 +86,14 @@ def split_rows(pointers: Tensor, edges: int, size: int | None = None) -> Split |
         return None
     end = count.cumsum(0)
     # A program that finds its entry empty costs about as much to launch as one that finds work: no more than need be.
-    number = torch.arange(_next_power(num_chunks), device=pointers.device)
+    number = torch.arange(next_power(num_chunks), device=pointers.device)
     row, real = _within(torch.searchsorted(end, number, right=True), degree)
     first_edge = pointers[row] + (number - (end - count)[row]) * size
     chunks = torch.stack([row, first_edge, torch.minimum(first_edge + size, pointers[row + 1])], dim=1)
-    rank = torch.arange(1, _next_power(num_long) + 1, device=pointers.device)
+    rank = torch.arange(1, next_power(num_long) + 1, device=pointers.device)
     row, long = _within(torch.searchsorted(is_long.cumsum(0), rank), degree)
     rows = torch.stack([row, (end - count)[row], end[row]], dim=1)
     return Split(chunks.masked_fill(~real.unsqueeze(1), 0), rows.masked_fill(~long.unsqueeze(1), -1))
-
-
-def _next_power(value: int) -> int:
-    return 1 << (value - 1).bit_length()
 
 
 def _within(row: Tensor, degree: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,9 +25,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.gnn.kernels.common import choose_blocks, merge_grid, merge_tile, next_power, span, with_rows
+from zoo.gnn.kernels.common import choose_blocks, merge_grid, merge_tile, span, with_rows
 from zoo.gnn.kernels.sums import csr_sum, merge_sums
 from zoo.gnn.split import Rows, edges_per_chunk
+from zoo.operators import ceil_div, next_power
 
 
 @triton.jit
@@ -322,7 +323,7 @@ def gat(
         if rows.chunks is not None:
             partial = table.new_empty(rows.num_chunks, heads * channels, dtype=torch.float32)
             stats = table.new_empty(rows.num_chunks, heads, 2, dtype=torch.float32)
-        _gat[(rows.num_chunks + number, triton.cdiv(heads, tile.heads))](
+        _gat[(rows.num_chunks + number, ceil_div(heads, tile.heads))](
             table, a_source, a_destination, rows.nodes, rows.pointers, seed, rows.chunks, out, lse, partial, stats,
             number, rows.num_chunks, edges_per_chunk(rows.nodes.shape[0], number), slope, dropout, _keep_scale(dropout),
             HEADS=heads, CHANNELS=channels, STRIDE=table.stride(0), A_STRIDE=a_destination.stride(0), OUT_STRIDE=width,
@@ -332,7 +333,7 @@ def gat(
         if rows.long_rows is not None:
             chunks, columns, warps = merge_tile(channels)
             _merge_attention[
-                (merge_grid(rows.long_rows), triton.cdiv(channels, columns), 1 if average_here else heads)
+                (merge_grid(rows.long_rows), ceil_div(channels, columns), 1 if average_here else heads)
             ](
                 partial, stats, rows.long_rows, out, lse, rows.long_rows.shape[0],
                 HEADS=heads, CHANNELS=channels, AVERAGE=average_here, CHUNKS=chunks, COLUMNS=columns, num_warps=warps,
@@ -374,7 +375,7 @@ def gat_backward(
         partial_a = table.new_empty(transpose.num_chunks, heads, dtype=torch.float32)
     features, scores = grad_table[:, : heads * channels], grad_table[:, heads * channels :]
     if grad_table.numel():
-        _gat_backward[(transpose.num_chunks + number, triton.cdiv(heads, tile.heads))](
+        _gat_backward[(transpose.num_chunks + number, ceil_div(heads, tile.heads))](
             table, grad, a_source, a_destination, lse, transpose.nodes, permutation, transpose.pointers, seed,
             transpose.chunks, features, moved, partial, *limits, slope, dropout, _keep_scale(dropout),
             1.0 / heads if average else 1.0,
@@ -388,8 +389,8 @@ def gat_backward(
     delta = csr_sum(moved, by_edge)
     if grad_table.numel():
         blocks = choose_blocks(heads, itemsize=4)
-        programs = transpose.num_chunks + triton.cdiv(number, blocks.rows)
-        _softmax_backward[(programs, triton.cdiv(heads, blocks.columns))](
+        programs = transpose.num_chunks + ceil_div(number, blocks.rows)
+        _softmax_backward[(programs, ceil_div(heads, blocks.columns))](
             a_source, a_destination, lse, delta, transpose.nodes, permutation, transpose.pointers, transpose.chunks,
             moved, scores, partial_a, *limits, slope,
             HEADS=heads, STRIDE=table.stride(0), A_STRIDE=a_stride,

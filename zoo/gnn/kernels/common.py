@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.operators import next_power
+
 # Of an H200, about. Strips of half precision that do not stay in it are better gathered wider.
 L2_BYTES = 50 * 2**20
 
@@ -97,11 +99,6 @@ def merge_grid(long_rows: Tensor) -> int:
 def with_rows(x: Tensor) -> Tensor:
     """Features [N, C], copied unless the values of a row lie side by side; rows may be any distance apart."""
     return x if x.stride(1) == 1 else x.contiguous()
-
-
-def next_power(value: int) -> int:
-    """The next power of two, at least 1."""
-    return 1 << max(value - 1, 0).bit_length()
 
 
 def warps_for(elements: int) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 from zoo.gnn.kernels.common import Blocks, choose_blocks, greater, merge_grid, merge_tile, span
 from zoo.gnn.kernels.sums import merge_sums
 from zoo.gnn.split import Rows, edges_per_chunk
+from zoo.operators import ceil_div
 
 
 @triton.jit(do_not_specialize=["rows", "num_chunks", "chunk_size"])
@@ -132,15 +133,15 @@ def csr_max(x: Tensor, rows: Rows, count_ties: bool, blocks: Blocks | None = Non
     partial = None if rows.chunks is None else x.new_empty(rows.num_chunks, channels, dtype=torch.float32)
     partial_ties = None if partial is None or not count_ties else torch.empty_like(partial)
     given_ties = ties if count_ties else None
-    tiles = triton.cdiv(channels, blocks.columns)
-    _csr_max[(rows.num_chunks + triton.cdiv(number, blocks.rows), tiles)](
+    tiles = ceil_div(channels, blocks.columns)
+    _csr_max[(rows.num_chunks + ceil_div(number, blocks.rows), tiles)](
         x, rows.nodes, rows.pointers, rows.chunks, out, given_ties, partial, partial_ties,
         number, rows.num_chunks, edges_per_chunk(rows.nodes.shape[0], number),
         CHANNELS=channels, ROWS=blocks.rows, EDGES=blocks.edges, COLUMNS=blocks.columns, num_warps=blocks.warps,
     )  # fmt: skip
     if rows.long_rows is not None:
         chunks, columns, warps = merge_tile(channels)
-        _merge_maxima[(merge_grid(rows.long_rows), triton.cdiv(channels, columns))](
+        _merge_maxima[(merge_grid(rows.long_rows), ceil_div(channels, columns))](
             partial, partial_ties, rows.long_rows, out, given_ties, rows.long_rows.shape[0],
             CHANNELS=channels, CHUNKS=chunks, COLUMNS=columns, num_warps=warps,
         )  # fmt: skip
@@ -157,8 +158,8 @@ def csr_max_backward(x: Tensor, values: Tensor, shares: Tensor, rows: Rows, bloc
         return out
     blocks = blocks or choose_blocks(channels, x.element_size(), values.shape[0])
     partial = None if rows.chunks is None else x.new_empty(rows.num_chunks, channels, dtype=torch.float32)
-    tiles = triton.cdiv(channels, blocks.columns)
-    _csr_max_backward[(rows.num_chunks + triton.cdiv(number, blocks.rows), tiles)](
+    tiles = ceil_div(channels, blocks.columns)
+    _csr_max_backward[(rows.num_chunks + ceil_div(number, blocks.rows), tiles)](
         x, values, shares, rows.nodes, rows.pointers, rows.chunks, out, partial,
         number, rows.num_chunks, edges_per_chunk(rows.nodes.shape[0], number),
         CHANNELS=channels, ROWS=blocks.rows, EDGES=blocks.edges, COLUMNS=blocks.columns, num_warps=blocks.warps,

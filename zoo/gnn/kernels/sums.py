@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.gnn.kernels.common import Blocks, choose_blocks, merge_grid, merge_tile, next_power, span, with_rows
+from zoo.gnn.kernels.common import Blocks, choose_blocks, merge_grid, merge_tile, span, with_rows
 from zoo.gnn.split import Rows, edges_per_chunk
+from zoo.operators import ceil_div, next_power
 
 
 @triton.jit
@@ -139,8 +140,8 @@ def csr_sum(
         return out
     blocks = blocks or choose_blocks(channels, x.element_size(), x.shape[0])
     partial = None if rows.chunks is None else x.new_empty(rows.num_chunks, channels, dtype=torch.float32)
-    tiles = triton.cdiv(channels, blocks.columns)
-    _csr_sum[(rows.num_chunks + triton.cdiv(number, blocks.rows), tiles)](
+    tiles = ceil_div(channels, blocks.columns)
+    _csr_sum[(rows.num_chunks + ceil_div(number, blocks.rows), tiles)](
         x, rows.nodes, rows.pointers, weight, gather_scale, row_scale, root, rows.chunks, out, partial,
         number, rows.num_chunks, edges_per_chunk(edges, number),
         CHANNELS=channels, STRIDE=x.stride(0), ROOT_STRIDE=0 if root is None else root.stride(0),
@@ -164,7 +165,7 @@ def merge_sums(
     assert rows.long_rows is not None
     channels = partial.shape[1]
     chunks, columns, warps = merge_tile(channels)
-    _merge_sums[(merge_grid(rows.long_rows), triton.cdiv(channels, columns))](
+    _merge_sums[(merge_grid(rows.long_rows), ceil_div(channels, columns))](
         partial, rows.long_rows, row_scale, root, out, rows.long_rows.shape[0],
         CHANNELS=channels, ROOT_STRIDE=0 if root is None else root.stride(0), OUT_STRIDE=out.stride(0), BESIDE=beside,
         CHUNKS=chunks, COLUMNS=columns, num_warps=warps,
@@ -188,7 +189,7 @@ def edge_dot(
         return out
     columns = min(next_power(channels), 256)
     tile = max(4096 // columns, 16)
-    _edge_dot[(triton.cdiv(edges, tile),)](
+    _edge_dot[(ceil_div(edges, tile),)](
         x, grad, source, destination, gather_scale, row_scale, out, edges,
         CHANNELS=channels, X_STRIDE=x.stride(0), GRAD_STRIDE=grad.stride(0), EDGES=tile, COLUMNS=columns, num_warps=4,
     )  # fmt: skip

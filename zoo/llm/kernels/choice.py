@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.operators import ceil_div, next_power
+
 BLOCK = 1024
 
 
@@ -62,12 +64,12 @@ def accept_greedy(
     """The arguments are those of the operator of the same name."""
     logits = logits.contiguous()
     batch, vocabulary = logits.shape
-    parts = triton.cdiv(vocabulary, BLOCK)
+    parts = ceil_div(vocabulary, BLOCK)
     values = logits.new_empty(batch, parts, dtype=torch.float32)
     indices = logits.new_empty(batch, parts, dtype=torch.int32)
     _best_of_parts[(parts, batch)](logits, values, indices, V=vocabulary, BLOCK=BLOCK, num_warps=4)
     _accept[(batch,)](
         values, indices, tokens, positions, finished.view(torch.int8), step, output, ends, pad,
-        B=batch, V=vocabulary, PARTS=parts, BLOCK_PARTS=triton.next_power_of_2(parts), ENDS=ends.shape[0], num_warps=4,
+        B=batch, V=vocabulary, PARTS=parts, BLOCK_PARTS=next_power(parts), ENDS=ends.shape[0], num_warps=4,
     )  # fmt: skip
     step.add_(1)

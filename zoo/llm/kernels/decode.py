@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.llm.kernels.overlap import overlapped
+from zoo.operators import ceil_div, next_power
 
 # Slots that a program takes at a step.
 BLOCK = 64
@@ -140,18 +141,18 @@ def decode_attention(
     """
     qkv = qkv.contiguous()
     _, batch, key_heads, slots, width = cache.shape
-    parts = max(1, min(triton.cdiv(slots, BLOCK), triton.cdiv(ENOUGH, batch * key_heads), 64))
+    parts = max(1, min(ceil_div(slots, BLOCK), ceil_div(ENOUGH, batch * key_heads), 64))
     partial = qkv.new_empty(batch, heads, parts, width, dtype=torch.float32)
     stats = qkv.new_empty(batch, heads, parts, 2, dtype=torch.float32)
     out = qkv.new_empty(batch, heads * width)
     _attend[(parts, key_heads, batch)](
         qkv, q_norm, k_norm, rotary, positions, cache, partial, stats, eps, width**-0.5, slots,
         slots if window is None else window,
-        HEADS=heads, KEY_HEADS=key_heads, D=width, GROUP=max(triton.next_power_of_2(heads // key_heads), 16),
+        HEADS=heads, KEY_HEADS=key_heads, D=width, GROUP=max(next_power(heads // key_heads), 16),
         PARTS=parts, BLOCK=BLOCK, num_warps=4, **overlapped(qkv),
     )  # fmt: skip
     _merge[(batch * heads,)](
         partial, stats, out,
-        D=width, PARTS=parts, BLOCK_PARTS=triton.next_power_of_2(parts), num_warps=4, **overlapped(qkv),
+        D=width, PARTS=parts, BLOCK_PARTS=next_power(parts), num_warps=4, **overlapped(qkv),
     )  # fmt: skip
     return out

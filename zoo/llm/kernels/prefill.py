@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.operators import ceil_div, next_power
+
 
 @triton.jit
 def _step(
@@ -90,7 +92,7 @@ def _prefill(
 def _tile(tokens: int, width: int) -> tuple[int, int, int, int]:
     """(tokens, slots at a step, warps, stages) of a program. Measured on an H200: one warp group holds narrow heads."""
     most, warps = (64, 4) if width <= 64 else (128, 8)
-    rows = most if tokens >= most else max(16, triton.next_power_of_2(tokens))
+    rows = most if tokens >= most else max(16, next_power(tokens))
     return rows, 64, warps if rows == most else 4, 3
 
 
@@ -102,7 +104,7 @@ def prefill_attention(query: Tensor, cache: Tensor, positions: Tensor, window: i
     out = torch.empty_like(query)
     rows, block, warps, stages = _tile(tokens, width)
     log2_e = 1.4426950408889634
-    _prefill[(triton.cdiv(tokens, rows), heads, batch)](
+    _prefill[(ceil_div(tokens, rows), heads, batch)](
         query, cache, positions, out, width**-0.5 * log2_e, tokens, slots, slots if window is None else window,
         HEADS=heads, KEY_HEADS=key_heads, D=width, ROWS=rows, BLOCK=block, num_warps=warps, num_stages=stages,
     )  # fmt: skip

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.llm.kernels.overlap import overlapped
+from zoo.operators import ceil_div, next_power
 
 
 @triton.jit
@@ -105,9 +106,9 @@ def _tile(rows: int, columns: int, itemsize: int) -> tuple[int, int, int]:
 
     Four rows share the features that they are multiplied with, fewer where the weight has too few for all programs.
     """
-    block = min(triton.next_power_of_2(columns), 8192)
+    block = min(next_power(columns), 8192)
     count = next((count for count in (4, 2) if rows // count >= ENOUGH), 1)
-    warps = triton.next_power_of_2(count * block * itemsize) // (32 * THREAD_BYTES)
+    warps = next_power(count * block * itemsize) // (32 * THREAD_BYTES)
     return count, block, min(max(warps, 2), 8)
 
 
@@ -127,7 +128,7 @@ def _launch(
     x, (n, columns) = x.contiguous(), weight.shape
     out = x.new_empty(x.shape[0], n)
     rows, block, warps = _tile(n, columns, x.element_size())
-    _linear[(triton.cdiv(n, rows),)](
+    _linear[(ceil_div(n, rows),)](
         x, norm, weight, bias, None if residual is None else residual.contiguous(), out, eps,
         M=x.shape[0], N=n, C=columns, ROWS=rows, BLOCK_C=block, num_warps=warps,
         **overlapped(x),
@@ -140,7 +141,7 @@ def norm_gate(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
     x, n, columns = x.contiguous(), weight.shape[0] // 2, weight.shape[1]
     out = x.new_empty(x.shape[0], n)
     rows, block, warps = _tile(n, columns, x.element_size())
-    _gate[(triton.cdiv(n, rows),)](
+    _gate[(ceil_div(n, rows),)](
         x, norm, weight, out, eps,
         M=x.shape[0], N=n, C=columns, ROWS=rows, BLOCK_C=block, num_warps=warps, **overlapped(x),
     )  # fmt: skip

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.operators import ceil_div
+
 # Heads of a program.
 COUNT = 16
 
@@ -71,7 +73,7 @@ def rotate_into(
     batch, tokens = positions.shape
     _, _, key_heads, slots, width = cache.shape
     query = qkv.new_empty(batch, tokens, heads, width)
-    _rotate_into[(batch * tokens, triton.cdiv(heads + 2 * key_heads, COUNT))](
+    _rotate_into[(batch * tokens, ceil_div(heads + 2 * key_heads, COUNT))](
         qkv, cache, positions, rotary, q_norm, k_norm, query, eps, tokens,
         0 if rotary.shape[0] == 1 else tokens * width, slots, batch,
         HEADS=heads, KEY_HEADS=key_heads, D=width, COUNT=COUNT, num_warps=2,

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.operators import ceil_div
+
 # Columns that a program takes.
 BLOCK = 2048
 
@@ -46,7 +48,7 @@ def swiglu(x: Tensor) -> Tensor:
     """[R, 2 I] -> [R, I]."""
     x, inner = x.contiguous(), x.shape[1] // 2
     out = x.new_empty(x.shape[0], inner)
-    _swiglu[(x.shape[0], triton.cdiv(inner, BLOCK))](x, out, inner, BLOCK=BLOCK, num_warps=8)
+    _swiglu[(x.shape[0], ceil_div(inner, BLOCK))](x, out, inner, BLOCK=BLOCK, num_warps=8)
     return out
 
 
@@ -55,5 +57,5 @@ def swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
     grad, x = grad.contiguous(), x.contiguous()
     out = torch.empty_like(x)
     inner = grad.shape[1]
-    _swiglu_backward[(x.shape[0], triton.cdiv(inner, BLOCK))](grad, x, out, inner, BLOCK=BLOCK, num_warps=8)
+    _swiglu_backward[(x.shape[0], ceil_div(inner, BLOCK))](grad, x, out, inner, BLOCK=BLOCK, num_warps=8)
     return out

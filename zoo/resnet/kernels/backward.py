@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.operators import ceil_div
 from zoo.resnet.kernels import tiles
 from zoo.resnet.kernels.tiles import norm_of, of_channels, of_rows, span
 
@@ -215,7 +216,7 @@ def _totals(
         grad, x, *norm, out, other, other_mean, other_variance, part, rows, channels, share, chunks, eps,
         **tiles.SUMS.code(),
     )  # fmt: skip
-    _total[(triton.cdiv(channels, tiles.FINISH.channels),)](
+    _total[(ceil_div(channels, tiles.FINISH.channels),)](
         part, totals, *affines, channels, chunks, **tiles.FINISH.code()
     )
     return totals

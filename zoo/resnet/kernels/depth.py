@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.operators import ceil_div
+
 # Pixels of the result that a program writes.
 PIXELS = 128
 
@@ -36,7 +38,7 @@ def space_to_depth(x: Tensor, offset: int, height: int, width: int, channels: in
     """The arguments are those of the operator of the same name; ``channels`` is a power of two."""
     out = x.new_empty(x.shape[0], height, width, channels)
     pixels = x.shape[0] * height * width
-    _space_to_depth[(triton.cdiv(pixels, PIXELS),)](
+    _space_to_depth[(ceil_div(pixels, PIXELS),)](
         x, out, *x.stride(), x.shape[2], x.shape[3], pixels, height, width, offset,
         C=x.shape[1], D=channels, PIXELS=PIXELS, num_warps=4,
     )  # fmt: skip

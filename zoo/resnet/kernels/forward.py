@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.operators import ceil_div
 from zoo.resnet.kernels import tiles
 from zoo.resnet.kernels.tiles import norm_of, of_channels, of_rows, span
 
@@ -172,7 +173,7 @@ def batch_statistics(
     part = torch.empty(2, chunks, channels, dtype=torch.float32, device=x.device)
     mean, variance = (torch.empty(channels, dtype=torch.float32, device=x.device) for _ in range(2))
     _moments[(programs,)](x.contiguous(), part, rows, channels, share, chunks, **tiles.MOMENTS.code())
-    _combine[(triton.cdiv(channels, tiles.FINISH.channels),)](
+    _combine[(ceil_div(channels, tiles.FINISH.channels),)](
         part, mean, variance, running_mean, running_variance, rows, channels, share, chunks, momentum,
         **tiles.FINISH.code(),
     )  # fmt: skip

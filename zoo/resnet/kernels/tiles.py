@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.operators import ceil_div
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -44,25 +46,25 @@ FINISH = Tile(rows=512, channels=8, warps=8)
 
 def rows_to_write(rows: int, channels: int, tile: Tile) -> tuple[int, int]:
     """(rows of a program, programs) of a kernel that writes rows."""
-    blocks = triton.cdiv(channels, tile.channels)
-    tiles = triton.cdiv(rows, tile.rows)
+    blocks = ceil_div(channels, tile.channels)
+    tiles = ceil_div(rows, tile.rows)
     share = tile.rows * max(1, min(MOST_TILES, tiles * blocks // ENOUGH))
-    return share, triton.cdiv(rows, share) * blocks
+    return share, ceil_div(rows, share) * blocks
 
 
 def lines_to_pool(images: int, lines: int, columns: int, channels: int) -> tuple[int, int]:
     """(lines of a program, programs) of the kernel that pools, by the size of its output."""
-    strips = triton.cdiv(columns, POOL.rows) * triton.cdiv(channels, POOL.channels)
+    strips = ceil_div(columns, POOL.rows) * ceil_div(channels, POOL.channels)
     share = max(1, min(MOST_TILES, images * lines * strips // ENOUGH))
-    return share, images * triton.cdiv(lines, share) * strips
+    return share, images * ceil_div(lines, share) * strips
 
 
 def rows_to_sum(rows: int, channels: int, tile: Tile) -> tuple[int, int, int]:
     """(rows of a chunk, chunks, programs) of a kernel that sums up rows."""
-    blocks = triton.cdiv(channels, tile.channels)
+    blocks = ceil_div(channels, tile.channels)
     wanted = max(1, PROGRAMS // blocks)
-    share = triton.cdiv(triton.cdiv(rows, wanted), tile.rows) * tile.rows
-    chunks = triton.cdiv(rows, share)
+    share = ceil_div(ceil_div(rows, wanted), tile.rows) * tile.rows
+    chunks = ceil_div(rows, share)
     return share, chunks, chunks * blocks
 
 

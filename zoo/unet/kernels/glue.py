@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.operators import ceil_div, next_power
+
 # Rows and columns of a tile. Widths in the models are multiples of 64, inside the MLP of 256: no lane is idle. A
 # thread reads 16 numbers of each half, or 8 of each summand.
 GATE_ROWS, GATE_COLUMNS = 8, 256
@@ -113,7 +115,7 @@ def gated_gelu(x: Tensor) -> Tensor:
     out = x.new_empty(*x.shape[:-1], columns)
     if out.numel():
         rows = out.numel() // columns
-        grid = (triton.cdiv(rows, GATE_ROWS) * triton.cdiv(columns, GATE_COLUMNS),)
+        grid = (ceil_div(rows, GATE_ROWS) * ceil_div(columns, GATE_COLUMNS),)
         _gated_gelu[grid](x, out, rows, columns, ROWS=GATE_ROWS, COLUMNS=GATE_COLUMNS, num_warps=4)
     return out
 
@@ -124,7 +126,7 @@ def conv_add(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
     if out.numel():
         columns = x.shape[-1]
         rows = out.numel() // columns
-        grid = (triton.cdiv(rows, ADD_ROWS) * triton.cdiv(columns, ADD_COLUMNS),)
+        grid = (ceil_div(rows, ADD_ROWS) * ceil_div(columns, ADD_COLUMNS),)
         _conv_add[grid](x, bias, residual, out, rows, columns, ROWS=ADD_ROWS, COLUMNS=ADD_COLUMNS, num_warps=4)
     return out
 
@@ -150,9 +152,9 @@ def _launch_norm(
     if not x.numel():
         return
     columns = x.shape[-1]
-    rows, block = x.numel() // columns, triton.next_power_of_2(columns)
+    rows, block = x.numel() // columns, next_power(columns)
     at_once = max(1, min(NORM_ROWS, NORM_TILE // block))
     given = x, x if residual is None else residual, weight, bias, total, out
-    grid = (triton.cdiv(rows, at_once),)
+    grid = (ceil_div(rows, at_once),)
     added = 0 if residual is None else columns
     _norm[grid](*given, rows, columns, added, eps, ROWS=at_once, COLUMNS=block, num_warps=4)

@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.operators import ceil_div, next_power
+
 # Channels that a program holds, where groups are not wider.
 BLOCK = 128
 # Pixels and channels that a program reads at once: 4 vectors of 8 numbers a thread.
@@ -172,7 +174,7 @@ def _apply(
 
 def _groups_of_a_block(size: int, groups: int) -> tuple[int, int, int]:
     """(groups, unit of their width, channels) of a program: as many whole groups as fit, in whole vectors if any."""
-    block = max(BLOCK, triton.next_power_of_2(size))
+    block = max(BLOCK, next_power(size))
     most = min(block // size, groups)
     for unit in (8, 4, 2, 1):
         fitting = [count for count in range(most, 0, -1) if count * size % unit == 0]
@@ -226,11 +228,11 @@ class _Cut:
         self.pixels, channels = height * side, weight.shape[0]
         self.size = channels // groups
         count, unit, block = _groups_of_a_block(self.size, groups)
-        blocks = triton.cdiv(groups, count)
+        blocks = ceil_div(groups, count)
         rows_at_once = max(1, TILE // STEPS // block)
         wanted = max(1, min(CHUNKS, ENOUGH // (images * blocks)))
-        self.rows = triton.cdiv(triton.cdiv(self.pixels, wanted), rows_at_once * STEPS) * rows_at_once * STEPS
-        self.chunks = triton.cdiv(self.pixels, self.rows)
+        self.rows = ceil_div(ceil_div(self.pixels, wanted), rows_at_once * STEPS) * rows_at_once * STEPS
+        self.chunks = ceil_div(self.pixels, self.rows)
         self.part = torch.empty(2, images, groups, CHUNKS, dtype=torch.float32, device=x.device)
         self.shift = shift if shift is None or shift.stride(1) == 1 else shift.contiguous()
         self.sizes = (
@@ -240,7 +242,7 @@ class _Cut:
         self.code = {
             "UNIT": unit,
             "BLOCK": block,
-            "GROUPS": max(16, triton.next_power_of_2(count)),
+            "GROUPS": max(16, next_power(count)),
             "ROWS": rows_at_once,
             "STEPS": STEPS,
             "CHUNKS": CHUNKS,

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.operators import ceil_div
 from zoo.unet.kernels import group_norm as forward
 
 # Channels and pixels that a program holds at once.
@@ -135,10 +136,10 @@ def group_norm_backward(
     images, channels, height, side = x.shape
     pixels, size = height * side, channels // groups
     stats = forward.statistics(x, shift, weight, groups, eps)
-    blocks = triton.cdiv(channels, BLOCK)
+    blocks = ceil_div(channels, BLOCK)
     wanted = max(1, forward.ENOUGH // (images * blocks))
-    rows = triton.cdiv(triton.cdiv(pixels, wanted), ROWS) * ROWS
-    chunks = triton.cdiv(pixels, rows)
+    rows = ceil_div(ceil_div(pixels, wanted), ROWS) * ROWS
+    chunks = ceil_div(pixels, rows)
     sums = torch.empty(3, images, chunks, channels, dtype=torch.float32, device=x.device)
     if shift is not None and shift.stride(1) != 1:
         shift = shift.contiguous()
