@@ -25,8 +25,8 @@ from zoo.bert.presets import PRESETS
 from zoo.weights import fill
 
 DROPOUT = "-dropout"
-# Times the width: wide models take smaller steps. 2e-6 at 768: with weights that nobody trained and no warm-up two copies
-# of one arm part after some twenty steps at a rate of fine-tuning.
+# Times the width: wide models take smaller steps. 2e-6 at 768: with weights that nobody trained and no warm-up, two
+# copies of one arm part after some twenty steps at a rate of fine-tuning.
 _RATE_TIMES_WIDTH = 1.5e-3
 
 BYTES_FORMULA = (
