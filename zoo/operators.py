@@ -52,6 +52,8 @@ class OperatorLibrary:
         )
 
 
+# What the kernels take; they compute in float32.
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -61,6 +63,14 @@ def triton_runs_on(device: torch.device) -> bool:
         return False
     found = torch.cuda.get_device_properties(device)
     return torch.version.hip is not None or (found.major, found.minor) >= (7, 5)
+
+
+def differentiated(*tensors: Tensor) -> bool:
+    """Whether somebody may ask for gradients of what is computed of these.
+
+    May be asked inside a region: the compiler guards both anyway.
+    """
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def launcher(module: str, name: str, x: Tensor) -> Function:

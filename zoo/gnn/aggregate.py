@@ -14,6 +14,7 @@ from torch import Tensor
 from zoo.gnn import operators
 from zoo.gnn.csr import GraphTensors, Transpose
 from zoo.gnn.split import Split
+from zoo.operators import differentiated
 
 _NO_SPLIT: tuple[None, None] = (None, None)
 
@@ -42,7 +43,7 @@ def mean_neighbours(x: Tensor, graph: GraphTensors, root: Tensor | None = None, 
 
 def max_neighbours(x: Tensor, graph: GraphTensors) -> Tensor:
     """Greatest value over incoming edges, zero where there are none; ties share the gradient. x [S, C] -> [D, C]."""
-    count_ties = torch.is_grad_enabled() and x.requires_grad
+    count_ties = differentiated(x)
     pointers, index, _, _, *t_split = _transposed(graph.transpose)
     values, _ = operators.csr_max(
         x, graph.rowptr, graph.source, count_ties, *_split(graph.split), pointers, index, *t_split

@@ -20,11 +20,10 @@ from torch import Tensor
 
 from zoo.gnn import fallback
 from zoo.gnn.split import Rows
-from zoo.operators import OperatorLibrary, launcher, triton_runs_on
+from zoo.operators import KERNEL_DTYPES, OperatorLibrary, launcher, triton_runs_on
 
 # Where kernels may run: long rows are cut for them.
 DEVICES: tuple[str, ...] = ("cuda",)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # The kernels hold all channels of a head at once.
 WIDEST_HEAD = 4096
 
@@ -33,7 +32,7 @@ _LIBRARY = OperatorLibrary("zoo_gnn")
 
 def _implementation(module: str, name: str, x: Tensor) -> Callable[..., Any]:
     """The kernel's launcher of ``zoo.gnn.kernels.<module>``, or what stands in for it."""
-    if x.dtype not in DTYPES or not triton_runs_on(x.device):
+    if x.dtype not in KERNEL_DTYPES or not triton_runs_on(x.device):
         return getattr(fallback, name)
     return launcher(f"zoo.gnn.kernels.{module}", name, x)
 

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from zoo.llm import fallback
-from zoo.operators import OperatorLibrary, launcher, triton_runs_on
+from zoo.operators import KERNEL_DTYPES, OperatorLibrary, launcher, triton_runs_on
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # From here on a matrix product of the vendor's library reads weights as fast.
 MOST_ROWS = 4
 
@@ -26,7 +24,7 @@ _LIBRARY = OperatorLibrary("zoo_llm")
 
 def kernels_run(x: Tensor) -> bool:
     """Whether operators on ``x`` run kernels of our own."""
-    return x.dtype in DTYPES and triton_runs_on(x.device)
+    return x.dtype in KERNEL_DTYPES and triton_runs_on(x.device)
 
 
 def attention_fits(width: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zoo.operators import differentiated
 from zoo.resnet.config import ResNetConfig
 
 
@@ -46,7 +47,7 @@ def check_images(images: Tensor, config: ResNetConfig, weight: Tensor, training:
         raise TypeError(
             f"images is {images.dtype} and the weights are {weight.dtype}; use images.to({weight.dtype}){hint}"
         )
-    if config.folding is not None and images.requires_grad and torch.is_grad_enabled():
+    if config.folding is not None and differentiated(images):
         raise ValueError("images requires a gradient, but a folded model is for inference; use the model it came from")
     if shape[0] == 1 and max(shape[2:]) <= config.reduction and _normalises_by_batch(config, training):
         hint = ", or call model.eval()" if config.norm_options["track_running_stats"] else ""

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.operators import OperatorLibrary, launcher, triton_runs_on
+from zoo.operators import KERNEL_DTYPES, OperatorLibrary, differentiated, launcher, triton_runs_on
 
 _LIBRARY = OperatorLibrary("zoo_resnet")
 # Where squares of pixels begin, so that the padding of 3 and a tap of zeros before the others come out even.
@@ -30,9 +30,13 @@ def convolve_images(conv: nn.Conv2d, x: Tensor) -> Tensor:
 
     Args:
         conv: Of any kind.
-        x: Images [N, C, H, W].
+        x: Images [N, C, H, W], in any layout.
+
+    Returns:
+        [N, O, H', W'] in channels_last.
     """
     if not _squares_help(conv, x):
+        x = x.contiguous(memory_format=torch.channels_last)
         return F.conv2d(x, conv.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups)
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
@@ -43,7 +47,7 @@ def convolve_images(conv: nn.Conv2d, x: Tensor) -> Tensor:
 def _squares_help(conv: nn.Conv2d, x: Tensor) -> bool:
     fits = (conv.kernel_size, conv.stride, conv.padding) == ((7, 7), (2, 2), (3, 3))
     plain = conv.dilation == (1, 1) and conv.groups == 1 and x.shape[1] <= 4
-    return fits and plain and _on_gpu(x) and not (x.requires_grad and torch.is_grad_enabled())
+    return fits and plain and _on_gpu(x) and not differentiated(x)
 
 
 def _on_gpu(x: Tensor) -> bool:
@@ -65,7 +69,7 @@ def space_to_depth(x: Tensor, offset: int, height: int, width: int, channels: in
         [N, D, height, width] in channels_last: channel (2 q + s) C + c of pixel (i, j) is channel c of pixel
         (2 i + q - offset, 2 j + s - offset), zero outside.
     """
-    if triton_runs_on(x.device) and x.numel() and x.dtype != torch.float64 and channels & (channels - 1) == 0:
+    if triton_runs_on(x.device) and x.numel() and x.dtype in KERNEL_DTYPES and channels & (channels - 1) == 0:
         result: Tensor = launcher("zoo.resnet.kernels.depth", "space_to_depth", x)(x, offset, height, width, channels)
         return result
     below, right = 2 * height - x.shape[2] - offset, 2 * width - x.shape[3] - offset

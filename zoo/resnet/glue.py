@@ -17,9 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zoo.operators import differentiated
 from zoo.resnet.config import ResNetConfig
 from zoo.resnet.norms import batch_statistics, bias_act, kernels_run, norm_act, norms_add_act
-from zoo.resnet.pooling import bias_act_pool, differentiated, norm_act_pool
+from zoo.resnet.pooling import bias_act_pool, norm_act_pool
 
 # Running mean and variance (None for a norm that keeps none), weight and bias, [C] each.
 NormTensors: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor, Tensor]

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from zoo.layers import channels_last
@@ -101,8 +100,8 @@ REGIONS = (
 class ResNet(nn.Module):
     """A residual network over images.
 
-    Weights and activations are in channels_last: images in it are used as they are, others are copied once, and loaded
-    weights are laid out anew.
+    Weights and activations are in channels_last: images in it are used as they are, others are laid out by the stem,
+    and loaded weights anew.
 
     Args:
         config: A ``ResNetConfig``.
@@ -135,7 +134,7 @@ class ResNet(nn.Module):
             TypeError, ValueError: If the images do not fit, before anything runs; the message says what to do.
         """
         check_images(images, self.config, self.head.fc.weight, self.training)
-        x = self.stem(images.contiguous(memory_format=torch.channels_last))
+        x = self.stem(images)
         outputs = []
         for stage in self.stages:
             x = stage(x)

@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from zoo.operators import OperatorLibrary, launcher, triton_runs_on
+from zoo.operators import KERNEL_DTYPES, OperatorLibrary, launcher, triton_runs_on
 from zoo.resnet import fallback
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _LIBRARY = OperatorLibrary("zoo_resnet")
 
@@ -28,7 +26,7 @@ def kernels_run(x: Tensor, *others: Tensor) -> bool:
     Glue asks, and uses the operators only there.
     """
     alike = all(other.dtype == x.dtype for other in others)
-    return alike and x.dtype in DTYPES and x.numel() > 0 and triton_runs_on(x.device)
+    return alike and x.dtype in KERNEL_DTYPES and x.numel() > 0 and triton_runs_on(x.device)
 
 
 def _implementation(name: str, x: Tensor, *others: Tensor | None) -> Any:

@@ -15,16 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoo.operators import OperatorLibrary
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from zoo.operators import KERNEL_DTYPES, OperatorLibrary
 
 _LIBRARY = OperatorLibrary("zoo_resnet")
 
 
 def cudnn_fuses(x: Tensor) -> bool:
     """Whether cuDNN does all of it at once for such a tensor."""
-    return x.is_cuda and torch.version.hip is None and x.dtype in DTYPES and torch.backends.cudnn.enabled
+    return x.is_cuda and torch.version.hip is None and x.dtype in KERNEL_DTYPES and torch.backends.cudnn.enabled
 
 
 def tell_flop_counter() -> None:

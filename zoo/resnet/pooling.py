@@ -10,21 +10,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from zoo.operators import OperatorLibrary, launcher
 from zoo.resnet import fallback, norms
 
 _LIBRARY = OperatorLibrary("zoo_resnet")
-
-
-def differentiated(*tensors: Tensor) -> bool:
-    """Whether somebody may ask for gradients of what is computed of these; the operators here have none.
-
-    May be asked inside a region: the compiler guards gradients anyway.
-    """
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _run(name: str, x: Tensor, *arguments: Any) -> Tensor:

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.operators import OperatorLibrary, launcher, triton_runs_on
+from zoo.operators import KERNEL_DTYPES, OperatorLibrary, differentiated, launcher, triton_runs_on
 from zoo.unet import fallback
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # The kernels hold all channels of a group at once, and those of a row that is normed.
 WIDEST_GROUP = 4096
 WIDEST_ROW = 2048
@@ -25,7 +24,7 @@ _LIBRARY = OperatorLibrary("zoo_unet")
 
 
 def _implementation(name: str, x: Tensor, weight: Tensor, groups: int) -> Any:
-    fits = x.dtype in DTYPES and weight.shape[0] // groups <= WIDEST_GROUP
+    fits = x.dtype in KERNEL_DTYPES and weight.shape[0] // groups <= WIDEST_GROUP
     if fits and triton_runs_on(x.device):
         module = "group_norm_backward" if name == "group_norm_backward" else "group_norm"
         return launcher(f"zoo.unet.kernels.{module}", name, x)
@@ -155,13 +154,10 @@ def _(
 
 
 def glue_kernels_run(*tensors: Tensor) -> bool:
-    """Whether glue of these is for our kernels: nothing is to be differentiated.
-
-    May be asked inside a region: the compiler guards gradients anyway, and folds the rest.
-    """
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    """Whether glue of these is for our kernels: nothing is to be differentiated. May be asked inside a region."""
+    if differentiated(*tensors):
         return False
-    return all(tensor.dtype in DTYPES for tensor in tensors) and triton_runs_on(tensors[0].device)
+    return all(tensor.dtype in KERNEL_DTYPES for tensor in tensors) and triton_runs_on(tensors[0].device)
 
 
 def row_fits(width: int) -> bool:
@@ -171,7 +167,7 @@ def row_fits(width: int) -> bool:
 
 def _glue(name: str, *arguments: Tensor | float) -> Any:
     tensors = [each for each in arguments if isinstance(each, Tensor)]
-    x, fits = tensors[0], all(tensor.dtype in DTYPES for tensor in tensors)
+    x, fits = tensors[0], all(tensor.dtype in KERNEL_DTYPES for tensor in tensors)
     if name.endswith("norm"):
         fits = fits and row_fits(x.shape[-1])
     kernel = fits and triton_runs_on(x.device)
