@@ -59,3 +59,12 @@ def _fresh_compiler_and_seed() -> Iterator[None]:
     yield
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For tensors so small that threads would mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

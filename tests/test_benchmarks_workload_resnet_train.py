@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +31,10 @@ GIB = 1 << 30
 
 
 @pytest.fixture(autouse=True)
-def _light(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """A light backend, a folder of the test's own, and one thread: on images so small more only wait."""
+def _light(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, one_thread: None) -> None:
+    """A light backend, a folder of the test's own, and one thread."""
     monkeypatch.setenv("BENCHMARKS_BACKEND", "aot_eager")
     monkeypatch.setenv("BENCHMARKS_SCRATCH", str(tmp_path))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def case(**changes: Any) -> Case:

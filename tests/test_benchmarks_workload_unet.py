@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +30,8 @@ CUT_MODELS = [*(f"unet-debug-cut-{name}" for name in CUTS if name != "glue"), "u
 
 
 @pytest.fixture(autouse=True)
-def _light(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tensors are so small that threads would mostly wait for each other."""
+def _light(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     monkeypatch.setenv("BENCHMARKS_BACKEND", "eager")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-    torch.set_num_threads(threads)
 
 
 def case(**changes: Any) -> Case:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +18,14 @@ from zoo.unet import Sampler, UNet, make_schedule
 from zoo.unet.scheduler_options import SOLVERS
 
 # numpy's word to schedulers that take square roots of tensors.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),
+]
 
 SHAPE = (2, 4, 8, 12)
 EULER = {"_class_name": "EulerDiscreteScheduler", "beta_schedule": "scaled_linear", "beta_end": 0.012}
 DPM = {**EULER, "_class_name": "DPMSolverMultistepScheduler"}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tensors are so small that threads would mostly wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
