@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -41,20 +43,30 @@ def other_cache(folder: Path) -> Iterator[None]:
     Inductor and Triton read the variables at every compilation and hand them on to compile workers that already run;
     what they remember in memory is dropped on both ways. (Same on torch 2.11 and 2.15.)
     """
-    from torch._inductor.utils import clear_caches
-
     before = {name: os.environ.get(name) for name in CACHE_VARIABLES}
     os.environ.update(cache_environment(folder))
-    clear_caches()
+    _forget()
     try:
         yield
     finally:
-        clear_caches()
+        _forget()
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def _forget() -> None:
+    """Drop what Inductor and Triton hold in memory, the kernels of hand-written operators among it."""
+    from torch._inductor.utils import clear_caches
+
+    clear_caches()
+    if (jit := sys.modules.get("triton.runtime.jit")) is None:
+        return
+    for kernel in gc.get_objects():
+        if issubclass(type(kernel), jit.JITFunction):  # isinstance would make lazy objects load what they stand for
+            kernel.device_caches.clear()
 
 
 def _warm_up_graph(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -100,26 +100,31 @@ class Arm:
         }
 
     def start_up(self, *, folder: str | None) -> Reply:
-        """An eager call at the case's shapes; FLOPs, counted on another; the compiler's start, in another folder."""
+        """An eager call at the case's shapes; FLOPs, counted on another; the compiler's start.
+
+        All in another folder. Kernels that the eager call's own operators compile are forgotten: the case's first call
+        pays for them.
+        """
         import torch
 
         from benchmarks import compiler, strategies
         from benchmarks.timing import synchronise
 
         self._recorder = compiler.Recorder(self.model) if folder is not None else None
-        with strategies.execution_mode(self.case):
-            self._reset()
-            try:
-                with nullcontext() if self._recorder is None else self._recorder.watching_signatures():
-                    output = self._eagerly()
-                self._eager_output = _flat(output).cpu().clone()  # not on the device, where memory is measured later
-            except torch.OutOfMemoryError:
-                # What is too large eagerly may fit compiled: then there is no eager error to put beside its own.
-                if self.case.strategy == "eager":
-                    raise
-                torch.cuda.empty_cache()
-        synchronise(self.device)
-        flops = self._count_flops() if self.prepared.flops is None else int(self.prepared.flops)
+        with nullcontext() if folder is None else compiler.other_cache(Path(folder) / "eager"):
+            with strategies.execution_mode(self.case):
+                self._reset()
+                try:
+                    with nullcontext() if self._recorder is None else self._recorder.watching_signatures():
+                        output = self._eagerly()
+                    self._eager_output = _flat(output).cpu().clone()  # off the device, where memory is measured later
+                except torch.OutOfMemoryError:
+                    # What is too large eagerly may fit compiled: then there is no eager error to put beside its own.
+                    if self.case.strategy == "eager":
+                        raise
+                    torch.cuda.empty_cache()
+            flops = self._count_flops() if self.prepared.flops is None else int(self.prepared.flops)
+            synchronise(self.device)
         seconds = None
         if folder is not None:
             dtype = getattr(torch, self.case.dtype)

@@ -47,6 +47,18 @@ def test_folders_are_switched_for_a_while(tmp_path: Path, monkeypatch: pytest.Mo
     assert cached_files() == 0
 
 
+def test_kernels_compiled_elsewhere_are_forgotten(tmp_path: Path):
+    triton = pytest.importorskip("triton")
+
+    def kernel(x):
+        return x
+
+    function = triton.runtime.jit.JITFunction(kernel)
+    with other_cache(tmp_path):
+        function.device_caches[0] = "compiled by an eager call"
+    assert not function.device_caches, "the case would not pay for its own kernels"
+
+
 @pytest.mark.slow
 def test_starting_the_compiler_leaves_nothing_in_the_cases_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name, value in cache_environment(tmp_path / "case").items():
