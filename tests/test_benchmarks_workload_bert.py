@@ -132,17 +132,25 @@ def test_the_tuned_arm_does_not_look_at_the_mask(monkeypatch: pytest.MonkeyPatch
 # --- compiled ---
 
 
+@pytest.mark.parametrize(
+    ("model", "regions"),
+    [
+        ("bert-debug", {"BertLayer": 3}),
+        ("bert-debug-cut-layers-and-ends", {"BertEmbeddings": 1, "BertLayer": 3, "PoolerHead": 1}),
+    ],
+)
 @pytest.mark.parametrize("input", INPUTS)
-def test_the_zoo_s_regions_are_three_graphs(input: str):
-    prepared = prepare(input=input, strategy="regional")
+def test_each_of_the_zoo_s_regions_is_a_graph(input: str, model: str, regions: dict[str, int]):
+    prepared = prepare(model=model, input=input, strategy="regional")
+    assert error(call(prepared), prepared.reference()) < 3e-6
     expected, counter = call(prepared), CompileCounter()
     zoo.compile_regions(prepared.model, backend=counter, dynamic=False)
     found = {region.name: len(region.modules) for region in zoo.find_regions(prepared.model).regions}
-    assert found == {"BertEmbeddings": 1, "BertLayer": 3, "PoolerHead": 1}
+    assert found == regions
     with zoo.enforce_budget(prepared.model):
         assert error(call(prepared), expected) < 1e-6
         call(prepared)
-    assert counter.frame_count == 3
+    assert counter.frame_count == len(regions)
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
@@ -227,7 +235,8 @@ def test_default_races_exist(device: str, dtype: str, quick: bool):
 
 
 def test_every_model_is_a_preset_and_every_input_a_task():
-    assert {name.removesuffix("-dropout") for name in WORKLOAD.models} <= set(PRESETS)
+    assert {name.removesuffix("-dropout").partition("-cut-")[0] for name in WORKLOAD.models} <= set(PRESETS)
+    assert "bert-base-cut-layers-and-ends" in WORKLOAD.models and "bert-base-cut-layers" not in WORKLOAD.models
     assert workloads.load("bert") is WORKLOAD
     for name in WORKLOAD.inputs:
         if name.startswith("epoch-"):
@@ -256,6 +265,8 @@ def test_a_skewed_batch_is_half_filled_and_mostly_short():
         ({"impl": "upstream", "strategy": "hierarchical"}, "declared regions"),
         ({"dtype": "float16", "device": "cpu"}, "dtype 'float16' is not one of float32, bfloat16 on cpu"),
         ({"model": "albert"}, "model 'albert' is not one of bert-base"),
+        ({"model": "bert-base-cut-layers"}, "model 'bert-base-cut-layers' is not one of"),
+        ({"model": "bert-debug-cut-layers-and-ends", "input": "32x128"}, "needs 128 positions"),
         ({"input": "7x7"}, "input '7x7'"),
         ({"input": "32x128"}, "needs 128 positions, and bert-debug has 64"),
         ({"workload": "training"}, "workload 'training'"),
@@ -275,6 +286,7 @@ def test_refusals(changes: dict[str, Any], reason: str):
         {"strategy": "full", "mode": "reduce-overhead", "impl": "upstream"},
         {"strategy": "regional", "cuda_graph": True, "impl": "upstream-tuned"},
         {"model": "bert-large", "input": "skewed-64x512", "dtype": "float16"},
+        {"model": "bert-base-cut-layers-and-ends", "input": "32x128", "strategy": "regional", "cuda_graph": True},
     ],
 )
 def test_what_is_not_refused(changes: dict[str, Any]):
@@ -331,4 +343,5 @@ def test_memory_of_large_cases():
     assert 2 < gib(model="bert-base", input="32x128") < 8
     assert 4 < gib(model="bert-large", input="256x128") < 24
     assert gib(model="bert-large", input="skewed-64x512") < 40
+    assert gib(model="bert-base-cut-layers-and-ends", input="32x128") == gib(model="bert-base", input="32x128")
     assert gib(model="bert-large", input="256x128", dtype="float32") > gib(model="bert-large", input="256x128")

@@ -1,7 +1,8 @@
-"""Graphs, masks and modes of the encoder; every wrong input and its error."""
+"""Graphs, cuts, masks and modes of the encoder; every wrong input and its error."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import bert_reference as reference
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import zoo
-from zoo.bert import BertConfig, BertLayer, pack
+from zoo.bert import CUTS, Bert, BertConfig, BertLayer, cut, pack
 from zoo.bert.presets import PRESETS
 from zoo.ledger import LEDGER
 
@@ -31,14 +32,45 @@ def test_graphs_of_every_head(head: str, training: bool) -> None:
     with zoo.enforce_budget(model):
         model(**inputs, **labels)
         model(**zoo.example_inputs(model, seed=1), **labels)
-    assert graphs_of("BertLayer", since) == graphs_of("BertEmbeddings", since) == 1
-    if head != "none":
-        assert graphs_of(type(model.head).__name__, since) == 1
+    assert graphs_of("BertLayer", since) == 1
+    assert sum(entry.graphs for entry in LEDGER.entries[since:]) == (2 if head == "masked-lm" else 1)
     since = len(LEDGER.entries)
     with zoo.enforce_budget(model):
         model(inputs["input_ids"], **labels)
     # Full rows have no mask: that is the second graph of a layer.
     assert graphs_of("BertLayer", since) == 1
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize("head", ["none", *reference.NAMES])
+def test_every_cut_computes_what_eager_does_in_the_graphs_it_declares(head: str, name: str, training: bool) -> None:
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model: Any = zoo.create("bert-debug", head=head, **still).train(training)
+    eager = copy.deepcopy(model)
+    inputs = zoo.example_inputs(model)
+    regions = cut(model, name)
+    report = zoo.find_regions(model, regions, inputs=inputs)
+    assert {found.name for found in report.regions} == {region.cls.__name__ for region in regions}
+    zoo.compile_regions(model, regions=regions, backend="aot_eager")
+    since = len(LEDGER.entries)
+    with zoo.enforce_budget(model):
+        torch.testing.assert_close(tuple(model(**inputs)), tuple(eager(**inputs)))
+        model(**inputs)
+    graphs = {"layers": 1 + (head == "masked-lm"), "layers-and-ends": 2 + (head != "none")}[name]
+    assert sum(entry.graphs for entry in LEDGER.entries[since:]) == report.graphs_needed == graphs
+    assert all(found.graphs_needed <= found.budget for found in report.regions)
+
+
+def test_the_first_cut_is_the_declared_one_and_the_other_has_all_of_it() -> None:
+    assert next(iter(CUTS)) == "layers" and CUTS["layers"] is Bert.regions
+    assert set(CUTS["layers"]) < set(CUTS["layers-and-ends"])
+    assert all(region.why for region in CUTS["layers-and-ends"])
+
+
+def test_an_unknown_cut_is_named() -> None:
+    with pytest.raises(ValueError, match="no cut 'blocks'; choose one of layers, layers-and-ends"):
+        cut(zoo.create("bert-debug"), "blocks")
 
 
 def test_depth_costs_no_graphs() -> None:
@@ -104,7 +136,9 @@ def test_a_row_that_is_all_padding_is_finite() -> None:
 
 
 def test_inputs_of_another_mode_cost_no_graph() -> None:
-    model = zoo.compile_regions(zoo.create("bert-debug"), backend="eager")
+    model = zoo.create("bert-debug")
+    # With the region that meets the ids themselves.
+    zoo.compile_regions(model, regions=cut(model, "layers-and-ends"), backend="eager")
     outside = zoo.example_inputs(model)
     with torch.inference_mode():
         inside = zoo.example_inputs(model)

@@ -119,6 +119,27 @@ def test_gradients(kind: str, head: str) -> None:
             assert reference.relative_error(back[name].detach(), parameter.grad) < 1e-4, name
 
 
+@pytest.mark.parametrize("kind", reference.KINDS)
+@pytest.mark.parametrize("given", [(), ("token_type_ids",), ("position_ids",), ("token_type_ids", "position_ids")])
+def test_embeddings_and_the_gradients_of_their_tables(kind: str, given: tuple[str, ...]) -> None:
+    theirs = reference.make(kind, "pooled")
+    model = convert(theirs)
+    every = {**reference.batch(kind), "position_ids": torch.arange(5, 16)[None]}
+    inputs = {name: every[name] for name in ("input_ids", *given)}
+    # By way of the model, which counts RoBERTa's positions.
+    embedded: list[torch.Tensor] = []
+    model.embeddings.register_forward_hook(lambda module, args, output: embedded.append(output))
+    model(**inputs)
+    (ours,), expected = embedded, theirs.embeddings(**inputs)
+    assert reference.relative_error(ours.detach(), expected.detach()) < 1e-6
+    direction = torch.randn(expected.shape)
+    for output in (ours, expected):
+        (output * direction).sum().backward()
+    for table in ("word_embeddings", "position_embeddings", "token_type_embeddings"):
+        got, wanted = (each.embeddings.get_submodule(table).weight.grad for each in (model, theirs))
+        assert reference.relative_error(got, wanted) < 1e-6, table
+
+
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(("kind", "head"), reference.CASES)
 def test_there_and_back(kind: str, head: str, tied: bool) -> None:

@@ -13,10 +13,13 @@ from benchmarks.workloads import bert_texts, bert_train, bert_upstream, bert_wor
 from benchmarks.workloads.base import Prepared, dtype_of, refuses_unknown
 from benchmarks.workloads.bert_upstream import UpstreamStep
 from benchmarks.workloads.llm_weights import SeededWeights
-from zoo.bert import Bert, PackedBatch, pack, token_buckets
+from zoo.bert import CUTS, Bert, BertConfig, PackedBatch, pack, token_buckets
 from zoo.bert.checkpoint import placements
 from zoo.bert.presets import PRESETS
 from zoo.weights import fill
+
+_OTHER_CUTS = tuple(name for name in CUTS if CUTS[name] is not Bert.regions)
+_CUT = "-cut-"
 
 
 class BertWorkload:
@@ -24,6 +27,8 @@ class BertWorkload:
 
     ``BxT``: B rows of T tokens each, without a mask. ``skewed-BxT``: rows of unequal lengths, about half of the batch
     filled, from which the pooled output is asked; padded with a mask for transformers, packed on the host for the zoo.
+    ``-cut-<name>`` models race the zoo's cut into other regions (``zoo.bert.CUTS``); transformers' arms are the same in
+    all of them.
 
     Training is fine-tuning as a classifier over float32 weights; the dtype is that of autocast. ``BxT`` as above;
     ``epoch-BxT``: an epoch of batches of rows of any lengths up to T, a step a batch: padded to the longest of a batch
@@ -39,6 +44,7 @@ class BertWorkload:
         "bert-debug",
         "bert-base-dropout",
         "bert-debug-dropout",
+        *(f"{preset}{_CUT}{name}" for preset in ("bert-base", "bert-debug") for name in _OTHER_CUTS),
     )
     inputs: tuple[str, ...] = (
         "32x128",
@@ -72,12 +78,12 @@ class BertWorkload:
         if reason := refuses_unknown(self, case, ("inference", "train")):
             return reason
         if case.workload == "train":
-            return bert_train.refuses(case)
+            return f"{case.model}: other cuts are for inference" if _CUT in case.model else bert_train.refuses(case)
         if case.model.endswith(bert_train.DROPOUT):
             return f"{case.model} is for training; dropout does nothing in inference"
         if (task := bert_texts.task(case.input)) is not None and task.epoch:
             return f"{case.input} is for training"
-        length, limit = bert_work.task(case.input).length, PRESETS[case.model].positions
+        length, limit = bert_work.task(case.input).length, _config(case).positions
         if length > limit:
             return f"{case.input} needs {length} positions, and {case.model} has {limit}"
         return None
@@ -86,7 +92,7 @@ class BertWorkload:
         """Estimated peak device memory of the case in bytes, the reference included, which any arm may compute."""
         if case.workload == "train":
             return bert_train.memory_bytes(case)
-        config, task = PRESETS[case.model], bert_work.task(case.input)
+        config, task = _config(case), bert_work.task(case.input)
         itemsize = dtype_of(case).itemsize
         running = bert_work.memory(config, task, itemsize)
         reference = bert_work.reference_memory(config, task, bert_upstream.REFERENCE_ROWS)
@@ -107,7 +113,7 @@ class BertWorkload:
             raise ValueError(f"{case.arm}: {reason}")
         if case.workload == "train":
             return bert_train.prepare(case, seed=seed)
-        config, task = PRESETS[case.model], bert_work.task(case.input)
+        config, task = _config(case), bert_work.task(case.input)
         device, dtype = torch.device(case.device), dtype_of(case)
         weights = SeededWeights(bert_upstream.shapes(config), seed=seed, dtype=dtype, device=device)
         host_ids, host_mask = bert_work.draw_inputs(config, task, seed=seed)
@@ -115,7 +121,7 @@ class BertWorkload:
         inputs: dict[str, Any]
         model: nn.Module
         if case.impl == "zoo":
-            model, inputs = ZooStep(_zoo_model(case, weights)), {"input_ids": host_ids.to(device)}
+            model, inputs = _zoo_step(case, weights), {"input_ids": host_ids.to(device)}
             if task.skewed:
                 start = time.perf_counter()
                 buckets = token_buckets(task.batch, task.length)
@@ -175,12 +181,20 @@ class ZooStep(nn.Module):
         return pooled if isinstance(input_ids, PackedBatch) else (output.last_hidden_state, pooled)
 
 
-def _zoo_model(case: Case, weights: SeededWeights) -> Bert:
-    config = PRESETS[case.model]
+def _zoo_step(case: Case, weights: SeededWeights) -> ZooStep:
+    config = _config(case)
     with torch.device("meta"):
         model = Bert(config)
     fill(model, weights, placements(config), device=weights.device, dtype=None, source="drawn weights")
-    return model.requires_grad_(False)
+    step = ZooStep(model.requires_grad_(False))
+    if name := case.model.partition(_CUT)[2]:
+        # The step is one that declares these regions, so that every strategy finds them.
+        step.__class__ = type("ZooStep", (ZooStep,), {"regions": CUTS[name]})
+    return step
+
+
+def _config(case: Case) -> BertConfig:
+    return PRESETS[case.model.partition(_CUT)[0]]
 
 
 def _data(task: bert_work.Task) -> str:

@@ -59,12 +59,13 @@ class BertEmbeddings(nn.Module):
         """
         positions, types = self.position_embeddings.weight, self.token_type_embeddings.weight
         x = self.word_embeddings(input_ids)
-        x = x + (types[0] if token_type_ids is None else self.token_type_embeddings(token_type_ids))
-        if position_ids is None:
-            x = x + positions[: input_ids.shape[-1]]
+        place = positions[: input_ids.shape[-1]] if position_ids is None else self.position_embeddings(position_ids)
+        if token_type_ids is None:
+            # One type for all is added where there is less of it: to the positions, which rows mostly have in common.
+            place = place + types[0]
         else:
-            x = x + self.position_embeddings(position_ids)
-        return self.dropout(self.norm(x))
+            x = x + self.token_type_embeddings(token_type_ids)
+        return self.dropout(self.norm(x + place))
 
 
 class BertLayer(nn.Module):

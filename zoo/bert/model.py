@@ -5,7 +5,7 @@
     mask or rows ───────────────────────────┴─ to every layer
 
 What depends on lengths alone (the mask, the tables of a packed batch) is done outside the regions, once a call. All
-layers are one graph, whatever their number.
+layers are one graph, whatever their number. Embeddings and small heads stay eager; ``zoo.bert.CUTS`` has the other way.
 
 Shapes: B rows, T tokens of a row, N tokens of a packed batch, C width, V vocabulary.
 """
@@ -28,19 +28,20 @@ from zoo.bert.packing import PackedBatch, counted_positions, pack, unpack
 from zoo.layers import initialise
 from zoo.regions import Region
 
+# Embeddings and the other heads run once a call and hold little of its time. Regions are compiled one after another, as
+# the first call reaches them, and one of a single kernel takes about as long as one of five: it does not pay for that.
 REGIONS = (
-    Region(BertEmbeddings, graphs=1, why="three look-ups, their sum, a norm: one kernel in place of six"),
     Region(
         BertLayer,
         graphs=2,
         why="equal blocks: one graph for all layers, and one more where a batch on the host turns out to have no "
         "padding, and so no mask",
     ),
-    Region(PoolerHead, graphs=1, why="product and activation, on the first tokens"),
-    Region(MaskedLMHead, graphs=1, why="the widest product, with the norm before it and the loss behind it"),
-    Region(SequenceHead, graphs=1, why="two small products, the activation between them and the loss"),
-    Region(TokenHead, graphs=1, why="a narrow product and the loss"),
-    Region(SpanHead, graphs=1, why="a narrow product and two losses"),
+    Region(
+        MaskedLMHead,
+        graphs=1,
+        why="the widest product, activation and norm in one pass before it, and the loss over the whole vocabulary",
+    ),
 )
 
 
