@@ -84,10 +84,12 @@ def run_race(
         for arm in arms:
             hand_out(arm)
     except KeyboardInterrupt:
+        _finish(arms, peaks)
         for arm in arms:
             if arm.ok and arm.result.work is not None:
-                arm.fail("interrupted", "stopped before its race had ended")
-                hand_out(arm)
+                if not _raced(arm, settings):
+                    arm.fail("interrupted", "stopped before its race had ended")
+                hand_out(arm)  # with all rounds in it, it lacks no more than what is counted after them
         raise
     finally:
         for arm in arms:
@@ -201,6 +203,11 @@ def _race_group(
         if arm.worker is not None:
             arm.worker.stop()
             arm.worker = None
+
+
+def _raced(arm: Arm, settings: Settings) -> bool:
+    """Whether the arm has been through all its rounds."""
+    return arm.result.steady is not None and len(arm.result.steady.rounds) >= settings.sets * settings.rounds
 
 
 def _finish(arms: Sequence[Arm], peaks: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import benchmarks.race
 from benchmarks.case import Case
 from benchmarks.environment import Monitor
 from benchmarks.process import kill_all
@@ -129,6 +130,34 @@ def run(settings: Settings, *cases: Case) -> tuple[dict[str, Result], Notes]:
         peaks={"copy_bandwidth": 2.0, "read_bandwidth": 3.0, "matmul_flops": {"float32": 5.0}},
     )
     return rows, notes
+
+
+@pytest.mark.parametrize(("rounds", "status"), [(6, "ok"), (3, "interrupted")])
+def test_an_arm_that_was_through_its_rounds_outlives_an_interruption(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, rounds: int, status: str
+):
+    real, case = benchmarks.race.race, replace(CASE, strategy="eager")
+    monkeypatch.setattr(benchmarks.race, "race", lambda arms, **given: real(arms, **given | {"rounds": rounds}))
+    monkeypatch.setattr(Arm, "ask", lambda arm, operation, **given: _ask(arm, operation, given))
+    rows: dict[str, Result] = {}
+    with pytest.raises(KeyboardInterrupt):
+        run_race(
+            [case],
+            replace(settings, quick=True, rounds=6),
+            Notes(),
+            lambda result: rows.update({result.case.arm: result}),
+            memory_bytes=lambda case: 1,
+            peaks={"copy_bandwidth": 2.0, "read_bandwidth": 3.0, "matmul_flops": {"float32": 5.0}},
+        )
+    row = rows[case.arm]
+    assert row.status == status and (row.steady is not None) == (status == "ok")
+
+
+def _ask(arm: Arm, operation: str, given: dict[str, object]) -> dict[str, object]:
+    if operation == "kernels":
+        raise KeyboardInterrupt
+    assert arm.worker is not None
+    return arm.worker.ask(operation, **given)
 
 
 @pytest.mark.parametrize(

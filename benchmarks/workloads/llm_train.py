@@ -269,6 +269,12 @@ class _Words:
         count = len(self.words)
         drawn = torch.randint(count, (rows.batch, rows.length), generator=generator)
         follows = torch.rand(rows.batch, rows.length, generator=generator) < _FOLLOWED
-        for index in range(1, rows.length):
-            drawn[:, index] = torch.where(follows[:, index], self.next[drawn[:, index - 1]], drawn[:, index])
-        return self.words[drawn]
+        follows[:, 0] = False
+        # Each token is so many steps behind the last one that was drawn freely; they are taken in powers of two.
+        places = torch.arange(rows.length).expand(rows.batch, -1)
+        free = places.masked_fill(follows, 0).cummax(1).values
+        words, steps, jump = drawn.gather(1, free), places - free, self.next
+        for bit in range(int(steps.max()).bit_length()):
+            words = torch.where((steps >> bit) % 2 == 1, jump[words], words)
+            jump = jump[jump]
+        return self.words[words]
