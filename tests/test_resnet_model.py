@@ -81,7 +81,7 @@ def test_a_single_row_is_a_graph_more_and_within_the_budget() -> None:
 
 
 # resnet-debug has two blocks in the first two stages and one in the others.
-NEEDED = {"glue": 5, "glue-static": 7 + 2 + 4 + 2, "blocks": 4 + 2 + 2, "stages": 4 + 2}
+NEEDED = {"glue": 5, "glue-static": 7 + 2 + 4 + 2, "blocks": 4 + 2 + 2, "stages": 4 + 2, "ends": 2}
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
@@ -107,11 +107,11 @@ def test_full_size_models_need_the_graphs_that_are_documented(preset: str, block
     inputs = zoo.example_inputs(model, batch=1, size=64)
     needed = {name: zoo.find_regions(model, cut(model, name), inputs=inputs).graphs_needed for name in CUTS}
     static = {"resnet18": 4 + 4 + 3 + 2}.get(preset, 7 + 4 + 4 + 2)
-    assert needed == {"glue": 5, "glue-static": static, "blocks": blocks + 2, "stages": 6}
+    assert needed == {"glue": 5, "glue-static": static, "blocks": blocks + 2, "stages": 6, "ends": 2}
 
 
 def test_an_unknown_cut_is_named() -> None:
-    with pytest.raises(ValueError, match="no cut 'layers'; choose one of glue, glue-static, blocks, stages"):
+    with pytest.raises(ValueError, match="no cut 'layers'; choose one of glue, glue-static, blocks, stages, ends"):
         cut(debug(), "layers")
 
 

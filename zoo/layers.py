@@ -10,6 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+# Looked up once, not in every call.
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
 
 def initialise(module: nn.Module) -> None:
     """As transformers does: normal with deviation 0.02, biases and the padding's vectors zero, norms one."""
@@ -45,4 +48,4 @@ def untracked(x: Tensor, *last: int) -> Tensor:
     Glue is compiled for all sizes. Of a view the compiler would look at its origin as well, and make a graph more for
     another number of images, or of an image that is not square; of a parameter it takes the shape as fixed.
     """
-    return torch.ops.aten._unsafe_view(x, (-1, *last))
+    return _unsafe_view(x, (-1, *last))

@@ -6,6 +6,7 @@ imported when one runs first: importing the zoo brings no Triton.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from zoo import ahead
 
 Function = Callable[..., Any]
 
@@ -29,6 +32,7 @@ class OperatorLibrary:
     def __init__(self, namespace: str) -> None:
         self.namespace = namespace
         self._library = torch.library.Library(namespace, "FRAGMENT")
+        self._implementations: dict[str, Function] = {}
 
     def operator(self, schema: str) -> Callable[[Function], Any]:
         """Make a function the operator of its name. An argument that it writes to is marked in the schema."""
@@ -37,13 +41,30 @@ class OperatorLibrary:
             name = f"{self.namespace}::{function.__name__}"
             torch.library.define(name, schema, lib=self._library, tags=torch.Tag.pt2_compliant_tag)
             torch.library.impl(name, "default", function, lib=self._library)
+            self._implementations[function.__name__] = function
             return getattr(getattr(torch.ops, self.namespace), function.__name__).default
 
         return define
 
     def fake(self, name: str) -> Callable[[Function], Function]:
-        """Register the function that says shapes and dtypes of the outputs."""
-        return torch.library.register_fake(f"{self.namespace}::{name}", lib=self._library)
+        """Register the function that says shapes and dtypes of the outputs.
+
+        Whoever asks it is about to run the operator: kernels are compiled from here on, see ahead.py.
+        """
+        implementation = self._implementations[name]
+
+        def register(shapes: Function) -> Function:
+            @functools.wraps(shapes)
+            def shapes_and_kernels(*arguments: Any) -> Any:
+                outputs = shapes(*arguments)
+                if ahead.ENABLED and triton_runs_on(arguments[0].device):
+                    ahead.compile_kernels(implementation, arguments)
+                return outputs
+
+            torch.library.register_fake(f"{self.namespace}::{name}", shapes_and_kernels, lib=self._library)
+            return shapes
+
+        return register
 
     def autograd(self, name: str, backward: Function, setup_context: Callable[..., None]) -> None:
         """Register a backward."""
@@ -61,8 +82,20 @@ def triton_runs_on(device: torch.device) -> bool:
     """Whether Triton is installed and knows this GPU. May be asked inside a region: the compiler folds the answer."""
     if device.type != "cuda" or not HAS_TRITON:
         return False
+    if device.index is None or torch.compiler.is_dynamo_compiling():
+        # Whichever is current; and what a region read of a cache it would look at again in every call.
+        return _triton_knows(device)
+    return _triton_is_known_to_know(device)
+
+
+def _triton_knows(device: torch.device) -> bool:
     found = torch.cuda.get_device_properties(device)
     return torch.version.hip is not None or (found.major, found.minor) >= (7, 5)
+
+
+_triton_is_known_to_know = functools.cache(_triton_knows)
+# Looking for a module that is there already takes the host as long as a small launch.
+_module = functools.cache(importlib.import_module)
 
 
 def differentiated(*tensors: Tensor) -> bool:
@@ -75,7 +108,7 @@ def differentiated(*tensors: Tensor) -> bool:
 
 def launcher(module: str, name: str, x: Tensor) -> Function:
     """What launches the kernels of ``module``, on the device of ``x`` whichever is current."""
-    launch: Function = getattr(importlib.import_module(module), name)
+    launch: Function = getattr(_module(module), name)
     if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
         return launch
 

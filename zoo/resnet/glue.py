@@ -52,9 +52,19 @@ class _Glue(nn.Module):
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
         options = config.norm_options
-        self.eps = options["eps"]
-        self.momentum = options.get("momentum", 0.0)
+        # In words: of a number the compiler makes a symbol, as of sizes, and on some releases a tensor at every call.
+        self.eps_text, self.momentum_text = (repr(float(options.get(name, 0.0))) for name in ("eps", "momentum"))
         self.frozen = config.norm == "frozen"
+
+    @property
+    def eps(self) -> float:
+        """Added to the variance."""
+        return float(self.eps_text)
+
+    @property
+    def momentum(self) -> float:
+        """How far running statistics are moved, of 1."""
+        return float(self.momentum_text)
 
     def of_batch(self, tensors: NormTensors) -> bool:
         """Whether statistics are those of the batch."""

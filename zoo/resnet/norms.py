@@ -20,17 +20,20 @@ from zoo.resnet import fallback
 _LIBRARY = OperatorLibrary("zoo_resnet")
 
 
-def kernels_run(x: Tensor, *others: Tensor) -> bool:
+def kernels_run(x: Tensor, *others: Tensor | None) -> bool:
     """Whether operators on rows x run kernels of our own: rows of one dtype that kernels know, and at least one.
 
     Glue asks, and uses the operators only there.
     """
-    alike = all(other.dtype == x.dtype for other in others)
-    return alike and x.dtype in KERNEL_DTYPES and x.numel() > 0 and triton_runs_on(x.device)
+    dtype = x.dtype
+    for other in others:
+        if other is not None and other.dtype != dtype:
+            return False
+    return dtype in KERNEL_DTYPES and x.numel() > 0 and triton_runs_on(x.device)
 
 
 def _implementation(name: str, x: Tensor, *others: Tensor | None) -> Any:
-    if not kernels_run(x, *(other for other in others if other is not None)):
+    if not kernels_run(x, *others):
         return getattr(fallback, name)
     module = "backward" if name.endswith("_backward") else "forward"
     return launcher(f"zoo.resnet.kernels.{module}", name, x)

@@ -29,7 +29,13 @@ class _Norm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width))
-        self.eps = eps
+        # In words: of a number the compiler makes a symbol, as of sizes, and on some releases a tensor at every call.
+        self.eps_text = repr(float(eps))
+
+    @property
+    def eps(self) -> float:
+        """Added to the variance."""
+        return float(self.eps_text)
 
 
 class AddNorm(_Norm):

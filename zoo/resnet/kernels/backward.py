@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.ahead import Kernel
 from zoo.operators import ceil_div
 from zoo.resnet.kernels import tiles
 from zoo.resnet.kernels.tiles import norm_of, of_channels, of_rows, span
@@ -35,6 +36,7 @@ def _passed(grad, out, place, inner, seen, centred, scale, offset):
     return tl.where(before <= 0.0, 0.0, change)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows", "share", "chunks"])
 def _sums(
     grad, x, mean, variance, weight, bias, out, other, other_mean, other_variance, part, rows, channels, share, chunks,
@@ -76,6 +78,7 @@ def _total_of(part, channel, live, channels, chunks, ROWS: tl.constexpr, BLOCK: 
     return tl.sum(total, 0)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["chunks"])
 def _total(
     part, totals, grad_weight, grad_bias, grad_other_weight, grad_other_bias, channels, chunks,
@@ -96,6 +99,7 @@ def _total(
         tl.store(grad_other_weight + channel, along.to(grad_other_weight.dtype.element_ty), mask=live)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows", "share"])
 def _gradients(
     grad, x, mean, variance, weight, bias, out, other, other_mean, other_variance, other_weight, totals, grad_x,

@@ -10,12 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.ahead import Kernel
 from zoo.operators import ceil_div
 
 # Pixels of the result that a program writes.
 PIXELS = 128
 
 
+@Kernel
 @triton.jit
 def _space_to_depth(
     x, out, stride_n, stride_c, stride_y, stride_x, height, width, pixels, H, W, offset,

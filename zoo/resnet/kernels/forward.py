@@ -18,11 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.ahead import Kernel
 from zoo.operators import ceil_div
 from zoo.resnet.kernels import tiles
 from zoo.resnet.kernels.tiles import norm_of, of_channels, of_rows, span
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows", "share"])
 def _apply(
     x, mean, variance, weight, bias, other, other_mean, other_variance, other_weight, other_bias, out, rows, channels,
@@ -56,6 +58,7 @@ def _apply(
         tl.store(out + place + inner, value.to(out.dtype.element_ty), mask=seen)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows", "share", "chunks"])
 def _moments(x, part, rows, channels, share, chunks, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     chunk, channel, live, begin, end = span(rows, channels, share, BLOCK)
@@ -81,6 +84,7 @@ def _moments(x, part, rows, channels, share, chunks, ROWS: tl.constexpr, BLOCK: 
     tl.store(place + chunks * channels, total, mask=live)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows", "share", "chunks"])
 def _combine(
     part, mean, variance, running_mean, running_variance, rows, channels, share, chunks, momentum,
@@ -154,7 +158,7 @@ def _launch(
     eps: float,
 ) -> Tensor:
     rows, channels = x.shape
-    out = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
+    out = x.new_empty(rows, channels)
     share, programs = tiles.rows_to_write(rows, channels, tiles.APPLY)
     _apply[(programs,)](
         x.contiguous(), *norm, None if other is None else other.contiguous(), *other_norm, out, rows, channels, share,

@@ -74,17 +74,19 @@ def check(x: Tensor, rows: dict[str, Tensor | None], channels: dict[str, Tensor 
     Raises:
         ValueError: If x is not [R, C], one of ``rows`` not like it, or one of ``channels`` not [C] and contiguous.
     """
-    if x.dim() != 2:
-        raise ValueError(f"x has shape {tuple(x.shape)}, expected rows [R, C]")
-    for given, shape in ((rows, x.shape), (channels, x.shape[1:])):
+    whole, device = x.shape, x.device
+    if len(whole) != 2:
+        raise ValueError(f"x has shape {tuple(whole)}, expected rows [R, C]")
+    for given, shape in ((rows, whole), (channels, whole[1:])):
         for name, tensor in given.items():
-            if tensor is not None and tensor.shape != shape:
+            if tensor is None:
+                continue
+            if tensor.shape != shape:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(shape)} as of x")
-            if tensor is not None and tensor.device != x.device:
-                raise ValueError(f"{name} is on {tensor.device} and x on {x.device}; move one of them")
-    for name, tensor in channels.items():
-        if tensor is not None and not tensor.is_contiguous():
-            raise ValueError(f"{name} has stride {tensor.stride(0)}, expected 1; use {name}.contiguous()")
+            if tensor.device != device:
+                raise ValueError(f"{name} is on {tensor.device} and x on {device}; move one of them")
+            if given is channels and not tensor.is_contiguous():
+                raise ValueError(f"{name} has stride {tensor.stride(0)}, expected 1; use {name}.contiguous()")
 
 
 @triton.jit

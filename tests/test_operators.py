@@ -1,0 +1,117 @@
+"""What a call of an operator, or of a compiled region around it, asks of the host: each thing once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zoo
+from zoo import operators
+from zoo.resnet import glue, norms
+from zoo.unet.glue import AddNorm
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.device]]:
+    """Devices whose properties torch was asked for; odd ones are too old for Triton."""
+    devices: list[torch.device] = []
+
+    def properties(device: torch.device) -> SimpleNamespace:
+        devices.append(device)
+        return SimpleNamespace(major=6 if (device.index or 0) % 2 else 9, minor=0)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(operators, "HAS_TRITON", True)
+    operators._triton_is_known_to_know.cache_clear()
+    yield devices
+    operators._triton_is_known_to_know.cache_clear()
+
+
+def test_a_gpu_is_asked_once_what_it_is(asked: list[torch.device]) -> None:
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    for _ in range(3):
+        assert operators.triton_runs_on(first) and not operators.triton_runs_on(second)
+    assert asked == [first, second]
+
+
+def test_whichever_gpu_is_current_is_asked_every_time(asked: list[torch.device]) -> None:
+    for _ in range(2):
+        assert operators.triton_runs_on(torch.device("cuda"))
+    assert len(asked) == 2
+
+
+def test_a_region_does_not_look_into_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "HAS_TRITON", True)
+    monkeypatch.setattr(operators, "_triton_knows", lambda device: True)
+    monkeypatch.setattr(operators, "_triton_is_known_to_know", lambda device: False)
+
+    def region(x: Tensor) -> Tensor:
+        return x + 1 if operators.triton_runs_on(torch.device("cuda", 0)) else x - 1
+
+    assert region(torch.zeros(1)).tolist() == [-1]
+    assert torch.compile(region, fullgraph=True, backend="eager")(torch.zeros(1)).tolist() == [1]
+
+
+def test_a_cpu_is_not_asked(asked: list[torch.device]) -> None:
+    assert not operators.triton_runs_on(torch.device("cpu")) and not asked
+
+
+def test_kernels_want_rows_of_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norms, "triton_runs_on", lambda device: True)
+    x = torch.randn(3, 2)
+    assert norms.kernels_run(x) and norms.kernels_run(x, None, x)
+    assert not norms.kernels_run(x, None, x.bfloat16())
+    assert not norms.kernels_run(x.double()) and not norms.kernels_run(x[:0])
+
+
+def _norm(channels: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return torch.zeros(channels), torch.ones(channels), torch.ones(channels), torch.zeros(channels)
+
+
+def _glue(cls: type[nn.Module], *, training: bool) -> nn.Module:
+    return cls(zoo.create("resnet-debug").config).train(training)
+
+
+ROWS = torch.randn(5, 3)
+CASES: dict[str, tuple[Callable[..., nn.Module], tuple[object, ...], int]] = {
+    "NormAct": (lambda training: _glue(glue.NormAct, training=training), (ROWS, _norm(3)), 5),
+    "NormAddAct": (lambda training: _glue(glue.NormAddAct, training=training), (ROWS, _norm(3), ROWS + 1), 6),
+    "NormsAddAct": (
+        lambda training: _glue(glue.NormsAddAct, training=training),
+        (ROWS, _norm(3), ROWS + 1, _norm(3)),
+        10,
+    ),
+    "AddNorm": (lambda training: AddNorm(3).train(training), (ROWS, ROWS + 1), 4),
+}
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("name", CASES)
+def test_symbolic_sizes_leave_numbers_alone(name: str, training: bool) -> None:
+    """A number that became a symbol is a tensor made and read back at every call, to be compared again."""
+    make, inputs, tensors = CASES[name]
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[object]) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    module = make(training)
+    expected = module(*inputs)
+    torch.testing.assert_close(torch.compile(module, fullgraph=True, dynamic=True, backend=backend)(*inputs), expected)
+    (graph,) = graphs
+    given = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
+    assert sum(isinstance(value, Tensor) for value in given) == tensors
+    assert all(isinstance(value, (Tensor, torch.SymInt)) for value in given)
+
+
+def test_numbers_are_what_was_asked_for() -> None:
+    config = zoo.create("resnet-debug").config
+    module = glue.NormAct(config)
+    assert (module.eps, module.momentum) == (config.norm_options["eps"], config.norm_options["momentum"])
+    assert AddNorm(3, eps=0.1 + 0.2).eps == 0.1 + 0.2
