@@ -516,3 +516,16 @@ def test_loss_curves_come_down_to_a_sentence_and_a_figure():
     drawn = curves.losses(race, "x")
     assert drawn is not None and "Loss over training steps" in drawn and "upstream regional" in drawn
     assert curves.losses(races(trained(), {"e1": ENVIRONMENT})[0], "x") is None
+
+
+def test_a_cold_figure_whose_caches_were_not_empty_is_not_shown():
+    arms = [row(2.0, impl="upstream"), row(1.0, impl="zoo", strategy="regional", cold=0.7, warm=0.2, graphs=1)]
+    (honest,) = races(arms, {"e1": ENVIRONMENT})
+    assert cells.seconds(honest.arms[0].result.cold) == "0.700"
+    assert arms[1].cold is not None
+    arms[1].cold.cache_empty_at_start = False
+    (shown,) = races(arms, {"e1": ENVIRONMENT})
+    assert cells.seconds(shown.arms[0].result.cold) == numbers.NOTHING
+    assert shown.arms[0].paid("cold") is None and shown.arms[0].paid("warm") is not None
+    assert any("no cold figure: zoo regional" in note for note in shown.notes)
+    assert arms[1].cold.seconds == 0.7, "the row itself keeps it"

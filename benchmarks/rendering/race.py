@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from benchmarks import stats
@@ -231,6 +231,9 @@ class Race:
         missed = [arm.name for arm in timed if _missed(arm.result)]
         if missed:
             notes.append(f"The warm start of these missed a cache and compiled something anew: {', '.join(missed)}.")
+        warm = [arm.name for arm in self.arms if (c := arm.result.cold) and c.cache_empty_at_start is False]
+        if warm:
+            notes.append(f"Their caches were not empty, so these have no cold figure: {', '.join(warm)}.")
         if wrong := [arm.name for arm in self.arms if arm.wrong]:
             notes.append(f"! Error above {WRONG}× eager's own, not counted among the best: {', '.join(wrong)}.")
         checks = [arm.result.check for arm in self.arms if arm.result.check is not None]
@@ -297,7 +300,17 @@ def races(results: Iterable[Result], environments: Mapping[str, Mapping[str, Any
     return [_race(group, environments.get(group[0].environment or "", {})) for group in groups.values()]
 
 
+def _proven(result: Result) -> Result:
+    """The row without the seconds of a cold start whose cache folders held something already."""
+    cold = result.cold
+    if cold is None or cold.cache_empty_at_start is not False:
+        return result
+    unknown = replace(cold, seconds=None, capture=None, time_to_first_result=None, later_calls=[], phases={})
+    return replace(result, cold=unknown)
+
+
 def _race(results: list[Result], environment: Mapping[str, Any]) -> Race:
+    results = [_proven(result) for result in results]
     ran = [result for result in results if result.status == "ok"]
     steady = [result.steady for result in ran if result.steady is not None]
     clock: Literal["device", "wall"] = "device" if steady and all(s.device_ms for s in steady) else "wall"
