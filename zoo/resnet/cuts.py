@@ -30,7 +30,7 @@ CUTS: dict[str, tuple[Region, ...]] = {
         *_ENDS,
     ),
     "stages": (Region(ResNetStage, graphs=4, why="the blocks of a stage fuse across their borders"), *_ENDS),
-    # Where our kernels run, glue is a kernel without the compiler too, and a call of it takes the host half the time.
+    # Where our kernels run, glue is one kernel without the compiler too, and a call is spared guards and wrappers.
     "ends": _ENDS,
 }
 
