@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.ahead import Kernel
 from zoo.gnn.kernels.common import choose_blocks, merge_grid, merge_tile, span, with_rows
 from zoo.gnn.kernels.sums import csr_sum, merge_sums
 from zoo.gnn.split import Rows, edges_per_chunk
@@ -69,6 +70,7 @@ def _write(
         tl.store(out + row * STRIDE + lane, result.to(out.dtype.element_ty), mask=mask)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows", "num_chunks", "chunk_size"])
 def _gat(
     table, a_source, a_destination, index, pointers, seed, chunks, out, lse, partial, partial_stats,
@@ -133,6 +135,7 @@ def _gat(
     tl.store(lse + row * HEADS + head, greatest + tl.log(exponents), mask=in_whole)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_rows"])
 def _merge_attention(
     partial, partial_stats, long_rows, out, lse, num_rows,
@@ -180,6 +183,7 @@ def _merge_attention(
         row = tl.load(long_rows + number * 3, mask=number < num_rows, other=-1)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows", "num_chunks", "chunk_size"])
 def _gat_backward(
     table, grad, a_source, a_destination, lse, index, permutation, pointers, seed, chunks,
@@ -237,6 +241,7 @@ def _gat_backward(
             _write(partial, item, result, in_piece, head, rest, HEADS, CHANNELS, HEADS * CHANNELS, False)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows", "num_chunks", "chunk_size"])
 def _softmax_backward(
     a_source, a_destination, lse, delta, index, permutation, pointers, chunks, moved, grad_a, partial,

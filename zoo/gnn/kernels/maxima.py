@@ -8,12 +8,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.ahead import Kernel
 from zoo.gnn.kernels.common import Blocks, choose_blocks, greater, merge_grid, merge_tile, span
 from zoo.gnn.kernels.sums import merge_sums
 from zoo.gnn.split import Rows, edges_per_chunk
 from zoo.operators import ceil_div
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows", "num_chunks", "chunk_size"])
 def _csr_max(
     x, index, pointers, chunks, out, ties, partial, partial_ties, rows, num_chunks, chunk_size,
@@ -56,6 +58,7 @@ def _csr_max(
     tl.store(out + place, result.to(out.dtype.element_ty), mask=whole[:, None] & inside[None, :])
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_rows"])
 def _merge_maxima(
     partial, partial_ties, long_rows, out, ties, num_rows,
@@ -90,6 +93,7 @@ def _merge_maxima(
         row = tl.load(long_rows + number * 3, mask=number < num_rows, other=-1)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows", "num_chunks", "chunk_size"])
 def _csr_max_backward(
     x, values, shares, index, pointers, chunks, out, partial, rows, num_chunks, chunk_size,

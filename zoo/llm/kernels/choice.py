@@ -11,11 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.ahead import Kernel
 from zoo.operators import ceil_div, next_power
 
 BLOCK = 1024
 
 
+@Kernel
 @triton.jit
 def _best_of_parts(logits, values, indices, V: tl.constexpr, BLOCK: tl.constexpr):
     part = tl.program_id(0)
@@ -30,6 +32,7 @@ def _best_of_parts(logits, values, indices, V: tl.constexpr, BLOCK: tl.constexpr
     tl.store(indices + place, index)
 
 
+@Kernel
 @triton.jit
 def _accept(
     values, indices, tokens, positions, finished, step, output, ends, pad,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.ahead import Kernel
 from zoo.operators import ceil_div, next_power
 
 
@@ -47,6 +48,7 @@ def _step(
     return top, exponents, total
 
 
+@Kernel
 @triton.jit(do_not_specialize=["tokens"])
 def _prefill(
     query, cache, positions, out, scale, tokens, slots, window,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.ahead import Kernel
 from zoo.llm.kernels.overlap import overlapped
 from zoo.operators import ceil_div, next_power
 
@@ -50,6 +51,7 @@ def _dots(x, norm, first, weight, row, live, m, eps, C: tl.constexpr, BLOCK_C: t
     return result
 
 
+@Kernel
 @triton.jit
 def _linear(
     x, norm, weight, bias, residual, out, eps,
@@ -74,6 +76,7 @@ def _linear(
         tl.store(out + m * N + row, result.to(out.dtype.element_ty), mask=live)
 
 
+@Kernel
 @triton.jit
 def _gate(
     x, norm, weight, out, eps,

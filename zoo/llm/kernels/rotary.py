@@ -12,12 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.ahead import Kernel
 from zoo.operators import ceil_div
 
 # Heads of a program.
 COUNT = 16
 
 
+@Kernel
 @triton.jit(do_not_specialize=["tokens", "rotary_stride"])
 def _rotate_into(
     qkv, cache, positions, rotary, q_norm, k_norm, query, eps, tokens, rotary_stride, slots, batches,

@@ -13,12 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.ahead import Kernel
 from zoo.operators import ceil_div
 
 # Columns that a program takes.
 BLOCK = 2048
 
 
+@Kernel
 @triton.jit
 def _swiglu(x, out, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -29,6 +31,7 @@ def _swiglu(x, out, width, BLOCK: tl.constexpr):
     tl.store(out + row * width + column, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
 
 
+@Kernel
 @triton.jit
 def _swiglu_backward(grad, x, out, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.ahead import Kernel
 from zoo.operators import ceil_div, next_power
 
 # Rows and columns of a tile. Widths in the models are multiples of 64, inside the MLP of 256: no lane is idle. A
@@ -60,6 +61,7 @@ def _tile(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return first, row, column, seen
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows"])
 def _gated_gelu(x, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     first, row, column, seen = _tile(rows, columns, ROWS, COLUMNS)
@@ -71,6 +73,7 @@ def _gated_gelu(x, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
     tl.store(out + first * columns + place, (value * _gelu(gate)).to(out.dtype.element_ty), mask=seen)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows"])
 def _conv_add(x, bias, residual, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     first, row, column, seen = _tile(rows, columns, ROWS, COLUMNS)
@@ -81,6 +84,7 @@ def _conv_add(x, bias, residual, out, rows, columns, ROWS: tl.constexpr, COLUMNS
     tl.store(out + first * columns + place, value.to(out.dtype.element_ty), mask=seen)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows"])
 def _norm(
     x, residual, weight, bias, total, out, rows, columns, added, eps, ROWS: tl.constexpr, COLUMNS: tl.constexpr

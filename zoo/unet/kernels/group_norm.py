@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.ahead import Kernel
 from zoo.operators import ceil_div, next_power
 
 # Channels that a program holds, where groups are not wider.
@@ -52,6 +53,7 @@ def _load(x, skip, row, end, channel, live, first, channels, begin, both):
     return value
 
 
+@Kernel
 @triton.jit(do_not_specialize=["pixels", "size", "units", "groups", "rows", "chunks"])
 def _partial(
     x, skip, shift, part, shift_stride, shifted, pixels, channels, first, size, units, groups, rows, chunks,
@@ -112,6 +114,7 @@ def _partial(
     tl.store(place + tl.num_programs(2).to(tl.int64) * groups * CHUNKS, total, mask=real)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["pixels", "size", "units", "groups", "rows", "chunks", "silu"])
 def _apply(
     x, skip, shift, weight, bias, part, out, joined, shift_stride, shifted, pixels, channels, first, size, units,

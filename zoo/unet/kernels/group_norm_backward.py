@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.ahead import Kernel
 from zoo.operators import ceil_div
 from zoo.unet.kernels import group_norm as forward
 
@@ -54,6 +55,7 @@ def _of_channels(shift, weight, bias, stats, image, channel, live, shift_stride,
     return moved, scale, factor, offset
 
 
+@Kernel
 @triton.jit(do_not_specialize=["shift_stride", "shifted", "pixels", "size", "groups", "rows", "chunks", "silu"])
 def _sums(
     grad, x, shift, weight, bias, stats, out, shift_stride, shifted, pixels, channels, size, groups, rows, chunks, silu,
@@ -86,6 +88,7 @@ def _sums(
     tl.store(place + 2 * stride, values, mask=live)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["shift_stride", "shifted", "pixels", "size", "groups", "rows", "added", "silu"])
 def _gradients(
     grad, x, shift, weight, bias, stats, means, more, out, shift_stride, shifted, pixels, channels, size, groups, rows,

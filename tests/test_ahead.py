@@ -1,0 +1,412 @@
+"""Kernels that are compiled while a region is traced: which ones, by whom, and that nobody else notices.
+
+Triton runs here on a GPU that is not there: it compiles for one, and launches are counted.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import zoo.operators
+from benchmarks.compiler import _forget
+from tests import test_gnn_kernels, test_llm_kernels, test_resnet_kernels, test_unet_kernels
+from zoo import ahead
+from zoo.ahead import Kernel
+from zoo.gnn import operators as gnn
+from zoo.llm import operators as llm
+from zoo.resnet import depth, norms, pooling
+from zoo.resnet import operators as resnet
+from zoo.unet import operators as unet
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULES: tuple[ModuleType, ...] = (gnn, llm, norms, depth, pooling, resnet, unet)
+# Library calls, without a kernel of ours.
+WITHOUT_KERNELS = {"conv_act", "linear_relu"}
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="torch came without Triton, which GPUs only need"
+    ),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),
+]
+
+
+class Gpu:
+    """What Triton asks of a driver, and what it did with it."""
+
+    def __init__(self) -> None:
+        self.launches: list[str] = []
+        self.compiled: list[str] = []
+        self.asked: set[tuple[str, str]] = set()
+        self.before_compiling: Callable[[str], None] = lambda name: None
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 1 << 18},
+            load_binary=lambda *_: (1, 2, 3, 4, 1024),
+            unload_module=lambda module: None,
+        )
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        return lambda *_: self.launches.append(source.fn.fn.__name__)
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def compile(self, source: Any, **_: Any) -> Any:
+        """In place of Triton's."""
+        name = source.fn.fn.__name__
+        self.compiled.append(name)
+        self.before_compiling(name)
+        return SimpleNamespace(
+            src=source, metadata=None, packed_metadata=None, function=None, launch_metadata=lambda *_: None,
+            run=self.launcher_cls(source, None),
+        )  # fmt: skip
+
+    def note(self, *, key: str, fn: Any, **_: Any) -> None:
+        """Triton's hook, of whatever is not in its cache."""
+        self.asked.add((fn.name, key))
+
+
+def kernels() -> list[Kernel]:
+    found = [module for name, module in sys.modules.items() if name.startswith("zoo.") and ".kernels" in name]
+    return [value for module in found for value in vars(module).values() if isinstance(value, Kernel)]
+
+
+def forget_compiled() -> None:
+    """As before the clock of a cold case."""
+    settle()
+    for kernel in kernels():
+        kernel.jit.device_caches.clear()
+
+
+def wait_for_threads() -> None:
+    for thread in list(ahead._threads._running):
+        thread.join(60)
+    assert not ahead._threads._running and not ahead._threads._waiting
+
+
+def settle() -> None:
+    wait_for_threads()
+    ahead._keep_finished()
+    assert not ahead._begun
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+    import triton
+    from triton.runtime import driver
+
+    from zoo.llm.kernels import overlap
+
+    found = Gpu()
+    monkeypatch.setattr(driver, "_active", found)
+    monkeypatch.setattr(triton.compiler, "compile", found.compile)
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", found.note)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(overlap, "_can_overlap", lambda device: True)
+    for module in (zoo.operators, *MODULES):
+        if hasattr(module, "triton_runs_on"):
+            monkeypatch.setattr(module, "triton_runs_on", lambda device: True)
+    forget_compiled()
+    yield found
+    forget_compiled()
+
+
+# --- which kernels ---
+
+
+def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    images, weight = torch.randn(2, 3, 16, 12), torch.randn(8, 3, 7, 7, requires_grad=True)
+    x = torch.randn(2, 12, 3, 5).requires_grad_()
+    of_families = {
+        "gnn": test_gnn_kernels.operator_calls(),
+        "llm": test_llm_kernels.calls(),
+        "resnet": test_resnet_kernels.calls(),
+        "unet": test_unet_kernels.calls(),
+        "stem": {
+            "squares": (depth.space_to_depth, (images, 4, 11, 9, 16)),
+            "squares of a view": (depth.space_to_depth, (images[:, :, 1:, 1:], 4, 11, 9, 16)),
+            "convolution": (depth.stem_conv, (images, weight)),
+        },
+        "views": {
+            "rows that do not begin on a vector": (llm.swiglu, (torch.randn(3, 9)[:, 1:],)),
+            "a shift in other strides": (
+                unet.group_norm,
+                (x, torch.randn(12, 2).t(), torch.randn(12), torch.randn(12), 4, 1e-5, True),
+            ),
+        },
+    }
+    return {f"{family}: {name}": call for family, each in of_families.items() for name, call in each.items()}
+
+
+class Recorder(TorchDispatchMode):
+    """The operators of ours that ran, those of the backward among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace.startswith("zoo_"):
+            self.ran.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+def launched_by(operator: Callable[..., Any], arguments: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
+    """Run an operator and its backward, and say what ran."""
+    with Recorder() as recorder:
+        out = operator(*arguments)
+        outputs = [each for each in (out if isinstance(out, tuple) else (out,)) if each is not None]
+        wanted = [each for each in arguments if isinstance(each, Tensor) and each.requires_grad]
+        given = [each for each in outputs if each.requires_grad]
+        if given:
+            grads = [torch.ones_like(each) for each in given]
+            torch.autograd.grad(given, wanted, grads, allow_unused=True)
+    return recorder.ran
+
+
+def on_gpu(value: Any) -> Any:
+    """The same without data, inside of a fake mode."""
+    if isinstance(value, Tensor):
+        return ahead.describe(value)._replace(device=torch.device("cuda", 0)).empty()
+    return value
+
+
+def trace(ran: list[tuple[Any, tuple[Any, ...]]]) -> None:
+    """Ask for the shapes of operators' outputs, as a compiler does."""
+    mode = FakeTensorMode()
+    with tracing(TracingContext(mode)), mode, torch.no_grad():
+        for operator, arguments in ran:
+            operator(*(on_gpu(each) for each in arguments))
+
+
+@pytest.mark.parametrize("name", calls())
+def test_what_is_compiled_ahead_is_what_is_launched(name: str, gpu: Gpu, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "zoo.ahead")
+    ran = launched_by(*calls()[name])
+    launched, count = gpu.asked, len(gpu.launches)
+    if "no rows" not in name:
+        assert launched and count, "the example runs no kernel"
+    gpu.asked = set()
+    forget_compiled()
+    trace(ran)
+    settle()
+    assert not caplog.records, "something stood in the way"
+    assert gpu.asked == launched
+    assert len(gpu.launches) == count
+
+
+def test_every_operator_has_an_example(gpu: Gpu) -> None:
+    reached = {operator.name().split("::")[1] for call in calls().values() for operator, _ in launched_by(*call)}
+    known = {name for module in MODULES for name in module._LIBRARY._implementations}
+    assert reached == known - WITHOUT_KERNELS
+
+
+# --- by whom, and when ---
+
+
+@pytest.fixture
+def swiglu(gpu: Gpu) -> tuple[Any, tuple[Any, ...]]:
+    return torch.ops.zoo_llm.swiglu.default, (torch.randn(3, 8),)
+
+
+def test_a_launch_waits_for_the_thread_that_compiles_its_kernel(gpu: Gpu, swiglu: Any) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slowly(name: str) -> None:
+        begun.set()
+        assert go_on.wait(60)
+
+    gpu.before_compiling = slowly
+    trace([swiglu])
+    assert begun.wait(60) and not gpu.launches
+    threading.Timer(0.2, go_on.set).start()
+    operator, arguments = swiglu
+    operator(*arguments)
+    assert gpu.launches == gpu.compiled == ["_swiglu"]
+
+
+def test_a_launch_compiles_what_no_thread_has_begun(gpu: Gpu, swiglu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "MOST_THREADS", 0)
+    trace([swiglu])
+    assert not gpu.compiled
+    operator, arguments = swiglu
+    operator(*arguments)
+    assert gpu.launches == gpu.compiled == ["_swiglu"]
+    ahead._threads._waiting.clear()
+
+
+def test_a_launch_does_not_wait_for_other_kernels(gpu: Gpu, swiglu: Any) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slowly(name: str) -> None:
+        if name == "_swiglu":
+            begun.set()
+            assert go_on.wait(60)
+
+    gpu.before_compiling = slowly
+    trace([swiglu])
+    assert begun.wait(60)
+    x = torch.randn(2, 8)
+    llm.norm_gate(x, x[0], 1e-6, torch.randn(6, 8))
+    assert gpu.launches == ["_gate"]
+    go_on.set()
+
+
+def test_an_error_of_a_thread_is_left_to_the_launch(gpu: Gpu, swiglu: Any) -> None:
+    operator, arguments = swiglu
+
+    def fails(name: str) -> None:
+        raise OSError("no space left")
+
+    gpu.before_compiling = fails
+    trace([swiglu])
+    settle()
+    with pytest.raises(OSError, match="no space left"):
+        operator(*arguments)
+    gpu.before_compiling = lambda name: None
+    operator(*arguments)
+    assert gpu.launches == ["_swiglu"]
+
+
+def test_a_trace_compiles_again_what_was_forgotten(gpu: Gpu, swiglu: Any) -> None:
+    operator, arguments = swiglu
+    operator(*arguments)
+    trace([swiglu])
+    settle()
+    assert gpu.compiled == ["_swiglu"], "it was there"
+    for times in (2, 3):
+        wait_for_threads()
+        _forget()
+        trace([swiglu, swiglu])
+        wait_for_threads()
+        assert gpu.compiled == ["_swiglu"] * times
+
+
+def test_shapes_that_differ_in_nothing_that_matters_are_compiled_once(gpu: Gpu) -> None:
+    shapes = [(n, 64 * n) for n in (3, 5, 7)]
+    trace([(torch.ops.zoo_llm.swiglu.default, (torch.randn(*shape),)) for shape in shapes])
+    settle()
+    assert gpu.compiled == ["_swiglu"]
+
+
+def test_an_operator_runs_once_a_trace(gpu: Gpu, swiglu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Any] = []
+    monkeypatch.setattr(ahead, "run_without_data", lambda *call: ran.append(call))
+    trace([swiglu, swiglu])
+    assert len(ran) == 1
+    trace([swiglu])
+    assert len(ran) == 2 and len(ahead._seen) == 0, "the first trace is over, and not held"
+
+
+def test_nothing_is_compiled_where_nothing_is_traced(gpu: Gpu, swiglu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    operator, arguments = swiglu
+    with FakeTensorMode():
+        operator(*(on_gpu(each) for each in arguments))
+    monkeypatch.setattr(ahead, "ENABLED", False)
+    trace([swiglu])
+    settle()
+    assert not gpu.asked
+
+
+def test_triton_really_compiles_in_a_thread(
+    swiglu: Any, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import triton.compiler.compiler
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.compiler, "compile", triton.compiler.compiler.compile)
+    trace([swiglu])
+    settle()
+    assert list(tmp_path.rglob("_swiglu.cubin"))
+    monkeypatch.setattr(type(kernels()[0].jit), "_do_compile", None)
+    operator, arguments = swiglu
+    operator(*arguments)
+    assert gpu.launches == ["_swiglu"]
+
+
+# --- and nobody notices ---
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_sizes_that_vary_stay_one_graph(enabled: bool, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "ENABLED", enabled)
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda x: llm.swiglu(x.sin()) + 1, backend=counter, fullgraph=True)
+    for rows in (5, 9, 33):
+        x = torch.randn(rows, 8, requires_grad=True)
+        torch._dynamo.mark_dynamic(x, 0)
+        compiled(x).sum().backward()
+        settle()
+        # Both directions of the first size, while it was traced; the others differ in nothing that matters.
+        assert set(gpu.compiled) == {"_swiglu", "_swiglu_backward"} and len(gpu.compiled) == 2
+    assert counter.frame_count == 1
+
+
+def test_a_size_that_depends_on_data_is_left_to_the_launch() -> None:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    size = ShapeEnv().create_unbacked_symint()
+    with pytest.raises(ValueError, match="depends on data"):
+        ahead.describe((3, [size]))
+
+
+def run(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    return done.stdout
+
+
+def test_what_waits_does_not_keep_the_process_from_ending() -> None:
+    code = (
+        "import time\n"
+        "from zoo import ahead\n"
+        "def compile_kernel():\n    time.sleep(0.2)\n    print('compiled', flush=True)\n"
+        "for _ in range(200): ahead._threads.submit(compile_kernel)\n"
+        "time.sleep(0.1)"
+    )
+    assert 1 <= run(code).count("compiled") <= ahead.MOST_THREADS
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_a_fork_does_not_wait_for_threads_that_it_has_not() -> None:
+    code = (
+        "import os, time, warnings\n"
+        "from zoo import ahead\n"
+        "warnings.simplefilter('ignore')\n"
+        "def compile_kernel():\n    time.sleep(0.5)\n    return os.getpid()\n"
+        "running = [ahead._threads.submit(compile_kernel) for _ in range(20)]\n"
+        "time.sleep(0.2)\n"
+        "if (child := os.fork()) == 0:\n"
+        "    assert running[0].result() == running[-1].result() == os.getpid()\n"
+        "    assert ahead._threads.submit(compile_kernel).result() == os.getpid()\n"
+        "    os._exit(0)\n"
+        "assert os.waitpid(child, 0)[1] == 0 and running[0].result() == os.getpid()\n"
+        "print('done')"
+    )
+    assert run(code) == "done\n"
