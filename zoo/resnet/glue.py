@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zoo.layers import to_images, to_rows
 from zoo.operators import differentiated
 from zoo.resnet.config import ResNetConfig
 from zoo.resnet.norms import batch_statistics, bias_act, kernels_run, norm_act, norms_add_act
@@ -122,6 +123,11 @@ class NormActPool(_Glue):
         settled = mean is not None and variance is not None and not self.of_batch(norm)
         if settled and kernels_run(x) and not differentiated(x, weight, bias):
             return norm_act_pool(x, mean, variance, weight, bias, self.eps)
+        if kernels_run(x):
+            # The kernels that every other norm of the model has compiled by then, or will.
+            rows = to_rows(x)
+            active = norm_act(rows, *self.settled(rows, norm), None, self.eps, self.of_batch(norm))
+            return F.max_pool2d(to_images(active, x), 3, 2, 1)
         return F.max_pool2d(F.relu(self.normalise(x, norm)), 3, 2, 1)
 
 
