@@ -222,11 +222,13 @@ class _Compilation(Future[Any]):
         if not self.set_running_or_notify_cancel():
             return
         kernel = None
-        with suppress(Exception):
-            kernel = self._compile_kernel()
-            self.succeeded = True
-            _build_launcher(kernel)
-        self.set_result(kernel)
+        try:
+            with suppress(Exception):
+                kernel = self._compile_kernel()
+                self.succeeded = True
+                _build_launcher(kernel)
+        finally:
+            self.set_result(kernel)
 
     def result(self, timeout: float | None = None) -> Any:
         here = os.getpid() != self._process or self.cancel()
