@@ -96,9 +96,11 @@ def _asynchronously() -> Iterator[None]:
 def _keep_finished() -> None:
     """Put what threads have compiled into Triton's own cache."""
     for key, kernel in list(_begun.items()):
-        if kernel.kernel is not None or kernel.future.done():
+        # Newer Tritons drop the future once it was asked, whatever it said.
+        future = kernel.future
+        if future is None or future.done():
             _begun.pop(key, None)
-            if kernel.kernel is None and kernel.future.succeeded:
+            if kernel.kernel is None and future is not None and future.succeeded:
                 kernel.result()
 
 
