@@ -155,8 +155,12 @@ class Recorder:
         for span in _spans(type(module)):
             self._signatures[span].add((type(module), weights, inputs, module.training))
 
-    def facts(self) -> Facts:
-        """Everything since the recorder was made or restarted."""
+    def facts(self, *, whole: bool = False) -> Facts:
+        """Everything since the recorder was made or restarted.
+
+        Args:
+            whole: Whether one call was compiled as a whole, so that a second frame can only come from a break.
+        """
         records = self._dynamo.get_compilation_metrics()[self._seen :]
         now = self._snapshot()
 
@@ -167,7 +171,7 @@ class Recorder:
         return Facts(
             phases=_phases(records),
             graphs=grown("stats")["unique_graphs"],
-            breaks=_breaks(grown("graph_break"), records),
+            breaks=_breaks(grown("graph_break"), records, whole=whole),
             recompiles=self._recompiles(records),
             # A graph found by the outer cache is not looked up in the inner one, depending on the version.
             cache_hits=max(inductor["fxgraph_cache_hit"], autograd["autograd_cache_hit"]),
@@ -225,11 +229,17 @@ def _span(code: CodeType) -> tuple[str, int, int]:
     return code.co_filename, code.co_firstlineno, max(lines, default=code.co_firstlineno)
 
 
-def _breaks(counted: Counter[str], records: list[Any]) -> list[str]:
-    """A reason for each graph break. Dynamo's counter leaves out a branch on a tensor; the frame behind it shows it."""
+def _breaks(counted: Counter[str], records: list[Any], *, whole: bool = False) -> list[str]:
+    """A reason for each graph break.
+
+    Dynamo's counter leaves out a branch on a tensor; the frame behind it shows it. It leaves out as well where Dynamo
+    cannot go on within a frame; of a whole call what is compiled besides shows it.
+    """
     reasons = [_short(reason) for reason, count in counted.items() for _ in range(count)]
-    names = dict.fromkeys(str(record.co_name) for record in records)
-    resumed = [name for name in names if name.startswith("torch_dynamo_resume_in_")]
+    frames = list(dict.fromkeys(str(r.co_name) for r in records if not getattr(r, "is_runtime", False)))
+    resumed = [name for name in frames if name.startswith("torch_dynamo_resume_in_")]
+    if whole and not (reasons or resumed):
+        return [f"{name}: compiled by itself, so {frames[0]} ended before it" for name in frames[1:]]
     untold = max(0, len(resumed) - len(reasons))
     return reasons + [
         f"{name}: the compiler counts no reason; a branch on a tensor's value?" for name in resumed[:untold]

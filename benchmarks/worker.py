@@ -190,7 +190,7 @@ class Arm:
             while len(later) < 5 and sum(later) < 2.0:
                 later.append(once(self._steps, self.device))
         steady = sorted(later)[len(later) // 2]
-        facts = recorder.facts()
+        facts = recorder.facts(whole=self.case.strategy == "full")
         self._recorder = recorder
         recorder.restart()
         return {

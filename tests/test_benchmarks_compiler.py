@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks.compiler import Recorder, _phases, _short, cache_environment, cached_files, other_cache, start_up
+from benchmarks.compiler import (
+    Recorder,
+    _breaks,
+    _phases,
+    _short,
+    cache_environment,
+    cached_files,
+    other_cache,
+    start_up,
+)
 
 
 class Layer(nn.Module):
@@ -160,3 +171,11 @@ def test_a_branch_on_a_tensor_is_a_break_with_a_reason():
         torch.compile(model, backend="eager")(torch.ones(3))
         breaks = recorder.facts().breaks
         assert len(breaks) == 1 and breaks[0], breaks
+
+
+def test_a_second_frame_of_a_whole_call_is_a_break():
+    frames = [SimpleNamespace(co_name=name) for name in ("forward", "forward", "move_on")]
+    assert _breaks(Counter(), frames, whole=True) == ["move_on: compiled by itself, so forward ended before it"]
+    assert _breaks(Counter(), frames[:2], whole=True) == []
+    assert _breaks(Counter(), frames) == [], "regions are frames of their own"
+    assert _breaks(Counter({"print": 1}), frames, whole=True) == ["print"]

@@ -33,6 +33,7 @@ class Step(nn.Module):
     def __init__(self, task: Task, tokens: Tensor) -> None:
         super().__init__()
         self.task = task
+        self.stride = task.stride  # a search, which a compiler cannot trace
         self.first_tokens = tokens[:, -1:].cpu()
         self.register_buffer("tokens", torch.empty_like(tokens[:, -1:]), persistent=False)
         self.register_buffer("positions", torch.empty_like(self.tokens), persistent=False)
@@ -98,7 +99,7 @@ class ZooDecode(ZooStep):
         """Logits [B, V] of the tokens after the ones that were fed."""
         logits = self.model(self.tokens, position_ids=self.positions, cache=self.cache, logits_to_keep=1)[:, -1]
         self.accept(logits)
-        self.move_on(self.task.stride - 1)
+        self.move_on(self.stride - 1)
         return logits
 
 
@@ -159,7 +160,7 @@ class UpstreamDecode(Step):
         )
         logits: Tensor = output.logits[:, -1]
         self.tokens.copy_(logits.argmax(-1, keepdim=True))
-        self.move_on(self.task.stride)
+        self.move_on(self.stride)
         # The counts go where the positions went: one launch for all layers, so that it costs next to nothing.
         torch._foreach_copy_(self.lengths, [self.positions[0, 0]] * len(self.lengths))
         return logits
