@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from typing import Any
 
 import torch
 
 OLDEST_TORCH = (2, 11)
+FALLBACKS_ARE_LAZY = (2, 15)  # the first release seen to
 
 # Dynamo's own limit is a backstop far above any honest budget: on reaching it a frame falls to eager or raises,
 # depending on the release and on fullgraph. Our own count is what enforces budgets.
 RECOMPILE_LIMIT = 1024
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def refuse_old_torch(version: str) -> None:
@@ -21,8 +27,7 @@ def refuse_old_torch(version: str) -> None:
     Raises:
         ImportError: If the release is older than the oldest supported.
     """
-    release = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-    if release < OLDEST_TORCH:
+    if _release(version) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         raise ImportError(f"zoo needs torch {oldest} or newer, this is torch {version}; pip install --upgrade torch")
 
@@ -45,3 +50,19 @@ def compile_limit_kwargs() -> dict[str, Any]:
         return {"recompile_limit": RECOMPILE_LIMIT}
     config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
     return {}
+
+
+def name_fallbacks_alone() -> None:
+    """Let Inductor name an operator that it has no lowering of, and leave out what the operator is called with.
+
+    2.11 writes that out for a log, shown or not, and with each argument what it is computed of. Where operators take
+    the one before twice, as residuals do, that doubles with each: a chain of thirty is never done. 2.15 writes when
+    somebody reads. Nothing is done before Inductor is there.
+    """
+    exc = sys.modules.get("torch._inductor.exc")
+    if exc is not None and _release(torch.__version__) < FALLBACKS_ARE_LAZY:
+        exc.OperatorIssue.operator_str = staticmethod(_name_alone)
+
+
+def _name_alone(target: Any, args: Any, kwargs: Any) -> str:
+    return f"  target: {target}"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from zoo import ahead
+from zoo.compat import name_fallbacks_alone
 
 Function = Callable[..., Any]
 
@@ -57,6 +58,7 @@ class OperatorLibrary:
             @functools.wraps(shapes)
             def shapes_and_kernels(*arguments: Any) -> Any:
                 outputs = shapes(*arguments)
+                name_fallbacks_alone()
                 if ahead.ENABLED and triton_runs_on(arguments[0].device):
                     ahead.compile_kernels(implementation, arguments)
                 return outputs

@@ -1,0 +1,65 @@
+"""What is done for some releases of torch alone."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from zoo import compat
+
+
+class Unreadable:
+    def __str__(self) -> str:
+        raise AssertionError("written out for a log that nobody reads")
+
+
+def test_a_fallback_is_named_without_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import exc
+
+    monkeypatch.setattr(exc.OperatorIssue, "operator_str", exc.OperatorIssue.operator_str)  # put back at the end
+    monkeypatch.setattr(compat, "FALLBACKS_ARE_LAZY", (99, 0))
+    compat.name_fallbacks_alone()
+    for error in (exc.MissingOperatorWithDecomp, exc.MissingOperatorWithoutDecomp):
+        assert "zoo.norm" in error.operator_str("zoo.norm", [Unreadable()], {"x": Unreadable()})
+
+
+def test_newer_releases_and_processes_without_inductor_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    there: Any = SimpleNamespace(OperatorIssue=SimpleNamespace(operator_str=None))
+    monkeypatch.setitem(sys.modules, "torch._inductor.exc", there)
+    monkeypatch.setattr(compat, "FALLBACKS_ARE_LAZY", (2, 11))
+    compat.name_fallbacks_alone()
+    assert there.OperatorIssue.operator_str is None
+    monkeypatch.setattr(compat, "FALLBACKS_ARE_LAZY", (99, 0))
+    monkeypatch.delitem(sys.modules, "torch._inductor.exc")
+    compat.name_fallbacks_alone()
+
+
+@pytest.mark.slow
+def test_a_chain_of_operators_compiles_in_no_time() -> None:
+    """On 2.11 a chain half as long takes minutes without the shorter name; a timeout of the run would tell."""
+    from zoo.operators import OperatorLibrary
+
+    library = OperatorLibrary("zoo_test_compat")
+    schema = "(Tensor x, Tensor y) -> Tensor"
+
+    @library.operator(schema)
+    def link(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y
+
+    @library.operator(schema)
+    def last(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x - y
+
+    for name in ("link", "last"):
+        library.fake(name)(lambda x, y: torch.empty_like(x))
+
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(32):
+            x = link(x, x)
+        return last(x, x + 1)
+
+    assert torch.equal(torch.compile(chain, backend="inductor")(torch.zeros(2)), -torch.ones(2))
