@@ -275,5 +275,6 @@ VALUES: dict[str, Callable[[Race, Arm, str], str]] = {
     "speedup": _speedup_value,
     "compile-cold": lambda race, arm, against: _with_unit((arm.result.cold or Compile()).seconds, "s"),
     "compile-warm": lambda race, arm, against: _with_unit((arm.result.warm or Compile()).seconds, "s"),
+    "throughput": lambda race, arm, against: _with_unit(arm.throughput, f"{race.unit} a second"),
     "graphs": lambda race, arm, against: numbers.count(arm.result.cold.graphs if arm.result.cold else None),
 }

@@ -162,6 +162,8 @@ class BertWorkload:
                 "width": config.hidden_size,
                 "parameters": bert_work.parameters(config),
             },
+            count=task.batch,
+            unit="sequences",
         )
 
 

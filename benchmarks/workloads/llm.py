@@ -165,6 +165,8 @@ def prepare(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
             "width": config.hidden_size,
             "parameters": llm_work.parameters(config),
         },
+        count=task.batch * task.tokens,
+        unit="tokens",
     )
 
 

@@ -131,6 +131,8 @@ class ResNetWorkload:
                 "classes": config.num_classes,
                 "parameters": resnet_work.parameters(config),
             },
+            count=batch,
+            unit="images",
         )
         if case.workload == "train":
             return resnet_train.for_training(case, prepared, config, batch, size, seed=seed)
