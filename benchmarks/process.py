@@ -10,6 +10,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -20,6 +21,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 REASON_LENGTH = 600
 TAIL_LINES = 4
+FRAMES = 4  # of where a process hangs
+_FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 
 _alive: set[Worker] = set()
 
@@ -46,6 +49,8 @@ class Worker:
         self.timeout = timeout
         self.log: list[dict[str, Any]] = []  # what was asked and when it was worked on
         self._stderr: deque[str] = deque(maxlen=200)
+        # Where the process writes what it is at, on a signal. Closed by kill.
+        self._stack = tempfile.TemporaryFile()  # noqa: SIM115
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.worker"],
@@ -53,7 +58,13 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd=os.getcwd(),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(paths),
+                "BENCHMARKS_STACK": str(self._stack.fileno()),
+                **environment,
+            },
+            pass_fds=(self._stack.fileno(),),
             # Its own group: Ctrl-C reaches the harness alone, and a kill takes its compile workers along.
             start_new_session=True,
         )
@@ -104,8 +115,9 @@ class Worker:
             while b"\n" not in self._unread:
                 left = deadline - time.monotonic()
                 if left <= 0 or not selector.select(left):
+                    where = self._where()
                     reason = f"{self._pending} took longer than {self.timeout:g} s; raise it with --timeout"
-                    reason = self._describe(reason)
+                    reason = self._describe(f"{reason}; it was in {where}" if where else reason)
                     self.kill()
                     raise WorkerFailure("timeout", reason, self._pending)
                 chunk = os.read(self._replies.fileno(), 1 << 16)
@@ -114,6 +126,23 @@ class Worker:
                 self._unread += chunk
         line, _, self._unread = self._unread.partition(b"\n")
         return line
+
+    def _where(self) -> str:
+        """The functions that the process is in, innermost first, each once; nothing if it cannot say."""
+        with contextlib.suppress(OSError):
+            self._process.send_signal(signal.SIGUSR1)
+        text, until = "", time.monotonic() + 2.0
+        while time.monotonic() < until:
+            before = text
+            time.sleep(0.1)
+            text = os.pread(self._stack.fileno(), 1 << 18, 0).decode(errors="replace")
+            if text and text == before:
+                break
+        main_thread = text.rpartition("hread 0x")[2]  # it comes last
+        frames: dict[str, str] = {}
+        for found in _FRAME.finditer(main_thread):
+            frames.setdefault(found["name"], f"{found['name']} ({found['file']}:{found['line']})")
+        return ", called by ".join(list(frames.values())[:FRAMES])
 
     def _death(self) -> WorkerFailure:
         """What killed the process, which has closed its pipe."""
@@ -169,7 +198,7 @@ class Worker:
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=10)
-        for pipe in (self._requests, self._replies):
+        for pipe in (self._requests, self._replies, self._stack):
             with contextlib.suppress(OSError):
                 pipe.close()
         self._reader.join(timeout=1)

@@ -8,6 +8,7 @@ each other.
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import gc
 import importlib
@@ -479,6 +480,8 @@ def main() -> None:
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
+    if (stack := os.environ.get("BENCHMARKS_STACK")) is not None:
+        faulthandler.register(signal.SIGUSR1, file=int(stack))  # so that a timeout can say where
     if os.getpgrp() == os.getpid():  # as the harness starts it
         threading.Thread(target=_end_with_harness, args=(requests.fileno(),), daemon=True).start()
     serve(requests, replies)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -223,4 +224,6 @@ def test_a_timeout_kills_the_process(workers: list[Worker]):
     with pytest.raises(WorkerFailure, match="start_up took longer than 0.5 s") as caught:
         worker.ask("start_up", folder=None)
     assert caught.value.status == "timeout"
+    assert re.search(r"it was in misbehave \(tests/fake_workload.py:\d+\), called by forward ", caught.value.reason)
+    assert str(ROOT) not in caught.value.reason
     assert not worker.alive
