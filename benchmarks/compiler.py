@@ -236,7 +236,8 @@ def _breaks(counted: Counter[str], records: list[Any], *, whole: bool = False) -
     cannot go on within a frame; of a whole call what is compiled besides shows it.
     """
     reasons = [_short(reason) for reason, count in counted.items() for _ in range(count)]
-    frames = list(dict.fromkeys(str(r.co_name) for r in records if not getattr(r, "is_runtime", False)))
+    named = [record for record in records if record.co_name is not None]  # a backward has no frame
+    frames = list(dict.fromkeys(str(r.co_name) for r in named if not getattr(r, "is_runtime", False)))
     resumed = [name for name in frames if name.startswith("torch_dynamo_resume_in_")]
     if whole and not (reasons or resumed):
         return [f"{name}: compiled by itself, so {frames[0]} ended before it" for name in frames[1:]]

@@ -176,6 +176,7 @@ def test_a_branch_on_a_tensor_is_a_break_with_a_reason():
 def test_a_second_frame_of_a_whole_call_is_a_break():
     frames = [SimpleNamespace(co_name=name) for name in ("forward", "forward", "move_on")]
     assert _breaks(Counter(), frames, whole=True) == ["move_on: compiled by itself, so forward ended before it"]
-    assert _breaks(Counter(), frames[:2], whole=True) == []
+    backward = SimpleNamespace(co_name=None)
+    assert _breaks(Counter(), [*frames[:2], backward], whole=True) == []
     assert _breaks(Counter(), frames) == [], "regions are frames of their own"
     assert _breaks(Counter({"print": 1}), frames, whole=True) == ["print"]
