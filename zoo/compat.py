@@ -21,6 +21,9 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
+_TORCH = _release(torch.__version__)
+
+
 def refuse_old_torch(version: str) -> None:
     """Say in one line what is needed, before something that an old torch does not have fails in words of its own.
 
@@ -60,7 +63,7 @@ def name_fallbacks_alone() -> None:
     somebody reads. Nothing is done before Inductor is there.
     """
     exc = sys.modules.get("torch._inductor.exc")
-    if exc is not None and _release(torch.__version__) < FALLBACKS_ARE_LAZY:
+    if exc is not None and _TORCH < FALLBACKS_ARE_LAZY:
         exc.OperatorIssue.operator_str = staticmethod(_name_alone)
 
 

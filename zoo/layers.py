@@ -49,3 +49,11 @@ def untracked(x: Tensor, *last: int) -> Tensor:
     another number of images, or of an image that is not square; of a parameter it takes the shape as fixed.
     """
     return _unsafe_view(x, (-1, *last))
+
+
+def in_words(name: str) -> property:
+    """A float that a module keeps as text in its attribute ``name``, for graphs of symbolic sizes.
+
+    Of a number the compiler makes a symbol there, as of sizes, and on some releases a tensor at every call.
+    """
+    return property(lambda module: float(getattr(module, name)))

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.layers import to_images, to_rows
+from zoo.layers import in_words, to_images, to_rows
 from zoo.operators import differentiated
 from zoo.resnet.config import ResNetConfig
 from zoo.resnet.norms import batch_statistics, bias_act, kernels_run, norm_act, norms_add_act
@@ -53,19 +53,11 @@ class _Glue(nn.Module):
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
         options = config.norm_options
-        # In words: of a number the compiler makes a symbol, as of sizes, and on some releases a tensor at every call.
         self.eps_text, self.momentum_text = (repr(float(options.get(name, 0.0))) for name in ("eps", "momentum"))
         self.frozen = config.norm == "frozen"
 
-    @property
-    def eps(self) -> float:
-        """Added to the variance."""
-        return float(self.eps_text)
-
-    @property
-    def momentum(self) -> float:
-        """How far running statistics are moved, of 1."""
-        return float(self.momentum_text)
+    eps = in_words("eps_text")  # added to the variance
+    momentum = in_words("momentum_text")  # how far running statistics are moved, of 1
 
     def of_batch(self, tensors: NormTensors) -> bool:
         """Whether statistics are those of the batch."""

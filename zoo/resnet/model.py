@@ -91,7 +91,7 @@ REGIONS = (
     Region(NormsAddAct, why="the same with the shortcut's own norm", **_GLUE),
     Region(BiasAct, why="bias and activation in one pass, a graph for all widths and sizes", **_GLUE),
     Region(BiasAddAct, why="bias, residual and activation in one pass, a graph for all stages", **_GLUE),
-    # In training it is a dozen kernels, which workers compile side by side.
+    # In training the compiler makes kernels here, pooling among them: workers compile those of a graph side by side.
     Region(NormActPool, why="the largest activation of all, normalised and pooled"),
     Region(BiasActPool, why="the largest activation of all, pooled first", compile_threads=1),
     Region(ResNetHead, why="mean over pixels and the output product", compile_threads=1),

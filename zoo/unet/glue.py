@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from zoo.layers import in_words
 from zoo.unet import fallback, operators
 
 
@@ -29,13 +30,9 @@ class _Norm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width))
-        # In words: of a number the compiler makes a symbol, as of sizes, and on some releases a tensor at every call.
         self.eps_text = repr(float(eps))
 
-    @property
-    def eps(self) -> float:
-        """Added to the variance."""
-        return float(self.eps_text)
+    eps = in_words("eps_text")  # added to the variance
 
 
 class AddNorm(_Norm):
