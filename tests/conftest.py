@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -20,6 +21,9 @@ if _OWN_CACHE:
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch  # noqa: E402
+
+if TYPE_CHECKING:
+    from tests.fake_gpu import Gpu
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -50,6 +54,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_report_header(config: pytest.Config) -> str:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device: gpu tests are left out"
     return f"torch {torch.__version__}, {device}"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+    """A GPU that is not there, for Triton."""
+    from tests.fake_gpu import in_place
+
+    yield from in_place(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

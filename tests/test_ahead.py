@@ -11,9 +11,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,19 +23,15 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import zoo.operators
 from benchmarks.compiler import _forget
 from tests import test_gnn_kernels, test_llm_kernels, test_resnet_kernels, test_unet_kernels
+from tests.fake_gpu import MODULES, Gpu, forget_compiled, kernels, settle, wait_for_threads
 from zoo import ahead
-from zoo.ahead import Kernel
-from zoo.gnn import operators as gnn
 from zoo.llm import operators as llm
-from zoo.resnet import depth, norms, pooling
-from zoo.resnet import operators as resnet
+from zoo.resnet import depth
 from zoo.unet import operators as unet
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES: tuple[ModuleType, ...] = (gnn, llm, norms, depth, pooling, resnet, unet)
 # Library calls, without a kernel of ours.
 WITHOUT_KERNELS = {"conv_act", "linear_relu"}
 pytestmark = [
@@ -45,94 +40,6 @@ pytestmark = [
     ),
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),
 ]
-
-
-class Gpu:
-    """What Triton asks of a driver, and what it did with it."""
-
-    def __init__(self) -> None:
-        self.launches: list[str] = []
-        self.compiled: list[str] = []
-        self.asked: set[tuple[str, str]] = set()
-        self.before_compiling: Callable[[str], None] = lambda name: None
-        self.utils = SimpleNamespace(
-            get_device_properties=lambda device: {"max_shared_mem": 1 << 18},
-            load_binary=lambda *_: (1, 2, 3, 4, 1024),
-            unload_module=lambda module: None,
-        )
-
-    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
-        return lambda *_: self.launches.append(source.fn.fn.__name__)
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def compile(self, source: Any, **_: Any) -> Any:
-        """In place of Triton's."""
-        name = source.fn.fn.__name__
-        self.compiled.append(name)
-        self.before_compiling(name)
-        return SimpleNamespace(
-            src=source, metadata=None, packed_metadata=None, function=None, launch_metadata=lambda *_: None,
-            run=self.launcher_cls(source, None),
-        )  # fmt: skip
-
-    def note(self, *, key: str, fn: Any, **_: Any) -> None:
-        """Triton's hook, of whatever is not in its cache."""
-        self.asked.add((fn.name, key))
-
-
-def kernels() -> list[Kernel]:
-    found = [module for name, module in sys.modules.items() if name.startswith("zoo.") and ".kernels" in name]
-    return [value for module in found for value in vars(module).values() if isinstance(value, Kernel)]
-
-
-def forget_compiled() -> None:
-    """As before the clock of a cold case."""
-    settle()
-    for kernel in kernels():
-        kernel.jit.device_caches.clear()
-
-
-def wait_for_threads() -> None:
-    for thread in list(ahead._threads._running):
-        thread.join(60)
-    assert not ahead._threads._running and not ahead._threads._waiting
-
-
-def settle() -> None:
-    wait_for_threads()
-    ahead._keep_finished()
-    assert not ahead._begun
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
-    import triton
-    from triton.runtime import driver
-
-    from zoo.llm.kernels import overlap
-
-    found = Gpu()
-    monkeypatch.setattr(driver, "_active", found)
-    monkeypatch.setattr(triton.compiler, "compile", found.compile)
-    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", found.note)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(overlap, "_can_overlap", lambda device: True)
-    for module in (zoo.operators, *MODULES):
-        if hasattr(module, "triton_runs_on"):
-            monkeypatch.setattr(module, "triton_runs_on", lambda device: True)
-    forget_compiled()
-    yield found
-    forget_compiled()
 
 
 # --- which kernels ---

@@ -175,7 +175,7 @@ def compile_kernels(implementation: Callable[..., Any], arguments: tuple[Any, ..
         arguments: Fake tensors, symbols and numbers.
     """
     if _here.only_compiles:
-        # An operator within an operator.
+        # An operator within an operator, or of a call that is run without data.
         implementation(*arguments)
         return
     tracing = torch._guards.TracingContext.try_get()
@@ -200,11 +200,18 @@ def run_without_data(implementation: Callable[..., Any], arguments: tuple[Any, .
     from torch.utils._python_dispatch import _disable_current_modes
 
     # A mode of its own: nothing of this is part of what is being traced. What has no rule for shapes is not run either.
-    with _disable_current_modes(), torch.no_grad(), FakeTensorMode(allow_fallback_kernels=False), _asynchronously():
+    with _disable_current_modes(), torch.no_grad(), FakeTensorMode(allow_fallback_kernels=False), only_compiling():
+        implementation(*_restore(arguments))
+
+
+@contextmanager
+def only_compiling() -> Iterator[None]:
+    """What this thread would launch, threads compile; for tensors without data."""
+    with _asynchronously():
         _keep_finished()
         _here.only_compiles = True
         try:
-            implementation(*_restore(arguments))
+            yield
         finally:
             _here.only_compiles = False
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from zoo.compat import compile_limit_kwargs
+from zoo.dry_run import before_first_call
 from zoo.ledger import LEDGER, Entry
 from zoo.observe import undisturbed
 from zoo.regions import FoundRegion, Region, RegionReport, declares, report_on, resolve
@@ -112,6 +113,7 @@ def compile_regions(
             module.compile(fullgraph=fullgraph, backend=backend, **how, **limit)
     modules = {name: module for group in chosen.values() for name, module in group.items()}
     _PLANS[model] = Plan(report, LEDGER.watch(model, modules))
+    before_first_call(model)
     return model
 
 

@@ -12,6 +12,7 @@ Shape legend: N nodes, E edges, C channels, H heads.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import ClassVar, TypeAlias
 
@@ -218,6 +219,10 @@ class _Model(nn.Module):
         tensors = graph.tensors
         check_nodes(x, tensors.rowptr.shape[0] - 1, tensors.rowptr.device)
         return tensors
+
+    def dry_call(self, x: Tensor, edge_index: Graph, edge_weight: Tensor | None = None) -> functools.partial[Tensor]:
+        """What ``forward`` does once it has a graph; see ``zoo.dry_run``."""
+        return functools.partial(self._run, x, self._graph(x, edge_index, edge_weight))
 
     def _run(self, x: Tensor, graph: GraphTensors) -> Tensor:
         if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):

@@ -17,6 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from zoo.dry_run import whole_call
 from zoo.layers import initialise
 from zoo.llm.attention import token_mask
 from zoo.llm.cache import KVCache, make_cache
@@ -42,6 +43,7 @@ class LLM(nn.Module):
     """
 
     regions: ClassVar[tuple[Region, ...]] = REGIONS
+    dry_call = whole_call
 
     def __init__(self, config: LLMConfig) -> None:
         super().__init__()

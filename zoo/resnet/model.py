@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from zoo.dry_run import whole_call
 from zoo.layers import channels_last
 from zoo.regions import Region
 from zoo.resnet.checks import check_images
@@ -109,6 +110,7 @@ class ResNet(nn.Module):
     """
 
     regions: ClassVar[tuple[Region, ...]] = REGIONS
+    dry_call = whole_call
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()

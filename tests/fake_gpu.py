@@ -1,0 +1,111 @@
+"""A GPU that is not there: Triton compiles for one, or is said to have, and launches are counted."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import zoo.operators
+from zoo import ahead, dry_run
+from zoo.ahead import Kernel
+from zoo.gnn import operators as gnn
+from zoo.llm import operators as llm
+from zoo.resnet import depth, norms, pooling
+from zoo.resnet import operators as resnet
+from zoo.unet import operators as unet
+
+MODULES: tuple[ModuleType, ...] = (gnn, llm, norms, depth, pooling, resnet, unet)
+
+
+class Gpu:
+    """What Triton asks of a driver, and what it did with it."""
+
+    def __init__(self) -> None:
+        self.launches: list[str] = []
+        self.compiled: list[str] = []
+        self.asked: set[tuple[str, str]] = set()
+        self.before_compiling: Callable[[str], None] = lambda name: None
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 1 << 18},
+            load_binary=lambda *_: (1, 2, 3, 4, 1024),
+            unload_module=lambda module: None,
+        )
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        return lambda *_: self.launches.append(source.fn.fn.__name__)
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def compile(self, source: Any, **_: Any) -> Any:
+        """In place of Triton's."""
+        name = source.fn.fn.__name__
+        self.compiled.append(name)
+        self.before_compiling(name)
+        return SimpleNamespace(
+            src=source, metadata=None, packed_metadata=None, function=None, launch_metadata=lambda *_: None,
+            run=self.launcher_cls(source, None),
+        )  # fmt: skip
+
+    def note(self, *, key: str, fn: Any, **_: Any) -> None:
+        """Triton's hook, of whatever is not in its cache."""
+        self.asked.add((fn.name, key))
+
+
+def kernels() -> list[Kernel]:
+    found = [module for name, module in sys.modules.items() if name.startswith("zoo.") and ".kernels" in name]
+    return [value for module in found for value in vars(module).values() if isinstance(value, Kernel)]
+
+
+def forget_compiled() -> None:
+    """As before the clock of a cold case."""
+    settle()
+    for kernel in kernels():
+        kernel.jit.device_caches.clear()
+
+
+def wait_for_threads() -> None:
+    for thread in list(ahead._threads._running):
+        thread.join(60)
+    assert not ahead._threads._running and not ahead._threads._waiting
+
+
+def settle() -> None:
+    wait_for_threads()
+    ahead._keep_finished()
+    assert not ahead._begun
+
+
+def in_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+    """The fixture ``gpu`` of conftest.py."""
+    import triton
+    from triton.runtime import driver
+
+    from zoo.llm.kernels import overlap
+
+    found = Gpu()
+    monkeypatch.setattr(driver, "_active", found)
+    monkeypatch.setattr(triton.compiler, "compile", found.compile)
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", found.note)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(overlap, "_can_overlap", lambda device: True)
+    for module in (zoo.operators, dry_run, *MODULES):
+        if hasattr(module, "triton_runs_on"):
+            monkeypatch.setattr(module, "triton_runs_on", lambda device: True)
+    forget_compiled()
+    yield found
+    forget_compiled()

@@ -1,0 +1,113 @@
+"""The first call of a compiled model is run without data before it runs, so that all its kernels compile at once.
+
+While a region is traced its kernels are begun (ahead.py). One that is launched outside of regions would compile at its
+first launch, after all that comes before it; and those of a region would wait for the regions before. Run without data,
+a call takes the host a fraction of a second, forward and backward, and hands every kernel to the threads.
+
+A model takes part that has a method ``dry_call``: it takes what ``forward`` takes and returns what is to be run, as a
+partial. Whatever has to see data (checks of values, a graph that is sorted) is done before it returns.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_modules
+from torch.utils import _pytree as pytree
+
+from zoo import ahead
+from zoo.operators import triton_runs_on
+
+_log = logging.getLogger(__name__)
+
+
+def whole_call(model: nn.Module, *args: Any, **kwargs: Any) -> functools.partial[Any]:
+    """``dry_call`` of a model whose forward never looks at data."""
+    return functools.partial(model.forward, *args, **kwargs)
+
+
+def before_first_call(model: nn.Module) -> None:
+    """Have the next call of a model begin its kernels. Copies and pickles of the model don't."""
+    if not (ahead.ENABLED and hasattr(model, "dry_call")) or model._compiled_call_impl is not None:
+        return
+    lock = threading.Lock()
+
+    def first_call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            with lock:  # nobody else calls a model whose weights have no data
+                if model._compiled_call_impl is first_call:
+                    _try_to_begin(model, args, kwargs)
+                    model._compiled_call_impl = None
+        return model._call_impl(*args, **kwargs)
+
+    model._compiled_call_impl = first_call
+
+
+def _try_to_begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    try:
+        if _can_begin(model):
+            begin_kernels(model, *args, **kwargs)
+    except Exception as error:  # what is wrong with the call, the call says
+        _log.debug("kernels of %s are left to their first launch: %s", type(model).__name__, error)
+
+
+def _can_begin(model: nn.Module) -> bool:
+    """Whether there are kernels, and nobody else would be shown tensors without data."""
+    first = next(model.parameters(), None)
+    if first is None or not triton_runs_on(first.device) or torch.cuda.is_current_stream_capturing():
+        return False
+    hooks = [torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks]
+    hooks += itertools.chain.from_iterable((m._forward_hooks, m._forward_pre_hooks) for m in model.modules())
+    return not any(hooks)
+
+
+def begin_kernels(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Begin to compile the kernels of a call in the current modes, and of its backward if the model is in training."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    call = model.dry_call(*args, **kwargs)  # type: ignore[operator]
+    mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+    fake = functools.partial(pytree.tree_map_only, torch.Tensor, mode.from_tensor)
+    run = _Run(model)
+    tensors = fake(dict(itertools.chain(run.named_parameters(), run.named_buffers())))
+    with torch.compiler.set_stance("force_eager"), _no_casts_kept(), mode, ahead.only_compiling():
+        # The model's own would be written to: running statistics, say.
+        outputs = torch.func.functional_call(run, tensors, (call.func, fake(call.args), fake(call.keywords)))
+        if not (model.training and torch.is_grad_enabled()):
+            return
+        given = [each for each in pytree.tree_leaves(outputs) if isinstance(each, torch.Tensor) and each.requires_grad]
+        wanted = [each for each in tensors.values() if each.requires_grad]
+        if given and wanted:
+            # In this thread, which is the one that launches nothing.
+            with torch.autograd.set_multithreading_enabled(False):
+                torch.autograd.grad(given, wanted, [torch.ones_like(each) for each in given], allow_unused=True)
+
+
+class _Run(nn.Module):
+    """Something to be run with other tensors in place of a model's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return function(*args, **kwargs)
+
+
+@contextmanager
+def _no_casts_kept() -> Iterator[None]:
+    """Autocast would keep weights that were cast here, which have no data."""
+    kept = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(kept)
