@@ -35,8 +35,12 @@ def whole_call(model: nn.Module, *args: Any, **kwargs: Any) -> functools.partial
 
 
 def before_first_call(model: nn.Module) -> None:
-    """Have the next call of a model begin its kernels. Copies and pickles of the model don't."""
-    if not (ahead.ENABLED and hasattr(model, "dry_call")) or model._compiled_call_impl is not None:
+    """Have the next call of a model, or of each that it holds, begin its kernels. Copies and pickles don't."""
+    if not ahead.ENABLED or model._compiled_call_impl is not None:
+        return
+    if not hasattr(model, "dry_call"):
+        for child in model.children():
+            before_first_call(child)
         return
     lock = threading.Lock()
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from zoo.observe import Observed, device_shares, observe_call
@@ -28,6 +29,8 @@ class Region:
             takes longer than compiling it.
         dynamic: True compiles with symbolic sizes, on purpose: one graph for tensors of all sizes, for a block that
             holds no weights of its own. ``None`` leaves what ``compile_regions`` was asked for, which is static.
+        eager_on: Of a model that declares this region: on which devices its copies stay eager, being a kernel of our
+            own there, of which a compiler makes nothing better.
 
     Raises:
         TypeError: If ``cls`` is not a module class (a string, say: names match by accident, classes do not).
@@ -39,6 +42,7 @@ class Region:
     why: str = ""
     compile_threads: int | None = None
     dynamic: bool | None = None
+    eager_on: Callable[[torch.device], bool] | None = None
 
     def __post_init__(self) -> None:
         if not (isinstance(self.cls, type) and issubclass(self.cls, nn.Module)):
@@ -214,7 +218,7 @@ def resolve(
                 "releases; wrap it in a module class with a forward of its own"
             )
         modules = {name: module for name, module in names.items() if type(module) is region.cls and name not in exclude}
-        if not modules and regions is None:
+        if regions is None and (not modules or _stays_eager(region, model)):
             # A configuration of a declared model need not have every kind of block.
             continue
         if not modules:
@@ -224,6 +228,11 @@ def resolve(
         chosen[region] = modules
     _refuse_nested(chosen)
     return chosen
+
+
+def _stays_eager(region: Region, model: nn.Module) -> bool:
+    device = next((parameter.device for parameter in model.parameters()), None)
+    return region.eager_on is not None and device is not None and region.eager_on(device)
 
 
 def choose_cut(model: nn.Module, cuts: Mapping[str, Sequence[Region]], name: str) -> list[Region]:

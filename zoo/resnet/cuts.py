@@ -1,6 +1,7 @@
 """Where a ResNet can be cut into regions: the glue between convolutions, blocks, whole stages, or the ends alone.
 
-``ResNet.regions`` is the first of them; any other goes to ``zoo.compile_regions(model, regions=cut(model, name))``.
+``ResNet.regions`` is the first of them, and the last where our kernels run. Any other goes to
+``zoo.compile_regions(model, regions=cut(model, name))``.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ _STATIC_GRAPHS = {NormAct: 7, NormAddAct: 4, NormsAddAct: 4, BiasAct: 7, BiasAdd
 _ENDS = tuple(region for region in REGIONS if region.cls in (NormActPool, BiasActPool, ResNetHead))
 
 CUTS: dict[str, tuple[Region, ...]] = {
-    "glue": REGIONS,
+    "glue": tuple(dataclasses.replace(region, eager_on=None) for region in REGIONS),
     "glue-static": tuple(
-        dataclasses.replace(region, graphs=_STATIC_GRAPHS[region.cls], dynamic=None) if region.dynamic else region
+        dataclasses.replace(region, graphs=_STATIC_GRAPHS[region.cls], dynamic=None, eager_on=None)
+        if region.dynamic
+        else region
         for region in REGIONS
     ),
     "blocks": (
@@ -30,7 +33,6 @@ CUTS: dict[str, tuple[Region, ...]] = {
         *_ENDS,
     ),
     "stages": (Region(ResNetStage, graphs=4, why="the blocks of a stage fuse across their borders"), *_ENDS),
-    # Where our kernels run, glue is one kernel without the compiler too, and a call is spared guards and wrappers.
     "ends": _ENDS,
 }
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from zoo.dry_run import whole_call
 from zoo.layers import channels_last
+from zoo.operators import triton_runs_on
 from zoo.regions import Region
 from zoo.resnet.checks import check_images
 from zoo.resnet.config import BlockShape, ResNetConfig
@@ -85,7 +86,8 @@ class ResNetStage(nn.Module):
 
 # Symbolic sizes, once and on purpose: what changes from stage to stage is sizes alone. A second graph where the first
 # stage has as many rows as channels (then taken for one size), a third for a single row: tiny images, one at a time.
-_GLUE: dict[str, Any] = {"graphs": 3, "dynamic": True, "compile_threads": 1}
+# Where our kernels run, glue is one kernel without the compiler too, and a call is spared guards and wrappers.
+_GLUE: dict[str, Any] = {"graphs": 3, "dynamic": True, "compile_threads": 1, "eager_on": triton_runs_on}
 REGIONS = (
     Region(NormAct, why="norm and activation in one pass, a graph for all widths and sizes", **_GLUE),
     Region(NormAddAct, why="norm, residual and activation in one pass, a graph for all stages", **_GLUE),
@@ -95,7 +97,7 @@ REGIONS = (
     # In training the compiler makes kernels here, pooling among them: workers compile those of a graph side by side.
     Region(NormActPool, why="the largest activation of all, normalised and pooled"),
     Region(BiasActPool, why="the largest activation of all, pooled first", compile_threads=1),
-    Region(ResNetHead, why="mean over pixels and the output product", compile_threads=1),
+    Region(ResNetHead, why="mean over pixels and the output product"),
 )
 
 
