@@ -250,3 +250,10 @@ def test_importing_and_running_the_family_brings_no_triton() -> None:
         "assert 'torchvision' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
+
+
+@pytest.mark.gpu
+def test_nothing_but_the_stem_is_compiled_where_kernels_run() -> None:
+    report = zoo.find_regions(zoo.create("resnet-debug", device="cuda"))
+    assert [found.name for found in report.regions] == ["NormActPool"]
+    assert len(zoo.find_regions(zoo.create("resnet-debug")).regions) == 5

@@ -29,8 +29,8 @@ class Region:
             takes longer than compiling it.
         dynamic: True compiles with symbolic sizes, on purpose: one graph for tensors of all sizes, for a block that
             holds no weights of its own. ``None`` leaves what ``compile_regions`` was asked for, which is static.
-        eager_on: Of a model that declares this region: on which devices its copies stay eager, being a kernel of our
-            own there, of which a compiler makes nothing better.
+        eager_on: Of a model that declares this region: on which devices its copies stay eager, being kernels of our
+            own or of a library there, of which a compiler makes nothing better.
 
     Raises:
         TypeError: If ``cls`` is not a module class (a string, say: names match by accident, classes do not).

@@ -1,6 +1,6 @@
 """Where a ResNet can be cut into regions: the glue between convolutions, blocks, whole stages, or the ends alone.
 
-``ResNet.regions`` is the first of them, and the last where our kernels run. Any other goes to
+``ResNet.regions`` is the first of them, of which nothing but the stem is left where our kernels run. Any other goes to
 ``zoo.compile_regions(model, regions=cut(model, name))``.
 """
 
@@ -17,15 +17,14 @@ from zoo.resnet.model import REGIONS, BasicBlock, Bottleneck, ResNetStage
 # (rows, channels) that occur in one model. Inside bottlenecks a stage but the first has two: before its stride and
 # after it.
 _STATIC_GRAPHS = {NormAct: 7, NormAddAct: 4, NormsAddAct: 4, BiasAct: 7, BiasAddAct: 4}
-_ENDS = tuple(region for region in REGIONS if region.cls in (NormActPool, BiasActPool, ResNetHead))
+_GLUE = tuple(dataclasses.replace(region, eager_on=None) for region in REGIONS)
+_ENDS = tuple(region for region in _GLUE if region.cls in (NormActPool, BiasActPool, ResNetHead))
 
 CUTS: dict[str, tuple[Region, ...]] = {
-    "glue": tuple(dataclasses.replace(region, eager_on=None) for region in REGIONS),
+    "glue": _GLUE,
     "glue-static": tuple(
-        dataclasses.replace(region, graphs=_STATIC_GRAPHS[region.cls], dynamic=None, eager_on=None)
-        if region.dynamic
-        else region
-        for region in REGIONS
+        dataclasses.replace(region, graphs=_STATIC_GRAPHS[region.cls], dynamic=None) if region.dynamic else region
+        for region in _GLUE
     ),
     "blocks": (
         Region(BasicBlock, graphs=8, why="each stage's first block and its repeats"),

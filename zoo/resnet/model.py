@@ -86,7 +86,8 @@ class ResNetStage(nn.Module):
 
 # Symbolic sizes, once and on purpose: what changes from stage to stage is sizes alone. A second graph where the first
 # stage has as many rows as channels (then taken for one size), a third for a single row: tiny images, one at a time.
-# Where our kernels run, glue is one kernel without the compiler too, and a call is spared guards and wrappers.
+# Where our kernels run, glue is one kernel without the compiler too, and a call is spared guards and wrappers. Nor does
+# the head gain there, which is a reduction and a product of the libraries.
 _GLUE: dict[str, Any] = {"graphs": 3, "dynamic": True, "compile_threads": 1, "eager_on": triton_runs_on}
 REGIONS = (
     Region(NormAct, why="norm and activation in one pass, a graph for all widths and sizes", **_GLUE),
@@ -97,7 +98,7 @@ REGIONS = (
     # In training the compiler makes kernels here, pooling among them: workers compile those of a graph side by side.
     Region(NormActPool, why="the largest activation of all, normalised and pooled"),
     Region(BiasActPool, why="the largest activation of all, pooled first", compile_threads=1),
-    Region(ResNetHead, why="mean over pixels and the output product"),
+    Region(ResNetHead, why="mean over pixels and the output product", compile_threads=1, eager_on=triton_runs_on),
 )
 
 
