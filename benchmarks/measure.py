@@ -23,6 +23,7 @@ from benchmarks.race import ROUNDS_OF_A_SET, run_race
 from benchmarks.report import folder_of_reports, write_html
 from benchmarks.result import Result, Store, load
 from benchmarks.startup import Settings, estimate_race
+from benchmarks.turns import Turns
 from benchmarks.usage import UsageError
 from benchmarks.workloads import Workload
 
@@ -108,9 +109,8 @@ def settings_of(workload: str, *, rounds: int | None = None, quick: bool = False
             monitor=Monitor(),
             rounds=rounds or (10 if quick else 30),
             quick=quick,
-            # Arms get ready beside nothing but each other, so two cores may as well share them; where no seconds of
-            # compilation are reported, every core may.
-            ahead=min(cores, 16 if options.get("steady_only") else max(2, min(cores // 2, 12))),
+            # Arms get ready beside nothing that is timed.
+            ahead=min(cores, 16 if options.get("steady_only") else 12),
             **options,
         )
 
@@ -208,15 +208,21 @@ def _environment(plan: Plan, settings: Settings, progress: Progress) -> tuple[di
     compiles = any(case.strategy != "eager" for case in plan.cases) and not settings.steady_only
     worker = Worker(cache_environment(folder), timeout=settings.timeout)
     try:
-        dtypes = list(dict.fromkeys(case.dtype for case in plan.cases))
+        dtypes = sorted({case.dtype for case in plan.cases})
         start_up = str(folder / "compiler") if compiles else None
-        found = worker.ask("peaks", device=plan.device, dtypes=dtypes, quick=settings.quick, start_up=start_up)
+        facts = worker.ask("facts", device=plan.device)["device"]
+        turns = Turns(facts.get("gpu_uuid"), progress.note)
+        wanted = {"device": plan.device, "dtypes": dtypes, "quick": settings.quick}
+        found = turns.found(
+            {**wanted, "starts": compiles, "facts": facts}, lambda: worker.ask("peaks", **wanted, start_up=start_up)
+        )
     except WorkerFailure as failure:
         raise UsageError(f"the device {plan.device} could not be measured ({failure})") from failure
     finally:
         worker.stop()
-    facts = found["device"]
-    settings = replace(settings, monitor=Monitor(facts.get("gpu_uuid")), compiler_start_up=found["start_up"])
+    settings = replace(
+        settings, monitor=Monitor(facts.get("gpu_uuid")), turns=turns, compiler_start_up=found["start_up"]
+    )
     return row(facts, found["peaks"]), settings
 
 

@@ -18,6 +18,7 @@ from benchmarks.startup import (
     estimate,
     estimate_rounds,
     failures_of,
+    in_parallel,
     measure_compilation,
     prepare_race,
 )
@@ -180,29 +181,38 @@ def _race_group(
         return
     seconds = estimate_rounds(len(racing), settings)
     report.begin(f"race: arms {len(racing)}, rounds {settings.rounds}", seconds)
-    race(
-        racing,
-        rounds=settings.rounds,
-        first_round=first_round,
-        seed=settings.seed + first_round,
-        monitor=settings.monitor,
-    )
+    with settings.turns.alone():
+        race(
+            racing,
+            rounds=settings.rounds,
+            first_round=first_round,
+            seed=settings.seed + first_round,
+            monitor=settings.monitor,
+        )
+    if last:
+        report.begin("what is counted and not timed", 1.0)
+        with settings.turns.together():
+            in_parallel(lambda arm: _count(arm, settings), racing, len(racing))
     for arm in racing:
-        if last and arm.ok:
-            # Profilers leave hooks behind, so they come after everything timed.
-            with failures_of(arm):
-                assert arm.result.work is not None
-                counted = arm.ask("kernels")
-                arm.result.work.kernels = counted["kernels"]
-                if (figures := arm.result.warm or arm.result.cold) is not None:
-                    figures.recompiles += [f"during the race: {reason}" for reason in counted["recompiles"]]
-                if settings.curve:
-                    arm.result.curve = arm.ask("curve", steps=settings.curve)["losses"]
-                if settings.traces is not None:
-                    arm.ask("trace", path=str(settings.traces / ("-".join(_safe([arm.case.key])) + ".json.gz")))
         if arm.worker is not None:
             arm.worker.stop()
             arm.worker = None
+
+
+def _count(arm: Arm, settings: Settings) -> None:
+    """Whatever comes after everything timed: profilers leave hooks behind."""
+    if not arm.ok:
+        return
+    with failures_of(arm):
+        assert arm.result.work is not None
+        counted = arm.ask("kernels")
+        arm.result.work.kernels = counted["kernels"]
+        if (figures := arm.result.warm or arm.result.cold) is not None:
+            figures.recompiles += [f"during the race: {reason}" for reason in counted["recompiles"]]
+        if settings.curve:
+            arm.result.curve = arm.ask("curve", steps=settings.curve)["losses"]
+        if settings.traces is not None:
+            arm.ask("trace", path=str(settings.traces / ("-".join(_safe([arm.case.key])) + ".json.gz")))
 
 
 def _raced(arm: Arm, settings: Settings) -> bool:

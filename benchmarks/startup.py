@@ -20,6 +20,7 @@ from benchmarks.environment import Monitor
 from benchmarks.failures import ELSEWHERE
 from benchmarks.process import Worker, WorkerFailure, kill_all
 from benchmarks.result import Check, Compile, Memory, Result, Work
+from benchmarks.turns import Turns
 
 COUNTED = (
     "seconds",
@@ -56,6 +57,7 @@ class Settings:
         workload: Family, or dotted name of a workload's module.
         scratch: Folder for caches and references; the caller removes it.
         ahead: How many workers may get ready at the same time.
+        turns: With other runs on the same device.
         compiler_start_up: Seconds that the compiler's own start takes, measured once a run in a process alone.
         rounds: Rounds of a race, in each set of processes.
         curve: Steps of the loss curve that each arm of training draws after its race.
@@ -74,6 +76,7 @@ class Settings:
     data_root: str | None = None
     seed: int = 0
     ahead: int = 1
+    turns: Turns = field(default_factory=lambda: Turns(None))
     compiler_start_up: float | None = None
 
 
@@ -160,14 +163,16 @@ def processes(jobs: Sequence[Job], settings: Settings) -> Iterator[tuple[Job, Wo
     for first in range(0, len(jobs), settings.ahead):
         batch: list[tuple[Job, Worker]] = []
         try:
-            for job in jobs[first : first + settings.ahead]:
-                if job.arm.ok:
-                    with failures_of(job.arm):
-                        batch.append((job, spawn(job, settings)))
-            in_parallel(lambda pair: make_ready(pair[0], pair[1], settings), batch, settings.ahead)
-            for job, worker in batch:
-                if job.arm.ok and worker.alive:
-                    yield job, worker
+            with settings.turns.together():
+                for job in jobs[first : first + settings.ahead]:
+                    if job.arm.ok:
+                        with failures_of(job.arm):
+                            batch.append((job, spawn(job, settings)))
+                in_parallel(lambda pair: make_ready(pair[0], pair[1], settings), batch, settings.ahead)
+            with settings.turns.alone():
+                for job, worker in batch:
+                    if job.arm.ok and worker.alive:
+                        yield job, worker
         finally:
             for job, worker in batch:
                 if worker is not job.arm.worker:
@@ -256,7 +261,8 @@ def prepare_race(
     jobs = [Job(arm, RACE) for arm in arms if arm.ok]
     if settings.steady_only:
         report.begin(f"{len(jobs)} arms start together", sum(cost(job) for job in jobs) / settings.ahead)
-        in_parallel(lambda job: _start_alone(job, settings, reference), jobs, settings.ahead)
+        with settings.turns.together():
+            in_parallel(lambda job: _start_alone(job, settings, reference), jobs, settings.ahead)
         return
     for job, worker in processes(jobs, settings):
         report.begin(f"{job.arm.case.arm}: {job.phase}", cost(job))

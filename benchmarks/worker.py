@@ -400,21 +400,26 @@ class Arm:
                 synchronise(self.device)
         return profiler
 
+    def facts(self, *, device: str) -> Reply:
+        """What the device and this run's torch are."""
+        from benchmarks import environment
+
+        return {"device": environment.device_facts(device)}
+
     def peaks(self, *, device: str, dtypes: list[str], quick: bool, start_up: str | None) -> Reply:
-        """What the device and this run's software are, what the device can do at best, how long the compiler starts.
+        """What the device can do at best, and how long the compiler starts.
 
         The compiler's start is the same for every arm. Measured here, alone, arms may start theirs side by side.
         """
         import torch
 
-        from benchmarks import compiler, environment, peaks, strategies
+        from benchmarks import compiler, peaks, strategies
 
-        facts = environment.device_facts(device)
         torch.zeros(1, device=device)
         seconds = None
         if start_up is not None:
             seconds = compiler.start_up(Path(start_up), device, getattr(torch, dtypes[0]), strategies.backend())
-        return {"device": facts, "peaks": peaks.measure(device, dtypes, quick=quick), "start_up": seconds}
+        return {"peaks": peaks.measure(device, dtypes, quick=quick), "start_up": seconds}
 
 
 def _flat(output: Any) -> torch.Tensor:

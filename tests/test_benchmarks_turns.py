@@ -1,0 +1,155 @@
+"""Runs on one GPU: any number gets ready together, one measures alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import benchmarks.race
+from benchmarks import turns
+from benchmarks.case import Case
+from benchmarks.environment import Monitor
+from benchmarks.race import run_race
+from benchmarks.result import Result
+from benchmarks.startup import Settings
+from benchmarks.turns import Turns
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+def gets_in(turn: Callable[[], AbstractContextManager[None]]) -> bool:
+    """Whether another run gets its turn now; if it has to wait it does so in a thread until it does."""
+    entered = threading.Event()
+
+    def enter() -> None:
+        with turn():
+            entered.set()
+
+    thread = threading.Thread(target=enter, daemon=True)
+    thread.start()
+    return entered.wait(0.5)
+
+
+def test_some_get_ready_together_and_one_measures_alone() -> None:
+    notes: list[str] = []
+    one, other = Turns("GPU-1"), Turns("GPU-1", notes.append)
+    with one.together():
+        assert gets_in(other.together) and not notes
+        assert not gets_in(other.alone)
+    with one.alone():
+        assert not gets_in(other.together)
+        assert gets_in(Turns("GPU-2").alone), "another device"
+    assert gets_in(other.alone)
+    assert set(notes) == {"waiting for other runs on this GPU"}
+
+
+def test_a_cpu_is_nobodys() -> None:
+    with Turns(None).alone():
+        assert gets_in(Turns(None).alone)
+
+
+def test_without_a_place_for_locks_runs_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    with Turns("GPU-1").alone():
+        assert Turns("GPU-1").found({}, lambda: {"a": 1}) == {"a": 1}
+
+
+def test_a_killed_run_leaves_no_turn_behind(tmp_path: Path) -> None:
+    code = (
+        "import tempfile, time; from benchmarks.turns import Turns\n"
+        f"tempfile.tempdir = {str(tmp_path)!r}\n"
+        "with Turns('GPU-1').alone():\n    print('in', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=Path(__file__).parents[1])
+    assert process.stdout is not None and process.stdout.readline() == b"in\n"
+    assert not gets_in(Turns("GPU-1").together)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    assert gets_in(Turns("GPU-1").alone)
+
+
+def test_what_one_run_found_holds_for_those_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+
+    def find() -> dict[str, Any]:
+        found.append(len(found))
+        return {"peak": found[-1]}
+
+    assert Turns("GPU-1").found({"dtype": "float32"}, find) == {"peak": 0}
+    assert Turns("GPU-1").found({"dtype": "float32"}, find) == {"peak": 0}
+    assert Turns("GPU-1").found({"dtype": "bfloat16"}, find) == {"peak": 1}
+    assert Turns("GPU-2").found({"dtype": "bfloat16"}, find) == {"peak": 2}
+    monkeypatch.setattr(turns, "FRESH_SECONDS", 0.0)
+    assert Turns("GPU-2").found({"dtype": "bfloat16"}, find) == {"peak": 3}
+
+
+@pytest.mark.parametrize("steady_only", [True, False])
+def test_a_race_is_ready_together_and_timed_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steady_only: bool
+) -> None:
+    log: list[str] = []
+
+    class Noted(Turns):
+        @contextmanager
+        def together(self) -> Iterator[None]:
+            log.append("together")
+            yield
+            log.append("apart")
+
+        @contextmanager
+        def alone(self) -> Iterator[None]:
+            log.append("alone")
+            yield
+            log.append("over")
+
+    original = benchmarks.startup.Arm.ask
+
+    def noted(arm: Any, operation: str, **payload: Any) -> Any:
+        log.append(operation)
+        return original(arm, operation, **payload)
+
+    monkeypatch.setattr(benchmarks.startup.Arm, "ask", noted)
+    real = benchmarks.startup.bring_up
+
+    def bring_up(*args: Any) -> Any:
+        log.append("compile")
+        return real(*args)
+
+    monkeypatch.setattr(benchmarks.startup, "bring_up", bring_up)
+    rows: list[Result] = []
+    case = Case(family="fake", model="tiny", input="small", strategy="eager")
+    run_race(
+        [case],
+        replace(
+            Settings(workload="tests.fake_workload", scratch=tmp_path, monitor=Monitor(), rounds=1, turns=Noted(None)),
+            quick=True,
+            steady_only=steady_only,
+        ),
+        _Silent(),
+        rows.append,
+        memory_bytes=lambda case: 1,
+        peaks={},
+    )
+    assert rows[0].status == "ok", rows[0].reason
+    before = ["together", "compile", "apart"] if steady_only else ["together", "apart", "alone", "compile", "over"]
+    timed = ["alone", "calibrate", "round", "over"]
+    assert log == [*before, *timed, "together", "kernels", "apart"]
+
+
+class _Silent:
+    def begin(self, what: str, seconds: float) -> None: ...
+
+    def note(self, text: str) -> None: ...
