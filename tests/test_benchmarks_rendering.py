@@ -326,6 +326,20 @@ def test_tables_of_one_race_end_with_environment_and_command(kind: str) -> None:
     )
 
 
+def test_losses_are_told_at_some_steps_and_how_far_they_are_from_eager() -> None:
+    rows = race(workload="train")
+    selecting = "losses model=gcn input=cora workload=train"
+    assert _table(selecting, rows).startswith("No curves")
+    for result, share in zip(rows[:2], (1.0, 1.02), strict=True):  # upstream's eager and another
+        result.curve = [share * 3.0 / step for step in range(1, 151)]
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in _table(selecting, rows).splitlines()]
+    column = {name: index for index, name in enumerate(table[0])}
+    assert [line[0] for line in table[2:-1]] == ["1", "2", "5", "10", "20", "50", "100", "150"]
+    assert table[2][column["upstream eager"]] == "3.00" and table[-2][column["upstream eager"]] == "0.0200"
+    assert table[-1][0] == "farthest from upstream eager"
+    assert (table[-1][column["upstream eager"]], table[-1][column["upstream full"]]) == ("0 %", "2 %")
+
+
 @pytest.mark.parametrize("text", ["race model=gcn input=cora", "headline family=gnn", "compile model=gat input=cora"])
 def test_a_table_without_rows_says_so(text: str) -> None:
     made = _table(text, [])

@@ -41,6 +41,7 @@ def make_table(spec: Spec, rows: Rows) -> str:
         "race": _of_one(markdown.race_table),
         "compile": _of_one(markdown.compile_table),
         "decomposition": _of_one(_decomposition),
+        "losses": _of_one(_losses, alone=False),
     }
     if spec.kind not in makers:
         raise ValueError(f"there is no table {spec.kind!r}; {did_you_mean(spec.kind, (*makers, *CLAIMS))}")
@@ -93,12 +94,14 @@ def _single(spec: Spec, shown: list[Race]) -> Race | None:
     return chosen[0] if chosen else None
 
 
-def _of_one(make: Callable[[Race], str]) -> Callable[[Spec, list[Race]], str]:
+def _of_one(make: Callable[[Race], str], *, alone: bool = True) -> Callable[[Spec, list[Race]], str]:
+    """A table of a race; not ``alone``, below another of the same race that says where it comes from."""
+
     def table(spec: Spec, shown: list[Race]) -> str:
         race = _single(spec, shown)
         if race is None:
             return _nothing(spec)
-        return "\n\n".join([make(race), " ".join(cells.notes(race)), _origin([race])])
+        return "\n\n".join([make(race), " ".join(cells.notes(race)), _origin([race])]) if alone else make(race)
 
     return table
 
@@ -249,6 +252,27 @@ def decomposition_rows(race: Race) -> list[tuple[str, ...]]:
 def _case(race: Race, **options: object) -> Case:
     names = ("family", "model", "input", "workload", "dtype", "device")
     return Case(**dict(zip(names, race.case.race, strict=True)), **options)  # type: ignore[arg-type]
+
+
+# Losses ------------------------------------------------------------------------------------------------------------
+
+
+def _losses(race: Race) -> str:
+    """Loss curves at some of their steps, an arm a column, and how far each is from the reference's at most."""
+    curves = {arm.name: arm.result.curve for arm in race.arms if arm.result.curve}
+    if not curves:
+        return "No curves; give `--curve` steps."
+    steps = min(map(len, curves.values()))
+    shown = [step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if step < steps] + [steps]
+    rows = [(str(step), *(numbers.significant(curve[step - 1]) for curve in curves.values())) for step in shown]
+    told = race.reference.name if race.reference else ""
+    if (eager := curves.get(told)) is not None:
+        apart = [
+            max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(curve, eager, strict=False))
+            for curve in curves.values()
+        ]
+        rows.append((f"farthest from {told}", *map(numbers.percent, apart)))
+    return markdown.table(("step", *curves), rows)
 
 
 # Values ------------------------------------------------------------------------------------------------------------
