@@ -13,7 +13,7 @@ import zoo
 from zoo.compile import plan_of
 from zoo.ledger import LEDGER
 from zoo.llm import LLM, Session, generate, stream
-from zoo.llm.prompts import pieces
+from zoo.llm.prompts import from_start, pieces
 from zoo.llm.sampling import sample
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [3], [40, 41, 42]]
@@ -99,6 +99,49 @@ def test_prompts_are_cut_into_pieces_that_repeat_the_last_token() -> None:
         ([[1, 2, 3, 4], [9, 9, 9, 9]], [[0, 1, 2, 3], [7, 7, 7, 7]]),
         ([[5, 5], [9, 9]], [[4, 4], [7, 7]]),
     ]
+
+
+def test_a_text_that_begins_is_padded_behind_its_end() -> None:
+    found = from_start([[1, 2, 3], [9]], (2, 4, 8), slots=4)
+    assert found is not None
+    assert [each.tolist() for each in found] == [[[1, 2, 3, 3], [9, 9, 9, 9]], [[2], [0]]]
+    assert from_start([[1, 2, 3], [9]], (2, 4, 8), slots=3) is None, "a slot for each"
+    assert from_start([[1] * 9], (2, 4, 8), slots=64) is None, "in pieces"
+
+
+@pytest.mark.parametrize("conversation", [False, True])
+def test_only_a_text_that_begins_and_ends_leaves_out_positions(
+    model: LLM, conversation: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[bool] = []
+    forward = LLM.forward
+
+    def noted(self: LLM, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        if input_ids.shape[1] > 1:
+            given.append(options.get("position_ids") is not None)
+        return forward(self, input_ids, **options)
+
+    monkeypatch.setattr(LLM, "forward", noted)
+    session = Session(model, 3, 64, conversation=conversation)
+    answer = session.generate(PROMPTS, max_new_tokens=4)
+    session.generate([[1], [2], [3]], max_new_tokens=4)
+    assert given == [conversation, True]
+    given.clear()
+    torch.testing.assert_close(generate(model, PROMPTS, max_new_tokens=4), answer, rtol=0, atol=0)
+    assert given == [False]
+
+
+def test_generations_of_any_length_compile_prefill_and_decoding_once() -> None:
+    model = zoo.compile_regions(zoo.create("llm-debug"), backend="aot_eager")
+    assert isinstance(model, LLM)
+    cache = model.make_cache(1, 32)
+    with zoo.enforce_budget(model):
+        for length in (3, 9, 16):
+            generate(model, [[5] * length], max_new_tokens=4, buckets=(16,), cache=cache)
+    plan = plan_of(model)
+    assert plan is not None
+    found = [(entry.region.__name__, entry.graphs) for entry in LEDGER.of(plan.ledger_id)]
+    assert sorted(found) == [("LLMHead", 1), ("LLMLayer", 1), ("LLMLayer", 1)]
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])

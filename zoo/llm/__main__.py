@@ -54,7 +54,7 @@ def _run(options: argparse.Namespace) -> None:
     model = load(folder, device=device, dtype=_DTYPES.get(options.dtype))
     limit = model.config.max_position_embeddings
     longest = len(prompt) + options.max_new_tokens
-    session = Session(model, 1, fitting_slots(longest, limit))
+    session = Session(model, 1, fitting_slots(longest, limit), conversation=False)
     settings = {
         "temperature": options.temperature,
         "top_k": options.top_k,

@@ -127,4 +127,4 @@ def _session(
         slots = cache.slots
         if cache.batch != len(rows):
             raise ValueError(f"tokens has {len(rows)} rows, but the cache {cache.batch}")
-    return Session(model, len(rows), slots, cache=cache, cuda_graph=cuda_graph, buckets=buckets)
+    return Session(model, len(rows), slots, cache=cache, cuda_graph=cuda_graph, buckets=buckets, conversation=False)

@@ -48,6 +48,27 @@ def prompt_rows(tokens: Prompts, vocab_size: int) -> list[list[int]]:
     return [list(row) for row in rows]
 
 
+def from_start(rows: list[list[int]], buckets: Sequence[int], slots: int) -> tuple[Tensor, Tensor] | None:
+    """Rows that begin a text, padded on the right to one bucket: tokens [B, bucket], and each row's last position.
+
+    Padding is written behind a row's end, where no token looks before it is written anew.
+
+    Args:
+        rows: Token ids, at least one a row.
+        buckets: Lengths, ascending.
+        slots: Of the cache.
+
+    Returns:
+        Tokens and positions [B, 1]; None where no bucket holds the longest row, or the cache not the bucket.
+    """
+    longest = max(map(len, rows))
+    size = next((bucket for bucket in buckets if bucket >= longest), None)
+    if size is None or size > slots:
+        return None
+    tokens = [row + row[-1:] * (size - len(row)) for row in rows]
+    return torch.tensor(tokens), torch.tensor([[len(row) - 1] for row in rows])
+
+
 def pieces(rows: list[list[int]], starts: list[int], buckets: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
     """Tokens and positions to feed, [B, bucket] each, until the longest row is done.
 

@@ -13,7 +13,7 @@ from zoo.cudagraph import cuda_graph as capture
 from zoo.llm.cache import KVCache
 from zoo.llm.decode import MOST_ENDS, DecodeState, accept, decode_step
 from zoo.llm.model import LLM
-from zoo.llm.prompts import Prompts, pieces, prompt_rows
+from zoo.llm.prompts import Prompts, from_start, pieces, prompt_rows
 from zoo.llm.sampling import Sampling, draw_uniform, end_tokens
 
 # Longer prompts go in pieces of the largest bucket, so that neither shapes nor masks grow without end.
@@ -47,6 +47,9 @@ class Session:
         cuda_graph: Run decoding as a CUDA graph; left out, where there is a GPU. Greedy and drawn decoding are captured
             at their first use.
         buckets: Lengths that prompts are padded to; powers of two from 16 to 2048 when left out.
+        conversation: Whether prompts will follow answers. Then attention of a prompt is one that may go on from
+            anywhere, the same graph for every turn. Without, a text's first prompt takes the library's causal
+            attention, which is faster, and a later one would be another graph.
 
     Raises:
         TypeError: If ``model`` is not this family's.
@@ -62,6 +65,7 @@ class Session:
         cache: KVCache | None = None,
         cuda_graph: bool | None = None,
         buckets: Sequence[int] | None = None,
+        conversation: bool = True,
     ) -> None:
         if not isinstance(model, LLM):
             raise TypeError(f"model is a {type(model).__name__}, expected a language model of the zoo")
@@ -76,6 +80,7 @@ class Session:
         self.cache = model.make_cache(batch, slots) if cache is None else cache
         self.state = DecodeState(batch, slots, self.cache.device)
         self.captures = self.cache.device.type == "cuda" if cuda_graph is None else cuda_graph
+        self.conversation = conversation
         self._steps: dict[bool, GraphedStep] = {}
         self._turn = 0
         self.reset()
@@ -217,10 +222,18 @@ class Session:
         batch, vocab_size = self.cache.batch, self.model.config.vocab_size
         noise = None if greedy else draw_uniform(request.max_new_tokens, batch, request.seed)
         state.begin(request.sampling, request.ends, request.pad, noise, vocab_size)
-        for tokens, positions in pieces(request.rows, self.lengths, self.buckets):
-            tokens, positions = tokens.to(device), positions.to(device)
-            logits = self.model(tokens, position_ids=positions, cache=self.cache, logits_to_keep=1)
-        state.positions.copy_(positions[:, -1:])
+        whole = None
+        if not (self.conversation or any(self.lengths)):
+            whole = from_start(request.rows, self.buckets, self.cache.slots)
+        if whole is not None:
+            tokens, last = (each.to(device) for each in whole)
+            logits = self.model(tokens, cache=self.cache, logits_to_keep=last)
+        else:
+            for tokens, positions in pieces(request.rows, self.lengths, self.buckets):
+                tokens, positions = tokens.to(device), positions.to(device)
+                logits = self.model(tokens, position_ids=positions, cache=self.cache, logits_to_keep=1)
+            last = positions[:, -1:]
+        state.positions.copy_(last)
         accept(state, logits[:, -1], greedy)
 
 
