@@ -137,25 +137,16 @@ def _origin(shown: Sequence[Race]) -> str:
 
 
 def worst_row(shown: Sequence[Race]) -> tuple[Race, Arm, Ratio] | None:
-    """The row with our lowest speed-up over the best upstream arm as shipped.
-
-    Where the arm we stand for loses, that is its worst race; where it loses nowhere, the lowest of all regional arms,
-    with and without the outer CUDA graph.
-    """
-    stood_for, all_regional = [], []
+    """The regional arm, with or without the CUDA graph, of the lowest speed-up over upstream's best as shipped."""
+    found = []
     for race in shown:
         for arm in race.arms:
             case = arm.result.case
             if (case.impl, case.strategy, case.mode, case.dynamic) != ("zoo", "regional", "default", False):
                 continue
             if (ratio := race.speedup(arm, race.best_shipped)) is not None:
-                all_regional.append((race, arm, ratio))
-                if arm is race.ours:
-                    stood_for.append((race, arm, ratio))
-    worst = min(stood_for, key=lambda row: row[2].value, default=None)
-    if worst is not None and worst[2].value < 1:
-        return worst
-    return min(all_regional, key=lambda row: row[2].value, default=None)
+                found.append((race, arm, ratio))
+    return min(found, key=lambda row: row[2].value, default=None)
 
 
 def _headline(spec: Spec, shown: list[Race]) -> str:
