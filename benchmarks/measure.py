@@ -81,6 +81,10 @@ class Plan:
         return results, environments
 
 
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 # What is printed once all is measured; it gets the keys of the cases measured now and returns the exit code.
 Conclude = Callable[[Plan, Console, set[str]], int]
 
@@ -92,7 +96,7 @@ def settings_of(workload: str, *, rounds: int | None = None, quick: bool = False
     Raises:
         UsageError: If there is no folder for temporary files.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = _cores()
     stack = ExitStack()
     try:
         sweep(SCRATCH)
@@ -213,8 +217,10 @@ def _environment(plan: Plan, settings: Settings, progress: Progress) -> tuple[di
         facts = worker.ask("facts", device=plan.device)["device"]
         turns = Turns(facts.get("gpu_uuid"), progress.note)
         wanted = {"device": plan.device, "dtypes": dtypes, "quick": settings.quick}
+        host = {"cores": _cores(), "backend": os.environ.get("BENCHMARKS_BACKEND")}
         found = turns.found(
-            {**wanted, "starts": compiles, "facts": facts}, lambda: worker.ask("peaks", **wanted, start_up=start_up)
+            {**wanted, **host, "starts": compiles, "facts": facts},
+            lambda: worker.ask("peaks", **wanted, start_up=start_up),
         )
     except WorkerFailure as failure:
         raise UsageError(f"the device {plan.device} could not be measured ({failure})") from failure

@@ -1,4 +1,4 @@
-"""What this very device does at best, measured in the same run: the roof that utilisation is held against."""
+"""What this very device does at best, measured shortly before: the roof that utilisation is held against."""
 
 from __future__ import annotations
 

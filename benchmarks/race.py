@@ -192,7 +192,11 @@ def _race_group(
     if last:
         report.begin("what is counted and not timed", 1.0)
         with settings.turns.together():
-            in_parallel(lambda arm: _count(arm, settings), racing, len(racing))
+            in_parallel(lambda arm: _count(arm, settings), racing, settings.ahead)
+        if settings.traces is not None:
+            with settings.turns.alone():
+                for arm in racing:
+                    _trace(arm, settings.traces)
     for arm in racing:
         if arm.worker is not None:
             arm.worker.stop()
@@ -200,7 +204,7 @@ def _race_group(
 
 
 def _count(arm: Arm, settings: Settings) -> None:
-    """Whatever comes after everything timed: profilers leave hooks behind."""
+    """What is not timed, and comes after all that is: profilers leave hooks behind."""
     if not arm.ok:
         return
     with failures_of(arm):
@@ -211,8 +215,12 @@ def _count(arm: Arm, settings: Settings) -> None:
             figures.recompiles += [f"during the race: {reason}" for reason in counted["recompiles"]]
         if settings.curve:
             arm.result.curve = arm.ask("curve", steps=settings.curve)["losses"]
-        if settings.traces is not None:
-            arm.ask("trace", path=str(settings.traces / ("-".join(_safe([arm.case.key])) + ".json.gz")))
+
+
+def _trace(arm: Arm, folder: Path) -> None:
+    if arm.ok:
+        with failures_of(arm):
+            arm.ask("trace", path=str(folder / ("-".join(_safe([arm.case.key])) + ".json.gz")))
 
 
 def _raced(arm: Arm, settings: Settings) -> bool:

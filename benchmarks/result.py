@@ -26,7 +26,7 @@ class Compile:
 
     ``seconds`` runs from the first call to its result, less one steady call, the compiler having been started before.
     ``time_to_first_result`` comes from a process of its own in which nothing was compiled before, imports and model
-    set-up apart. ``start_up`` is the compiler's own, the same for every arm, measured once a run in a process alone.
+    set-up apart. ``start_up`` is the compiler's own, the same for every arm, measured in a process alone.
     """
 
     start_up: float | None = None
@@ -81,7 +81,7 @@ class Check:
 
 @dataclass(kw_only=True)
 class Work:
-    """What one call must do, and what this device can do at best, measured in the same run."""
+    """What one call must do, and what this device can do at best, measured shortly before."""
 
     flops: int | None = None
     bytes: int | None = None

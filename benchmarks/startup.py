@@ -58,7 +58,7 @@ class Settings:
         scratch: Folder for caches and references; the caller removes it.
         ahead: How many workers may get ready at the same time.
         turns: With other runs on the same device.
-        compiler_start_up: Seconds that the compiler's own start takes, measured once a run in a process alone.
+        compiler_start_up: Seconds that the compiler's own start takes, measured in a process alone.
         rounds: Rounds of a race, in each set of processes.
         curve: Steps of the loss curve that each arm of training draws after its race.
     """

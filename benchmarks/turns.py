@@ -2,7 +2,8 @@
 
 Any number of runs gets ready at the same time: imports, models, eager calls, references, what is counted after a race,
 with --steady-only the compilation too, whose seconds nobody reports. Whatever is timed is timed alone. So several races
-are done sooner started together than one after the other, and none of them disturbs another's figures.
+are done sooner started together than one after the other, and on the GPU none of them disturbs another's figures. Which
+GPU it is a run learns first, in a process that does little else.
 """
 
 from __future__ import annotations
@@ -68,11 +69,7 @@ class Turns:
 
     @contextmanager
     def _held(self, what: str, how: int) -> Iterator[None]:
-        descriptor = None
-        if self._name is not None:
-            # Without a place for it, or a file system with locks, everybody goes on, as if alone.
-            with contextlib.suppress(OSError):
-                descriptor = os.open(self._path(what), os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = None if self._name is None else self._open(self._path(what))
         try:
             if descriptor is not None:
                 self._lock(descriptor, how)
@@ -80,6 +77,13 @@ class Turns:
         finally:
             if descriptor is not None:
                 os.close(descriptor)
+
+    def _open(self, path: Path) -> int | None:
+        for flags in (os.O_RDWR | os.O_CREAT, os.O_RDONLY):  # another user's can be held, if not written
+            with contextlib.suppress(OSError):
+                return os.open(path, flags, 0o666)
+        self._waiting(f"{path} cannot be opened: other runs on this GPU are not waited for")
+        return None
 
     def _lock(self, descriptor: int, how: int) -> None:
         with contextlib.suppress(OSError):

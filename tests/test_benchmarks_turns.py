@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -60,10 +61,25 @@ def test_a_cpu_is_nobodys() -> None:
         assert gets_in(Turns(None).alone)
 
 
-def test_without_a_place_for_locks_runs_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_place_for_locks_runs_go_on_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
-    with Turns("GPU-1").alone():
+    notes: list[str] = []
+    with Turns("GPU-1", notes.append).alone():
         assert Turns("GPU-1").found({}, lambda: {"a": 1}) == {"a": 1}
+    assert len(notes) == 1 and "not waited for" in notes[0]
+
+
+def test_what_another_user_holds_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def as_another_user(path: Any, flags: int, *rest: Any) -> int:
+        if flags & os.O_RDWR and "regional-zoo" in str(path):
+            raise PermissionError(13, "Permission denied")
+        return real(path, flags, *rest)
+
+    with Turns("GPU-1").alone():
+        monkeypatch.setattr(os, "open", as_another_user)
+        assert not gets_in(Turns("GPU-1").together)
 
 
 def test_a_killed_run_leaves_no_turn_behind(tmp_path: Path) -> None:

@@ -204,6 +204,11 @@ def run_without_data(implementation: Callable[..., Any], arguments: tuple[Any, .
         implementation(*_restore(arguments))
 
 
+def only_compiles() -> bool:
+    """Whether what this thread would launch is only compiled."""
+    return _here.only_compiles
+
+
 @contextmanager
 def only_compiling() -> Iterator[None]:
     """What this thread would launch, threads compile; for tensors without data."""

@@ -2,10 +2,12 @@
 
 While a region is traced its kernels are begun (ahead.py). One that is launched outside of regions would compile at its
 first launch, after all that comes before it; and those of a region would wait for the regions before. Run without data,
-a call takes the host a fraction of a second, forward and backward, and hands every kernel to the threads.
+a call takes the host part of a second, or a few where a model has hundreds of layers and learns, and hands every kernel
+to the threads.
 
 A model takes part that has a method ``dry_call``: it takes what ``forward`` takes and returns what is to be run, as a
-partial. Whatever has to see data (checks of values, a graph that is sorted) is done before it returns.
+partial. Whatever has to see data (checks of values, a graph that is sorted) is done before it returns; and what is run
+keeps nothing that it computes, but in buffers: it would have no data.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ from zoo import ahead
 from zoo.operators import triton_runs_on
 
 _log = logging.getLogger(__name__)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def whole_call(model: nn.Module, *args: Any, **kwargs: Any) -> functools.partial[Any]:
-    """``dry_call`` of a model whose forward never looks at data."""
+    """``dry_call`` of a model whose forward never looks at data, and keeps nothing but in buffers."""
     return functools.partial(model.forward, *args, **kwargs)
 
 
@@ -45,7 +48,8 @@ def before_first_call(model: nn.Module) -> None:
     lock = threading.Lock()
 
     def first_call(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
+        # A forward that calls itself is run without data once.
+        if not (torch.compiler.is_compiling() or ahead.only_compiles()):
             with lock:  # nobody else calls a model whose weights have no data
                 if model._compiled_call_impl is first_call:
                     _try_to_begin(model, args, kwargs)
@@ -68,9 +72,9 @@ def _can_begin(model: nn.Module) -> bool:
     first = next(model.parameters(), None)
     if first is None or not triton_runs_on(first.device) or torch.cuda.is_current_stream_capturing():
         return False
-    hooks = [torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks]
-    hooks += itertools.chain.from_iterable((m._forward_hooks, m._forward_pre_hooks) for m in model.modules())
-    return not any(hooks)
+    return not any(getattr(torch_modules, f"_global{name}") for name in _HOOKS) and not any(
+        getattr(module, name) for module in model.modules() for name in _HOOKS
+    )
 
 
 def begin_kernels(model: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -82,7 +86,7 @@ def begin_kernels(model: nn.Module, *args: Any, **kwargs: Any) -> None:
     fake = functools.partial(pytree.tree_map_only, torch.Tensor, mode.from_tensor)
     run = _Run(model)
     tensors = fake(dict(itertools.chain(run.named_parameters(), run.named_buffers())))
-    with torch.compiler.set_stance("force_eager"), _no_casts_kept(), mode, ahead.only_compiling():
+    with _eager_inside(model), _no_casts_kept(), _saved_as_it_is(), mode, ahead.only_compiling():
         # The model's own would be written to: running statistics, say.
         outputs = torch.func.functional_call(run, tensors, (call.func, fake(call.args), fake(call.keywords)))
         if not (model.training and torch.is_grad_enabled()):
@@ -104,6 +108,25 @@ class _Run(nn.Module):
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return function(*args, **kwargs)
+
+
+@contextmanager
+def _eager_inside(model: nn.Module) -> Iterator[None]:
+    """Regions are run and not compiled. Not by the compiler's stance, which is that of all threads."""
+    inside = (module for module in model.modules() if module is not model)  # the model's own call holds the lock
+    compiled = [(module, module._compiled_call_impl) for module in inside if module._compiled_call_impl is not None]
+    for module, _ in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in compiled:
+            module._compiled_call_impl = call
+
+
+def _saved_as_it_is() -> torch.autograd.graph.saved_tensors_hooks:
+    """No hook of the caller's is shown what the backward needs: a checkpoint's would run the call again."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 @contextmanager

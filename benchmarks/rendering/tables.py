@@ -259,7 +259,7 @@ def _losses(race: Race) -> str:
     told = race.reference.name if race.reference else ""
     if (eager := curves.get(told)) is not None:
         apart = [
-            max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(curve, eager, strict=False))
+            max(abs(ours - theirs) / max(abs(theirs), 1e-30) for ours, theirs in zip(curve, eager, strict=False))
             for curve in curves.values()
         ]
         rows.append((f"farthest from {told}", *map(numbers.percent, apart)))

@@ -19,7 +19,7 @@ class Folding:
     """How a model runs whose batch norms are folded into its convolutions; see ``zoo.resnet.fold_batch_norm``.
 
     Args:
-        convolutions: ``"glue"``: the library's convolution, then bias, residual and activation in a compiled region.
+        convolutions: ``"glue"``: the library's convolution, then bias, residual and activation in one pass.
             ``"fused"``: all in one call of cuDNN where it runs, and no region.
         pointwise: 1 × 1 convolutions of stride 1 as ``"convolution"``, or as ``"matmul"``: a matrix product over
             pixels, with bias and activation in it where no residual is added.
