@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +38,14 @@ SMALL_QWEN = dataclasses.replace(
     bos_token_id=None,
     eos_token_id=(),
 )
-INPUTS = ("decode-1x64", "prefill-1x32")
+INPUTS = ("decode-1x64", "prefill-1x32", "answer-1x32")
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The large preset's name means a small model, and batches of small inputs are known."""
     monkeypatch.setitem(PRESETS, QWEN, SMALL_QWEN)
-    monkeypatch.setattr(type(WORKLOAD), "inputs", (*WORKLOAD.inputs, "decode-3x20", "prefill-2x12"))
+    monkeypatch.setattr(type(WORKLOAD), "inputs", (*WORKLOAD.inputs, "decode-3x20", "prefill-2x12", "answer-2x12"))
     yield
 
 
@@ -77,7 +78,14 @@ def error(output: torch.Tensor, reference: torch.Tensor) -> float:
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     ("model", "input"),
-    [("llm-debug", INPUTS[0]), ("llm-debug", INPUTS[1]), (QWEN, "decode-3x20"), (QWEN, "prefill-2x12")],
+    [
+        ("llm-debug", INPUTS[0]),
+        ("llm-debug", INPUTS[1]),
+        ("llm-debug", INPUTS[2]),
+        (QWEN, "decode-3x20"),
+        (QWEN, "prefill-2x12"),
+        (QWEN, "answer-2x12"),
+    ],
 )
 def test_every_implementation_matches_the_reference(small: None, model: str, input: str, impl: str):
     prepared = prepare(model=model, input=input, impl=impl)
@@ -103,6 +111,8 @@ def test_the_reference_is_the_library_s_own_model(input: str):
         tokens = llm_weights.draw_tokens(config, task, seed=0, device=torch.device("cpu"))
         whole = llm_steps.UpstreamDecode(whole.model, task, tokens, past)
         assert whole.cache.layers[0].keys.dtype == torch.float32
+    if input.startswith("answer"):
+        whole = llm_steps.UpstreamAnswer(whole.model, llm_work.task(input), prepared.inputs["input_ids"])
     with torch.inference_mode():
         assert error(whole(**prepared.inputs), prepared.reference()) < 3e-6
 
@@ -188,18 +198,20 @@ def test_positions_meet_the_upper_half_evenly(length: int):
 
 
 @pytest.mark.parametrize("input", INPUTS)
-def test_the_zoo_s_regions_are_found_and_are_two_graphs(input: str):
+def test_the_zoo_s_regions_are_found_and_their_graphs_counted(input: str):
     prepared = prepare(input=input, strategy="regional")
     expected = first_call(prepared)
     counter = CompileCounter()
     zoo.compile_regions(prepared.model, backend=counter, dynamic=False)
     found = {region.region.cls: len(region.modules) for region in zoo.find_regions(prepared.model).regions}
     assert found == {LLMLayer: 3, LLMHead: 1}
-    with zoo.enforce_budget(prepared.model):
+    # A budget is of one shape of input, and in an answer layers meet two in one call.
+    with nullcontext() if input.startswith("answer") else zoo.enforce_budget(prepared.model):
         assert error(first_call(prepared), expected) < 1e-6
         for _ in range(4):
             call(prepared)
-    assert counter.frame_count == 2
+    # The head's, and the layer's: for a prompt, for a token, or for both.
+    assert counter.frame_count == (3 if input.startswith("answer") else 2)
 
 
 @pytest.mark.parametrize("impl", ["zoo", "upstream-tuned"])
@@ -318,10 +330,12 @@ def test_default_races_exist(device: str, dtype: str, quick: bool):
 def test_every_model_is_a_preset_and_every_input_a_task():
     assert {name.removesuffix(llm_train.CHECKPOINTED) for name in WORKLOAD.models} <= set(PRESETS)
     of_inference = [name for name in WORKLOAD.inputs if llm_train.rows_of(name) is None]
-    assert {llm_work.task(name).kind for name in of_inference} == {"decode", "prefill"}
+    assert {llm_work.task(name).kind for name in of_inference} == {"decode", "prefill", "answer"}
     assert workloads.load("llm") is WORKLOAD
     for wrong in ("decode-1", "decode-0x64", "prefill-1x2", "score-1x64"):
-        with pytest.raises(ValueError, match="is neither decode-BATCHxSLOTS nor prefill-BATCHxTOKENS"):
+        with pytest.raises(
+            ValueError, match="is none of decode-BATCHxSLOTS, prefill-BATCHxTOKENS and answer-BATCHxTOKENS"
+        ):
             llm_work.task(wrong)
 
 
@@ -372,7 +386,7 @@ def test_parameters_are_those_of_both_libraries(model: str):
 
 
 @pytest.mark.parametrize("impl", ["zoo", "upstream"])
-@pytest.mark.parametrize("input", ["decode-3x20", "prefill-2x12"])
+@pytest.mark.parametrize("input", ["decode-3x20", "prefill-2x12", "answer-2x12"])
 def test_products_are_those_counted_on_eager(small: None, input: str, impl: str):
     prepared = prepare(model=QWEN, input=input, impl=impl)
     with FlopCounterMode(display=False) as counter, torch.no_grad():

@@ -131,13 +131,15 @@ def test_only_a_text_that_begins_and_ends_leaves_out_positions(
     assert given == [False]
 
 
-def test_generations_of_any_length_compile_prefill_and_decoding_once() -> None:
+@pytest.mark.parametrize("conversation", [False, True])
+def test_one_row_of_any_length_compiles_prefill_and_decoding_once(conversation: bool) -> None:
     model = zoo.compile_regions(zoo.create("llm-debug"), backend="aot_eager")
     assert isinstance(model, LLM)
-    cache = model.make_cache(1, 32)
+    session = Session(model, 1, 32, buckets=(16,), conversation=conversation)
     with zoo.enforce_budget(model):
         for length in (3, 9, 16):
-            generate(model, [[5] * length], max_new_tokens=4, buckets=(16,), cache=cache)
+            session.reset()
+            session.generate([[5] * length], max_new_tokens=4)
     plan = plan_of(model)
     assert plan is not None
     found = [(entry.region.__name__, entry.graphs) for entry in LEDGER.of(plan.ledger_id)]

@@ -23,7 +23,8 @@ class LlmWorkload:
     ``decode-BxS``: one call is one token for each of B rows over a cache of S slots, from embedding to the token that
     the next call feeds. Positions stay in the upper half of the cache and spread evenly over it, so that three
     quarters are filled on average. ``prefill-BxT``: one call takes B prompts of T tokens to the logits of their last
-    position and the next token.
+    position and the next token. ``answer-BxT``: a prompt, and one token more over the cache that it left: what a first
+    call has to compile before a text is written.
 
     Training: ``BxT``, B rows of T tokens; weights and moments in the case's dtype. ``<model>-checkpointed`` keeps the
     layers' inputs only.
@@ -47,8 +48,10 @@ class LlmWorkload:
         "prefill-1x2048",
         "prefill-1x8192",
         "prefill-4x2048",
+        "answer-1x2048",
         "decode-1x64",
         "prefill-1x32",
+        "answer-1x32",
         "4x2048",
         "1x8192",
         "1x32768",
@@ -79,7 +82,7 @@ class LlmWorkload:
         if case.model.endswith(llm_train.CHECKPOINTED):
             return f"{case.model} is for training"
         if llm_train.rows_of(case.input) is not None:
-            return f"{case.input} is an input of training; inference takes decode-BxS or prefill-BxT"
+            return f"{case.input} is an input of training; inference takes decode-BxS, prefill-BxT or answer-BxT"
         slots, limit = llm_work.task(case.input).slots, PRESETS[case.model].max_position_embeddings
         if slots > limit:
             return f"{case.input} needs {slots} positions, and {case.model} has {limit}"
@@ -113,7 +116,7 @@ def memory_bytes(case: Case, config: LLMConfig) -> int:
     """Estimated peak device memory of inference, the reference included."""
     task = llm_work.task(case.input)
     ours = case.impl == "zoo"
-    cached = ours or task.kind == "decode"
+    cached = ours or task.kind != "prefill"
     # Compiled as a whole, transformers masks a prompt even if nothing is padded.
     mask = cached or (case.impl == "upstream" and case.strategy == "full")
     itemsize = dtype_of(case).itemsize
@@ -149,7 +152,7 @@ def prepare(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
 
     return Prepared(
         model=step.eval(),
-        inputs={"input_ids": tokens} if task.kind == "prefill" else {},
+        inputs={} if task.kind == "decode" else {"input_ids": tokens},
         compile_regions=None if case.impl == "zoo" else compile_layers,
         reset=step.reset,
         reference=reference,
@@ -160,7 +163,7 @@ def prepare(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
         data=_data(case, task),
         sizes={
             "batch": task.batch,
-            ("tokens" if task.kind == "prefill" else "slots"): task.length,
+            ("slots" if task.kind == "decode" else "tokens"): task.length,
             "layers": config.num_hidden_layers,
             "width": config.hidden_size,
             "parameters": llm_work.parameters(config),
@@ -186,10 +189,12 @@ def _step(
         model.requires_grad_(False)
         if task.kind == "decode":
             return llm_steps.ZooDecode(model, task, tokens, past)
-        return llm_steps.ZooPrefill(model, task, tokens)
+        return (llm_steps.ZooAnswer if task.kind == "answer" else llm_steps.ZooPrefill)(model, task, tokens)
     theirs = llm_upstream.build(config, weights)
     if task.kind == "decode":
         return llm_steps.UpstreamDecode(theirs, task, tokens, past)
+    if task.kind == "answer":
+        return llm_steps.UpstreamAnswer(theirs, task, tokens)
     if case.impl == "upstream-tuned":
         llm_upstream.without_mask(theirs)
     return llm_steps.UpstreamPrefill(theirs, task, tokens)
@@ -198,7 +203,8 @@ def _step(
 def _data(case: Case, task: Task) -> str:
     if task.kind == "decode":
         return "generated (cache half to wholly full)"
-    return f"generated (keys and values {'kept' if case.impl == 'zoo' else 'not kept'})"
+    kept = case.impl == "zoo" or task.kind == "answer"
+    return f"generated (keys and values {'kept' if kept else 'not kept'})"
 
 
 def _config(case: Case) -> LLMConfig:

@@ -122,15 +122,34 @@ class ZooPrefill(ZooStep):
         return logits
 
 
-class UpstreamDecode(Step):
-    """A token for each row from transformers' model over its ``StaticCache``, which holds ``past``."""
+class ZooAnswer(ZooPrefill):
+    """A prompt through the zoo's model into its cache, and one token more from there."""
 
-    def __init__(self, model: nn.Module, task: Task, tokens: Tensor, past: Past) -> None:
+    last: Tensor
+
+    def __init__(self, model: LLM, task: Task, tokens: Tensor) -> None:
+        super().__init__(model, task, tokens)
+        self.register_buffer("last", torch.full_like(self.positions, task.length), persistent=False)
+        torch._dynamo.mark_static_address(self.last)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits [B, V] of the token after the prompt and the one behind it, [B, T + 1] together."""
+        super().forward(input_ids[:, :-1])
+        # Not the token that was chosen, which may be another in another dtype.
+        logits = self.model(input_ids[:, -1:], position_ids=self.last, cache=self.cache, logits_to_keep=1)[:, -1]
+        self.accept(logits)
+        return logits
+
+
+class _UpstreamCached(Step):
+    """Transformers' model with its ``StaticCache``."""
+
+    def __init__(self, model: nn.Module, task: Task, tokens: Tensor) -> None:
         super().__init__(task, tokens)
         from transformers import StaticCache
 
         config: Any = model.config
-        self.model, self.past = model, past
+        self.model = model
         self.cache: Any = StaticCache(config=config, max_cache_len=task.slots)
         self.cache.early_initialization(
             batch_size=task.batch,
@@ -141,6 +160,14 @@ class UpstreamDecode(Step):
         )
         # Each layer of the cache counts its tokens itself.
         self.lengths: list[Tensor] = [layer.cumulative_length for layer in self.cache.layers]
+
+
+class UpstreamDecode(_UpstreamCached):
+    """A token for each row from transformers' model over its ``StaticCache``, which holds ``past``."""
+
+    def __init__(self, model: nn.Module, task: Task, tokens: Tensor, past: Past) -> None:
+        super().__init__(model, task, tokens)
+        self.past = past
         self.reset()
 
     def reset(self) -> None:
@@ -165,6 +192,26 @@ class UpstreamDecode(Step):
         self.move_on(self.stride)
         # The counts go where the positions went: one launch for all layers, so that it costs next to nothing.
         torch._foreach_copy_(self.lengths, [self.positions[0, 0]] * len(self.lengths))
+        return logits
+
+
+class UpstreamAnswer(_UpstreamCached):
+    """A prompt through transformers' model into its ``StaticCache``, and one token more from there."""
+
+    last: Tensor
+
+    def __init__(self, model: nn.Module, task: Task, tokens: Tensor) -> None:
+        super().__init__(model, task, tokens)
+        self.register_buffer("last", torch.full_like(self.positions, task.length), persistent=False)
+        self.reset()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits [B, V] of the token after the prompt and the one behind it, [B, T + 1] together."""
+        torch._foreach_zero_(self.lengths)
+        held = {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
+        self.tokens.copy_(self.model(input_ids=input_ids[:, :-1], **held).logits[:, -1].argmax(-1, keepdim=True))
+        logits: Tensor = self.model(input_ids=input_ids[:, -1:], position_ids=self.last, **held).logits[:, -1]
+        self.tokens.copy_(logits.argmax(-1, keepdim=True))
         return logits
 
 

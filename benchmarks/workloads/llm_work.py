@@ -16,12 +16,13 @@ BYTES_FORMULA = (
     "Every weight is read once, the embedding only where the output product shares it, since of its own only the rows "
     "of the tokens are read, which are left out; a decoding step reads the keys and values of the slots before its "
     "position, three quarters of the cache on average, and writes those of its token; a prefill writes those of its "
-    "prompt; the logits that are returned are written. Activations are taken to stay in the caches of the chip."
+    "prompt; an answer is both, one after the other; the logits of last tokens are written. Activations are taken to "
+    "stay in the caches of the chip."
 )
 # Where a call's CUDA context, its libraries' work space and the compiler's buffers go.
 _PROCESS_BYTES = 1 << 30
 
-_INPUT = re.compile(r"(?P<kind>decode|prefill)-(?P<batch>\d+)x(?P<length>\d+)")
+_INPUT = re.compile(r"(?P<kind>decode|prefill|answer)-(?P<batch>\d+)x(?P<length>\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +31,9 @@ class Task:
 
     Args:
         kind: ``decode``: one token for each row, over a cache that is half full at least. ``prefill``: a prompt from
-            its first token on.
+            its first token on. ``answer``: a prompt, and one token more over the cache that it left.
         batch: Rows.
-        length: Slots of the cache (decode) or tokens of the prompt (prefill).
+        length: Slots of the cache (decode) or tokens of the prompt (prefill, answer).
     """
 
     kind: str
@@ -42,17 +43,17 @@ class Task:
     @property
     def tokens(self) -> int:
         """Tokens that one call feeds in each row."""
-        return self.length if self.kind == "prefill" else 1
+        return {"decode": 1, "prefill": self.length, "answer": self.length + 1}[self.kind]
 
     @property
     def slots(self) -> int:
-        """Slots of the cache: a prefill leaves as much room for an answer as the prompt takes."""
-        return 2 * self.length if self.kind == "prefill" else self.length
+        """Slots of the cache: a prompt leaves as much room for an answer as it takes."""
+        return self.length if self.kind == "decode" else 2 * self.length
 
     @property
     def first(self) -> int:
         """Position of the first token that is fed."""
-        return 0 if self.kind == "prefill" else self.length // 2
+        return self.length // 2 if self.kind == "decode" else 0
 
     @property
     def stride(self) -> int:
@@ -68,21 +69,26 @@ class Task:
     @property
     def seen(self) -> float:
         """Tokens that a token attends to, itself included, on average over the tokens of all calls."""
-        first, last = (0, self.length - 1)
-        if self.kind == "decode":
-            first = self.first
-        return (first + last) / 2 + 1
+        last = self.length if self.kind == "answer" else self.length - 1
+        return (self.first + last) / 2 + 1
+
+    @property
+    def passes(self) -> int:
+        """How often a call goes through the model."""
+        return 2 if self.kind == "answer" else 1
 
 
 def task(name: str) -> Task:
-    """The task called ``decode-BxS`` or ``prefill-BxT``.
+    """The task called ``decode-BxS``, ``prefill-BxT`` or ``answer-BxT``.
 
     Raises:
-        ValueError: If the name is neither.
+        ValueError: If the name is none of them.
     """
     found = _INPUT.fullmatch(name)
     if found is None or int(found["batch"]) < 1 or int(found["length"]) < 4:
-        raise ValueError(f"input {name!r} is neither decode-BATCHxSLOTS nor prefill-BATCHxTOKENS (4 or more)")
+        raise ValueError(
+            f"input {name!r} is none of decode-BATCHxSLOTS, prefill-BATCHxTOKENS and answer-BATCHxTOKENS (4 or more)"
+        )
     return Task(kind=found["kind"], batch=int(found["batch"]), length=int(found["length"]))
 
 
@@ -113,7 +119,8 @@ def flops(config: LLMConfig, task: Task) -> int:
     counter does not.
     """
     fed = task.batch * task.tokens
-    products = 2 * fed * config.num_hidden_layers * layer_matrices(config) + 2 * task.batch * vocabulary(config)
+    outputs = task.passes * task.batch
+    products = 2 * fed * config.num_hidden_layers * layer_matrices(config) + 2 * outputs * vocabulary(config)
     pairs = round(fed * task.seen)
     return products + 4 * pairs * config.num_hidden_layers * config.num_attention_heads * config.head_dim
 
@@ -122,9 +129,9 @@ def bytes_moved(config: LLMConfig, task: Task, itemsize: int) -> int:
     """Fewest bytes that one call moves through device memory, as :data:`BYTES_FORMULA` says."""
     weights = parameters(config) - (0 if config.tie_word_embeddings else vocabulary(config))
     # A decoding step reads what lies before its token and writes its own; a prefill reads its own from the chip.
-    slots = task.seen if task.kind == "decode" else task.tokens
+    slots = {"decode": task.seen, "prefill": task.length, "answer": 2 * task.length + 1}[task.kind]
     logits = task.batch * config.vocab_size
-    return round((weights + task.batch * slots * slot_values(config) + logits) * itemsize)
+    return round((task.passes * (weights + logits) + task.batch * slots * slot_values(config)) * itemsize)
 
 
 def slot_values(config: LLMConfig) -> int:

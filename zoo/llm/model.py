@@ -183,9 +183,10 @@ class LLM(nn.Module):
 
 
 def _kept(x: Tensor, which: int | Tensor) -> Tensor:
-    """The positions of x [B, T, C] that get logits; contiguous, so that prefill and decoding share the head's graph."""
+    """The positions of x [B, T, C] that get logits, laid out anew: prefill and decoding share the head's graph."""
     if isinstance(which, int):
-        return x if which == 0 else x[:, -which:].contiguous()
+        # Not contiguous(): of one row the last position is, with the strides of the whole.
+        return x if which in (0, x.shape[1]) else x[:, -which:].clone(memory_format=torch.contiguous_format)
     if which.dim() == 1:
         return x[:, which]
     return x.gather(1, which[..., None].expand(-1, -1, x.shape[-1]))
