@@ -134,7 +134,10 @@ def test_memory_tells_what_fits():
     ("changes", "reason"),
     [
         ({"input": "decode-1x64"}, "decode-1x64 is an input of inference; training takes BxT"),
-        ({"workload": "inference"}, "2x16 is an input of training; inference takes decode-BxS or prefill-BxT"),
+        (
+            {"workload": "inference"},
+            "2x16 is an input of training; inference takes decode-BxS, prefill-BxT or answer-BxT",
+        ),
         ({"workload": "inference", "model": "llm-debug-checkpointed", "input": "decode-1x64"}, "is for training"),
         ({"input": "1x8192"}, "1x8192 needs 8192 positions, and llm-debug has"),
         ({"model": "llm-debug-checkpointed", "strategy": "full"}, "is one of compiled regions"),
