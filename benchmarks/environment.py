@@ -30,7 +30,7 @@ def row(facts: dict[str, Any], peaks: dict[str, Any]) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": _cpu_model(),
-        "cpu_count": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu_count": cores(),
         "cpu_mhz": _cpu_mhz(),
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "libraries": _versions(),
@@ -65,6 +65,11 @@ def device_facts(device: str) -> dict[str, Any]:
         "sm_clock_max_mhz": monitor.max_sm_clock(),
         "power_limit_w": monitor.power_limit(),
     }
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cpu_model() -> str:

@@ -70,10 +70,12 @@ def _write(file: Path, new: Sequence[Result], environments: Mapping[str, Mapping
     descriptor, name = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
     os.close(descriptor)
     written = Store(Path(name))
+    named: set[str | None] = {None}
     try:
         for result in (*kept, *new):
-            if result.environment is not None and result.environment not in written.environments():
-                written.append({**known[result.environment], "id": result.environment})
+            if result.environment not in named:
+                named.add(result.environment)
+                written.append({**known[str(result.environment)], "id": result.environment})
             written.append(result.to_json())
         os.chmod(name, 0o644)
         os.replace(name, file)

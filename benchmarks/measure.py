@@ -15,7 +15,7 @@ from rich.console import Console
 
 from benchmarks.case import Case, races_of
 from benchmarks.compiler import cache_environment
-from benchmarks.environment import Monitor, row
+from benchmarks.environment import Monitor, cores, row
 from benchmarks.folder import Keeper, Unwritable, held, scratch, sweep
 from benchmarks.process import Worker, WorkerFailure, kill_all
 from benchmarks.progress import Progress, words
@@ -81,10 +81,6 @@ class Plan:
         return results, environments
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 # What is printed once all is measured; it gets the keys of the cases measured now and returns the exit code.
 Conclude = Callable[[Plan, Console, set[str]], int]
 
@@ -96,7 +92,6 @@ def settings_of(workload: str, *, rounds: int | None = None, quick: bool = False
     Raises:
         UsageError: If there is no folder for temporary files.
     """
-    cores = _cores()
     stack = ExitStack()
     try:
         sweep(SCRATCH)
@@ -114,7 +109,7 @@ def settings_of(workload: str, *, rounds: int | None = None, quick: bool = False
             rounds=rounds or (10 if quick else 30),
             quick=quick,
             # Arms get ready beside nothing that is timed.
-            ahead=min(cores, 16 if options.get("steady_only") else 12),
+            ahead=min(cores(), 16 if options.get("steady_only") else 12),
             **options,
         )
 
@@ -217,7 +212,7 @@ def _environment(plan: Plan, settings: Settings, progress: Progress) -> tuple[di
         facts = worker.ask("facts", device=plan.device)["device"]
         turns = Turns(facts.get("gpu_uuid"), progress.note)
         wanted = {"device": plan.device, "dtypes": dtypes, "quick": settings.quick}
-        host = {"cores": _cores(), "backend": os.environ.get("BENCHMARKS_BACKEND")}
+        host = {"cores": cores(), "backend": os.environ.get("BENCHMARKS_BACKEND")}
         found = turns.found(
             {**wanted, **host, "starts": compiles, "facts": facts},
             lambda: worker.ask("peaks", **wanted, start_up=start_up),

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 
+from benchmarks.environment import cores
+
 CLASSES = 10
 QUALITY = 90
 # Of ImageNet, on the scale of [0, 1].
@@ -131,5 +133,4 @@ class Loader:
 
 def workers() -> int:
     """Processes that decode: half of the cores, at most eight."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores // 2, MOST_WORKERS))
+    return max(1, min(cores() // 2, MOST_WORKERS))

@@ -36,10 +36,13 @@ class Step(nn.Module):
         self.task = task
         self.stride = task.stride  # a search, which a compiler cannot trace
         self.first_tokens = tokens[:, -1:].cpu()
-        self.register_buffer("tokens", torch.empty_like(tokens[:, -1:]), persistent=False)
-        self.register_buffer("positions", torch.empty_like(self.tokens), persistent=False)
-        for tensor in (self.tokens, self.positions):
-            torch._dynamo.mark_static_address(tensor)
+        self.hold("tokens", torch.empty_like(tokens[:, -1:]))
+        self.hold("positions", torch.empty_like(self.tokens))
+
+    def hold(self, name: str, tensor: Tensor) -> None:
+        """Make a tensor part of the step, in memory that never moves."""
+        self.register_buffer(name, tensor, persistent=False)
+        torch._dynamo.mark_static_address(tensor)
 
     def reset(self) -> None:
         """Make the next call the first one again."""
@@ -129,8 +132,7 @@ class ZooAnswer(ZooPrefill):
 
     def __init__(self, model: LLM, task: Task, tokens: Tensor) -> None:
         super().__init__(model, task, tokens)
-        self.register_buffer("last", torch.full_like(self.positions, task.length), persistent=False)
-        torch._dynamo.mark_static_address(self.last)
+        self.hold("last", torch.full_like(self.positions, task.length))
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits [B, V] of the token after the prompt and the one behind it, [B, T + 1] together."""
@@ -202,7 +204,7 @@ class UpstreamAnswer(_UpstreamCached):
 
     def __init__(self, model: nn.Module, task: Task, tokens: Tensor) -> None:
         super().__init__(model, task, tokens)
-        self.register_buffer("last", torch.full_like(self.positions, task.length), persistent=False)
+        self.hold("last", torch.full_like(self.positions, task.length))
         self.reset()
 
     def forward(self, input_ids: Tensor) -> Tensor:
