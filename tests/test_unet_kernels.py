@@ -1,4 +1,4 @@
-"""The operators: kernels by unet_kernel_checks.py and unet_glue_checks.py, here what compilers and callers need."""
+"""The operators: kernels are checked by the files of ``CHECKS``, here what compilers and callers need."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.kernel_runs import run_checks
 from zoo.unet import operators
 
 ROOT = Path(__file__).resolve().parent.parent
-CHECKS = ("unet_kernel_checks.py", "unet_glue_checks.py")
+CHECKS = ("unet_kernel_checks.py", "unet_glue_checks.py", "unet_attention_checks.py")
 
 
 @pytest.mark.slow
@@ -46,12 +46,14 @@ def glue_calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     x, residual, weight, bias = torch.randn(6, 8), torch.randn(6, 8), torch.randn(8), torch.randn(8)
     half = x.bfloat16()
     return {
-        "gate": (operators.gated_gelu, (x,)),
-        "gate of columns": (operators.gated_gelu, (x.t(),)),
+        "gate": (operators.gated_gelu, (x, bias)),
+        "gate of columns": (operators.gated_gelu, (x.t(), bias[:6])),
         "add": (operators.conv_add, (half, bias, half)),
         "add to another dtype": (operators.conv_add, (half, bias, residual)),
         "add and norm": (operators.add_norm, (x, residual, weight, bias, 1e-5)),
         "norm": (operators.row_norm, (half, weight.bfloat16(), bias.bfloat16(), 1e-5)),
+        "attention": (operators.short_attention, (*torch.randn(3, 2, 5, 3, 8).unbind(),)),
+        "attention in a product": (operators.short_attention, (*torch.randn(2, 5, 3, 3, 8).unbind(2),)),
         "no rows": (operators.add_norm, (x[:0], residual[:0], weight, bias, 1e-5)),
     }
 
@@ -117,7 +119,8 @@ def test_half_precision_is_rounded_once() -> None:
 
 def test_glue_computes_what_torch_does_where_no_kernel_runs() -> None:
     x, residual, weight, bias = (torch.randn(*shape, dtype=torch.float64) for shape in ((6, 8), (6, 8), (8,), (8,)))
-    torch.testing.assert_close(operators.gated_gelu(x), x[:, :4] * F.gelu(x[:, 4:]))
+    wide = x + bias
+    torch.testing.assert_close(operators.gated_gelu(x, bias), wide[:, :4] * F.gelu(wide[:, 4:]))
     torch.testing.assert_close(operators.conv_add(x, bias, residual), x + bias + residual)
     total, normed = operators.add_norm(x, residual, weight, bias, 1e-3)
     torch.testing.assert_close(total, x + residual)
@@ -131,7 +134,13 @@ def test_glue_of_shapes_that_do_not_fit_is_refused() -> None:
         with pytest.raises(ValueError, match=r"residual has shape \(1, 8\), expected that of x, \(6, 8\)"):
             call()
     with pytest.raises(ValueError, match="x has 7 columns, expected an even number"):
-        operators.gated_gelu(x[:, :7])
+        operators.gated_gelu(x[:, :7], row)
+    with pytest.raises(ValueError, match=r"bias has shape \(7,\), expected one number a column: \(8,\)"):
+        operators.gated_gelu(x, row[:7])
+    one = torch.randn(2, 5, 2, 8)
+    for key, value in ((one[:1], one[:1]), (one, one[:, :3]), (one[..., :4], one[..., :4])):
+        with pytest.raises(ValueError, match=r"expected \[B, T, N, D\] and twice \[B, L, N, D\]"):
+            operators.short_attention(one, key, value)
 
 
 @pytest.mark.parametrize(("name", "needed"), [("unet-debug", 4), ("unet-xl-debug", 3)])

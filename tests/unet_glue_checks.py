@@ -51,15 +51,20 @@ def close(found: Tensor, expected: Tensor, dtype: torch.dtype, times: float = 1.
 @pytest.mark.parametrize("dtype", RELATIVE)
 @pytest.mark.parametrize(("rows", "columns"), [*SIZES, (3, 300), (9, 512)])
 def test_gates(rows: int, columns: int, dtype: torch.dtype) -> None:
-    x = values(rows, 2 * columns, dtype=dtype, scale=2.0)
-    close(operators.gated_gelu(x), fallback.gated_gelu(x.double()), dtype)
+    x, bias = values(rows, 2 * columns, dtype=dtype, scale=2.0), values(2 * columns, dtype=dtype)
+    close(operators.gated_gelu(x, bias), fallback.gated_gelu(x.double(), bias.double()), dtype)
+
+
+def gate_alone(gate: Tensor) -> Tensor:
+    x = torch.cat([torch.ones_like(gate), gate])
+    return operators.gated_gelu(x[None], torch.zeros_like(x))[0]
 
 
 def test_gelu_is_near_everywhere() -> None:
     # From 2^-100 to 2^6, both signs, and densely where it bends.
     gate = torch.linspace(-100, 6, 4001, dtype=torch.float64).exp2()
     gate = torch.cat([-gate, gate, torch.linspace(-7, 7, 4001, dtype=torch.float64)]).float().to(DEVICE)
-    found = operators.gated_gelu(torch.cat([torch.ones_like(gate), gate])[None])[0].double()
+    found = gate_alone(gate).double()
     expected = F.gelu(gate.double())
     assert ((found - expected).abs() <= 4e-7 * gate.double().abs()).all()
     # Below zero it fades, where one less an error function would be rounded off.
@@ -69,7 +74,7 @@ def test_gelu_is_near_everywhere() -> None:
 
 def test_gelu_of_what_is_not_finite() -> None:
     gate = torch.tensor([float("inf"), float("nan"), -1e30, 3e38, 0.0, -0.0], device=DEVICE)
-    found = operators.gated_gelu(torch.cat([torch.ones_like(gate), gate])[None])[0]
+    found = gate_alone(gate)
     expected = torch.tensor([float("inf"), float("nan"), 0.0, 3e38, 0.0, 0.0], device=DEVICE)
     torch.testing.assert_close(found, expected, equal_nan=True)
 
@@ -127,17 +132,19 @@ def test_other_dtypes_of_parameters_and_residuals() -> None:
 
 def test_rows_that_are_not_contiguous_nor_aligned() -> None:
     x, weight, bias = values(24, 9).t(), values(25)[1:], values(25)[1:]
-    close(operators.gated_gelu(x), fallback.gated_gelu(x.double()), torch.float32)
+    gated = fallback.gated_gelu(x.double(), bias.double())
+    close(operators.gated_gelu(x, bias), gated, torch.float32)
     close(operators.conv_add(x, bias, x), 2 * x.double() + bias.double(), torch.float32)
     expected = fallback.row_norm(x.double(), weight.double(), bias.double(), 1e-5)
     close(operators.row_norm(x, weight, bias, 1e-5), expected, torch.float32)
     shifted = values(9 * 24 + 1)[1:].view(9, 24)
-    close(operators.gated_gelu(shifted), fallback.gated_gelu(shifted.double()), torch.float32)
+    gated = fallback.gated_gelu(shifted.double(), bias.double())
+    close(operators.gated_gelu(shifted, bias), gated, torch.float32)
 
 
 def test_no_rows() -> None:
     x, weight = values(0, 24), values(24)
-    assert operators.gated_gelu(x).shape == (0, 12)
+    assert operators.gated_gelu(x, weight).shape == (0, 12)
     assert operators.conv_add(x, weight, x).shape == operators.row_norm(x, weight, weight, 1e-5).shape == (0, 24)
     assert all(out.shape == (0, 24) for out in operators.add_norm(x, x, weight, weight, 1e-5))
 
@@ -153,7 +160,8 @@ def test_kernels_run_where_nothing_is_differentiated(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(kernels, name, noting(name))
     x, bias = values(6, 8), values(8)
     glue: list[tuple[nn.Module, tuple[Tensor, ...]]] = [
-        (GatedGelu(), (x,)), (ConvAdd(), (x, bias, x)), (AddNorm(8).to(DEVICE), (x, x)), (RowNorm(8).to(DEVICE), (x,)),
+        (GatedGelu(), (x, bias)), (ConvAdd(), (x, bias, x)),
+        (AddNorm(8).to(DEVICE), (x, x)), (RowNorm(8).to(DEVICE), (x,)),
     ]  # fmt: skip
     for module, inputs in glue:
         with torch.no_grad():
@@ -164,7 +172,7 @@ def test_kernels_run_where_nothing_is_differentiated(monkeypatch: pytest.MonkeyP
         out = module(*(tensor.clone().requires_grad_() for tensor in inputs))
         (out[0] if isinstance(out, tuple) else out).sum().backward()
     with torch.no_grad():
-        assert GatedGelu()(x.double()).dtype == torch.float64
+        assert GatedGelu()(x.double(), bias.double()).dtype == torch.float64
     assert len(ran) == 4
 
 

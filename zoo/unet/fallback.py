@@ -67,15 +67,15 @@ def group_norm_backward(
     return grad_x, grad_shift, grad_weight.to(weight.dtype), grad_bias.to(bias.dtype)
 
 
-def gated_gelu(x: Tensor) -> Tensor:
-    """GELU of the second half of x [R, 2 I] times the first: [R, I]."""
-    value, gate = x.chunk(2, dim=-1)
+def gated_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    """X [R, 2 I] plus bias [2 I]; GELU of the second half times the first: [R, I]."""
+    # Under autocast parameters stay wide, and would make activations wide as well.
+    value, gate = (x + bias.to(x.dtype)).chunk(2, dim=-1)
     return value * F.gelu(gate)
 
 
 def conv_add(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
     """[R, C] plus [C] plus [R, C]: [R, C]."""
-    # Under autocast parameters stay wide, and would make activations wide as well.
     return x + bias.to(x.dtype) + residual
 
 
@@ -88,6 +88,14 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: flo
 def row_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """Layer norm of x [R, C] with weight [C] and bias [C]: [R, C]."""
     return F.layer_norm(x, weight.shape, weight, bias, eps).to(x.dtype)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+    """Query [B, T, N, D], key and value [B, L, N, D], bias [B, 1, 1, L] or None -> rows [B T, N D]."""
+    mixed = F.scaled_dot_product_attention(
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask=bias
+    )
+    return mixed.transpose(1, 2).reshape(-1, query.shape[2] * query.shape[3])
 
 
 def _shifted(x: Tensor, shift: Tensor | None) -> Tensor:

@@ -56,8 +56,8 @@ class RowNorm(_Norm):
 
 
 class GatedGelu(nn.Module):
-    """GELU of the second half times the first. Holds nothing: one graph for all widths."""
+    """The product's bias, and GELU of the second half times the first. Holds nothing: one graph for all widths."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[R, 2 I] -> [R, I]."""
-        return (operators if operators.glue_kernels_run(x) else fallback).gated_gelu(x)
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        """[R, 2 I] and [2 I] -> [R, I]."""
+        return (operators if operators.glue_kernels_run(x, bias) else fallback).gated_gelu(x, bias)

@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.layers import to_images, to_rows
+from zoo.layers import to_images, to_rows, untracked
+from zoo.unet import fallback, operators
 from zoo.unet.config import BlockShape, UNetConfig
 from zoo.unet.glue import AddNorm, GatedGelu, RowNorm
-from zoo.unet.operators import group_norm
 
 # Diffusers fixes the one before a transformer.
 ENTRY_EPS = 1e-6
@@ -30,10 +30,10 @@ ENTRY_EPS = 1e-6
 
 def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
     """Query [B, T, N, D], key and value [B, L, N, D], bias [B, 1, 1, L] or None -> rows [B T, N D]."""
-    mixed = F.scaled_dot_product_attention(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask=bias
-    )
-    return mixed.transpose(1, 2).reshape(-1, query.shape[2] * query.shape[3])
+    if bias is None and operators.short_attention_runs(query, key, value):
+        rows: Tensor = operators.short_attention(query, key, value)
+        return rows
+    return fallback.attend(query, key, value, bias)
 
 
 class TransformerBlock(nn.Module):
@@ -91,7 +91,10 @@ class TransformerBlock(nn.Module):
         query = self.query(normed).view(batch, -1, self.heads, x.shape[1] // self.heads)
         mixed = attend(query, key.unflatten(2, heads), value.unflatten(2, heads), text_bias)
         x, normed = self.norm3(self.text_out(mixed), x)
-        return x, self.mlp_out(self.gate(self.mlp_in(normed)))
+        # The bias is the gate's: with it the library takes a kernel that clears a buffer first.
+        wide = F.linear(normed, self.mlp_in.weight)
+        assert self.mlp_in.bias is not None
+        return x, self.mlp_out(self.gate(wide, untracked(self.mlp_in.bias)))
 
 
 class Transformer(nn.Module):
@@ -113,7 +116,7 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """[B, C, H, W], and of each block keys [B, L, C] and values [B, L, C] in turn -> [B, C, H, W]."""
         norm = self.norm
-        rows = to_rows(group_norm(x, None, norm.weight, norm.bias, self.groups, norm.eps, False))
+        rows = to_rows(operators.group_norm(x, None, norm.weight, norm.bias, self.groups, norm.eps, False))
         rows = F.linear(rows, self.proj_in.weight.flatten(1), self.proj_in.bias)
         left: Tensor | None = None
         for block in self.blocks:

@@ -63,12 +63,15 @@ def _tile(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @Kernel
 @triton.jit(do_not_specialize=["rows"])
-def _gated_gelu(x, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _gated_gelu(x, bias, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     first, row, column, seen = _tile(rows, columns, ROWS, COLUMNS)
     x += first * (2 * columns)
     place = row[:, None] * (2 * columns) + column[None, :]
+    live = column < columns
     value = tl.load(x + place, mask=seen, other=0.0).to(tl.float32)
     gate = tl.load(x + columns + place, mask=seen, other=0.0).to(tl.float32)
+    value += tl.load(bias + column, mask=live, other=0.0).to(tl.float32)[None, :]
+    gate += tl.load(bias + columns + column, mask=live, other=0.0).to(tl.float32)[None, :]
     place = row[:, None] * columns + column[None, :]
     tl.store(out + first * columns + place, (value * _gelu(gate)).to(out.dtype.element_ty), mask=seen)
 
@@ -113,14 +116,14 @@ def _norm(
     tl.store(out + first * columns + place, value.to(out.dtype.element_ty), mask=seen)
 
 
-def gated_gelu(x: Tensor) -> Tensor:
-    """GELU of the second half of x [R, 2 I] times the first: [R, I]."""
+def gated_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    """X [R, 2 I] plus bias [2 I]; GELU of the second half times the first: [R, I]."""
     columns = x.shape[-1] // 2
     out = x.new_empty(*x.shape[:-1], columns)
     if out.numel():
         rows = out.numel() // columns
         grid = (ceil_div(rows, GATE_ROWS) * ceil_div(columns, GATE_COLUMNS),)
-        _gated_gelu[grid](x, out, rows, columns, ROWS=GATE_ROWS, COLUMNS=GATE_COLUMNS, num_warps=4)
+        _gated_gelu[grid](x, bias, out, rows, columns, ROWS=GATE_ROWS, COLUMNS=GATE_COLUMNS, num_warps=4)
     return out
 
 

@@ -1,0 +1,113 @@
+"""The kernel of attention to few keys against float64. Run by test_unet_kernels.py, in the interpreter or on a GPU.
+
+TRITON_INTERPRET=1 python -m pytest tests/unet_attention_checks.py
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+import zoo
+from zoo.unet import fallback, operators
+from zoo.unet.kernels import attention as kernels
+from zoo.unet.transformer import attend
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
+RELATIVE = {torch.bfloat16: 6e-3, torch.float16: 1.5e-3}
+if DEVICE == "cpu":
+    # The interpreter multiplies matrices of bfloat16 as if they were integers.
+    del RELATIVE[torch.bfloat16]
+# Queries, keys, heads and their width. A text and the pixels of a small image, at the models' widths of heads; one key;
+# whole tiles and one number more; a width that no power of two is.
+SIZES = [(70, 77, 2, 40), (64, 64, 1, 160), (9, 128, 2, 80), (65, 1, 3, 64), (1, 65, 1, 8), (3, 100, 1, 24)]
+
+
+@pytest.fixture(autouse=True)
+def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(operators, "triton_runs_on", lambda device: True)
+
+
+def heads(*shape: int, dtype: torch.dtype = torch.float16, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape) * scale).to(DEVICE, dtype)
+
+
+def close(found: Tensor, query: Tensor, key: Tensor, value: Tensor) -> None:
+    expected = fallback.attend(query.double(), key.double(), value.double(), None)
+    assert found.shape == expected.shape and found.dtype == query.dtype and found.is_contiguous()
+    error = (found.double() - expected).norm() / expected.norm()
+    assert error < RELATIVE[query.dtype], error
+
+
+@pytest.mark.parametrize("dtype", RELATIVE)
+@pytest.mark.parametrize(("queries", "keys", "count", "width"), SIZES)
+def test_attends(queries: int, keys: int, count: int, width: int, dtype: torch.dtype) -> None:
+    query = heads(2, queries, count, width, dtype=dtype, scale=2.0)
+    key, value = (heads(2, keys, count, width, dtype=dtype) for _ in range(2))
+    close(operators.short_attention(query, key, value), query, key, value)
+
+
+def test_reads_heads_where_they_lie_in_a_product() -> None:
+    query, key, value = heads(2, 65, 3, 2, 40).unbind(2)
+    found = operators.short_attention(query, key, value)
+    close(found, query, key, value)
+    # Nothing is copied, and what has other strides is.
+    assert all(kernels._in_vectors(each) is each for each in (query, key, value))
+    scattered = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in (query, key, value)]
+    assert torch.equal(operators.short_attention(*scattered), found)
+    shifted = heads(2 * 65 * 80 + 1)[1:].view(2, 65, 2, 40)
+    close(operators.short_attention(shifted, key, value), shifted, key, value)
+
+
+def test_scores_far_apart_neither_overflow_nor_vanish() -> None:
+    query, key = heads(1, 4, 1, 16, scale=40.0), heads(1, 120, 1, 16, scale=40.0)
+    close(operators.short_attention(query, key, key), query, key, key)
+    # All keys alike, and far below zero.
+    key = -query[:, :1].expand(1, 100, 1, 16)
+    value = heads(1, 100, 1, 16)
+    found = operators.short_attention(query[:, :1], key, value)
+    torch.testing.assert_close(found, value.mean(1).flatten(1), rtol=2e-3, atol=2e-3)
+
+
+def test_no_queries() -> None:
+    key = heads(2, 77, 2, 40)
+    assert operators.short_attention(key[:, :0], key, key).shape == (0, 80)
+    assert operators.short_attention(key[:0], key[:0], key[:0]).shape == (0, 80)
+
+
+def test_whose_attention_is_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+    inner = kernels.short_attention
+    monkeypatch.setattr(kernels, "short_attention", lambda *given: (ran.append(1), inner(*given))[1])
+    query, key = heads(2, 5, 2, 16), heads(2, 7, 2, 16)
+    close(attend(query, key, key, None), query, key, key)
+    assert len(ran) == 1
+    long, odd, wide = heads(2, 129, 2, 16), heads(2, 7, 2, 12), heads(1, 7, 1, 264)
+    masked = torch.zeros(2, 1, 1, 7, device=DEVICE, dtype=query.dtype)
+    attend(query, key, key, masked)
+    attend(query, long, long, None)
+    attend(odd, odd, odd, None)
+    attend(wide, wide, wide, None)
+    attend(query.float(), key.float(), key.float(), None)
+    attend(query.clone().requires_grad_(), key, key, None).sum().backward()
+    assert len(ran) == 1
+
+
+def test_a_model_predicts_as_with_the_librarys() -> None:
+    model = zoo.create("unet-debug", device=DEVICE, dtype=torch.float16)
+    inputs = zoo.example_inputs(model, batch=2, size=8, tokens=5)
+    with torch.inference_mode():
+        found = model(**inputs).sample
+        limit, operators.MOST_KEYS = operators.MOST_KEYS, 0
+        try:
+            expected = model(**inputs).sample
+        finally:
+            operators.MOST_KEYS = limit
+    assert not torch.equal(found, expected)
+    assert (found - expected).float().norm() / expected.float().norm() < 3e-2
