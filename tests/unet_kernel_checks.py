@@ -6,6 +6,7 @@ TRITON_INTERPRET=1 python -m pytest tests/unet_kernel_checks.py
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 import zoo
 from zoo.unet import fallback, operators
 from zoo.unet.kernels import group_norm as kernels
+from zoo.unet.kernels import group_norm_small as small
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
@@ -35,6 +37,15 @@ def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kernels, "ENOUGH", 6)
 
 
+@pytest.fixture(params=["one launch", "two launches"])
+def _ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to a norm, whatever the image would take."""
+    monkeypatch.setattr(small, "NUMBERS", 1 << 30 if request.param == "one launch" else 0)
+
+
+both_ways = pytest.mark.usefixtures("_ways")
+
+
 def values(*shape: int, dtype: torch.dtype = torch.float32, mean: float = 0.0, scale: float = 1.0) -> Tensor:
     drawn = (torch.randn(*shape) * scale + mean).to(DEVICE, dtype)
     return drawn.contiguous(memory_format=torch.channels_last) if drawn.dim() == 4 else drawn
@@ -51,6 +62,7 @@ def wide(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if tensor is None else tensor.double() for tensor in tensors]
 
 
+@both_ways
 @pytest.mark.parametrize("dtype", RELATIVE)
 @pytest.mark.parametrize(("channels", "groups"), WIDTHS)
 def test_norms(channels: int, groups: int, dtype: torch.dtype) -> None:
@@ -68,6 +80,7 @@ def test_norms(channels: int, groups: int, dtype: torch.dtype) -> None:
         close(found, fallback.group_norm(*wide(x, shift, weight, bias), groups, 1e-5, silu), dtype)
 
 
+@both_ways
 @pytest.mark.parametrize("dtype", RELATIVE)
 @pytest.mark.parametrize(
     ("own", "skip", "groups"),
@@ -84,6 +97,7 @@ def test_norms_of_two_side_by_side(own: int, skip: int, groups: int, dtype: torc
         assert joined.is_contiguous(memory_format=torch.channels_last)
 
 
+@both_ways
 @pytest.mark.parametrize("size", [(1, 1), (1, 40), (20, 20)])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_sizes(batch: int, size: tuple[int, int]) -> None:
@@ -95,6 +109,7 @@ def test_sizes(batch: int, size: tuple[int, int]) -> None:
 
 def test_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     # As many as are put together, and no more where an image could be cut into more.
+    monkeypatch.setattr(small, "NUMBERS", 0)
     monkeypatch.setattr(kernels, "ENOUGH", 1000)
     monkeypatch.setattr(kernels, "TILE", 128 * kernels.STEPS)
     for size, chunks in (((16, 16), 64), ((20, 17), 43), ((3, 3), 3)):
@@ -104,6 +119,73 @@ def test_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         close(found, fallback.group_norm(*wide(x, None, weight, bias), 2, 1e-5, True), torch.float32)
 
 
+@pytest.mark.parametrize("pixels", [1, 7, 64, 1000])
+@pytest.mark.parametrize("size", [1, 3, 10, 30, 60, 80])
+def test_one_launch_of_some_tiles(size: int, pixels: int) -> None:
+    # Means that differ from channel to channel are most of a group's deviation.
+    x, shift = values(2, 2 * size, pixels, 1), values(2, 2 * size, mean=-3.0)
+    weight, bias = values(2 * size), values(2 * size)
+    for dtype in RELATIVE:
+        given = [tensor.to(dtype) for tensor in (x, shift, weight, bias)]
+        # One number has no deviation, and what is not there would be as many away as the interpreter warns of.
+        silu = pixels * size > 1
+        found = operators.group_norm(*given, 2, 1e-5, silu)
+        # Of a few numbers, some are cut off by more: the interpreter does not round to bfloat16.
+        close(found, fallback.group_norm(*wide(*given), 2, 1e-5, silu), dtype, times=2)
+    # Two images, whose seam lies within a group, as one.
+    cut = size // 2 if size > 1 else 1
+    halves = [part.contiguous(memory_format=torch.channels_last) for part in x.split([cut, 2 * size - cut], dim=1)]
+    found, joined = operators.cat_group_norm(*halves, weight, bias, 2, 1e-5, False)
+    assert torch.equal(joined, x)
+    torch.testing.assert_close(found, operators.group_norm(x, None, weight, bias, 2, 1e-5, False))
+
+
+class Recorder:
+    """In place of a kernel: launches, and with which constants."""
+
+    def __init__(self, launched: list[tuple[str, dict[str, Any]]], name: str) -> None:
+        self.launched, self.name = launched, name
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *_, **constants: self.launched.append((self.name, constants))
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    found: list[tuple[str, dict[str, Any]]] = []
+    for module, name in ((small, "_norm"), (kernels, "_partial"), (kernels, "_apply")):
+        monkeypatch.setattr(module, name, Recorder(found, name))
+    return found
+
+
+def test_small_images_take_one_launch_and_large_ones_two(launched: list[tuple[str, dict[str, Any]]]) -> None:
+    for channels, side, names in (
+        (20, 64, ["_norm"]),
+        (160, 8, ["_norm"]),
+        (20, 128, ["_partial", "_apply"]),
+        (2 * 32 * small.WARPS + 2, 1, ["_partial", "_apply"]),
+        (20, 0, []),
+    ):
+        x, weight = values(1, channels, side, side), values(channels)
+        launched.clear()
+        operators.group_norm(x, None, weight, weight, 2, 1e-5, True)
+        assert [name for name, _ in launched] == names, (channels, side)
+        launched.clear()
+        operators.cat_group_norm(x[:, :9], x[:, 9:], weight, weight, 2, 1e-5, True)
+        assert [name for name, _ in launched] == names, (channels, side)
+
+
+def test_one_launch_is_two_compilations(launched: list[tuple[str, dict[str, Any]]]) -> None:
+    # Of whole groups, and of two images whose seam lies within one.
+    for size in (10, 20, 30, 40, 60, 80):
+        x, weight = values(1, 32 * size, 2, 2), values(32 * size)
+        operators.group_norm(x, None, weight, weight, 32, 1e-5, True)
+        operators.cat_group_norm(x[:, : 16 * size + 8], x[:, 16 * size + 8 :], weight, weight, 32, 1e-5, True)
+    constants = {tuple(constants.items()) for _, constants in launched}
+    assert len(launched) == 12 and len(constants) == 2
+
+
+@both_ways
 def test_a_mean_far_from_zero_costs_no_variance() -> None:
     # The mean of squares less the square of the mean would be lost: float32 tells 1e8 from 1e8 + 8 at best.
     x, weight, bias = values(1, 20, 16, 16, mean=1e4), values(20), values(20)
@@ -117,6 +199,7 @@ def test_a_mean_far_from_zero_costs_no_variance() -> None:
     close(found, fallback.group_norm(*wide(x, None, weight, bias), 2, 1e-5, False), torch.float32, times=2000)
 
 
+@both_ways
 def test_a_shift_far_from_zero_is_taken_out_again() -> None:
     x, weight, bias = values(2, 20, 9, 9), values(20), values(20)
     shift = values(2, 2, mean=50.0).repeat_interleave(10, dim=1)
@@ -125,6 +208,7 @@ def test_a_shift_far_from_zero_is_taken_out_again() -> None:
     torch.testing.assert_close(moved, plain, rtol=1e-4, atol=1e-4)
 
 
+@both_ways
 def test_equal_pixels_have_no_variance() -> None:
     x, weight, bias = values(1, 20, 9, 9), values(20), values(20)
     x[:] = 3.0
@@ -132,6 +216,7 @@ def test_equal_pixels_have_no_variance() -> None:
     torch.testing.assert_close(found, bias.view(1, -1, 1, 1).expand_as(x))
 
 
+@both_ways
 def test_other_memory_formats_and_weights_of_another_dtype() -> None:
     # As autocast hands them over.
     x, skip = values(2, 20, 6, 7, dtype=torch.bfloat16), values(2, 10, 6, 7)
@@ -145,6 +230,7 @@ def test_other_memory_formats_and_weights_of_another_dtype() -> None:
     torch.testing.assert_close(joined[:, 20:], skip.bfloat16())
 
 
+@both_ways
 def test_the_same_bits_every_time() -> None:
     x, weight, bias = values(1, 20, 33, 17), values(20), values(20)
     first = operators.group_norm(x, None, weight, bias, 2, 1e-5, True)

@@ -1,5 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-"""Group norm of channels_last images in two launches, with what stands before and behind it.
+"""Group norm of channels_last images, with what stands before and behind it.
+
+Small images take one launch, see group_norm_small.py, and others two, so that the whole GPU reads each of them:
 
     1. a program reads a chunk of pixels of some groups, and leaves each group's mean and sum of squared deviations
     2. a program puts the chunks' together in their order, reads the same pixels again, and normalises them
@@ -8,9 +10,9 @@ Means and deviations are merged, never taken as a difference of large sums: a gr
 its variance. Pixels are read in whole lines of channels: a program takes as many groups as fit its block, whatever
 power of two their width is not. Sizes are no part of the code, so that one compilation serves all levels of a model.
 
-Most images of a model are so small that launches are made of waiting: for memory, and of threads for each other. So
-programs ask for the next pixels before they look at those they have, threads sum what they read themselves, and all
-chunks of an image are put together at once: there are never more than fit.
+Launches are made of waiting: for memory, and of threads for each other. So programs ask for the next pixels before they
+look at those they have, threads sum what they read themselves, and all chunks of an image are put together at once:
+there are never more than fit.
 
 Shape legend: B images, P pixels, C channels, G groups, K chunks of pixels.
 """
@@ -24,6 +26,8 @@ from torch import Tensor
 
 from zoo.ahead import Kernel
 from zoo.operators import ceil_div, next_power
+from zoo.unet.kernels import group_norm_small as small
+from zoo.unet.kernels.group_norm_small import activated
 
 # Channels that a program holds, where groups are not wider.
 BLOCK = 128
@@ -168,11 +172,7 @@ def _apply(
         following = _load(x, skip, row, end, channel, live, first, channels, left, both)
         tl.store(joined + place, value, mask=seen & (channel < kept)[None, :])
         normed = (value.to(tl.float32) + moved[None, :]) * factor[None, :] + offset[None, :]
-        if silu != 0:
-            # One over it by a root, which is one instruction: a division takes eight.
-            below = 1.0 + tl.exp(-normed)
-            normed = normed * tl.rsqrt(below * below)
-        tl.store(out + place, normed.to(out.dtype.element_ty), mask=seen)
+        tl.store(out + place, activated(normed, silu).to(out.dtype.element_ty), mask=seen)
 
 
 def _groups_of_a_block(size: int, groups: int) -> tuple[int, int, int]:
@@ -264,6 +264,9 @@ def _launch(
     out: Tensor, joined: Tensor,
 ) -> None:  # fmt: skip
     if not x.numel():
+        return
+    if small.fits(x.shape[2] * x.shape[3], weight.shape[0] // groups):
+        small.launch(x, skip, shift, weight, bias, groups, eps, silu, out, joined)
         return
     cut = _Cut(x, shift, weight, groups)
     cut.partial(x, skip, weight)
