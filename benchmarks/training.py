@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.case import Case
 from benchmarks.workloads.base import Prepared, Training
-from zoo.training import TrainingStep
+from zoo.training import AdamW, TrainingStep
 
 # Losses that are compared with the reference: of so many steps from the same weights, each on another batch.
 CHECKED_STEPS = 6
@@ -39,7 +39,9 @@ class Trainer:
         self._training: Training = prepared.training
         self._model = prepared.model.train()
         self._first = {name: tensor.to("cpu", copy=True) for name, tensor in self._model.state_dict().items()}
-        self._optimizer = make_optimizer(self._model, self._training, capturable=case.cuda_graph)
+        self._optimizer = make_optimizer(
+            self._model, self._training, capturable=case.cuda_graph, ours=case.impl == "zoo"
+        )
         self._lying = self._training.shapes or tuple(map(self._training.batch, range(READY_BATCHES)))
         self._ready: Iterator[Any] = itertools.cycle(self._lying)
         self._batches: Iterator[Any] = self._ready
@@ -142,13 +144,16 @@ def plain_step(call: Callable[..., Any], training: Training, optimizer: torch.op
     return loss.detach()
 
 
-def make_optimizer(model: nn.Module, training: Training, *, capturable: bool = False) -> torch.optim.Optimizer:
-    """AdamW, fused; for a CUDA graph with its counter and its learning rate on the device."""
+def make_optimizer(
+    model: nn.Module, training: Training, *, capturable: bool = False, ours: bool = False
+) -> torch.optim.Optimizer:
+    """AdamW, fused, torch's or ours; for a CUDA graph with its counter and its learning rate on the device."""
     parameters = list(model.parameters())
+    kind = AdamW if ours else torch.optim.AdamW
     if not capturable:
-        return torch.optim.AdamW(parameters, lr=training.learning_rate, fused=True)
+        return kind(parameters, lr=training.learning_rate, fused=True)
     rate = torch.tensor(training.learning_rate, device=parameters[0].device)
-    return torch.optim.AdamW(parameters, lr=rate, fused=True, capturable=True)
+    return kind(parameters, lr=rate, fused=True, capturable=True)
 
 
 def reference_losses(model: nn.Module, training: Training, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -17,9 +17,10 @@ from zoo.gnn import operators as gnn
 from zoo.llm import operators as llm
 from zoo.resnet import depth, norms, pooling
 from zoo.resnet import operators as resnet
+from zoo.training import operators as training
 from zoo.unet import operators as unet
 
-MODULES: tuple[ModuleType, ...] = (gnn, llm, norms, depth, pooling, resnet, unet)
+MODULES: tuple[ModuleType, ...] = (gnn, llm, norms, depth, pooling, resnet, training, unet)
 
 
 class Gpu:

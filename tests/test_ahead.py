@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.compiler import _forget
-from tests import test_gnn_kernels, test_llm_kernels, test_resnet_kernels, test_unet_kernels
+from tests import test_gnn_kernels, test_llm_kernels, test_resnet_kernels, test_training_kernels, test_unet_kernels
 from tests.fake_gpu import MODULES, Gpu, forget_compiled, kernels, settle, wait_for_threads
 from zoo import ahead
 from zoo.llm import operators as llm
@@ -52,6 +52,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         "gnn": test_gnn_kernels.operator_calls(),
         "llm": test_llm_kernels.calls(),
         "resnet": test_resnet_kernels.calls(),
+        "training": test_training_kernels.calls(),
         "unet": test_unet_kernels.calls(),
         "stem": {
             "squares": (depth.space_to_depth, (images, 4, 11, 9, 16)),

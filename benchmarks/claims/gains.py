@@ -83,7 +83,7 @@ GAINS = (
                 where=(WHOLE_STEP,),
             ),
         ),
-        not_here="the optimizer inside the compiled step. It is one fused kernel in every arm, which leaves a compiler "
+        not_here="the optimizer inside the compiled step. It is fused in every arm, which leaves a compiler "
         "nothing to join.",
     ),
     Claim(

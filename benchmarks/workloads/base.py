@@ -14,7 +14,7 @@ from benchmarks.case import Case, refusal
 
 @dataclass(kw_only=True)
 class Training:
-    """What a training step of a case is made of; the optimizer is AdamW, fused, in every arm.
+    """What a training step of a case is made of; the optimizer is AdamW, fused, in every arm: the zoo's own in its own.
 
     Args:
         loss: Called as ``loss(model, batch)`` with the case's model, compiled or not; returns a scalar.

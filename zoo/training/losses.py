@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from zoo.regions import Region
+from zoo.training.fallback import cross_entropy_rows
+from zoo.training.operators import cross_entropy_rows_, kernels_run, scale_
 
 IGNORED = -100
 
@@ -18,24 +20,21 @@ IGNORED = -100
 class CrossEntropyRows(nn.Module):
     """Loss and its gradient by the logits of some rows, in one pass over them when it is fused."""
 
-    def forward(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum of the losses and the gradient of that sum.
+    def forward(self, logits: Tensor, labels: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum of the losses, and the gradient of that sum times ``scale``.
 
         Args:
-            logits: [n, V].
+            logits: [n, V], not needed any more: where our kernel runs, the gradient is written over them.
             labels: [n] int64; rows of ``IGNORED`` have no loss.
+            scale: Float32 scalar, on the device.
 
         Returns:
             Float32 scalar, and [n, V] like ``logits``.
         """
-        seen = labels != IGNORED
-        index = torch.where(seen, labels, 0)[:, None]
-        x = logits.float()
-        total = torch.logsumexp(x, dim=-1, keepdim=True)
-        loss = torch.where(seen, (total - x.gather(-1, index))[:, 0], 0.0).sum()
-        hit = torch.arange(logits.shape[-1], device=logits.device) == index
-        grad = torch.where(seen[:, None], (x - total).exp() - hit.to(x.dtype), 0.0)
-        return loss, grad.to(logits.dtype)
+        if kernels_run(logits):
+            return cross_entropy_rows_(logits, labels, scale, IGNORED).sum(), logits
+        losses, grad = cross_entropy_rows(logits, labels, scale, IGNORED)
+        return losses.sum(), grad
 
 
 class LinearCrossEntropy(nn.Module):
@@ -92,44 +91,53 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, rows: nn.Module, chunk: int) -> Tensor:
-        count = (labels != IGNORED).sum().clamp_min(1)
+        share = (labels != IGNORED).sum().clamp_min(1).float().reciprocal()
+        # Float16 ends where gradients of a mean over many rows begin: there the backward makes the sum a mean.
+        later = x.dtype == torch.float16
+        scale = torch.ones_like(share) if later else share
         total = torch.zeros((), device=x.device)
         wants_x, wants_weight = ctx.needs_input_grad[:2]
-        grad_x = torch.zeros_like(x) if wants_x else None
-        grad_weight = torch.zeros_like(weight) if wants_weight else None
+        grad_x = torch.empty_like(x) if wants_x else None
+        grad_weight = torch.empty_like(weight) if wants_weight else None
         with torch.autocast(x.device.type, enabled=False):
-            for start, part_labels in _chunks(labels, chunk):
-                part = slice(start, start + len(part_labels))
-                loss, grad = rows(x[part] @ weight.t(), part_labels)
+            for start, known, part_labels in _chunks(labels, chunk):
+                loss, grad = rows(x[start : start + len(part_labels)] @ weight.t(), part_labels, scale)
                 total = total + loss
+                part, grad = slice(start + known, start + len(part_labels)), grad[known:]
+                # Times zero is not read: it is whatever was in memory.
                 if grad_x is not None:
-                    grad_x[part].addmm_(grad, weight)
+                    grad_x[part].addmm_(grad, weight, beta=0)
                 if grad_weight is not None:
-                    grad_weight.addmm_(grad.t(), x[part])
-        ctx.grads, ctx.count = (grad_x, grad_weight), count
-        return total / count
+                    grad_weight.addmm_(grad.t(), x[part], beta=0 if start == 0 else 1)
+        ctx.grads, ctx.share = (grad_x, grad_weight), share if later else None
+        return total * share
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.grads is None:
             raise RuntimeError("LinearCrossEntropy frees its gradients in the backward; compute the loss anew")
-        # Of one dimension, so that half precision is multiplied in float32 and not by a rounded scale.
-        scale = (grad / ctx.count).reshape(1)
-        scaled = [None if held is None else held.mul_(scale) for held in ctx.grads]
-        ctx.grads = None
+        # One for a loss that is trained on as it is, which costs nothing then.
+        scale = grad if ctx.share is None else grad * ctx.share
+        for held in ctx.grads:
+            if held is not None:
+                scale_(held, scale)
+        scaled, ctx.grads = ctx.grads, None
         return (*scaled, None, None, None)
 
 
-def _chunks(labels: Tensor, size: int) -> list[tuple[int, Tensor]]:
-    """First row and labels of each chunk, all of one size: the last one overlaps, and ignores what was counted."""
+def _chunks(labels: Tensor, size: int) -> list[tuple[int, int, Tensor]]:
+    """First row of each chunk, how many of its rows were in the chunk before, and labels: those rows are ignored.
+
+    All are of one size, for which rows are compiled: the last one overlaps.
+    """
     rows = len(labels)
     size = min(size, rows)
-    found = [(start, labels[start : start + size]) for start in range(0, rows - size + 1, size)]
+    found = [(start, 0, labels[start : start + size]) for start in range(0, rows - size + 1, size)]
     if left := rows % size if size else 0:
         last = labels[rows - size :]
-        again = torch.arange(size, device=labels.device) < size - left
-        found.append((rows - size, torch.where(again, IGNORED, last)))
+        known = torch.arange(size, device=labels.device) < size - left
+        found.append((rows - size, size - left, torch.where(known, IGNORED, last)))
     return found
 
 

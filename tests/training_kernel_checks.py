@@ -1,0 +1,319 @@
+"""The kernels of a training step against exact numbers. Run by test_training_kernels.py in Triton's interpreter, and on
+a GPU.
+
+TRITON_INTERPRET=1 python -m pytest tests/training_kernel_checks.py
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+from zoo.training import AdamW, LinearCrossEntropy, fallback, losses, operators, optimizers
+from zoo.training.kernels import adamw as adamw_kernel
+from zoo.training.kernels import rows as rows_kernel
+from zoo.training.kernels.adamw import _one_minus_exp
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    *([] if DEVICE == "cpu" else [pytest.mark.gpu]),
+]
+# The interpreter cuts bits off where a GPU rounds to bfloat16.
+EPS = {torch.float32: 2e-6, torch.bfloat16: 2**-7 if DEVICE == "cpu" else 2**-8, torch.float16: 2**-11}
+IGNORED = -100
+
+
+@pytest.fixture(autouse=True)
+def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(optimizers, "LARGE", 1)
+    if DEVICE == "cpu":
+        for module in (operators, optimizers):
+            monkeypatch.setattr(module, "triton_runs_on", lambda device: True)
+
+
+def values(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape) * scale).to(DEVICE, dtype)
+
+
+def number(value: float) -> Tensor:
+    return torch.tensor(value, device=DEVICE)
+
+
+# --- AdamW ---
+
+DTYPES = {
+    "float32": (torch.float32,) * 4,
+    "bfloat16": (torch.bfloat16,) * 4,
+    "mixed": (torch.bfloat16, torch.bfloat16, torch.float32, torch.float32),
+}
+
+
+@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize("numbers", [1, 4096, 9001])
+@pytest.mark.parametrize("count", [1, 2, 1000, 100_000])
+@pytest.mark.parametrize(
+    "options", [{}, {"decay": 0.1, "rate_on_device": True}, {"scale": 1024.0, "maximize": True}], ids=str
+)
+def test_an_update_is_exact_but_for_rounding(dtypes: str, numbers: int, count: int, options: dict[str, Any]) -> None:
+    param, grad, average, square = (values(numbers, dtype=dtype) for dtype in DTYPES[dtypes])
+    average, square = average * 0.1, square.square() * 0.01
+    if count == 1:
+        average, square = torch.zeros_like(average), torch.zeros_like(square)
+    decay, rate, betas, eps = options.get("decay", 0.0), 1e-2, (0.9, 0.999), 1e-8
+    scale, maximize = options.get("scale"), options.get("maximize", False)
+    tensors = [each.clone() for each in (param, grad, average, square)]
+    adamw_kernel.adamw(
+        *tensors, number(float(count)), number(rate) if "rate_on_device" in options else rate,
+        None if scale is None else number(scale), number(0.0), betas, eps, decay, maximize,
+    )  # fmt: skip
+    p, g, m, v = (each.double() for each in (param, grad, average, square))
+    g = g / (scale or 1.0)
+    unscaled, g = g, -g if maximize else g
+    p = p * (1 - rate * decay)
+    m, v = 0.9 * m + (1 - 0.9) * g, 0.999 * v + (1 - 0.999) * g * g
+    update = rate * (m / (1 - 0.9**count)) / ((v / (1 - 0.999**count)).sqrt() + eps)
+    for found, expected in zip(tensors, (p - update, unscaled, m, v), strict=True):
+        error = (found.double() - expected).abs()
+        # Of sums that cancel, a summand's last digit.
+        assert (error <= EPS[found.dtype] * (expected.abs() + 0.3 * update.abs().max()) + 1e-30).all(), error.max()
+    if count == 1 and dtypes == "float32" and scale is None:
+        moved = (tensors[0].double() - param.double() * (1 - rate * decay)).abs()
+        torch.testing.assert_close(moved, torch.full_like(moved, rate), rtol=1e-4, atol=1e-6)
+
+
+@triton.jit
+def _corrections(x, out):  # type: ignore[no-untyped-def]
+    tl.store(out, _one_minus_exp(tl.load(x)))
+
+
+@pytest.mark.parametrize("x", [-1e-8, -1e-3, -0.1, -0.4999, -0.5, -0.5001, -3.0, -200.0, -math.inf])
+def test_the_corrections_are_exact_to_the_last_digits(x: float) -> None:
+    given, out = number(x), number(0.0)
+    _corrections[(1,)](given, out)
+    assert out.item() == pytest.approx(-math.expm1(given.item()), rel=4e-7)
+
+
+def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
+    convolution = values(8, 6, 3, 3, dtype=dtype).to(memory_format=torch.channels_last)
+    return [nn.Parameter(each) for each in (values(70, 64, dtype=dtype), values(5, dtype=dtype), convolution)]
+
+
+def steps(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], count: int, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        for param in params:
+            grad = torch.randn(param.shape, generator=generator).to(param.device, param.dtype)
+            param.grad = torch.empty_like(param).copy_(grad)
+        optimizer.step()
+
+
+def close(found: Iterable[Tensor], expected: Iterable[Tensor], dtype: torch.dtype) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == theirs.dtype and ours.stride() == theirs.stride()
+        apart = (ours.detach().double() - theirs.detach().double()).norm() / theirs.detach().double().norm()
+        # Each of a few steps rounds; and torch's on a GPU takes a rounded 0.999 off one.
+        assert float(apart) < max(4 * EPS[dtype], 3e-5)
+
+
+def pair(dtype: torch.dtype, **options: Any) -> Any:
+    ours = parameters(dtype)
+    theirs = [nn.Parameter(each.detach().clone()) for each in ours]
+    return ours, AdamW(ours, **options), theirs, torch.optim.AdamW(theirs, fused=True, **options)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes that the kernel updates from here on."""
+    sizes: list[int] = []
+    launch = adamw_kernel.adamw
+    monkeypatch.setattr(adamw_kernel, "adamw", lambda p, *rest: (sizes.append(p.numel()), launch(p, *rest))[1])
+    return sizes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.3}, {"maximize": True, "betas": (0.0, 0.5)}], ids=str)
+def test_steps_are_torchs(dtype: torch.dtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizers, "LARGE", 100)
+    sizes = counted(monkeypatch)
+    ours, mine, theirs, torchs = pair(dtype, lr=1e-2, **options)
+    for params, optimizer in ((ours, mine), (theirs, torchs)):
+        steps(optimizer, params, 5)
+    assert sizes == [70 * 64, 8 * 6 * 3 * 3] * 5
+    close(ours, theirs, dtype)
+    states = [optimizer.state_dict() for optimizer in (mine, torchs)]
+    for index in range(3):
+        found, expected = (state["state"][index] for state in states)
+        assert found.keys() == expected.keys() and found["step"] == expected["step"] == 5
+        close([found["exp_avg"], found["exp_avg_sq"]], [expected["exp_avg"], expected["exp_avg_sq"]], dtype)
+
+
+def test_states_go_from_one_to_the_other_and_back() -> None:
+    ours, mine, theirs, torchs = pair(torch.float32, lr=1e-2)
+    steps(mine, ours, 2)
+    for param, other in zip(theirs, ours, strict=True):
+        param.data.copy_(other.data)
+    torchs.load_state_dict(copy.deepcopy(mine.state_dict()))
+    steps(torchs, theirs, 2, seed=1)
+    steps(mine, ours, 2, seed=1)
+    close(ours, theirs, torch.float32)
+    mine.load_state_dict(copy.deepcopy(torchs.state_dict()))
+    steps(torchs, theirs, 1, seed=2)
+    steps(mine, ours, 1, seed=2)
+    close(ours, theirs, torch.float32)
+
+
+def test_a_flag_on_the_device_skips_all_of_it() -> None:
+    ours, mine, theirs, torchs = pair(torch.float32, lr=1e-2)
+    for params, optimizer in ((ours, mine), (theirs, torchs)):
+        steps(optimizer, params, 1)
+        held = [param.detach().clone() for param in params]
+        state = [value.clone() for values in optimizer.state.values() for value in values.values()]
+        optimizer.found_inf, optimizer.grad_scale = number(1.0), number(8.0)
+        steps(optimizer, params, 1, seed=1)
+        torch.testing.assert_close([param.detach() for param in params], held, rtol=0, atol=0)
+        now = [value for values in optimizer.state.values() for value in values.values()]
+        torch.testing.assert_close(now, state, rtol=0, atol=0)
+        optimizer.found_inf = number(0.0)
+        steps(optimizer, params, 1, seed=2)
+        assert all(values["step"] == 2 for values in optimizer.state.values())
+    close(ours, theirs, torch.float32)
+    # What is left of the gradients is unscaled.
+    close([each.grad for each in ours], [each.grad for each in theirs], torch.float32)
+
+
+def test_a_backward_that_needs_the_weights_as_they_were_says_so() -> None:
+    weight = nn.Parameter(values(8, 8))
+    loss = (values(2, 8).requires_grad_() @ weight).sum()
+    weight.grad = torch.ones_like(weight)
+    AdamW([weight]).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_what_the_kernel_does_not_do_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = counted(monkeypatch)
+    ours, mine, theirs, torchs = pair(torch.float32, amsgrad=True)
+    for params, optimizer in ((ours, mine), (theirs, torchs)):
+        steps(optimizer, params, 3)
+    assert not sizes
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_states_of_another_dtype_are_updated_too() -> None:
+    exact = parameters(torch.float32)
+    half = [nn.Parameter(each.detach().bfloat16()) for each in exact]
+    optimizer, reference = AdamW(half, lr=1e-2), torch.optim.AdamW(exact, lr=1e-2, fused=True)
+    steps(reference, exact, 2)
+    steps(optimizer, half, 2)
+    for state in optimizer.state.values():
+        state["exp_avg"], state["exp_avg_sq"] = state["exp_avg"].float(), state["exp_avg_sq"].float()
+    steps(optimizer, half, 2, seed=1)
+    steps(reference, exact, 2, seed=1)
+    for found, expected in zip(half, exact, strict=True):
+        torch.testing.assert_close(found.detach().float(), expected.detach(), rtol=0.05, atol=0.02)
+
+
+# --- rows of logits ---
+
+
+@pytest.fixture(params=[512, None], ids=["small blocks", "blocks as they are"])
+def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param is not None:
+        monkeypatch.setattr(rows_kernel, "BYTES", request.param)
+        monkeypatch.setattr(rows_kernel, "WARPS", 1)
+
+
+def check_rows(logits: Tensor, labels: Tensor, scale: float) -> None:
+    expected, slope = fallback.cross_entropy_rows(logits, labels, number(scale), IGNORED)
+    found = logits.clone()
+    got = rows_kernel.cross_entropy_rows_(found, labels, number(scale), IGNORED)
+    assert got.dtype == torch.float32 and found.dtype == logits.dtype
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(found, slope, rtol=4 * EPS[logits.dtype], atol=1e-6 * scale, equal_nan=True)
+
+
+@pytest.mark.usefixtures("_blocks")
+@pytest.mark.parametrize("dtype", EPS, ids=str)
+@pytest.mark.parametrize("columns", [1, 7, 37, 256, 1000, 17001])
+def test_rows_are_torchs(columns: int, dtype: torch.dtype) -> None:
+    logits = values(5, columns, dtype=dtype, scale=4.0)
+    labels = torch.randint(columns, (5,)).to(DEVICE)
+    labels[3] = IGNORED
+    labels[4] = columns - 1
+    check_rows(logits, labels, 1.0 if dtype == torch.float16 else 0.037)
+    check_rows(logits, torch.full_like(labels, IGNORED), 1.0)
+
+
+@pytest.mark.usefixtures("_blocks")
+def test_rows_that_are_not_finite_are_torchs() -> None:
+    logits = values(10, 600, scale=3.0)
+    logits[0, 5:] = -math.inf
+    logits[1, :590] = -math.inf
+    logits[2] = -math.inf
+    logits[3, 17] = math.nan
+    logits[4] = math.nan
+    logits[5, 300] = math.inf
+    logits[6] = math.inf
+    logits[7] = torch.finfo(torch.float32).min
+    logits[8] += 30
+    logits[9, 599] = math.nan
+    labels = torch.tensor([2, 595, 0, 4, 0, 7, 0, 3, 100, IGNORED], device=DEVICE)
+    check_rows(logits, labels, 0.5)
+    check_rows(logits, torch.tensor([100, 3, 1, 17, 1, 300, 2, 599, 5, 599], device=DEVICE), 1.0)
+
+
+def test_a_label_that_is_no_class_is_no_number_and_no_other_rows() -> None:
+    logits = values(4, 50)
+    labels = torch.tensor([3, 50, -1, 2**40], device=DEVICE)
+    found = logits.clone()
+    got = rows_kernel.cross_entropy_rows_(found, labels, number(1.0), IGNORED)
+    assert got.isnan().tolist() == [False, True, True, True]
+    assert found.isnan().all(1).tolist() == [False, True, True, True] and found[0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", EPS, ids=str)
+@pytest.mark.parametrize("numbers", [1, 4096, 12_289])
+def test_scaling(numbers: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows_kernel, "SCALE_PROGRAMS", 2)  # which go round
+    x = values(numbers, dtype=dtype)
+    for factor in (1.0, 0.3, 0.0, math.nan):
+        found = x.clone()
+        rows_kernel.scale_(found, number(factor))
+        expected = (x.float() * factor).to(dtype)
+        torch.testing.assert_close(found, expected, rtol=EPS[dtype], atol=0, equal_nan=True)
+        assert factor != 1.0 or torch.equal(found, x)
+
+
+# --- the loss that they are for ---
+
+
+@pytest.mark.parametrize("dtype", EPS, ids=str)
+@pytest.mark.parametrize("chunk", [4, 7, 100])
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+def test_the_loss_and_its_gradients(chunk: int, factor: float, dtype: torch.dtype) -> None:
+    x, weight = values(20, 16, dtype=dtype).requires_grad_(), values(37, 16, dtype=dtype).requires_grad_()
+    labels = torch.randint(37, (20,)).to(DEVICE)
+    labels[[0, 18]] = IGNORED
+    assert losses.kernels_run(x)
+    loss = LinearCrossEntropy(chunk)(x, weight, labels)
+    exact = [each.detach().double().requires_grad_() for each in (x, weight)]
+    expected = F.cross_entropy(F.linear(*exact), labels)
+    assert loss.item() == pytest.approx(expected.item(), rel=max(1e-5, 2 * EPS[dtype]))
+    wanted = torch.autograd.grad(factor * expected, exact)
+    for found, exactly in zip(torch.autograd.grad(factor * loss, (x, weight)), wanted, strict=True):
+        assert found.dtype is dtype
+        assert float((found.double() - exactly).norm() / exactly.norm()) < 6 * EPS[dtype]

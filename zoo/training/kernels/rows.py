@@ -1,0 +1,110 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
+"""Cross entropy of rows of logits, whose gradient takes their place; and a gradient times a number that is mostly one.
+
+A program takes a row and reads it twice: for its greatest and its sum, which every thread holds for the columns that it
+sees until the end, and for the gradient. One program of many warps runs on a multiprocessor at a time, so that the rows
+under way fit into the second-level cache and the second reading mostly finds them there. It goes backwards: what was
+read last is surely there.
+
+Shape legend: n rows, V classes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zoo.ahead import Kernel
+from zoo.operators import ceil_div
+
+# Bytes of a row that a program takes at once (16 two-byte logits a thread), readings under way and what is computed
+# with, and warps: as many as a program can have, of 64 threads each on AMD's GPUs, which hold less that is under way.
+BYTES, STAGES, WARPS = (32768, 3, 32) if torch.version.hip is None else (32768, 1, 16)
+# Numbers that a program scales at once, programs at most, and their warps. Few, since most often all just return.
+SCALE_BLOCK, SCALE_PROGRAMS, SCALE_WARPS = 4096, 2048, 8
+# Of float32.
+_LARGEST = tl.constexpr(3.4028234663852886e38)
+
+
+@triton.jit
+def _place(start, VECTORS: tl.constexpr, WIDE: tl.constexpr):
+    """Columns [VECTORS, WIDE] from ``start`` on: one thread holds a whole vector."""
+    return start + tl.arange(0, VECTORS)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
+
+
+@Kernel
+@triton.jit
+def _cross_entropy(
+    logits, labels, scale, losses, columns,
+    IGNORED: tl.constexpr, VECTORS: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * columns
+    label = tl.load(labels + row)
+    BLOCK: tl.constexpr = VECTORS * WIDE
+    if label == IGNORED:
+        for start in range(0, columns, BLOCK):
+            column = _place(start, VECTORS, WIDE)
+            tl.store(logits + column, tl.zeros([VECTORS, WIDE], logits.dtype.element_ty), mask=column < columns)
+        tl.store(losses + row, 0.0)
+    else:
+        # A label that is no class has neither a logit nor a loss; a loss that is not a number is noticed.
+        known = (label >= 0) & (label < columns)
+        hit = tl.where(known, label, 0).to(tl.int32)
+        factor = tl.where(known, tl.load(scale).to(tl.float32), float("nan"))
+        # Before any thread writes.
+        own = tl.load(logits + hit).to(tl.float32)
+        # Greatest and sum of each vector's lane, finite from the start: infinity off infinity is not a number.
+        most = tl.full([VECTORS], -_LARGEST, tl.float32)
+        total = tl.zeros([VECTORS], tl.float32)
+        for start in tl.range(0, columns, BLOCK, num_stages=STAGES):
+            column = _place(start, VECTORS, WIDE)
+            x = tl.load(logits + column, mask=column < columns, other=float("-inf")).to(tl.float32)
+            higher = tl.minimum(tl.maximum(most, tl.max(x, 1)), _LARGEST)
+            total = total * tl.exp(most - higher) + tl.sum(tl.exp(x - higher[:, None]), 1)
+            most = higher
+        highest = tl.max(most, 0)
+        norm = highest + tl.log(tl.sum(total * tl.exp(most - highest), 0))
+        tl.store(losses + row, tl.where(known, norm - own, float("nan")))
+        last = (columns - 1) // BLOCK * BLOCK
+        for back in tl.range(0, columns, BLOCK, num_stages=STAGES):
+            column = _place(last - back, VECTORS, WIDE)
+            seen = column < columns
+            x = tl.load(logits + column, mask=seen, other=0.0).to(tl.float32)
+            slope = (tl.exp(x - norm) - tl.where(column == hit, 1.0, 0.0)) * factor
+            # Nobody reads this soon, while other rows wait in the cache for their second reading.
+            slope = slope.to(logits.dtype.element_ty)
+            tl.store(logits + column, slope, mask=seen, eviction_policy="evict_first")
+
+
+@Kernel
+@triton.jit
+def _scale(x, factor, numbers, programs, BLOCK: tl.constexpr):
+    by = tl.load(factor).to(tl.float32)
+    if by != 1.0:
+        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, numbers, programs * BLOCK):
+            place = start + tl.arange(0, BLOCK)
+            value = tl.load(x + place, mask=place < numbers, other=0.0).to(tl.float32)
+            tl.store(x + place, (value * by).to(x.dtype.element_ty), mask=place < numbers)
+
+
+def cross_entropy_rows_(logits: Tensor, labels: Tensor, scale: Tensor, ignored: int) -> Tensor:
+    """Losses [n] of logits [n, V], in whose place the gradient is left, times ``scale``."""
+    rows, columns = logits.shape
+    losses = logits.new_empty(rows, dtype=torch.float32)
+    if rows:
+        wide = 16 // logits.element_size()
+        _cross_entropy[(rows,)](
+            logits, labels, scale, losses, columns,
+            IGNORED=ignored, VECTORS=BYTES // 16, WIDE=wide, STAGES=STAGES, num_warps=WARPS,
+        )  # fmt: skip
+    return losses
+
+
+def scale_(x: Tensor, factor: Tensor) -> None:
+    """Numbers that lie without gaps, times a number on the device, in place; nothing is read or written for one."""
+    if numbers := x.numel():
+        programs = min(ceil_div(numbers, SCALE_BLOCK), SCALE_PROGRAMS)
+        _scale[(programs,)](x, factor, numbers, programs, BLOCK=SCALE_BLOCK, num_warps=SCALE_WARPS)
