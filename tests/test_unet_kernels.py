@@ -52,8 +52,10 @@ def glue_calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         "add to another dtype": (operators.conv_add, (half, bias, residual)),
         "add and norm": (operators.add_norm, (x, residual, weight, bias, 1e-5)),
         "norm": (operators.row_norm, (half, weight.bfloat16(), bias.bfloat16(), 1e-5)),
-        "attention": (operators.short_attention, (*torch.randn(3, 2, 5, 3, 8).unbind(),)),
-        "attention in a product": (operators.short_attention, (*torch.randn(2, 5, 3, 3, 8).unbind(2),)),
+        "bias": (operators.conv_bias, (half, bias)),
+        "upsample": (operators.upsample, (torch.randn(2, 3, 5, 8),)),
+        "attention": (operators.short_attention, torch.randn(3, 2, 5, 3, 8).bfloat16().unbind()),
+        "attention in a product": (operators.short_attention, torch.randn(2, 5, 3, 3, 8).half().unbind(2)),
         "no rows": (operators.add_norm, (x[:0], residual[:0], weight, bias, 1e-5)),
     }
 
@@ -155,7 +157,7 @@ def test_operators_in_regions_cost_no_graph(name: str, needed: int, monkeypatch:
     graphs = []
     with torch.inference_mode():
         expected = [model(**given).sample for given in inputs]
-        assert set(ran) == {"gated_gelu", "conv_add", "add_norm", "row_norm"}
+        assert set(ran) == {"gated_gelu", "conv_add", "add_norm", "row_norm", "conv_bias", "upsample"}
         zoo.compile_regions(model, backend="aot_eager")
         for given, wanted in zip(inputs, expected, strict=True):
             graphs.append(zoo.warm_up(model, **given).graphs)

@@ -17,7 +17,7 @@ import zoo
 from zoo.compile import plan_of
 from zoo.ledger import LEDGER
 from zoo.unet import AddNorm, ConvAdd, GatedGelu, fallback, operators
-from zoo.unet.glue import RowNorm
+from zoo.unet.glue import RowNorm, conv, upsample
 from zoo.unet.kernels import glue as kernels
 from zoo.unet.kernels import group_norm
 
@@ -85,6 +85,21 @@ def test_biases_and_residuals(rows: int, columns: int, dtype: torch.dtype) -> No
     x, residual = values(rows, columns, dtype=dtype), values(rows, columns, dtype=dtype, mean=1.0)
     bias = values(columns, dtype=dtype)
     close(operators.conv_add(x, bias, residual), x.double() + bias.double() + residual.double(), dtype)
+
+
+@pytest.mark.parametrize("dtype", RELATIVE)
+@pytest.mark.parametrize(("rows", "columns"), SIZES)
+def test_biases(rows: int, columns: int, dtype: torch.dtype) -> None:
+    x, bias = values(rows, columns, dtype=dtype), values(columns, dtype=dtype, mean=1.0)
+    close(operators.conv_bias(x, bias), x.double() + bias.double(), dtype)
+
+
+@pytest.mark.parametrize("dtype", RELATIVE)
+@pytest.mark.parametrize("shape", [(2, 5, 12, 40), (1, 1, 1, 320), (3, 4, 1, 7), (1, 2, 3, 64)])
+def test_doubles_images(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = values(*shape, dtype=dtype)
+    expected = F.interpolate(x.permute(0, 3, 1, 2).float(), scale_factor=2.0, mode="nearest").permute(0, 2, 3, 1)
+    assert torch.equal(operators.upsample(x).float(), expected)
 
 
 @pytest.mark.parametrize("dtype", RELATIVE)
@@ -156,7 +171,8 @@ def test_kernels_run_where_nothing_is_differentiated(monkeypatch: pytest.MonkeyP
         kernel = getattr(kernels, name)
         return lambda *arguments: (ran.append(name), kernel(*arguments))[1]
 
-    for name in ("gated_gelu", "conv_add", "add_norm", "row_norm"):
+    layer = nn.Conv2d(8, 4, 3, stride=2, padding=1).to(DEVICE, memory_format=torch.channels_last)
+    for name in ("gated_gelu", "conv_add", "add_norm", "row_norm", "conv_bias", "upsample"):
         monkeypatch.setattr(kernels, name, noting(name))
     x, bias = values(6, 8), values(8)
     glue: list[tuple[nn.Module, tuple[Tensor, ...]]] = [
@@ -166,14 +182,22 @@ def test_kernels_run_where_nothing_is_differentiated(monkeypatch: pytest.MonkeyP
     for module, inputs in glue:
         with torch.no_grad():
             module(*inputs)
-    assert ran == ["gated_gelu", "conv_add", "add_norm", "row_norm"]
+    with torch.no_grad():
+        image = values(2, 8, 4, 6).contiguous(memory_format=torch.channels_last)
+        wanted = [F.interpolate(image, scale_factor=2.0), layer(image)]
+        found = [upsample(image), conv(image, layer)]
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        assert one.is_contiguous(memory_format=torch.channels_last)
+    assert ran == ["gated_gelu", "conv_add", "add_norm", "row_norm", "upsample", "conv_bias"]
+    conv(upsample(image.requires_grad_()), layer).sum().backward()
     for module, inputs in glue:
         # The parameters of norms ask for gradients, the rest does if an input does.
         out = module(*(tensor.clone().requires_grad_() for tensor in inputs))
         (out[0] if isinstance(out, tuple) else out).sum().backward()
     with torch.no_grad():
         assert GatedGelu()(x.double(), bias.double()).dtype == torch.float64
-    assert len(ran) == 4
+    assert len(ran) == 6
 
 
 def test_a_model_predicts_as_without_kernels_in_as_many_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

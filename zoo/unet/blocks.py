@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from zoo.layers import to_images, to_rows, untracked
 from zoo.unet.config import BlockShape, LevelShape, UNetConfig
-from zoo.unet.glue import ConvAdd
+from zoo.unet.glue import ConvAdd, conv, upsample
 from zoo.unet.operators import cat_group_norm, group_norm
 from zoo.unet.transformer import Transformer
 
@@ -118,7 +118,7 @@ class DownLevel(Level):
             x = self.run(index, x, None, supply)
             outputs.append(x)
         if self.downsample is not None:
-            outputs.append(self.downsample(F.pad(x, (0, 1, 0, 1)) if self.padding == 0 else x))
+            outputs.append(conv(F.pad(x, (0, 1, 0, 1)) if self.padding == 0 else x, self.downsample))
         return outputs
 
 
@@ -144,4 +144,4 @@ class UpLevel(Level):
         """[B, C_in, H, W], and a [B, C_skip, H, W] for each block -> [B, C_out, 2 H, 2 W], or of the same size."""
         for index, skip in enumerate(skips):
             x = self.run(index, x, skip, supply)
-        return x if self.upsample is None else self.upsample(F.interpolate(x, scale_factor=2.0, mode="nearest"))
+        return x if self.upsample is None else conv(upsample(x), self.upsample)

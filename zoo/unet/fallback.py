@@ -79,6 +79,18 @@ def conv_add(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
     return x + bias.to(x.dtype) + residual
 
 
+def conv_bias(x: Tensor, bias: Tensor) -> Tensor:
+    """[R, C] plus [C]: [R, C]."""
+    return x + bias.to(x.dtype)
+
+
+def upsample(x: Tensor) -> Tensor:
+    """[B, H, W, C] -> [B, 2 H, 2 W, C], each pixel four times."""
+    count, height, width, channels = x.shape
+    wide = x[:, :, None, :, None].expand(count, height, 2, width, 2, channels)
+    return wide.reshape(count, 2 * height, 2 * width, channels)
+
+
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """X [R, C] plus residual [R, C], and the layer norm of that, with weight [C] and bias [C]: [R, C] each."""
     total = residual + x

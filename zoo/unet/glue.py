@@ -1,18 +1,19 @@
-"""What lies between the library's convolutions, products and attention: the regions of the family.
+"""What lies between the library's convolutions, products and attention: the regions of the family, and what needs none.
 
 Where nothing is to be differentiated and Triton knows the GPU, each is one kernel of our own (``kernels/glue.py``): the
 compiler's for symbolic sizes are slower. Everywhere else the compiler fuses torch's own operators, and differentiates
 them.
 
-Shape legend: R rows (pixels of all images), C channels, I width inside the MLP.
+Shape legend: R rows (pixels of all images), C channels, I width inside the MLP, B images, H height, W width.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.layers import in_words
+from zoo.layers import in_words, to_images, to_rows
 from zoo.unet import fallback, operators
 
 
@@ -23,6 +24,24 @@ class ConvAdd(nn.Module):
         """[R, C], [C] and [R, C] -> [R, C]."""
         kind = operators if operators.glue_kernels_run(x, bias, residual) else fallback
         return kind.conv_add(x, bias, residual)
+
+
+def conv(x: Tensor, layer: nn.Conv2d) -> Tensor:
+    """A convolution with its bias: [B, C_in, H, W] -> [B, C_out, H', W']."""
+    bias = layer.bias
+    if bias is None or not operators.glue_kernels_run(x, layer.weight, bias):
+        out: Tensor = layer(x)
+        return out
+    x = F.conv2d(x, layer.weight, None, layer.stride, layer.padding)  # type: ignore[arg-type]
+    return to_images(operators.conv_bias(to_rows(x), bias), x)
+
+
+def upsample(x: Tensor) -> Tensor:
+    """Nearest neighbours: [B, C, H, W] -> [B, C, 2 H, 2 W]."""
+    if not operators.glue_kernels_run(x):
+        return F.interpolate(x, scale_factor=2.0, mode="nearest")
+    doubled: Tensor = operators.upsample(x.permute(0, 2, 3, 1))
+    return doubled.permute(0, 3, 1, 2)
 
 
 class _Norm(nn.Module):

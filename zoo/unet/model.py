@@ -44,7 +44,7 @@ from zoo.unet.conditions import (
     hiding_bias,
 )
 from zoo.unet.config import UNetConfig
-from zoo.unet.glue import AddNorm, ConvAdd, GatedGelu
+from zoo.unet.glue import AddNorm, ConvAdd, GatedGelu, conv
 from zoo.unet.operators import group_norm
 
 # Symbolic sizes, once and on purpose. A second graph where a level has as many rows as channels (then taken for one
@@ -236,7 +236,7 @@ class UNet(nn.Module):
         )
 
     def _run(self, x: Tensor, supply: Supply, residuals: Sequence[Tensor] | None, middle: Tensor | None) -> Tensor:
-        x = self.conv_in(x)
+        x = conv(x, self.conv_in)
         skips = [x]
         for level in self.down:
             skips += level(skips[-1], supply)

@@ -1,7 +1,7 @@
 """Group norm over channels_last images, the glue between products and convolutions, and short attention, as operators.
 
 torch's own group norm goes through the other memory format, and adds what comes before it and applies what comes after
-it in passes of their own. On a GPU ours are two Triton launches, and glue is one; elsewhere torch's own operators.
+it in passes of their own. On a GPU ours are one Triton launch or two, and glue is one; elsewhere torch's own operators.
 
 Shape legend: B images, C channels, H height, W width, S channels of a skip connection, R rows, I width inside the MLP.
 """
@@ -212,6 +212,29 @@ def conv_add(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
 @_LIBRARY.fake("conv_add")
 def _(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
+
+
+@_LIBRARY.operator("(Tensor x, Tensor bias) -> Tensor")
+def conv_bias(x: Tensor, bias: Tensor) -> Tensor:
+    """X [R, C] plus bias [C]: [R, C]. torch adds a convolution's bias one number at a time in channels_last."""
+    return _glue("conv_bias", x, bias)
+
+
+@_LIBRARY.fake("conv_bias")
+def _(x: Tensor, bias: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@_LIBRARY.operator("(Tensor x) -> Tensor")
+def upsample(x: Tensor) -> Tensor:
+    """Nearest neighbours: [B, H, W, C] -> [B, 2 H, 2 W, C], each pixel four times."""
+    return _glue("upsample", x)
+
+
+@_LIBRARY.fake("upsample")
+def _(x: Tensor) -> Tensor:
+    count, height, width, channels = x.shape
+    return x.new_empty(count, 2 * height, 2 * width, channels)
 
 
 @_LIBRARY.operator("(Tensor x, Tensor residual, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor)")

@@ -1,12 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-"""The glue between products and convolutions, a launch each: one reading of rows, one writing, 16 bytes at a time.
+"""The glue between products and convolutions, a launch each: one reading, one writing, 16 bytes at a time.
 
 What the compiler makes for symbolic sizes divides the place of each number by a width that it does not know, and so
 reads them one by one. Here programs hold tiles of rows and columns, whose places are sums. Sizes are no part of the
 code: one compilation serves all levels of a model, of norms one for each power of two that a width fits in. Without
 gradients: training is the compiler's.
 
-Shape legend: R rows (pixels of all images), C channels, I width inside the MLP.
+Shape legend: R rows (pixels of all images), C channels, I width inside the MLP, B images, H height, W width.
 """
 
 from __future__ import annotations
@@ -78,13 +78,31 @@ def _gated_gelu(x, bias, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.con
 
 @Kernel
 @triton.jit(do_not_specialize=["rows"])
-def _conv_add(x, bias, residual, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _conv_add(x, bias, residual, out, rows, columns, added, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     first, row, column, seen = _tile(rows, columns, ROWS, COLUMNS)
     place = row[:, None] * columns + column[None, :]
+    # A mask and no branch, so that both loads are under way before either is waited for.
+    both = seen & (column < added)[None, :]
     value = tl.load(x + first * columns + place, mask=seen, other=0.0).to(tl.float32)
-    value += tl.load(residual + first * columns + place, mask=seen, other=0.0).to(tl.float32)
+    value += tl.load(residual + first * columns + place, mask=both, other=0.0).to(tl.float32)
     value += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
     tl.store(out + first * columns + place, value.to(out.dtype.element_ty), mask=seen)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["rows", "width"])
+def _upsample(x, out, rows, width, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    first, row, column, seen = _tile(rows, columns, ROWS, COLUMNS)
+    value = tl.load(x + first * columns + row[:, None] * columns + column[None, :], mask=seen, other=0.0)
+    # A line of the image becomes two of twice the length.
+    pixel = first + row
+    line = pixel // width
+    above = (4 * width * line + 2 * (pixel - line * width))[:, None] * columns + column[None, :]
+    tl.store(out + above, value, mask=seen)
+    tl.store(out + above + columns, value, mask=seen)
+    below = above + 2 * width * columns
+    tl.store(out + below, value, mask=seen)
+    tl.store(out + below + columns, value, mask=seen)
 
 
 @Kernel
@@ -130,11 +148,33 @@ def gated_gelu(x: Tensor, bias: Tensor) -> Tensor:
 def conv_add(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
     """[R, C] plus [C] plus [R, C]: [R, C]."""
     out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
+    _launch_add(x, bias, residual, x.shape[-1], out)
+    return out
+
+
+def conv_bias(x: Tensor, bias: Tensor) -> Tensor:
+    """[R, C] plus [C]: [R, C]."""
+    out = torch.empty_like(x)
+    _launch_add(x, bias, x, 0, out)
+    return out
+
+
+def _launch_add(x: Tensor, bias: Tensor, residual: Tensor, added: int, out: Tensor) -> None:
     if out.numel():
         columns = x.shape[-1]
         rows = out.numel() // columns
         grid = (ceil_div(rows, ADD_ROWS) * ceil_div(columns, ADD_COLUMNS),)
-        _conv_add[grid](x, bias, residual, out, rows, columns, ROWS=ADD_ROWS, COLUMNS=ADD_COLUMNS, num_warps=4)
+        _conv_add[grid](x, bias, residual, out, rows, columns, added, ROWS=ADD_ROWS, COLUMNS=ADD_COLUMNS, num_warps=4)
+
+
+def upsample(x: Tensor) -> Tensor:
+    """[B, H, W, C] -> [B, 2 H, 2 W, C], each pixel four times."""
+    count, height, width, columns = x.shape
+    out = x.new_empty(count, 2 * height, 2 * width, columns)
+    if out.numel():
+        rows = count * height * width
+        grid = (ceil_div(rows, ADD_ROWS) * ceil_div(columns, ADD_COLUMNS),)
+        _upsample[grid](x, out, rows, width, columns, ROWS=ADD_ROWS, COLUMNS=ADD_COLUMNS, num_warps=4)
     return out
 
 
