@@ -40,7 +40,8 @@ def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=["one launch", "two launches"])
 def _ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways to a norm, whatever the image would take."""
-    monkeypatch.setattr(small, "NUMBERS", 1 << 30 if request.param == "one launch" else 0)
+    for limit in ("PIXELS", "PIXELS_OF_BOTH"):
+        monkeypatch.setattr(small, limit, 1 << 30 if request.param == "one launch" else 0)
 
 
 both_ways = pytest.mark.usefixtures("_ways")
@@ -109,7 +110,7 @@ def test_sizes(batch: int, size: tuple[int, int]) -> None:
 
 def test_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     # As many as are put together, and no more where an image could be cut into more.
-    monkeypatch.setattr(small, "NUMBERS", 0)
+    monkeypatch.setattr(small, "PIXELS", 0)
     monkeypatch.setattr(kernels, "ENOUGH", 1000)
     monkeypatch.setattr(kernels, "TILE", 128 * kernels.STEPS)
     for size, chunks in (((16, 16), 64), ((20, 17), 43), ((3, 3), 3)):
@@ -121,7 +122,8 @@ def test_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("pixels", [1, 7, 64, 1000])
 @pytest.mark.parametrize("size", [1, 3, 10, 30, 60, 80])
-def test_one_launch_of_some_tiles(size: int, pixels: int) -> None:
+def test_one_launch_of_some_tiles(size: int, pixels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small, "PIXELS_OF_BOTH", small.PIXELS)
     # Means that differ from channel to channel are most of a group's deviation.
     x, shift = values(2, 2 * size, pixels, 1), values(2, 2 * size, mean=-3.0)
     weight, bias = values(2 * size), values(2 * size)
@@ -159,20 +161,22 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]
 
 
 def test_small_images_take_one_launch_and_large_ones_two(launched: list[tuple[str, dict[str, Any]]]) -> None:
-    for channels, side, names in (
-        (20, 64, ["_norm"]),
-        (160, 8, ["_norm"]),
-        (20, 128, ["_partial", "_apply"]),
-        (2 * 32 * small.WARPS + 2, 1, ["_partial", "_apply"]),
-        (20, 0, []),
+    one, two = ["_norm"], ["_partial", "_apply"]
+    for channels, side, first, names, names_of_both in (
+        (20, 32, 10, one, one),
+        (20, 32, 9, one, two),
+        (20, 16, 9, one, one),
+        (20, 33, 10, two, two),
+        (2 * 32 * small.WARPS + 2, 1, 9, two, two),
+        (20, 0, 9, [], []),
     ):
         x, weight = values(1, channels, side, side), values(channels)
         launched.clear()
         operators.group_norm(x, None, weight, weight, 2, 1e-5, True)
         assert [name for name, _ in launched] == names, (channels, side)
         launched.clear()
-        operators.cat_group_norm(x[:, :9], x[:, 9:], weight, weight, 2, 1e-5, True)
-        assert [name for name, _ in launched] == names, (channels, side)
+        operators.cat_group_norm(x[:, :first], x[:, first:], weight, weight, 2, 1e-5, True)
+        assert [name for name, _ in launched] == names_of_both, (channels, side)
 
 
 def test_one_launch_is_two_compilations(launched: list[tuple[str, dict[str, Any]]]) -> None:

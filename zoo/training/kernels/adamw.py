@@ -18,8 +18,8 @@ from torch import Tensor
 from zoo.ahead import Kernel
 from zoo.operators import ceil_div
 
-# Numbers of a program, and its warps: 16 numbers of each tensor for a thread, in two vectors of half precision.
-BLOCK, WARPS = 4096, 8
+# Numbers of a program, and its warps: 8 numbers of each tensor for a thread, a vector of half precision.
+BLOCK, WARPS = 2048, 8
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from zoo.operators import ceil_div
 
 # Bytes of a row that a program takes at once (16 two-byte logits a thread), readings under way and what is computed
 # with, and warps: as many as a program can have, of 64 threads each on AMD's GPUs, which hold less that is under way.
-BYTES, STAGES, WARPS = (32768, 3, 32) if torch.version.hip is None else (32768, 1, 16)
+BYTES, STAGES, WARPS = (32768, 1, 32) if torch.version.hip is None else (32768, 1, 16)
 # Numbers that a program scales at once, programs at most, and their warps. Few, since most often all just return.
 SCALE_BLOCK, SCALE_PROGRAMS, SCALE_WARPS = 4096, 2048, 8
 # Of float32.

@@ -20,13 +20,15 @@ from torch import Tensor
 
 from zoo.ahead import Kernel
 from zoo.operators import ceil_div
+from zoo.overlap import overlapped, take_turn
 
-# Numbers that a program takes at most. Groups of more are cut up for the whole GPU, in two launches.
-NUMBERS = 128 * 1024
+# Pixels of an image at most, measured on an H200: of more, lines of a few channels each, the whole GPU reads its share
+# in two launches. Of fewer, where a group begins in one image and ends in another: that program reads both.
+PIXELS, PIXELS_OF_BOTH = 1024, 256
 WARPS = 16
 # Numbers that a thread reads as one vector, the first that whole groups are made of; and steps of a tile, as many as
 # registers hold twice: what a program has at hand, and what it waits for.
-STEPS = {4: 4, 2: 8, 1: 8}
+STEPS = {4: 2, 2: 4, 1: 8}
 
 
 @triton.jit
@@ -65,7 +67,7 @@ def _load(x, skip, ahead, row, channel, unit, pixels, channels, first, left, bot
 @triton.jit(do_not_specialize=["pixels", "units", "rows", "tiles", "joins", "silu"])
 def _norm(
     x, skip, shift, weight, bias, out, joined, shift_stride, shifted, pixels, channels, first, units, rows, tiles,
-    joins, eps, silu, UNIT: tl.constexpr, VECTORS: tl.constexpr, STEPS: tl.constexpr,
+    joins, eps, silu, UNIT: tl.constexpr, VECTORS: tl.constexpr, STEPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     image = tl.program_id(1).to(tl.int64)
     x += image * pixels * first
@@ -86,6 +88,7 @@ def _norm(
     row = vector // units
     start = left + (vector - row * units) * UNIT
     row = tl.where(row < rows, row + lane // VECTORS * rows, pixels)
+    take_turn(OVERLAP)
     kept = _load(x, skip, 0, row, start, unit, pixels, channels, first, left, both)
     # A shift of all pixels moves the mean and nothing else.
     moved = tl.load(shift + image * shift_stride + channel, mask=channel < shifted, other=0.0).to(tl.float32)
@@ -130,9 +133,9 @@ def _norm(
         joined += STEPS * rows * channels
 
 
-def fits(pixels: int, size: int) -> bool:
-    """Whether groups of so many channels of an image are for one launch."""
-    return pixels * size <= NUMBERS and size <= 32 * WARPS
+def fits(pixels: int, size: int, first: int) -> bool:
+    """Whether groups of ``size`` channels are for one launch, the first ``first`` of all being one image's."""
+    return pixels <= (PIXELS_OF_BOTH if first % size else PIXELS) and size <= 32 * WARPS
 
 
 def launch(
@@ -152,5 +155,5 @@ def launch(
         x, skip, weight if shift is None else shift, weight, bias, out, joined,
         0 if shift is None else shift.stride(0), 0 if shift is None else channels, pixels, channels, first, units,
         ceil_div(pixels, tiles * steps), tiles, int(first < channels), eps, int(silu),
-        UNIT=unit, VECTORS=vectors, STEPS=steps, num_warps=WARPS,
+        UNIT=unit, VECTORS=vectors, STEPS=steps, num_warps=WARPS, **overlapped(x),
     )  # fmt: skip
