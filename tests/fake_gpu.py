@@ -95,7 +95,7 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     import triton
     from triton.runtime import driver
 
-    from zoo import overlap
+    from zoo.llm.kernels import overlap
 
     found = Gpu()
     monkeypatch.setattr(driver, "_active", found)

@@ -99,15 +99,16 @@ def test_whose_attention_is_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(ran) == 1
 
 
-def test_a_model_predicts_as_with_the_librarys() -> None:
+def test_a_model_predicts_as_with_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+    inner = kernels.short_attention
+    monkeypatch.setattr(kernels, "short_attention", lambda *given: (ran.append(1), inner(*given))[1])
     model = zoo.create("unet-debug", device=DEVICE, dtype=torch.float16)
     inputs = zoo.example_inputs(model, batch=2, size=8, tokens=5)
     with torch.inference_mode():
         found = model(**inputs).sample
-        limit, operators.MOST_KEYS = operators.MOST_KEYS, 0
-        try:
-            expected = model(**inputs).sample
-        finally:
-            operators.MOST_KEYS = limit
-    assert not torch.equal(found, expected)
+        count = len(ran)
+        monkeypatch.setattr(operators, "MOST_KEYS", 0)
+        expected = model(**inputs).sample
+    assert count == len(ran) > 0
     assert (found - expected).float().norm() / expected.float().norm() < 3e-2

@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.ahead import Kernel
+from zoo.llm.kernels.overlap import overlapped
 from zoo.operators import ceil_div, next_power
-from zoo.overlap import overlapped
 
 
 @triton.jit

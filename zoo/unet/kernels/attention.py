@@ -21,7 +21,6 @@ from torch import Tensor
 
 from zoo.ahead import Kernel
 from zoo.operators import ceil_div, next_power
-from zoo.overlap import overlapped, take_turn
 
 # Queries of a program, and keys that it looks at at once: the fastest of some for texts of 77 on an H200.
 QUERIES, KEYS, WARPS, STAGES = 64, 64, 4, 2
@@ -47,12 +46,11 @@ def _read(x, stride, row, units, limit, VECTOR: tl.constexpr, WIDTH: tl.constexp
 def _attend(
     query, key, value, out, query_image, query_row, key_image, key_row, value_image, value_row, units, queries, keys,
     scale,
-    VECTOR: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, OVERLAP: tl.constexpr,
+    VECTOR: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     image = tl.program_id(2).to(tl.int64)
     skipped = tl.program_id(1) * units * VECTOR
     row = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
-    take_turn(OVERLAP)
     asked = _read(query + image * query_image * VECTOR + skipped, query_row, row, units, queries, VECTOR, WIDTH)
     key += image * key_image * VECTOR + skipped
     value += image * value_image * VECTOR + skipped
@@ -95,7 +93,6 @@ def short_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     _attend[grid](
         *given, out, *strides, width // VECTOR, queries, key.shape[1], scale,
         VECTOR=VECTOR, WIDTH=block, QUERIES=QUERIES, KEYS=KEYS, num_warps=WARPS, num_stages=STAGES,
-        **overlapped(query),
     )  # fmt: skip
     return out
 

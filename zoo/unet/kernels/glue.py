@@ -18,7 +18,6 @@ from torch import Tensor
 
 from zoo.ahead import Kernel
 from zoo.operators import ceil_div, next_power
-from zoo.overlap import overlapped, take_turn
 
 # Rows and columns of a tile. Widths in the models are multiples of 64, inside the MLP of 256: no lane is idle. A
 # thread reads 16 numbers of each half, or 8 of each summand.
@@ -64,9 +63,8 @@ def _tile(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @Kernel
 @triton.jit(do_not_specialize=["rows"])
-def _gated_gelu(x, bias, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr):
+def _gated_gelu(x, bias, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     first, row, column, seen = _tile(rows, columns, ROWS, COLUMNS)
-    take_turn(OVERLAP)
     x += first * (2 * columns)
     place = row[:, None] * (2 * columns) + column[None, :]
     live = column < columns
@@ -80,11 +78,8 @@ def _gated_gelu(x, bias, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.con
 
 @Kernel
 @triton.jit(do_not_specialize=["rows"])
-def _conv_add(
-    x, bias, residual, out, rows, columns, added, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr
-):  # fmt: skip
+def _conv_add(x, bias, residual, out, rows, columns, added, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     first, row, column, seen = _tile(rows, columns, ROWS, COLUMNS)
-    take_turn(OVERLAP)
     place = row[:, None] * columns + column[None, :]
     # A mask and no branch, so that both loads are under way before either is waited for.
     both = seen & (column < added)[None, :]
@@ -96,9 +91,8 @@ def _conv_add(
 
 @Kernel
 @triton.jit(do_not_specialize=["rows", "width"])
-def _upsample(x, out, rows, width, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr):
+def _upsample(x, out, rows, width, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     first, row, column, seen = _tile(rows, columns, ROWS, COLUMNS)
-    take_turn(OVERLAP)
     value = tl.load(x + first * columns + row[:, None] * columns + column[None, :], mask=seen, other=0.0)
     # A line of the image becomes two of twice the length.
     pixel = first + row
@@ -114,10 +108,8 @@ def _upsample(x, out, rows, width, columns, ROWS: tl.constexpr, COLUMNS: tl.cons
 @Kernel
 @triton.jit(do_not_specialize=["rows"])
 def _norm(
-    x, residual, weight, bias, total, out, rows, columns, added, eps,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
+    x, residual, weight, bias, total, out, rows, columns, added, eps, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    take_turn(OVERLAP)
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
@@ -149,10 +141,7 @@ def gated_gelu(x: Tensor, bias: Tensor) -> Tensor:
     if out.numel():
         rows = out.numel() // columns
         grid = (ceil_div(rows, GATE_ROWS) * ceil_div(columns, GATE_COLUMNS),)
-        _gated_gelu[grid](
-            x, bias, out, rows, columns,
-            ROWS=GATE_ROWS, COLUMNS=GATE_COLUMNS, num_warps=4, **overlapped(x),
-        )  # fmt: skip
+        _gated_gelu[grid](x, bias, out, rows, columns, ROWS=GATE_ROWS, COLUMNS=GATE_COLUMNS, num_warps=4)
     return out
 
 
@@ -175,10 +164,7 @@ def _launch_add(x: Tensor, bias: Tensor, residual: Tensor, added: int, out: Tens
         columns = x.shape[-1]
         rows = out.numel() // columns
         grid = (ceil_div(rows, ADD_ROWS) * ceil_div(columns, ADD_COLUMNS),)
-        _conv_add[grid](
-            x, bias, residual, out, rows, columns, added,
-            ROWS=ADD_ROWS, COLUMNS=ADD_COLUMNS, num_warps=4, **overlapped(x),
-        )  # fmt: skip
+        _conv_add[grid](x, bias, residual, out, rows, columns, added, ROWS=ADD_ROWS, COLUMNS=ADD_COLUMNS, num_warps=4)
 
 
 def upsample(x: Tensor) -> Tensor:
@@ -188,7 +174,7 @@ def upsample(x: Tensor) -> Tensor:
     if out.numel():
         rows = count * height * width
         grid = (ceil_div(rows, ADD_ROWS) * ceil_div(columns, ADD_COLUMNS),)
-        _upsample[grid](x, out, rows, width, columns, ROWS=ADD_ROWS, COLUMNS=ADD_COLUMNS, num_warps=4, **overlapped(x))
+        _upsample[grid](x, out, rows, width, columns, ROWS=ADD_ROWS, COLUMNS=ADD_COLUMNS, num_warps=4)
     return out
 
 
@@ -218,4 +204,4 @@ def _launch_norm(
     given = x, x if residual is None else residual, weight, bias, total, out
     grid = (ceil_div(rows, at_once),)
     added = 0 if residual is None else columns
-    _norm[grid](*given, rows, columns, added, eps, ROWS=at_once, COLUMNS=block, num_warps=4, **overlapped(x))
+    _norm[grid](*given, rows, columns, added, eps, ROWS=at_once, COLUMNS=block, num_warps=4)

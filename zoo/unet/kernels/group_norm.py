@@ -26,7 +26,6 @@ from torch import Tensor
 
 from zoo.ahead import Kernel
 from zoo.operators import ceil_div, next_power
-from zoo.overlap import overlapped, take_turn
 from zoo.unet.kernels import group_norm_small as small
 from zoo.unet.kernels.group_norm_small import activated
 
@@ -63,7 +62,7 @@ def _load(x, skip, row, end, channel, live, first, channels, begin, both):
 def _partial(
     x, skip, shift, part, shift_stride, shifted, pixels, channels, first, size, units, groups, rows, chunks,
     UNIT: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
-    CHUNKS: tl.constexpr, OVERLAP: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     image = tl.program_id(2).to(tl.int64)
@@ -78,7 +77,6 @@ def _partial(
     begin = chunk * rows
     end = tl.minimum(begin + rows, pixels)
     row = begin + tl.arange(0, ROWS * STEPS)
-    take_turn(OVERLAP)
     following = _load(x, skip, row, end, channel, live, first, channels, left, both)
     # A shift of all pixels moves the mean and nothing else. It is read by each row, as pixels are: then it lies where
     # it is needed.
@@ -126,7 +124,7 @@ def _apply(
     x, skip, shift, weight, bias, part, out, joined, shift_stride, shifted, pixels, channels, first, size, units,
     groups, rows, chunks, kept, eps, silu,
     UNIT: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
-    CHUNKS: tl.constexpr, OVERLAP: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     image = tl.program_id(2).to(tl.int64)
@@ -144,11 +142,6 @@ def _apply(
     end = tl.minimum(begin + rows, pixels)
     row = begin + tl.arange(0, ROWS * STEPS)
     following = _load(x, skip, row, end, channel, live, first, channels, left, both)
-    moved = tl.load(shift + image * shift_stride + channel, mask=live & (channel < shifted), other=0.0).to(tl.float32)
-    factor = tl.load(weight + channel, mask=live, other=0.0).to(tl.float32)
-    offset = tl.load(bias + channel, mask=live, other=0.0).to(tl.float32)
-    # What is loaded so far the first launch has waited for; what that one writes comes now.
-    take_turn(OVERLAP)
     member = tl.arange(0, GROUPS)
     group = left // size + member
     real = (member * size < width) & (group < groups)
@@ -160,6 +153,9 @@ def _apply(
     middles = tl.where(there, tl.load(means, mask=asked, other=0.0), 0.0)
     means += tl.num_programs(2).to(tl.int64) * groups * CHUNKS
     squares = tl.where(there, tl.load(means, mask=asked, other=0.0), 0.0)
+    moved = tl.load(shift + image * shift_stride + channel, mask=live & (channel < shifted), other=0.0).to(tl.float32)
+    factor = tl.load(weight + channel, mask=live, other=0.0).to(tl.float32)
+    offset = tl.load(bias + channel, mask=live, other=0.0).to(tl.float32)
     count = tl.maximum(tl.minimum(rows, pixels - index * rows), 0).to(tl.float32)[None, :]
     mean = tl.sum(middles * count, 1) / pixels
     apart = middles - mean[:, None]
@@ -254,7 +250,6 @@ class _Cut:
             "STEPS": STEPS,
             "CHUNKS": CHUNKS,
             "num_warps": WARPS,
-            **overlapped(x),
         }
         self.grid = (self.chunks, blocks, images)
 

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from zoo.ahead import Kernel
 from zoo.operators import ceil_div
-from zoo.overlap import overlapped, take_turn
 
 # Pixels of an image at most, measured on an H200: of more, lines of a few channels each, the whole GPU reads its share
 # in two launches. Of fewer, where a group begins in one image and ends in another: that program reads both.
@@ -67,7 +66,7 @@ def _load(x, skip, ahead, row, channel, unit, pixels, channels, first, left, bot
 @triton.jit(do_not_specialize=["pixels", "units", "rows", "tiles", "joins", "silu"])
 def _norm(
     x, skip, shift, weight, bias, out, joined, shift_stride, shifted, pixels, channels, first, units, rows, tiles,
-    joins, eps, silu, UNIT: tl.constexpr, VECTORS: tl.constexpr, STEPS: tl.constexpr, OVERLAP: tl.constexpr,
+    joins, eps, silu, UNIT: tl.constexpr, VECTORS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     image = tl.program_id(1).to(tl.int64)
     x += image * pixels * first
@@ -88,8 +87,9 @@ def _norm(
     row = vector // units
     start = left + (vector - row * units) * UNIT
     row = tl.where(row < rows, row + lane // VECTORS * rows, pixels)
-    take_turn(OVERLAP)
     kept = _load(x, skip, 0, row, start, unit, pixels, channels, first, left, both)
+    origin = tl.load(tl.where(left < first, x + left, skip + left - first)).to(tl.float32)
+    origin += tl.load(shift + image * shift_stride + left, mask=left < shifted, other=0.0).to(tl.float32)
     # A shift of all pixels moves the mean and nothing else.
     moved = tl.load(shift + image * shift_stride + channel, mask=channel < shifted, other=0.0).to(tl.float32)
     factor = tl.load(weight + channel).to(tl.float32)
@@ -112,7 +112,8 @@ def _norm(
     squares -= sums * middle
     middle += pivot + moved
     numbers = pixels.to(tl.float32) * (units * UNIT)
-    mean = tl.sum(middle * count) / numbers
+    # Apart from one of them, so that of equal ones nothing is left, whatever is rounded.
+    mean = origin + tl.sum((middle - origin) * count) / numbers
     apart = middle - mean
     total = tl.sum(squares + count * apart * apart)
     moved -= mean
@@ -155,5 +156,5 @@ def launch(
         x, skip, weight if shift is None else shift, weight, bias, out, joined,
         0 if shift is None else shift.stride(0), 0 if shift is None else channels, pixels, channels, first, units,
         ceil_div(pixels, tiles * steps), tiles, int(first < channels), eps, int(silu),
-        UNIT=unit, VECTORS=vectors, STEPS=steps, num_warps=WARPS, **overlapped(x),
+        UNIT=unit, VECTORS=vectors, STEPS=steps, num_warps=WARPS,
     )  # fmt: skip
