@@ -15,8 +15,8 @@ from torch import Tensor
 
 import zoo
 from zoo.resnet import BiasActPool, NormActPool, fold_batch_norm, norms, pooling
+from zoo.resnet.kernels import max_pool, tiles
 from zoo.resnet.kernels import pool as kernels
-from zoo.resnet.kernels import tiles
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
@@ -210,3 +210,64 @@ if DEVICE == "cuda":
             given = norm(65)
             out = pooling.norm_act_pool(x, *given, EPS)
             assert torch.equal(out[1:, :, -3:], pooling.norm_act_pool(x[1:, :, -7:], *given, EPS)[:, :, -3:])
+
+
+# --- with gradients ---
+
+
+def both_pools(x: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The output and the gradient of x, ours and torch's."""
+    found = []
+    for pool in (lambda x: pooling.max_pool(x)[0], lambda x: F.max_pool2d(x, 3, 2, 1)):
+        given = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+        out = pool(given)
+        # Numbers whose sums are exact in any dtype.
+        weights = torch.arange(out.numel(), device=DEVICE).remainder(7).view(out.shape).to(x.dtype)
+        (grad,) = torch.autograd.grad(out, given, weights)
+        found.append((out.detach(), grad))
+    return found
+
+
+@pytest.mark.parametrize("lines", [1, 3])
+@pytest.mark.parametrize("dtype", RELATIVE)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_pooling_chooses_and_gives_back_as_torch_does(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dtype: torch.dtype, lines: int
+) -> None:
+    programs_of(monkeypatch, lines)
+    # After a relu most windows have equals, and the first of them is chosen.
+    x = images(*shape, dtype=dtype).relu()
+    (out, grad), (expected, expected_grad) = both_pools(x)
+    assert torch.equal(out, expected) and torch.equal(grad, expected_grad)
+    assert out.is_contiguous(memory_format=torch.channels_last) and out.dtype == grad.dtype == dtype
+    which = pooling.max_pool(x)[1]
+    # Of what torch's own operators make of it elsewhere.
+    assert torch.equal(which, pooling.fallback.max_pool(x.float())[1]) and int(which.max()) < 9
+    weights = torch.ones_like(out)
+    found = pooling.max_pool_backward(weights, which, *shape[2:])
+    assert torch.equal(found, pooling.fallback.max_pool_backward(weights, which, *shape[2:]))
+
+
+def test_pooling_of_what_is_not_finite() -> None:
+    x = images(2, 16, 9, 8)
+    x[0, :, 3, 4], x[1, :, 1, 1], x[1, :, 5] = float("nan"), float("inf"), float("-inf")
+    (out, grad), (expected, expected_grad) = both_pools(x)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(grad, expected_grad)
+
+
+def test_pooling_of_other_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    for name in ("max_pool", "max_pool_backward"):
+        kernel = getattr(max_pool, name)
+        monkeypatch.setattr(
+            max_pool, name, lambda *given, name=name, kernel=kernel: (ran.append(name), kernel(*given))[1]
+        )
+    x = images(2, 8, 7, 6)
+    for given in (x.contiguous(), x[:, :, 1:, 2:], x.transpose(2, 3)):
+        (out, grad), (expected, expected_grad) = both_pools(given)
+        assert torch.equal(out, expected) and torch.equal(grad, expected_grad)
+    assert ran == ["max_pool", "max_pool_backward"] * 3
+    assert pooling.max_pool(x[:0])[0].shape == (0, 8, 4, 3)
+    with pytest.raises(ValueError, match="expected images"):
+        pooling.max_pool(x[0])

@@ -74,6 +74,8 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         "pooled norm, wider weights": (pooling.norm_act_pool, (images.to(torch.bfloat16), *norm(), EPS)),
         "pooled norm, other layout": (pooling.norm_act_pool, (images.contiguous(), *norm(), EPS)),
         "pooled bias": (pooling.bias_act_pool, (images, rows(6))),
+        "pool": (pooling.max_pool, (images.detach().clone().requires_grad_(),)),
+        "pool, other layout": (pooling.max_pool, (images.contiguous().requires_grad_(),)),
     }
 
 

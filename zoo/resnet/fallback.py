@@ -67,6 +67,30 @@ def bias_act_pool(x: Tensor, bias: Tensor) -> Tensor:
     return value.contiguous(memory_format=torch.channels_last)
 
 
+def max_pool(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Pooled x [N, C, H, W], and which of nine it was, uint8: [N, C, ⌈H / 2⌉, ⌈W / 2⌉] in channels_last each."""
+    out, place = F.max_pool2d(x, 3, 2, 1, return_indices=True)
+    down, across = place // x.shape[3] - _first(out, 2), place % x.shape[3] - _first(out, 3)
+    return tuple(
+        each.contiguous(memory_format=torch.channels_last) for each in (out, (3 * down + across).to(torch.uint8))
+    )  # type: ignore[return-value]
+
+
+def max_pool_backward(grad: Tensor, which: Tensor, height: int, width: int) -> Tensor:
+    """Gradient of x: grad and which [N, C, ⌈H / 2⌉, ⌈W / 2⌉] -> [N, C, H, W] in channels_last."""
+    index = which.to(torch.int64)
+    place = (_first(which, 2) + index // 3) * width + _first(which, 3) + index % 3
+    out = torch.zeros(*grad.shape[:2], height * width, dtype=wide(grad.dtype), device=grad.device)
+    out.scatter_add_(2, place.flatten(2), grad.to(out.dtype).flatten(2))
+    return out.unflatten(2, (height, width)).to(grad.dtype, memory_format=torch.channels_last)
+
+
+def _first(windows: Tensor, dim: int) -> Tensor:
+    """Line or column of each window's first pixel, -1 where that is none of the image."""
+    count = windows.shape[dim]
+    return (2 * torch.arange(count, device=windows.device) - 1).view(-1, *(1,) * (3 - dim))
+
+
 def norm_act_backward(
     grad: Tensor, x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor, out: Tensor | None,
     eps: float, of_batch: bool, affine: bool,

@@ -4,7 +4,7 @@ In channels_last the output of a convolution is a matrix with a row for each pix
 every width and size: they hold no weights, which would tie a graph to their shapes, but are handed the norm's tensors.
 
 Where our kernels run they are operators of ours (``zoo.resnet.norms``, ``zoo.resnet.pooling``), and the compiler has
-little to do. Elsewhere they are torch's functions, which it fuses; what pools is that too where it learns.
+little to do. Elsewhere they are torch's functions, which it fuses.
 
 Shape legend: R rows (pixels of all images), C channels, N images, H height, W width, K classes.
 """
@@ -21,7 +21,7 @@ from zoo.layers import in_words, to_images, to_rows
 from zoo.operators import differentiated
 from zoo.resnet.config import ResNetConfig
 from zoo.resnet.norms import batch_statistics, bias_act, kernels_run, norm_act, norms_add_act
-from zoo.resnet.pooling import bias_act_pool, norm_act_pool
+from zoo.resnet.pooling import bias_act_pool, max_pool, norm_act_pool
 
 # Running mean and variance (None for a norm that keeps none), weight and bias, [C] each.
 NormTensors: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor, Tensor]
@@ -119,7 +119,8 @@ class NormActPool(_Glue):
             # The kernels that every other norm of the model has compiled by then, or will.
             rows = to_rows(x)
             active = norm_act(rows, *self.settled(rows, norm), None, self.eps, self.of_batch(norm))
-            return F.max_pool2d(to_images(active, x), 3, 2, 1)
+            pooled: Tensor = max_pool(to_images(active, x))[0]
+            return pooled
         return F.max_pool2d(F.relu(self.normalise(x, norm)), 3, 2, 1)
 
 

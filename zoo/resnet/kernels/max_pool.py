@@ -1,0 +1,151 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
+"""The greatest of 3 × 3 pixels at a stride of 2 and its gradient, over images in channels_last.
+
+The forward leaves which of the nine it was, a byte for each number, and the backward reads no image. A pixel is in up
+to four windows; four pixels that are neighbours are in four windows together. So a program of the backward reads a
+number of each of these and writes four.
+
+Shape legend: N images, C channels, H height, W width; h and w, ⌈H / 2⌉ and ⌈W / 2⌉.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zoo.ahead import Kernel
+from zoo.resnet.kernels import tiles
+
+
+@triton.jit
+def _best(value, index, other, other_index):
+    """The greater of two and its index: the first of equals, and NaN if one of them is. As in torch."""
+    taken = (other > value) | (other != other)
+    return tl.where(taken, other, value), tl.where(taken, other_index, index)
+
+
+@triton.jit
+def _best_of_row(x, place, column, channel, width, channels, live):
+    """The greatest of three pixels of a row and which of them it is: [ROWS, BLOCK] each."""
+    inner = (2 * column)[:, None] * channels + channel[None, :]
+    seen = (2 * column < width)[:, None] & live[None, :]
+    left = seen & (column > 0)[:, None]
+    right = seen & (2 * column + 1 < width)[:, None]
+    value = tl.load(x + place + inner - channels, mask=left, other=float("-inf")).to(tl.float32)
+    centre = tl.load(x + place + inner, mask=seen, other=float("-inf")).to(tl.float32)
+    last = tl.load(x + place + inner + channels, mask=right, other=float("-inf")).to(tl.float32)
+    value, index = _best(value, 0, centre, 1)
+    return _best(value, index, last, 2)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["height", "width", "share"])
+def _forward(
+    x, out, which, height, width, channels, share, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    lines, columns = (height + 1) // 2, (width + 1) // 2
+    blocks, strips, bands = tl.cdiv(channels, BLOCK), tl.cdiv(columns, ROWS), tl.cdiv(lines, share)
+    program = tl.program_id(0)
+    channel = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    column = (program // blocks) % strips * ROWS + tl.arange(0, ROWS)
+    begin = (program // (blocks * strips)) % bands * share
+    end = tl.minimum(begin + share, lines)
+    image = (program // (blocks * strips * bands)).to(tl.int64)
+
+    live = channel < channels
+    seen = (column < columns)[:, None] & live[None, :]
+    inner = column[:, None] * channels + channel[None, :]
+    top = image * height
+    # Above the first line there is none: then its numbers are no one's greatest.
+    place = (top + tl.maximum(2 * begin - 1, 0)) * width * channels
+    above, above_index = _best_of_row(x, place, column, channel, width, channels, live & (begin > 0))
+    for line in range(begin, end):
+        place = (top + 2 * line) * width * channels
+        value, index = _best_of_row(x, place, column, channel, width, channels, live)
+        value, index = _best(above, above_index, value, index + 3)
+        row = 2 * line + 1
+        place = (top + tl.minimum(row, height - 1)) * width * channels
+        below, below_index = _best_of_row(x, place, column, channel, width, channels, live & (row < height))
+        value, index = _best(value, index, below, below_index + 6)
+        # The row below is the next line's row above.
+        above, above_index = below, below_index
+        place = (image * lines + line) * columns * channels
+        tl.store(out + place + inner, value.to(out.dtype.element_ty), mask=seen)
+        tl.store(which + place + inner, index.to(tl.uint8), mask=seen)
+
+
+@triton.jit
+def _of_window(grad, which, place, seen):
+    """Gradient and index of windows [ROWS, BLOCK]; of one that is not there, an index that no pixel has."""
+    return tl.load(grad + place, mask=seen, other=0.0).to(tl.float32), tl.load(which + place, mask=seen, other=255)
+
+
+@triton.jit
+def _given(window, index: tl.constexpr):
+    """What a window gives to the pixel of this index."""
+    change, chosen = window
+    return tl.where(chosen == index, change, 0.0)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["height", "width", "share"])
+def _backward(
+    grad, which, grad_x, height, width, channels, share, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    lines, columns = (height + 1) // 2, (width + 1) // 2
+    blocks, strips, bands = tl.cdiv(channels, BLOCK), tl.cdiv(columns, ROWS), tl.cdiv(lines, share)
+    program = tl.program_id(0)
+    channel = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    column = (program // blocks) % strips * ROWS + tl.arange(0, ROWS)
+    begin = (program // (blocks * strips)) % bands * share
+    end = tl.minimum(begin + share, lines)
+    image = (program // (blocks * strips * bands)).to(tl.int64)
+
+    live = (channel < channels)[None, :]
+    here = (column < columns)[:, None] & live
+    beside = (column + 1 < columns)[:, None] & live
+    right = (2 * column + 1 < width)[:, None] & live
+    inner = column[:, None] * channels + channel[None, :]
+    outer = (2 * column)[:, None] * channels + channel[None, :]
+    top = (image * lines + begin) * columns * channels
+    first = _of_window(grad, which, top + inner, here)
+    second = _of_window(grad, which, top + inner + channels, beside)
+    for line in range(begin, end):
+        top += columns * channels
+        below = line + 1 < lines
+        third = _of_window(grad, which, top + inner, here & below)
+        fourth = _of_window(grad, which, top + inner + channels, beside & below)
+        place = grad_x + (image * height + 2 * line) * width * channels + outer
+        kind = grad_x.dtype.element_ty
+        tl.store(place, _given(first, 4).to(kind), mask=here)
+        tl.store(place + channels, (_given(first, 5) + _given(second, 3)).to(kind), mask=right)
+        under = 2 * line + 1 < height
+        place += width * channels
+        tl.store(place, (_given(first, 7) + _given(third, 1)).to(kind), mask=here & under)
+        corner = _given(first, 8) + _given(second, 6) + _given(third, 2) + _given(fourth, 0)
+        tl.store(place + channels, corner.to(kind), mask=right & under)
+        first, second = third, fourth
+
+
+def max_pool(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Pooled x [N, C, H, W], and which of nine it was, uint8: [N, C, h, w] in channels_last each."""
+    pixels = x.permute(0, 2, 3, 1).contiguous()
+    images, height, width, channels = pixels.shape
+    lines, columns = (height + 1) // 2, (width + 1) // 2
+    out = pixels.new_empty(images, lines, columns, channels)
+    which = torch.empty_like(out, dtype=torch.uint8)
+    share, programs = tiles.lines_to_pool(images, lines, columns, channels)
+    _forward[(programs,)](pixels, out, which, height, width, channels, share, **tiles.POOL.code())
+    return out.permute(0, 3, 1, 2), which.permute(0, 3, 1, 2)
+
+
+def max_pool_backward(grad: Tensor, which: Tensor, height: int, width: int) -> Tensor:
+    """Gradient of x: grad and which [N, C, h, w] -> [N, C, H, W] in channels_last."""
+    grad, which = (each.permute(0, 2, 3, 1).contiguous() for each in (grad, which))
+    images, lines, columns, channels = grad.shape
+    grad_x = grad.new_empty(images, height, width, channels)
+    share, programs = tiles.lines_to_pool(images, lines, columns, channels)
+    _backward[(programs,)](grad, which, grad_x, height, width, channels, share, **tiles.POOL.code())
+    return grad_x.permute(0, 3, 1, 2)
