@@ -119,6 +119,11 @@ class Result:
         if self.status != "ok" and not self.reason:
             raise ValueError(f"a row with status {self.status!r} needs a reason")
 
+    @property
+    def counted(self) -> Compile | None:
+        """The process whose graphs, breaks and recompiles are shown: the cold one, or the only one there was."""
+        return self.cold if self.cold is not None and self.cold.graphs is not None else self.warm
+
     def to_json(self) -> dict[str, Any]:
         """The row as plain values, for ``Store.append``."""
         return {"kind": "result", "schema": SCHEMA, **asdict(self)}

@@ -12,7 +12,7 @@ from benchmarks.case import arms_of
 from benchmarks.rendering import blocks, cells, commands, curves, markdown, numbers, tables, terminal
 from benchmarks.rendering.blocks import Spec
 from benchmarks.rendering.race import Arm, Race, is_shipped, is_tuned, races
-from benchmarks.result import Result, Rows, Steady
+from benchmarks.result import Compile, Result, Rows, Steady
 from benchmarks.stats import Ratio
 from tests.rows import ENVIRONMENT, failure, race, row
 
@@ -250,6 +250,18 @@ def test_every_row_of_a_markdown_table_has_every_cell() -> None:
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in lines}) == 1
     assert len(lines) == 2 + 10
+
+
+def test_counts_of_arms_that_started_together_are_shown() -> None:
+    # --steady-only: counts of the one process there was, and no seconds.
+    counted = row(strategy="regional")
+    counted.cold, counted.warm = None, Compile(graphs=2, breaks=["a reason"])
+    results = [counted, row(impl="upstream")]
+    arm = _arm(shown := _one(results), "zoo regional")
+    assert "2 / 1 / 0" in cells.race_row(shown, arm)
+    assert cells.compile_row(arm)[5:8] == ("2", "1", "0")
+    assert "a reason" in cells.troubles(arm)[0]
+    assert "2/1/0" in _printed(results, 80)
 
 
 def test_report_says_why_graphs_broke_and_escapes_reasons() -> None:

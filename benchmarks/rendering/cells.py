@@ -185,7 +185,7 @@ def race_row(race: Race, arm: Arm) -> tuple[str, ...]:
         *([throughput(arm)] if race.unit else []),
         *(speedup_and_verdict(race, arm, best) for best in (race.reference, race.best_shipped, race.best_tuned)),
         pair(seconds(arm.result.cold), seconds(arm.result.warm)),
-        compiler_counts(arm.result.cold).replace("/", " / "),
+        compiler_counts(arm.result.counted).replace("/", " / "),
         kernels(arm),
         memory(arm),
         error(arm),
@@ -203,24 +203,25 @@ def compiles(arm: Arm) -> bool:
 def compile_row(arm: Arm) -> tuple[str, ...]:
     """What compiling cost, in the columns of ``COMPILE_HEAD``."""
     cold, warm = arm.result.cold or Compile(), arm.result.warm or Compile()
+    counted = arm.result.counted or Compile()
     return (
         name(arm),
         pair(numbers.significant(cold.seconds), numbers.significant(warm.seconds)),
         pair(numbers.significant(cold.time_to_first_result), numbers.significant(warm.time_to_first_result)),
         numbers.significant(cold.start_up),
         numbers.significant(cold.capture),
-        numbers.count(cold.graphs),
-        str(len(cold.breaks)),
-        str(len(cold.recompiles)),
+        numbers.count(counted.graphs),
+        str(len(counted.breaks)),
+        str(len(counted.recompiles)),
         pair(numbers.count(cold.cache_hits), numbers.count(warm.cache_hits)),
     )
 
 
 def troubles(arm: Arm) -> list[str]:
     """Graph breaks and recompiles, a line for each distinct reason."""
-    cold = arm.result.cold or Compile()
+    counted = arm.result.counted or Compile()
     lines = []
-    for what, reasons in (("break", cold.breaks), ("recompile", cold.recompiles)):
+    for what, reasons in (("break", counted.breaks), ("recompile", counted.recompiles)):
         for reason in dict.fromkeys(reasons):
             often = f"{reasons.count(reason)}× " if reasons.count(reason) > 1 else ""
             lines.append(f"{arm.name}: {often}{what}: {shortened(reason)}")

@@ -291,5 +291,5 @@ VALUES: dict[str, Callable[[Race, Arm, str], str]] = {
     "compile-cold": lambda race, arm, against: _with_unit((arm.result.cold or Compile()).seconds, "s"),
     "compile-warm": lambda race, arm, against: _with_unit((arm.result.warm or Compile()).seconds, "s"),
     "throughput": lambda race, arm, against: _with_unit(arm.throughput, f"{race.unit} a second"),
-    "graphs": lambda race, arm, against: numbers.count(arm.result.cold.graphs if arm.result.cold else None),
+    "graphs": lambda race, arm, against: numbers.count((arm.result.counted or Compile()).graphs),
 }

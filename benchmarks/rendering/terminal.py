@@ -131,7 +131,7 @@ def _costs(race: Race, wide: bool) -> Table:
         if wide:
             row += [numbers.significant(cold.capture if cold else None)]
             row += [numbers.significant(cold.time_to_first_result if cold else None)]
-        row += [cells.compiler_counts(cold), cells.kernels(arm), cells.memory(arm), cells.error(arm)]
+        row += [cells.compiler_counts(arm.result.counted), cells.kernels(arm), cells.memory(arm), cells.error(arm)]
         if wide:
             row += [cells.eager_error(arm)]
         row += [cells.break_even(race, arm)]
