@@ -51,7 +51,7 @@ def _typed(cause: BaseException) -> tuple[str, str]:
     """Status and remedy of one error, its causes apart. By name: torch may not be imported here."""
     name, text = type(cause).__name__, str(cause)
     if isinstance(cause, MemoryError) or name == "OutOfMemoryError" or any(words in text for words in NO_MEMORY):
-        return "out-of-memory", ""
+        return "out-of-memory", _held_by_others()
     if BUSY in text:
         return "device-busy", "another process holds the GPU: wait for it, or name another in CUDA_VISIBLE_DEVICES"
     if name == "InvalidCxxCompiler":
@@ -61,6 +61,25 @@ def _typed(cause: BaseException) -> tuple[str, str]:
     if isinstance(cause, OSError) and (cause.errno == errno.EROFS or _among_caches(cause.filename)):
         return "failed", f"the disk cannot be written: {ELSEWHERE}"
     return "failed", ""
+
+
+def _held_by_others() -> str:
+    """How much of the GPU other processes hold, where that is more than this one does; nothing without a GPU."""
+    torch = sys.modules.get("torch")
+    try:
+        if torch is None or not torch.cuda.is_initialized():
+            return ""
+        free, total = torch.cuda.mem_get_info()
+        own = torch.cuda.memory_reserved()
+    except Exception:  # a context that an error has broken
+        return ""
+    others = total - free - own
+    if others <= own:
+        return ""
+    return (
+        f"other processes hold {others / 2**30:.0f} of the GPU's {total / 2**30:.0f} GiB, arms of the same race among "
+        "them: with fewer arms (--arm) or runs beside it, it may fit"
+    )
 
 
 def _among_caches(name: Any) -> bool:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 
 from benchmarks.case import Case
 from benchmarks.compiler import cache_environment
-from benchmarks.environment import Monitor
+from benchmarks.environment import Monitor, cores
 from benchmarks.failures import ELSEWHERE
 from benchmarks.process import Worker, WorkerFailure, kill_all
 from benchmarks.result import Check, Compile, Memory, Result, Work
@@ -33,6 +34,7 @@ COUNTED = (
     "cache_misses",
     "cache_bypasses",
 )
+COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 COLD, FIRST_RESULT, RACE = "cold process", "first result", "start of the racing process"
 
 
@@ -134,8 +136,13 @@ def jobs_before_the_race(arms: Sequence[Arm], settings: Settings) -> list[Job]:
     return [Job(arm, phase) for phase in (COLD, FIRST_RESULT) for arm in measured]
 
 
-def spawn(job: Job, settings: Settings) -> Worker:
+def spawn(job: Job, settings: Settings, compile_threads: int | None = None) -> Worker:
     """Start the process of a job and let it import.
+
+    Args:
+        job: Whose process.
+        settings: Of the run.
+        compile_threads: How many processes its compiler may start; None for the compiler's default, one a core.
 
     Raises:
         WorkerFailure: If its cache folder cannot be made, or the process not started.
@@ -146,8 +153,10 @@ def spawn(job: Job, settings: Settings) -> Worker:
         where = f"{job.folder}: {error.strerror}"
         raise WorkerFailure("failed", f"its cache folder cannot be made ({where}); {ELSEWHERE}") from error
     try:
-        folders = {**cache_environment(job.folder), "BENCHMARKS_SCRATCH": str(settings.scratch)}
-        worker = Worker(folders, timeout=settings.timeout)
+        variables = {**cache_environment(job.folder), "BENCHMARKS_SCRATCH": str(settings.scratch)}
+        if compile_threads is not None:
+            variables[COMPILE_THREADS] = os.environ.get(COMPILE_THREADS, str(compile_threads))
+        worker = Worker(variables, timeout=settings.timeout)
     except OSError as error:
         raise WorkerFailure("failed", f"its process cannot be started ({error.strerror}); end others first") from error
     worker.send("load", workload=settings.workload)
@@ -261,17 +270,19 @@ def prepare_race(
     jobs = [Job(arm, RACE) for arm in arms if arm.ok]
     if settings.steady_only:
         report.begin(f"{len(jobs)} arms start together", sum(cost(job) for job in jobs) / settings.ahead)
+        # All of them compile at the same time, each in as many processes as there are cores if it is not told.
+        threads = max(1, cores() // max(1, min(len(jobs), settings.ahead)))
         with settings.turns.together():
-            in_parallel(lambda job: _start_alone(job, settings, reference), jobs, settings.ahead)
+            in_parallel(lambda job: _start_alone(job, settings, reference, threads), jobs, settings.ahead)
         return
     for job, worker in processes(jobs, settings):
         report.begin(f"{job.arm.case.arm}: {job.phase}", cost(job))
         _start_racing(job.arm, worker, settings, reference)
 
 
-def _start_alone(job: Job, settings: Settings, reference: Path) -> None:
+def _start_alone(job: Job, settings: Settings, reference: Path, compile_threads: int) -> None:
     with failures_of(job.arm):
-        worker = spawn(job, settings)
+        worker = spawn(job, settings, compile_threads)
         make_ready(job, worker, settings)
         if job.arm.ok:
             _start_racing(job.arm, worker, settings, reference)

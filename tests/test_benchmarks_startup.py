@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import benchmarks.race
+import benchmarks.startup
 from benchmarks.case import Case
 from benchmarks.environment import Monitor
 from benchmarks.process import kill_all
@@ -239,6 +240,26 @@ def test_processes_of_failed_arms_are_not_started(settings: Settings):
     (arm,) = arms_of(settings, CASE)
     arm.fail("failed", "earlier")
     assert list(processes([Job(arm, COLD)], settings)) == []
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(16, "8"), (1, "1")])
+def test_arms_that_start_together_share_the_cores(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, cores: int, threads: str
+):
+    given: list[str | None] = []
+
+    def note(variables: dict[str, str], timeout: float) -> None:
+        given.append(variables.get("TORCHINDUCTOR_COMPILE_THREADS"))
+        raise OSError(24, "not in this test")
+
+    monkeypatch.setattr(benchmarks.startup, "Worker", note)
+    monkeypatch.setattr(benchmarks.startup, "cores", lambda: cores)
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")
+    for steady_only in (True, False):
+        arms = arms_of(settings, CASE, replace(CASE, strategy="full"))
+        prepare_race(arms, replace(settings, steady_only=steady_only), Notes(), lambda job: 1.0, settings.scratch)
+    # What is timed is timed as it runs elsewhere.
+    assert given == [threads, threads, None, None]
 
 
 def test_steady_only_reports_counts_and_no_seconds(settings: Settings):

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.case import Case
 from benchmarks.process import ROOT, Worker, WorkerFailure
-from benchmarks.worker import _relative_error, failure_of, load_workload, serve
+from benchmarks.worker import Arm, _relative_error, failure_of, load_workload, serve
 
 FAKE = "tests.fake_workload"
 CASE = Case(family="fake", model="good", input="small", strategy="regional")
@@ -171,6 +171,39 @@ def test_out_of_memory_is_found_behind_the_compilers_own_exception():
         reply = failure_of(error)
     assert reply["status"] == "out-of-memory"
     assert "7 GiB" in reply["reason"]
+
+
+def test_out_of_memory_beside_others_says_what_they_hold(monkeypatch: pytest.MonkeyPatch):
+    own = 8
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 140 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: own << 30)
+    reason = failure_of(torch.OutOfMemoryError("7 GiB"))["reason"]
+    assert "other processes hold 131 of the GPU's 140 GiB" in reason and "--arm" in reason
+    own = 100
+    assert "other processes" not in failure_of(torch.OutOfMemoryError("7 GiB"))["reason"]
+
+    def broken() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", broken)
+    assert failure_of(torch.OutOfMemoryError("7 GiB"))["status"] == "out-of-memory"
+
+
+def test_memory_of_a_modes_own_cuda_graph_is_that_of_its_recording(monkeypatch: pytest.MonkeyPatch):
+    # A replay allocates nothing: what the graph holds was allocated while it was recorded.
+    arm = Arm()
+    arm.load(workload=FAKE)
+    arm.prepare(case=replace(CASE, strategy="full").to_json(), data_root=None, seed=0)
+    steps: list[str] = []
+    monkeypatch.setattr(arm, "_forget_peak", lambda: steps.append("forget"))
+    monkeypatch.setattr(arm, "_peaks", lambda: (steps.append("peaks"), {"allocated": 900, "reserved": 950})[1])
+    arm.case = replace(CASE, strategy="full", mode="reduce-overhead")
+    monkeypatch.setattr("benchmarks.strategies.apply", lambda case, prepared: prepared.model)
+    arm.first_call()
+    assert steps == ["forget", "peaks"]
+    monkeypatch.setattr(arm, "_peaks", lambda: {"allocated": 20, "reserved": 2000})
+    assert arm.memory() == {"allocated": 900, "reserved": 2000}
 
 
 def test_an_unknown_family_is_an_import_error():
