@@ -15,6 +15,7 @@ from torch import nn
 import zoo
 from zoo import Region
 from zoo.compile import plan_of
+from zoo.regions import in_process_on_gpus
 
 
 def compiled(model: nn.Module, **kwargs: object) -> nn.Module:
@@ -181,6 +182,20 @@ def test_a_regions_compile_threads_reach_inductor_and_the_callers_options_win(mo
             zoo.compile_regions(cls(Block(4), Block(4)), **kwargs)(x)
         assert seen == [expected]
         seen.clear()
+
+
+def test_compile_threads_may_depend_on_the_device_and_on_training() -> None:
+    asked: list[tuple[torch.device | None, bool]] = []
+    region = Region(Block, compile_threads=lambda *given: asked.append(given))
+    model = declared(region)(Block(4), Block(4))
+    assert region.threads(model) is None and region.threads(model.eval()) is None
+    assert asked == [(torch.device("cpu"), True), (torch.device("cpu"), False)]
+    assert region.threads(nn.Identity()) is None and asked[-1] == (None, True)
+    assert Region(Block, compile_threads=2).threads(model) == 2
+    # Triton kernels for inference, and those alone.
+    gpu = torch.device("cuda")
+    given = [(gpu, False), (gpu, True), (torch.device("cpu"), False), (None, False)]
+    assert [in_process_on_gpus(*each) for each in given] == [1, None, None, None]
 
 
 class Widening(nn.Module):

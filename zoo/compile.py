@@ -107,7 +107,7 @@ def compile_regions(
     _judge(model, report)
     limit = compile_limit_kwargs()
     for region, group in chosen.items():
-        how = _mode_and_options(region, mode, options, backend)
+        how = _mode_and_options(region, model, mode, options, backend)
         how["dynamic"] = region.dynamic if dynamic is False and region.dynamic is not None else dynamic
         for module in group.values():
             module.compile(fullgraph=fullgraph, backend=backend, **how, **limit)
@@ -231,10 +231,11 @@ def _refuse_cuda_graphs(mode: str | None, options: Mapping[str, Any] | None) -> 
 
 
 def _mode_and_options(
-    region: Region, mode: str | None, options: Mapping[str, Any] | None, backend: Any
+    region: Region, model: nn.Module, mode: str | None, options: Mapping[str, Any] | None, backend: Any
 ) -> dict[str, Any]:
     """``torch.compile`` takes a mode or options; a region's own wish is an option, and the caller's come first."""
-    if backend != "inductor" or region.compile_threads is None:
+    threads = region.threads(model)
+    if backend != "inductor" or threads is None:
         return {"mode": mode, "options": None if options is None else dict(options)}
     if mode is not None:
         if options is not None:
@@ -242,7 +243,7 @@ def _mode_and_options(
         from torch._inductor import list_mode_options
 
         options = list_mode_options(mode)
-    return {"options": {"compile_threads": region.compile_threads, **(options or {})}}
+    return {"options": {"compile_threads": threads, **(options or {})}}
 
 
 def _judge(model: nn.Module, report: RegionReport) -> None:

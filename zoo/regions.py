@@ -25,8 +25,9 @@ class Region:
             for one model input shape in one mode. ``None`` means one for each distinct layer signature.
         why: One sentence on why the block is cut here, for the report and the docs.
         compile_threads: How many processes Inductor compiles the kernels of one graph in; ``None`` leaves its default.
-            1 compiles in this process: faster for a region of one or two kernels, where handing a kernel to a worker
-            takes longer than compiling it.
+            1 compiles in this process: faster for a region of a few kernels, where handing a kernel to a worker takes
+            longer than compiling it. Or a function of the model's device (None without parameters) and of whether it
+            is in training mode, which says one of these.
         dynamic: True compiles with symbolic sizes, on purpose: one graph for tensors of all sizes, for a block that
             holds no weights of its own. ``None`` leaves what ``compile_regions`` was asked for, which is static.
         eager_on: Of a model that declares this region: on which devices its copies stay eager, being kernels of our
@@ -40,7 +41,7 @@ class Region:
     cls: type[nn.Module]
     graphs: int | None = None
     why: str = ""
-    compile_threads: int | None = None
+    compile_threads: int | Callable[[torch.device | None, bool], int | None] | None = None
     dynamic: bool | None = None
     eager_on: Callable[[torch.device], bool] | None = None
 
@@ -48,8 +49,18 @@ class Region:
         if not (isinstance(self.cls, type) and issubclass(self.cls, nn.Module)):
             raise TypeError(f"a region is an nn.Module class, got {self.cls!r}; pass the class itself, not its name")
         for name, value in (("graphs", self.graphs), ("compile_threads", self.compile_threads)):
-            if value is not None and value < 1:
+            if isinstance(value, int) and value < 1:
                 raise ValueError(f"region {self.cls.__name__}: {name} is {value}, but a region needs at least one")
+
+    def threads(self, model: nn.Module) -> int | None:
+        """Processes for the kernels of one graph of this model's; None is Inductor's default."""
+        wanted = self.compile_threads
+        return wanted(_device_of(model), model.training) if callable(wanted) else wanted
+
+
+def in_process_on_gpus(device: torch.device | None, training: bool) -> int | None:
+    """``compile_threads`` of a region that is a few Triton kernels in inference, and with its backward a dozen."""
+    return 1 if device is not None and device.type == "cuda" and not training else None
 
 
 @dataclass(frozen=True)
@@ -230,8 +241,12 @@ def resolve(
     return chosen
 
 
+def _device_of(model: nn.Module) -> torch.device | None:
+    return next((parameter.device for parameter in model.parameters()), None)
+
+
 def _stays_eager(region: Region, model: nn.Module) -> bool:
-    device = next((parameter.device for parameter in model.parameters()), None)
+    device = _device_of(model)
     return region.eager_on is not None and device is not None and region.eager_on(device)
 
 

@@ -26,7 +26,7 @@ from zoo.bert.layer import BertEmbeddings, BertLayer
 from zoo.bert.outputs import Encoding, Output
 from zoo.bert.packing import PackedBatch, counted_positions, pack, unpack
 from zoo.layers import initialise
-from zoo.regions import Region
+from zoo.regions import Region, in_process_on_gpus
 
 # Embeddings and the other heads run once a call and hold little of its time. Regions are compiled one after another, as
 # the first call reaches them, and one of a single kernel takes about as long as one of five: it does not pay for that.
@@ -36,6 +36,7 @@ REGIONS = (
         graphs=2,
         why="equal blocks: one graph for all layers, and one more where a batch on the host turns out to have no "
         "padding, and so no mask",
+        compile_threads=in_process_on_gpus,
     ),
     Region(
         MaskedLMHead,

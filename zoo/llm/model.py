@@ -25,13 +25,21 @@ from zoo.llm.checks import check_cache_size, check_call
 from zoo.llm.config import LLMConfig
 from zoo.llm.layer import LLMHead, LLMLayer
 from zoo.llm.rope import RotaryTable
-from zoo.regions import Region
+from zoo.regions import Region, in_process_on_gpus
 
 REGIONS = (
     Region(
-        LLMLayer, graphs=1, why="equal blocks: one graph for prefill, one for a decode step, one for scoring, any depth"
+        LLMLayer,
+        graphs=1,
+        why="equal blocks: one graph for prefill, one for a decode step, one for scoring, any depth",
+        compile_threads=in_process_on_gpus,
     ),
-    Region(LLMHead, graphs=1, why="the last norm and the widest product, on the positions that are kept"),
+    Region(
+        LLMHead,
+        graphs=1,
+        why="the last norm and the widest product, on the positions that are kept",
+        compile_threads=in_process_on_gpus,
+    ),
 )
 
 
