@@ -51,7 +51,7 @@ def _typed(cause: BaseException) -> tuple[str, str]:
     """Status and remedy of one error, its causes apart. By name: torch may not be imported here."""
     name, text = type(cause).__name__, str(cause)
     if isinstance(cause, MemoryError) or name == "OutOfMemoryError" or any(words in text for words in NO_MEMORY):
-        return "out-of-memory", _held_by_others()
+        return "out-of-memory", "" if isinstance(cause, MemoryError) else _held_by_others()
     if BUSY in text:
         return "device-busy", "another process holds the GPU: wait for it, or name another in CUDA_VISIBLE_DEVICES"
     if name == "InvalidCxxCompiler":
@@ -64,7 +64,7 @@ def _typed(cause: BaseException) -> tuple[str, str]:
 
 
 def _held_by_others() -> str:
-    """How much of the GPU other processes hold, where that is more than this one does; nothing without a GPU."""
+    """How much of the GPU other processes hold, where that is much and more than this one does; nothing without one."""
     torch = sys.modules.get("torch")
     try:
         if torch is None or not torch.cuda.is_initialized():
@@ -74,7 +74,8 @@ def _held_by_others() -> str:
     except Exception:  # a context that an error has broken
         return ""
     others = total - free - own
-    if others <= own:
+    # What this process holds beside torch's allocator, its context above all, counts as others' here.
+    if others <= max(own, total // 10):
         return ""
     return (
         f"other processes hold {others / 2**30:.0f} of the GPU's {total / 2**30:.0f} GiB, arms of the same race among "

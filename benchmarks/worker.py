@@ -190,7 +190,7 @@ class Arm:
             recording = []
             if records:
                 # What such a graph holds counts as allocated while it is recorded, and as nothing once it replays.
-                self._forget_peak()
+                self._reset_peak()
                 recording = [once(self._steps, self.device) for _ in range(2)]
                 self._recorded = self._peaks()
             later = [once(self._steps, self.device)]
@@ -345,13 +345,6 @@ class Arm:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-
-    def _forget_peak(self) -> None:
-        if self.device != "cpu":
-            import torch
-
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
 
     def _peaks(self) -> Reply:
         if self.device == "cpu":

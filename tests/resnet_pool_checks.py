@@ -251,9 +251,14 @@ def test_pooling_chooses_and_gives_back_as_torch_does(
 def test_pooling_of_what_is_not_finite() -> None:
     x = images(2, 16, 9, 8)
     x[0, :, 3, 4], x[1, :, 1, 1], x[1, :, 5] = float("nan"), float("inf"), float("-inf")
-    (out, grad), (expected, expected_grad) = both_pools(x)
-    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(grad, expected_grad)
+    # Whole windows without a greatest, in corners, at edges and inside: the first pixel that there is.
+    nothing = torch.full_like(x, float("-inf"))
+    corner = images(1, 16, 9, 8)
+    corner[:, :, :2, :2] = corner[:, :, 3:6, 3:6] = corner[:, :, 7:, 5:] = float("-inf")
+    for given in (x, nothing, corner):
+        (out, grad), (expected, expected_grad) = both_pools(given)
+        torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(grad, expected_grad)
 
 
 def test_pooling_of_other_layouts(monkeypatch: pytest.MonkeyPatch) -> None:

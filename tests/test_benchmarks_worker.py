@@ -180,8 +180,13 @@ def test_out_of_memory_beside_others_says_what_they_hold(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: own << 30)
     reason = failure_of(torch.OutOfMemoryError("7 GiB"))["reason"]
     assert "other processes hold 131 of the GPU's 140 GiB" in reason and "--arm" in reason
+    assert "other processes" not in failure_of(MemoryError("of the host"))["reason"]
     own = 100
     assert "other processes" not in failure_of(torch.OutOfMemoryError("7 GiB"))["reason"]
+    # A context and nothing else.
+    own = 0
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (139 << 30, 140 << 30))
+    assert "other processes" not in failure_of(torch.OutOfMemoryError("200 GiB"))["reason"]
 
     def broken() -> None:
         raise RuntimeError("an illegal memory access was encountered")
@@ -196,13 +201,14 @@ def test_memory_of_a_modes_own_cuda_graph_is_that_of_its_recording(monkeypatch: 
     arm.load(workload=FAKE)
     arm.prepare(case=replace(CASE, strategy="full").to_json(), data_root=None, seed=0)
     steps: list[str] = []
-    monkeypatch.setattr(arm, "_forget_peak", lambda: steps.append("forget"))
+    monkeypatch.setattr(arm, "_reset_peak", lambda: steps.append("forget"))
     monkeypatch.setattr(arm, "_peaks", lambda: (steps.append("peaks"), {"allocated": 900, "reserved": 950})[1])
     arm.case = replace(CASE, strategy="full", mode="reduce-overhead")
     monkeypatch.setattr("benchmarks.strategies.apply", lambda case, prepared: prepared.model)
     arm.first_call()
     assert steps == ["forget", "peaks"]
     monkeypatch.setattr(arm, "_peaks", lambda: {"allocated": 20, "reserved": 2000})
+    monkeypatch.setattr(arm, "_reset_peak", lambda: None)
     assert arm.memory() == {"allocated": 900, "reserved": 2000}
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import zoo
 from zoo import Region
-from zoo.compile import plan_of
+from zoo.compile import _mode_and_options, plan_of
 from zoo.regions import in_process_on_gpus
 
 
@@ -192,6 +192,23 @@ def test_compile_threads_may_depend_on_the_device_and_on_training() -> None:
     assert asked == [(torch.device("cpu"), True), (torch.device("cpu"), False)]
     assert region.threads(nn.Identity()) is None and asked[-1] == (None, True)
     assert Region(Block, compile_threads=2).threads(model) == 2
+    with pytest.raises(ValueError, match="compile_threads gives 0"):
+        Region(Block, compile_threads=lambda device, training: 0).threads(model)
+    with pytest.raises(TypeError):
+        Region(Block, compile_threads="2")  # type: ignore[arg-type]
+    # Not where candidates are tried, each a kernel.
+    region = Region(Block, compile_threads=lambda device, training: 1)
+    for mode, options, threads in (
+        (None, None, 1),
+        ("max-autotune-no-cudagraphs", None, None),
+        (None, {"max_autotune": True}, None),
+        (None, {"epilogue_fusion": True}, 1),
+    ):
+        how = _mode_and_options(region, model, mode, options, "inductor")
+        assert ((how.get("options") or {}).get("compile_threads"), how.get("mode")) == (
+            threads,
+            None if threads else mode,
+        )
     # Triton kernels for inference, and those alone.
     gpu = torch.device("cuda")
     given = [(gpu, False), (gpu, True), (torch.device("cpu"), False), (None, False)]

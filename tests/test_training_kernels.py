@@ -64,6 +64,9 @@ def test_importing_the_training_brings_no_triton() -> None:
 def test_the_region_is_one_graph_with_the_operator_in_it(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # As where kernels run; what runs in the operator here is torch's own.
     monkeypatch.setattr(losses, "kernels_run", lambda x: True)
+    ran: list[int] = []
+    inner = fallback.cross_entropy_rows_
+    monkeypatch.setattr(fallback, "cross_entropy_rows_", lambda *given: (ran.append(1), inner(*given))[1])
     x, weight = torch.randn(50, 16, requires_grad=True), torch.randn(37, 16, requires_grad=True)
     labels = torch.randint(37, (50,))
     module = zoo.compile_regions(LinearCrossEntropy(8), backend=backend)
@@ -74,6 +77,8 @@ def test_the_region_is_one_graph_with_the_operator_in_it(backend: str, monkeypat
     expected = F.cross_entropy(F.linear(x, weight), labels)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(found, torch.autograd.grad(expected, (x, weight)))
+    # Of each of seven chunks, in both calls.
+    assert len(ran) >= 14
 
 
 def test_the_gradient_takes_the_logits_place_also_in_a_compiled_region(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,8 +176,13 @@ def test_a_step_waits_for_nothing():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_scaler_of_torch_drives_it(device: str):
+def test_a_scaler_of_torch_drives_it(device: str, monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
+    # On a GPU all of it is the kernel's then.
+    monkeypatch.setattr(optimizers, "LARGE", 1)
+    launched: list[int] = []
+    inner = optimizers._launch
+    monkeypatch.setattr(optimizers, "_launch", lambda *given: (launched.append(1), inner(*given))[1])
     model = nn.Linear(8, 4).to(device)
     optimizer, scaler = AdamW(model.parameters(), lr=1e-2), torch.amp.GradScaler(device, init_scale=2.0**10)
     before = model.weight.detach().clone()
@@ -188,3 +193,13 @@ def test_a_scaler_of_torch_drives_it(device: str):
         scaler.update()
     assert {float(state["step"]) for state in optimizer.state.values()} == {2.0}
     assert model.weight.isfinite().all() and not torch.equal(model.weight, before)
+    assert bool(launched) == (device == "cuda")
+
+
+def test_groups_are_fused_as_well():
+    optimizer = AdamW([{"params": [nn.Parameter(torch.ones(2))], "foreach": None}])
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    assert [(group["fused"], group["foreach"]) for group in optimizer.param_groups] == [(True, None)] * 2
+    for option in ({"fused": False}, {"foreach": True}):
+        with pytest.raises(ValueError, match="not to be fused"):
+            AdamW([{"params": [nn.Parameter(torch.ones(2))], **option}])

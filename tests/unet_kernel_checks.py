@@ -179,7 +179,7 @@ def test_small_images_take_one_launch_and_large_ones_two(launched: list[tuple[st
         assert [name for name, _ in launched] == names_of_both, (channels, side)
 
 
-def test_one_launch_is_two_compilations(launched: list[tuple[str, dict[str, Any]]]) -> None:
+def test_one_launch_has_two_sets_of_constants(launched: list[tuple[str, dict[str, Any]]]) -> None:
     # Of whole groups, and of two images whose seam lies within one.
     for size in (10, 20, 30, 40, 60, 80):
         x, weight = values(1, 32 * size, 2, 2), values(32 * size)

@@ -235,6 +235,9 @@ def _mode_and_options(
 ) -> dict[str, Any]:
     """``torch.compile`` takes a mode or options; a region's own wish is an option, and the caller's come first."""
     threads = region.threads(model)
+    if callable(region.compile_threads) and _tries_kernels(mode, options):
+        # It reckons with a few kernels, and these are many: each one's candidates.
+        threads = None
     if backend != "inductor" or threads is None:
         return {"mode": mode, "options": None if options is None else dict(options)}
     if mode is not None:
@@ -244,6 +247,13 @@ def _mode_and_options(
 
         options = list_mode_options(mode)
     return {"options": {"compile_threads": threads, **(options or {})}}
+
+
+def _tries_kernels(mode: str | None, options: Mapping[str, Any] | None) -> bool:
+    chosen = options or {}
+    return bool(
+        (mode or "").startswith("max-autotune") or chosen.get("max_autotune") or chosen.get("max_autotune_gemm")
+    )
 
 
 def _judge(model: nn.Module, report: RegionReport) -> None:

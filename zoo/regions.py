@@ -27,7 +27,7 @@ class Region:
         compile_threads: How many processes Inductor compiles the kernels of one graph in; ``None`` leaves its default.
             1 compiles in this process: faster for a region of a few kernels, where handing a kernel to a worker takes
             longer than compiling it. Or a function of the model's device (None without parameters) and of whether it
-            is in training mode, which says one of these.
+            is in training mode, which says one of these; it is not asked where kernels are tuned by trying many.
         dynamic: True compiles with symbolic sizes, on purpose: one graph for tensors of all sizes, for a block that
             holds no weights of its own. ``None`` leaves what ``compile_regions`` was asked for, which is static.
         eager_on: Of a model that declares this region: on which devices its copies stay eager, being kernels of our
@@ -49,13 +49,16 @@ class Region:
         if not (isinstance(self.cls, type) and issubclass(self.cls, nn.Module)):
             raise TypeError(f"a region is an nn.Module class, got {self.cls!r}; pass the class itself, not its name")
         for name, value in (("graphs", self.graphs), ("compile_threads", self.compile_threads)):
-            if isinstance(value, int) and value < 1:
+            if value is not None and not callable(value) and value < 1:
                 raise ValueError(f"region {self.cls.__name__}: {name} is {value}, but a region needs at least one")
 
     def threads(self, model: nn.Module) -> int | None:
         """Processes for the kernels of one graph of this model's; None is Inductor's default."""
         wanted = self.compile_threads
-        return wanted(_device_of(model), model.training) if callable(wanted) else wanted
+        found = wanted(_device_of(model), model.training) if callable(wanted) else wanted
+        if found is not None and found < 1:
+            raise ValueError(f"region {self.cls.__name__}: compile_threads gives {found}, but it takes at least one")
+        return found
 
 
 def in_process_on_gpus(device: torch.device | None, training: bool) -> int | None:

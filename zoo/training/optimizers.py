@@ -20,8 +20,9 @@ class AdamW(torch.optim.AdamW):
 
     It has the same options, state and numbers but for rounding, and states of either load into the other. Parameters of
     fewer than two million numbers, those that do not lie without gaps, ``amsgrad``, and all where Triton does not run
-    are left to torch's. Nothing waits for the device; for a CUDA graph, ``capturable=True`` and ``lr`` a tensor on the
-    device, as with torch's.
+    are left to torch's; not so a parameter whose gradient or averages are of another dtype, which torch's refuses.
+    Nothing waits for the device; for a CUDA graph, ``capturable=True`` and ``lr`` a tensor on the device, as with
+    torch's.
 
     Args:
         params: Parameters, or groups of them.
@@ -65,6 +66,16 @@ class AdamW(torch.optim.AdamW):
             params, lr, betas, eps, weight_decay, amsgrad,
             maximize=maximize, capturable=capturable, differentiable=differentiable, fused=True,
         )  # fmt: skip
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch's does.
+
+        Raises:
+            ValueError: If it is not to be fused.
+        """
+        if param_group.get("foreach") or param_group.get("fused") is False:
+            raise ValueError("a group of parameters is not to be fused: for another than fused, torch.optim.AdamW")
+        super().add_param_group({**param_group, "fused": True, "foreach": None})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

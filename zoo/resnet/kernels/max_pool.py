@@ -36,7 +36,9 @@ def _best_of_row(x, place, column, channel, width, channels, live):
     value = tl.load(x + place + inner - channels, mask=left, other=float("-inf")).to(tl.float32)
     centre = tl.load(x + place + inner, mask=seen, other=float("-inf")).to(tl.float32)
     last = tl.load(x + place + inner + channels, mask=right, other=float("-inf")).to(tl.float32)
-    value, index = _best(value, 0, centre, 1)
+    # Where nothing is greater than nothing it is the first that there is: an edge has no left one.
+    first = tl.broadcast_to(tl.where(column > 0, 0, 1)[:, None], value.shape)
+    value, index = _best(value, first, centre, 1)
     return _best(value, index, last, 2)
 
 
@@ -61,6 +63,7 @@ def _forward(
     # Above the first line there is none: then its numbers are no one's greatest.
     place = (top + tl.maximum(2 * begin - 1, 0)) * width * channels
     above, above_index = _best_of_row(x, place, column, channel, width, channels, live & (begin > 0))
+    above_index += tl.where(begin > 0, 0, 3)
     for line in range(begin, end):
         place = (top + 2 * line) * width * channels
         value, index = _best_of_row(x, place, column, channel, width, channels, live)
