@@ -17,6 +17,7 @@ from torch import Tensor
 
 from zoo.ahead import Kernel
 from zoo.resnet.kernels import tiles
+from zoo.resnet.kernels.tiles import strip
 
 
 @triton.jit
@@ -48,14 +49,7 @@ def _forward(
     x, out, which, height, width, channels, share, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     lines, columns = (height + 1) // 2, (width + 1) // 2
-    blocks, strips, bands = tl.cdiv(channels, BLOCK), tl.cdiv(columns, ROWS), tl.cdiv(lines, share)
-    program = tl.program_id(0)
-    channel = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
-    column = (program // blocks) % strips * ROWS + tl.arange(0, ROWS)
-    begin = (program // (blocks * strips)) % bands * share
-    end = tl.minimum(begin + share, lines)
-    image = (program // (blocks * strips * bands)).to(tl.int64)
-
+    image, channel, column, begin, end = strip(lines, columns, channels, share, ROWS, BLOCK)
     live = channel < channels
     seen = (column < columns)[:, None] & live[None, :]
     inner = column[:, None] * channels + channel[None, :]
@@ -98,14 +92,7 @@ def _backward(
     grad, which, grad_x, height, width, channels, share, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     lines, columns = (height + 1) // 2, (width + 1) // 2
-    blocks, strips, bands = tl.cdiv(channels, BLOCK), tl.cdiv(columns, ROWS), tl.cdiv(lines, share)
-    program = tl.program_id(0)
-    channel = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
-    column = (program // blocks) % strips * ROWS + tl.arange(0, ROWS)
-    begin = (program // (blocks * strips)) % bands * share
-    end = tl.minimum(begin + share, lines)
-    image = (program // (blocks * strips * bands)).to(tl.int64)
-
+    image, channel, column, begin, end = strip(lines, columns, channels, share, ROWS, BLOCK)
     live = (channel < channels)[None, :]
     here = (column < columns)[:, None] & live
     beside = (column + 1 < columns)[:, None] & live

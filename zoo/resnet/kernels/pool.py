@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zoo.ahead import Kernel
 from zoo.resnet.kernels import tiles
-from zoo.resnet.kernels.tiles import norm_of, of_channels, of_rows
+from zoo.resnet.kernels.tiles import norm_of, of_channels, of_rows, strip
 
 
 @triton.jit
@@ -49,14 +49,7 @@ def _pool(
     x, mean, variance, weight, bias, out, height, width, channels, share, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     lines, columns = (height + 1) // 2, (width + 1) // 2
-    blocks, strips, bands = tl.cdiv(channels, BLOCK), tl.cdiv(columns, ROWS), tl.cdiv(lines, share)
-    program = tl.program_id(0)
-    channel = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
-    column = (program // blocks) % strips * ROWS + tl.arange(0, ROWS)
-    begin = (program // (blocks * strips)) % bands * share
-    end = tl.minimum(begin + share, lines)
-    image = (program // (blocks * strips * bands)).to(tl.int64)
-
+    image, channel, column, begin, end = strip(lines, columns, channels, share, ROWS, BLOCK)
     live = channel < channels
     seen = (column < columns)[:, None] & live[None, :]
     offset = of_channels(bias, channel, live)

@@ -102,6 +102,18 @@ def span(rows, channels, share, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def strip(lines, columns, channels, share, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Of this program, of a kernel that pools: image, channels [BLOCK], output columns [ROWS], lines from and to."""
+    blocks, strips, bands = tl.cdiv(channels, BLOCK), tl.cdiv(columns, ROWS), tl.cdiv(lines, share)
+    program = tl.program_id(0)
+    channel = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    column = (program // blocks) % strips * ROWS + tl.arange(0, ROWS)
+    begin = (program // (blocks * strips)) % bands * share
+    image = (program // (blocks * strips * bands)).to(tl.int64)
+    return image, channel, column, begin, tl.minimum(begin + share, lines)
+
+
+@triton.jit
 def norm_of(mean, variance, channel, live, eps):
     """Mean, and one over the deviation, of channels [BLOCK]."""
     middle = tl.load(mean + channel, mask=live, other=0.0).to(tl.float32)
