@@ -60,8 +60,7 @@ class AdamW(torch.optim.AdamW):
         differentiable: bool = False,
         fused: bool | None = True,
     ) -> None:
-        if foreach or fused is False:
-            raise ValueError(f"foreach is {foreach} and fused is {fused}: for another than fused, torch.optim.AdamW")
+        _refuse_other_than_fused(foreach, fused)
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad,
             maximize=maximize, capturable=capturable, differentiable=differentiable, fused=True,
@@ -73,8 +72,7 @@ class AdamW(torch.optim.AdamW):
         Raises:
             ValueError: If it is not to be fused.
         """
-        if param_group.get("foreach") or param_group.get("fused") is False:
-            raise ValueError("a group of parameters is not to be fused: for another than fused, torch.optim.AdamW")
+        _refuse_other_than_fused(param_group.get("foreach"), param_group.get("fused"))
         super().add_param_group({**param_group, "fused": True, "foreach": None})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -147,6 +145,14 @@ class AdamW(torch.optim.AdamW):
             for index, each in enumerate(zip(params, grads, averages, squares, strict=True))
             if _fits(*each) and _are_numbers_on(params[index].device, counts[index], rate, scale, skip)
         ]
+
+
+def _refuse_other_than_fused(foreach: bool | None, fused: bool | None) -> None:
+    if foreach or fused is False:
+        raise ValueError(
+            f"foreach is {foreach} and fused is {fused}, so it is not to be fused: for another than fused, "
+            "torch.optim.AdamW"
+        )
 
 
 def _is_on_host(rate: Tensor | float) -> bool:

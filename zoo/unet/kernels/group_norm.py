@@ -213,7 +213,7 @@ def cat_group_norm(
 def statistics(x: Tensor, shift: Tensor | None, weight: Tensor, groups: int, eps: float) -> Tensor:
     """Mean, and one over the deviation, of each group of x [B, C, H, W] plus shift [B, C]: [B, G, 2] float32."""
     cut = _Cut(x, shift, weight, groups)
-    cut.partial(x, x, weight)
+    cut.partial(x, x)
     rows = torch.arange(cut.chunks, device=x.device) * cut.rows
     count = (cut.pixels - rows).clamp(max=cut.rows).float()
     means, squares = cut.part[..., : cut.chunks]
@@ -237,10 +237,10 @@ class _Cut:
         self.rows = ceil_div(ceil_div(self.pixels, wanted), rows_at_once * STEPS) * rows_at_once * STEPS
         self.chunks = ceil_div(self.pixels, self.rows)
         self.part = torch.empty(2, images, groups, CHUNKS, dtype=torch.float32, device=x.device)
-        self.shift = shift if shift is None or shift.stride(1) == 1 else shift.contiguous()
+        self.shift, *strides = small.as_given(shift, weight)
         self.sizes = (
-            0 if self.shift is None else self.shift.stride(0), 0 if shift is None else channels, self.pixels, channels,
-            first, self.size, count * self.size // unit, groups, self.rows, self.chunks,
+            *strides, self.pixels, channels, first, self.size, count * self.size // unit, groups, self.rows,
+            self.chunks,
         )  # fmt: skip
         self.code = {
             "UNIT": unit,
@@ -253,10 +253,9 @@ class _Cut:
         }
         self.grid = (self.chunks, blocks, images)
 
-    def partial(self, x: Tensor, skip: Tensor, weight: Tensor) -> None:
+    def partial(self, x: Tensor, skip: Tensor) -> None:
         """The first launch."""
-        moved = weight if self.shift is None else self.shift
-        _partial[self.grid](x, skip, moved, self.part, *self.sizes, **self.code)
+        _partial[self.grid](x, skip, self.shift, self.part, *self.sizes, **self.code)
 
 
 def _launch(
@@ -269,7 +268,8 @@ def _launch(
         small.launch(x, skip, shift, weight, bias, groups, eps, silu, out, joined)
         return
     cut = _Cut(x, shift, weight, groups)
-    cut.partial(x, skip, weight)
-    moved = weight if cut.shift is None else cut.shift
+    cut.partial(x, skip)
     kept = weight.shape[0] if x.shape[1] < weight.shape[0] else 0
-    _apply[cut.grid](x, skip, moved, weight, bias, cut.part, out, joined, *cut.sizes, kept, eps, int(silu), **cut.code)
+    _apply[cut.grid](
+        x, skip, cut.shift, weight, bias, cut.part, out, joined, *cut.sizes, kept, eps, int(silu), **cut.code
+    )  # fmt: skip

@@ -134,6 +134,14 @@ def _norm(
         joined += STEPS * rows * channels
 
 
+def as_given(shift: Tensor | None, weight: Tensor) -> tuple[Tensor, int, int]:
+    """Shift [B, C] or None as kernels take it: where it lies, its stride, and how many channels there are of it."""
+    if shift is None:
+        return weight, 0, 0
+    shift = shift if shift.stride(1) == 1 else shift.contiguous()
+    return shift, shift.stride(0), shift.shape[1]
+
+
 def fits(pixels: int, size: int, first: int) -> bool:
     """Whether groups of ``size`` channels are for one launch, the first ``first`` of all being one image's."""
     return pixels <= (PIXELS_OF_BOTH if first % size else PIXELS) and size <= 32 * WARPS
@@ -150,11 +158,9 @@ def launch(
     unit = next(unit for unit in STEPS if size % unit == 0 and first % unit == 0)
     units, vectors, steps = size // unit, 32 * WARPS, STEPS[unit]
     tiles = ceil_div(pixels, vectors // units * steps)
-    if shift is not None and shift.stride(1) != 1:
-        shift = shift.contiguous()
+    moved, stride, shifted = as_given(shift, weight)
     _norm[(groups, images)](
-        x, skip, weight if shift is None else shift, weight, bias, out, joined,
-        0 if shift is None else shift.stride(0), 0 if shift is None else channels, pixels, channels, first, units,
+        x, skip, moved, weight, bias, out, joined, stride, shifted, pixels, channels, first, units,
         ceil_div(pixels, tiles * steps), tiles, int(first < channels), eps, int(silu),
         UNIT=unit, VECTORS=vectors, STEPS=steps, num_warps=WARPS,
     )  # fmt: skip
