@@ -107,6 +107,7 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     for module in (zoo.operators, dry_run, *MODULES):
         if hasattr(module, "triton_runs_on"):
             monkeypatch.setattr(module, "triton_runs_on", lambda device: True)
+    monkeypatch.setattr(unet, "is_hopper", lambda device: True)
     forget_compiled()
     yield found
     forget_compiled()

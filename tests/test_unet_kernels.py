@@ -42,6 +42,10 @@ def images(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) 
     return drawn.requires_grad_(grad)
 
 
+def gated_product(rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(rows, 8).bfloat16(), torch.randn(16, 8).bfloat16(), torch.randn(16).bfloat16()
+
+
 def glue_calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     x, residual, weight, bias = torch.randn(6, 8), torch.randn(6, 8), torch.randn(8), torch.randn(8)
     half = x.bfloat16()
@@ -50,13 +54,18 @@ def glue_calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         "gate of columns": (operators.gated_gelu, (x.t(), bias[:6])),
         "add": (operators.conv_add, (half, bias, half)),
         "add to another dtype": (operators.conv_add, (half, bias, residual)),
-        "add and norm": (operators.add_norm, (x, residual, weight, bias, 1e-5)),
+        "add and norm": (operators.add_norm, (x, residual, weight, bias, None, 1e-5)),
         "norm": (operators.row_norm, (half, weight.bfloat16(), bias.bfloat16(), 1e-5)),
+        "norm and shift": (operators.add_norm, (half, residual, weight, bias, bias, 1e-5)),
+        "product and gate": (operators.gated_gelu_product, (x, torch.randn(12, 8), torch.randn(12))),
+        "product and gate in one": (operators.gated_gelu_product, gated_product(operators.LEAST_ROWS)),
+        "windows": (operators.windows, (torch.randn(2, 3, 5, 8), 1)),
+        "every other window": (operators.windows, (torch.randn(2, 5, 4, 8).transpose(1, 2), 2)),
         "bias": (operators.conv_bias, (half, bias)),
         "upsample": (operators.upsample, (torch.randn(2, 3, 5, 8),)),
         "attention": (operators.short_attention, torch.randn(3, 2, 5, 3, 8).bfloat16().unbind()),
         "attention in a product": (operators.short_attention, torch.randn(2, 5, 3, 3, 8).half().unbind(2)),
-        "no rows": (operators.add_norm, (x[:0], residual[:0], weight, bias, 1e-5)),
+        "no rows": (operators.add_norm, (x[:0], residual[:0], weight, bias, bias, 1e-5)),
     }
 
 
@@ -124,29 +133,65 @@ def test_glue_computes_what_torch_does_where_no_kernel_runs() -> None:
     wide = x + bias
     torch.testing.assert_close(operators.gated_gelu(x, bias), wide[:, :4] * F.gelu(wide[:, 4:]))
     torch.testing.assert_close(operators.conv_add(x, bias, residual), x + bias + residual)
-    total, normed = operators.add_norm(x, residual, weight, bias, 1e-3)
+    total, normed = operators.add_norm(x, residual, weight, bias, None, 1e-3)
     torch.testing.assert_close(total, x + residual)
     torch.testing.assert_close(normed, F.layer_norm(x + residual, (8,), weight, bias, 1e-3))
+    shifted, as_before = operators.add_norm(x, residual, weight, bias, bias, 1e-3)
+    torch.testing.assert_close(shifted, x + residual + bias)
+    assert torch.equal(as_before, normed)
+    product = F.linear(x, torch.stack([weight, bias]))
+    found = operators.gated_gelu_product(x, torch.stack([weight, bias]), bias[:2])
+    torch.testing.assert_close(found, (product[:, :1] + bias[0]) * F.gelu(product[:, 1:] + bias[1]))
     torch.testing.assert_close(operators.row_norm(x, weight, bias, 1e-3), F.layer_norm(x, (8,), weight, bias, 1e-3))
 
 
 def test_glue_of_shapes_that_do_not_fit_is_refused() -> None:
     x, row = torch.randn(6, 8), torch.randn(8)
-    for call in (lambda: operators.conv_add(x, row, x[:1]), lambda: operators.add_norm(x, x[:1], row, row, 1e-5)):
+    for call in (lambda: operators.conv_add(x, row, x[:1]), lambda: operators.add_norm(x, x[:1], row, row, None, 1e-5)):
         with pytest.raises(ValueError, match=r"residual has shape \(1, 8\), expected that of x, \(6, 8\)"):
             call()
     with pytest.raises(ValueError, match="x has 7 columns, expected an even number"):
         operators.gated_gelu(x[:, :7], row)
     with pytest.raises(ValueError, match=r"bias has shape \(7,\), expected one number a column: \(8,\)"):
         operators.gated_gelu(x, row[:7])
+    for weight, bias in ((torch.randn(7, 8), row[:7]), (torch.randn(6, 7), row[:6]), (torch.randn(6, 8), row)):
+        with pytest.raises(ValueError, match=r"expected \[R, C\], \[2 I, C\] and \[2 I\]"):
+            operators.gated_gelu_product(x, weight, bias)
+    with pytest.raises(ValueError, match="stride is 0, expected at least 1"):
+        operators.windows(torch.randn(1, 2, 2, 8), 0)
     one = torch.randn(2, 5, 2, 8)
     for key, value in ((one[:1], one[:1]), (one, one[:, :3]), (one[..., :4], one[..., :4])):
         with pytest.raises(ValueError, match=r"expected \[B, T, N, D\] and twice \[B, L, N, D\]"):
             operators.short_attention(one, key, value)
 
 
+def test_windows_are_what_a_convolution_multiplies() -> None:
+    for stride, height, width in ((1, 4, 6), (2, 4, 6), (2, 5, 3), (3, 7, 7), (1, 1, 1)):
+        x, weight = torch.randn(2, 8, height, width), torch.randn(4, 8, 3, 3)
+        expected = F.conv2d(x, weight, stride=stride, padding=1)
+        rows = operators.windows(x.permute(0, 2, 3, 1), stride) @ weight.permute(0, 2, 3, 1).flatten(1).t()
+        torch.testing.assert_close(rows.view(2, *expected.shape[2:], 4).permute(0, 3, 1, 2), expected)
+
+
+def test_convolutions_of_few_pixels_and_many_channels_are_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "glue_kernels_run", lambda *_: True)
+    weight = torch.empty(8, 640, 3, 3, memory_format=torch.channels_last)
+    for shape, stride, expected in (
+        ((2, 640, 8, 8), 1, True), ((4, 640, 8, 8), 1, True), ((5, 640, 8, 8), 1, False), ((1, 640, 32, 32), 2, True),
+        ((1, 640, 33, 32), 2, False), ((2, 639, 8, 8), 1, False),
+    ):  # fmt: skip
+        assert operators.windows_run(torch.empty(shape), weight, stride) == expected
+    # Of another layout the weight would be copied in every call.
+    assert not operators.windows_run(torch.empty(2, 640, 8, 8), weight.contiguous(), 1)
+
+
+@pytest.mark.parametrize("windows", [(), ("windows",)])
 @pytest.mark.parametrize(("name", "needed"), [("unet-debug", 4), ("unet-xl-debug", 3)])
-def test_operators_in_regions_cost_no_graph(name: str, needed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_in_regions_cost_no_graph(
+    name: str, needed: int, windows: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if windows:
+        monkeypatch.setattr(operators, "LEAST_CHANNELS", 1)
     # As on a GPU, with what the operators run elsewhere.
     monkeypatch.setattr(operators, "glue_kernels_run", lambda *_: not torch.is_grad_enabled())
     ran: list[str] = []
@@ -157,7 +202,7 @@ def test_operators_in_regions_cost_no_graph(name: str, needed: int, monkeypatch:
     graphs = []
     with torch.inference_mode():
         expected = [model(**given).sample for given in inputs]
-        assert set(ran) == {"gated_gelu", "conv_add", "add_norm", "row_norm", "conv_bias", "upsample"}
+        assert set(ran) == {"gated_gelu", "conv_add", "add_norm", "row_norm", "conv_bias", "upsample", *windows}
         zoo.compile_regions(model, backend="aot_eager")
         for given, wanted in zip(inputs, expected, strict=True):
             graphs.append(zoo.warm_up(model, **given).graphs)

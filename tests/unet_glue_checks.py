@@ -19,7 +19,7 @@ from zoo.ledger import LEDGER
 from zoo.unet import AddNorm, ConvAdd, GatedGelu, fallback, operators
 from zoo.unet.glue import RowNorm, conv, upsample
 from zoo.unet.kernels import glue as kernels
-from zoo.unet.kernels import group_norm
+from zoo.unet.kernels import group_norm, products
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
@@ -36,6 +36,7 @@ def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     if DEVICE == "cpu":
         monkeypatch.setattr(operators, "triton_runs_on", lambda device: True)
+        monkeypatch.setattr(operators, "is_hopper", lambda device: True)
 
 
 def values(*shape: int, dtype: torch.dtype = torch.float32, mean: float = 0.0, scale: float = 1.0) -> Tensor:
@@ -107,11 +108,64 @@ def test_doubles_images(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 def test_norms(rows: int, columns: int, dtype: torch.dtype) -> None:
     x, residual = values(rows, columns, dtype=dtype), values(rows, columns, dtype=dtype, mean=0.5)
     weight, bias = values(columns, dtype=dtype, mean=1.0), values(columns, dtype=dtype)
-    total, normed = operators.add_norm(x, residual, weight, bias, 1e-5)
+    total, normed = operators.add_norm(x, residual, weight, bias, None, 1e-5)
     close(total, x.double() + residual.double(), dtype)
     close(normed, fallback.row_norm(total.double(), weight.double(), bias.double(), 1e-5), dtype)
     # It is the rounded sum that is normed.
     assert torch.equal(operators.row_norm(total, weight, bias, 1e-5), normed)
+
+
+@pytest.mark.parametrize("dtype", RELATIVE)
+def test_shifts_move_the_sum_and_not_what_is_normed(dtype: torch.dtype) -> None:
+    x, residual = values(5, 320, dtype=dtype), values(5, 320, dtype=dtype, mean=0.5)
+    weight, bias, shift = values(320, dtype=dtype), values(320, dtype=dtype), values(320, dtype=dtype, mean=3.0)
+    moved, normed = operators.add_norm(x, residual, weight, bias, shift, 1e-5)
+    close(moved, x.double() + residual.double() + shift.double(), dtype)
+    assert torch.equal(normed, operators.add_norm(x, residual, weight, bias, None, 1e-5)[1])
+
+
+@pytest.mark.parametrize("dtype", RELATIVE)
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("shape", [(2, 5, 12, 40), (1, 1, 1, 320), (3, 4, 1, 7), (1, 2, 3, 64)])
+def test_windows(shape: tuple[int, ...], stride: int, dtype: torch.dtype) -> None:
+    x = values(*shape, dtype=dtype)
+    assert torch.equal(operators.windows(x, stride), fallback.windows(x, stride))
+
+
+# Rows, channels, width inside: whole tiles of both; less than one of each; what divides neither.
+PRODUCTS = [(256, 64, 128), (5, 8, 8), (130, 72, 136), (128, 640, 64)]
+# The interpreter reads bfloat16 through a descriptor as if it were integers.
+DESCRIBED = [torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DESCRIBED)
+@pytest.mark.parametrize(("rows", "channels", "inner"), PRODUCTS)
+def test_products_are_gated_on_the_way(
+    rows: int, channels: int, inner: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operators, "LEAST_ROWS", 1)
+    x = values(rows, channels, dtype=dtype)
+    weight, bias = values(2 * inner, channels, dtype=dtype, scale=channels**-0.5), values(2 * inner, dtype=dtype)
+    found = operators.gated_gelu_product(x, weight, bias)
+    # One launch, where the GPU is of the kind.
+    alone = products.gated_gelu_product(x, weight, bias) if DEVICE == "cpu" or operators.is_hopper(x.device) else None
+    assert alone is None or torch.equal(found, alone)
+    close(found, fallback.gated_gelu(F.linear(x.double(), weight.double()), bias.double()), dtype)
+
+
+def test_products_that_the_kernel_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "gated_gelu_product", None)
+    half = torch.bfloat16
+    weight, bias = values(32, 24, dtype=half), values(32, dtype=half)
+    few = values(operators.LEAST_ROWS - 1, 24, dtype=half)
+    shifted = values(2048 * 24 + 1, dtype=half)[1:].view(2048, 24)
+    wide = values(2048, 24)
+    for x, w, b in (
+        (few, weight, bias), (shifted, weight, bias), (wide, weight.float(), bias.float()),
+        (values(2048, 20, dtype=half), weight[:, :20].contiguous(), bias),
+        (values(2048, 24, dtype=half), weight[:12], bias[:12]),
+    ):  # fmt: skip
+        close(operators.gated_gelu_product(x, w, b), fallback.gated_gelu(F.linear(x, w).double(), b.double()), x.dtype)
 
 
 def test_a_mean_far_from_zero_costs_no_variance() -> None:
@@ -139,7 +193,7 @@ def test_other_dtypes_of_parameters_and_residuals() -> None:
     weight, bias = values(24, mean=1.0), values(24)
     close(operators.conv_add(x, bias, x), 2 * x.double() + bias.double(), torch.bfloat16)
     close(operators.conv_add(x, bias, wide), x.double() + wide.double() + bias.double(), torch.float32)
-    total, normed = operators.add_norm(x, wide, weight, bias, 1e-5)
+    total, normed = operators.add_norm(x, wide, weight, bias, None, 1e-5)
     expected = x.double() + wide.double()
     close(total, expected, torch.float32)
     close(normed, fallback.row_norm(expected, weight.double(), bias.double(), 1e-5), torch.float32)
@@ -161,7 +215,7 @@ def test_no_rows() -> None:
     x, weight = values(0, 24), values(24)
     assert operators.gated_gelu(x, weight).shape == (0, 12)
     assert operators.conv_add(x, weight, x).shape == operators.row_norm(x, weight, weight, 1e-5).shape == (0, 24)
-    assert all(out.shape == (0, 24) for out in operators.add_norm(x, x, weight, weight, 1e-5))
+    assert all(out.shape == (0, 24) for out in operators.add_norm(x, x, weight, weight, None, 1e-5))
 
 
 def test_kernels_run_where_nothing_is_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +230,7 @@ def test_kernels_run_where_nothing_is_differentiated(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(kernels, name, noting(name))
     x, bias = values(6, 8), values(8)
     glue: list[tuple[nn.Module, tuple[Tensor, ...]]] = [
-        (GatedGelu(), (x, bias)), (ConvAdd(), (x, bias, x)),
+        (GatedGelu(), (x, values(8, 8), bias)), (ConvAdd(), (x, bias, x)),
         (AddNorm(8).to(DEVICE), (x, x)), (RowNorm(8).to(DEVICE), (x,)),
     ]  # fmt: skip
     for module, inputs in glue:
@@ -196,7 +250,7 @@ def test_kernels_run_where_nothing_is_differentiated(monkeypatch: pytest.MonkeyP
         out = module(*(tensor.clone().requires_grad_() for tensor in inputs))
         (out[0] if isinstance(out, tuple) else out).sum().backward()
     with torch.no_grad():
-        assert GatedGelu()(x.double(), bias.double()).dtype == torch.float64
+        assert GatedGelu()(x.double(), x.double(), bias[:6].double()).dtype == torch.float64
     assert len(ran) == 6
 
 

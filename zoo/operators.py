@@ -95,6 +95,12 @@ def _triton_knows(device: torch.device) -> bool:
     return torch.version.hip is not None or (found.major, found.minor) >= (7, 5)
 
 
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether this GPU is of the generation of the H100 and H200. Not for regions: it reads a cache."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+
+
 _triton_is_known_to_know = functools.cache(_triton_knows)
 # Looking for a module that is there already takes the host as long as a small launch.
 _module = functools.cache(importlib.import_module)

@@ -11,7 +11,7 @@ Shape legend: B images, C channels, H height, W width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from zoo.layers import to_images, to_rows, untracked
 from zoo.unet.config import BlockShape, LevelShape, UNetConfig
-from zoo.unet.glue import ConvAdd, conv, upsample
+from zoo.unet.glue import ConvAdd, conv, conv3, upsample
 from zoo.unet.operators import cat_group_norm, group_norm
 from zoo.unet.transformer import Transformer
 
@@ -30,12 +30,14 @@ class Supply:
 
     Args:
         shifts: [B, C] of each resnet block.
+        waits: What is to be called before the first shift is read, if anything.
         keys_values: Of each transformer block keys [B, L, C], then values [B, L, C].
         self_bias: [B, 1, 1, T], added to scores of self-attention, or None.
         text_bias: [B, 1, 1, L], added to scores of attention to the text, or None.
     """
 
     shifts: Iterator[Tensor]
+    waits: Iterator[Callable[[], None]]
     keys_values: Iterator[Tensor]
     self_bias: Tensor | None
     text_bias: Tensor | None
@@ -56,13 +58,14 @@ class ResnetBlock(nn.Module):
         self.shortcut = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else None
         self.add = ConvAdd()
 
-    def forward(self, x: Tensor, skip: Tensor | None, shift: Tensor) -> Tensor:
+    def forward(self, x: Tensor, skip: Tensor | None, shift: Tensor, wait: Callable[[], None] | None = None) -> Tensor:
         """Run the block.
 
         Args:
             x: [B, C_in, H, W].
             skip: [B, C_skip, H, W] from the way down, or None.
             shift: [B, C_out], of the timestep.
+            wait: What is to be called before the shift is read, or None.
 
         Returns:
             [B, C_out, H, W].
@@ -72,11 +75,13 @@ class ResnetBlock(nn.Module):
             hidden = group_norm(x, None, weight, bias, groups, eps, True)
         else:
             hidden, x = cat_group_norm(x, skip, weight, bias, groups, eps, True)
-        hidden = F.conv2d(hidden, self.conv1.weight, padding=1)
+        hidden = conv3(hidden, self.conv1.weight)
+        if wait is not None:
+            wait()
         hidden = group_norm(hidden, shift, self.norm2.weight, self.norm2.bias, groups, eps, True)
         if self.training and self.dropout:
             hidden = F.dropout(hidden, self.dropout)
-        hidden = F.conv2d(hidden, self.conv2.weight, padding=1)
+        hidden = conv3(hidden, self.conv2.weight)
         residual = to_rows(x)
         if self.shortcut is not None:
             residual = F.linear(residual, self.shortcut.weight.flatten(1), self.shortcut.bias)
@@ -96,7 +101,11 @@ class Level(nn.Module):
 
     def run(self, index: int, x: Tensor, skip: Tensor | None, supply: Supply) -> Tensor:
         """A resnet block and what is behind it: [B, C_in, H, W] -> [B, C_out, H, W]."""
-        x = self.resnets[index](x, skip, next(supply.shifts))
+        resnet, wait = self.resnets[index], next(supply.waits, None)
+        if wait is not None and resnet._compiled_call_impl is not None:
+            wait()  # what is compiled cannot, in its middle
+            wait = None
+        x = resnet(x, skip, next(supply.shifts), wait)
         transformer = self.transformers[index]
         if isinstance(transformer, Transformer):
             x = transformer(x, supply.keys_values, supply.self_bias, supply.text_bias)

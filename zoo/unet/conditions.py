@@ -48,7 +48,8 @@ def sinusoids(values: Tensor, width: int, cosines_first: bool, freq_shift: float
     frequencies = torch.exp(step * torch.arange(half, dtype=torch.float32, device=values.device))
     angles = values.float()[..., None] * frequencies
     pair = (angles.cos(), angles.sin()) if cosines_first else (angles.sin(), angles.cos())
-    return F.pad(torch.cat(pair, dim=-1), (0, width % 2))
+    joined = torch.cat(pair, dim=-1)
+    return F.pad(joined, (0, 1)) if width % 2 else joined
 
 
 class Embedding(nn.Module):

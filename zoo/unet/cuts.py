@@ -15,9 +15,7 @@ from zoo.unet.glue import ConvAdd
 from zoo.unet.model import REGIONS
 from zoo.unet.transformer import TransformerBlock
 
-_TRANSFORMERS = Region(
-    TransformerBlock, graphs=12, why="glue fuses with what is around it; a graph for each size, two where it repeats"
-)
+_TRANSFORMERS = Region(TransformerBlock, graphs=12, why="glue fuses with what is around it; a graph for each size")
 
 CUTS: dict[str, tuple[Region, ...]] = {
     "glue": REGIONS,

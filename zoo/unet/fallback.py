@@ -91,10 +91,18 @@ def upsample(x: Tensor) -> Tensor:
     return wide.reshape(count, 2 * height, 2 * width, channels)
 
 
-def add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """X [R, C] plus residual [R, C], and the layer norm of that, with weight [C] and bias [C]: [R, C] each."""
+def windows(x: Tensor, stride: int) -> Tensor:
+    """[B, H, W, C] -> [B H' W', 9 C]: the 3 × 3 pixels around each, or each ``stride``-th, zero outside the image."""
+    around = F.pad(x, (0, 0, 1, 1, 1, 1)).unfold(1, 3, stride).unfold(2, 3, stride)
+    return around.permute(0, 1, 2, 4, 5, 3).reshape(-1, 9 * x.shape[3])
+
+
+def add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """X [R, C] plus residual [R, C], plus shift [C]; and the layer norm of the first sum, with weight and bias [C]."""
     total = residual + x
-    return total, row_norm(total, weight, bias, eps)
+    return total if shift is None else total + shift.to(total.dtype), row_norm(total, weight, bias, eps)
 
 
 def row_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.layers import in_words, to_images, to_rows
+from zoo.operators import ceil_div
 from zoo.unet import fallback, operators
 
 
@@ -26,12 +27,27 @@ class ConvAdd(nn.Module):
         return kind.conv_add(x, bias, residual)
 
 
+def conv3(x: Tensor, weight: Tensor) -> Tensor:
+    """A 3 × 3 convolution with a padding of 1 and no bias: [B, C_in, H, W] -> [B, C_out, H, W]."""
+    if operators.windows_run(x, weight, 1):
+        return _product_of_windows(x, weight, None, 1)
+    return F.conv2d(x, weight, padding=1)
+
+
+def _product_of_windows(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tensor:
+    rows = F.linear(operators.windows(x.permute(0, 2, 3, 1), stride), weight.permute(0, 2, 3, 1).flatten(1), bias)
+    return rows.view(x.shape[0], ceil_div(x.shape[2], stride), -1, weight.shape[0]).permute(0, 3, 1, 2)
+
+
 def conv(x: Tensor, layer: nn.Conv2d) -> Tensor:
     """A convolution with its bias: [B, C_in, H, W] -> [B, C_out, H', W']. Hooks of the layer are not for this."""
     bias = layer.bias
     if bias is None or not operators.glue_kernels_run(x, layer.weight, bias):
         out: Tensor = layer(x)
         return out
+    stride, usual = layer.stride[0], layer.kernel_size == (3, 3) and layer.padding == (1, 1)
+    if usual and operators.windows_run(x, layer.weight, stride):
+        return _product_of_windows(x, layer.weight, bias, stride)
     x = layer._conv_forward(x, layer.weight, None)
     return to_images(operators.conv_bias(to_rows(x), bias), x)
 
@@ -57,11 +73,12 @@ class _Norm(nn.Module):
 class AddNorm(_Norm):
     """Residual add and layer norm, both results. The weights fix the width; one graph for any number of rows."""
 
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """[R, C] and [R, C] -> their sum [R, C] and its norm [R, C]."""
+    def forward(self, x: Tensor, residual: Tensor, shift: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """[R, C] and [R, C] -> their sum [R, C], with a shift [C] that the norm does not see, and its norm [R, C]."""
         weight, bias = self.weight, self.bias
-        fits = operators.row_fits(weight.shape[0]) and operators.glue_kernels_run(x, residual, weight, bias)
-        return (operators if fits else fallback).add_norm(x, residual, weight, bias, self.eps)
+        given = (x, residual, weight, bias) if shift is None else (x, residual, weight, bias, shift)
+        fits = operators.row_fits(weight.shape[0]) and operators.glue_kernels_run(*given)
+        return (operators if fits else fallback).add_norm(x, residual, weight, bias, shift, self.eps)
 
 
 class RowNorm(_Norm):
@@ -75,8 +92,12 @@ class RowNorm(_Norm):
 
 
 class GatedGelu(nn.Module):
-    """The product's bias, and GELU of the second half times the first. Holds nothing: one graph for all widths."""
+    """A product, its bias, and GELU of its second half times the first. Holds nothing: one graph for all widths."""
 
-    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        """[R, 2 I] and [2 I] -> [R, I]."""
-        return (operators if operators.glue_kernels_run(x, bias) else fallback).gated_gelu(x, bias)
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """[R, C], [2 I, C] and [2 I] -> [R, I]."""
+        if operators.gated_product_runs(x, weight, bias):
+            out: Tensor = operators.gated_gelu_product(x, weight, bias)
+            return out
+        wide = F.linear(x, weight)
+        return (operators if operators.glue_kernels_run(wide, bias) else fallback).gated_gelu(wide, bias)

@@ -13,12 +13,13 @@ Shape legend: B images, C channels, H height, W width, L tokens of the condition
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from zoo.branch import branch
 from zoo.dry_run import whole_call
 from zoo.layers import channels_last
 from zoo.regions import Region
@@ -161,8 +162,10 @@ class UNet(nn.Module):
         check_unsupported(class_labels, cross_attention_kwargs, down_intrablock_additional_residuals)
         check_sample(sample, config, self.conv_in.weight)
         batch = sample.shape[0]
-        if not isinstance(timestep, TimeShifts):
-            timestep = self._shifts_of(timestep, batch, added_cond_kwargs, timestep_cond)
+        # A dozen kernels of a program each, that nothing waits for before the first block is half through.
+        with branch(sample.device) as wait:
+            if not isinstance(timestep, TimeShifts):
+                timestep = self._shifts_of(timestep, batch, added_cond_kwargs, timestep_cond)
         check_time(timestep, batch, sum(self.time_projections.channels), sample)
         if not isinstance(encoder_hidden_states, TextKeysValues):
             encoder_hidden_states = self.text_keys_values(encoder_hidden_states)
@@ -171,9 +174,10 @@ class UNet(nn.Module):
         check_masks(attention_mask, encoder_attention_mask, config, sample, tokens)
         check_residuals(down_block_additional_residuals, mid_block_additional_residual, config, sample)
         x = sample.contiguous(memory_format=torch.channels_last)
+        x = conv(2 * x - 1.0 if config.center_input_sample else x, self.conv_in)
         x = self._run(
-            2 * x - 1.0 if config.center_input_sample else x,
-            self._supply(timestep, encoder_hidden_states, attention_mask, encoder_attention_mask, sample),
+            x,
+            self._supply(timestep, encoder_hidden_states, attention_mask, encoder_attention_mask, sample, wait),
             down_block_additional_residuals,
             mid_block_additional_residual,
         )
@@ -223,6 +227,7 @@ class UNet(nn.Module):
         attention_mask: Tensor | None,
         encoder_attention_mask: Tensor | None,
         sample: Tensor,
+        wait: Callable[[], None] | None,
     ) -> Supply:
         shifts = time.shifts.expand(sample.shape[0], -1).split(self.time_projections.channels, dim=-1)
         pairs = [channels for channels in self.text_projections.channels for _ in range(2)]
@@ -230,13 +235,13 @@ class UNet(nn.Module):
         dtype = text.keys_values.dtype
         return Supply(
             iter(shifts),
+            iter(() if wait is None else (wait,)),
             iter(keys_values),
             None if attention_mask is None else hiding_bias(attention_mask, dtype),
             None if encoder_attention_mask is None else hiding_bias(encoder_attention_mask, dtype),
         )
 
     def _run(self, x: Tensor, supply: Supply, residuals: Sequence[Tensor] | None, middle: Tensor | None) -> Tensor:
-        x = conv(x, self.conv_in)
         skips = [x]
         for level in self.down:
             skips += level(skips[-1], supply)

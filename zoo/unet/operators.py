@@ -11,14 +11,27 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from zoo.operators import KERNEL_DTYPES, OperatorLibrary, differentiated, launcher, triton_runs_on
+from zoo.operators import (
+    KERNEL_DTYPES,
+    OperatorLibrary,
+    ceil_div,
+    differentiated,
+    is_hopper,
+    launcher,
+    triton_runs_on,
+)
 from zoo.unet import fallback
 
 # The kernels hold all channels of a group at once, and those of a row that is normed.
 WIDEST_GROUP = 4096
 WIDEST_ROW = 2048
+# Of fewer rows the library's product and a gate are faster, measured on an H200.
+LEAST_ROWS = 2048
+# Convolutions to no more pixels, from no fewer channels, are a product of windows, measured on an H200.
+MOST_PIXELS, LEAST_CHANNELS = 256, 640
 # Attention to more keys than this is the library's, measured on an H200; the widest head that a program holds.
 MOST_KEYS = 128
 WIDEST_HEAD = 256
@@ -168,7 +181,7 @@ def row_fits(width: int) -> bool:
     return width <= WIDEST_ROW
 
 
-def _glue(name: str, *arguments: Tensor | float) -> Any:
+def _glue(name: str, *arguments: Tensor | float | None) -> Any:
     tensors = [each for each in arguments if isinstance(each, Tensor)]
     x, fits = tensors[0], all(tensor.dtype in KERNEL_DTYPES for tensor in tensors)
     if name.endswith("norm"):
@@ -200,6 +213,50 @@ def gated_gelu(x: Tensor, bias: Tensor) -> Tensor:
 @_LIBRARY.fake("gated_gelu")
 def _(x: Tensor, bias: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+
+
+def gated_product_runs(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
+    """Whether ``gated_gelu_product`` of these is an operator's: no gradients, and nobody casts on the way."""
+    casts = x.dtype != weight.dtype or torch.is_autocast_enabled(x.device.type)
+    return not casts and glue_kernels_run(x, weight, bias)
+
+
+@_LIBRARY.operator("(Tensor x, Tensor weight, Tensor bias) -> Tensor")
+def gated_gelu_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """A product, its bias, and ``gated_gelu`` of it: on Hopper, of enough rows, one kernel.
+
+    Args:
+        x: [R, C].
+        weight: [2 I, C].
+        bias: [2 I].
+
+    Returns:
+        [R, I].
+
+    Raises:
+        ValueError: If the shapes do not fit.
+    """
+    if weight.shape[0] % 2 or x.shape[1:] != weight.shape[1:] or bias.shape != weight.shape[:1]:
+        shapes = ", ".join(str(tuple(each.shape)) for each in (x, weight, bias))
+        raise ValueError(f"x, weight and bias have shapes {shapes}; expected [R, C], [2 I, C] and [2 I]")
+    x = x.contiguous()
+    if triton_runs_on(x.device) and _one_kernel_multiplies(x, weight):
+        return launcher("zoo.unet.kernels.products", "gated_gelu_product", x)(x, weight, bias.contiguous())
+    # The bias is the gate's: with it the library takes a kernel that clears a buffer first.
+    return _glue("gated_gelu", F.linear(x, weight), bias)
+
+
+def _one_kernel_multiplies(x: Tensor, weight: Tensor) -> bool:
+    half = x.dtype in (torch.bfloat16, torch.float16)
+    # What the copy engine takes: rows that begin on 16 bytes.
+    aligned = all(each.shape[1] % 8 == 0 and each.storage_offset() % 8 == 0 for each in (x, weight))
+    fits = half and aligned and weight.shape[0] % 16 == 0 and weight.is_contiguous()
+    return fits and x.shape[0] >= LEAST_ROWS and is_hopper(x.device)
+
+
+@_LIBRARY.fake("gated_gelu_product")
+def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0] // 2)
 
 
 @_LIBRARY.operator("(Tensor x, Tensor bias, Tensor residual) -> Tensor")
@@ -237,8 +294,42 @@ def _(x: Tensor) -> Tensor:
     return x.new_empty(count, 2 * height, 2 * width, channels)
 
 
-@_LIBRARY.operator("(Tensor x, Tensor residual, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor)")
-def add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def windows_run(x: Tensor, weight: Tensor, stride: int) -> bool:
+    """Whether a 3 × 3 convolution of x [B, C, H, W], padded by 1, is to be a product of its windows.
+
+    Of few pixels and many channels: what takes time there is to read the weights, and a product does it faster.
+    """
+    pixels = x.shape[0] * ceil_div(x.shape[2], stride) * ceil_div(x.shape[3], stride)
+    few = pixels <= MOST_PIXELS and x.shape[1] >= LEAST_CHANNELS
+    return few and weight.is_contiguous(memory_format=torch.channels_last) and glue_kernels_run(x, weight)
+
+
+@_LIBRARY.operator("(Tensor x, int stride) -> Tensor")
+def windows(x: Tensor, stride: int) -> Tensor:
+    """What a 3 × 3 convolution with a padding of 1 multiplies: [B, H, W, C] -> [B H' W', 9 C].
+
+    H' and W' are H / stride and W / stride, rounded up. Numbers of a row lie as those of a weight in channels_last.
+
+    Raises:
+        ValueError: If the stride is not positive.
+    """
+    if stride < 1:
+        raise ValueError(f"stride is {stride}, expected at least 1")
+    return _glue("windows", x, stride)
+
+
+@_LIBRARY.fake("windows")
+def _(x: Tensor, stride: int) -> Tensor:
+    count, height, width, channels = x.shape
+    return x.new_empty(count * ceil_div(height, stride) * ceil_div(width, stride), 9 * channels)
+
+
+@_LIBRARY.operator(
+    "(Tensor x, Tensor residual, Tensor weight, Tensor bias, Tensor? shift, float eps) -> (Tensor, Tensor)"
+)
+def add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
     """The sum of two, and its layer norm, in float32; the sum is rounded before it is normed.
 
     Args:
@@ -246,6 +337,7 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: flo
         residual: [R, C].
         weight: [C].
         bias: [C].
+        shift: [C], added to the sum that is returned and not to the one that is normed, or None.
         eps: Added to the variance.
 
     Returns:
@@ -255,7 +347,7 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: flo
         ValueError: If the two differ in shape.
     """
     _check_residual(x, residual)
-    return _glue("add_norm", x, residual, weight, bias, eps)
+    return _glue("add_norm", x, residual, weight, bias, shift, eps)
 
 
 @_LIBRARY.fake("add_norm")

@@ -3,10 +3,11 @@
     x ─ group norm ─ product ─ block ─ block ─ ... ─ product ─ add ─▶
     └─────────────────────────────────────────────────────────┘
 
-    block    h ─ norm ─ self-attention ─ add, norm ─ attention to text ─ add, norm ─ MLP ─▶ added before the next norm
+    block    h ─ norm ─ self-attention ─ add, norm ─ attention to text ─ add, norm ─ MLP, add ─▶
 
-A pixel is a token, so that in channels_last an image is its tokens. Each residual add is one pass with the norm that
-follows it, also from block to block: a block returns its last summand apart.
+A pixel is a token, so that in channels_last an image is its tokens. A residual add is one pass with the norm that
+follows it, or part of a product. The bias of such a product is added where what it is added to is written, a norm
+before: the library has products that add a bias and products that add a matrix, none that adds both.
 
 Shape legend: B images, C channels, H height, W width, T = H W tokens, R = B T rows, L tokens of the text, N heads.
 """
@@ -42,13 +43,12 @@ class TransformerBlock(nn.Module):
     Args:
         width: C.
         heads: N.
-        first: Whether it is the first of its transformer: nothing is to be added before its first norm.
     """
 
-    def __init__(self, width: int, heads: int, first: bool) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.norm1 = RowNorm(width) if first else AddNorm(width)
+        self.norm1 = RowNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.self_out = nn.Linear(width, width)
         self.norm2 = AddNorm(width)
@@ -60,41 +60,34 @@ class TransformerBlock(nn.Module):
         self.mlp_out = nn.Linear(4 * width, width)
 
     def forward(
-        self,
-        x: Tensor,
-        left: Tensor | None,
-        key: Tensor,
-        value: Tensor,
-        self_bias: Tensor | None,
-        text_bias: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, key: Tensor, value: Tensor, self_bias: Tensor | None, text_bias: Tensor | None
+    ) -> Tensor:
         """Run the block.
 
         Args:
             x: [R, C].
-            left: [R, C], what the block before has left to be added to it; None for the first block.
             key: [B, L, C], of the text.
             value: The same.
             self_bias: [B, 1, 1, T], added to the scores of self-attention, or None.
             text_bias: [B, 1, 1, L], of attention to the text, or None.
 
         Returns:
-            The same two: [R, C], and [R, C] that is left to be added to it.
+            [R, C].
         """
-        batch, heads = key.shape[0], (self.heads, -1)
-        if left is None:
-            normed = self.norm1(x)
-        else:
-            x, normed = self.norm1(left, x)
-        query, own_key, own_value = self.qkv(normed).view(batch, -1, 3, self.heads, x.shape[1] // self.heads).unbind(2)
-        x, normed = self.norm2(self.self_out(attend(query, own_key, own_value, self_bias)), x)
-        query = self.query(normed).view(batch, -1, self.heads, x.shape[1] // self.heads)
+        batch, width, heads = key.shape[0], x.shape[1], (self.heads, -1)
+        text_out, mlp_in, mlp_out = self.text_out, self.mlp_in, self.mlp_out
+        own = self.qkv(self.norm1(x)).view(batch, -1, 3, self.heads, width // self.heads)
+        mixed = attend(own[:, :, 0], own[:, :, 1], own[:, :, 2], self_bias)
+        x, normed = self.norm2(self.self_out(mixed), x, untracked(text_out.bias))
+        query = self.query(normed).view(batch, -1, self.heads, width // self.heads)
         mixed = attend(query, key.unflatten(2, heads), value.unflatten(2, heads), text_bias)
-        x, normed = self.norm3(self.text_out(mixed), x)
-        # The bias is the gate's: with it the library takes a kernel that clears a buffer first.
-        wide = F.linear(normed, self.mlp_in.weight)
-        assert self.mlp_in.bias is not None
-        return x, self.mlp_out(self.gate(wide, untracked(self.mlp_in.bias)))
+        x, normed = self.norm3(F.linear(mixed, text_out.weight), x, untracked(mlp_out.bias))
+        hidden = self.gate(normed, untracked(mlp_in.weight, width), untracked(mlp_in.bias))
+        weight = mlp_out.weight.t()
+        if torch.is_grad_enabled() or not x.dtype == hidden.dtype == weight.dtype:
+            return torch.addmm(x, hidden, weight)
+        # Nobody else reads this x. Into another tensor torch 2.11 copies it first.
+        return x.addmm_(hidden, weight)
 
 
 class Transformer(nn.Module):
@@ -108,7 +101,7 @@ class Transformer(nn.Module):
         self.norm = nn.GroupNorm(self.groups, width, eps=ENTRY_EPS)
         # Products over pixels either way; the checkpoint decides how many dimensions the weight has.
         self.proj_in = _product(config, width)
-        self.blocks = nn.ModuleList(TransformerBlock(width, shape.heads, index == 0) for index in range(shape.depth))
+        self.blocks = nn.ModuleList(TransformerBlock(width, shape.heads) for _ in range(shape.depth))
         self.proj_out = _product(config, width)
 
     def forward(
@@ -118,12 +111,9 @@ class Transformer(nn.Module):
         norm = self.norm
         rows = to_rows(operators.group_norm(x, None, norm.weight, norm.bias, self.groups, norm.eps, False))
         rows = F.linear(rows, self.proj_in.weight.flatten(1), self.proj_in.bias)
-        left: Tensor | None = None
         for block in self.blocks:
             key, value = next(keys_values), next(keys_values)
-            rows, left = block(rows, left, key, value, self_bias, text_bias)
-        if left is not None:
-            rows = rows + left
+            rows = block(rows, key, value, self_bias, text_bias)
         rows = F.linear(rows, self.proj_out.weight.flatten(1), self.proj_out.bias)
         return to_images(torch.add(rows, to_rows(x)), x)
 

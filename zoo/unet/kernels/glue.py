@@ -106,9 +106,29 @@ def _upsample(x, out, rows, width, columns, ROWS: tl.constexpr, COLUMNS: tl.cons
 
 
 @Kernel
+@triton.jit(do_not_specialize=["rows", "height", "width", "lines", "across", "stride"])
+def _windows(
+    x, out, rows, height, width, lines, across, stride, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    first, row, column, seen = _tile(rows, columns, ROWS, COLUMNS)
+    # A row is one of the nine pixels that a pixel of the output is made of.
+    pixel = (first + row) // 9
+    ninth = (first + row) - pixel * 9
+    line = pixel // across
+    image = line // lines
+    down = (line - image * lines) * stride + ninth // 3 - 1
+    right = (pixel - line * across) * stride + ninth % 3 - 1
+    inside = (down >= 0) & (down < height) & (right >= 0) & (right < width)
+    place = ((image * height + down) * width + right)[:, None] * columns + column[None, :]
+    value = tl.load(x + place, mask=seen & inside[:, None], other=0.0)
+    tl.store(out + first * columns + row[:, None] * columns + column[None, :], value, mask=seen)
+
+
+@Kernel
 @triton.jit(do_not_specialize=["rows"])
 def _norm(
-    x, residual, weight, bias, total, out, rows, columns, added, eps, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    x, residual, weight, bias, shift, total, out, rows, columns, added, shifted, eps,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
@@ -120,10 +140,10 @@ def _norm(
     both = seen & (column < added)[None, :]
     value = tl.load(x + first * columns + place, mask=seen, other=0.0).to(tl.float32)
     value += tl.load(residual + first * columns + place, mask=both, other=0.0).to(tl.float32)
-    # What is normed is what the next block will read.
-    rounded = value.to(total.dtype.element_ty)
-    tl.store(total + first * columns + place, rounded, mask=both)
-    value = rounded.to(tl.float32)
+    moved = tl.load(shift + column, mask=column < shifted, other=0.0).to(tl.float32)
+    tl.store(total + first * columns + place, (value + moved[None, :]).to(total.dtype.element_ty), mask=both)
+    # What is normed is rounded, as it would be if it were written.
+    value = value.to(total.dtype.element_ty).to(tl.float32)
     factor = tl.load(weight + column, mask=live, other=0.0).to(tl.float32)
     offset = tl.load(bias + column, mask=live, other=0.0).to(tl.float32)
     # Rounded as torch rounds: a row of equal values has no variance.
@@ -178,30 +198,47 @@ def upsample(x: Tensor) -> Tensor:
     return out
 
 
-def add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """X [R, C] plus residual [R, C], and the layer norm of that, with weight [C] and bias [C]: [R, C] each."""
+def windows(x: Tensor, stride: int) -> Tensor:
+    """[B, H, W, C] -> [B H' W', 9 C], H' = ⌈H / stride⌉: what a 3 × 3 convolution with a padding of 1 multiplies."""
+    count, height, width, columns = x.shape
+    lines, across = ceil_div(height, stride), ceil_div(width, stride)
+    out = x.new_empty(count * lines * across, 9 * columns)
+    if out.numel():
+        rows = count * lines * across * 9
+        grid = (ceil_div(rows, ADD_ROWS) * ceil_div(columns, ADD_COLUMNS),)
+        _windows[grid](
+            x, out, rows, height, width, lines, across, stride, columns, ROWS=ADD_ROWS, COLUMNS=ADD_COLUMNS, num_warps=4
+        )  # fmt: skip
+    return out
+
+
+def add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """X [R, C] plus residual [R, C], plus shift [C]; and the layer norm of the first sum, with weight and bias [C]."""
     total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
     out = torch.empty_like(total)
-    _launch_norm(x, residual, weight, bias, eps, total, out)
+    _launch_norm(x, residual, weight, bias, shift, eps, total, out)
     return total, out
 
 
 def row_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """Layer norm of x [R, C] with weight [C] and bias [C]: [R, C]."""
     out = torch.empty_like(x)
-    _launch_norm(x, None, weight, bias, eps, out, out)
+    _launch_norm(x, None, weight, bias, None, eps, out, out)
     return out
 
 
 def _launch_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float, total: Tensor, out: Tensor
-) -> None:
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float, total: Tensor,
+    out: Tensor,
+) -> None:  # fmt: skip
     if not x.numel():
         return
     columns = x.shape[-1]
     rows, block = x.numel() // columns, next_power(columns)
     at_once = max(1, min(NORM_ROWS, NORM_TILE // block))
-    given = x, x if residual is None else residual, weight, bias, total, out
-    grid = (ceil_div(rows, at_once),)
-    added = 0 if residual is None else columns
-    _norm[grid](*given, rows, columns, added, eps, ROWS=at_once, COLUMNS=block, num_warps=4)
+    # Where there is none another tensor stands for it, of which nothing is read.
+    given = x, x if residual is None else residual, weight, bias, weight if shift is None else shift, total, out
+    sizes = rows, columns, 0 if residual is None else columns, 0 if shift is None else columns
+    _norm[(ceil_div(rows, at_once),)](*given, *sizes, eps, ROWS=at_once, COLUMNS=block, num_warps=4)
