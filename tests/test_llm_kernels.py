@@ -20,7 +20,7 @@ import zoo
 from tests.kernel_runs import run_checks
 from zoo.llm import LLM, LLMLayer, fallback, operators
 from zoo.llm.norm import RMSNorm
-from zoo.llm.residual import add_norm, norm_alone, norm_beside
+from zoo.llm.residual import add_linear, add_norm, norm_alone, norm_beside
 from zoo.training import checkpoint_regions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -206,7 +206,7 @@ def test_a_layer_that_trains_is_one_graph_with_the_operators_in_it(
 
 
 def test_the_gradient_past_a_norm_is_added_in_its_backward(counted: Counter[str]) -> None:
-    """What is left are the adds of queries' and keys' rotation, and that after the MLP."""
+    """And the product's add in the product: what is left are the adds of queries' and keys' rotation."""
     graphs: dict[str, list[str]] = {}
 
     def compiler(name: str) -> Callable[..., Any]:
@@ -222,7 +222,8 @@ def test_the_gradient_past_a_norm_is_added_in_its_backward(counted: Counter[str]
     layer.compile(fullgraph=True, backend=backend)
     x = torch.randn(2, 5, model.config.hidden_size, requires_grad=True)
     layer(x, model.rotary(torch.arange(5)[None])).sum().backward()
-    assert graphs["forward"].count("aten.add.Tensor") == 3 and graphs["backward"].count("aten.add.Tensor") == 4
+    assert graphs["forward"].count("aten.addmm.default") == 1
+    assert graphs["forward"].count("aten.add.Tensor") == 2 and graphs["backward"].count("aten.add.Tensor") == 4
     assert graphs["backward"].count("zoo_llm.rms_norm_backward.default") == 2
 
 
@@ -237,6 +238,30 @@ def test_norms_take_the_ordinary_way_where_operators_do_not_fit(counted: Counter
     norm_alone(torch.randn(1, 1, operators.WIDEST_NORM + 1), wide)
     norm_alone(x, nn.LayerNorm(8))  # type: ignore[arg-type]
     assert not counted
+
+
+class _Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.usefixtures("counted")
+def test_only_a_plain_linear_layer_is_added_in_its_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    products: list[Tensor] = []
+    addmm = torch.addmm
+    monkeypatch.setattr(torch, "addmm", lambda *given: (products.append(given[0]), addmm(*given))[1])
+    x, hidden = torch.randn(2, 3, 8), torch.randn(2, 3, 4)
+    plain, bias, other = nn.Linear(4, 8, bias=False), nn.Linear(4, 8), _Scaled(4, 8, bias=False)
+    torch.testing.assert_close(add_linear(x, hidden, plain), x + plain(hidden))
+    assert len(products) == 1
+    torch.testing.assert_close(add_linear(x, hidden, bias), x + bias(hidden))
+    torch.testing.assert_close(add_linear(x, hidden, other), x + other(hidden))
+    add_linear(x.double(), hidden, plain)
+    with torch.autocast("cpu", torch.bfloat16):
+        add_linear(x, hidden, plain)
+    with torch.no_grad():
+        add_linear(x, hidden, plain)
+    assert len(products) == 1
 
 
 def test_norms_refuse_what_does_not_fit() -> None:

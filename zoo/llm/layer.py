@@ -21,7 +21,7 @@ from zoo.llm.attention import attend, attend_tokens
 from zoo.llm.cache import write
 from zoo.llm.config import LLMConfig
 from zoo.llm.norm import RMSNorm
-from zoo.llm.residual import add_norm, norm_alone, norm_beside
+from zoo.llm.residual import add_linear, add_norm, norm_alone, norm_beside
 from zoo.llm.rope import rotate
 
 
@@ -146,7 +146,7 @@ class LLMLayer(nn.Module):
 
     def add_mlp(self, x: Tensor, hidden: Tensor) -> Tensor:
         """Step 5: product and residual add. x [B, T, C], hidden [B, T, I] -> [B, T, C]."""
-        return x + self.down_proj(hidden)
+        return add_linear(x, hidden, self.down_proj)
 
 
 class LLMHead(nn.Module):

@@ -2,6 +2,7 @@
 
     x ─┬─ norm_beside ──▶ normed ── ... ──▶ mixed        backward: both gradients of x in one pass
        └─ add_norm with mixed ──▶ x and normed           forward: add and norm in one pass; backward the same
+          x ─── add_linear with hidden ──▶ x             the add is part of the product
 
 Elsewhere these are a norm, a linear layer and an add, for the compiler to fuse.
 
@@ -42,6 +43,19 @@ def add_norm(x: Tensor, added: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         return x, norm(x)
     total, normed, _ = operators.add_rms_norm(x, added, norm.weight, norm.eps)
     return total, normed
+
+
+def add_linear(x: Tensor, hidden: Tensor, linear: nn.Module) -> Tensor:
+    """X [B, T, C] plus a linear layer of hidden [B, T, I]."""
+    if (
+        type(linear) is not nn.Linear
+        or linear.bias is not None
+        or hidden.dtype != x.dtype
+        or not _fits(x, linear.weight)
+    ):
+        return x + linear(hidden)  # type: ignore[no-any-return]
+    # The compiler finds an add behind a product only where both have two dimensions.
+    return torch.addmm(x.flatten(0, -2), hidden.flatten(0, -2), linear.weight.t()).view_as(x)
 
 
 def _by_operators(x: Tensor, norm: nn.Module) -> bool:
