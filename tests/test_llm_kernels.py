@@ -1,4 +1,4 @@
-"""The operators of a decode step: kernels by llm_kernel_checks.py, here what compilers and callers need of them."""
+"""The operators of the family: kernels by the files of checks, here what compilers and callers need of them."""
 
 from __future__ import annotations
 
@@ -24,19 +24,22 @@ from zoo.llm.residual import add_linear, add_norm, norm_alone, norm_beside
 from zoo.training import checkpoint_regions
 
 ROOT = Path(__file__).resolve().parent.parent
+CHECKS = ("llm_kernel_checks.py", "llm_norm_checks.py")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="torch came without Triton, which GPUs only need"
 )
-def test_kernels_in_the_interpreter() -> None:
-    run_checks("llm_kernel_checks.py", interpret=True)
+@pytest.mark.parametrize("file", CHECKS)
+def test_kernels_in_the_interpreter(file: str) -> None:
+    run_checks(file, interpret=True)
 
 
 @pytest.mark.gpu
-def test_kernels_on_a_gpu() -> None:
-    run_checks("llm_kernel_checks.py", "-m", "gpu", interpret=False)
+@pytest.mark.parametrize("file", CHECKS)
+def test_kernels_on_a_gpu(file: str) -> None:
+    run_checks(file, "-m", "gpu", interpret=False)
 
 
 def grown(*shape: int) -> Tensor:

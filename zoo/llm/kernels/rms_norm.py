@@ -117,7 +117,7 @@ def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, above: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x [..., C] and of the weight [C]."""
-    grad, x, scale = grad.contiguous(), x.contiguous(), scale.contiguous()
+    grad, x, weight, scale = (each.contiguous() for each in (grad, x, weight, scale))
     above = None if above is None else above.contiguous()
     out, grad_weight = torch.empty_like(x), torch.empty_like(weight)
     rows, columns = scale.numel(), x.shape[-1]
