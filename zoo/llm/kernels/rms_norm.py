@@ -61,9 +61,9 @@ def _backward(grad, x, weight, scale, above, out, part, rows, columns, COLUMNS: 
     total = tl.zeros([COLUMNS], tl.float32)
     change = tl.load(grad + first * columns + column, mask=live, other=0.0)
     value = tl.load(x + first * columns + column, mask=live, other=0.0)
+    root = tl.load(scale + first)
     for row in range(first, rows, tl.num_programs(0)):
         place = row * columns + column
-        root = tl.load(scale + row)
         if above is not None:
             beside = tl.load(above + place, mask=live, other=0.0)
         # The next row is under way while the sum of this one waits for all threads.
@@ -72,6 +72,7 @@ def _backward(grad, x, weight, scale, above, out, part, rows, columns, COLUMNS: 
         place_after = following * columns + column
         change_after = tl.load(grad + place_after, mask=seen, other=0.0)
         value_after = tl.load(x + place_after, mask=seen, other=0.0)
+        root_after = tl.load(scale + following, mask=following < rows, other=0.0)
         unit = value.to(tl.float32) * root
         wide = change.to(tl.float32)
         total += wide * unit.to(x.dtype.element_ty).to(tl.float32)
@@ -81,7 +82,7 @@ def _backward(grad, x, weight, scale, above, out, part, rows, columns, COLUMNS: 
         if above is not None:
             result += beside.to(tl.float32)
         tl.store(out + place, result.to(out.dtype.element_ty), mask=live)
-        change, value = change_after, value_after
+        change, value, root = change_after, value_after, root_after
     tl.store(part + first * columns + column, total, mask=live)
 
 
