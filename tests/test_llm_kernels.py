@@ -1,36 +1,49 @@
-"""The operators of a decode step: kernels by llm_kernel_checks.py, here what compilers and callers need of them."""
+"""The operators of the family: kernels by the files of checks, here what compilers and callers need of them."""
 
 from __future__ import annotations
 
 import importlib.util
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 
 import zoo
 from tests.kernel_runs import run_checks
-from zoo.llm import LLM, LLMLayer, operators
+from zoo.llm import LLM, LLMLayer, fallback, operators
+from zoo.llm.norm import RMSNorm
+from zoo.llm.residual import add_linear, add_norm, norm_alone, norm_beside
+from zoo.training import checkpoint_regions
 
 ROOT = Path(__file__).resolve().parent.parent
+CHECKS = ("llm_kernel_checks.py", "llm_norm_checks.py")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="torch came without Triton, which GPUs only need"
 )
-def test_kernels_in_the_interpreter() -> None:
-    run_checks("llm_kernel_checks.py", interpret=True)
+@pytest.mark.parametrize("file", CHECKS)
+def test_kernels_in_the_interpreter(file: str) -> None:
+    run_checks(file, interpret=True)
 
 
 @pytest.mark.gpu
-def test_kernels_on_a_gpu() -> None:
-    run_checks("llm_kernel_checks.py", "-m", "gpu", interpret=False)
+@pytest.mark.parametrize("file", CHECKS)
+def test_kernels_on_a_gpu(file: str) -> None:
+    run_checks(file, "-m", "gpu", interpret=False)
+
+
+def grown(*shape: int) -> Tensor:
+    return torch.randn(*shape, requires_grad=True)
 
 
 def calls() -> dict[str, tuple[Callable[..., Tensor], tuple[Any, ...]]]:
@@ -55,6 +68,12 @@ def calls() -> dict[str, tuple[Callable[..., Tensor], tuple[Any, ...]]]:
         ),
         "swiglu": (operators.swiglu, (torch.randn(3, 8, requires_grad=True),)),
         "swiglu's gradient": (operators.swiglu_backward, (torch.randn(3, 4), torch.randn(3, 8))),
+        "norm": (operators.rms_norm_rows, (grown(3, 8), grown(8), 1e-6)),
+        "add and norm": (operators.add_rms_norm, (grown(2, 3, 8), grown(2, 3, 8), grown(8), 1e-6)),
+        "norm's gradient": (
+            operators.rms_norm_backward,
+            (torch.randn(3, 8), torch.randn(3, 8), norm, torch.rand(3), torch.randn(3, 8)),
+        ),
         "norm_gate": (operators.norm_gate, (x, norm, 1e-6, weight)),
         "attention": (operators.decode_attention, (qkv, cache, positions, rotary, None, None, 1e-6, 2, None)),
         "rotation": (
@@ -133,6 +152,132 @@ def test_inductor_writes_the_cache_in_place() -> None:
         expected = decode(model, tokens)
         zoo.compile_regions(model)
         torch.testing.assert_close(decode(model, tokens), expected)
+
+
+# --- where gradients are wanted ---
+
+NORMS = ("rms_norm_rows", "add_rms_norm", "rms_norm_backward")
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """As where kernels run; what runs in the operators is torch's own, and is counted."""
+    ran: Counter[str] = Counter()
+
+    def counting(name: str) -> Callable[..., Any]:
+        inner = getattr(fallback, name)
+        return lambda *given: (ran.update([name]), inner(*given))[1]
+
+    for name in NORMS:
+        monkeypatch.setattr(fallback, name, counting(name))
+    monkeypatch.setattr(operators, "_implementation", lambda module, name, x: getattr(fallback, name))
+    monkeypatch.setattr(operators, "kernels_run", lambda x: True)
+    return ran
+
+
+def gradients(model: LLM, tokens: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(model(tokens).square().mean(), list(model.parameters()))
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_layer_that_trains_is_one_graph_with_the_operators_in_it(
+    backend: str, checkpointed: bool, counted: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = zoo.create("llm-debug")
+    layers = len(model.layers)
+    tokens = torch.randint(model.config.vocab_size, (2, 9))
+    with monkeypatch.context() as without:
+        without.setattr(operators, "kernels_run", lambda x: False)
+        expected = gradients(model, tokens)
+    assert not counted
+    torch.testing.assert_close(gradients(model, tokens), expected)
+    # The sum's is one of torch's norms.
+    assert counted == {"add_rms_norm": layers, "rms_norm_rows": 2 * layers + 1, "rms_norm_backward": 2 * layers + 1}
+    zoo.compile_regions(model, backend=backend)
+    if checkpointed:
+        checkpoint_regions(model, LLMLayer)
+    with zoo.enforce_budget(model):
+        for _ in range(2):
+            counted.clear()
+            torch.testing.assert_close(gradients(model, tokens), expected, rtol=1e-4, atol=1e-6)
+    assert counted["rms_norm_backward"] == 2 * layers + 1
+    with torch.no_grad():
+        counted.clear()
+        model(tokens)
+        assert not counted, "operators are for gradients"
+
+
+def test_the_gradient_past_a_norm_is_added_in_its_backward(counted: Counter[str]) -> None:
+    """And the product's add in the product: what is left are the adds of queries' and keys' rotation."""
+    graphs: dict[str, list[str]] = {}
+
+    def compiler(name: str) -> Callable[..., Any]:
+        def compile_graph(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
+            graphs[name] = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+            return make_boxed_func(graph.forward)
+
+        return compile_graph
+
+    model = zoo.create("llm-debug")
+    layer = model.layers[0]
+    backend = aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"))
+    layer.compile(fullgraph=True, backend=backend)
+    x = torch.randn(2, 5, model.config.hidden_size, requires_grad=True)
+    layer(x, model.rotary(torch.arange(5)[None])).sum().backward()
+    assert graphs["forward"].count("aten.addmm.default") == 1
+    assert graphs["forward"].count("aten.add.Tensor") == 2 and graphs["backward"].count("aten.add.Tensor") == 4
+    assert graphs["backward"].count("zoo_llm.rms_norm_backward.default") == 2
+
+
+def test_norms_take_the_ordinary_way_where_operators_do_not_fit(counted: Counter[str]) -> None:
+    norm, x = RMSNorm(8, 1e-6), torch.randn(2, 3, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        norm_alone(x, norm), norm_beside(x, norm), add_norm(x, x, norm)
+    norm_alone(x.bfloat16(), norm), norm_beside(x.bfloat16(), norm), add_norm(x, x.bfloat16(), norm)
+    with torch.no_grad():
+        norm_alone(x, norm), norm_beside(x, norm), add_norm(x, x, norm)
+    wide = RMSNorm(operators.WIDEST_NORM + 1, 1e-6)
+    norm_alone(torch.randn(1, 1, operators.WIDEST_NORM + 1), wide)
+    norm_alone(x, nn.LayerNorm(8))  # type: ignore[arg-type]
+    assert not counted
+
+
+class _Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.usefixtures("counted")
+def test_only_a_plain_linear_layer_is_added_in_its_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    products: list[Tensor] = []
+    addmm = torch.addmm
+    monkeypatch.setattr(torch, "addmm", lambda *given: (products.append(given[0]), addmm(*given))[1])
+    x, hidden = torch.randn(2, 3, 8), torch.randn(2, 3, 4)
+    plain, bias, other = nn.Linear(4, 8, bias=False), nn.Linear(4, 8), _Scaled(4, 8, bias=False)
+    torch.testing.assert_close(add_linear(x, hidden, plain), x + plain(hidden))
+    assert len(products) == 1
+    torch.testing.assert_close(add_linear(x, hidden, bias), x + bias(hidden))
+    torch.testing.assert_close(add_linear(x, hidden, other), x + other(hidden))
+    add_linear(x.double(), hidden, plain)
+    with torch.autocast("cpu", torch.bfloat16):
+        add_linear(x, hidden, plain)
+    with torch.no_grad():
+        add_linear(x, hidden, plain)
+    assert len(products) == 1
+
+
+def test_norms_refuse_what_does_not_fit() -> None:
+    x, weight = torch.randn(3, 8), torch.randn(8)
+    with pytest.raises(ValueError, match=r"residual is \[2, 8\].*expected it like x: \[3, 8\]"):
+        operators.add_rms_norm(x, x[:2], weight, 1e-6)
+    with pytest.raises(ValueError, match=r"residual is .* of torch.bfloat16"):
+        operators.add_rms_norm(x, x.bfloat16(), weight, 1e-6)
+    with pytest.raises(ValueError, match=r"a weight \[4\] .* does not fit x \[3, 8\]"):
+        operators.rms_norm_rows(x, weight[:4], 1e-6)
+    wide = torch.randn(1, operators.WIDEST_NORM + 1)
+    with pytest.raises(ValueError, match=f"at most {operators.WIDEST_NORM}"):
+        operators.rms_norm_rows(wide, wide[0], 1e-6)
 
 
 def test_rounded_weights_and_many_rows_go_the_ordinary_way() -> None:

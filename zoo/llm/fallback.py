@@ -89,6 +89,31 @@ def swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
     return torch.cat([grad * up * (opened + gate * opened * (1 - opened)), grad * gate * opened], dim=-1)
 
 
+def rms_norm_rows(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """RMS norm of x [..., C], and the factors [...] that it multiplied with."""
+    return rms_norm(x, weight, eps), torch.rsqrt(x.float().square().mean(-1) + eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """X [..., C] plus residual, the RMS norm of that, and its factors [...]."""
+    total = x + residual
+    return total, *rms_norm_rows(total, weight, eps)
+
+
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, above: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of what was normed [..., C], with the one past the norm, and of the weight [C]."""
+    wide, factor = grad.float(), scale[..., None]
+    unit = x.float() * factor
+    change = wide * weight.float()
+    result = factor * (change - unit * (change * unit).mean(-1, keepdim=True))
+    if above is not None:
+        result = result + above.float()
+    summed = (wide * unit.to(x.dtype).float()).flatten(0, -2).sum(0)
+    return result.to(x.dtype), summed.to(weight.dtype)
+
+
 def accept_greedy(
     logits: Tensor,
     tokens: Tensor,

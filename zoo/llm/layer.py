@@ -21,6 +21,7 @@ from zoo.llm.attention import attend, attend_tokens
 from zoo.llm.cache import write
 from zoo.llm.config import LLMConfig
 from zoo.llm.norm import RMSNorm
+from zoo.llm.residual import add_linear, add_norm, norm_alone, norm_beside
 from zoo.llm.rope import rotate
 
 
@@ -67,7 +68,8 @@ class LLMLayer(nn.Module):
         if cache is not None and positions is not None and by_kernels and x.shape[1] == 1:
             return self.decode(x[:, 0], rotary[:, 0], positions[:, 0], cache)[:, None]
         if cache is None or positions is None:
-            query, key, value = self.project(x, rotary)
+            x, normed = norm_beside(x, self.input_layernorm)
+            query, key, value = self.project(normed, rotary)
             mixed = attend_tokens(query, key, value, mask)
         else:
             query = self.project_into(x, rotary, positions, cache, by_kernels)
@@ -78,8 +80,8 @@ class LLMLayer(nn.Module):
             else:
                 attention = operators.prefill_attention if by_kernels else attend
                 mixed = attention(query, cache, positions, self.window)
-        x = self.add_attention(x, mixed.flatten(2))
-        return self.add_mlp(x, self.gate(x))
+        x, normed = self.add_attention(x, mixed.flatten(2))
+        return self.add_mlp(x, self.gate(normed))
 
     def _by_kernels(self, x: Tensor) -> bool:
         return operators.kernels_run(x) and operators.attention_fits(self.head_dim)
@@ -102,18 +104,18 @@ class LLMLayer(nn.Module):
         norms = self._head_norms()
         mixed = operators.decode_attention(qkv, cache, positions, rotary, *norms, norm.eps, self.heads, self.window)
         if not few:
-            x = self.add_attention(x, mixed)
-            return self.add_mlp(x, self.gate(x))
+            x, normed = self.add_attention(x, mixed)
+            return self.add_mlp(x, self.gate(normed))
         x = operators.linear_add(mixed, self.o_proj.weight, x)
         hidden = operators.norm_gate(x, norm_after.weight, norm_after.eps, self.gate_up_proj.weight)
         return operators.linear_add(hidden, self.down_proj.weight, x)
 
-    def project(self, x: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Step 1: norm, one product, bias, norms of heads, rotation.
+    def project(self, normed: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Step 1, after its norm: one product, bias, norms of heads, rotation.
 
-        x [B, T, C], rotary [B or 1, T, D] -> query [B, T, H, D], key and value [B, T, K, D].
+        normed [B, T, C], rotary [B or 1, T, D] -> query [B, T, H, D], key and value [B, T, K, D].
         """
-        qkv = self.qkv_proj(self.input_layernorm(x)).unflatten(-1, (-1, self.head_dim))
+        qkv = self.qkv_proj(normed).unflatten(-1, (-1, self.head_dim))
         query, key, value = qkv.split((self.heads, self.key_heads, self.key_heads), dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
@@ -121,21 +123,21 @@ class LLMLayer(nn.Module):
 
     def project_into(self, x: Tensor, rotary: Tensor, positions: Tensor, cache: Tensor, by_kernels: bool) -> Tensor:
         """Step 1 with a cache [2, B, K, S, D], which gets keys and values: -> query [B, T, H, D]."""
+        norm = self.input_layernorm
         if by_kernels:
-            norm = self.input_layernorm
             where = cache, positions, rotary
             return operators.rotate_into(self.qkv_proj(norm(x)), *where, *self._head_norms(), norm.eps, self.heads)
-        query, key, value = self.project(x, rotary)
+        query, key, value = self.project(norm(x), rotary)
         write(cache, positions, key, value)
         return query
 
-    def add_attention(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """Step 3: product and residual add. x [B, T, C], mixed [B, T, H D] -> [B, T, C]."""
-        return x + self.o_proj(mixed)
+    def add_attention(self, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        """Step 3: product, residual add and the norm after it. x [B, T, C], mixed [B, T, H D] -> [B, T, C] of both."""
+        return add_norm(x, self.o_proj(mixed), self.post_attention_layernorm)
 
-    def gate(self, x: Tensor) -> Tensor:
-        """Step 4: norm, one product for both halves, SiLU of one times the other. x [B, T, C] -> [B, T, I]."""
-        both = self.gate_up_proj(self.post_attention_layernorm(x))
+    def gate(self, normed: Tensor) -> Tensor:
+        """Step 4: one product for both halves, SiLU of one times the other. normed [B, T, C] -> [B, T, I]."""
+        both = self.gate_up_proj(normed)
         if torch.is_grad_enabled() and operators.kernels_run(both):
             # The compiler's gradient of the two halves reads everything twice.
             return operators.swiglu(both.flatten(0, -2)).view(*both.shape[:-1], -1)
@@ -144,7 +146,7 @@ class LLMLayer(nn.Module):
 
     def add_mlp(self, x: Tensor, hidden: Tensor) -> Tensor:
         """Step 5: product and residual add. x [B, T, C], hidden [B, T, I] -> [B, T, C]."""
-        return x + self.down_proj(hidden)
+        return add_linear(x, hidden, self.down_proj)
 
 
 class LLMHead(nn.Module):
@@ -157,9 +159,9 @@ class LLMHead(nn.Module):
     def forward(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """X [B, T, C], weight [V, C], which may be the embedding's -> logits [B, T, V]; without one x normalised."""
         if weight is None:
-            return self.norm(x)
+            return norm_alone(x, self.norm)
         if x.shape[1] == 1 and not torch.is_grad_enabled() and operators.kernels_run(x):
             rows = x[:, 0]
             if operators.few_rows(rows, weight):
                 return operators.norm_linear(rows, self.norm.weight, self.norm.eps, weight, None)[:, None]
-        return F.linear(self.norm(x), weight)
+        return F.linear(norm_alone(x, self.norm), weight)

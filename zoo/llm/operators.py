@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zoo.llm import fallback
@@ -18,6 +19,8 @@ from zoo.operators import KERNEL_DTYPES, OperatorLibrary, launcher, triton_runs_
 
 # From here on a matrix product of the vendor's library reads weights as fast.
 MOST_ROWS = 4
+# A program holds a whole row of a norm.
+WIDEST_NORM = 16384
 
 _LIBRARY = OperatorLibrary("zoo_llm")
 
@@ -102,6 +105,97 @@ _LIBRARY.autograd(
     lambda ctx, grad: swiglu_backward(grad, ctx.saved_tensors[0]),
     lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
+
+
+@_LIBRARY.operator("(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")
+def rms_norm_rows(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """RMS norm of x [..., C], and the factors [...] in float32 that it multiplied with. With a gradient."""
+    _check_norm(x, weight)
+    return _implementation("rms_norm", "rms_norm_rows", x)(x, weight, eps)  # type: ignore[no-any-return]
+
+
+@_LIBRARY.fake("rms_norm_rows")
+def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@_LIBRARY.operator("(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)")
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """X [..., C] plus residual [..., C], the RMS norm of that, and its factors [...]. With a gradient.
+
+    Raises:
+        ValueError: If dtypes or shapes differ, or rows are wider than ``WIDEST_NORM``.
+    """
+    _check_norm(x, weight, residual=residual)
+    return _implementation("rms_norm", "add_rms_norm", x)(x, residual, weight, eps)  # type: ignore[no-any-return]
+
+
+@_LIBRARY.fake("add_rms_norm")
+def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@_LIBRARY.operator("(Tensor grad, Tensor x, Tensor weight, Tensor scale, Tensor? above) -> (Tensor, Tensor)")
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, above: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of what was normed and of the weight, in one pass over the rows.
+
+    Args:
+        grad: [..., C], of the norm's output.
+        x: [..., C], what was normed.
+        weight: [C].
+        scale: [...], the factors that the forward returned.
+        above: [..., C], the gradient that reached x past the norm; None if none did.
+
+    Returns:
+        [..., C], which holds ``above`` as well, and [C].
+    """
+    _check_norm(x, weight, grad=grad, above=above)
+    return _implementation("rms_norm", "rms_norm_backward", x)(grad, x, weight, scale, above)  # type: ignore[no-any-return]
+
+
+@_LIBRARY.fake("rms_norm_backward")
+def _(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, above: Tensor | None) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def _check_norm(x: Tensor, weight: Tensor, **others: Tensor | None) -> None:
+    if weight.shape != x.shape[-1:] or weight.dtype != x.dtype:
+        raise ValueError(
+            f"a weight {list(weight.shape)} of {weight.dtype} does not fit x {list(x.shape)} of {x.dtype}; "
+            f"expected [{x.shape[-1]}] of the same dtype"
+        )
+    if x.shape[-1] > WIDEST_NORM:
+        raise ValueError(f"rows are {x.shape[-1]} wide, at most {WIDEST_NORM} are taken")
+    for name, other in others.items():
+        if other is not None and (other.shape != x.shape or other.dtype != x.dtype):
+            raise ValueError(
+                f"{name} is {list(other.shape)} of {other.dtype}, expected it like x: {list(x.shape)} of {x.dtype}"
+            )
+
+
+def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:2], output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _norm_gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    return (*rms_norm_backward(grad, *ctx.saved_tensors, None), None)
+
+
+def _keep_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.save_for_backward(output[0], inputs[2], output[2])
+    ctx.mark_non_differentiable(output[2])
+
+
+def _sum_gradients(ctx: Any, above: Tensor, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    both, weight = rms_norm_backward(grad, *ctx.saved_tensors, above)
+    return both, both, weight, None
+
+
+_LIBRARY.autograd("rms_norm_rows", _norm_gradients, _keep_norm)
+_LIBRARY.autograd("add_rms_norm", _sum_gradients, _keep_sum)
 
 
 @_LIBRARY.operator(

@@ -2,9 +2,10 @@
 """Cross entropy of rows of logits, whose gradient takes their place; and a gradient times a number that is mostly one.
 
 A program takes a row and reads it twice: for its greatest and its sum, which every thread holds for the columns that it
-sees until the end, and for the gradient. One program of many warps runs on a multiprocessor at a time, so that the rows
-under way fit into the second-level cache and the second reading mostly finds them there. It goes backwards: what was
-read last is surely there.
+sees until the end, and for the gradient. The last columns it holds in registers, and reads once. One program of many
+warps runs on a multiprocessor at a time, so that the rows under way fit into the second-level cache, which is asked to
+keep what is read first until it is read again, and nothing else. The second reading goes backwards: what was read last
+is surely there.
 
 Shape legend: n rows, V classes.
 """
@@ -34,6 +35,19 @@ def _place(start, VECTORS: tl.constexpr, WIDE: tl.constexpr):
     return start + tl.arange(0, VECTORS)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
 
 
+@triton.jit
+def _take(most, total, x):
+    """Greatest and sum of each lane, with logits [VECTORS, WIDE] more."""
+    higher = tl.minimum(tl.maximum(most, tl.max(x, 1)), _LARGEST)
+    return higher, total * tl.exp(most - higher) + tl.sum(tl.exp(x - higher[:, None]), 1)
+
+
+@triton.jit
+def _slope(x, column, hit, norm, factor):
+    """The gradient of logits, in their dtype."""
+    return ((tl.exp(x.to(tl.float32) - norm) - tl.where(column == hit, 1.0, 0.0)) * factor).to(x.dtype)
+
+
 @Kernel
 @triton.jit
 def _cross_entropy(
@@ -59,24 +73,24 @@ def _cross_entropy(
         # Greatest and sum of each vector's lane, finite from the start: infinity off infinity is not a number.
         most = tl.full([VECTORS], -_LARGEST, tl.float32)
         total = tl.zeros([VECTORS], tl.float32)
-        for start in tl.range(0, columns, BLOCK, num_stages=STAGES):
-            column = _place(start, VECTORS, WIDE)
-            x = tl.load(logits + column, mask=column < columns, other=float("-inf")).to(tl.float32)
-            higher = tl.minimum(tl.maximum(most, tl.max(x, 1)), _LARGEST)
-            total = total * tl.exp(most - higher) + tl.sum(tl.exp(x - higher[:, None]), 1)
-            most = higher
+        last = (columns - 1) // BLOCK * BLOCK
+        for start in tl.range(0, last, BLOCK, num_stages=STAGES):
+            x = tl.load(logits + _place(start, VECTORS, WIDE), eviction_policy="evict_last").to(tl.float32)
+            most, total = _take(most, total, x)
+        column = _place(last, VECTORS, WIDE)
+        seen = column < columns
+        held = tl.load(logits + column, mask=seen, other=float("-inf"), eviction_policy="evict_first")
+        most, total = _take(most, total, held.to(tl.float32))
         highest = tl.max(most, 0)
         norm = highest + tl.log(tl.sum(total * tl.exp(most - highest), 0))
         tl.store(losses + row, tl.where(known, norm - own, float("nan")))
-        last = (columns - 1) // BLOCK * BLOCK
-        for back in tl.range(0, columns, BLOCK, num_stages=STAGES):
+        # Nobody reads these soon, while other rows wait in the cache for their second reading.
+        slope = _slope(held, column, hit, norm, factor)
+        tl.store(logits + column, slope, mask=seen, eviction_policy="evict_first")
+        for back in tl.range(BLOCK, last + 1, BLOCK, num_stages=STAGES):
             column = _place(last - back, VECTORS, WIDE)
-            seen = column < columns
-            x = tl.load(logits + column, mask=seen, other=0.0).to(tl.float32)
-            slope = (tl.exp(x - norm) - tl.where(column == hit, 1.0, 0.0)) * factor
-            # Nobody reads this soon, while other rows wait in the cache for their second reading.
-            slope = slope.to(logits.dtype.element_ty)
-            tl.store(logits + column, slope, mask=seen, eviction_policy="evict_first")
+            slope = _slope(tl.load(logits + column, eviction_policy="evict_first"), column, hit, norm, factor)
+            tl.store(logits + column, slope, eviction_policy="evict_first")
 
 
 @Kernel

@@ -1,0 +1,122 @@
+"""The norms of the residual stream against float64. Run by test_llm_kernels.py in Triton's interpreter, and on a GPU.
+
+TRITON_INTERPRET=1 python -m pytest tests/llm_norm_checks.py
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zoo
+from zoo.llm import fallback, operators
+from zoo.llm.kernels import rms_norm as kernels
+from zoo.llm.norm import RMSNorm
+from zoo.llm.residual import norm_alone, norm_beside
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
+# The interpreter cuts numbers off where a GPU rounds them to bfloat16.
+RELATIVE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2 if DEVICE == "cpu" else 6e-3, torch.float16: 1e-3}
+
+
+@pytest.fixture(autouse=True)
+def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(operators, "triton_runs_on", lambda device: True)
+
+
+def values(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape) * scale).to(DEVICE, dtype)
+
+
+def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert found.shape == expected.shape and found.dtype == dtype and found.isfinite().all()
+    error = (found.double() - expected).norm() / expected.norm()
+    assert error < RELATIVE[dtype], error
+
+
+def exact_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5))
+
+
+@pytest.fixture(params=[4, None], ids=["programs that go round", "programs as they are"])
+def _programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param is not None:
+        monkeypatch.setattr(kernels, "PROGRAMS", request.param)
+        monkeypatch.setattr(kernels, "SUMS", 2)
+
+
+@pytest.mark.usefixtures("_programs")
+@pytest.mark.parametrize("dtype", RELATIVE)
+@pytest.mark.parametrize("shape", [(1, 7), (5, 100), (2, 3, 2048), (9, 3), (3, 4097), (150, 48)], ids=str)
+def test_norms_of_the_residual_stream_and_their_gradients(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, added = values(*shape, dtype=dtype, scale=3.0), values(*shape, dtype=dtype)
+    weight = values(shape[-1], dtype=dtype)
+    above, grad = values(*shape, dtype=dtype), values(*shape, dtype=dtype)
+    given = [each.requires_grad_() for each in (x, added, weight)]
+    exact = [each.detach().double().requires_grad_() for each in given]
+    total, normed, scale = operators.add_rms_norm(*given, 1e-5)
+    sums = exact[0] + exact[1]
+    wanted = exact_norm(sums, exact[2])
+    close(total, sums, dtype)
+    close(normed, wanted, dtype)
+    close(scale, torch.rsqrt(total.detach().double().square().mean(-1) + 1e-5), torch.float32)
+    expected = torch.autograd.grad((sums, wanted), exact, (above.double(), grad.double()))
+    found = torch.autograd.grad((total, normed), given, (above, grad), retain_graph=True)
+    for ours, theirs in zip(found, expected, strict=True):
+        close(ours, theirs, dtype)
+    again = torch.autograd.grad((total, normed), given, (above, grad))
+    assert all(torch.equal(*both) for both in zip(found, again, strict=True))
+    # Where nothing is added, with and without a gradient past the norm.
+    norm = RMSNorm(shape[-1], 1e-5)
+    norm.weight = nn.Parameter(weight.detach())
+    beside, normed = norm_beside(x, norm)
+    alone = norm_alone(x, norm)
+    assert torch.equal(beside, x) and torch.equal(alone, normed)
+    wanted = exact_norm(exact[0], exact[2])
+    close(normed, wanted, dtype)
+    expected = torch.autograd.grad(
+        (exact[0] * 1, wanted), exact[::2], (above.double(), grad.double()), retain_graph=True
+    )
+    for ours, theirs in zip(
+        torch.autograd.grad((beside, normed), (x, norm.weight), (above, grad)), expected, strict=True
+    ):
+        close(ours, theirs, dtype)
+    expected = torch.autograd.grad(wanted, exact[::2], grad.double())
+    for ours, theirs in zip(torch.autograd.grad(alone, (x, norm.weight), grad), expected, strict=True):
+        close(ours, theirs, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_norms_round_where_torch_rounds(dtype: torch.dtype) -> None:
+    x, added, weight = values(20, 96, dtype=dtype), values(20, 96, dtype=dtype), values(96, dtype=dtype)
+    total, normed, _ = operators.add_rms_norm(x, added, weight, 1e-5)
+    expected = fallback.add_rms_norm(x, added, weight, 1e-5)
+    assert torch.equal(total, expected[0])
+    # Sums in another order move a few numbers by their last digit before they are rounded.
+    assert (normed != expected[1]).float().mean() < (0.5 if dtype is torch.float32 else 0.01)
+    torch.testing.assert_close(normed, expected[1], rtol=RELATIVE[dtype], atol=0)
+
+
+def test_norms_of_no_rows() -> None:
+    x, weight = values(0, 32).requires_grad_(), values(32).requires_grad_()
+    total, normed, _ = operators.add_rms_norm(x, x.detach(), weight, 1e-5)
+    grads = torch.autograd.grad((total, normed), (x, weight), (total.detach(), normed.detach()))
+    assert normed.shape == grads[0].shape == (0, 32) and not grads[1].any()
+
+
+def test_a_model_trains_as_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.create("llm-debug", device=DEVICE)
+    tokens = torch.randint(model.config.vocab_size, (2, 9), device=DEVICE)
+    gradients = {}
+    for own in (True, False):
+        if not own:
+            monkeypatch.setattr(operators, "triton_runs_on", lambda device: False)
+        gradients[own] = torch.autograd.grad(model(tokens).square().mean(), list(model.parameters()))
+    for found, expected in zip(gradients[True], gradients[False], strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)

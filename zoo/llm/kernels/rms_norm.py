@@ -1,0 +1,155 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
+"""The norms of a layer where gradients are wanted: each direction reads and writes every number once.
+
+    forward     the residual add, its sum, and the norm of that, a row a program
+    backward    of each row, plus the gradient that reached it past the norm. Few programs go over all rows, so that
+                each holds what its rows give to the weight's gradient until the end
+    total       the programs' together, always in the same order
+
+Left to the compiler the residual add stands alone or the gradients are added on the way, and the weight's is summed by
+few programs.
+
+Shape legend: R rows, C columns, P programs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zoo.ahead import Kernel
+from zoo.operators import ceil_div, next_power
+
+# Numbers of a row that a thread holds, 16 bytes in half precision: of each summand, and of what the gradient reads.
+FORWARD, BACKWARD = 8, 8
+# Programs of the backward at most: four for each multiprocessor of a large GPU, and a power of two as rows mostly are.
+PROGRAMS = 512
+# Sums of programs that are read at once, and their columns: many programs, for little is read.
+SUMS, SUM_COLUMNS = 128, 16
+
+
+@Kernel
+@triton.jit
+def _forward(x, residual, weight, total, out, scale, columns, eps, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    live = column < columns
+    place = row * columns + column
+    value = tl.load(x + place, mask=live, other=0.0)
+    if residual is not None:
+        value = value.to(tl.float32) + tl.load(residual + place, mask=live, other=0.0).to(tl.float32)
+        # What is normed is what the next block will read.
+        value = value.to(total.dtype.element_ty)
+        tl.store(total + place, value, mask=live)
+    factor = tl.load(weight + column, mask=live, other=0.0).to(tl.float32)
+    wide = value.to(tl.float32)
+    root = tl.rsqrt(tl.sum(wide * wide, 0) / columns + eps)
+    tl.store(scale + row, root)
+    unit = (wide * root).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + place, (unit * factor).to(out.dtype.element_ty), mask=live)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["rows"])
+def _backward(grad, x, weight, scale, above, out, part, rows, columns, COLUMNS: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    live = column < columns
+    factor = tl.load(weight + column, mask=live, other=0.0)
+    total = tl.zeros([COLUMNS], tl.float32)
+    change = tl.load(grad + first * columns + column, mask=live, other=0.0)
+    value = tl.load(x + first * columns + column, mask=live, other=0.0)
+    root = tl.load(scale + first)
+    for row in range(first, rows, tl.num_programs(0)):
+        place = row * columns + column
+        if above is not None:
+            beside = tl.load(above + place, mask=live, other=0.0)
+        # The next row is under way while the sum of this one waits for all threads.
+        following = row + tl.num_programs(0)
+        seen = live & (following < rows)
+        place_after = following * columns + column
+        change_after = tl.load(grad + place_after, mask=seen, other=0.0)
+        value_after = tl.load(x + place_after, mask=seen, other=0.0)
+        root_after = tl.load(scale + following, mask=following < rows, other=0.0)
+        unit = value.to(tl.float32) * root
+        wide = change.to(tl.float32)
+        total += wide * unit.to(x.dtype.element_ty).to(tl.float32)
+        wide *= factor.to(tl.float32)
+        along = tl.sum(wide * unit, 0) / columns
+        result = (wide - unit * along) * root
+        if above is not None:
+            result += beside.to(tl.float32)
+        tl.store(out + place, result.to(out.dtype.element_ty), mask=live)
+        change, value, root = change_after, value_after, root_after
+    tl.store(part + first * columns + column, total, mask=live)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["sums"])
+def _total(part, out, sums, columns, SUMS: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([SUMS, BLOCK], tl.float32)
+    for start in range(0, sums, SUMS):
+        row = start + tl.arange(0, SUMS)
+        seen = (row < sums)[:, None] & (column < columns)[None, :]
+        total += tl.load(part + row[:, None] * columns + column[None, :], mask=seen, other=0.0)
+    tl.store(out + column, tl.sum(total, 0).to(out.dtype.element_ty), mask=column < columns)
+
+
+def rms_norm_rows(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Norm of x [..., C] and its factors [...]."""
+    x = x.contiguous()
+    out, scale = torch.empty_like(x), _scales(x)
+    _launch_forward(x, None, weight, eps, out, out, scale)
+    return out, scale
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """X [..., C] plus residual, the norm of that, and its factors [...]."""
+    x, residual = x.contiguous(), residual.contiguous()
+    total, out, scale = torch.empty_like(x), torch.empty_like(x), _scales(x)
+    _launch_forward(x, residual, weight, eps, total, out, scale)
+    return total, out, scale
+
+
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, above: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x [..., C] and of the weight [C]."""
+    grad, x, weight, scale = (each.contiguous() for each in (grad, x, weight, scale))
+    above = None if above is None else above.contiguous()
+    out, grad_weight = torch.empty_like(x), torch.empty_like(weight)
+    rows, columns = scale.numel(), x.shape[-1]
+    programs = min(rows, PROGRAMS)
+    part = x.new_empty(programs, columns, dtype=torch.float32)
+    block = next_power(columns)
+    if rows:
+        _backward[(programs,)](
+            grad, x, weight, scale, above, out, part, rows, columns,
+            COLUMNS=block, num_warps=_warps(block, BACKWARD),
+        )  # fmt: skip
+    _total[(ceil_div(columns, SUM_COLUMNS),)](
+        part, grad_weight, programs, columns, SUMS=SUMS, BLOCK=SUM_COLUMNS, num_warps=8
+    )
+    return out, grad_weight
+
+
+def _scales(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+def _warps(block: int, numbers: int) -> int:
+    return min(max(block // (32 * numbers), 1), 32)
+
+
+def _launch_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, total: Tensor, out: Tensor, scale: Tensor
+) -> None:
+    if rows := scale.numel():
+        block = next_power(x.shape[-1])
+        _forward[(rows,)](
+            x, residual, weight.contiguous(), total, out, scale, x.shape[-1], eps,
+            COLUMNS=block, num_warps=_warps(block, FORWARD),
+        )  # fmt: skip
