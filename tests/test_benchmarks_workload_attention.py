@@ -9,7 +9,6 @@ import torch
 
 import zoo
 from benchmarks.case import Case, expand
-from benchmarks.strategies import apply, execution_mode
 from benchmarks.workloads import Prepared, families, load
 from benchmarks.workloads.attention import DECODE_INPUTS, PACKED_INPUTS, WORKLOAD
 from benchmarks.workloads.attention_choices import CHOICES, DECODE, PACKED
@@ -88,13 +87,11 @@ def test_slots_and_rows_of_others_are_not_seen(model: str):
 
 
 @pytest.mark.parametrize("model", [model for model in ON_A_CPU if model != "packed-nested"])
-def test_layers_share_a_graph(monkeypatch: pytest.MonkeyPatch, model: str):
-    monkeypatch.setenv("BENCHMARKS_BACKEND", "aot_eager")
-    arm = case(model, strategy="regional")
-    prepared = WORKLOAD.prepare(arm, data_root=None, seed=0)
-    step = apply(arm, prepared)
-    with execution_mode(arm), zoo.enforce_budget(prepared.model):
-        assert error(torch.stack(step()), prepared.reference()) < 1e-6
+def test_layers_share_a_graph(model: str):
+    prepared = prepare(model)
+    zoo.compile_regions(prepared.model, backend="aot_eager")
+    with torch.inference_mode(), zoo.enforce_budget(prepared.model):
+        assert error(torch.stack(prepared.model()), prepared.reference()) < 1e-6
 
 
 @pytest.mark.parametrize("name", DECODE_INPUTS)
@@ -123,6 +120,7 @@ def test_which_arms_there_are():
         ("decode-flex", {"input": "skewed-4x32"}, "decode-flex has the inputs"),
         ("packed-varlen", {}, "half precision on a GPU"),
         ("packed-nested", {"strategy": "regional"}, "cannot trace"),
+        ("decode-flex", {"strategy": "regional"}, "parts of one tensor"),
     ):
         assert words in str(WORKLOAD.refuses(case(model, **changes)))
         with pytest.raises(ValueError, match=words):

@@ -75,6 +75,12 @@ PACKED_INPUTS = {
     "skewed-64x512": Packed(input="skewed-64x512", layers=12, heads=12, width=64),
     "skewed-4x32": Packed(input="skewed-4x32", layers=2, heads=2, width=16),
 }
+_ONE_BUFFER = "the compiler's flex_attention takes no queries, keys and values that are parts of one tensor"
+_NOT_COMPILED_ON_A_CPU = {
+    "decode-flex": _ONE_BUFFER,
+    "packed-flex": _ONE_BUFFER,
+    "packed-nested": "torch splits nested tensors by their lengths, which it cannot trace",
+}
 _FOR_CPU = ("small-3x256", "skewed-4x32")
 
 
@@ -153,8 +159,8 @@ class AttentionWorkload:
             return f"{case.model} has the inputs {', '.join(known)}"
         if case.model == "packed-varlen" and (case.device == "cpu" or case.dtype == "float32"):
             return "torch's variable-length attention takes half precision on a GPU"
-        if case.model == "packed-nested" and case.device == "cpu" and case.strategy != "eager":
-            return "on a CPU torch splits nested tensors by their lengths, which it cannot trace"
+        if case.device == "cpu" and case.strategy != "eager" and case.model in _NOT_COMPILED_ON_A_CPU:
+            return f"on a CPU {_NOT_COMPILED_ON_A_CPU[case.model]}"
         return None
 
     def memory_bytes(self, case: Case) -> int:
