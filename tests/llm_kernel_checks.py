@@ -5,6 +5,7 @@ TRITON_INTERPRET=1 python -m pytest tests/llm_kernel_checks.py
 
 from __future__ import annotations
 
+import math
 import os
 
 import pytest
@@ -146,6 +147,51 @@ def test_attention_does_not_read_what_is_not_filled() -> None:
     qkv, rotary = values(1, 8 * 32), values(1, 32)
     position = torch.tensor([10], device=DEVICE)
     assert operators.decode_attention(qkv, cache, position, rotary, None, None, 1e-6, 4, None).isfinite().all()
+
+
+def fenced(*shape: int) -> tuple[Tensor, Tensor]:
+    """A cache, and the memory that it is the middle of."""
+    size = math.prod(shape)
+    memory = values(3 * size)
+    return memory, memory[size : 2 * size].view(shape)
+
+
+def test_a_position_without_a_slot_is_not_written() -> None:
+    slots, positions = 70, torch.tensor([3, -1, 70, 90], device=DEVICE)
+    memory, cache = fenced(2, 4, 2, slots, 32)
+    qkv, rotary = values(4, 8 * 32), values(4, 32)
+    before, own = memory.clone(), cache[:, :1].clone()
+    found = operators.decode_attention(qkv, cache, positions, rotary, None, None, 1e-6, 4, None)
+    row = qkv[:1].double(), own.double(), positions[:1], rotary[:1].double()
+    close(found[:1], fallback.decode_attention(*row, None, None, 1e-6, 4, None), found.dtype)
+    assert found.isfinite().all()
+    cache[:, 0, :, 3] = before[cache.numel() : 2 * cache.numel()].view(cache.shape)[:, 0, :, 3]
+    assert torch.equal(memory, before), "a slot was written that is not the token's"
+
+
+def test_rotation_skips_a_position_without_a_slot() -> None:
+    slots, positions = 9, torch.tensor([[-1, 2, 9], [20, 8, -9]], device=DEVICE)
+    memory, cache = fenced(2, 2, 2, slots, 32)
+    qkv, rotary = values(2, 3, 8 * 32), values(2, 3, 32)
+    before = memory.clone()
+    operators.rotate_into(qkv, cache, positions, rotary, None, None, 1e-6, 4)
+    kept = before[cache.numel() : 2 * cache.numel()].view(cache.shape)
+    for row, position in ((0, 2), (1, 8)):
+        assert not torch.equal(cache[:, row, :, position], kept[:, row, :, position])
+        cache[:, row, :, position] = kept[:, row, :, position]
+    assert torch.equal(memory, before), "a slot was written that is not a token's"
+
+
+def test_prefill_reads_no_slot_that_is_not_there() -> None:
+    slots, positions = 70, torch.tensor([[0, 70, 69, 400]] * 2, device=DEVICE)
+    memory, cache = fenced(2, 2, 2, slots, 32)
+    held = cache.clone()
+    memory.fill_(float("nan"))
+    cache.copy_(held)
+    query = values(2, 4, 4, 32)
+    found = operators.prefill_attention(query, cache, positions, None)
+    expected = fallback.prefill_attention(query.double(), cache.double(), positions.clamp(max=slots - 1), None)
+    close(found, expected, query.dtype)
 
 
 @pytest.mark.parametrize("options", [{}, {"qk_norm": True}, {"qkv_bias": True}, {"sliding_window": 9}], ids=str)

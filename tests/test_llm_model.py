@@ -149,6 +149,10 @@ def test_blocks_build_on_their_own(model: LLM) -> None:
         ({"input_ids": torch.ones(1, 0, dtype=torch.int64)}, ValueError, "neither empty"),
         ({"input_ids": torch.ones(1, 513, dtype=torch.int64)}, ValueError, "513 tokens, but the model has 512"),
         ({"position_ids": torch.ones(2, 12)}, TypeError, "position_ids is torch.float32"),
+        ({"input_ids": torch.tensor([[3, 256]])}, ValueError, "from 3 to 256, but the vocabulary has 256 tokens"),
+        ({"input_ids": torch.tensor([[-1, 2]])}, ValueError, "from -1 to 2, but the vocabulary .* pass 0 to 255"),
+        ({"position_ids": torch.arange(501, 513)[None]}, ValueError, "501 to 512, but the model has 512 positions"),
+        ({"position_ids": torch.arange(-1, 11)[None]}, ValueError, "position_ids has values from -1 to 10"),
         ({"position_ids": torch.arange(11)[None]}, ValueError, r"position_ids has shape \[1, 11\]"),
         ({"attention_mask": torch.ones(2, 11)}, ValueError, r"attention_mask is \[2, 11\]"),
         ({"attention_mask": torch.ones(2, 1, 12, 12)}, ValueError, r"\[2, 1, 12, 12\]"),
@@ -162,6 +166,22 @@ def test_blocks_build_on_their_own(model: LLM) -> None:
 def test_bad_inputs_are_named(model: LLM, inputs: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words), torch.inference_mode():
         model(**{"input_ids": ids(), **inputs})
+
+
+def test_a_position_behind_the_cache_is_named(model: LLM) -> None:
+    cache = model.make_cache(2, 16)
+    with (
+        pytest.raises(ValueError, match="from 5 to 16, but the cache has 16 slots: .* more slots"),
+        torch.inference_mode(),
+    ):
+        model(ids(), position_ids=torch.arange(5, 17)[None], cache=cache)
+    assert not any(layer.any() for layer in cache.layers)
+
+
+def test_checks_of_values_cost_no_graph(model: LLM) -> None:
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.inference_mode():
+        torch.testing.assert_close(compiled(ids()), model(ids()))
 
 
 @pytest.mark.parametrize(

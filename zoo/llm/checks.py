@@ -1,4 +1,4 @@
-"""What can be known to be wrong from shapes and dtypes, before anything runs. Values on a device are not read."""
+"""What can be known to be wrong before anything runs. Values are read on the host only: no device is waited for."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ def check_call(
         raise TypeError(f"input_ids is {input_ids.dtype}, expected int64 or int32")
     if input_ids.dim() != 2 or not input_ids.numel():
         raise ValueError(f"input_ids has shape {list(input_ids.shape)}, expected [batch, tokens], neither empty")
+    vocabulary = model.config.vocab_size
+    check_values("input_ids", input_ids, vocabulary, f"the vocabulary has {vocabulary} tokens")
     batch, tokens = input_ids.shape
     limit = model.config.max_position_embeddings
     if position_ids is None and tokens > limit:
@@ -42,6 +44,7 @@ def check_call(
             raise ValueError(
                 f"position_ids has shape {list(position_ids.shape)}, expected {[batch, tokens]} or {[1, tokens]}"
             )
+        check_values("position_ids", position_ids, limit, f"the model has {limit} positions")
     if attention_mask is not None:
         if cache is not None:
             raise ValueError(
@@ -53,6 +56,9 @@ def check_call(
             raise ValueError(f"attention_mask is {given}, expected a tensor like input_ids, {[batch, tokens]}")
     if cache is not None:
         check_cache(model.config, cache, batch, tokens, position_ids is None)
+        if position_ids is not None:
+            held = f"the cache has {cache.slots} slots"
+            check_values("position_ids", position_ids, cache.slots, held, ", or make a cache with more slots")
     if isinstance(logits_to_keep, Tensor):
         if logits_to_keep.dtype != torch.int64:
             raise TypeError(f"logits_to_keep is {logits_to_keep.dtype}, expected int64 indices")
@@ -62,6 +68,16 @@ def check_call(
             )
     elif not isinstance(logits_to_keep, int) or logits_to_keep < 0:
         raise ValueError(f"logits_to_keep is {logits_to_keep!r}, expected 0 for all, a number or a tensor of indices")
+
+
+def check_values(name: str, given: Tensor, limit: int, why: str, otherwise: str = "") -> None:
+    """Whether values lie from 0 to below ``limit``, where they can be read at no cost and Python may depend on them."""
+    # A fake tensor of a dry run has none.
+    if type(given) is not Tensor or given.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    low, high = (int(bound) for bound in given.aminmax())
+    if low < 0 or high >= limit:
+        raise ValueError(f"{name} has values from {low} to {high}, but {why}: pass 0 to {limit - 1}{otherwise}")
 
 
 def check_cache(config: LLMConfig, cache: KVCache, batch: int, tokens: int, from_zero: bool) -> None:

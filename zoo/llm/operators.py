@@ -218,7 +218,8 @@ def decode_attention(
     Args:
         qkv: [B, (H + 2 K) D], queries, keys and values as they come from their product.
         cache: [2, B, K, S, D], written in place.
-        positions: [B] int64, of the new tokens. Slots up to them are read.
+        positions: [B] int64, of the new tokens. Slots up to them are read. By kernels one that the cache has no slot
+            for is not written, and sees what the nearest slot would; elsewhere it is an error.
         rotary: [B, D] float32, cosines and sines of the positions.
         q_norm: [D], weight of the queries' RMS norm, or None.
         k_norm: [D], of the keys'.
@@ -267,7 +268,8 @@ def rotate_into(
     Args:
         qkv: [B, T, (H + 2 K) D], queries, keys and values as they come from their product.
         cache: [2, B, K, S, D], written in place.
-        positions: [B, T] int64. One may occur twice in a row if it is the same token.
+        positions: [B, T] int64. One may occur twice in a row if it is the same token; one without a slot is not written
+            by kernels, and elsewhere an error.
         rotary: [B or 1, T, D] float32, cosines and sines of the positions.
         q_norm: [D], weight of the queries' RMS norm, or None.
         k_norm: [D], of the keys'.

@@ -53,7 +53,9 @@ def _attend(
     half = tl.arange(0, D // 2)
     member = tl.arange(0, GROUP)
     real = member < HEADS // KEY_HEADS
-    position = tl.load(positions + batch)
+    given = tl.load(positions + batch)
+    # A position that has no slot sees what the nearest one would, and is not written: no slot is another head's.
+    position = tl.minimum(tl.maximum(given, 0), slots - 1)
     oldest = tl.maximum(position - window + 1, 0)
     steps = tl.cdiv(tl.cdiv(position + 1 - oldest, BLOCK), PARTS)
     first = oldest + part * steps * BLOCK
@@ -63,7 +65,7 @@ def _attend(
     sin = tl.load(rotary + batch * D + D // 2 + half)
     keys = cache + (batch * KEY_HEADS + key_head) * slots * D
     values = keys + tl.num_programs(2).to(tl.int64) * KEY_HEADS * slots * D
-    if (first <= position) & (position < end):
+    if (first <= position) & (position < end) & (position == given):
         # The new token belongs to this part: into the cache with it, from where the loop below reads it as all others.
         one = tl.arange(0, 1)
         source = row + (HEADS + key_head) * D

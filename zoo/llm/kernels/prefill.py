@@ -60,7 +60,9 @@ def _prefill(
     batch = tl.program_id(2).to(tl.int64)
     real = number < tokens
     column = tl.arange(0, D)
-    position = tl.load(positions + batch * tokens + number, mask=real, other=-1).to(tl.int32)
+    position = tl.load(positions + batch * tokens + number, mask=real, other=-1)
+    # A position that has no slot sees what the nearest one would.
+    position = tl.where(real, tl.minimum(tl.maximum(position, 0), slots - 1), -1).to(tl.int32)
     oldest = tl.maximum(position - window + 1, 0)
     place = ((batch * tokens + number) * HEADS + head)[:, None] * D + column[None, :]
     rows = tl.load(query + place, mask=real[:, None], other=0.0)

@@ -55,7 +55,8 @@ def _rotate_into(
     position = tl.load(positions + token)
     row = tl.where(of_value, batches * KEY_HEADS, 0).to(tl.int64) + batch * KEY_HEADS + (head - HEADS) % KEY_HEADS
     place = ((row * slots + position) * D)[:, None] + half[None, :]
-    kept = (of_key | of_value)[:, None]
+    # A position that has no slot is not written: it would be a slot of another head.
+    kept = ((of_key | of_value) & (position >= 0) & (position < slots))[:, None]
     tl.store(cache + place, turned_left.to(cache.dtype.element_ty), mask=kept)
     tl.store(cache + place + D // 2, turned_right.to(cache.dtype.element_ty), mask=kept)
 
