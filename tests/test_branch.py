@@ -67,10 +67,11 @@ def test_a_unet_waits_before_it_reads_what_the_branch_computes(compiled: bool, m
         return norm(x, shift, *rest)
 
     monkeypatch.setattr("zoo.unet.model.branch", noting)
-    monkeypatch.setattr(blocks, "group_norm", group_norm)
     if compiled:
         # What is compiled cannot wait in its middle: it would break there.
         zoo.compile_regions(model, regions=cut(model, "blocks"), backend="eager")
+    else:
+        monkeypatch.setattr(blocks, "group_norm", group_norm)
     with torch.inference_mode(), zoo.enforce_budget(model) if compiled else nullcontext():
         torch.testing.assert_close(model(**inputs).sample, expected)
-    assert happened[:4] == ["branch", "left", "wait", "read"] and happened.count("wait") == 1
+    assert happened[:3] == ["branch", "left", "wait"] and set(happened[3:]) == (set() if compiled else {"read"})
