@@ -18,9 +18,10 @@ from zoo.llm import operators as llm
 from zoo.resnet import depth, norms, pooling
 from zoo.resnet import operators as resnet
 from zoo.training import operators as training
+from zoo.unet import attention as unet_attention
 from zoo.unet import operators as unet
 
-MODULES: tuple[ModuleType, ...] = (gnn, llm, norms, depth, pooling, resnet, training, unet)
+MODULES: tuple[ModuleType, ...] = (gnn, llm, norms, depth, pooling, resnet, training, unet, unet_attention)
 
 
 class Gpu:

@@ -221,6 +221,26 @@ def test_an_epoch_of_lengths_is_as_many_graphs_as_sizes(name: str) -> None:
     assert +found == {"BertLayer": len(buckets), **ends}
 
 
+def test_a_thousand_batches_compile_what_was_declared_and_nothing_more() -> None:
+    model: Any = zoo.create("bert-debug")
+    rows, length = 4, 16
+    buckets = token_buckets(rows, length, steps=4)
+    zoo.compile_regions(model, backend="eager")
+    generator = torch.Generator().manual_seed(0)
+    before, seen = len(LEDGER.entries), Counter[int]()
+    with torch.inference_mode(), zoo.enforce_budget(model):
+        for index in range(1000):
+            # Most rows are short; of some batches all are nearly as long as any.
+            lengths = (torch.rand(rows, 1, generator=generator) ** (0.1 if index % 20 == 0 else 3) * length).long() + 1
+            mask = torch.arange(int(lengths.max())) < lengths
+            ids = torch.randint(1, 128, mask.shape, generator=generator)
+            batch = pack(ids, mask, config=model.config, buckets=buckets, rows=rows, length=length)
+            assert model(batch).pooler_output.shape == (rows, 32)
+            seen[batch.input_ids.numel()] += 1
+    assert set(seen) == set(buckets)
+    assert sum(entry.graphs for entry in LEDGER.entries[before:]) == len(buckets)
+
+
 def test_an_outer_cuda_graph_for_each_size() -> None:
     model: Any = zoo.create("bert-debug")
     buckets = token_buckets(3, 16, steps=2)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import zoo
 from tests.kernel_runs import run_checks
-from zoo.unet import operators
+from zoo.unet import attention, operators
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKS = ("unet_kernel_checks.py", "unet_glue_checks.py", "unet_attention_checks.py")
@@ -63,8 +63,8 @@ def glue_calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         "every other window": (operators.windows, (torch.randn(2, 5, 4, 8).transpose(1, 2), 2)),
         "bias": (operators.conv_bias, (half, bias)),
         "upsample": (operators.upsample, (torch.randn(2, 3, 5, 8),)),
-        "attention": (operators.short_attention, torch.randn(3, 2, 5, 3, 8).bfloat16().unbind()),
-        "attention in a product": (operators.short_attention, torch.randn(2, 5, 3, 3, 8).half().unbind(2)),
+        "attention": (attention.short_attention, torch.randn(3, 2, 5, 3, 8).bfloat16().unbind()),
+        "attention in a product": (attention.short_attention, torch.randn(2, 5, 3, 3, 8).half().unbind(2)),
         "no rows": (operators.add_norm, (x[:0], residual[:0], weight, bias, bias, 1e-5)),
     }
 
@@ -162,7 +162,7 @@ def test_glue_of_shapes_that_do_not_fit_is_refused() -> None:
     one = torch.randn(2, 5, 2, 8)
     for key, value in ((one[:1], one[:1]), (one, one[:, :3]), (one[..., :4], one[..., :4])):
         with pytest.raises(ValueError, match=r"expected \[B, T, N, D\] and twice \[B, L, N, D\]"):
-            operators.short_attention(one, key, value)
+            attention.short_attention(one, key, value)
 
 
 def test_windows_are_what_a_convolution_multiplies() -> None:

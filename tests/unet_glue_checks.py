@@ -134,7 +134,7 @@ def test_windows(shape: tuple[int, ...], stride: int, dtype: torch.dtype) -> Non
 
 # Rows, channels, width inside: whole tiles of both; less than one of each; what divides neither.
 PRODUCTS = [(256, 64, 128), (5, 8, 8), (130, 72, 136), (128, 640, 64)]
-# The interpreter reads bfloat16 through a descriptor as if it were integers.
+# The interpreter multiplies matrices of bfloat16 as if they were integers.
 DESCRIBED = [torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16]
 
 

@@ -1,4 +1,4 @@
-"""Group norm over channels_last images, the glue between products and convolutions, and short attention, as operators.
+"""Group norm over channels_last images, and the glue between products and convolutions, as operators.
 
 torch's own group norm goes through the other memory format, and adds what comes before it and applies what comes after
 it in passes of their own. On a GPU ours are one Triton launch or two, and glue is one; elsewhere torch's own operators.
@@ -32,9 +32,6 @@ WIDEST_ROW = 2048
 LEAST_ROWS = 2048
 # Convolutions to no more pixels, from no fewer channels, are a product of windows, measured on an H200.
 MOST_PIXELS, LEAST_CHANNELS = 256, 640
-# Attention to more keys than this is the library's, measured on an H200; the widest head that a program holds.
-MOST_KEYS = 128
-WIDEST_HEAD = 256
 
 _LIBRARY = OperatorLibrary("zoo_unet")
 
@@ -365,45 +362,3 @@ def row_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 @_LIBRARY.fake("row_norm")
 def _(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
-
-
-# --- attention, without gradients ---
-
-
-def short_attention_runs(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether attention of these, [B, T, N, D] and [B, L, N, D], is for our kernel: few keys, in half precision."""
-    if differentiated(query, key, value) or query.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    width, keys = key.shape[3], key.shape[1]
-    fits = 0 < keys <= MOST_KEYS and 0 < width <= WIDEST_HEAD and width % 8 == 0
-    return fits and query.dtype == key.dtype == value.dtype and triton_runs_on(query.device)
-
-
-@_LIBRARY.operator("(Tensor query, Tensor key, Tensor value) -> Tensor")
-def short_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention of all queries of an image to all its keys, of which there are few.
-
-    Args:
-        query: [B, T, N, D], T queries of N heads.
-        key: [B, L, N, D].
-        value: [B, L, N, D].
-
-    Returns:
-        [B T, N D]: heads side by side.
-
-    Raises:
-        ValueError: If the shapes do not fit.
-    """
-    expected = (query.shape[0], key.shape[1], *query.shape[2:])
-    if key.shape != value.shape or tuple(key.shape) != expected:
-        shapes = ", ".join(str(tuple(each.shape)) for each in (query, key, value))
-        raise ValueError(f"query, key and value have shapes {shapes}; expected [B, T, N, D] and twice [B, L, N, D]")
-    if short_attention_runs(query, key, value):
-        return launcher("zoo.unet.kernels.attention", "short_attention", query)(query, key, value)
-    return fallback.attend(query, key, value, None)
-
-
-@_LIBRARY.fake("short_attention")
-def _(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    images, queries, heads, width = query.shape
-    return query.new_empty(images * queries, heads * width)

@@ -21,20 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.layers import to_images, to_rows, untracked
-from zoo.unet import fallback, operators
+from zoo.unet import operators
+from zoo.unet.attention import attend
 from zoo.unet.config import BlockShape, UNetConfig
 from zoo.unet.glue import AddNorm, GatedGelu, RowNorm
 
 # Diffusers fixes the one before a transformer.
 ENTRY_EPS = 1e-6
-
-
-def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-    """Query [B, T, N, D], key and value [B, L, N, D], bias [B, 1, 1, L] or None -> rows [B T, N D]."""
-    if bias is None and operators.short_attention_runs(query, key, value):
-        rows: Tensor = operators.short_attention(query, key, value)
-        return rows
-    return fallback.attend(query, key, value, bias)
 
 
 class TransformerBlock(nn.Module):
