@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.case import Case, twin_of
 from benchmarks.environment import free_memory
-from benchmarks.result import Result
+from benchmarks.result import Kernel, Result
 from benchmarks.startup import (
     Arm,
     Reporter,
@@ -190,31 +190,41 @@ def _race_group(
             monitor=settings.monitor,
         )
     if last:
-        report.begin("what is counted and not timed", 1.0)
-        with settings.turns.together():
-            in_parallel(lambda arm: _count(arm, settings), racing, settings.ahead)
-        if settings.traces is not None:
-            with settings.turns.alone():
-                for arm in racing:
+        report.begin("what is counted and profiled", 1.0)
+        with settings.turns.alone():  # beside another process a kernel takes longer
+            for arm in racing:
+                _count(arm)
+                if settings.traces is not None:
                     _trace(arm, settings.traces)
+        if settings.curve:
+            with settings.turns.together():
+                in_parallel(lambda arm: _draw(arm, settings.curve), racing, settings.ahead)
     for arm in racing:
         if arm.worker is not None:
             arm.worker.stop()
             arm.worker = None
 
 
-def _count(arm: Arm, settings: Settings) -> None:
-    """What is not timed, and comes after all that is: profilers leave hooks behind."""
+def _count(arm: Arm) -> None:
+    """What comes after all rounds: profilers leave hooks behind."""
     if not arm.ok:
         return
     with failures_of(arm):
         assert arm.result.work is not None
         counted = arm.ask("kernels")
         arm.result.work.kernels = counted["kernels"]
+        if counted["longest"] is not None:
+            arm.result.work.longest = [Kernel(**kernel) for kernel in counted["longest"]]
+        if counted["others"] is not None:
+            arm.result.work.others = Kernel(**counted["others"])
         if (figures := arm.result.warm or arm.result.cold) is not None:
             figures.recompiles += [f"during the race: {reason}" for reason in counted["recompiles"]]
-        if settings.curve:
-            arm.result.curve = arm.ask("curve", steps=settings.curve)["losses"]
+
+
+def _draw(arm: Arm, steps: int) -> None:
+    if arm.ok:
+        with failures_of(arm):
+            arm.result.curve = arm.ask("curve", steps=steps)["losses"]
 
 
 def _trace(arm: Arm, folder: Path) -> None:

@@ -80,6 +80,15 @@ class Check:
 
 
 @dataclass(kw_only=True)
+class Kernel:
+    """Launches of kernels of one name in a call, and what they take together. Means over the calls of a profile."""
+
+    name: str
+    launches: float
+    microseconds: float
+
+
+@dataclass(kw_only=True)
 class Work:
     """What one call must do, and what this device can do at best, measured shortly before."""
 
@@ -87,6 +96,8 @@ class Work:
     bytes: int | None = None
     bytes_formula: str | None = None
     kernels: int | None = None
+    longest: list[Kernel] | None = None  # the kernels that take longest, by name; None on a CPU, and in older rows
+    others: Kernel | None = None  # all kernels that are not among them, together
     count: int | None = None  # how many of ``unit`` (images, tokens) one call deals with
     unit: str | None = None
     peak_flops: float | None = None  # FLOP/s of a large matrix product in the case's dtype
@@ -149,6 +160,11 @@ class Result:
         for name, section in sections.items():
             if values.get(name) is not None:
                 values[name] = _section(section, values[name], name)
+        if (work := values.get("work")) is not None:
+            if work.longest is not None:
+                work.longest = [_section(Kernel, kernel, "work.longest") for kernel in work.longest]
+            if work.others is not None:
+                work.others = _section(Kernel, work.others, "work.others")
         return cls(**values)
 
 

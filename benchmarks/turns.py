@@ -1,9 +1,9 @@
 """Runs that share a GPU take turns: while one measures, no other runs anything there.
 
-Any number of runs gets ready at the same time: imports, models, eager calls, references, what is counted after a race,
-with --steady-only the compilation too, whose seconds nobody reports. Whatever is timed is timed alone. So several races
-are done sooner started together than one after the other, and on the GPU none of them disturbs another's figures. Which
-GPU it is a run learns first, in a process that does little else.
+Any number of runs gets ready at the same time: imports, models, eager calls, references, loss curves after a race, with
+--steady-only the compilation too, whose seconds nobody reports. Whatever is timed is timed alone, the kernels of a
+profile too. So several races are done sooner started together than one after the other, and on the GPU none of them
+disturbs another's figures. Which GPU it is a run learns first, in a process that does little else.
 """
 
 from __future__ import annotations

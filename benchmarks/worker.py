@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 Reply = dict[str, Any]
 
+PROFILED_CALLS = 3
+
 
 def load_workload(name: str) -> Workload:
     """The workload of a family, or of a module given by its dotted name."""
@@ -373,22 +375,28 @@ class Arm:
                 return asdict(timing.back_to_back(self.step, self.device, calls))
 
     def kernels(self) -> Reply:
-        """How many kernels one call launches, by the profiler (None on a CPU); and what was compiled during the race.
+        """How many kernels one call launches and which take longest, by the profiler (None on a CPU).
 
-        Copies and fills are not kernels.
+        And what was compiled during the race. Copies and fills are not kernels.
         """
+        from benchmarks import kernels
+
         recompiles = self._late()
         if self.device == "cpu":
-            return {"kernels": None, "recompiles": recompiles}
-        events = self._profile(calls=1).events() or []
-        names = [e.name for e in events if e.device_type.name == "CUDA" and not getattr(e, "is_user_annotation", False)]
-        kernels = sum(not name.startswith(("Memcpy", "Memset")) for name in names)
-        return {"kernels": kernels, "recompiles": recompiles}
+            return {"kernels": None, "longest": None, "others": None, "recompiles": recompiles}
+        ran = kernels.kernels(self._profile(calls=PROFILED_CALLS).events() or [])
+        longest, others = kernels.longest(ran, PROFILED_CALLS)
+        return {
+            "kernels": round(len(ran) / PROFILED_CALLS),
+            "longest": [asdict(kernel) for kernel in longest],
+            "others": others and asdict(others),
+            "recompiles": recompiles,
+        }
 
     def trace(self, *, path: str) -> Reply:
         """A profiler trace of a few steady calls, for chrome://tracing or Perfetto."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._profile(calls=3).export_chrome_trace(path)
+        self._profile(calls=PROFILED_CALLS).export_chrome_trace(path)
         return {"path": path}
 
     def _profile(self, *, calls: int) -> Any:

@@ -12,7 +12,7 @@ from benchmarks.case import arms_of
 from benchmarks.rendering import blocks, cells, commands, curves, markdown, numbers, tables, terminal
 from benchmarks.rendering.blocks import Spec
 from benchmarks.rendering.race import Arm, Race, is_shipped, is_tuned, races
-from benchmarks.result import Compile, Result, Rows, Steady
+from benchmarks.result import Compile, Kernel, Result, Rows, Steady
 from benchmarks.stats import Ratio
 from tests.rows import ENVIRONMENT, failure, race, row
 
@@ -352,7 +352,50 @@ def test_losses_are_told_at_some_steps_and_how_far_they_are_from_eager() -> None
     assert (table[-1][column["upstream eager"]], table[-1][column["upstream full"]]) == ("0 %", "2 %")
 
 
-@pytest.mark.parametrize("text", ["race model=gcn input=cora", "headline family=gnn", "compile model=gat input=cora"])
+KERNELS = 'kernels model=gcn input=cora arm="zoo regional + CUDA graph"'
+
+
+def _profiled(longest: list[Kernel], others: Kernel | None) -> list[Result]:
+    results = race()
+    (ours,) = (result for result in results if result.case.arm == "zoo regional + CUDA graph")
+    assert ours.work is not None
+    ours.work.longest, ours.work.others = longest, others
+    return results
+
+
+def test_kernels_are_told_with_their_share_of_the_call() -> None:
+    longest = [
+        Kernel(name="nvjet_tst__TNT", launches=24.0, microseconds=30.0),
+        Kernel(name="triton_poi_gelu", launches=1.5, microseconds=15.0),
+    ]
+    text = _table(KERNELS, _profiled(longest, Kernel(name="3 others", launches=1200.0, microseconds=5.0)))
+    assert text.split("\n\n")[0].splitlines() == [
+        "| kernel | launches a call | µs a call | share |",
+        "| --- | ---: | ---: | ---: |",
+        "| `nvjet_tst__TNT` | 24 | 30.0 | 60 % |",
+        "| `triton_poi_gelu` | 1.50 | 15.0 | 30 % |",
+        "| 3 others | 1,200 | 5.00 | 10 % |",
+    ]
+    assert "One call of zoo regional + CUDA graph" in text
+    assert "their sum, 50.0 µs, is a little more or less than a call takes without one." in text
+    assert "NVIDIA H200, torch 2.11.0+cu130" in text
+    assert "--impl zoo --strategy regional+cudagraph --mode default" in text and "--impl zoo,upstream" not in text
+    assert "| 3 others" not in _table(KERNELS, _profiled(longest, None))
+
+
+def test_kernels_that_no_row_holds_are_not_measured_yet() -> None:
+    said = _table(KERNELS, race())
+    assert said.startswith("Not measured yet; run `python -m benchmarks.run --family gnn --model gcn --input cora ")
+    assert said.endswith("--impl zoo --strategy regional+cudagraph --mode default --rounds 30 --sets 3`.")
+    crashed = failure("crashed", "signal 11", strategy="hierarchical")
+    assert _table('kernels model=gcn input=cora arm="zoo hierarchical"', [*race(), crashed]) == (
+        "zoo hierarchical: crashed."
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["race model=gcn input=cora", "headline family=gnn", "compile model=gat input=cora", KERNELS]
+)
 def test_a_table_without_rows_says_so(text: str) -> None:
     made = _table(text, [])
     assert made.startswith("No rows measured yet; run `python -m benchmarks.run --")
@@ -434,6 +477,9 @@ def test_values(text: str, value: str) -> None:
     [
         ("rase model=gcn input=cora", "no table 'rase'; did you mean 'race'"),
         ("race model=gcn", "give model=... input=..."),
+        ('race model=gcn input=cora arm="zoo regional"', "no option 'arm'"),
+        ("kernels model=gcn input=cora", "kernels are those of one arm; give model=... input=... arm="),
+        ('kernels model=gcn input=cora arm="zoo regionl"', "no arm 'zoo regionl'; did you mean 'zoo regional'"),
         ("race modle=gcn input=cora", "no option 'modle'; did you mean 'model'"),
         ("race model=gcn,gat input=cora", "2 races match: gcn .* gat"),
     ],

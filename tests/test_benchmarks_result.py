@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.case import Case
-from benchmarks.result import Check, Result, Store, device_name, load
+from benchmarks.result import Check, Kernel, Result, Store, device_name, load
 from tests.rows import ENVIRONMENT, failure, race, row, write
 
 
@@ -18,6 +18,39 @@ def test_rows_survive_the_round_trip(tmp_path: Path) -> None:
     store = Store(write(tmp_path / "new" / "rows.jsonl", rows))
     assert store.results() == rows
     assert store.environments() == {"e1": ENVIRONMENT}
+
+
+def test_kernels_survive_the_round_trip(tmp_path: Path) -> None:
+    profiled, longest_alone = row(1.0), row(2.0, model="gat")
+    for result in (profiled, longest_alone):
+        assert result.work is not None
+        result.work.longest = [Kernel(name=f"kernel_{n}", launches=24.0, microseconds=300.5 - n) for n in range(2)]
+    assert profiled.work is not None
+    profiled.work.others = Kernel(name="9 others", launches=12.5, microseconds=20.0)
+    assert Store(write(tmp_path / "rows.jsonl", [profiled, longest_alone])).results() == [profiled, longest_alone]
+
+
+def test_rows_of_before_kernels_were_named_are_read() -> None:
+    old = row(1.0).to_json()
+    del old["work"]["longest"], old["work"]["others"]
+    read = Result.from_json(old)
+    assert read == row(1.0)
+    assert read.work is not None and read.work.longest is None and read.work.others is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"longest": [{"name": "gemm", "launches": 1.0}]}, r"work\.longest: .*microseconds"),
+        ({"longest": [{"name": "gemm", "launches": 1.0, "microseconds": 1.0, "grid": 3}]}, r"work\.longest has .*grid"),
+        ({"others": "9 others"}, r"work\.others must be an object"),
+    ],
+)
+def test_kernels_of_another_form_are_refused(changes: dict[str, Any], said: str) -> None:
+    bad = row(1.0).to_json()
+    bad["work"] |= changes
+    with pytest.raises(ValueError, match=said):
+        Result.from_json(bad)
 
 
 def test_the_newest_row_of_a_case_wins(tmp_path: Path) -> None:

@@ -112,9 +112,9 @@ def test_what_one_run_found_holds_for_those_beside_it(monkeypatch: pytest.Monkey
     assert Turns("GPU-2").found({"dtype": "bfloat16"}, find) == {"peak": 3}
 
 
-@pytest.mark.parametrize("steady_only", [True, False])
+@pytest.mark.parametrize(("steady_only", "curve"), [(True, 0), (False, 0), (False, 3)])
 def test_a_race_is_ready_together_and_timed_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steady_only: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steady_only: bool, curve: int
 ) -> None:
     log: list[str] = []
 
@@ -146,13 +146,15 @@ def test_a_race_is_ready_together_and_timed_alone(
 
     monkeypatch.setattr(benchmarks.startup, "bring_up", bring_up)
     rows: list[Result] = []
-    case = Case(family="fake", model="tiny", input="small", strategy="eager")
+    workload = "train" if curve else "inference"
+    case = Case(family="fake", model="tiny", input="small", workload=workload, strategy="eager")
     run_race(
         [case],
         replace(
             Settings(workload="tests.fake_workload", scratch=tmp_path, monitor=Monitor(), rounds=1, turns=Noted(None)),
             quick=True,
             steady_only=steady_only,
+            curve=curve,
         ),
         _Silent(),
         rows.append,
@@ -162,7 +164,10 @@ def test_a_race_is_ready_together_and_timed_alone(
     assert rows[0].status == "ok", rows[0].reason
     before = ["together", "compile", "apart"] if steady_only else ["together", "apart", "alone", "compile", "over"]
     timed = ["alone", "calibrate", "round", "over"]
-    assert log == [*before, *timed, "together", "kernels", "apart"]
+    profiled = ["alone", "kernels", "over"]
+    drawn = ["together", "curve", "apart"] if curve else []
+    assert log == [*before, *timed, *profiled, *drawn]
+    assert len(rows[0].curve or []) == curve
 
 
 class _Silent:

@@ -70,6 +70,7 @@ def test_a_compiled_arm_from_start_to_kernels(tmp_path: Path, impl: str, strateg
     assert by_op["check"]["error"] < 1e-6
     assert by_op["check"]["eager_error"] < 1e-6
     assert by_op["check"]["reference_dtype"] == "float64"
+    assert [by_op["kernels"][name] for name in ("kernels", "longest", "others")] == [None] * 3, "of a CPU"
     assert by_op["kernels"]["recompiles"] == [], "the reference, computed in between, must change nothing"
     assert by_op["round"]["calls"] == 3
     assert by_op["memory"]["allocated"] is None

@@ -91,7 +91,7 @@ def test_the_table_of_options_is_complete() -> None:
 
 def test_every_field_of_a_row_is_documented() -> None:
     text = (ROOT / "docs/benchmarking.md").read_text(encoding="utf-8")
-    sections = [result.Result, result.Compile, result.Steady, result.Memory, result.Check, result.Work]
+    sections = [result.Result, result.Compile, result.Steady, result.Memory, result.Check, result.Work, result.Kernel]
     fields = {f"{section.__name__}.{field.name}" for section in sections for field in dataclasses.fields(section)}
     missing = [name for name in sorted(fields) if f"`{name.split('.')[1]}`" not in text]
     assert not missing

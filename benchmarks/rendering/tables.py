@@ -11,7 +11,7 @@ from benchmarks.rendering.blocks import Spec
 from benchmarks.rendering.commands import commands_of
 from benchmarks.rendering.race import Arm, Race, races
 from benchmarks.rendering.selection import SELECTING, machine, select
-from benchmarks.result import Compile, Result, Rows
+from benchmarks.result import Compile, Kernel, Result, Rows
 from benchmarks.stats import Ratio
 from benchmarks.usage import did_you_mean
 
@@ -24,6 +24,7 @@ HEADLINE = (
     "cold compile s, upstream full → ours",
 )
 DECOMPOSITION = ("step", "p50 ms", "over the row above", "over the first row", "kernels")
+KERNELS = ("kernel", "launches a call", "µs a call", "share")
 CLAIMS: dict[str, Callable[[Spec, Rows], str]] = {"claim": claims.claim_table, "claims": claims.overview}
 DEFAULTS = {"workload": "inference", "dtype": "float32"}
 
@@ -42,10 +43,13 @@ def make_table(spec: Spec, rows: Rows) -> str:
         "compile": _of_one(markdown.compile_table),
         "decomposition": _of_one(_decomposition),
         "losses": _of_one(_losses, alone=False),
+        "kernels": _kernels,
     }
     if spec.kind not in makers:
         raise ValueError(f"there is no table {spec.kind!r}; {did_you_mean(spec.kind, (*makers, *CLAIMS))}")
-    _refuse_options(spec, SELECTING)
+    _refuse_options(spec, (*SELECTING, "arm") if spec.kind == "kernels" else SELECTING)
+    if spec.kind == "kernels" and not {"model", "input", "arm"} <= spec.options.keys():
+        raise ValueError('kernels are those of one arm; give model=... input=... arm="zoo regional"')
     if spec.kind != "headline" and not {"model", "input"} <= spec.options.keys():
         raise ValueError(f"a {spec.kind} table shows one race; give model=... input=...")
     return makers[spec.kind](spec, races(rows.results, rows.environments))
@@ -126,8 +130,10 @@ def _nothing(spec: Spec) -> str:
 
 
 def _origin(shown: Sequence[Race]) -> str:
-    machines = "; ".join(dict.fromkeys(machine(race) for race in shown))
-    commands = "\n".join(commands_of(shown))
+    return _from("; ".join(dict.fromkeys(machine(race) for race in shown)), "\n".join(commands_of(shown)))
+
+
+def _from(machines: str, commands: str | None) -> str:
     if not commands:
         return f"{machines}. The rows name no command that measures them again."
     return f"{machines}. Measure it again:\n\n```sh\n{commands}\n```"
@@ -264,6 +270,37 @@ def _losses(race: Race) -> str:
         ]
         rows.append((f"farthest from {told}", *map(numbers.percent, apart)))
     return markdown.table(("step", *curves), rows)
+
+
+# Kernels -----------------------------------------------------------------------------------------------------------
+
+
+def _kernels(spec: Spec, shown: list[Race]) -> str:
+    """The kernels that a call of one arm spends its time in, longest first."""
+    race = _single(spec, shown)
+    if race is None:
+        return _nothing(spec)
+    arm = _arm(race, spec.options["arm"])
+    if isinstance(arm, Result):
+        return f"{arm.case.arm}: {arm.status}."
+    command, work = arm.result.command, arm.result.work
+    if work is None or not work.longest:
+        return f"Not measured yet; run `{command}`." if command else "Not measured yet."
+    total = sum(kernel.microseconds for kernel in (*work.longest, *([work.others] if work.others else [])))
+    rows = [_kernel_row(f"`{kernel.name}`", kernel, total) for kernel in work.longest]
+    if work.others is not None:
+        rows.append(_kernel_row(work.others.name, work.others, total))
+    note = (
+        f"One call of {arm.name}, by the profiler. Times are of a profiled call: their sum, "
+        f"{numbers.significant(total)} µs, is a little more or less than a call takes without one."
+    )
+    return "\n\n".join([markdown.table(KERNELS, rows), note, _from(machine(race), command)])
+
+
+def _kernel_row(name: str, kernel: Kernel, total: float) -> tuple[str, ...]:
+    launches = f"{kernel.launches:,.0f}" if kernel.launches % 1 == 0 else numbers.significant(kernel.launches)
+    share = numbers.percent(kernel.microseconds / total) if total else numbers.NOTHING
+    return name, launches, numbers.significant(kernel.microseconds), share
 
 
 # Values ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,132 @@
+"""Kernels of a profile: their names made short, merged, and the longest of them in the row."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from benchmarks import kernels, race, startup, worker
+from benchmarks.result import Kernel
+from tests.rows import row
+
+
+def event(name: str, microseconds: float = 1.0, *, device: str = "CUDA", **more: Any) -> SimpleNamespace:
+    """What the profiler gives for one launch."""
+    interval = SimpleNamespace(elapsed_us=lambda: microseconds)
+    return SimpleNamespace(name=name, device_type=SimpleNamespace(name=device), time_range=interval, **more)
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("triton_poi_fused_addmm_gelu_view_2", "triton_poi_fused_addmm_gelu_view_2"),
+        ("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_bias_TNT", "nvjet_sm90_tst_128x256_64x4_2x1_v_bz_bias_TNT"),
+        (
+            "sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_kernel__5x_cudnn",
+            "sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_kernel__5x_cudnn",
+        ),
+        (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::Gelu(at::Base&)::{lambda()#2}::operator()() "
+            "const::{lambda(c10::BFloat16)#1}, std::array<char*, 2ul> >(int, std::array<char*, 2ul>)",
+            "at::native::vectorized_elementwise_kernel",
+        ),
+        (
+            "void (anonymous namespace)::softmax<float, 5, (anonymous namespace)::Sum<float> >(float*, int)",
+            "softmax",
+        ),
+        (
+            "fmha_cutlassF_bf16_64x64_rf_sm80(Attention<cutlass::bfloat16_t>::Params)",
+            "fmha_cutlassF_bf16_64x64_rf_sm80",
+        ),
+        # A return type with templates of its own, and one with comparisons in it.
+        ("std::enable_if<!(false), void>::type internal::gemvx::kernel<int, float>(P<int>)", "internal::gemvx::kernel"),
+        ("std::enable_if<((5)>=(3)), void>::type some::kernel<1>(int)", "some::kernel"),
+        # The kernel is what the template is given.
+        (
+            "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>"
+            "(cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8::Params)",
+            "cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8",
+        ),
+        (
+            "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<flash::Main<2, int>, "
+            "flash::Epilogue<1> > > >(flash::Params)",
+            "flash::FlashAttnFwdSm90",
+        ),
+        ("void cutlass::Kernel2<>(int)", "cutlass::Kernel2"),
+        ("<>", "<>"),
+    ],
+)
+def test_names_are_shortened(name: str, short: str) -> None:
+    assert kernels.shortened(name) == short
+
+
+def test_copies_fills_annotations_and_the_host_are_no_kernels() -> None:
+    kept = event("product", is_user_annotation=False)
+    events = [
+        kept,
+        event("Memcpy DtoD (Device -> Device)"),
+        event("Memset (Device)"),
+        event("## a call ##", is_user_annotation=True),
+        event("aten::mm", device="CPU"),
+    ]
+    assert kernels.kernels(events) == [kept]
+
+
+def test_equal_names_are_one_entry_and_figures_are_of_one_call() -> None:
+    a_call = [event("norm", 2.0), event("void gemm<float, 1>(int)", 5.0), event("void gemm<float, 2>(int)", 7.0)]
+    found, others = kernels.longest([*a_call, *a_call, event("norm", 2.0)], 2)
+    assert found == [
+        Kernel(name="gemm", launches=2.0, microseconds=12.0),
+        Kernel(name="norm", launches=1.5, microseconds=3.0),
+    ]
+    assert others is None
+    assert kernels.longest([], 2) == ([], None)
+
+
+@pytest.mark.parametrize(("names", "called"), [(kernels.MOST + 1, "1 other"), (kernels.MOST + 3, "3 others")])
+def test_what_is_beyond_the_longest_is_one_entry(names: int, called: str) -> None:
+    events = [event(f"kernel_{index}", 100.0 - index) for index in range(names) for _ in range(2)]
+    found, others = kernels.longest(events[::-1], 2)
+    assert [kernel.name for kernel in found] == [f"kernel_{index}" for index in range(kernels.MOST)]
+    assert others is not None and (others.name, others.launches) == (called, names - kernels.MOST)
+    total = sum(kernel.microseconds for kernel in (*found, others))
+    assert total == pytest.approx(sum(100.0 - index for index in range(names)))
+
+
+def test_a_worker_counts_and_names_kernels_by_one_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    arm = worker.Arm()
+    arm.device = "cuda"
+    asked: list[int] = []
+
+    def profile(*, calls: int) -> SimpleNamespace:
+        asked.append(calls)
+        return SimpleNamespace(events=lambda: [event("norm", 2.0), event("gemm", 9.0), event("Memset (x)")] * calls)
+
+    monkeypatch.setattr(arm, "_late", lambda: [])
+    monkeypatch.setattr(arm, "_profile", profile)
+    reply = arm.kernels()
+    assert len(asked) == 1 and asked[0] > 1
+    assert reply == {
+        "kernels": 2,
+        "longest": [
+            asdict(Kernel(name=name, launches=1.0, microseconds=us)) for name, us in (("gemm", 9), ("norm", 2))
+        ],
+        "others": None,
+        "recompiles": [],
+    }
+    arm.device = "cpu"
+    assert arm.kernels() == {"kernels": None, "longest": None, "others": None, "recompiles": []}
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("others", [None, Kernel(name="3 others", launches=4.0, microseconds=1.5)])
+def test_what_a_worker_replies_is_in_the_row(others: Kernel | None) -> None:
+    gemm = Kernel(name="gemm", launches=1.0, microseconds=9.0)
+    reply = {"kernels": 2, "longest": [asdict(gemm)], "others": others and asdict(others), "recompiles": []}
+    result = row(1.0)
+    race._count(cast(startup.Arm, SimpleNamespace(ok=True, result=result, ask=lambda operation: reply)))
+    assert result.work is not None
+    assert (result.work.kernels, result.work.longest, result.work.others) == (2, [gemm], others)
