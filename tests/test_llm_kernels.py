@@ -190,6 +190,7 @@ def test_a_layer_that_trains_is_one_graph_with_the_operators_in_it(
     with monkeypatch.context() as without:
         without.setattr(operators, "kernels_run", lambda x: False)
         expected = gradients(model, tokens)
+        logits = model(tokens).detach()
     assert not counted
     torch.testing.assert_close(gradients(model, tokens), expected)
     # The sum's is one of torch's norms.
@@ -204,8 +205,10 @@ def test_a_layer_that_trains_is_one_graph_with_the_operators_in_it(
     assert counted["rms_norm_backward"] == 2 * layers + 1
     with torch.no_grad():
         counted.clear()
-        model(tokens)
-        assert not counted, "operators are for gradients"
+        # A prompt takes the same operators, one token has others.
+        torch.testing.assert_close(model(tokens), logits, rtol=1e-4, atol=1e-5)
+        model(tokens[:, :1])
+    assert not counted["rms_norm_backward"]
 
 
 def test_the_gradient_past_a_norm_is_added_in_its_backward(counted: Counter[str]) -> None:
@@ -230,13 +233,44 @@ def test_the_gradient_past_a_norm_is_added_in_its_backward(counted: Counter[str]
     assert graphs["backward"].count("zoo_llm.rms_norm_backward.default") == 2
 
 
+@pytest.mark.usefixtures("counted")
+@pytest.mark.parametrize("from_start", [False, True])
+def test_a_prompt_leaves_the_compiler_no_code_to_write(from_start: bool) -> None:
+    ran: list[str] = []
+
+    def compile_graph(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
+        ran.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return make_boxed_func(graph.forward)
+
+    model = zoo.create("llm-debug", head_dim=32)
+    layer, config = model.layers[0], model.config
+    layer.compile(fullgraph=True, backend=aot_autograd(fw_compiler=compile_graph, inference_compiler=compile_graph))
+    x, positions = torch.randn(2, 5, config.hidden_size), torch.arange(5).expand(2, 5)
+    cache = torch.zeros(2, 2, config.num_key_value_heads, 8, 32)
+    with torch.inference_mode():
+        layer(x, model.rotary(positions), positions=positions, cache=cache, from_start=from_start)
+    views = "view", "_unsafe_view", "t", "transpose", "slice", "select"
+    work = {name for name in ran if "getitem" not in name and name.split(".")[1:2] not in [[view] for view in views]}
+    attention = {
+        True: "aten._scaled_dot_product_flash_attention_for_cpu.default",
+        False: "zoo_llm.prefill_attention.default",
+    }
+    # Operators of ours (the one that writes to the cache among them), products of the library, attention.
+    assert work == {
+        "zoo_llm.rms_norm_rows.default", "auto_functionalized_v2", attention[from_start],
+        "zoo_llm.add_rms_norm.default", "zoo_llm.swiglu.default", "aten.mm.default", "aten.addmm.default",
+    }  # fmt: skip
+
+
 def test_norms_take_the_ordinary_way_where_operators_do_not_fit(counted: Counter[str]) -> None:
     norm, x = RMSNorm(8, 1e-6), torch.randn(2, 3, 8)
     with torch.autocast("cpu", torch.bfloat16):
         norm_alone(x, norm), norm_beside(x, norm), add_norm(x, x, norm)
     norm_alone(x.bfloat16(), norm), norm_beside(x.bfloat16(), norm), add_norm(x, x.bfloat16(), norm)
     with torch.no_grad():
-        norm_alone(x, norm), norm_beside(x, norm), add_norm(x, x, norm)
+        # A single token, and rows of many.
+        for one in (x[:, :1], x[:, 0]):
+            norm_alone(one, norm), norm_beside(one, norm), add_norm(one, one, norm)
     wide = RMSNorm(operators.WIDEST_NORM + 1, 1e-6)
     norm_alone(torch.randn(1, 1, operators.WIDEST_NORM + 1), wide)
     norm_alone(x, nn.LayerNorm(8))  # type: ignore[arg-type]
@@ -263,8 +297,10 @@ def test_only_a_plain_linear_layer_is_added_in_its_product(monkeypatch: pytest.M
     with torch.autocast("cpu", torch.bfloat16):
         add_linear(x, hidden, plain)
     with torch.no_grad():
-        add_linear(x, hidden, plain)
-    assert len(products) == 1
+        add_linear(x[:, :1], hidden[:, :1], plain)
+        assert len(products) == 1
+        torch.testing.assert_close(add_linear(x, hidden, plain), x + plain(hidden))
+        assert len(products) == 2
 
 
 def test_norms_refuse_what_does_not_fit() -> None:

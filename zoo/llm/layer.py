@@ -21,7 +21,7 @@ from zoo.llm.attention import attend, attend_tokens
 from zoo.llm.cache import write
 from zoo.llm.config import LLMConfig
 from zoo.llm.norm import RMSNorm
-from zoo.llm.residual import add_linear, add_norm, norm_alone, norm_beside
+from zoo.llm.residual import add_linear, add_norm, norm_alone, norm_beside, of_many_tokens
 from zoo.llm.rope import rotate
 
 
@@ -67,12 +67,12 @@ class LLMLayer(nn.Module):
         by_kernels = cache is not None and self._by_kernels(x)
         if cache is not None and positions is not None and by_kernels and x.shape[1] == 1:
             return self.decode(x[:, 0], rotary[:, 0], positions[:, 0], cache)[:, None]
+        x, normed = norm_beside(x, self.input_layernorm)
         if cache is None or positions is None:
-            x, normed = norm_beside(x, self.input_layernorm)
             query, key, value = self.project(normed, rotary)
             mixed = attend_tokens(query, key, value, mask)
         else:
-            query = self.project_into(x, rotary, positions, cache, by_kernels)
+            query = self.project_into(normed, rotary, positions, cache, by_kernels)
             if from_start:
                 # The library's causal attention is faster than one that looks up where a prompt begins.
                 key, value = cache[:, : x.shape[0], :, : x.shape[1]].transpose(2, 3)
@@ -121,13 +121,14 @@ class LLMLayer(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         return rotate(query, rotary), rotate(key, rotary), value
 
-    def project_into(self, x: Tensor, rotary: Tensor, positions: Tensor, cache: Tensor, by_kernels: bool) -> Tensor:
-        """Step 1 with a cache [2, B, K, S, D], which gets keys and values: -> query [B, T, H, D]."""
-        norm = self.input_layernorm
+    def project_into(
+        self, normed: Tensor, rotary: Tensor, positions: Tensor, cache: Tensor, by_kernels: bool
+    ) -> Tensor:
+        """Step 1, after its norm, with a cache [2, B, K, S, D], which gets keys and values: -> query [B, T, H, D]."""
         if by_kernels:
-            where = cache, positions, rotary
-            return operators.rotate_into(self.qkv_proj(norm(x)), *where, *self._head_norms(), norm.eps, self.heads)
-        query, key, value = self.project(norm(x), rotary)
+            where, eps = (cache, positions, rotary), self.input_layernorm.eps
+            return operators.rotate_into(self.qkv_proj(normed), *where, *self._head_norms(), eps, self.heads)
+        query, key, value = self.project(normed, rotary)
         write(cache, positions, key, value)
         return query
 
@@ -138,8 +139,8 @@ class LLMLayer(nn.Module):
     def gate(self, normed: Tensor) -> Tensor:
         """Step 4: one product for both halves, SiLU of one times the other. normed [B, T, C] -> [B, T, I]."""
         both = self.gate_up_proj(normed)
-        if torch.is_grad_enabled() and operators.kernels_run(both):
-            # The compiler's gradient of the two halves reads everything twice.
+        if of_many_tokens(both) and operators.kernels_run(both):
+            # The compiler's gradient of the two halves reads everything twice, and its code takes time to compile.
             return operators.swiglu(both.flatten(0, -2)).view(*both.shape[:-1], -1)
         gate, up = both.chunk(2, dim=-1)
         return F.silu(gate) * up

@@ -1,4 +1,7 @@
-"""Where the residual stream is read and written, by operators of our own where gradients are wanted and kernels run.
+"""Where the residual stream is read and written, by operators of our own where kernels run.
+
+For prompts they leave the compiler nothing to write code for, in training each direction of an add and a norm is one
+pass. A single token has operators that do more at once, see layer.py.
 
     x ─┬─ norm_beside ──▶ normed ── ... ──▶ mixed        backward: both gradients of x in one pass
        └─ add_norm with mixed ──▶ x and normed           forward: add and norm in one pass; backward the same
@@ -32,6 +35,8 @@ def norm_beside(x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
     """X [B, T, C] and its norm. Go on with the x that is returned: its gradient is added in the norm's backward."""
     if not _by_operators(x, norm):
         return x, norm(x)
+    if not torch.is_grad_enabled():
+        return x, operators.rms_norm_rows(x, norm.weight, norm.eps)[0]
     both: tuple[Tensor, Tensor] = _Beside.apply(x, norm.weight, norm.eps)
     return both
 
@@ -58,13 +63,18 @@ def add_linear(x: Tensor, hidden: Tensor, linear: nn.Module) -> Tensor:
     return torch.addmm(x.flatten(0, -2), hidden.flatten(0, -2), linear.weight.t()).view_as(x)
 
 
+def of_many_tokens(x: Tensor) -> bool:
+    """Whether x [B, T, C] is of more tokens than one a row, or of training, where there are always many."""
+    return torch.is_grad_enabled() or (x.dim() == 3 and x.shape[1] > 1)
+
+
 def _by_operators(x: Tensor, norm: nn.Module) -> bool:
     return type(norm) is RMSNorm and x.shape[-1] <= operators.WIDEST_NORM and _fits(x, norm.weight)
 
 
 def _fits(x: Tensor, weight: Any) -> bool:
-    """Whether gradients are wanted, and kernels take x with this weight as they are."""
-    if not torch.is_grad_enabled() or not operators.kernels_run(x) or torch.is_autocast_enabled(x.device.type):
+    """Whether x is for the operators, and kernels take it with this weight as they are."""
+    if not of_many_tokens(x) or not operators.kernels_run(x) or torch.is_autocast_enabled(x.device.type):
         return False
     return weight.dtype == x.dtype and not hasattr(weight, "__tensor_flatten__")
 
