@@ -282,6 +282,20 @@ class _Scaled(nn.Linear):
         return 2 * super().forward(x)
 
 
+def test_hooks_of_norms_and_of_the_last_product_are_heard(counted: Counter[str]) -> None:
+    model = zoo.create("llm-debug")
+    layer, heard = model.layers[0], Counter[str]()
+    names = "input_layernorm", "post_attention_layernorm", "down_proj"
+    for name in names:
+        getattr(layer, name).register_forward_pre_hook(lambda *_, name=name: heard.update([name]))
+    tokens = torch.randint(model.config.vocab_size, (2, 9))
+    model(tokens)
+    with torch.no_grad():
+        model(tokens)
+    assert heard == dict.fromkeys(names, 2)
+    assert counted["add_rms_norm"] == 2 * (len(model.layers) - 1)
+
+
 @pytest.mark.usefixtures("counted")
 def test_only_a_plain_linear_layer_is_added_in_its_product(monkeypatch: pytest.MonkeyPatch) -> None:
     products: list[Tensor] = []

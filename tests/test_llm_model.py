@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import zoo
 from zoo.compile import plan_of
@@ -166,6 +167,30 @@ def test_blocks_build_on_their_own(model: LLM) -> None:
 def test_bad_inputs_are_named(model: LLM, inputs: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words), torch.inference_mode():
         model(**{"input_ids": ids(), **inputs})
+
+
+def test_positions_of_hidden_tokens_are_nobodys(model: LLM) -> None:
+    tokens = torch.randint(model.config.vocab_size, (2, 6))
+    mask = torch.ones(2, 6, dtype=torch.long)
+    mask[0, :2] = 0
+    positions = mask.cumsum(-1) - 1
+    assert positions.min() == -1
+    with torch.no_grad():
+        found = model(tokens, attention_mask=mask, position_ids=positions)
+        expected = model(tokens[:1, 2:])
+        torch.testing.assert_close(found[:1, 2:], expected)
+        positions[1, 3] = -1
+        with pytest.raises(ValueError, match="position_ids has values from -1 to 5"):
+            model(tokens, attention_mask=mask, position_ids=positions)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_values_that_torch_transforms_are_not_looked_at(model: LLM) -> None:
+    tokens = torch.randint(model.config.vocab_size, (3, 2, 4))
+    with torch.no_grad():
+        found = torch.vmap(model)(tokens)
+        torch.testing.assert_close(found, torch.stack([model(ids) for ids in tokens]))
+        make_fx(model)(tokens[0])
 
 
 def test_a_position_behind_the_cache_is_named(model: LLM) -> None:

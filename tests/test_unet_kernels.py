@@ -154,6 +154,8 @@ def test_glue_of_shapes_that_do_not_fit_is_refused() -> None:
         operators.gated_gelu(x[:, :7], row)
     with pytest.raises(ValueError, match=r"bias has shape \(7,\), expected one number a column: \(8,\)"):
         operators.gated_gelu(x, row[:7])
+    with pytest.raises(ValueError, match=r"shift has shape \(3,\), expected one number a column: \(8,\)"):
+        operators.add_norm(x, x, row, row, row[:3], 1e-5)
     for weight, bias in ((torch.randn(7, 8), row[:7]), (torch.randn(6, 7), row[:6]), (torch.randn(6, 8), row)):
         with pytest.raises(ValueError, match=r"expected \[R, C\], \[2 I, C\] and \[2 I\]"):
             operators.gated_gelu_product(x, weight, bias)

@@ -393,3 +393,32 @@ def test_blocks_and_glue_build_on_their_own() -> None:
     assert torch.equal(as_before, normed)
     key = torch.randn(2, 5, 8)
     assert TransformerBlock(8, 2)(x, key, key, None, None).shape == x.shape
+
+
+class _Doubled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("name", ["text_out", "mlp_in", "mlp_out", "self_out"])
+def test_what_takes_the_place_of_a_product_is_called(name: str) -> None:
+    torch.manual_seed(0)
+    block = TransformerBlock(8, 2)
+    x, key = torch.randn(6, 8), torch.randn(2, 5, 8)
+    plain = getattr(block, name)
+    heard: list[int] = []
+    with torch.inference_mode():
+        before = block(x.clone(), key, key, None, None)
+        handle = plain.register_forward_hook(lambda *_: heard.append(1))
+        torch.testing.assert_close(block(x.clone(), key, key, None, None), before)
+        assert heard == [1]
+        handle.remove()
+        adapted = _Doubled(plain.in_features, plain.out_features)
+        adapted.load_state_dict(plain.state_dict())
+        setattr(block, name, adapted)
+        found = block(x.clone(), key, key, None, None)
+        twice = nn.Linear(plain.in_features, plain.out_features)
+        twice.load_state_dict({key: 2 * value for key, value in plain.state_dict().items()})
+        setattr(block, name, twice)
+        torch.testing.assert_close(found, block(x.clone(), key, key, None, None))
+        assert not torch.allclose(found, before)

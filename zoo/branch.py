@@ -26,7 +26,13 @@ def branch(device: torch.device) -> Iterator[Callable[[], None] | None]:
     if torch.compiler.is_compiling() or device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         yield None
         return
-    main, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    main, side = torch.cuda.current_stream(device), _side(device)
     side.wait_stream(main)
     with torch.cuda.stream(side):
         yield functools.partial(main.wait_stream, side)
+
+
+@functools.cache
+def _side(device: torch.device) -> torch.cuda.Stream:
+    """One for all branches: the libraries keep memory to work in for every stream that they have met."""
+    return torch.cuda.Stream(device)

@@ -51,6 +51,14 @@ def untracked(x: Tensor, *last: int) -> Tensor:
     return _unsafe_view(x, (-1, *last))
 
 
+def plain(layer: nn.Module, cls: type[nn.Module] = nn.Linear) -> bool:
+    """Whether a layer is of this very class, and nobody listens to its calls: then its tensors stand for it.
+
+    Adapters take a layer's place, and some ways to prune or to quantise change its weight before each call.
+    """
+    return type(layer) is cls and not layer._forward_hooks and not layer._forward_pre_hooks
+
+
 def in_words(name: str) -> property:
     """A float that a module keeps as text in its attribute ``name``, for graphs of symbolic sizes.
 

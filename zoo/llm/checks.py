@@ -44,7 +44,6 @@ def check_call(
             raise ValueError(
                 f"position_ids has shape {list(position_ids.shape)}, expected {[batch, tokens]} or {[1, tokens]}"
             )
-        check_values("position_ids", position_ids, limit, f"the model has {limit} positions")
     if attention_mask is not None:
         if cache is not None:
             raise ValueError(
@@ -54,6 +53,8 @@ def check_call(
         if not isinstance(attention_mask, Tensor) or attention_mask.shape != input_ids.shape:
             given = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
             raise ValueError(f"attention_mask is {given}, expected a tensor like input_ids, {[batch, tokens]}")
+    if position_ids is not None:
+        check_values("position_ids", position_ids, limit, f"the model has {limit} positions", seen=attention_mask)
     if cache is not None:
         check_cache(model.config, cache, batch, tokens, position_ids is None)
         if position_ids is not None:
@@ -70,14 +71,30 @@ def check_call(
         raise ValueError(f"logits_to_keep is {logits_to_keep!r}, expected 0 for all, a number or a tensor of indices")
 
 
-def check_values(name: str, given: Tensor, limit: int, why: str, otherwise: str = "") -> None:
-    """Whether values lie from 0 to below ``limit``, where they can be read at no cost and Python may depend on them."""
-    # A fake tensor of a dry run has none.
-    if type(given) is not Tensor or given.device.type != "cpu" or torch.compiler.is_compiling():
+def check_values(
+    name: str, given: Tensor, limit: int, why: str, otherwise: str = "", *, seen: Tensor | None = None
+) -> None:
+    """Whether values lie from 0 to below ``limit``, where they can be read at no cost and Python may depend on them.
+
+    Of a batch that is padded only those are looked at that ``seen`` [B, T] marks: the others are nobody's.
+    """
+    if not all(_readable(each) for each in (given, seen) if each is not None):
+        return
+    if seen is not None:
+        given = given.expand(seen.shape)[seen.bool()]
+    if not given.numel():
         return
     low, high = (int(bound) for bound in given.aminmax())
     if low < 0 or high >= limit:
         raise ValueError(f"{name} has values from {low} to {high}, but {why}: pass 0 to {limit - 1}{otherwise}")
+
+
+def _readable(given: Tensor) -> bool:
+    """Whether values are there, on the host: not those of a dry run, nor of a trace or a transform of torch's."""
+    if type(given) is not Tensor or given.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    traced = torch.utils._python_dispatch._get_current_dispatch_mode() is not None
+    return not traced and not torch._C._functorch.is_functorch_wrapped_tensor(given)
 
 
 def check_cache(config: LLMConfig, cache: KVCache, batch: int, tokens: int, from_zero: bool) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zoo.layers import plain
 from zoo.llm import operators
 from zoo.llm.norm import RMSNorm
 
@@ -52,12 +53,7 @@ def add_norm(x: Tensor, added: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
 
 def add_linear(x: Tensor, hidden: Tensor, linear: nn.Module) -> Tensor:
     """X [B, T, C] plus a linear layer of hidden [B, T, I]."""
-    if (
-        type(linear) is not nn.Linear
-        or linear.bias is not None
-        or hidden.dtype != x.dtype
-        or not _fits(x, linear.weight)
-    ):
+    if not plain(linear) or linear.bias is not None or hidden.dtype != x.dtype or not _fits(x, linear.weight):
         return x + linear(hidden)  # type: ignore[no-any-return]
     # The compiler finds an add behind a product only where both have two dimensions.
     return torch.addmm(x.flatten(0, -2), hidden.flatten(0, -2), linear.weight.t()).view_as(x)
@@ -69,7 +65,7 @@ def of_many_tokens(x: Tensor) -> bool:
 
 
 def _by_operators(x: Tensor, norm: nn.Module) -> bool:
-    return type(norm) is RMSNorm and x.shape[-1] <= operators.WIDEST_NORM and _fits(x, norm.weight)
+    return plain(norm, RMSNorm) and x.shape[-1] <= operators.WIDEST_NORM and _fits(x, norm.weight)
 
 
 def _fits(x: Tensor, weight: Any) -> bool:

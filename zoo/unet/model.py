@@ -4,8 +4,9 @@
                    └──── skips ──────┴───────────────────────────────────────┴───────────────┘
     timestep ─▶ shifts of all resnet blocks            text ─▶ keys and values of all cross-attentions
 
-Convolutions, products and attention are the vendor library's, group norm is an operator (``zoo.unet.operators``). The
-regions are the glue between them; other cuts are in ``zoo.unet.cuts``. All of it is in channels_last, where an image
+Convolutions, products and attention are the vendor library's, but for sizes at which it is slow; those and group norm
+are operators (``zoo.unet.operators``, ``zoo.unet.attention``). The regions are the glue between them; other cuts are in
+``zoo.unet.cuts``. All of it is in channels_last, where an image
 and its tokens are the same memory.
 
 Shape legend: B images, C channels, H height, W width, L tokens of the condition, D its width, S channels of all shifts.
@@ -54,7 +55,7 @@ _GLUE: dict[str, Any] = {"dynamic": True, "compile_threads": 1}
 REGIONS = (
     Region(ConvAdd, graphs=3, why="bias and residual in one pass, a graph for all widths and sizes", **_GLUE),
     Region(AddNorm, graphs=6, why="residual add and norm in one pass, a graph for each width and any size", **_GLUE),
-    Region(GatedGelu, graphs=3, why="activation and gate in one pass, a graph for all widths and sizes", **_GLUE),
+    Region(GatedGelu, graphs=3, why="a product, its activation and gate, a graph for all widths and sizes", **_GLUE),
 )
 
 
@@ -162,9 +163,10 @@ class UNet(nn.Module):
         check_unsupported(class_labels, cross_attention_kwargs, down_intrablock_additional_residuals)
         check_sample(sample, config, self.conv_in.weight)
         batch = sample.shape[0]
-        # A dozen kernels of a program each, that nothing waits for before the first block is half through.
-        with branch(sample.device) as wait:
-            if not isinstance(timestep, TimeShifts):
+        wait = None
+        if not isinstance(timestep, TimeShifts):
+            # A dozen kernels of a program each, that nothing waits for before the first block is half through.
+            with branch(sample.device) as wait:
                 timestep = self._shifts_of(timestep, batch, added_cond_kwargs, timestep_cond)
         check_time(timestep, batch, sum(self.time_projections.channels), sample)
         if not isinstance(encoder_hidden_states, TextKeysValues):

@@ -341,9 +341,11 @@ def add_norm(
         Sum and norm, [R, C] each, in the wider dtype of x and residual.
 
     Raises:
-        ValueError: If the two differ in shape.
+        ValueError: If the two differ in shape, or the shift has not a number for each column.
     """
     _check_residual(x, residual)
+    if shift is not None and shift.shape != x.shape[-1:]:
+        raise ValueError(f"shift has shape {tuple(shift.shape)}, expected one number a column: ({x.shape[-1]},)")
     return _glue("add_norm", x, residual, weight, bias, shift, eps)
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.layers import to_images, to_rows, untracked
+from zoo.layers import plain, to_images, to_rows, untracked
 from zoo.unet import operators
 from zoo.unet.attention import attend
 from zoo.unet.config import BlockShape, UNetConfig
@@ -68,19 +68,34 @@ class TransformerBlock(nn.Module):
             [R, C].
         """
         batch, width, heads = key.shape[0], x.shape[1], (self.heads, -1)
-        text_out, mlp_in, mlp_out = self.text_out, self.mlp_in, self.mlp_out
+        text_out, mlp_out = self.text_out, self.mlp_out
+        text_bias_ahead, mlp_bias_ahead = plain(text_out), plain(mlp_out)
         own = self.qkv(self.norm1(x)).view(batch, -1, 3, self.heads, width // self.heads)
         mixed = attend(own[:, :, 0], own[:, :, 1], own[:, :, 2], self_bias)
-        x, normed = self.norm2(self.self_out(mixed), x, untracked(text_out.bias))
+        x, normed = self.norm2(self.self_out(mixed), x, untracked(text_out.bias) if text_bias_ahead else None)
         query = self.query(normed).view(batch, -1, self.heads, width // self.heads)
         mixed = attend(query, key.unflatten(2, heads), value.unflatten(2, heads), text_bias)
-        x, normed = self.norm3(F.linear(mixed, text_out.weight), x, untracked(mlp_out.bias))
-        hidden = self.gate(normed, untracked(mlp_in.weight, width), untracked(mlp_in.bias))
-        weight = mlp_out.weight.t()
-        if torch.is_grad_enabled() or not x.dtype == hidden.dtype == weight.dtype:
-            return torch.addmm(x, hidden, weight)
-        # Nobody else reads this x. Into another tensor torch 2.11 copies it first.
-        return x.addmm_(hidden, weight)
+        mixed = F.linear(mixed, text_out.weight) if text_bias_ahead else text_out(mixed)
+        x, normed = self.norm3(mixed, x, untracked(mlp_out.bias) if mlp_bias_ahead else None)
+        hidden = self._hidden(normed)
+        return _add_product(x, hidden, mlp_out.weight) if mlp_bias_ahead else x + mlp_out(hidden)
+
+    def _hidden(self, normed: Tensor) -> Tensor:
+        """[R, C] -> [R, 4 C], inside the MLP."""
+        layer = self.mlp_in
+        if plain(layer):
+            out: Tensor = self.gate(normed, untracked(layer.weight, normed.shape[1]), untracked(layer.bias))
+            return out
+        value, gate = layer(normed).chunk(2, dim=-1)
+        return value * F.gelu(gate)
+
+
+def _add_product(x: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
+    """X [R, C], which nobody else reads any more, plus hidden [R, I] by weight [C, I]."""
+    if torch.is_grad_enabled() or not x.dtype == hidden.dtype == weight.dtype:
+        return torch.addmm(x, hidden, weight.t())
+    # Into another tensor torch 2.11 copies x first.
+    return x.addmm_(hidden, weight.t())
 
 
 class Transformer(nn.Module):
