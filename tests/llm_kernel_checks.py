@@ -6,17 +6,16 @@ TRITON_INTERPRET=1 python -m pytest tests/llm_kernel_checks.py
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 import torch
 from torch import Tensor
 
 import zoo
+from tests.llm_checks import DEVICE, MARKS, check_close, let_kernels_run, values
 from zoo.llm import KVCache, fallback, operators
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
+pytestmark = MARKS
 # The interpreter multiplies matrices of bfloat16 as if they were integers.
 DOTS = [torch.float32, torch.float16, *([] if DEVICE == "cpu" else [torch.bfloat16])]
 RELATIVE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
@@ -24,19 +23,11 @@ RELATIVE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
 
 @pytest.fixture(autouse=True)
 def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    if DEVICE == "cpu":
-        monkeypatch.setattr(operators, "triton_runs_on", lambda device: True)
-
-
-def values(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
-    return (torch.randn(*shape) * scale).to(DEVICE, dtype)
+    let_kernels_run(monkeypatch)
 
 
 def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    assert found.shape == expected.shape and found.dtype == dtype and found.isfinite().all()
-    error = (found.double() - expected).norm() / expected.norm()
-    assert error < RELATIVE[dtype], error
+    check_close(found, expected, dtype, RELATIVE[dtype])
 
 
 def wide(*tensors: Tensor | None) -> list[Tensor | None]:

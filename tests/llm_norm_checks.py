@@ -5,39 +5,29 @@ TRITON_INTERPRET=1 python -m pytest tests/llm_norm_checks.py
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import zoo
+from tests.llm_checks import DEVICE, MARKS, check_close, let_kernels_run, values
 from zoo.llm import fallback, operators
 from zoo.llm.kernels import rms_norm as kernels
 from zoo.llm.norm import RMSNorm
 from zoo.llm.residual import norm_alone, norm_beside
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
+pytestmark = MARKS
 # The interpreter cuts numbers off where a GPU rounds them to bfloat16.
 RELATIVE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2 if DEVICE == "cpu" else 6e-3, torch.float16: 1e-3}
 
 
 @pytest.fixture(autouse=True)
 def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    if DEVICE == "cpu":
-        monkeypatch.setattr(operators, "triton_runs_on", lambda device: True)
-
-
-def values(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
-    return (torch.randn(*shape) * scale).to(DEVICE, dtype)
+    let_kernels_run(monkeypatch)
 
 
 def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    assert found.shape == expected.shape and found.dtype == dtype and found.isfinite().all()
-    error = (found.double() - expected).norm() / expected.norm()
-    assert error < RELATIVE[dtype], error
+    check_close(found, expected, dtype, RELATIVE[dtype])
 
 
 def exact_norm(x: Tensor, weight: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What several families use: first weights, and images as rows.
+"""What several families use: first weights, images as rows, and what may be known of layers and ids.
 
 In channels_last a row of channels for each pixel is the same memory.
 
@@ -57,6 +57,19 @@ def plain(layer: nn.Module, cls: type[nn.Module] = nn.Linear) -> bool:
     Adapters take a layer's place, and some ways to prune or to quantise change its weight before each call.
     """
     return type(layer) is cls and not layer._forward_hooks and not layer._forward_pre_hooks
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether values can be read at no cost, and Python may depend on them."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def bounds_outside(ids: Tensor, limit: int) -> tuple[int, int] | None:
+    """Least and greatest of ids, if one is not from 0 to below ``limit``. They are read."""
+    if not ids.numel():
+        return None
+    low, high = (int(bound) for bound in ids.aminmax())
+    return (low, high) if low < 0 or high >= limit else None
 
 
 def in_words(name: str) -> property:

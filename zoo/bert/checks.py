@@ -8,16 +8,12 @@ import torch
 from torch import Tensor
 
 from zoo.bert.config import BertConfig
+from zoo.layers import bounds_outside, on_host
 
 if TYPE_CHECKING:
     from zoo.bert.packing import PackedBatch
 
 _INTEGERS = (torch.int64, torch.int32)
-
-
-def on_host(tensor: Tensor) -> bool:
-    """Whether values can be read at no cost, and Python may depend on them."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def check_ids(input_ids: Tensor, config: BertConfig | None) -> None:
@@ -36,10 +32,9 @@ def check_range(name: str, ids: Tensor, limit: int, field: str) -> None:
     """Integers from 0 to below ``limit``."""
     if ids.dtype not in _INTEGERS:
         raise TypeError(f"{name} is {ids.dtype}, expected int64 or int32")
-    if on_host(ids) and ids.numel():
-        low, high = (int(bound) for bound in ids.aminmax())
-        if low < 0 or high >= limit:
-            raise ValueError(f"{name} has values from {low} to {high}, but {field} is {limit}: 0 to {limit - 1}")
+    if on_host(ids) and (bounds := bounds_outside(ids, limit)) is not None:
+        low, high = bounds
+        raise ValueError(f"{name} has values from {low} to {high}, but {field} is {limit}: 0 to {limit - 1}")
 
 
 def check_mask(name: str, given: Tensor, input_ids: Tensor) -> None:

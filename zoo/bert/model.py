@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from zoo.bert.attention import Rows, key_mask, rows_of
-from zoo.bert.checks import check_labels, check_packed, check_padded, on_host
+from zoo.bert.checks import check_labels, check_packed, check_padded
 from zoo.bert.config import BertConfig
 from zoo.bert.heads import MaskedLMHead, PoolerHead, SequenceHead, SpanHead, TokenHead, make_head
 from zoo.bert.layer import BertEmbeddings, BertLayer
 from zoo.bert.outputs import Encoding, Output
 from zoo.bert.packing import PackedBatch, counted_positions, pack, unpack
-from zoo.layers import initialise
+from zoo.layers import initialise, on_host
 from zoo.regions import Region, in_process_on_gpus
 
 # Embeddings and the other heads run once a call and hold little of its time. Regions are compiled one after another, as

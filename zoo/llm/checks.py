@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from zoo.layers import bounds_outside, on_host
 from zoo.llm.cache import KVCache
 from zoo.llm.config import LLMConfig
 
@@ -82,16 +83,14 @@ def check_values(
         return
     if seen is not None:
         given = given.expand(seen.shape)[seen.bool()]
-    if not given.numel():
-        return
-    low, high = (int(bound) for bound in given.aminmax())
-    if low < 0 or high >= limit:
+    if (bounds := bounds_outside(given, limit)) is not None:
+        low, high = bounds
         raise ValueError(f"{name} has values from {low} to {high}, but {why}: pass 0 to {limit - 1}{otherwise}")
 
 
 def _readable(given: Tensor) -> bool:
     """Whether values are there, on the host: not those of a dry run, nor of a trace or a transform of torch's."""
-    if type(given) is not Tensor or given.device.type != "cpu" or torch.compiler.is_compiling():
+    if type(given) is not Tensor or not on_host(given):
         return False
     traced = torch.utils._python_dispatch._get_current_dispatch_mode() is not None
     return not traced and not torch._C._functorch.is_functorch_wrapped_tensor(given)
