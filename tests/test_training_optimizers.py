@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.fake_gpu import Gpu, settle
 from zoo.training import AdamW, TrainingStep, optimizers
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -100,6 +101,31 @@ def test_what_is_not_fused_is_refused(options: dict[str, Any]):
         AdamW(weights(), **options)
     with pytest.raises(RuntimeError, match="differentiable"):
         AdamW(weights(), differentiable=True)
+
+
+@pytest.mark.parametrize("rate", [1e-2, torch.tensor(1e-2)], ids=["a number", "a tensor"])
+def test_the_first_step_begins_its_kernel_before_the_model_is_called(
+    rate: float | Tensor, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizers, "LARGE", 30)
+    monkeypatch.setattr(optimizers, "triton_runs_on", lambda device: True)
+    if isinstance(rate, Tensor):  # as one that is not on the host
+        monkeypatch.setattr(optimizers, "_is_on_host", lambda rate: False)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 2)).train()
+    before: list[set[Any]] = []
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        before.append(set(gpu.asked))
+        return model(batch).square().mean()
+
+    step = TrainingStep(model, loss, AdamW(model.parameters(), lr=rate), cuda_graph=False)
+    step(torch.randn(3, 4))
+    settle()
+    assert gpu.launches == ["_adamw", "_adamw"]
+    assert before[0] and before[0] == gpu.asked
+    gpu.asked.clear()
+    step(torch.randn(3, 4))
+    assert not gpu.asked, "only the first step begins"
 
 
 # --- on a GPU ---

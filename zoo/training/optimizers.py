@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from zoo import ahead
 from zoo.operators import KERNEL_DTYPES, launcher, triton_runs_on
 
 # Numbers from which on a parameter has a launch of its own: its beginning and end are little of it then.
@@ -103,6 +106,31 @@ class AdamW(torch.optim.AdamW):
         for group in self.param_groups:
             self._update(group)
         return loss
+
+    def begin_kernels(self, skip: Tensor | None = None) -> None:
+        """Begin to compile what the first step will launch, in threads, while the model is still being compiled.
+
+        Args:
+            skip: The flag on the device that will be there as ``found_inf``, or None.
+        """
+        if not ahead.ENABLED:
+            return
+        begun = set()
+        for group in self.param_groups:
+            for param in group["params"]:
+                kind = param.dtype, param.shape, param.stride()
+                if kind in begun or not param.requires_grad or param.is_complex():
+                    continue
+                begun.add(kind)
+                self._begin_kernel(group, param, skip)
+
+    def _begin_kernel(self, group: dict[str, Any], param: Tensor, skip: Tensor | None) -> None:
+        plain, count = param.detach(), torch.zeros((), device=param.device)
+        # The gradient and the averages will be like the parameter.
+        tensors = param, plain, plain, plain, count
+        if self._for_the_kernel(group, [[each] for each in (*tensors[:4], count, count)], None, skip):
+            with suppress(Exception):  # the launch compiles what was not begun, and says what is wrong with it
+                ahead.run_without_data(functools.partial(_launch, group), ahead.describe((*tensors, None, skip)))
 
     def _update(self, group: dict[str, Any]) -> None:
         tensors: list[list[Tensor]] = [[] for _ in range(6)]

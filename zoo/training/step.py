@@ -18,6 +18,7 @@ from zoo.cudagraph import CaptureError, GraphedStep, synchronisations
 from zoo.step_buffers import describe, shapes_of
 from zoo.training.capture import FrozenOptions, can_skip, capture_obstacles
 from zoo.training.finite import FiniteWatch, NonFiniteError
+from zoo.training.optimizers import AdamW
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -131,6 +132,8 @@ class TrainingStep:
         """
         if not batches:
             raise ValueError("a step needs at least one batch")
+        if self.steps == 0 and isinstance(self.optimizer, AdamW) and self.scaler is None:
+            self.optimizer.begin_kernels(self._watch.skip)
         loss = self._replay(batches) if self._captures else self._run(*batches)
         self.steps += 1
         if self.steps % self._report_every == 0:
