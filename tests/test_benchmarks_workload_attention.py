@@ -86,6 +86,13 @@ def test_slots_and_rows_of_others_are_not_seen(model: str):
     assert error(call(prepared), expected) > 1e-3
 
 
+@pytest.mark.parametrize("model", ON_A_CPU)
+def test_what_layers_hold_says_which_device_they_are_on(model: str):
+    layers = prepare(model).model
+    held = [*layers.tokens, *(cache for cache in layers.caches if cache is not None)]
+    assert held and {id(each) for each in held} == {id(each) for each in layers.buffers()}
+
+
 @pytest.mark.parametrize("model", [model for model in ON_A_CPU if model != "packed-nested"])
 def test_layers_share_a_graph(model: str):
     prepared = prepare(model)

@@ -97,6 +97,15 @@ def test_another_shape_dtype_or_device_names_both(device: str, wrong: Any, words
         step(wrong(device))
 
 
+def test_a_step_that_shows_no_tensor_is_refused_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = [torch.ones(3)]
+    torch.testing.assert_close(zoo.cuda_graph(lambda: hidden[0] + 1)(), torch.full((3,), 2.0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    # It might run there, and would silently be no CUDA graph.
+    with pytest.raises(ValueError, match="nothing says which device it runs on; pass"):
+        zoo.cuda_graph(lambda: hidden[0] + 1)
+
+
 def test_buckets_replay_their_own_shape(device: str) -> None:
     model = Stack().to(device).eval()
     shapes = [(n, 4) for n in (2, 8, 4)]

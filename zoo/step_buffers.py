@@ -88,7 +88,12 @@ def tensors_in(values: Iterable[Any], depth: int = 4) -> list[torch.Tensor]:
 
 
 def one_device(tensors: list[torch.Tensor]) -> torch.device:
-    """The GPU that all tensors on one are on, or the CPU; ValueError for several."""
+    """The GPU that all tensors on one are on, or the CPU; ValueError for several, or for none to tell by."""
+    if not tensors and torch.cuda.is_available():
+        raise ValueError(
+            "no argument, weight or buffer of the step is a tensor, so that nothing says which device it runs on; pass "
+            "what it works on as an argument, static if it is always the same"
+        )
     on_gpu = {tensor.device for tensor in tensors if tensor.is_cuda}
     if len(on_gpu) > 1:
         raise ValueError(f"inputs and weights lie on {sorted(map(str, on_gpu))}; one CUDA graph runs on one device")

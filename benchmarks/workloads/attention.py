@@ -115,6 +115,10 @@ class Layers(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(Attention(choice, heads) for _ in tokens)
         self.tokens, self.caches = tokens, caches
+        # As buffers of the model they say which device it is on: the outer CUDA graph asks.
+        for index, held in enumerate(zip(tokens, caches, strict=True)):
+            self.register_buffer(f"tokens_{index}", held[0], persistent=False)
+            self.register_buffer(f"cache_{index}", held[1], persistent=False)
         self.ready = choice.ready(lengths, tokens[0], caches[0])
 
     def forward(self) -> tuple[Tensor, ...]:
