@@ -50,9 +50,10 @@ def error(output: torch.Tensor, reference: torch.Tensor) -> float:
     return float((output.double() - reference.double()).norm() / reference.double().norm())
 
 
+@pytest.mark.parametrize("model", ["unet-debug", "unet-xl-debug"])
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_every_implementation_ends_at_the_reference_captured_or_not(impl: str):
-    prepared = prepare(impl=impl)
+def test_every_implementation_ends_at_the_reference_captured_or_not(impl: str, model: str):
+    prepared = prepare(impl=impl, model=model)
     reference = prepared.reference()
     assert reference.dtype == torch.float64 and prepared.reference_dtype == "float64"
     latents = call(prepared)
@@ -69,8 +70,10 @@ def test_every_implementation_ends_at_the_reference_captured_or_not(impl: str):
         assert isinstance(loop.pipeline.unet, unet_loop.CapturedUNet) and loop.pipeline.unet.step is not None
 
 
-def test_every_input_matters():
-    prepared = prepare()
+@pytest.mark.parametrize("model", ["unet-debug", "unet-xl-debug"])
+def test_every_input_matters(model: str):
+    prepared = prepare(model=model)
+    assert ("negative_pooled" in prepared.inputs) == (model == "unet-xl-debug")
     expected = call(prepared)
     for name, tensor in prepared.inputs.items():
         with torch.inference_mode():
@@ -156,7 +159,6 @@ def test_bytes_of_a_run():
     [
         ({"workload": "train"}, "loop-3x8x8 is for inference"),
         ({"strategy": "hierarchical"}, "hierarchical is for single calls"),
-        ({"model": "unet-xl-debug"}, "unet-xl-debug is told more than the text"),
         ({"input": "loop-4x8x8"}, "input 'loop-4x8x8' is not one of"),
     ],
 )

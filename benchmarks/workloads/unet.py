@@ -45,7 +45,7 @@ class UNetWorkload:
     )
     inputs: tuple[str, ...] = (
         *("2x64x64", "2x96x96", "2x128x128", "4x64x64", "8x64x64", "2x8x8"),
-        *("loop-30x64x64", "loop-30x96x96", "loop-3x8x8"),
+        *("loop-30x64x64", "loop-30x96x96", "loop-30x128x128", "loop-3x8x8"),
     )
 
     def default_races(self, device: str, quick: bool, workload: str = "inference") -> list[tuple[str, str]]:
@@ -62,7 +62,7 @@ class UNetWorkload:
         """Why this combination does not exist, or None."""
         if reason := refuses_unknown(self, case, ("inference", "train")):
             return reason
-        if case.input.startswith("loop-") and (reason := unet_loop.refuses(case, _config(case))):
+        if case.input.startswith("loop-") and (reason := unet_loop.refuses(case)):
             return reason
         return unet_train.refuses(case) if case.workload == "train" else None
 

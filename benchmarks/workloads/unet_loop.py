@@ -2,7 +2,7 @@
 
 One image with guidance, so two rows in each step. Neither side encodes the text or decodes the latents.
 
-Shape legend: L tokens of the text, D its width, C channels, H × W pixels of the latents.
+Shape legend: L tokens of the text, D its width, X that of the pooled text, C channels, H × W pixels of the latents.
 """
 
 from __future__ import annotations
@@ -54,9 +54,30 @@ class ZooLoop(nn.Module):
         self.unet, self.steps, self.size = unet, steps, size
         self.sampler = self._make(cuda_graph=False)
 
-    def forward(self, text: Tensor, negative: Tensor, latents: Tensor) -> Tensor:
-        """Text and what guidance leads away from [1, L, D], noise [1, C, H, W] -> latents [1, C, H, W] float32."""
-        return self.sampler(text, negative, latents=latents)
+    def forward(
+        self,
+        text: Tensor,
+        negative: Tensor,
+        latents: Tensor,
+        pooled: Tensor | None = None,
+        negative_pooled: Tensor | None = None,
+    ) -> Tensor:
+        """Text and what guidance leads away from [1, L, D], noise [1, C, H, W] -> latents [1, C, H, W] float32.
+
+        Models that take them are given the pooled texts [1, X] as well, and are told an image of the run's own size.
+        """
+        if pooled is None:
+            return self.sampler(text, negative, latents=latents)
+        assert negative_pooled is not None
+        _, time_ids = unet_work.added_conditions(self.unet.config, 1, self.size, pooled.device)
+        sizes = time_ids.to(pooled.dtype)
+        return self.sampler(
+            text,
+            negative,
+            latents=latents,
+            added={"text_embeds": pooled, "time_ids": sizes},
+            negative_added={"text_embeds": negative_pooled, "time_ids": sizes},
+        )
 
     def capture(self) -> None:
         """Let the sampler capture a step in the next call."""
@@ -73,21 +94,37 @@ class UpstreamLoop(nn.Module):
 
     def __init__(self, unet: Any, steps: int, size: int) -> None:
         super().__init__()
-        from diffusers import EulerDiscreteScheduler, StableDiffusionPipeline
+        from diffusers import EulerDiscreteScheduler, StableDiffusionPipeline, StableDiffusionXLPipeline
 
         self.unet, self.steps, self.size = unet, steps, size
-        parts = ("vae", "text_encoder", "tokenizer", "safety_checker", "feature_extractor")
-        self.pipeline = StableDiffusionPipeline(
-            **dict.fromkeys(parts),
-            unet=unet,
-            scheduler=EulerDiscreteScheduler(**{key: value for key, value in SCHEDULER.items() if key[0] != "_"}),
-            requires_safety_checker=False,
-        )
+        scheduler = EulerDiscreteScheduler(**{key: value for key, value in SCHEDULER.items() if key[0] != "_"})
+        self.pipeline: Any
+        if unet.config.addition_embed_type is not None:
+            parts = ("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+            self.pipeline = StableDiffusionXLPipeline(
+                **dict.fromkeys(parts), unet=unet, scheduler=scheduler, add_watermarker=False
+            )
+        else:
+            parts = ("vae", "text_encoder", "tokenizer", "safety_checker", "feature_extractor")
+            self.pipeline = StableDiffusionPipeline(
+                **dict.fromkeys(parts), unet=unet, scheduler=scheduler, requires_safety_checker=False
+            )
         self.pipeline.set_progress_bar_config(disable=True)
 
-    def forward(self, text: Tensor, negative: Tensor, latents: Tensor) -> Tensor:
+    def forward(
+        self,
+        text: Tensor,
+        negative: Tensor,
+        latents: Tensor,
+        pooled: Tensor | None = None,
+        negative_pooled: Tensor | None = None,
+    ) -> Tensor:
         """As ``ZooLoop``'s, in the dtype of the model."""
+        added = {}
+        if pooled is not None:
+            added = {"pooled_prompt_embeds": pooled, "negative_pooled_prompt_embeds": negative_pooled}
         found: Tensor = self.pipeline(
+            **added,
             prompt_embeds=text,
             negative_prompt_embeds=negative,
             latents=latents,
@@ -111,6 +148,8 @@ class CapturedUNet(nn.Module):
     def __init__(self, unet: Any) -> None:
         super().__init__()
         self.unet, self.config, self.dtype, self.device = unet, unet.config, unet.dtype, unet.device
+        # The pipeline of SDXL looks at how wide it is.
+        self.add_embedding = getattr(unet, "add_embedding", None)
         self.step: Any = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -122,14 +161,12 @@ class CapturedUNet(nn.Module):
         return self.step(*args, **kwargs)
 
 
-def refuses(case: Case, config: UNetConfig) -> str | None:
+def refuses(case: Case) -> str | None:
     """Why there is no such run, names that exist taken for granted; or None."""
     if case.workload == "train":
         return f"{case.input} is for inference"
     if case.strategy == "hierarchical":
         return "hierarchical is for single calls of the model"
-    if config.addition_embed_type is not None:
-        return f"{case.model} is told more than the text, which the pipeline of a run here does not take"
     return None
 
 
@@ -160,6 +197,9 @@ def prepare(
         "negative": (1, unet_work.TOKENS, config.cross_attention_dim),
         "latents": (1, config.in_channels, size, size),
     }
+    if config.addition_embed_type is not None:
+        width, _ = unet_work.added_conditions(config, 1, size, device)
+        shapes |= {"pooled": (1, width), "negative_pooled": (1, width)}
     inputs = {name: draw(shape, name, seed=weights.seed, dtype=dtype, device=device) for name, shape in shapes.items()}
     loop: ZooLoop | UpstreamLoop
     if isinstance(model, UNet):
