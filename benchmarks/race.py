@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.case import Case, twin_of
 from benchmarks.environment import free_memory
+from benchmarks.process import WorkerFailure
 from benchmarks.result import Kernel, Result
 from benchmarks.startup import (
     Arm,
@@ -206,31 +207,39 @@ def _race_group(
 
 
 def _count(arm: Arm) -> None:
-    """What comes after all rounds: profilers leave hooks behind."""
+    """What comes after all rounds: profilers leave hooks behind. One that fails leaves what was measured as it is."""
     if not arm.ok:
         return
-    with failures_of(arm):
-        assert arm.result.work is not None
+    assert arm.result.work is not None
+    try:
         counted = arm.ask("kernels")
-        arm.result.work.kernels = counted["kernels"]
-        if counted["longest"] is not None:
-            arm.result.work.longest = [Kernel(**kernel) for kernel in counted["longest"]]
-        if counted["others"] is not None:
-            arm.result.work.others = Kernel(**counted["others"])
-        if (figures := arm.result.warm or arm.result.cold) is not None:
-            figures.recompiles += [f"during the race: {reason}" for reason in counted["recompiles"]]
+    except WorkerFailure as error:
+        arm.result.reason = f"its kernels, and what it compiled in the race, were not counted: {error.reason}"
+        return
+    arm.result.work.kernels = counted["kernels"]
+    if counted["longest"] is not None:
+        arm.result.work.longest = [Kernel(**kernel) for kernel in counted["longest"]]
+    if counted["others"] is not None:
+        arm.result.work.others = Kernel(**counted["others"])
+    if (figures := arm.result.warm or arm.result.cold) is not None:
+        figures.recompiles += [f"during the race: {reason}" for reason in counted["recompiles"]]
 
 
 def _draw(arm: Arm, steps: int) -> None:
-    if arm.ok:
+    if _works(arm):
         with failures_of(arm):
             arm.result.curve = arm.ask("curve", steps=steps)["losses"]
 
 
 def _trace(arm: Arm, folder: Path) -> None:
-    if arm.ok:
+    if _works(arm):
         with failures_of(arm):
             arm.ask("trace", path=str(folder / ("-".join(_safe([arm.case.key])) + ".json.gz")))
+
+
+def _works(arm: Arm) -> bool:
+    """Whether its process can be asked for more: a profile that failed may have ended it."""
+    return arm.ok and arm.worker is not None and arm.worker.alive
 
 
 def _raced(arm: Arm, settings: Settings) -> bool:

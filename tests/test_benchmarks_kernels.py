@@ -9,8 +9,10 @@ from typing import Any, cast
 import pytest
 
 from benchmarks import kernels, race, startup, worker
+from benchmarks.process import WorkerFailure
+from benchmarks.rendering.race import races
 from benchmarks.result import Kernel
-from tests.rows import row
+from tests.rows import ENVIRONMENT, row
 
 
 def event(name: str, microseconds: float = 1.0, *, device: str = "CUDA", **more: Any) -> SimpleNamespace:
@@ -130,3 +132,20 @@ def test_what_a_worker_replies_is_in_the_row(others: Kernel | None) -> None:
     race._count(cast(startup.Arm, SimpleNamespace(ok=True, result=result, ask=lambda operation: reply)))
     assert result.work is not None
     assert (result.work.kernels, result.work.longest, result.work.others) == (2, [gemm], others)
+
+
+def test_a_profile_that_fails_leaves_the_row_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(operation: str) -> None:
+        raise WorkerFailure("timeout", "no answer in 600 s", operation)
+
+    result = row(1.0, strategy="regional", impl="zoo")
+    assert result.work is not None and result.steady is not None
+    result.work.kernels, times = None, list(result.steady.wall_ms)
+    dead = SimpleNamespace(alive=False)
+    arm = cast(startup.Arm, SimpleNamespace(ok=True, result=result, ask=ask, worker=dead))
+    race._count(arm)
+    race._draw(arm, 200)  # nobody is asked again
+    assert (result.status, result.steady.wall_ms, result.work.kernels) == ("ok", times, None)
+    assert result.reason == "its kernels, and what it compiled in the race, were not counted: no answer in 600 s"
+    (shown,) = races([row(2.0, impl="upstream"), result], {"e1": ENVIRONMENT})
+    assert f"! zoo regional: {result.reason}." in shown.notes

@@ -234,6 +234,7 @@ class Race:
         warm = [arm.name for arm in self.arms if (c := arm.result.cold) and c.cache_empty_at_start is False]
         if warm:
             notes.append(f"Their caches were not empty, so these have no cold figure: {', '.join(warm)}.")
+        notes += [f"! {arm.name}: {arm.result.reason}." for arm in timed if arm.result.reason]
         if wrong := [arm.name for arm in self.arms if arm.wrong]:
             notes.append(f"! Error above {WRONG}× eager's own, not counted among the best: {', '.join(wrong)}.")
         checks = [arm.result.check for arm in self.arms if arm.result.check is not None]
