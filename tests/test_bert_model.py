@@ -9,6 +9,7 @@ import bert_reference as reference
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import zoo
 from zoo.bert import CUTS, Bert, BertConfig, BertLayer, cut, pack
@@ -133,6 +134,17 @@ def test_a_row_that_is_all_padding_is_finite() -> None:
         torch.testing.assert_close(got, model(ids).last_hidden_state)
         # No row at all: the same again.
         assert model(ids, torch.zeros_like(ids)).last_hidden_state.isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_values_that_torch_transforms_are_not_looked_at() -> None:
+    model = zoo.create("bert-debug").eval()
+    ids, mask = torch.randint(1, model.config.vocab_size, (3, 2, 4)), torch.ones(3, 2, 4, dtype=torch.int64)
+    with torch.no_grad():
+        hidden = torch.vmap(lambda ids, mask: model(ids, mask).last_hidden_state)(ids, mask)
+        expected = [model(*each).last_hidden_state for each in zip(ids, mask, strict=True)]
+        torch.testing.assert_close(hidden, torch.stack(expected), rtol=1e-4, atol=1e-5)
+        make_fx(lambda ids, mask: model(ids, mask).last_hidden_state)(ids[0], mask[0])
 
 
 def test_inputs_of_another_mode_cost_no_graph() -> None:

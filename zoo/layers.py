@@ -60,8 +60,14 @@ def plain(layer: nn.Module, cls: type[nn.Module] = nn.Linear) -> bool:
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Whether values can be read at no cost, and Python may depend on them."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+    """Whether values can be read at no cost, and Python may depend on them.
+
+    Not those of a compiler, of a run without data, or of a trace or a transform of torch's.
+    """
+    if tensor.device.type != "cpu" or torch.compiler.is_compiling() or type(tensor) is not Tensor:
+        return False
+    traced = torch.utils._python_dispatch._get_current_dispatch_mode() is not None
+    return not traced and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def bounds_outside(ids: Tensor, limit: int) -> tuple[int, int] | None:

@@ -79,21 +79,13 @@ def check_values(
 
     Of a batch that is padded only those are looked at that ``seen`` [B, T] marks: the others are nobody's.
     """
-    if not all(_readable(each) for each in (given, seen) if each is not None):
+    if not all(on_host(each) for each in (given, seen) if each is not None):
         return
     if seen is not None:
         given = given.expand(seen.shape)[seen.bool()]
     if (bounds := bounds_outside(given, limit)) is not None:
         low, high = bounds
         raise ValueError(f"{name} has values from {low} to {high}, but {why}: pass 0 to {limit - 1}{otherwise}")
-
-
-def _readable(given: Tensor) -> bool:
-    """Whether values are there, on the host: not those of a dry run, nor of a trace or a transform of torch's."""
-    if type(given) is not Tensor or not on_host(given):
-        return False
-    traced = torch.utils._python_dispatch._get_current_dispatch_mode() is not None
-    return not traced and not torch._C._functorch.is_functorch_wrapped_tensor(given)
 
 
 def check_cache(config: LLMConfig, cache: KVCache, batch: int, tokens: int, from_zero: bool) -> None:
