@@ -5,6 +5,9 @@
     backward    both gradients of the norm's outputs -> of the sum, in both dtypes. Few programs go over all rows, so
                 that each holds what its rows give to weight and biases until the end; see sums.py for the rest
 
+The two norms of a layer differ in that products read one and not the other. That is no other kernel, which would have
+to be compiled: where there is no copy another tensor of its dtype stands for it, of which nothing is read or written.
+
 Shape legend: R rows, C columns, P programs, S sums.
 """
 
@@ -28,7 +31,7 @@ PROGRAMS = 512
 @Kernel
 @triton.jit
 def _forward(
-    x, added, shift, weight, bias, total, out, low, mean, scale, columns, eps, COLUMNS: tl.constexpr
+    x, added, shift, weight, bias, total, out, low, mean, scale, columns, copied, eps, COLUMNS: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
@@ -54,14 +57,13 @@ def _forward(
     tl.store(scale + row, root)
     value = apart * root * factor + offset
     tl.store(out + place, value.to(out.dtype.element_ty), mask=live)
-    if low is not None:
-        tl.store(low + place, value.to(low.dtype.element_ty), mask=live)
+    tl.store(low + place, value.to(low.dtype.element_ty), mask=column < copied)
 
 
 @Kernel
 @triton.jit(do_not_specialize=["rows"])
 def _backward(
-    total, mean, scale, weight, grad, low_grad, out, low_out, part, rows, columns,
+    total, mean, scale, weight, grad, low_grad, out, low_out, part, rows, columns, copied,
     COLUMNS: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64)
@@ -73,8 +75,7 @@ def _backward(
     shifts = tl.zeros([COLUMNS], tl.float32)
     change = tl.load(grad + first * columns + column, mask=live, other=0.0)
     value = tl.load(total + first * columns + column, mask=live, other=0.0)
-    if low_grad is not None:
-        low = tl.load(low_grad + first * columns + column, mask=live, other=0.0)
+    low = tl.load(low_grad + first * columns + column, mask=column < copied, other=0.0)
     middle = tl.load(mean + first)
     root = tl.load(scale + first)
     for row in range(first, rows, tl.num_programs(0)):
@@ -85,13 +86,10 @@ def _backward(
         place_after = following * columns + column
         change_after = tl.load(grad + place_after, mask=seen, other=0.0)
         value_after = tl.load(total + place_after, mask=seen, other=0.0)
-        if low_grad is not None:
-            low_after = tl.load(low_grad + place_after, mask=seen, other=0.0)
+        low_after = tl.load(low_grad + place_after, mask=seen & (column < copied), other=0.0)
         middle_after = tl.load(mean + following, mask=following < rows, other=0.0)
         root_after = tl.load(scale + following, mask=following < rows, other=0.0)
-        wide = change.to(tl.float32)
-        if low_grad is not None:
-            wide += low.to(tl.float32)
+        wide = change.to(tl.float32) + low.to(tl.float32)
         unit = (value.to(tl.float32) - middle) * root
         biases += wide
         weights += wide * unit
@@ -104,9 +102,8 @@ def _backward(
             tl.store(low_out + place, result.to(low_out.dtype.element_ty), mask=live)
         if SUMS == 3:
             shifts += result
-        change, value, middle, root = change_after, value_after, middle_after, root_after
-        if low_grad is not None:
-            low = low_after
+        change, value, low = change_after, value_after, low_after
+        middle, root = middle_after, root_after
     place = first * SUMS * columns + column
     tl.store(part + place, weights, mask=live)
     tl.store(part + place + columns, biases, mask=live)
@@ -128,12 +125,13 @@ def add_layer_norm(
     shift = None if shift is None else shift.contiguous()
     total, out = torch.empty_like(x), torch.empty_like(x)
     low = x.new_empty(0) if low_dtype is None else torch.empty_like(x, dtype=low_dtype)
+    written, copied = (added, 0) if low_dtype is None else (low, x.shape[-1])
     mean, scale = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
     if rows := scale.numel():
         block = next_power(x.shape[-1])
         _forward[(rows,)](
-            x, added, shift, weight, bias, total, out, None if low_dtype is None else low, mean, scale, x.shape[-1],
-            eps, COLUMNS=block, num_warps=_warps(block),
+            x, added, shift, weight, bias, total, out, written, mean, scale, x.shape[-1], copied, eps,
+            COLUMNS=block, num_warps=_warps(block),
         )  # fmt: skip
     return out, low, total, mean, scale
 
@@ -150,9 +148,13 @@ def add_layer_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the sum [..., C], its copy of another dtype, and of weight, bias and shift [C]."""
     total, mean, scale, weight, grad = (each.contiguous() for each in (total, mean, scale, weight, grad))
-    low_grad = None if low_grad is None else low_grad.contiguous()
     out = torch.empty_like(total)
     low = total.new_empty(0) if added_dtype is None else torch.empty_like(total, dtype=added_dtype)
+    written = None if added_dtype is None else low
+    if low_grad is None:
+        read, copied = out if written is None else low, 0
+    else:
+        read, copied = low_grad.contiguous(), total.shape[-1]
     grad_weight, grad_bias, grad_shift = (torch.empty_like(weight) for _ in range(3))
     if not shifted:
         grad_shift = total.new_empty(0)
@@ -162,7 +164,7 @@ def add_layer_norm_backward(
     if rows:
         block = next_power(columns)
         _backward[(part.shape[0],)](
-            total, mean, scale, weight, grad, low_grad, out, None if added_dtype is None else low, part, rows, columns,
+            total, mean, scale, weight, grad, read, out, written, part, rows, columns, copied,
             COLUMNS=block, SUMS=len(sums), num_warps=_warps(block),
         )  # fmt: skip
     add_parts(part, *sums)

@@ -54,10 +54,8 @@ def _add_parts(part, first, second, third, parts, columns, PARTS: tl.constexpr, 
     value = tl.sum(total, 0)
     live = column < columns
     tl.store(first + column, value.to(first.dtype.element_ty), mask=live & (which == 0))
-    if second is not None:
-        tl.store(second + column, value.to(second.dtype.element_ty), mask=live & (which == 1))
-    if third is not None:
-        tl.store(third + column, value.to(third.dtype.element_ty), mask=live & (which == 2))
+    tl.store(second + column, value.to(second.dtype.element_ty), mask=live & (which == 1))
+    tl.store(third + column, value.to(third.dtype.element_ty), mask=live & (which == 2))
 
 
 @Kernel
@@ -79,10 +77,9 @@ def add_parts(part: Tensor, *sums: Tensor) -> None:
     """Parts [P, S, C] in float32 -> S sums [C], up to three, each written in its own dtype."""
     parts, _, columns = part.shape
     grid = ceil_div(columns, LAST_COLUMNS), len(sums)
-    _add_parts[grid](
-        part, *sums, *[None] * (3 - len(sums)), parts, columns,
-        PARTS=PARTS_AT_ONCE, COLUMNS=LAST_COLUMNS, num_warps=8,
-    )  # fmt: skip
+    # Where there are fewer the first stands for the rest, which no program writes: one kernel for any number of them.
+    first, second, third = (*sums, *sums[:1] * 2)[:3]
+    _add_parts[grid](part, first, second, third, parts, columns, PARTS=PARTS_AT_ONCE, COLUMNS=LAST_COLUMNS, num_warps=8)
 
 
 def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
