@@ -28,7 +28,7 @@ PAIRS = [
     (torch.bfloat16, torch.bfloat16),
     (torch.float16, torch.float16),
 ]
-SHAPES = [(1, 7), (5, 100), (2, 3, 33), (20, 48)]
+SHAPES = [(1, 7), (5, 100), (2, 3, 32)]
 
 
 @pytest.fixture(autouse=True)

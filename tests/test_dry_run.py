@@ -23,6 +23,7 @@ import zoo
 from tests.blocks import Stack
 from tests.fake_gpu import Gpu, forget_compiled, settle
 from zoo import ahead, dry_run
+from zoo.bert import pack
 
 MODELS = [
     name
@@ -159,6 +160,19 @@ def test_it_can_be_turned_off(resnet: Any, begun: list[Any], monkeypatch: pytest
 def test_a_model_without_kernels_is_left_alone() -> None:
     model = zoo.compile_regions(Stack(), backend="eager")
     assert model._compiled_call_impl is None
+
+
+def test_a_packed_batch_begins_what_it_launches(gpu: Gpu, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "zoo")
+    model, inputs = make("bert-debug", training=True)
+    batch = pack(inputs["input_ids"], inputs["attention_mask"], config=model.config)
+    run(model, {"input_ids": batch})
+    launched = gpu.asked
+    gpu.asked = set()
+    forget_compiled()
+    dry_run.begin_kernels(model, batch)
+    settle()
+    assert launched and gpu.asked == launched and not told(caplog)
 
 
 def test_a_call_without_kernels_is_not_run(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:

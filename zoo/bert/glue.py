@@ -33,7 +33,7 @@ _LOW = (torch.bfloat16, torch.float16)
 
 def by_operators(x: Tensor) -> bool:
     """Whether a layer in training goes this way with x: gradients are wanted, and kernels take it."""
-    if not torch.is_grad_enabled() or not operators.kernels_run(x):
+    if not torch.is_grad_enabled() or not _ordinary(x) or not operators.kernels_run(x):
         return False
     # What autocast normalises is float32, whatever it is given.
     return x.dtype == torch.float32 or not torch.is_autocast_enabled(x.device.type)
@@ -122,9 +122,9 @@ def _takes_low(x: Tensor, layer: nn.Linear) -> bool:
     return autocast and layer.weight.dtype == torch.float32
 
 
-def _ordinary(weight: Any) -> bool:
-    """Whether a weight is there, and no tensor of several that stand for it."""
-    return weight is not None and not hasattr(weight, "__tensor_flatten__")
+def _ordinary(tensor: Any) -> bool:
+    """Whether a tensor is there, and not made of several that stand for it."""
+    return tensor is not None and not hasattr(tensor, "__tensor_flatten__")
 
 
 class _Beside(torch.autograd.Function):
