@@ -77,7 +77,7 @@ def test_the_gradient_is_autograds_to_the_last_bit(
 def test_rows_are_unique_and_in_order(device: str, count: int, kind: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(count)
     ids = torch.randint(5000, (count,), generator=generator).to(device, kind)
-    ids[count // 2 :] = ids[0]
+    ids[count // 2 :] = int(ids[0])
     grad = torch.randn(count, 33, generator=generator).to(device)
     for padding in (None, int(ids[0]), 4999):
         rows = tied.sparse_rows(grad, ids, 5000, padding)
