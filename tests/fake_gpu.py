@@ -13,6 +13,7 @@ import torch
 import zoo.operators
 from zoo import ahead, dry_run
 from zoo.ahead import Kernel
+from zoo.bert import operators as bert
 from zoo.gnn import operators as gnn
 from zoo.llm import operators as llm
 from zoo.resnet import depth, norms, pooling
@@ -21,7 +22,7 @@ from zoo.training import operators as training
 from zoo.unet import attention as unet_attention
 from zoo.unet import operators as unet
 
-MODULES: tuple[ModuleType, ...] = (gnn, llm, norms, depth, pooling, resnet, training, unet, unet_attention)
+MODULES: tuple[ModuleType, ...] = (bert, gnn, llm, norms, depth, pooling, resnet, training, unet, unet_attention)
 
 
 class Gpu:

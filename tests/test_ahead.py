@@ -24,7 +24,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.compiler import _forget
-from tests import test_gnn_kernels, test_llm_kernels, test_resnet_kernels, test_training_kernels, test_unet_kernels
+from tests import (
+    test_bert_kernels,
+    test_gnn_kernels,
+    test_llm_kernels,
+    test_resnet_kernels,
+    test_training_kernels,
+    test_unet_kernels,
+)
 from tests.fake_gpu import MODULES, Gpu, forget_compiled, kernels, settle, wait_for_threads
 from zoo import ahead
 from zoo.llm import operators as llm
@@ -33,7 +40,7 @@ from zoo.unet import operators as unet
 
 ROOT = Path(__file__).resolve().parent.parent
 # Library calls, without a kernel of ours.
-WITHOUT_KERNELS = {"conv_act", "linear_relu"}
+WITHOUT_KERNELS = {"conv_act", "linear_relu", "lowered", "weight_gradient"}
 pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("triton") is None, reason="torch came without Triton, which GPUs only need"
@@ -49,6 +56,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     images, weight = torch.randn(2, 3, 16, 12), torch.randn(8, 3, 7, 7, requires_grad=True)
     x = torch.randn(2, 12, 3, 5).requires_grad_()
     of_families = {
+        "bert": test_bert_kernels.calls(),
         "gnn": test_gnn_kernels.operator_calls(),
         "llm": test_llm_kernels.calls(),
         "resnet": test_resnet_kernels.calls(),

@@ -20,8 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 import zoo
+from tests.blocks import Stack
 from tests.fake_gpu import Gpu, forget_compiled, settle
 from zoo import ahead, dry_run
+from zoo.bert import pack
 
 MODELS = [
     name
@@ -75,11 +77,14 @@ def held_by(model: nn.Module) -> list[Any]:
 
 
 def test_every_family_with_kernels_takes_part() -> None:
-    assert {name.split("-")[0] for name in MODELS} == {"gcn", "gat", "graphsage", "llm", "resnet", "unet"}
+    assert {name.split("-")[0] for name in MODELS} == {"bert", "gcn", "gat", "graphsage", "llm", "resnet", "unet"}
 
 
-@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "training"),
+    # What an encoder infers has no kernels of ours.
+    [(name, training) for name in MODELS for training in (False, True) if training or name != "bert-debug"],
+)
 def test_what_is_begun_is_what_is_launched(
     name: str, training: bool, gpu: Gpu, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -152,9 +157,30 @@ def test_it_can_be_turned_off(resnet: Any, begun: list[Any], monkeypatch: pytest
     assert not begun
 
 
-def test_a_model_without_kernels_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = zoo.compile_regions(zoo.create("bert-debug"), backend="eager")
+def test_a_model_without_kernels_is_left_alone() -> None:
+    model = zoo.compile_regions(Stack(), backend="eager")
     assert model._compiled_call_impl is None
+
+
+def test_a_packed_batch_begins_what_it_launches(gpu: Gpu, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "zoo")
+    model, inputs = make("bert-debug", training=True)
+    batch = pack(inputs["input_ids"], inputs["attention_mask"], config=model.config)
+    run(model, {"input_ids": batch})
+    launched = gpu.asked
+    gpu.asked = set()
+    forget_compiled()
+    dry_run.begin_kernels(model, batch)
+    settle()
+    assert launched and gpu.asked == launched and not told(caplog)
+
+
+def test_a_call_without_kernels_is_not_run(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "only_compiling", None)
+    model, inputs = make("bert-debug", training=False)
+    with torch.no_grad():
+        dry_run.begin_kernels(model, **inputs)
+        assert model.train().dry_call(**inputs) is None
 
 
 def test_a_cpu_is_left_alone(begun: list[Any]) -> None:

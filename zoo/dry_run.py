@@ -6,8 +6,8 @@ a call takes the host part of a second, or a few where a model has hundreds of l
 to the threads.
 
 A model takes part that has a method ``dry_call``: it takes what ``forward`` takes and returns what is to be run, as a
-partial. Whatever has to see data (checks of values, a graph that is sorted) is done before it returns; and what is run
-keeps nothing that it computes, but in buffers: it would have no data.
+partial, or None where no kernel would be launched. Whatever has to see data (checks of values, a graph that is sorted)
+is done before it returns; and what is run keeps nothing that it computes, but in buffers: it would have no data.
 """
 
 from __future__ import annotations
@@ -82,6 +82,8 @@ def begin_kernels(model: nn.Module, *args: Any, **kwargs: Any) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     call = model.dry_call(*args, **kwargs)  # type: ignore[operator]
+    if call is None:
+        return
     mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
     fake = functools.partial(pytree.tree_map_only, torch.Tensor, mode.from_tensor)
     run = _Run(model)

@@ -102,7 +102,7 @@ def prepare(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
     if case.impl == "zoo":
         loss_module = LinearCrossEntropy()
         model = Features(_zoo_model(config, weights))
-        loss = _ChunkedLoss(model.model, loss_module)
+        loss = _ChunkedLoss(loss_module)
         if checkpointed:
             after_compile = _checkpoint
     else:
@@ -187,7 +187,7 @@ def memory_bytes(case: Case, config: LLMConfig) -> int:
 
 
 class Features(nn.Module):
-    """What the zoo's model gives to a loss that takes the output product itself."""
+    """What the zoo's model gives to a loss that takes the output product itself: both sides of it."""
 
     regions = LLM.regions
 
@@ -195,19 +195,19 @@ class Features(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Ids [B, T] -> [B, T, C]."""
-        return self.model.features(input_ids)
+    def forward(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids [B, T] -> [B, T, C] and [V, C]."""
+        return self.model.output_product(input_ids)
 
 
 class _ChunkedLoss:
     """Cross entropy of the next tokens, without all the logits."""
 
-    def __init__(self, model: LLM, loss: LinearCrossEntropy) -> None:
-        self.model, self.loss = model, loss
+    def __init__(self, loss: LinearCrossEntropy) -> None:
+        self.loss = loss
 
-    def __call__(self, call: Callable[[Tensor], Tensor], batch: dict[str, Tensor]) -> Tensor:
-        loss: Tensor = self.loss(call(batch["input_ids"]), self.model.output_weight, batch["labels"])
+    def __call__(self, call: Callable[[Tensor], tuple[Tensor, Tensor]], batch: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = self.loss(*call(batch["input_ids"]), batch["labels"])
         return loss
 
 

@@ -11,8 +11,10 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zoo.bert import glue
 from zoo.bert.attention import Rows, attend
 from zoo.bert.config import BertConfig
+from zoo.layers import plain
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -25,6 +27,8 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": _gelu_tanh,
     "relu": F.relu,
 }
+# Which form of GELU it is, by tanh or by erf.
+_TANH = {_gelu_tanh: True, F.gelu: False}
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:
@@ -77,6 +81,7 @@ class BertLayer(nn.Module):
         self.heads = config.num_attention_heads
         self.attention_dropout = config.attention_probs_dropout_prob
         self.activation = activation(config.hidden_act)
+        self.tanh = _TANH.get(self.activation)
         self.qkv = nn.Linear(width, 3 * width)
         self.attention_output = nn.Linear(width, width)
         self.attention_norm = nn.LayerNorm(width, eps=eps)
@@ -96,8 +101,25 @@ class BertLayer(nn.Module):
         Returns:
             Like ``x``.
         """
+        if self.training and glue.by_operators(x):
+            return self._learn(x, mask, rows)
         dropout = self.attention_dropout if self.training else 0.0
         mixed = attend(self.qkv(x), self.heads, mask, rows, dropout)
         x = self.attention_norm(self.dropout(self.attention_output(mixed)) + x)
         hidden = self.activation(self.intermediate(x))
         return self.output_norm(self.dropout(self.output(hidden)) + x)
+
+    def _learn(self, x: Tensor, mask: Tensor | None, rows: Rows | None) -> Tensor:
+        """The same by operators of our own, which have gradients in as few passes; see glue.py."""
+        x, low = glue.beside(x)
+        mixed = attend(glue.linear(low, self.qkv), self.heads, mask, rows, self.attention_dropout)
+        x, low = glue.add_norm(x, *self._added(mixed, self.attention_output), self.attention_norm)
+        hidden = glue.activated(low, self.intermediate, self.activation, self.tanh)
+        return glue.add_last_norm(x, *self._added(hidden, self.output), self.output_norm)
+
+    def _added(self, x: Tensor, layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
+        """What a product adds to the stream, and the bias that is still to be added."""
+        if plain(self.dropout, nn.Dropout) and self.dropout.p == 0.0:
+            return glue.product(x, layer)
+        # The bias is dropped with the rest.
+        return self.dropout(glue.linear(x, layer)), None

@@ -12,8 +12,9 @@ Shapes: B rows, T tokens of a row, N tokens of a packed batch, C width, V vocabu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,12 @@ from zoo.bert.packing import PackedBatch, counted_positions, pack, unpack
 from zoo.layers import initialise, on_host
 from zoo.regions import Region, in_process_on_gpus
 
+
+def _in_process(device: torch.device | None, training: bool) -> int | None:
+    """Operators of our own leave few kernels to the compiler in training, too."""
+    return in_process_on_gpus(device, training=False)
+
+
 # Embeddings and the other heads run once a call and hold little of its time. Regions are compiled one after another, as
 # the first call reaches them, and one of a single kernel takes about as long as one of five: it does not pay for that.
 REGIONS = (
@@ -36,7 +43,7 @@ REGIONS = (
         graphs=2,
         why="equal blocks: one graph for all layers, and one more where a batch on the host turns out to have no "
         "padding, and so no mask",
-        compile_threads=in_process_on_gpus,
+        compile_threads=_in_process,
     ),
     Region(
         MaskedLMHead,
@@ -109,19 +116,36 @@ class Bert(nn.Module):
             check_labels(config, labels, start_positions, end_positions, batch.rows, batch.length, tokens)
             if labels is not None and config.head in ("masked-lm", "token-classification") and labels.dim() == 2:
                 labels = batch.take(labels, fill=-100)
-            x = self._embed(batch.input_ids, batch.token_type_ids, batch.position_ids)
-            x = self._encode(x, None, self._rows(batch, x))
+            x = self._encode(*self._begin_packed(batch))
             return self._score(x, labels, start_positions, end_positions, batch)
         check_padded(config, input_ids, attention_mask, token_type_ids, position_ids)
         rows, length = input_ids.shape
         check_labels(config, labels, start_positions, end_positions, rows, length, None)
-        if position_ids is None and config.first_position:
-            position_ids = counted_positions(input_ids, config.first_position - 1)
-        x = self._embed(input_ids, token_type_ids, position_ids)
-        if attention_mask is not None and on_host(attention_mask) and bool((attention_mask != 0).all()):
-            attention_mask = None
-        x = self._encode(x, None if attention_mask is None else key_mask(attention_mask, x), None)
+        mask = _needed(attention_mask)
+        x = self._encode(*self._begin_padded(input_ids, mask, token_type_ids, position_ids))
         return self._score(x, labels, start_positions, end_positions, None)
+
+    def dry_call(
+        self,
+        input_ids: Tensor | PackedBatch,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        **labels: Tensor | None,
+    ) -> functools.partial[Tensor] | None:
+        """What a call runs up to the first layer, and that layer; see ``zoo.dry_run``.
+
+        Kernels of our own are in layers alone, and one layer has all of them; outside of training there are none.
+        """
+        if not (self.training and torch.is_grad_enabled()):
+            return None
+        if isinstance(input_ids, PackedBatch):
+            return functools.partial(self._first_layer, self._begin_packed, input_ids)
+        given = input_ids, _needed(attention_mask), token_type_ids, position_ids
+        return functools.partial(self._first_layer, self._begin_padded, *given)
+
+    def _first_layer(self, begin: Callable[..., tuple[Any, ...]], *inputs: Any) -> Tensor:
+        return self.layers[0](*begin(*inputs))
 
     def without_padding(
         self,
@@ -146,6 +170,19 @@ class Bert(nn.Module):
         batch = pack(input_ids, attention_mask, token_type_ids, position_ids, config=self.config, buckets=buckets)
         output: Output = self(batch, **labels)
         return unpack(output, batch)
+
+    def _begin_packed(self, batch: PackedBatch) -> tuple[Tensor, None, Rows]:
+        """What layers take."""
+        x = self._embed(batch.input_ids, batch.token_type_ids, batch.position_ids)
+        return x, None, self._rows(batch, x)
+
+    def _begin_padded(
+        self, ids: Tensor, mask: Tensor | None, types: Tensor | None, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, None]:
+        if positions is None and self.config.first_position:
+            positions = counted_positions(ids, self.config.first_position - 1)
+        x = self._embed(ids, types, positions)
+        return x, None if mask is None else key_mask(mask, x), None
 
     def _embed(self, ids: Tensor, types: Tensor | None, positions: Tensor | None) -> Tensor:
         return self.embeddings(_of_this_mode(ids), _of_this_mode(types), _of_this_mode(positions))
@@ -186,6 +223,13 @@ class Bert(nn.Module):
 def _first_tokens(x: Tensor, batch: PackedBatch | None) -> Tensor:
     """[B, C], contiguous, so that padded and packed batches share the head's graph."""
     return x[:, 0].contiguous() if batch is None else x.index_select(0, batch.offsets[: batch.rows])
+
+
+def _needed(attention_mask: Tensor | None) -> Tensor | None:
+    """The mask, or None where it is known to hide nothing."""
+    if attention_mask is not None and on_host(attention_mask) and bool((attention_mask != 0).all()):
+        return None
+    return attention_mask
 
 
 def _of_this_mode(ids: Tensor | None) -> Tensor | None:

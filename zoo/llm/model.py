@@ -25,6 +25,7 @@ from zoo.llm.checks import check_cache_size, check_call
 from zoo.llm.config import LLMConfig
 from zoo.llm.layer import LLMHead, LLMLayer
 from zoo.llm.rope import RotaryTable
+from zoo.llm.tied import look_up
 from zoo.regions import Region, in_process_on_gpus
 
 REGIONS = (
@@ -95,7 +96,7 @@ class LLM(nn.Module):
             TypeError, ValueError: If an input does not fit, before anything runs.
         """
         check_call(self, input_ids, attention_mask, position_ids, cache, logits_to_keep)
-        x = self._run_layers(input_ids, attention_mask, position_ids, cache)
+        x = self._run_layers(self.embed_tokens(input_ids), attention_mask, position_ids, cache)
         return self.head(_kept(x, logits_to_keep), self.output_weight)
 
     def features(
@@ -117,18 +118,46 @@ class LLM(nn.Module):
             TypeError, ValueError: If an input does not fit, before anything runs.
         """
         check_call(self, input_ids, attention_mask, position_ids, None, 0)
-        return self.head(self._run_layers(input_ids, attention_mask, position_ids, None), None)
+        return self.head(self._run_layers(self.embed_tokens(input_ids), attention_mask, position_ids, None), None)
+
+    def output_product(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Both sides of the output product: ``F.linear(*model.output_product(ids))`` are the logits.
+
+        ``features`` and ``output_weight`` in one call. Where weights are tied the backward is cheaper: a gradient that
+        the loss computed of the weight takes the embedding's rows in, in place of a second one of its size.
+
+        Args:
+            input_ids: As ``forward`` takes them, without a cache.
+            attention_mask: The same.
+            position_ids: The same.
+
+        Returns:
+            [B, T, C], and [V, C]: what the weight holds, for this step alone.
+
+        Raises:
+            TypeError, ValueError: If an input does not fit, before anything runs.
+        """
+        check_call(self, input_ids, attention_mask, position_ids, None, 0)
+        if self.lm_head is None:
+            x, weight = look_up(self.embed_tokens, input_ids)
+        else:
+            x, weight = self.embed_tokens(input_ids), self.lm_head.weight
+        if not torch.is_grad_enabled():
+            # A reentrant checkpoint would make the parameter itself an output of its own.
+            weight = weight.detach()
+        return self.head(self._run_layers(x, attention_mask, position_ids, None), None), weight
 
     def _run_layers(
         self,
-        input_ids: Tensor,
+        x: Tensor,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
         cache: KVCache | None,
     ) -> Tensor:
-        """All but the head: [B, T] -> [B, T, C]."""
-        batch, tokens = input_ids.shape
-        x = self.embed_tokens(input_ids)
+        """All between the embedding and the head: [B, T, C] -> [B, T, C]."""
+        batch, tokens = x.shape[:2]
         if cache is not None and x.requires_grad:
             raise ValueError(
                 "a cache is written in place and passes no gradients on: call the model under torch.inference_mode() "
@@ -136,10 +165,10 @@ class LLM(nn.Module):
             )
         positions = position_ids
         if positions is None:
-            positions = torch.arange(tokens, device=input_ids.device)[None]
+            positions = torch.arange(tokens, device=x.device)[None]
         mask = None
         if cache is None:
-            mask = token_mask(tokens, attention_mask, self.config.sliding_window, input_ids.device)
+            mask = token_mask(tokens, attention_mask, self.config.sliding_window, x.device)
         else:
             positions = positions.expand(batch, tokens).long().contiguous()
         rotary = self.rotary(positions)

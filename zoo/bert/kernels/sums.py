@@ -1,0 +1,104 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
+"""Sums over rows, in two steps: programs add up rows of their own, and a last kernel adds what they have.
+
+Always in the same order, and in float32. No program waits for another, and none adds where another writes.
+
+Shape legend: R rows, C columns, P parts, S sums that the parts hold side by side.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zoo.ahead import Kernel
+from zoo.operators import ceil_div
+
+# Rows and columns of a tile, 8 warps: 32 bytes a thread in half precision, where a warp reads lines as they are.
+ROWS, COLUMNS = 8, 512
+# Parts of a tile's columns at most: three tiles of a width of 3,072 for each half of a multiprocessor of a large GPU.
+PARTS = 128
+# Parts that the last kernel reads at once, and its columns: many programs, for little is read.
+PARTS_AT_ONCE, LAST_COLUMNS = 128, 16
+# Numbers of a program that adds two tensors, 8 for a thread.
+NUMBERS = 2048
+
+
+@Kernel
+@triton.jit(do_not_specialize=["rows"])
+def _column_sums(x, part, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    mine = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    below = tl.arange(0, ROWS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(mine * ROWS, rows, tl.num_programs(1) * ROWS):
+        seen = (first + below < rows)[:, None] & (column < columns)[None, :]
+        place = first * columns + below[:, None] * columns + column[None, :]
+        total += tl.load(x + place, mask=seen, other=0.0).to(tl.float32)
+    tl.store(part + mine * columns + column, tl.sum(total, 0), mask=column < columns)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["parts"])
+def _add_parts(part, first, second, third, parts, columns, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    which = tl.program_id(1)
+    total = tl.zeros([PARTS, COLUMNS], tl.float32)
+    for start in range(0, parts, PARTS):
+        row = start + tl.arange(0, PARTS)
+        seen = (row < parts)[:, None] & (column < columns)[None, :]
+        place = (row * tl.num_programs(1) + which)[:, None] * columns + column[None, :]
+        total += tl.load(part + place, mask=seen, other=0.0)
+    value = tl.sum(total, 0)
+    live = column < columns
+    tl.store(first + column, value.to(first.dtype.element_ty), mask=live & (which == 0))
+    tl.store(second + column, value.to(second.dtype.element_ty), mask=live & (which == 1))
+    tl.store(third + column, value.to(third.dtype.element_ty), mask=live & (which == 2))
+
+
+@Kernel
+@triton.jit
+def _add_low(x, low, out, numbers, NUMBERS: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
+    seen = place < numbers
+    value = tl.load(x + place, mask=seen, other=0.0).to(tl.float32)
+    value += tl.load(low + place, mask=seen, other=0.0).to(tl.float32)
+    tl.store(out + place, value.to(out.dtype.element_ty), mask=seen)
+
+
+def parts_of(rows: int) -> int:
+    """How many programs share the rows of one tile of columns."""
+    return min(max(ceil_div(rows, ROWS), 1), PARTS)
+
+
+def add_parts(part: Tensor, *sums: Tensor) -> None:
+    """Parts [P, S, C] in float32 -> S sums [C], up to three, each written in its own dtype."""
+    parts, _, columns = part.shape
+    grid = ceil_div(columns, LAST_COLUMNS), len(sums)
+    # Where there are fewer the first stands for the rest, which no program writes: one kernel for any number of them.
+    first, second, third = (*sums, *sums[:1] * 2)[:3]
+    _add_parts[grid](part, first, second, third, parts, columns, PARTS=PARTS_AT_ONCE, COLUMNS=LAST_COLUMNS, num_warps=8)
+
+
+def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[..., C] -> [C] in another dtype."""
+    x, columns = x.contiguous(), x.shape[-1]
+    out = x.new_empty(columns, dtype=dtype)
+    rows = x.numel() // columns
+    part = x.new_empty(parts_of(rows), 1, columns, dtype=torch.float32)
+    _column_sums[(ceil_div(columns, COLUMNS), part.shape[0])](
+        x, part, rows, columns, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=8
+    )
+    add_parts(part, out)
+    return out
+
+
+def add_low(x: Tensor, low: Tensor) -> Tensor:
+    """X plus a tensor of the same shape in another dtype, in the dtype of x."""
+    x, low = x.contiguous(), low.contiguous()
+    out = torch.empty_like(x)
+    if numbers := out.numel():
+        _add_low[(ceil_div(numbers, NUMBERS),)](x, low, out, numbers, NUMBERS=NUMBERS, num_warps=8)
+    return out
