@@ -211,15 +211,21 @@ def test_a_model_trains_as_without_kernels(autocast: bool, monkeypatch: pytest.M
     exact: Any = zoo.create("bert-debug", **still).double().train()
     exact.load_state_dict(model.state_dict())
     found, above = {}, torch.randn(2, 16, model.config.hidden_size)
+    ran: list[str] = []
+    reach = operators._implementation
+    monkeypatch.setattr(operators, "_implementation", lambda *which: (ran.append(which[1]), reach(*which))[1])
     for name, each, given in (("ours", model, inputs), ("plain", model, inputs), ("exact", exact, None)):
         if name == "plain":
+            assert ran.count("add_layer_norm") == ran.count("add_layer_norm_backward") == 4
             monkeypatch.setattr(operators, "triton_runs_on", lambda device: False)
+            ran.clear()
         given = given or {key: value.cpu() for key, value in inputs.items()}
         with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast and name != "exact"):
             outputs = each(**given)
         grads = torch.autograd.grad(outputs[0], list(each.layers.parameters()), above.to(outputs[0]))
         assert outputs[0].dtype == next(each.parameters()).dtype
         found[name] = [each.detach().double().cpu() for each in (outputs[0], *grads)]
+    assert not ran
     for ours, plain, wanted in zip(*found.values(), strict=True):
         error = (ours - wanted).norm() / wanted.norm()
         # What the interpreter cuts off counts more than once.

@@ -294,13 +294,122 @@ def test_frozen_weights_have_no_gradients(counted: Counter[str]) -> None:
 
 def test_products_that_autocast_does_not_lower_keep_their_bias(counted: Counter[str]) -> None:
     layer, x = nn.Linear(4, 6), torch.randn(3, 4)
-    out, bias = glue.product(x, layer)
+    out, bias = glue.product(x, x, layer)
     torch.testing.assert_close(out + layer.bias, layer(x))
     assert bias is layer.bias
-    assert glue.product(x, nn.Linear(4, 6, bias=False))[1] is None
+    assert glue.product(x, x, nn.Linear(4, 6, bias=False))[1] is None
     with torch.autocast("cpu", torch.bfloat16):
         # Of a float32 input autocast makes a copy itself.
-        out, bias = glue.product(x, layer)
+        out, bias = glue.product(x, x, layer)
         assert bias is None and out.dtype == torch.bfloat16
-        out, bias = glue.product(x.bfloat16(), layer)
+        out, bias = glue.product(x, x.bfloat16(), layer)
         assert bias is layer.bias and out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["qkv", "attention_output", "intermediate", "output", "attention_norm", "output_norm"])
+def test_whoever_listens_to_gradients_hears_them(name: str, counted: Counter[str]) -> None:
+    model: Any = zoo.create("bert-debug", head="none", num_hidden_layers=1, **STILL).train()
+    heard: list[str] = []
+    getattr(model.layers[0], name).register_full_backward_hook(lambda *_: heard.append(name))
+    model(**zoo.example_inputs(model))[0].sum().backward()
+    assert heard == [name] and counted[NORM] == (1 if "norm" in name else 2)
+
+
+@pytest.mark.parametrize("name", ["intermediate", "output", "output_norm"])
+def test_a_forward_that_was_replaced_is_called(name: str, counted: Counter[str]) -> None:
+    model: Any = zoo.create("bert-debug", head="none", num_hidden_layers=1, **STILL).train()
+    changed = getattr(model.layers[0], name)
+    before = changed.forward
+    changed.forward = lambda x: 2 * before(x)
+    inputs = zoo.example_inputs(model)
+    found = model(**inputs)[0]
+    assert counted[NORM] == (1 if "norm" in name else 2)
+    torch.testing.assert_close(found, model.eval()(**inputs)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_an_activation_that_was_replaced_is_applied(counted: Counter[str]) -> None:
+    model: Any = zoo.create("bert-debug", head="none", num_hidden_layers=1, **STILL).train()
+    model.layers[0].activation = torch.nn.functional.silu
+    inputs = zoo.example_inputs(model)
+    found = model(**inputs)[0]
+    assert counted == {NORM: 2}
+    torch.testing.assert_close(found, model.eval()(**inputs)[0], rtol=1e-5, atol=1e-5)
+
+
+class _Wide(nn.Module):
+    """An adapter that computes in its own precision, whatever autocast says."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return self.layer(x)
+
+
+@pytest.mark.parametrize("name", ["qkv", "intermediate"])
+def test_an_adapter_is_given_the_stream(name: str, counted: Counter[str]) -> None:
+    model: Any = zoo.create("bert-debug", head="none", num_hidden_layers=1, **STILL).train()
+    layer = model.layers[0]
+    setattr(layer, name, _Wide(getattr(layer, name)))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(**zoo.example_inputs(model))[0].sum().backward()
+    assert counted[NORM] == 2
+
+
+def test_a_second_derivative_is_refused(counted: Counter[str]) -> None:
+    layer, x = zoo.create("bert-debug", **STILL).layers[0].train(), torch.randn(2, 5, 32, requires_grad=True)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.square().sum().backward()
+    assert counted[NORM] == 2
+
+
+def test_functional_transforms_are_torchs(counted: Counter[str]) -> None:
+    layer, x = zoo.create("bert-debug", **STILL).layers[0].train(), torch.randn(2, 5, 32)
+    parameters = dict(layer.named_parameters())
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        out: Tensor = torch.func.functional_call(layer, parameters, (x,))
+        return out.square().mean()
+
+    found = torch.func.grad(loss)(parameters)
+    assert not counted
+    loss(parameters).backward()
+    assert counted[NORM] == 2
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="torch came without Triton, which GPUs only need"
+)
+def test_tokens_lie_along_the_axis_of_the_grid_that_has_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zoo.bert.kernels import gelu, layer_norm, sums
+
+    grids: dict[str, tuple[int, ...]] = {}
+
+    class Noting:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            grids[self.name] = grid
+            return lambda *_, **__: None
+
+    names = {gelu: ["_bias_gelu", "_bias_gelu_backward"], layer_norm: ["_forward", "_backward"], sums: ["_column_sums"]}
+    for module, kernels in names.items():
+        for name in kernels:
+            monkeypatch.setattr(module, name, Noting(name))
+    monkeypatch.setattr(sums, "_add_parts", Noting("_add_parts"))
+    tokens = 1 << 21
+    x, vector, row = (torch.empty(shape, device="meta") for shape in ((tokens, 1024), (1024,), (tokens,)))
+    gelu.bias_gelu(x, vector, False)
+    gelu.bias_gelu_backward(x, x, vector, False)
+    layer_norm.add_layer_norm(x, x, None, vector, vector, 1e-6, None)
+    layer_norm.add_layer_norm_backward(x, row, row, vector, x, None, None, False)
+    sums.column_sums(x, torch.float32)
+    assert len(grids) == 6 and all(size < 1 << 16 for grid in grids.values() for size in grid[1:])
+    assert grids["_bias_gelu"][0] * gelu.ROWS == tokens

@@ -315,6 +315,18 @@ def test_functional_transforms_are_torchs() -> None:
     torch.testing.assert_close(found["table.weight"], theirs.weight.grad)
 
 
+def test_several_gradients_at_once_are_torchs() -> None:
+    def jacobian(product: Product) -> Tensor:
+        embedding, ids = table(), tokens()
+        x, weight = product(embedding, ids)
+        logits = F.linear(x.sin(), weight)[0, :2, :3].flatten()
+        ones = torch.eye(len(logits))
+        (found,) = torch.autograd.grad(logits, embedding.weight, ones, is_grads_batched=True)
+        return found
+
+    torch.testing.assert_close(jacobian(tied.look_up), jacobian(plain))
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_around_it_is_one_graph(backend: str) -> None:
     ours, theirs, ids = table(), table(), tokens()

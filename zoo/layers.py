@@ -54,9 +54,13 @@ def untracked(x: Tensor, *last: int) -> Tensor:
 def plain(layer: nn.Module, cls: type[nn.Module] = nn.Linear) -> bool:
     """Whether a layer is of this very class, and nobody listens to its calls: then its tensors stand for it.
 
-    Adapters take a layer's place, and some ways to prune or to quantise change its weight before each call.
+    Adapters take a layer's place or that of its ``forward``, some ways to prune or to quantise change its weight before
+    each call, and who explains a model listens to gradients.
     """
-    return type(layer) is cls and not layer._forward_hooks and not layer._forward_pre_hooks
+    if type(layer) is not cls or "forward" in vars(layer):
+        return False
+    there, back = (layer._forward_hooks, layer._forward_pre_hooks), (layer._backward_hooks, layer._backward_pre_hooks)
+    return not any(there) and not any(back)
 
 
 def on_host(tensor: Tensor) -> bool:

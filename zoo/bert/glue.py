@@ -10,7 +10,7 @@ Under autocast the stream is float32 and products take the low copy of it; elsew
 are products and attention, and the compiler has nearly nothing to write code for.
 
 Only where x is for it (``by_operators``). A module that is not what it was built as (an adapter in its place, a hook, a
-weight of another dtype) is called as it is.
+weight of another dtype) is called, with the stream and not its copy.
 
 Shapes: as in layer.py.
 """
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from zoo.bert import operators
 from zoo.bert.attention import compute_dtype
@@ -34,6 +35,9 @@ _LOW = (torch.bfloat16, torch.float16)
 def by_operators(x: Tensor) -> bool:
     """Whether a layer in training goes this way with x: gradients are wanted, and kernels take it."""
     if not torch.is_grad_enabled() or not _ordinary(x) or not operators.kernels_run(x):
+        return False
+    # Functional transforms take no backward of ours.
+    if torch._C._are_functorch_transforms_active():
         return False
     # What autocast normalises is float32, whatever it is given.
     return x.dtype == torch.float32 or not torch.is_autocast_enabled(x.device.type)
@@ -48,36 +52,39 @@ def beside(x: Tensor) -> tuple[Tensor, Tensor]:
     return both
 
 
-def linear(x: Tensor, layer: nn.Linear) -> Tensor:
-    """A linear layer of x."""
-    if not _takes_low(x, layer):
+def linear(x: Tensor, low: Tensor, layer: nn.Linear) -> Tensor:
+    """A linear layer of x, of which ``low`` is what products take."""
+    if not _takes_low(low, layer):
         return layer(x)  # type: ignore[no-any-return]
-    out: Tensor = _Linear.apply(x, layer.weight, layer.bias)
+    out: Tensor = _Linear.apply(low, layer.weight, layer.bias)
     return out
 
 
-def product(x: Tensor, layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
+def product(x: Tensor, low: Tensor, layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
     """A linear layer of x without its bias, and the bias, which whoever comes next adds; None where nothing is left."""
     if plain(layer) and _ordinary(layer.bias):
-        if _takes_low(x, layer):
-            return _Linear.apply(x, layer.weight, None), layer.bias
-        if layer.weight.dtype == layer.bias.dtype == x.dtype == compute_dtype(x):
-            return F.linear(x, layer.weight), layer.bias
-    return linear(x, layer), None
+        if _takes_low(low, layer):
+            return _Linear.apply(low, layer.weight, None), layer.bias
+        if layer.weight.dtype == layer.bias.dtype == low.dtype == compute_dtype(low):
+            return F.linear(low, layer.weight), layer.bias
+    return linear(x, low, layer), None
 
 
-def activated(x: Tensor, layer: nn.Linear, function: Callable[[Tensor], Tensor], tanh: bool | None) -> Tensor:
+def activated(
+    x: Tensor, low: Tensor, layer: nn.Linear, function: Callable[[Tensor], Tensor], tanh: bool | None
+) -> Tensor:
     """A linear layer of x and its activation.
 
     Args:
         x: [..., C].
+        low: [..., C], what products take of it.
         layer: The layer.
         function: The activation.
         tanh: Which form of GELU it is; None if it is none.
     """
     if tanh is None:
-        return function(linear(x, layer))
-    out, bias = product(x, layer)
+        return function(linear(x, low, layer))
+    out, bias = product(x, low, layer)
     if bias is None:
         return function(out)
     activated: Tensor = operators.bias_gelu(out, bias, tanh)
@@ -128,13 +135,14 @@ def _ordinary(tensor: Any) -> bool:
 
 
 class _Beside(torch.autograd.Function):
-    """An operator cannot return what it was given, so that the gradient of x would be added to the copy's later."""
+    """One node with both outputs, so that both gradients of x are added in one pass. No operator returns x itself."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, low: torch.dtype) -> tuple[Tensor, Tensor]:
         return x.view_as(x), operators.lowered(x, low)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor, low_grad: Tensor) -> tuple[Tensor, None]:
         return operators.add_low(grad, low_grad), None
 
@@ -150,6 +158,7 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, low, None if bias is None else operators.lowered(bias, x.dtype))
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, low = ctx.saved_tensors
         rows = grad.flatten(0, -2)

@@ -27,13 +27,16 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": _gelu_tanh,
     "relu": F.relu,
 }
-# Which form of GELU it is, by tanh or by erf.
-_TANH = {_gelu_tanh: True, F.gelu: False}
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:
     """The function of a ``hidden_act``."""
     return _FUNCTIONS[name]
+
+
+def _is_tanh(function: Callable[[Tensor], Tensor]) -> bool | None:
+    """Which form of GELU a function is, by tanh or by erf; None if it is another."""
+    return True if function is _gelu_tanh else False if function is F.gelu else None
 
 
 class BertEmbeddings(nn.Module):
@@ -81,7 +84,6 @@ class BertLayer(nn.Module):
         self.heads = config.num_attention_heads
         self.attention_dropout = config.attention_probs_dropout_prob
         self.activation = activation(config.hidden_act)
-        self.tanh = _TANH.get(self.activation)
         self.qkv = nn.Linear(width, 3 * width)
         self.attention_output = nn.Linear(width, width)
         self.attention_norm = nn.LayerNorm(width, eps=eps)
@@ -112,14 +114,14 @@ class BertLayer(nn.Module):
     def _learn(self, x: Tensor, mask: Tensor | None, rows: Rows | None) -> Tensor:
         """The same by operators of our own, which have gradients in as few passes; see glue.py."""
         x, low = glue.beside(x)
-        mixed = attend(glue.linear(low, self.qkv), self.heads, mask, rows, self.attention_dropout)
+        mixed = attend(glue.linear(x, low, self.qkv), self.heads, mask, rows, self.attention_dropout)
         x, low = glue.add_norm(x, *self._added(mixed, self.attention_output), self.attention_norm)
-        hidden = glue.activated(low, self.intermediate, self.activation, self.tanh)
+        hidden = glue.activated(x, low, self.intermediate, self.activation, _is_tanh(self.activation))
         return glue.add_last_norm(x, *self._added(hidden, self.output), self.output_norm)
 
     def _added(self, x: Tensor, layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
         """What a product adds to the stream, and the bias that is still to be added."""
         if plain(self.dropout, nn.Dropout) and self.dropout.p == 0.0:
-            return glue.product(x, layer)
+            return glue.product(x, x, layer)
         # The bias is dropped with the rest.
-        return self.dropout(glue.linear(x, layer)), None
+        return self.dropout(glue.linear(x, x, layer)), None

@@ -11,10 +11,12 @@ Shape legend: R rows, C columns, I width inside the MLP, N rows of a weight. All
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from zoo.bert import fallback
 from zoo.operators import KERNEL_DTYPES, OperatorLibrary, launcher, triton_runs_on
@@ -158,6 +160,7 @@ def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
     ctx.set_materialize_grads(False)
 
 
+@once_differentiable  # type: ignore[untyped-decorator]
 def _norm_gradients(ctx: Any, grad: Tensor | None, low_grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if ctx.low_dtype is None:
         low_grad = None
@@ -208,9 +211,12 @@ def _keep_activation(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.tanh = inputs[2]
 
 
-_LIBRARY.autograd(
-    "bias_gelu", lambda ctx, grad: (*bias_gelu_backward(grad, *ctx.saved_tensors, ctx.tanh), None), _keep_activation
-)
+@once_differentiable  # type: ignore[untyped-decorator]
+def _activation_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return (*bias_gelu_backward(grad, *ctx.saved_tensors, ctx.tanh), None)
+
+
+_LIBRARY.autograd("bias_gelu", _activation_gradients, _keep_activation)
 
 
 # --- products in a lower precision ---
@@ -227,16 +233,23 @@ def _(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty(x.shape, dtype=dtype)
 
 
+@functools.cache
+def _writes_float32(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 8
+
+
 @_LIBRARY.operator("(Tensor grad, Tensor x) -> Tensor")
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """Gradient of a float32 weight [N, C] from those of its product [R, N] and its input [R, C], both low.
 
-    On an NVIDIA GPU the product writes the float32 that it sums in, and no pass converts it.
+    On an NVIDIA GPU from Ampere on the product writes the float32 that it sums in, and no pass converts it.
     """
     with torch.autocast(x.device.type, enabled=False):
-        if x.device.type == "cuda" and torch.version.hip is None and x.shape[0]:
+        if x.device.type == "cpu":
+            return grad.float().t() @ x.float()
+        if x.shape[0] and _writes_float32(x.device):
             return torch.mm(grad.t(), x, out_dtype=torch.float32)
-        return grad.float().t() @ x.float()
+        return (grad.t() @ x).float()
 
 
 @_LIBRARY.fake("weight_gradient")

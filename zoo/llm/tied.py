@@ -52,8 +52,7 @@ def _pays(weight: Tensor, ids: Tensor) -> bool:
 
 def _only_looks_up(embedding: nn.Embedding) -> bool:
     changes = embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse
-    watched = embedding._backward_hooks or embedding._backward_pre_hooks
-    return plain(embedding, nn.Embedding) and not (changes or watched)
+    return plain(embedding, nn.Embedding) and not changes
 
 
 class _LookUp(torch.autograd.Function):
@@ -71,7 +70,7 @@ class _LookUp(torch.autograd.Function):
         if grad is None:
             return None, None, table, None
         (ids,) = ctx.saved_tensors
-        if _takes_rows(table):
+        if _takes_rows(grad, table):
             found = sparse_rows(grad.reshape(-1, grad.shape[-1]), ids.flatten(), ctx.vocabulary, ctx.padding)
         else:
             padding = -1 if ctx.padding is None else ctx.padding
@@ -80,9 +79,13 @@ class _LookUp(torch.autograd.Function):
         return None, found, table, None
 
 
-def _takes_rows(table: Tensor | None) -> bool:
+def _takes_rows(grad: Tensor, table: Tensor | None) -> bool:
     # Rows on their own would become .grad as they are; a gradient of the gradient, and compilers, need torch's.
     if table is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    transforms = torch._C._functorch
+    several = transforms.is_functorch_wrapped_tensor, transforms.is_legacy_batchedtensor  # gradients at once
+    if any(stands_for(each) for each in (grad, table) for stands_for in several):
         return False
     # CUDA adds them to nothing else.
     return table.layout == torch.strided and table.is_contiguous()

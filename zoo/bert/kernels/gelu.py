@@ -47,8 +47,9 @@ def _tanh_form(x):
 @Kernel
 @triton.jit(do_not_specialize=["rows"])
 def _bias_gelu(x, bias, out, rows, columns, TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    first = tl.program_id(1).to(tl.int64) * ROWS
+    # Rows lie along the axis that has no limit.
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     below = tl.arange(0, ROWS)
     seen = (first + below < rows)[:, None] & (column < columns)[None, :]
     place = first * columns + below[:, None] * columns + column[None, :]
@@ -95,7 +96,7 @@ def bias_gelu(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
     x, bias = x.contiguous(), bias.contiguous()
     out, columns = torch.empty_like(x), x.shape[-1]
     if rows := x.numel() // columns:
-        grid = ceil_div(columns, COLUMNS), ceil_div(rows, ROWS)
+        grid = ceil_div(rows, ROWS), ceil_div(columns, COLUMNS)
         _bias_gelu[grid](x, bias, out, rows, columns, TANH=tanh, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=8)
     return out
 
