@@ -70,7 +70,8 @@ def cuda_graph(
     Raises:
         CaptureError: If an operation synchronises or the capture fails; the process stays usable.
         TypeError: If an argument is neither a tensor, a plain value, nor a container of them, and is not static.
-        ValueError: If an input requires grad, or two buckets have the same shapes.
+        ValueError: If an input requires grad, two buckets have the same shapes, or nothing that the step is given says
+            on which device it runs.
     """
     if warmup < 2 and warmup != 0:
         raise ValueError(f"warmup is {warmup}; at least 2 runs are needed, one to compile and one to watch")
