@@ -180,7 +180,7 @@ class Arm:
         files = cached_files()
         recorder = self._recorder or Recorder(self.model)
         recorder.restart()
-        # What imports and preparation left behind is walked through sometime soon, for a third of a second.
+        # Garbage of imports and preparation would be collected soon, in one arm's compilation or in another's.
         gc.collect()
         synchronise(self.device)
         with strategies.execution_mode(self.case):

@@ -94,20 +94,26 @@ def activated(
 def add_norm(x: Tensor, added: Tensor, shift: Tensor | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
     """The norm of x [..., C] plus what is added [..., C], and what products take of it. See ``operators``."""
     low = compute_dtype(x)
+    if low == x.dtype:
+        stream = add_last_norm(x, added, shift, norm)
+        return stream, stream
     if not _norm_fits(x, added, shift, norm):
-        normed: Tensor = norm(x + (added if shift is None else added + shift))
-        return beside(normed)
-    low_dtype = None if low == x.dtype else low
-    stream, copy, *_ = operators.add_layer_norm(x, added, shift, norm.weight, norm.bias, norm.eps, low_dtype)
-    return stream, stream if low_dtype is None else copy
+        return beside(_called(x, added, shift, norm))
+    stream, copy, *_ = operators.add_layer_norm(x, added, shift, norm.weight, norm.bias, norm.eps, low)
+    return stream, copy
 
 
 def add_last_norm(x: Tensor, added: Tensor, shift: Tensor | None, norm: nn.LayerNorm) -> Tensor:
     """The norm alone, where no product follows."""
     if not _norm_fits(x, added, shift, norm):
-        return norm(x + (added if shift is None else added + shift))  # type: ignore[no-any-return]
+        return _called(x, added, shift, norm)
     stream: Tensor = operators.add_layer_norm(x, added, shift, norm.weight, norm.bias, norm.eps, None)[0]
     return stream
+
+
+def _called(x: Tensor, added: Tensor, shift: Tensor | None, norm: nn.Module) -> Tensor:
+    normed: Tensor = norm(x + (added if shift is None else added + shift))
+    return normed
 
 
 def _norm_fits(x: Tensor, added: Tensor, shift: Tensor | None, norm: nn.LayerNorm) -> bool:
