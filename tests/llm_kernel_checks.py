@@ -113,6 +113,32 @@ def test_rotation_into_the_cache(
     assert torch.equal(ours, cache), "a slot was written that is not a token's"
 
 
+@pytest.mark.parametrize("dtype", RELATIVE)
+@pytest.mark.parametrize(("heads", "key_heads", "width"), [(4, 4, 32), (6, 1, 64), (20, 5, 128)])
+@pytest.mark.parametrize("same", [False, True])
+def test_rotation_of_parts_and_its_gradient(
+    heads: int, key_heads: int, width: int, same: bool, dtype: torch.dtype
+) -> None:
+    qkv = values(2, 3, (heads + 2 * key_heads) * width, dtype=dtype)
+    # What rotates another channel by it would be NaN.
+    qkv.view(2, 3, -1, width)[..., -1, 0] = math.inf
+    angle = values(1 if same else 2, 3, width // 2)
+    rotary = torch.cat([angle.cos(), angle.sin()], -1)
+    found = operators.split_rotated(qkv.requires_grad_(), rotary, heads, key_heads)
+    exact = qkv.detach().double().requires_grad_()
+    expected = fallback.split_rotated(exact, rotary.double(), heads, key_heads)
+    for part, wanted in zip(found[:2], expected[:2], strict=True):
+        close(part, wanted, dtype)
+    assert torch.equal(found[2].double(), expected[2]), "values are not turned"
+    assert all(part.is_contiguous() for part in found)
+    grads = [values(*part.shape, dtype=dtype) for part in found]
+    # As an attention may return one.
+    grads[0] = grads[0].transpose(1, 2).contiguous().transpose(1, 2)
+    (change,) = torch.autograd.grad(found, qkv, grads)
+    (wanted,) = torch.autograd.grad(expected, exact, [grad.double() for grad in grads])
+    close(change, wanted, dtype)
+
+
 @pytest.mark.parametrize("dtype", DOTS)
 @pytest.mark.parametrize(("heads", "key_heads", "width"), [(4, 4, 32), (4, 1, 64)])
 @pytest.mark.parametrize("window", [None, 1, 70])

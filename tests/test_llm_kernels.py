@@ -74,6 +74,11 @@ def calls() -> dict[str, tuple[Callable[..., Tensor], tuple[Any, ...]]]:
             operators.rms_norm_backward,
             (torch.randn(3, 8), torch.randn(3, 8), norm, torch.rand(3), torch.randn(3, 8)),
         ),
+        "parts": (operators.split_rotated, (grown(2, 3, 4 * 4), torch.randn(1, 3, 4), 2, 1)),
+        "parts' gradient": (
+            operators.join_rotated,
+            (torch.randn(2, 3, 2, 4), *torch.randn(2, 2, 3, 1, 4), torch.randn(1, 3, 4)),
+        ),
         "norm_gate": (operators.norm_gate, (x, norm, 1e-6, weight)),
         "attention": (operators.decode_attention, (qkv, cache, positions, rotary, None, None, 1e-6, 2, None)),
         "rotation": (
@@ -157,6 +162,7 @@ def test_inductor_writes_the_cache_in_place() -> None:
 # --- where gradients are wanted ---
 
 NORMS = ("rms_norm_rows", "add_rms_norm", "rms_norm_backward")
+PARTS = ("split_rotated", "join_rotated")
 
 
 @pytest.fixture
@@ -168,7 +174,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         inner = getattr(fallback, name)
         return lambda *given: (ran.update([name]), inner(*given))[1]
 
-    for name in NORMS:
+    for name in NORMS + PARTS:
         monkeypatch.setattr(fallback, name, counting(name))
     monkeypatch.setattr(operators, "_implementation", lambda module, name, x: getattr(fallback, name))
     monkeypatch.setattr(operators, "kernels_run", lambda x: True)
@@ -233,24 +239,102 @@ def test_the_gradient_past_a_norm_is_added_in_its_backward(counted: Counter[str]
     assert graphs["backward"].count("zoo_llm.rms_norm_backward.default") == 2
 
 
+VIEWS = "view", "_unsafe_view", "t", "transpose", "slice", "select", "detach"
+
+
+def recorder(ran: set[str]) -> Callable[..., Any]:
+    """A compiler that notes what a graph does: all but views, and what an operator's outputs are taken out by."""
+
+    def compile_graph(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
+        names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        views = [f"aten.{view}" for view in VIEWS]
+        ran.update(name for name in names if "getitem" not in name and name.rpartition(".")[0] not in views)
+        return make_boxed_func(graph.forward)
+
+    return compile_graph
+
+
+@pytest.mark.parametrize("options", [{}, {"qkv_bias": True}], ids=str)
+def test_training_leaves_the_compiler_no_code_to_write(options: dict[str, Any], counted: Counter[str]) -> None:
+    forward, backward = set[str](), set[str]()
+    model = zoo.create("llm-debug", head_dim=32, num_hidden_layers=1, **options)
+    tokens = torch.randint(model.config.vocab_size, (2, 9))
+    with pytest.MonkeyPatch.context() as without:
+        without.setattr(operators, "kernels_run", lambda x: False)
+        expected = gradients(model, tokens)
+    backend = aot_autograd(fw_compiler=recorder(forward), bw_compiler=recorder(backward))
+    for module in (model.layers[0], model.head):
+        module.compile(fullgraph=True, backend=backend)
+    counted.clear()
+    torch.testing.assert_close(gradients(model, tokens), expected, rtol=1e-4, atol=1e-6)
+    assert counted["split_rotated"] == counted["join_rotated"] == 1
+    attention = "aten._scaled_dot_product_flash_attention_for_cpu"
+    products = {"aten.mm.default", "aten.addmm.default"}
+    # Of a bias the compiler sums the gradient.
+    sums = {"aten.sum.dim_IntList"} if options else set()
+    assert forward == products | {
+        "zoo_llm.rms_norm_rows.default", "zoo_llm.split_rotated.default", f"{attention}.default",
+        "zoo_llm.add_rms_norm.default", "zoo_llm.swiglu.default",
+    }  # fmt: skip
+    assert backward - {"aten.addmm.default"} == {"aten.mm.default", *sums} | {
+        "zoo_llm.swiglu_backward.default", "zoo_llm.rms_norm_backward.default", f"{attention}_backward.default",
+        "zoo_llm.join_rotated.default",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{"qk_norm": True, "head_dim": 32}, {"head_dim": 24}], ids=str)
+def test_heads_with_norms_or_of_odd_widths_are_rotated_by_torch(options: dict[str, Any], counted: Counter[str]) -> None:
+    model = zoo.create("llm-debug", num_hidden_layers=1, **options)
+    gradients(model, torch.randint(model.config.vocab_size, (2, 9)))
+    assert not counted["split_rotated"] and counted["add_rms_norm"]
+
+
+def test_a_second_derivative_is_refused(counted: Counter[str]) -> None:
+    model = zoo.create("llm-debug", head_dim=32, num_hidden_layers=1)
+    layer, rotary = model.layers[0], model.rotary(torch.arange(5)[None])
+    x = torch.randn(2, 5, model.config.hidden_size, requires_grad=True)
+    for run in (
+        lambda: norm_beside(x, layer.input_layernorm)[1],
+        lambda: norm_alone(x, layer.input_layernorm),
+        lambda: add_norm(x, x, layer.input_layernorm)[1],
+        lambda: layer.gate(x),
+        lambda: layer.project(x, rotary)[0].square(),
+    ):
+        (grad,) = torch.autograd.grad(run().square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            grad.square().sum().backward()
+    assert counted["join_rotated"]
+
+
+def test_functional_transforms_are_torchs(counted: Counter[str]) -> None:
+    model = zoo.create("llm-debug", head_dim=32, num_hidden_layers=1)
+    layer, parameters = model.layers[0], dict(model.layers[0].named_parameters())
+    x, rotary = torch.randn(2, 5, model.config.hidden_size), model.rotary(torch.arange(5)[None])
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        out: Tensor = torch.func.functional_call(layer, parameters, (x, rotary))
+        return out.square().mean()
+
+    found = torch.func.grad(loss)(parameters)
+    assert not counted
+    loss(parameters).backward()
+    assert counted["split_rotated"] == 1
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.usefixtures("counted")
 @pytest.mark.parametrize("from_start", [False, True])
 def test_a_prompt_leaves_the_compiler_no_code_to_write(from_start: bool) -> None:
-    ran: list[str] = []
-
-    def compile_graph(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
-        ran.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
-        return make_boxed_func(graph.forward)
-
+    work = set[str]()
     model = zoo.create("llm-debug", head_dim=32)
     layer, config = model.layers[0], model.config
-    layer.compile(fullgraph=True, backend=aot_autograd(fw_compiler=compile_graph, inference_compiler=compile_graph))
+    backend = aot_autograd(fw_compiler=recorder(work), inference_compiler=recorder(work))
+    layer.compile(fullgraph=True, backend=backend)
     x, positions = torch.randn(2, 5, config.hidden_size), torch.arange(5).expand(2, 5)
     cache = torch.zeros(2, 2, config.num_key_value_heads, 8, 32)
     with torch.inference_mode():
         layer(x, model.rotary(positions), positions=positions, cache=cache, from_start=from_start)
-    views = "view", "_unsafe_view", "t", "transpose", "slice", "select"
-    work = {name for name in ran if "getitem" not in name and name.split(".")[1:2] not in [[view] for view in views]}
     attention = {
         True: "aten._scaled_dot_product_flash_attention_for_cpu.default",
         False: "zoo_llm.prefill_attention.default",

@@ -239,7 +239,7 @@ def test_regions_predict_with_operators_in_as_many_graphs(monkeypatch: pytest.Mo
 
 def test_what_pools_gives_no_wrong_gradient() -> None:
     x, weight = rows(1, 6, 4, 4), rows(6, grad=True)
-    with pytest.raises(RuntimeError, match=r"have no gradients; use torch\.nn\.functional"):
+    with pytest.raises(RuntimeError, match=r"has no gradient; use torch\.nn\.functional"):
         pooling.bias_act_pool(x, weight).sum().backward()
 
 

@@ -93,6 +93,21 @@ def test_the_gradient_takes_the_logits_place_also_in_a_compiled_region(monkeypat
     torch.testing.assert_close(logits, expected)
 
 
+def test_a_chunk_leaves_the_compiler_no_code_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "kernels_run", lambda x: True)
+    graphs: list[list[str]] = []
+
+    def compile_graph(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph
+
+    rows = losses.CrossEntropyRows()
+    rows.compile(fullgraph=True, backend=compile_graph)
+    with torch.no_grad():
+        rows(torch.randn(4, 9), torch.tensor([1, 2, -100, 8]), torch.tensor(0.25))
+    assert graphs == [["zoo_training.cross_entropy_rows_.default"]]
+
+
 @pytest.mark.gpu
 def test_rows_of_a_whole_vocabulary_are_torchs() -> None:
     from zoo.training.kernels import rows

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from zoo import ahead
 from zoo.compat import name_fallbacks_alone
@@ -68,11 +69,31 @@ class OperatorLibrary:
 
         return register
 
-    def autograd(self, name: str, backward: Function, setup_context: Callable[..., None]) -> None:
-        """Register a backward."""
+    def autograd(
+        self, name: str, backward: Function, setup_context: Callable[..., None], *, twice: bool = False
+    ) -> None:
+        """Register a backward.
+
+        Args:
+            name: The operator's.
+            backward: As ``torch.library.register_autograd`` takes it.
+            setup_context: The same.
+            twice: Whether all that the backward calls has gradients itself. Of what else it calls autograd would take
+                the second derivative for zero: unless this is set, asking for one is an error.
+        """
+        if not twice:
+            backward = once_differentiable(backward)
         torch.library.register_autograd(
             f"{self.namespace}::{name}", backward, setup_context=setup_context, lib=self._library
         )
+
+    def no_gradient(self, name: str, remedy: str) -> None:
+        """Make asking for gradients of an operator's output an error, which ends in ``remedy``."""
+
+        def refuse(ctx: Any, *_: Any) -> None:
+            raise RuntimeError(f"{name} has no gradient; {remedy}")
+
+        self.autograd(name, refuse, lambda ctx, inputs, output: None)
 
 
 # What the kernels take; they compute in float32.

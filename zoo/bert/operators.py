@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from zoo.bert import fallback
 from zoo.operators import KERNEL_DTYPES, OperatorLibrary, launcher, triton_runs_on
@@ -160,7 +159,6 @@ def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
     ctx.set_materialize_grads(False)
 
 
-@once_differentiable  # type: ignore[untyped-decorator]
 def _norm_gradients(ctx: Any, grad: Tensor | None, low_grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if ctx.low_dtype is None:
         low_grad = None
@@ -211,7 +209,6 @@ def _keep_activation(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.tanh = inputs[2]
 
 
-@once_differentiable  # type: ignore[untyped-decorator]
 def _activation_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return (*bias_gelu_backward(grad, *ctx.saved_tensors, ctx.tanh), None)
 

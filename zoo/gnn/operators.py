@@ -143,7 +143,7 @@ def _csr_sum_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x, None, None, grad_weight, None, None, grad_root, *(None,) * 9
 
 
-_LIBRARY.autograd("csr_sum", _csr_sum_backward, _csr_sum_context)
+_LIBRARY.autograd("csr_sum", _csr_sum_backward, _csr_sum_context, twice=True)
 
 
 @_LIBRARY.operator(
@@ -174,6 +174,9 @@ def _(
     dtype: torch.dtype,
 ) -> Tensor:
     return x.new_empty(source.shape[0], dtype=dtype)
+
+
+_LIBRARY.no_gradient("edge_dot", "weights of edges have no second derivative")
 
 
 # --- maxima ---

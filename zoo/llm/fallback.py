@@ -71,6 +71,19 @@ def rotate_into(
     return rotate(query, rotary).contiguous()
 
 
+def split_rotated(qkv: Tensor, rotary: Tensor, heads: int, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, T, (H + 2 K) D] taken apart: [B, T, H, D], [B, T, K, D] and [B, T, K, D], the first two rotated."""
+    query, key, value = qkv.unflatten(-1, (-1, rotary.shape[-1])).split((heads, key_heads, key_heads), dim=2)
+    return rotate(query, rotary), rotate(key, rotary), value.clone(memory_format=torch.contiguous_format)
+
+
+def join_rotated(query: Tensor, key: Tensor, value: Tensor, rotary: Tensor) -> Tensor:
+    """Gradient of [B, T, (H + 2 K) D] from those of its parts: a turn back is one by negative sines."""
+    cos, sin = rotary.chunk(2, dim=-1)
+    back = torch.cat((cos, -sin), dim=-1)
+    return torch.cat((rotate(query, back), rotate(key, back), value), dim=2).flatten(2)
+
+
 def prefill_attention(query: Tensor, cache: Tensor, positions: Tensor, window: int | None) -> Tensor:
     """Attention of many new tokens a row over a cache that holds them already: [B, T, H, D]."""
     return attend(query, cache, positions, window).contiguous()

@@ -21,7 +21,7 @@ from zoo.llm.attention import attend, attend_tokens
 from zoo.llm.cache import write
 from zoo.llm.config import LLMConfig
 from zoo.llm.norm import RMSNorm
-from zoo.llm.residual import add_linear, add_norm, norm_alone, norm_beside, of_many_tokens
+from zoo.llm.residual import add_linear, add_norm, by_operators, norm_alone, norm_beside
 from zoo.llm.rope import rotate
 
 
@@ -115,8 +115,12 @@ class LLMLayer(nn.Module):
 
         normed [B, T, C], rotary [B or 1, T, D] -> query [B, T, H, D], key and value [B, T, K, D].
         """
-        qkv = self.qkv_proj(normed).unflatten(-1, (-1, self.head_dim))
-        query, key, value = qkv.split((self.heads, self.key_heads, self.key_heads), dim=2)
+        qkv = self.qkv_proj(normed)
+        if self.q_norm is None and operators.attention_fits(self.head_dim) and by_operators(qkv):
+            parts: tuple[Tensor, Tensor, Tensor] = operators.split_rotated(qkv, rotary, self.heads, self.key_heads)
+            return parts
+        heads = qkv.unflatten(-1, (-1, self.head_dim))
+        query, key, value = heads.split((self.heads, self.key_heads, self.key_heads), dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         return rotate(query, rotary), rotate(key, rotary), value
@@ -139,7 +143,7 @@ class LLMLayer(nn.Module):
     def gate(self, normed: Tensor) -> Tensor:
         """Step 4: one product for both halves, SiLU of one times the other. normed [B, T, C] -> [B, T, I]."""
         both = self.gate_up_proj(normed)
-        if of_many_tokens(both) and operators.kernels_run(both):
+        if by_operators(both):
             # The compiler's gradient of the two halves reads everything twice, and its code takes time to compile.
             return operators.swiglu(both.flatten(0, -2)).view(*both.shape[:-1], -1)
         gate, up = both.chunk(2, dim=-1)

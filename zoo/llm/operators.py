@@ -78,6 +78,47 @@ def _(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0] // 2)
 
 
+@_LIBRARY.operator("(Tensor qkv, Tensor rotary, int heads, int key_heads) -> (Tensor, Tensor, Tensor)")
+def split_rotated(qkv: Tensor, rotary: Tensor, heads: int, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as they come from their product, taken apart and the first two rotated. With a gradient.
+
+    Args:
+        qkv: [B, T, (H + 2 K) D]; the backward does not need it.
+        rotary: [B or 1, T, D] float32, cosines and sines of the tokens' positions.
+        heads: H.
+        key_heads: K.
+
+    Returns:
+        [B, T, H, D], [B, T, K, D] and [B, T, K, D].
+    """
+    return _implementation("rotary", "split_rotated", qkv)(qkv, rotary, heads, key_heads)  # type: ignore[no-any-return]
+
+
+@_LIBRARY.fake("split_rotated")
+def _(qkv: Tensor, rotary: Tensor, heads: int, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = (qkv.new_empty(*qkv.shape[:2], n, rotary.shape[2]) for n in (heads, key_heads, key_heads))
+    return query, key, value
+
+
+@_LIBRARY.operator("(Tensor query, Tensor key, Tensor value, Tensor rotary) -> Tensor")
+def join_rotated(query: Tensor, key: Tensor, value: Tensor, rotary: Tensor) -> Tensor:
+    """Gradient of what ``split_rotated`` took apart, [B, T, (H + 2 K) D], from those of its outputs."""
+    return _implementation("rotary", "join_rotated", query)(query, key, value, rotary)
+
+
+@_LIBRARY.fake("join_rotated")
+def _(query: Tensor, key: Tensor, value: Tensor, rotary: Tensor) -> Tensor:
+    heads = query.shape[2] + key.shape[2] + value.shape[2]
+    return query.new_empty(*query.shape[:2], heads * query.shape[3])
+
+
+_LIBRARY.autograd(
+    "split_rotated",
+    lambda ctx, *grads: (join_rotated(*grads, *ctx.saved_tensors), None, None, None),
+    lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
+)
+
+
 @_LIBRARY.operator("(Tensor x) -> Tensor")
 def swiglu(x: Tensor) -> Tensor:
     """SiLU of the first half of x [R, 2 I] times the second: [R, I]. With a gradient."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from zoo.layers import plain
 from zoo.llm import operators
@@ -26,7 +27,7 @@ from zoo.llm.norm import RMSNorm
 
 def norm_alone(x: Tensor, norm: RMSNorm) -> Tensor:
     """The norm of x [B, T, C], which nobody reads but the norm."""
-    if not _by_operators(x, norm):
+    if not _norm_fits(x, norm):
         return norm(x)  # type: ignore[no-any-return]
     normed: Tensor = operators.rms_norm_rows(x, norm.weight, norm.eps)[0]
     return normed
@@ -34,7 +35,7 @@ def norm_alone(x: Tensor, norm: RMSNorm) -> Tensor:
 
 def norm_beside(x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
     """X [B, T, C] and its norm. Go on with the x that is returned: its gradient is added in the norm's backward."""
-    if not _by_operators(x, norm):
+    if not _norm_fits(x, norm):
         return x, norm(x)
     if not torch.is_grad_enabled():
         return x, operators.rms_norm_rows(x, norm.weight, norm.eps)[0]
@@ -44,7 +45,7 @@ def norm_beside(x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
 
 def add_norm(x: Tensor, added: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
     """X [B, T, C] plus what is added [B, T, C], and the norm of that."""
-    if added.dtype != x.dtype or not _by_operators(x, norm):
+    if added.dtype != x.dtype or not _norm_fits(x, norm):
         x = x + added
         return x, norm(x)
     total, normed, _ = operators.add_rms_norm(x, added, norm.weight, norm.eps)
@@ -59,18 +60,22 @@ def add_linear(x: Tensor, hidden: Tensor, linear: nn.Module) -> Tensor:
     return torch.addmm(x.flatten(0, -2), hidden.flatten(0, -2), linear.weight.t()).view_as(x)
 
 
-def of_many_tokens(x: Tensor) -> bool:
-    """Whether x [B, T, C] is of more tokens than one a row, or of training, where there are always many."""
-    return torch.is_grad_enabled() or (x.dim() == 3 and x.shape[1] > 1)
+def by_operators(x: Tensor) -> bool:
+    """Whether x [B, T, C] is for the operators of many tokens: it has several a row or is of training, and kernels run.
+
+    Not under a functional transform of torch's, which takes no backward of ours.
+    """
+    many = torch.is_grad_enabled() or (x.dim() == 3 and x.shape[1] > 1)
+    return many and operators.kernels_run(x) and not torch._C._are_functorch_transforms_active()
 
 
-def _by_operators(x: Tensor, norm: nn.Module) -> bool:
+def _norm_fits(x: Tensor, norm: nn.Module) -> bool:
     return plain(norm, RMSNorm) and x.shape[-1] <= operators.WIDEST_NORM and _fits(x, norm.weight)
 
 
 def _fits(x: Tensor, weight: Any) -> bool:
     """Whether x is for the operators, and kernels take it with this weight as they are."""
-    if not of_many_tokens(x) or not operators.kernels_run(x) or torch.is_autocast_enabled(x.device.type):
+    if not by_operators(x) or torch.is_autocast_enabled(x.device.type):
         return False
     return weight.dtype == x.dtype and not hasattr(weight, "__tensor_flatten__")
 
@@ -85,6 +90,7 @@ class _Beside(torch.autograd.Function):
         return x.view_as(x), normed
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, above: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
         return (*operators.rms_norm_backward(grad, x, weight, scale, above), None)

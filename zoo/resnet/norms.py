@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from zoo.operators import KERNEL_DTYPES, OperatorLibrary, launcher, triton_runs_on
 from zoo.resnet import fallback
@@ -118,7 +117,6 @@ def _norm_act_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
     ctx.save_for_backward(x, mean, variance, weight, bias, None if residual is None else output)
 
 
-@once_differentiable  # type: ignore[untyped-decorator]
 def _norm_act_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     affine = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
     grad_x, grad_residual, grad_weight, grad_bias = norm_act_backward(
@@ -225,7 +223,6 @@ def _norms_add_act_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) ->
     ctx.save_for_backward(*tensors, output)
 
 
-@once_differentiable  # type: ignore[untyped-decorator]
 def _norms_add_act_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     affine = any(ctx.needs_input_grad[index] for index in (3, 4, 8, 9))
     grad_x, grad_shortcut, *grads = norms_add_act_backward(grad, *ctx.saved_tensors, ctx.eps, ctx.of_batch, affine)
@@ -298,4 +295,4 @@ def _bias_act_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return change, grad_bias, change if ctx.needs_input_grad[2] else None
 
 
-_LIBRARY.autograd("bias_act", _bias_act_backward, _bias_act_context)
+_LIBRARY.autograd("bias_act", _bias_act_backward, _bias_act_context, twice=True)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from zoo.operators import OperatorLibrary, launcher
 from zoo.resnet import fallback, norms
@@ -64,19 +63,9 @@ def bias_act_pool(x: Tensor, bias: Tensor) -> Tensor:
     return out
 
 
-def _no_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    pass
-
-
-def _no_backward(ctx: Any, grad: Tensor) -> None:
-    raise RuntimeError(
-        "norm_act_pool and bias_act_pool have no gradients; use torch.nn.functional where they are wanted"
-    )
-
-
 for _name in ("norm_act_pool", "bias_act_pool"):
     _LIBRARY.fake(_name)(_pooled_like)
-    _LIBRARY.autograd(_name, _no_backward, _no_context)
+    _LIBRARY.no_gradient(_name, "use torch.nn.functional where one is wanted")
 
 
 # --- with gradients ---
@@ -112,7 +101,6 @@ def _max_pool_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, T
     ctx.mark_non_differentiable(output[1])
 
 
-@once_differentiable  # type: ignore[untyped-decorator]
 def _max_pool_backward(ctx: Any, grad: Tensor, _: Any) -> Tensor:
     (which,) = ctx.saved_tensors
     grad_x: Tensor = max_pool_backward(grad, which, *ctx.size)

@@ -18,10 +18,10 @@ IGNORED = -100
 
 
 class CrossEntropyRows(nn.Module):
-    """Loss and its gradient by the logits of some rows, in one pass over them when it is fused."""
+    """Losses and their gradient by the logits of some rows, in one pass over them when it is fused."""
 
     def forward(self, logits: Tensor, labels: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum of the losses, and the gradient of that sum times ``scale``.
+        """A loss a row, and the gradient of their sum times ``scale``.
 
         Args:
             logits: [n, V], not needed any more: where our kernel runs, the gradient is written over them.
@@ -29,12 +29,11 @@ class CrossEntropyRows(nn.Module):
             scale: Float32 scalar, on the device.
 
         Returns:
-            Float32 scalar, and [n, V] like ``logits``.
+            Float32 [n], and [n, V] like ``logits``.
         """
         if kernels_run(logits):
-            return cross_entropy_rows_(logits, labels, scale, IGNORED).sum(), logits
-        losses, grad = cross_entropy_rows(logits, labels, scale, IGNORED)
-        return losses.sum(), grad
+            return cross_entropy_rows_(logits, labels, scale, IGNORED), logits
+        return cross_entropy_rows(logits, labels, scale, IGNORED)
 
 
 class LinearCrossEntropy(nn.Module):
@@ -95,14 +94,14 @@ class _Chunked(torch.autograd.Function):
         # Float16 ends where gradients of a mean over many rows begin: there the backward makes the sum a mean.
         later = x.dtype == torch.float16
         scale = torch.ones_like(share) if later else share
-        total = torch.zeros((), device=x.device)
+        losses: list[Tensor] = []
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         grad_x = torch.empty_like(x) if wants_x else None
         grad_weight = torch.empty_like(weight) if wants_weight else None
         with torch.autocast(x.device.type, enabled=False):
             for start, known, part_labels in _chunks(labels, chunk):
-                loss, grad = rows(x[start : start + len(part_labels)] @ weight.t(), part_labels, scale)
-                total = total + loss
+                some, grad = rows(x[start : start + len(part_labels)] @ weight.t(), part_labels, scale)
+                losses.append(some)
                 part, grad = slice(start + known, start + len(part_labels)), grad[known:]
                 # Times zero is not read: it is whatever was in memory.
                 if grad_x is not None:
@@ -110,7 +109,8 @@ class _Chunked(torch.autograd.Function):
                 if grad_weight is not None:
                     grad_weight.addmm_(grad.t(), x[part], beta=0 if start == 0 else 1)
         ctx.grads, ctx.share = (grad_x, grad_weight), share if later else None
-        return total * share
+        # Summed out here, for all chunks at once: where our kernel runs, the region has nothing to generate code for.
+        return torch.cat(losses).sum() * share
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -1,6 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
 """What stands between a product of queries, keys and values and the attention: norms of heads, rotation, the cache.
 
+Without a cache, the same taken apart, and in the backward put together again.
+
 A program takes some heads of one token, of whichever of the three kinds they are.
 
 Shape legend: B rows, T tokens, H query heads, K key and value heads, S slots, D width of a head.
@@ -82,3 +84,72 @@ def rotate_into(
         HEADS=heads, KEY_HEADS=key_heads, D=width, COUNT=COUNT, num_warps=2,
     )  # fmt: skip
     return query
+
+
+@Kernel
+@triton.jit(do_not_specialize=["tokens", "rotary_stride"])
+def _apart(
+    qkv, rotary, query, key, value, tokens, rotary_stride,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, COUNT: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * COUNT + tl.arange(0, COUNT)[:, None]
+    half = tl.arange(0, D // 2)[None, :]
+    of_query = head < HEADS
+    of_key = (head >= HEADS) & (head < HEADS + KEY_HEADS)
+    of_value = (head >= HEADS + KEY_HEADS) & (head < HEADS + 2 * KEY_HEADS)
+    live = head < HEADS + 2 * KEY_HEADS
+    turn = rotary + (token // tokens) * rotary_stride + (token % tokens) * D
+    cos, sin = tl.load(turn + half), tl.load(turn + D // 2 + half)
+    whole = qkv + (token * (HEADS + 2 * KEY_HEADS) + head) * D + half
+    query += (token * HEADS + head) * D + half
+    key += (token * KEY_HEADS + head - HEADS) * D + half
+    value += (token * KEY_HEADS + head - HEADS - KEY_HEADS) * D + half
+    if BACK:
+        sin = -sin
+        # Only one of the three is there.
+        left = tl.load(query, mask=of_query, other=0.0) + tl.load(key, mask=of_key, other=0.0)
+        left += tl.load(value, mask=of_value, other=0.0)
+        right = tl.load(query + D // 2, mask=of_query, other=0.0) + tl.load(key + D // 2, mask=of_key, other=0.0)
+        right += tl.load(value + D // 2, mask=of_value, other=0.0)
+    else:
+        left = tl.load(whole, mask=live, other=0.0)
+        right = tl.load(whole + D // 2, mask=live, other=0.0)
+    left, right = left.to(tl.float32), right.to(tl.float32)
+    turned_left = tl.where(of_value, left, left * cos - right * sin).to(qkv.dtype.element_ty)
+    turned_right = tl.where(of_value, right, right * cos + left * sin).to(qkv.dtype.element_ty)
+    if BACK:
+        tl.store(whole, turned_left, mask=live)
+        tl.store(whole + D // 2, turned_right, mask=live)
+    else:
+        tl.store(query, turned_left, mask=of_query)
+        tl.store(query + D // 2, turned_right, mask=of_query)
+        tl.store(key, turned_left, mask=of_key)
+        tl.store(key + D // 2, turned_right, mask=of_key)
+        tl.store(value, turned_left, mask=of_value)
+        tl.store(value + D // 2, turned_right, mask=of_value)
+
+
+def _launch_apart(qkv: Tensor, rotary: Tensor, query: Tensor, key: Tensor, value: Tensor, back: bool) -> None:
+    rotary = rotary.contiguous()
+    batch, tokens, heads, width = query.shape
+    key_heads = key.shape[2]
+    _apart[(batch * tokens, ceil_div(heads + 2 * key_heads, COUNT))](
+        qkv, rotary, query, key, value, tokens, 0 if rotary.shape[0] == 1 else tokens * width,
+        HEADS=heads, KEY_HEADS=key_heads, D=width, COUNT=COUNT, BACK=back, num_warps=2,
+    )  # fmt: skip
+
+
+def split_rotated(qkv: Tensor, rotary: Tensor, heads: int, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The arguments are those of the operator of the same name."""
+    query, key, value = (qkv.new_empty(*qkv.shape[:2], n, rotary.shape[2]) for n in (heads, key_heads, key_heads))
+    _launch_apart(qkv.contiguous(), rotary, query, key, value, back=False)
+    return query, key, value
+
+
+def join_rotated(query: Tensor, key: Tensor, value: Tensor, rotary: Tensor) -> Tensor:
+    """The arguments are those of the operator of the same name."""
+    heads = query.shape[2] + key.shape[2] + value.shape[2]
+    qkv = query.new_empty(*query.shape[:2], heads * query.shape[3])
+    _launch_apart(qkv, rotary, query.contiguous(), key.contiguous(), value.contiguous(), back=True)
+    return qkv
