@@ -154,6 +154,20 @@ def test_a_wrong_arm_is_shown_and_not_the_best() -> None:
     assert any("not counted among the best: upstream full reduce-overhead" in note for note in shown.notes)
 
 
+def test_an_arm_whose_eager_twin_did_not_run_is_held_to_the_rounding_of_the_others() -> None:
+    results = race()
+    for result in results:
+        assert result.check is not None
+        if result.case.impl == "upstream":
+            result.check.eager_error = None
+    ours = max(r.check.eager_error for r in results if r.check is not None and r.check.eager_error is not None)
+    assert not any(arm.wrong for arm in _one(results).arms)
+    check = results[2].check
+    assert check is not None
+    check.error = 100 * ours
+    assert [arm.name for arm in _one(results).arms if arm.wrong] == ["upstream full reduce-overhead"]
+
+
 def test_break_even_is_against_the_own_eager_with_capture() -> None:
     shown = _one(race())
     arm = _arm(shown, "zoo regional + CUDA graph")

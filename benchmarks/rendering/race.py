@@ -47,11 +47,15 @@ def paid_seconds(compile: Compile | None) -> float | None:
 
 @dataclass(frozen=True, eq=False)
 class Arm:
-    """One arm that ran, with its median and 95th percentile in milliseconds (None where no round was raced)."""
+    """One arm that ran, with its median and 95th percentile in milliseconds (None where no round was raced).
+
+    ``rounding`` is the error that its eager twin makes; the greatest of the other arms' where that did not run.
+    """
 
     result: Result
     p50: float | None
     p95: float | None
+    rounding: float | None = None
 
     @property
     def name(self) -> str:
@@ -61,9 +65,9 @@ class Arm:
     def wrong(self) -> bool:
         """Whether its output is farther from the reference than rounding explains."""
         check = self.result.check
-        if check is None or check.error is None or check.eager_error is None:
+        if check is None or check.error is None or self.rounding is None:
             return False
-        return check.error > WRONG * max(check.eager_error, EPSILON[self.result.case.dtype])
+        return check.error > WRONG * max(self.rounding, EPSILON[self.result.case.dtype])
 
     def paid(self, caches: Caches) -> float | None:
         """Seconds spent before the first fast call: none by eager; None where it was not measured."""
@@ -248,6 +252,10 @@ class Race:
         return notes
 
 
+def _eager_error(result: Result) -> float | None:
+    return None if result.check is None else result.check.eager_error
+
+
 def _missed(result: Result) -> bool:
     """Whether the warm figure is not quite one: an entry of the caches was broken, or could not be written before."""
     cold, warm = result.cold, result.warm
@@ -315,11 +323,14 @@ def _race(results: list[Result], environment: Mapping[str, Any]) -> Race:
     ran = [result for result in results if result.status == "ok"]
     steady = [result.steady for result in ran if result.steady is not None]
     clock: Literal["device", "wall"] = "device" if steady and all(s.device_ms for s in steady) else "wall"
+    known = [_eager_error(result) for result in ran]
+    greatest = max((error for error in known if error is not None), default=None)
     arms = []
-    for result in ran:
+    for result, error in zip(ran, known, strict=True):
         if not result.case.control:
             samples = _samples(result, clock)
-            arms.append(Arm(result, stats.median(samples), stats.p95(samples)) if samples else Arm(result, None, None))
+            p50, p95 = (stats.median(samples), stats.p95(samples)) if samples else (None, None)
+            arms.append(Arm(result, p50, p95, rounding=greatest if error is None else error))
     noise, noise_arm = _noise(ran, clock)
     return Race(
         case=results[0].case,
