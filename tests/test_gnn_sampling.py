@@ -17,6 +17,7 @@ from zoo.gnn.sampling import _distinct
 from zoo.training import TrainingStep
 
 NODES, EDGES = 200, 3000
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def graph(nodes: int = NODES, edges: int = EDGES) -> Tensor:
@@ -38,13 +39,15 @@ def global_edges(sampler: NeighborSampler, batch: SampledBatch) -> list[tuple[in
     return list(zip(*batch.nodes[local].tolist(), strict=True))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("fanouts", [(3,), (5, 4), (-1, 2), (15, 10, 5)])
-def test_sampled_edges_are_edges_of_the_graph_and_no_more_than_asked_for(fanouts: tuple[int, ...]):
+def test_sampled_edges_are_edges_of_the_graph_and_no_more_than_asked_for(fanouts: tuple[int, ...], device: str):
     edge_index = graph()
     known = set(zip(*edge_index.tolist(), strict=True))
     degree = Counter(edge_index[1].tolist())
-    sampler = NeighborSampler(edge_index, fanouts=fanouts, batch_size=16, num_nodes=NODES)
+    sampler = NeighborSampler(edge_index, fanouts=fanouts, batch_size=16, num_nodes=NODES, device=device)
     for batch in sampler.epoch(0):
+        assert {tensor.device.type for tensor in (batch.nodes, batch.seeds, batch.graph.source)} == {device}
         edges = global_edges(sampler, batch)
         assert set(edges) <= known and len(set(edges)) == len(edges)
         into = Counter(destination for _, destination in edges)
@@ -104,8 +107,9 @@ def test_the_random_state_of_the_caller_is_left_alone():
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_neighbours_are_drawn_with_equal_chance():
-    places = _distinct(torch.full((20_000,), 9), 3, torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("device", DEVICES)
+def test_neighbours_are_drawn_with_equal_chance(device: str):
+    places = _distinct(torch.full((20_000,), 9, device=device), 3, torch.Generator(device).manual_seed(0)).cpu()
     assert (places.sort(1).values.diff(dim=1) > 0).all()
     shares = places.flatten().bincount(minlength=9) / places.shape[0]
     torch.testing.assert_close(shares, torch.full((9,), 3 / 9), rtol=0.05, atol=0)
@@ -189,6 +193,39 @@ def test_labels_of_missing_seeds_are_ignored():
 
 
 @pytest.mark.gpu
+def test_a_gpu_samples_the_seeds_of_the_host_and_the_same_batches_every_time():
+    options: dict[str, Any] = {"fanouts": (4, 3), "batch_size": 25, "num_nodes": NODES, "seed": 3}
+    host, ours = (NeighborSampler(graph(), **options, device=device) for device in ("cpu", "cuda"))
+    busy = torch.randn(4096, 4096, device="cuda")
+    batches = []
+    for batch in ours.epoch(1):
+        busy = busy @ busy / 64  # what a step would be: the batch is read when all of it is done
+        batches.append(batch.graph.source.clone())
+        assert busy.is_cuda
+    assert len(batches) == len(ours)
+    for index, source in enumerate(batches):
+        again = ours.batch(1, index)
+        assert torch.equal(again.graph.source, source)
+        assert torch.equal(again.seeds.cpu(), host.batch(1, index).seeds)
+    assert not torch.equal(ours.batch(2, 0).graph.source, batches[0])
+
+
+@pytest.mark.gpu
+def test_a_captured_step_learns_from_batches_of_the_gpu():
+    net = model().train().cuda()
+    x, y = torch.randn(NODES, 6, device="cuda"), torch.arange(NODES, device="cuda") % 3
+    x[:, :3] += 2 * F.one_hot(y, 3)
+    sampler = NeighborSampler(graph(), fanouts=(4, 3), batch_size=16, num_nodes=NODES, device="cuda")
+
+    def loss(net: GraphSAGE, batch: SampledBatch) -> Tensor:
+        return F.cross_entropy(net(x[batch.nodes], batch.graph)[:16], batch.labels(y))
+
+    step = TrainingStep(net, loss, torch.optim.AdamW(net.parameters(), lr=3e-2, fused=True, capturable=True))
+    losses = [step(batch).item() for epoch in range(8) for batch in sampler.epoch(epoch)]
+    assert step.captured and sum(losses[-13:]) < 0.6 * sum(losses[:13])
+
+
+@pytest.mark.gpu
 def test_a_batch_moves_to_a_device():
     batch = next(NeighborSampler(graph(), fanouts=(2,), batch_size=8, num_nodes=NODES).epoch(0))
     moved = batch.pin_memory().to("cuda", non_blocking=True)
@@ -212,6 +249,7 @@ def test_other_models_refuse_sampled_tensors():
         ({"fanouts": (5, 0)}, r"fanouts are \[5, 0\]"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"workers": -1}, "workers is -1"),
+        ({"device": "meta"}, "device is meta; batches are sampled on the host, 'cpu', or on a GPU, 'cuda'"),
         ({"seeds": torch.tensor([200])}, "seeds must be nodes of the graph, 0 to 199"),
         ({"seeds": torch.tensor([], dtype=torch.int64)}, "and at least one"),
         ({"buckets": [(64, 64)]}, r"up to 200 nodes and .* edges; the largest bucket is \(64, 64\)"),

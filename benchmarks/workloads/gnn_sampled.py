@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +32,14 @@ BYTES_FORMULA = (
 )
 
 
-def sampler_of(graph: Graph, arch: Architecture, *, seed: int) -> NeighborSampler:
+def sampler_of(
+    graph: Graph,
+    arch: Architecture,
+    *,
+    seed: int,
+    device: torch.device | str = "cpu",
+    buckets: Sequence[tuple[int, int]] | None = None,
+) -> NeighborSampler:
     """The sampler of every arm: seeds of a few batches, fewer neighbours hop by hop."""
     small = graph.nodes < 10_000
     fanouts = (15, 10, 5)[: arch.layers] if arch.layers <= 3 else (5,) * arch.layers
@@ -45,8 +52,10 @@ def sampler_of(graph: Graph, arch: Architecture, *, seed: int) -> NeighborSample
         batch_size=size,
         seeds=seeds,
         num_nodes=graph.nodes,
+        buckets=buckets,
         seed=seed,
         workers=1 if small else 8,
+        device=device,
     )
 
 
@@ -63,7 +72,10 @@ def for_training(case: Case, prepared: Prepared, arch: Architecture, graph: Grap
     x: Tensor = prepared.inputs["x"]
     labels = gnn_train.labels_of(x, graph.classes, seed=seed)
     sampler = sampler_of(graph, arch, seed=seed)
-    parts = _Parts(sampler, x, labels)
+    on_device = None
+    if case.impl == "zoo" and x.is_cuda:
+        on_device = sampler_of(graph, arch, seed=seed, device=x.device, buckets=sampler.buckets)
+    parts = _Parts(sampler, x, labels, on_device)
     training = parts.padded() if case.impl == "zoo" else parts.plain()
 
     def reference() -> Tensor:
@@ -80,7 +92,7 @@ def for_training(case: Case, prepared: Prepared, arch: Architecture, graph: Grap
         bytes=2 * gnn_work.bytes_moved(arch, nodes, edges, x.element_size()) + gathered,
         bytes_formula=BYTES_FORMULA,
         flops=gnn_train.flops(arch, nodes, edges),
-        data=f"{graph.data}, labels of a random linear map; sampled {sampler.fanouts} by {_who(case)}",
+        data=f"{graph.data}, labels of a random linear map; sampled {sampler.fanouts}, in the race by {_who(case, x)}",
         sizes={**prepared.sizes, "seeds": sampler.batch_size, "sampled_nodes": nodes, "sampled_edges": edges},
         count=sampler.batch_size,
         unit="seeds",
@@ -89,10 +101,13 @@ def for_training(case: Case, prepared: Prepared, arch: Architecture, graph: Grap
 
 
 class _Parts:
-    """Batches of one sampler, padded for our model and as they are for torch-geometric's."""
+    """Batches of one sampler, padded for our model and as they are for torch-geometric's.
 
-    def __init__(self, sampler: NeighborSampler, x: Tensor, labels: Tensor) -> None:
-        self.sampler, self.x, self.labels = sampler, x, labels
+    Of the race ``ours`` draws our model's, if it is given; where losses are compared all arms see the same batches.
+    """
+
+    def __init__(self, sampler: NeighborSampler, x: Tensor, labels: Tensor, ours: NeighborSampler | None) -> None:
+        self.sampler, self.x, self.labels, self.ours = sampler, x, labels, ours or sampler
         self._epochs = itertools.count(1)
 
     def padded(self) -> Training:
@@ -103,7 +118,7 @@ class _Parts:
             return F.cross_entropy(output[: len(batch.seeds)], batch.labels(self.labels))
 
         def epoch() -> Iterator[SampledBatch]:
-            for batch in self.sampler.epoch(next(self._epochs)):
+            for batch in self.ours.epoch(next(self._epochs)):
                 yield self._moved(batch)
 
         return Training(
@@ -141,7 +156,7 @@ class _Parts:
         return self.sampler.batch(epoch, place)
 
     def _moved(self, batch: SampledBatch) -> SampledBatch:
-        if self.x.is_cuda:
+        if self.x.is_cuda and not batch.nodes.is_cuda:
             return batch.pin_memory().to(self.x.device, non_blocking=True)
         return batch
 
@@ -177,5 +192,7 @@ def library_samples() -> bool:
     return any(importlib.util.find_spec(name) for name in ("pyg_lib", "torch_sparse"))
 
 
-def _who(case: Case) -> str:
-    return "NeighborLoader" if case.impl != "zoo" and library_samples() else "the zoo's sampler"
+def _who(case: Case, x: Tensor) -> str:
+    if case.impl == "zoo":
+        return f"the zoo's sampler on the {'GPU' if x.is_cuda else 'host'}"
+    return "NeighborLoader" if library_samples() else "the zoo's sampler on the host"

@@ -1,7 +1,8 @@
 """Neighbour sampling for training on large graphs, in few static shapes: batches change, what compiles does not.
 
 Nodes and edges of a batch are padded to a bucket, so that a compiled and captured step serves every batch. Sampling is
-done on the host, ahead of the step that trains on the last batch, and depends on nothing but the seed.
+done by threads of the host, or by a GPU that holds the edges, ahead of the step that trains on the last batch. It
+depends on nothing but the seed, and on which of the two it was.
 
 Shape legend: B seeds of a batch, N nodes and E edges of its bucket.
 """
@@ -13,6 +14,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -53,10 +55,10 @@ class NeighborSampler:
 
     Each node that is met gets up to ``fanouts[hop]`` of its neighbours, drawn without replacement; a node is expanded
     once, in the hop that first met it, as torch-geometric's ``NeighborLoader`` does it. Batch ``i`` of epoch ``e`` is
-    the same in every run with this seed, however many threads sample.
+    the same in every run with this seed, however many threads sample; a GPU draws the same seeds and other neighbours.
 
     Args:
-        edge_index: [2, E] int64, sources above destinations; kept on the host.
+        edge_index: [2, E] int64, sources above destinations.
         fanouts: Neighbours a node, hop by hop from the seeds outward; -1 for all.
         batch_size: B.
         seeds: Nodes to draw batches from; all when left out.
@@ -65,7 +67,9 @@ class NeighborSampler:
             largest of a few batches with some room, and the most that can come up.
         shuffle: Draw seeds in a new order each epoch.
         seed: Of orders and neighbours.
-        workers: Threads that sample ahead; 0 samples when a batch is asked for.
+        workers: Threads that sample ahead on the host; 0 samples when a batch is asked for. A GPU needs none.
+        device: Where edges are kept and batches are made. A GPU, if it has room for four bytes an edge, saves the
+            host's threads and the copy of each batch.
 
     Raises:
         ValueError: If a size is out of range, or a bucket list cannot hold every batch.
@@ -83,6 +87,7 @@ class NeighborSampler:
         shuffle: bool = True,
         seed: int = 0,
         workers: int = 2,
+        device: torch.device | str = "cpu",
     ) -> None:
         if not fanouts or any(fanout == 0 or fanout < -1 for fanout in fanouts):
             raise ValueError(f"fanouts are {list(fanouts)}; one a hop, at least 1, or -1 for all neighbours")
@@ -90,10 +95,12 @@ class NeighborSampler:
             raise ValueError(f"batch_size is {batch_size}; at least one seed is needed")
         if workers < 0:
             raise ValueError(f"workers is {workers}; 0 samples when a batch is asked for")
-        self.edge_index = edge_index.cpu()
+        if torch.device(device).type not in ("cpu", "cuda"):
+            raise ValueError(f"device is {device}; batches are sampled on the host, 'cpu', or on a GPU, 'cuda'")
+        self.edge_index, self.device = edge_index.cpu(), torch.device(device)
         with torch.no_grad():
             tensors = CSRGraph.from_edge_index(self.edge_index, num_nodes=num_nodes).tensors
-        self._rowptr, self._source = tensors.rowptr, tensors.source
+        self._rowptr, self._source = tensors.rowptr.to(self.device), tensors.source.to(self.device)
         self.num_nodes = len(self._rowptr) - 1
         self.seeds = torch.arange(self.num_nodes) if seeds is None else seeds.cpu()
         if not len(self.seeds) or int(self.seeds.min()) < 0 or int(self.seeds.max()) >= self.num_nodes:
@@ -112,12 +119,15 @@ class NeighborSampler:
         return -(-len(self.seeds) // self.batch_size)
 
     def epoch(self, number: int) -> Iterator[SampledBatch]:
-        """All batches of an epoch, in order, on the host; some are sampled ahead.
+        """All batches of an epoch, in order, on the sampler's device; some are sampled ahead.
 
         Args:
             number: Which epoch: the same number gives the same batches.
         """
         parts = self._seeds_of(number)
+        if self.device.type == "cuda":
+            yield from self._beside_the_step(parts, number)
+            return
         if not self.workers:
             for index, part in enumerate(parts):
                 yield self._batch(part, number, index)
@@ -138,6 +148,19 @@ class NeighborSampler:
                 for future in ahead:
                     future.cancel()
 
+    def _beside_the_step(self, parts: Sequence[Tensor], epoch: int) -> Iterator[SampledBatch]:
+        """Sampled on a stream of their own, for whose sizes the host waits while the GPU is busy with the last step."""
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        for index, part in enumerate(parts):
+            with torch.cuda.stream(stream):
+                batch = self._batch(part, epoch, index)
+            user = torch.cuda.current_stream(self.device)
+            user.wait_stream(stream)
+            # Memory that is freed while the user's work on it waits is not for the next batch.
+            _map(batch, methodcaller("record_stream", user))
+            yield batch
+
     def batch(self, epoch: int, index: int) -> SampledBatch:
         """One batch of an epoch, as :meth:`epoch` gives it."""
         return self._batch(self._seeds_of(epoch)[index], epoch, index)
@@ -151,7 +174,7 @@ class NeighborSampler:
         if bucket not in self.buckets:
             raise ValueError(f"{bucket} is none of the buckets {self.buckets}")
         seeds = self._seeds_of(0)[0][:1]
-        return self._padded(seeds, *self._sample(seeds, self._random(0, 0)), bucket)
+        return self._padded(seeds, *self._sample(seeds, self._random(0, 0, self.device)), bucket)
 
     def edges_of(self, batch: SampledBatch) -> Tensor:
         """The batch's edges as an ``edge_index`` [2, edges] of its own numbering, without padding."""
@@ -162,32 +185,34 @@ class NeighborSampler:
         seeds = self.seeds
         if self.shuffle:
             seeds = seeds[torch.randperm(len(seeds), generator=self._random(epoch))]
-        return seeds.split(self.batch_size)
+        return seeds.to(self.device).split(self.batch_size)
 
-    def _random(self, epoch: int, batch: int = -1) -> torch.Generator:
-        """A stream of its own for each order and each batch: a batch does not depend on the ones before it."""
-        return torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {epoch} {batch}".encode()))
+    def _random(self, epoch: int, batch: int = -1, device: torch.device | str = "cpu") -> torch.Generator:
+        """Numbers of their own for each order and each batch: a batch does not depend on the ones before it."""
+        return torch.Generator(device).manual_seed(zlib.crc32(f"{self.seed} {epoch} {batch}".encode()))
 
     def _batch(self, seeds: Tensor, epoch: int, index: int) -> SampledBatch:
-        nodes, counts, source = self._sample(seeds, self._random(epoch, index))
+        nodes, counts, source = self._sample(seeds, self._random(epoch, index, self.device))
         return self._padded(seeds, nodes, counts, source)
 
     def _sample(self, seeds: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
         """Nodes that are met, the seeds first; how many edges come into each; and their sources, in that order."""
-        local = torch.full((self.num_nodes,), -1, dtype=torch.int32)
-        local[seeds] = torch.arange(len(seeds), dtype=torch.int32)
+        device = self.device
+        local = torch.full((self.num_nodes,), -1, dtype=torch.int32, device=device)
+        local[seeds] = torch.arange(len(seeds), dtype=torch.int32, device=device)
         nodes, counts, sources = [seeds], [], []
         known, frontier = len(seeds), seeds
         for fanout in self.fanouts:
             picked, count = self._neighbours(frontier, fanout, random)
             new = torch.unique(picked[local[picked] < 0])
-            local[new] = torch.arange(known, known + len(new), dtype=torch.int32)
+            local[new] = torch.arange(known, known + len(new), dtype=torch.int32, device=device)
             known += len(new)
             nodes.append(new)
             counts.append(count)
             sources.append(local[picked])
             frontier = new
-        counts.append(torch.zeros(len(frontier), dtype=torch.int64))  # the last ones that were met are not expanded
+        # The last ones that were met are not expanded.
+        counts.append(torch.zeros(len(frontier), dtype=torch.int64, device=device))
         return torch.cat(nodes), torch.cat(counts), torch.cat(sources)
 
     def _neighbours(self, nodes: Tensor, fanout: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -196,12 +221,14 @@ class NeighborSampler:
         degree = self._rowptr[nodes + 1] - start
         count = degree if fanout < 0 else degree.clamp(max=fanout)
         first = count.cumsum(0) - count
-        place = torch.arange(int(count.sum())) - first.repeat_interleave(count)
+        total = int(count.sum())
+        of = torch.arange(len(nodes), device=self.device).repeat_interleave(count, output_size=total)
+        place = torch.arange(total, device=self.device) - first[of]
         many = degree > count
-        if many.any():
+        if fanout > 0:
             # Those with more neighbours than are wanted get drawn places instead of the first ones.
-            place[many.repeat_interleave(count)] = _distinct(degree[many], fanout, random).flatten()
-        return self._source[start.repeat_interleave(count) + place].long(), count
+            place[many[of]] = _distinct(degree[many], fanout, random).flatten()
+        return self._source[start[of] + place].long(), count
 
     def _padded(
         self, seeds: Tensor, nodes: Tensor, counts: Tensor, source: Tensor, bucket: tuple[int, int] | None = None
@@ -209,12 +236,13 @@ class NeighborSampler:
         edges = len(source)
         fitting = ((n, e) for n, e in self.buckets if len(nodes) <= n and edges <= e)
         most_nodes, most_edges = bucket or next(fitting)
-        rowptr = torch.full((most_nodes + 1,), edges)
+        rowptr = torch.full((most_nodes + 1,), edges, device=self.device)
         rowptr[0] = 0
         torch.cumsum(counts, 0, out=rowptr[1 : len(nodes) + 1])
-        destination = torch.arange(len(nodes), dtype=torch.int32).repeat_interleave(counts)
+        rows = torch.arange(len(nodes), dtype=torch.int32, device=self.device)
+        destination = rows.repeat_interleave(counts, output_size=edges)
         order = source.sort(stable=True).indices.int()
-        colptr = torch.zeros(most_nodes + 1, dtype=torch.int64)
+        colptr = torch.zeros(most_nodes + 1, dtype=torch.int64, device=self.device)
         torch.cumsum(source.bincount(minlength=most_nodes), 0, out=colptr[1:])
         graph = GraphTensors(
             rowptr=rowptr,
@@ -241,7 +269,8 @@ class NeighborSampler:
 
     def _measured_buckets(self, most: tuple[int, int], probes: int = 4) -> list[tuple[int, int]]:
         """One that a few batches fit into with a tenth of room, and the most that can come up."""
-        samples = [self._sample(part, self._random(0, i)) for i, part in enumerate(self._seeds_of(0)[:probes])]
+        parts = self._seeds_of(0)[:probes]
+        samples = [self._sample(part, self._random(0, i, self.device)) for i, part in enumerate(parts)]
         nodes = min(_round_up(1.1 * max(len(nodes) for nodes, _, _ in samples)), most[0])
         edges = min(_round_up(1.1 * max(len(source) for _, _, source in samples)), most[1])
         return [most] if (nodes, edges) == most else [(nodes, edges), most]
@@ -252,8 +281,8 @@ def _distinct(degree: Tensor, count: int, random: torch.Generator) -> Tensor:
 
     Floyd's algorithm, a column at a time: a place that was drawn before gives way to the last one allowed.
     """
-    places = torch.empty((len(degree), count), dtype=torch.int64)
-    uniform = torch.rand(count, len(degree), generator=random, dtype=torch.float64)
+    places = torch.empty((len(degree), count), dtype=torch.int64, device=degree.device)
+    uniform = torch.rand(count, len(degree), generator=random, dtype=torch.float64, device=degree.device)
     for column in range(count):
         last = degree - count + column
         drawn = (uniform[column] * (last + 1)).long()
@@ -272,7 +301,7 @@ def _round_up(size: float, multiple: int = 1024) -> int:
     return -(-int(size) // multiple) * multiple
 
 
-def _map(item: Any, function: Callable[[Tensor], Tensor]) -> list[Any]:
+def _map(item: Any, function: Callable[[Tensor], Any]) -> list[Any]:
     """Fields of a named tuple, its tensors changed, named tuples in it likewise."""
 
     def field(value: Any) -> Any:
