@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,23 @@ def test_files_hold_tensors_and_plain_values_only(tmp_path: Path):
     step.save(tmp_path)
     assert set(load_file(tmp_path / "model.safetensors")) == set(step.model.state_dict())
     assert torch.load(tmp_path / "training.pt", weights_only=True)["steps"] == 1
+
+
+def test_a_save_that_was_cut_off_between_its_files_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    step, _ = make("cpu", "adamw")
+    step(draw(1)[0])
+    step.save(tmp_path)
+    step(draw(1)[0])
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda new, old: None if str(old).endswith(".pt") else replace(new, old))
+    step.save(tmp_path)
+    weights = [parameter.clone() for parameter in step.model.parameters()]
+    with pytest.raises(ValueError, match="different saves, one of which was cut off"):
+        step.load(tmp_path)
+    torch.testing.assert_close(list(step.model.parameters()), weights, rtol=0, atol=0)
+    monkeypatch.undo()
+    step.save(tmp_path)
+    step.load(tmp_path)
 
 
 def test_tied_weights_are_saved_once_and_stay_tied(tmp_path: Path):

@@ -198,7 +198,77 @@ def test_an_overflow_of_scaled_gradients_is_skipped_and_the_scale_lowered(device
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("captures", [False, True], ids=["uncaptured", "captured"])
+@pytest.mark.parametrize("options", [{}, {"dampening": 0.1}, {"nesterov": True}], ids=str)
+def test_an_overflow_of_the_first_update_leaves_no_undefined_momentum(
+    device: str, captures: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    empty = torch.empty_like
+
+    def dirty(x: Tensor, **more: Any) -> Tensor:
+        """Memory as it may be found."""
+        return empty(x, **more).fill_(torch.nan if x.is_floating_point() else 0)
+
+    monkeypatch.setattr(torch, "empty_like", dirty)
+    losses = []
+    for scale in (2.0**8, 2.0**120):
+        model = build(device)
+        rate = torch.tensor(1e-2, device=device) if device == "cuda" else 1e-2
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, fused=True, **options)
+        step = TrainingStep(model, loss_of, optimizer, autocast=torch.float16, warmup=2, cuda_graph=captures)
+        step.scaler = torch.amp.GradScaler(device, init_scale=scale, backoff_factor=2.0**-112)
+        first, *batches = draw(9, device=device)
+        for batch in ([first] if scale > 2.0**8 else []) + batches:
+            losses.append(step(batch).item())
+        step.check()
+    assert losses[:8] == pytest.approx(losses[9:], abs=1e-3)
+
+
+def test_an_infinite_loss_of_finite_gradients_is_left_out_of_scaled_training_too(device: str):
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        return loss_of(model, batch[:2]) + batch[2]
+
+    model = build(device)
+    step = TrainingStep(model, loss, optimizer_of(model), autocast=torch.float16)
+    fine, bad = torch.zeros((), device=device), torch.full((), torch.inf, device=device)
+    batches = draw(6, device=device)
+    for batch in batches[:3]:
+        step((*batch, fine))
+    weights = [parameter.clone() for parameter in model.parameters()]
+    step((*batches[3], bad))
+    torch.testing.assert_close(list(model.parameters()), weights, rtol=0, atol=0)
+    step((*batches[4], fine))
+    assert not torch.equal(next(iter(model.parameters())), weights[0])
+    with pytest.raises(NonFiniteError, match=r"step 4: the loss is inf; this update was left out\..*bfloat16"):
+        step.check()
+
+
 # --- capture ---
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_step_of_an_optimizer_without_state_is_captured(momentum: float):
+    model = build("cuda")
+    rate = torch.tensor(1e-2, device="cuda")
+    step = TrainingStep(
+        model, loss_of, torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum, fused=True), cuda_graph=True
+    )
+    for batch in draw(6, device="cuda"):
+        step(batch)
+    assert step.captured
+
+
+def test_the_host_looks_once_where_the_optimizer_skips(device: str, monkeypatch: pytest.MonkeyPatch):
+    model = build(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, fused=True)  # has no state, ever
+    step = TrainingStep(model, loss_of, optimizer, cuda_graph=False)
+    looked: list[int] = []
+    check = step._watch.check
+    monkeypatch.setattr(step._watch, "check", lambda: (looked.append(step.steps), check())[1])
+    for batch in draw(6, device=device):
+        step(batch)
+    assert looked == [0]
 
 
 def test_a_cpu_is_not_captured_unless_asked():
@@ -363,6 +433,20 @@ def test_options_out_of_range(options: dict[str, Any], message: str):
     model = build()
     with pytest.raises(ValueError, match=message):
         TrainingStep(model, loss_of, optimizer_of(model), **options)
+
+
+def test_an_optimizer_that_computes_the_loss_itself_is_refused():
+    model = build()
+    with pytest.raises(ValueError, match=r"LBFGS computes the loss several times.* step\(\) needs no argument"):
+        TrainingStep(model, loss_of, torch.optim.LBFGS(model.parameters()))
+
+
+@pytest.mark.gpu
+def test_what_is_never_fused_is_not_asked_to_be():
+    model = build("cuda")
+    optimizer = torch.optim.NAdam(model.parameters(), lr=torch.tensor(1e-3, device="cuda"), capturable=True)
+    (obstacle,) = capture_obstacles(model, optimizer)
+    assert "NAdam is not fused" in obstacle and "torch.optim has AdamW and SGD with fused=True" in obstacle
 
 
 def test_a_model_in_eval_mode_is_refused():

@@ -7,11 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zoo.training.checkpointing import restores_random_state
-
-
-def can_skip(optimizer: Optimizer) -> bool:
-    """Whether an update can be skipped by a flag on the device: torch's fused optimizers can."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+from zoo.training.updates import can_skip, has_fused
 
 
 def capture_obstacles(model: nn.Module, optimizer: Optimizer) -> list[str]:
@@ -32,7 +28,8 @@ def capture_obstacles(model: nn.Module, optimizer: Optimizer) -> list[str]:
     name = type(optimizer).__name__
     obstacles = []
     if not can_skip(optimizer):
-        obstacles.append(f"{name} is not fused, and could not skip a bad step without waiting: {name}(..., fused=True)")
+        remedy = f"{name}(..., fused=True)" if has_fused(optimizer) else "torch.optim has AdamW and SGD with fused=True"
+        obstacles.append(f"{name} is not fused, and could not skip a bad step without waiting: {remedy}")
     if any(group.get("capturable") is False for group in optimizer.param_groups):
         obstacles.append(f"{name} keeps its step count on the host: {name}(..., capturable=True)")
     for index, group in enumerate(optimizer.param_groups):

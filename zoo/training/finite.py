@@ -9,31 +9,37 @@ from torch import Tensor
 
 
 class NonFiniteError(RuntimeError):
-    """A loss (or a gradient norm) was not finite. Weights and optimizer are as they were before that step.
+    """A loss (or a gradient norm) was not finite. It was not trained on.
 
     Args:
         step: Number of the step, counted from 1.
         loss: Its loss.
+        went_on: Whether later steps were trained on all the same, as with float16. Else weights and optimizer are as
+            they were before that step.
     """
 
-    def __init__(self, step: int, loss: float) -> None:
+    def __init__(self, step: int, loss: float, went_on: bool = False) -> None:
         self.step, self.loss = step, loss
         what = (
             f"the loss is {loss}" if not math.isfinite(loss) else f"a gradient is not finite (the loss is {loss:.4g})"
         )
-        super().__init__(
-            f"step {step}: {what}; no update was made from this step on. Look at its batch, lower the learning rate, "
-            "clip gradients, or train in bfloat16 rather than float16"
-        )
+        missing = "this update was left out" if went_on else "no update was made from this step on"
+        remedy = "Look at its batch, lower the learning rate, or clip gradients"
+        super().__init__(f"step {step}: {what}; {missing}. {remedy}{', or train in bfloat16' if went_on else ''}")
 
 
 class FiniteWatch:
     """Counts steps and remembers the first one that was not finite, on the device: nothing waits for it.
 
     From that step on :attr:`skip` stays 1, so that a fused optimizer leaves everything as it is until somebody looks.
+
+    Args:
+        device: Where losses are.
+        goes_on: Whether later steps are trained on all the same.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, goes_on: bool = False) -> None:
+        self._goes_on = goes_on
         self._count = torch.zeros((), dtype=torch.int64, device=device)
         self._first = torch.full((), -1, dtype=torch.int64, device=device)
         self._loss = torch.zeros((), device=device)
@@ -56,7 +62,7 @@ class FiniteWatch:
         step = int(self._first)
         if step < 0:
             return
-        error = NonFiniteError(step, float(self._loss))
+        error = NonFiniteError(step, float(self._loss), self._goes_on)
         self._first.fill_(-1)
         self.skip.zero_()
         raise error

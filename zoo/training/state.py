@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,8 +26,11 @@ def save(step: TrainingStep, folder: Path, others: Mapping[str, Any]) -> None:
         if not hasattr(other, "state_dict"):
             raise ValueError(f"{name} is a {type(other).__name__} without state_dict()")
     folder.mkdir(parents=True, exist_ok=True)
+    # Two files cannot be replaced at once: each says which save it is of.
+    pair = secrets.token_hex(8)
     rest = {
         "format": _FORMAT,
+        "pair": pair,
         "steps": step.steps,
         "seen": step._watch.count,
         "optimizer": step.optimizer.state_dict(),
@@ -35,7 +39,7 @@ def save(step: TrainingStep, folder: Path, others: Mapping[str, Any]) -> None:
         "others": {name: other.state_dict() for name, other in others.items()},
     }
     new_weights, new_rest = folder / f".{WEIGHTS}", folder / f".{REST}"
-    save_model(step.model, str(new_weights))
+    save_model(step.model, str(new_weights), metadata={"pair": pair})
     torch.save(rest, new_rest)
     os.replace(new_weights, folder / WEIGHTS)
     os.replace(new_rest, folder / REST)
@@ -58,7 +62,7 @@ def load(step: TrainingStep, folder: Path, others: Mapping[str, Any]) -> None:
     if (rest["scaler"] is None) != (step.scaler is None):
         was, now = ("without", "with") if rest["scaler"] is None else ("with", "without")
         raise ValueError(f"{folder} was saved {was} float16 loss scaling, this step trains {now} it")
-    _check_weights(step.model, folder / WEIGHTS)
+    _check_weights(step.model, folder / WEIGHTS, rest.get("pair"))
     try:
         step.optimizer.load_state_dict(rest["optimizer"])
     except (ValueError, KeyError) as error:
@@ -72,11 +76,16 @@ def load(step: TrainingStep, folder: Path, others: Mapping[str, Any]) -> None:
     _set_random_state(step.device, rest["random"])
 
 
-def _check_weights(model: nn.Module, file: Path) -> None:
-    """ValueError unless the file holds this model's tensors; shared ones are there once."""
+def _check_weights(model: nn.Module, file: Path, pair: str | None) -> None:
+    """ValueError unless the file holds this model's tensors, shared ones once, and is of the same save as the rest."""
     from safetensors import safe_open
 
     with safe_open(str(file), framework="pt") as tensors:
+        if pair is not None and (tensors.metadata() or {}).get("pair") != pair:
+            raise ValueError(
+                f"{file} and {REST} beside it are of different saves, one of which was cut off: go on from another "
+                "folder, or load the weights alone and begin the optimizer anew"
+            )
         saved = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     own = model.state_dict()
     stored = {own[name].data_ptr() for name in saved if name in own}

@@ -16,9 +16,10 @@ from torch.utils import _pytree as pytree
 
 from zoo.cudagraph import CaptureError, GraphedStep, synchronisations
 from zoo.step_buffers import describe, shapes_of
-from zoo.training.capture import FrozenOptions, can_skip, capture_obstacles
+from zoo.training.capture import FrozenOptions, capture_obstacles
 from zoo.training.finite import FiniteWatch, NonFiniteError
 from zoo.training.optimizers import AdamW
+from zoo.training.updates import can_skip, starts_defined, wants_closure
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -37,12 +38,13 @@ class TrainingStep:
 
     A loss that is not finite is never trained on: no update is made from that step on, and :class:`NonFiniteError`
     names it, at the latest ``report_every`` steps later. (With float16 only the bad steps themselves are left out.)
+    Gradients are judged where their norm is known, with ``clip_norm``, and with float16.
 
     Args:
         model: In training mode, on its device.
         loss: Called as ``loss(model, batch)``, returns a scalar. All work on the GPU belongs in here.
-        optimizer: Any of ``torch.optim``. For the CUDA graph: fused, ``capturable=True`` where it has that option, and
-            the learning rate a tensor on the device.
+        optimizer: Of ``torch.optim``, any whose ``step()`` asks for no closure. For the CUDA graph: fused,
+            ``capturable=True`` where it has that option, and the learning rate a tensor on the device.
         autocast: ``torch.bfloat16``, or ``torch.float16`` with dynamic loss scaling; None for the weights' own dtype.
         clip_norm: Largest norm of all gradients together; larger ones are scaled down to it.
         cuda_graph: None captures where nothing stands in the way, and warns with what does; True raises instead; False
@@ -52,8 +54,8 @@ class TrainingStep:
         most_graphs: Shapes that are captured; further ones run without a CUDA graph, which is said once.
 
     Raises:
-        ValueError: If the model is not in training mode, an option is out of range, or ``cuda_graph=True`` and
-            something stands in the way.
+        ValueError: If the model is not in training mode, the optimizer asks for a closure, an option is out of range,
+            or ``cuda_graph=True`` and something stands in the way.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class TrainingStep:
         report_every: int = 50,
         most_graphs: int = 8,
     ) -> None:
-        _check_options(model, autocast, clip_norm)
+        _check_options(model, optimizer, autocast, clip_norm)
         for name, value, least, what in (
             ("warmup", warmup, 2, "calls are needed, one to compile and one to watch"),
             ("report_every", report_every, 1, "step"),
@@ -83,10 +85,12 @@ class TrainingStep:
         self.scaler = torch.amp.GradScaler(self.device.type) if autocast is torch.float16 else None
         self._autocast, self._clip_norm = autocast, clip_norm
         self._warmup, self._report_every, self._most_graphs = warmup, report_every, most_graphs
-        self._watch = FiniteWatch(self.device)
+        self._watch = FiniteWatch(self.device, goes_on=self.scaler is not None)
         self._norm = torch.zeros((), device=self.device)
         # A flag for which the optimizer skips is enough; an optimizer that knows none must be told by the host.
         self._skips = can_skip(optimizer)
+        self._updated = False
+        self._side: torch.cuda.Stream | None = None
         self._captures, self._must_capture = self._decide(cuda_graph), cuda_graph is True
         self._graphed: GraphedStep | None = None
         self._options: FrozenOptions | None = None
@@ -216,7 +220,9 @@ class TrainingStep:
         """A step of its own stream, as a capture is; the last one before the capture is watched for waiting."""
         if self.device.type == "cpu":
             return self._run(*batches)
-        side, current = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
+        # Always the same one: memory that is kept for a stream is no other's.
+        side = self._side = self._side or torch.cuda.Stream(self.device)
+        current = torch.cuda.current_stream(self.device)
         side.wait_stream(current)
         watching: AbstractContextManager[list[str]] = synchronisations() if last else nullcontext([])
         with torch.cuda.stream(side), watching as found:
@@ -245,8 +251,11 @@ class TrainingStep:
                 loss = self.loss(self.model, batch)
             _check_loss(loss)
             part = loss.float() / len(batches)
-            (part if self.scaler is None else self.scaler.scale(part)).backward()  # type: ignore[no-untyped-call]
             total = total + part.detach()
+            if self.scaler is not None:
+                # The scaler looks at gradients, and those of an infinite loss may be finite: make them NaN.
+                part = self.scaler.scale(part * (part.detach() * 0 + 1))
+            part.backward()  # type: ignore[no-untyped-call]
         norm = self._clip()
         self._watch.see(total, None if self.scaler is not None else norm)
         self._update()
@@ -268,12 +277,17 @@ class TrainingStep:
 
     def _update(self) -> None:
         """Let the optimizer step, unless the loss was not finite."""
-        if not (self._skips and self.optimizer.state):
-            # Its first update, too: some of torch's fused optimizers leave their state undefined if that is skipped.
+        if not self._skips or not self._updated:
+            # The first time anyway: it compiles, so that waiting costs nothing.
             self._refuse_now()
+        defined = self._updated or starts_defined(self.optimizer)
         if self.scaler is not None:
+            before = None if defined else self.scaler.get_scale()
             self.scaler.step(self.optimizer)
             self.scaler.update()
+            if before is not None and self.scaler.get_scale() < before:
+                self.optimizer.state.clear()  # the update was skipped: the next one is the first
+                return
         elif self._skips:
             self.optimizer.grad_scale, self.optimizer.found_inf = None, self._watch.skip  # type: ignore[attr-defined]
             try:
@@ -282,6 +296,7 @@ class TrainingStep:
                 del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
         else:
             self.optimizer.step()
+        self._updated = True
 
     def _refuse_now(self) -> None:
         try:
@@ -296,9 +311,16 @@ class TrainingStep:
         self.model.zero_grad(set_to_none=True)
 
 
-def _check_options(model: nn.Module, autocast: torch.dtype | None, clip_norm: float | None) -> None:
+def _check_options(
+    model: nn.Module, optimizer: Optimizer, autocast: torch.dtype | None, clip_norm: float | None
+) -> None:
     if not model.training:
         raise ValueError(f"{type(model).__name__} is in eval mode: call model.train() first")
+    if wants_closure(optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__} computes the loss several times an update, by a closure; a step has one "
+            "forward and one backward: take an optimizer whose step() needs no argument"
+        )
     if autocast not in (None, torch.bfloat16, torch.float16):
         raise ValueError(f"autocast is {autocast}; it is torch.bfloat16, torch.float16 or None")
     if clip_norm is not None and not (clip_norm > 0 and math.isfinite(clip_norm)):
