@@ -8,7 +8,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 STRATEGIES = ("eager", "full", "regional", "hierarchical")
-IMPLEMENTATIONS = ("zoo", "upstream", "upstream-tuned")
+# The zoo without its own kernels, to tell what they bring. A case of it is one of the zoo.
+LIBRARY = "zoo-library"
+IMPLEMENTATIONS = ("zoo", LIBRARY, "upstream", "upstream-tuned")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 # Modes in which torch.compile records CUDA graphs of its own.
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
@@ -39,7 +41,7 @@ class Case:
     """One arm. Cases that agree in everything but implementation, strategy, mode and cuda_graph race each other.
 
     ``cuda_graph`` puts our outer CUDA graph around the step; ``control`` marks the second copy of an arm that
-    gives the A/A noise floor.
+    gives the A/A noise floor. Without ``kernels`` the zoo leaves to the libraries what it has kernels of its own for.
     """
 
     family: str
@@ -54,6 +56,12 @@ class Case:
     cuda_graph: bool = False
     dynamic: bool = False
     control: bool = False
+    kernels: bool = True
+
+    @property
+    def implementation(self) -> str:
+        """The name that ``--impl`` takes for this arm."""
+        return self.impl if self.kernels else LIBRARY
 
     @property
     def race(self) -> tuple[str, ...]:
@@ -63,7 +71,7 @@ class Case:
     @property
     def arm(self) -> str:
         """The arm's name within its race: ``zoo regional + CUDA graph``."""
-        name = f"{self.impl} {self.strategy}"
+        name = f"{self.implementation} {self.strategy}"
         if self.mode != "default":
             name += f" {self.mode}"
         if self.dynamic:
@@ -95,6 +103,8 @@ def refusal(case: Case) -> str | None:
     ):
         if value not in known:
             return f"{what} {value!r} is not one of {', '.join(known)}"
+    if not case.kernels and case.device == "cpu":
+        return "a CPU runs no kernels of the zoo's own, so zoo is the same there"
     if case.strategy == "eager":
         if case.mode != "default":
             return f"eager is not compiled, so mode {case.mode} does not apply"
@@ -150,7 +160,8 @@ def arms_of(
         arms.append(
             replace(
                 base,
-                impl=impl,
+                impl="zoo" if impl == LIBRARY else impl,
+                kernels=impl != LIBRARY,
                 strategy=strategy,
                 mode=mode,
                 cuda_graph=name.endswith(CUDA_GRAPH),
@@ -190,7 +201,7 @@ def expand(
 
 def twin_of(arms: Sequence[Case]) -> Case:
     """The arm whose second copy gives the noise floor: the zoo's last, or the last of all."""
-    own = [case for case in arms if case.impl == "zoo"]
+    own = [case for case in arms if case.impl == "zoo" and case.kernels]
     return (own or list(arms))[-1]
 
 

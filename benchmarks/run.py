@@ -73,7 +73,7 @@ def _command(family: str, case: Case, settings: Settings) -> str:
     """What measures this row again."""
     words = ["python", "-m", "benchmarks.run", "--family", family, "--model", case.model, "--input", case.input]
     words += ["--workload", case.workload, "--dtype", case.dtype, "--device", case.device]
-    words += ["--impl", case.impl, "--strategy", case.strategy_name, "--mode", case.mode]
+    words += ["--impl", case.implementation, "--strategy", case.strategy_name, "--mode", case.mode]
     words += ["--dynamic"] * case.dynamic + ["--quick"] * settings.quick + ["--steady-only"] * settings.steady_only
     words += ["--rounds", str(settings.rounds), "--sets", str(settings.sets)]
     words += ["--curve", str(settings.curve)] if settings.curve else []

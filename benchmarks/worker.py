@@ -79,6 +79,10 @@ class Arm:
 
         self.case = Case(**case)
         self.device = self.case.device
+        if not self.case.kernels:
+            from zoo import operators
+
+            operators.ENABLED = False
         if self.device != "cpu":
             # The one switch for TF32, the same in every arm.
             torch.set_float32_matmul_precision("high")

@@ -46,6 +46,21 @@ def test_default_arms_on_a_cpu_leave_out_cuda_graphs():
     ]
 
 
+def test_the_zoo_without_its_kernels_is_an_implementation_to_ask_for_and_no_other_case_than_the_zoos():
+    cases, _ = expand([GPU], nothing_refused, impls=["zoo", "zoo-library"], strategies=["eager", "regional+cudagraph"])
+    assert [case.arm for case in cases] == [
+        "zoo eager",
+        "zoo regional + CUDA graph",
+        "zoo-library eager",
+        "zoo-library regional + CUDA graph",
+        "zoo regional + CUDA graph (A/A)",
+    ]
+    assert {case.impl for case in cases} == {"zoo"} and len({case.key for case in cases}) == 5
+    assert [case.kernels for case in cases] == [True, True, False, False, True]
+    assert "runs no kernels of the zoo's own" in str(refusal(replace(CPU, kernels=False)))
+    assert refusal(replace(GPU, kernels=False)) is None
+
+
 def test_given_options_are_combined():
     assert names(GPU, impls=["zoo", "upstream-tuned"], strategies=["full", "full+cudagraph"]) == [
         "zoo full",

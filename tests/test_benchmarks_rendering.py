@@ -3,13 +3,14 @@ from __future__ import annotations
 import io
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from benchmarks.case import arms_of
-from benchmarks.rendering import blocks, cells, commands, curves, markdown, numbers, tables, terminal
+from benchmarks.rendering import advice, blocks, cells, commands, curves, markdown, numbers, tables, terminal
 from benchmarks.rendering.blocks import Spec
 from benchmarks.rendering.race import Arm, Race, is_shipped, is_tuned, races
 from benchmarks.result import Compile, Kernel, Result, Rows, Steady
@@ -449,10 +450,28 @@ def test_decomposition_walks_from_upstream_to_the_cuda_graph() -> None:
     results = [result for result in race() if result.case.arm != "zoo regional"]
     text = _table("decomposition model=gcn input=cora", [*results, failure("timeout", "60 s", strategy="regional")])
     cells_of = [line.strip("| ").split(" | ") for line in text.splitlines()[2:6]]
-    assert [line[0] for line in cells_of] == ["upstream eager", "ours, eager", "+ regions", "+ outer CUDA graph"]
+    ours = "ours, eager, by own kernels"
+    assert [line[0] for line in cells_of] == ["upstream eager", ours, "+ regions", "+ outer CUDA graph"]
     assert cells_of[2][1] == "timeout"
     assert cells_of[3][2].startswith("8.7")  # over the last row that has a time: ours, eager
     assert cells_of[3][3].startswith("14.2×")
+
+
+def test_decomposition_ends_with_own_kernels_where_the_zoo_was_raced_without_them() -> None:
+    results = race()
+    for result in race(dict.fromkeys(("zoo eager", "zoo regional", "zoo regional + CUDA graph"), 4.0)):
+        if result.case.impl == "zoo" and not result.case.control:
+            results.append(replace(result, case=replace(result.case, kernels=False)))
+    text = _table("decomposition model=gcn input=cora", results)
+    cells_of = [line.strip("| ").split(" | ") for line in text.splitlines()[2:7]]
+    assert [line[0] for line in cells_of] == [
+        "upstream eager", "ours, eager", "+ regions", "+ outer CUDA graph", "+ own kernels",
+    ]  # fmt: skip
+    slow, fast = (float(cells_of[row][1]) for row in (3, 4))
+    assert slow > fast and cells_of[4][2].startswith(f"{slow / fast:.2f}"[:3])
+    shown = _one(results)
+    assert shown.ours is not None and shown.ours.result.case.kernels
+    assert not any(arm.result.case.kernels is False for arm in advice.comparable(shown))
 
 
 def test_newest_torch_is_shown_and_two_gpus_need_a_choice() -> None:

@@ -16,6 +16,7 @@ import torch
 from benchmarks.case import Case
 from benchmarks.process import ROOT, Worker, WorkerFailure
 from benchmarks.worker import Arm, _relative_error, failure_of, load_workload, serve
+from zoo import operators
 
 FAKE = "tests.fake_workload"
 CASE = Case(family="fake", model="good", input="small", strategy="regional")
@@ -38,6 +39,15 @@ def preparation(case: Case) -> list[dict[str, Any]]:
 @pytest.fixture(autouse=True)
 def _light_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BENCHMARKS_BACKEND", "eager")
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_own_kernels_are_left_out_where_the_case_says_so(kernels: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(operators, "ENABLED", True)
+    arm = Arm()
+    arm.load(workload=FAKE)
+    arm.prepare(case=replace(CASE, kernels=kernels).to_json(), data_root=None, seed=0)
+    assert operators.ENABLED is kernels
 
 
 @pytest.mark.parametrize(

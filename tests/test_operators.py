@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -37,6 +40,15 @@ def test_a_gpu_is_asked_once_what_it_is(asked: list[torch.device]) -> None:
     for _ in range(3):
         assert operators.triton_runs_on(first) and not operators.triton_runs_on(second)
     assert asked == [first, second]
+
+
+def test_own_kernels_can_be_left_out(asked: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "ENABLED", False)
+    assert not operators.triton_runs_on(torch.device("cuda", 0)) and not asked
+    code = "from zoo import operators; print(operators.ENABLED)"
+    for value, said in (("0", "False"), ("1", "True")):
+        ran = subprocess.run([sys.executable, "-c", code], env={**os.environ, "ZOO_OWN_KERNELS": value}, stdout=-1)
+        assert ran.stdout.decode().strip() == said
 
 
 def test_whichever_gpu_is_current_is_asked_every_time(asked: list[torch.device]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -99,11 +100,13 @@ class OperatorLibrary:
 # What the kernels take; they compute in float32.
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+# ZOO_OWN_KERNELS=0 in the environment leaves everything to the libraries and the compiler, as where Triton is missing.
+ENABLED = os.environ.get("ZOO_OWN_KERNELS") != "0"
 
 
 def triton_runs_on(device: torch.device) -> bool:
     """Whether Triton is installed and knows this GPU. May be asked inside a region: the compiler folds the answer."""
-    if device.type != "cuda" or not HAS_TRITON:
+    if device.type != "cuda" or not HAS_TRITON or not ENABLED:
         return False
     if device.index is None or torch.compiler.is_dynamo_compiling():
         # Whichever is current; and what a region read of a cache it would look at again in every call.

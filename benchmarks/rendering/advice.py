@@ -48,7 +48,7 @@ def lead(race: Race) -> str:
 
 def comparable(race: Race) -> list[Arm]:
     """The arms that can be advised: those with a steady time and a right output, fastest first."""
-    return [arm for arm in race.arms if arm.p50 is not None and not arm.wrong]
+    return [arm for arm in race.arms if arm.p50 is not None and not arm.wrong and arm.result.case.kernels]
 
 
 def why_not(race: Race) -> str | None:

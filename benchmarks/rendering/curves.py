@@ -136,7 +136,7 @@ def _lines(race: Race) -> Iterable[Arm]:
     """The arms whose totals are drawn: eager, full and regional of the zoo and of upstream, and upstream's best."""
     for arm in race.arms:
         case = arm.result.case
-        plain = case.impl in ("zoo", "upstream") and case.mode == "default" and not case.dynamic
+        plain = case.impl in ("zoo", "upstream") and case.mode == "default" and not case.dynamic and case.kernels
         captured = case.cuda_graph and (case.impl, case.strategy) != ("zoo", "regional")
         if arm.p50 is not None and ((plain and not captured) or arm in (race.best_shipped, race.best_tuned)):
             yield arm

@@ -136,11 +136,11 @@ class Race:
         return next((unit for unit in units if unit), None)
 
     def find(self, *, impl: str, strategy: str, cuda_graph: bool = False, mode: str = "default") -> Arm | None:
-        """The arm of exactly these options that is not dynamic, or None."""
+        """The arm of exactly these options that is not dynamic and has its kernels, or None."""
         wanted = (impl, strategy, cuda_graph, mode, False)
         for arm in self.arms:
             case = arm.result.case
-            if (case.impl, case.strategy, case.cuda_graph, case.mode, case.dynamic) == wanted:
+            if (case.impl, case.strategy, case.cuda_graph, case.mode, case.dynamic) == wanted and case.kernels:
                 return arm
         return None
 

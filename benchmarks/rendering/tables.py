@@ -148,7 +148,7 @@ def worst_row(shown: Sequence[Race]) -> tuple[Race, Arm, Ratio] | None:
     for race in shown:
         for arm in race.arms:
             case = arm.result.case
-            if (case.impl, case.strategy, case.mode, case.dynamic) != ("zoo", "regional", "default", False):
+            if (case.implementation, case.strategy, case.mode, case.dynamic) != ("zoo", "regional", "default", False):
                 continue
             if (ratio := race.speedup(arm, race.best_shipped)) is not None:
                 found.append((race, arm, ratio))
@@ -215,15 +215,20 @@ def _decomposition(race: Race) -> str:
 
 
 def decomposition_rows(race: Race) -> list[tuple[str, ...]]:
-    """A win taken apart, in the columns of ``DECOMPOSITION``; a step that failed or was not run says so."""
-    steps: list[tuple[str, Case]] = []
-    for step, options in (
-        ("upstream eager", {"impl": "upstream", "strategy": "eager"}),
-        ("ours, eager", {"impl": "zoo", "strategy": "eager"}),
-        ("+ regions", {"impl": "zoo", "strategy": "regional"}),
-        ("+ outer CUDA graph", {"impl": "zoo", "strategy": "regional", "cuda_graph": True}),
-    ):
-        steps.append((step, _case(race, **options)))
+    """A win taken apart, in the columns of ``DECOMPOSITION``; a step that failed or was not run says so.
+
+    What own kernels bring comes last where the zoo was raced without them, and else is in all steps of ours.
+    """
+    apart = any(not result.case.kernels for result in (*(arm.result for arm in race.arms), *race.failures))
+    ours = {"impl": "zoo", "kernels": not apart}
+    steps = [
+        ("upstream eager", _case(race, impl="upstream", strategy="eager")),
+        ("ours, eager" if apart else "ours, eager, by own kernels", _case(race, **ours, strategy="eager")),
+        ("+ regions", _case(race, **ours, strategy="regional")),
+        ("+ outer CUDA graph", _case(race, **ours, strategy="regional", cuda_graph=True)),
+    ]
+    if apart:
+        steps.append(("+ own kernels", _case(race, impl="zoo", strategy="regional", cuda_graph=True)))
     rows: list[tuple[str, ...]] = []
     first: Arm | None = None
     before: Arm | None = None

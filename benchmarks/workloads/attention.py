@@ -154,7 +154,7 @@ class AttentionWorkload:
         """Why this combination does not exist, or None."""
         if reason := refuses_unknown(self, case):
             return reason
-        if case.impl != "zoo":
+        if case.implementation != "zoo":
             return "each choice is a model of this family, and has no other implementation"
         if case.strategy in ("full", "hierarchical"):
             return f"nothing stands between two attentions that {case.strategy} could compile with them"
