@@ -33,7 +33,7 @@ class ResNetWorkload:
     (``zoo.resnet.CUTS``). torchvision's arms are the same in all of them: as shipped with its norms, tuned with them
     folded. ``<batch>x<size>`` is the number of images and their pixels a side.
 
-    Training is of models with norms in their own regions, over float32 weights; the dtype is that of autocast. Batches
+    Training is of models with their norms, in any cut, over float32 weights; the dtype is that of autocast. Batches
     of ``jpeg-<batch>x<size>`` come from files, and a step waits for them.
     """
 
@@ -69,8 +69,8 @@ class ResNetWorkload:
             return reason
         if case.workload != "train":
             return f"{case.input} is for training" if case.input.startswith("jpeg-") else None
-        if "-" in case.model.removesuffix("-debug"):
-            return f"{case.model}: folded models and other cuts are for inference"
+        if _parts(case.model)["folded"]:
+            return f"{case.model}: folded models are for inference"
         if case.impl == "upstream-tuned":
             return "tuned is folded, which is for inference; to train, torchvision's users have no better way"
         if case.dtype == "float16":
