@@ -8,9 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 STRATEGIES = ("eager", "full", "regional", "hierarchical")
-# The zoo without its own kernels, to tell what they bring. A case of it is one of the zoo.
-LIBRARY = "zoo-library"
-IMPLEMENTATIONS = ("zoo", LIBRARY, "upstream", "upstream-tuned")
+IMPLEMENTATIONS = ("zoo", "upstream", "upstream-tuned")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 # Modes in which torch.compile records CUDA graphs of its own.
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
@@ -20,6 +18,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 # What --strategy takes: a strategy, or one under the outer CUDA graph.
 CUDA_GRAPH = "+cudagraph"
 STRATEGY_NAMES = (*STRATEGIES, *(name + CUDA_GRAPH for name in STRATEGIES))
+# What --impl takes: an implementation, or the zoo without its own kernels, to tell what they bring.
+LIBRARY = "zoo-library"
+IMPLEMENTATION_NAMES = (IMPLEMENTATIONS[0], LIBRARY, *IMPLEMENTATIONS[1:])
 
 # The arms of a plain run: (implementation, strategy name, mode, needs a GPU). Few on purpose; the rest is by option.
 DEFAULT_ARMS = (

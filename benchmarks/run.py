@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from benchmarks.case import DTYPES, IMPLEMENTATIONS, MODES, STRATEGY_NAMES, WORKLOADS, Case, expand
+from benchmarks.case import DTYPES, IMPLEMENTATION_NAMES, MODES, STRATEGY_NAMES, WORKLOADS, Case, expand
 from benchmarks.measure import Plan, measure, say_where, settings_of
 from benchmarks.rendering.terminal import render
 from benchmarks.startup import Settings
@@ -86,7 +86,7 @@ def main(
     model: Annotated[list[str] | None, typer.Option(help="Models; 'all' for every one.")] = None,
     input: Annotated[list[str] | None, typer.Option(help="Inputs; 'all' for every one.")] = None,
     strategy: Annotated[list[str] | None, typer.Option(help=f"{', '.join(STRATEGY_NAMES)}.")] = None,
-    impl: Annotated[list[str] | None, typer.Option(help=f"{', '.join(IMPLEMENTATIONS)}.")] = None,
+    impl: Annotated[list[str] | None, typer.Option(help=f"{', '.join(IMPLEMENTATION_NAMES)}.")] = None,
     mode: Annotated[list[str] | None, typer.Option(help=f"{', '.join(MODES)}.")] = None,
     arm: Annotated[list[str] | None, typer.Option(help="Of these only such as match a pattern: 'zoo *'.")] = None,
     workload: Annotated[str, typer.Option(help=f"{', '.join(WORKLOADS)}.")] = WORKLOADS[0],
@@ -141,7 +141,7 @@ def main(
         bases,
         loaded.refuses,
         only=arm or [],
-        impls=pick("--impl", impl or [], IMPLEMENTATIONS),
+        impls=pick("--impl", impl or [], IMPLEMENTATION_NAMES),
         strategies=pick("--strategy", strategy or [], STRATEGY_NAMES),
         modes=pick("--mode", mode or [], MODES),
         dynamic=dynamic,
