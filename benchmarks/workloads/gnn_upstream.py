@@ -97,15 +97,18 @@ def tune(
     edge_index = edge_index[:, order].contiguous()
     weight = None if weight is None else weight[order]
     if layout == "csr":
-        return model, {"edge_index": _csr(edge_index, weight, nodes, reference.dtype)}
+        return model, {"edge_index": csr(edge_index, weight, nodes, reference.dtype)}
     inputs = {"edge_index": edge_index}
     if weight is not None:
         inputs["edge_weight"] = weight
     return model, inputs
 
 
-def _csr(edge_index: Tensor, weight: Tensor | None, nodes: int, dtype: torch.dtype) -> Tensor:
-    """Rows are destinations. Duplicates stay (the library's own converter would merge them); indices are narrow."""
+def csr(edge_index: Tensor, weight: Tensor | None, nodes: int, dtype: torch.dtype) -> Tensor:
+    """Edges sorted by destination as a ``torch.sparse_csr`` adjacency, whose rows are destinations.
+
+    Duplicates stay (the library's own converter would merge them); indices are narrow.
+    """
     sources, destinations = edge_index
     narrow = torch.int32 if sources.numel() < 2**31 - 1 else torch.int64
     offsets = torch.zeros(nodes + 1, dtype=torch.int64, device=sources.device)
