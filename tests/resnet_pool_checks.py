@@ -26,6 +26,13 @@ RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 8e-3 if DEVICE == "cpu" else 4e
 SHAPES = [
     (2, 64, 7, 9), (3, 7, 1, 1), (1, 130, 8, 6), (2, 16, 1, 37), (1, 1, 5, 4), (2, 5, 34, 1), (1, 64, 20, 33),
 ]  # fmt: skip
+# In the interpreter, which computes halves alike, one shape alone in float16.
+IN_DTYPES = [
+    (shape, dtype)
+    for shape in SHAPES
+    for dtype in RELATIVE
+    if DEVICE != "cpu" or dtype != torch.float16 or shape is SHAPES[0]
+]
 EPS = 1e-5
 
 
@@ -70,8 +77,7 @@ def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("lines", [1, 3])
-@pytest.mark.parametrize("dtype", RELATIVE)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), IN_DTYPES, ids=str)
 def test_norm_and_bias(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dtype: torch.dtype, lines: int) -> None:
     programs_of(monkeypatch, lines)
     x = images(*shape, dtype=dtype)
@@ -229,8 +235,7 @@ def both_pools(x: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("lines", [1, 3])
-@pytest.mark.parametrize("dtype", RELATIVE)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), IN_DTYPES, ids=str)
 def test_pooling_chooses_and_gives_back_as_torch_does(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dtype: torch.dtype, lines: int
 ) -> None:

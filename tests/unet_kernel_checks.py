@@ -26,6 +26,11 @@ RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 WIDTHS = [(130, 13), (140, 7), (150, 5), (160, 4), (180, 3), (160, 2), (8, 8), (21, 3), (30, 5), (6, 1), (300, 2)]
 
 
+def in_dtypes(cases: list[tuple[int, ...]]) -> list[tuple[Any, ...]]:
+    """Each case in each dtype; in the interpreter, which computes halves alike, the first alone in float16."""
+    return [(*case, t) for case in cases for t in RELATIVE if DEVICE != "cpu" or t != torch.float16 or case is cases[0]]
+
+
 @pytest.fixture(autouse=True)
 def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
@@ -64,8 +69,7 @@ def wide(*tensors: Tensor | None) -> list[Tensor | None]:
 
 
 @both_ways
-@pytest.mark.parametrize("dtype", RELATIVE)
-@pytest.mark.parametrize(("channels", "groups"), WIDTHS)
+@pytest.mark.parametrize(("channels", "groups", "dtype"), in_dtypes(WIDTHS))
 def test_norms(channels: int, groups: int, dtype: torch.dtype) -> None:
     # Sizes that no chunk divides; a shift that is a slice of all blocks' and one that is the same for all rows.
     x = values(2, channels, 7, 11, dtype=dtype, mean=0.5)
@@ -82,10 +86,9 @@ def test_norms(channels: int, groups: int, dtype: torch.dtype) -> None:
 
 
 @both_ways
-@pytest.mark.parametrize("dtype", RELATIVE)
 @pytest.mark.parametrize(
-    ("own", "skip", "groups"),
-    [(80, 40, 4), (80, 40, 2), (160, 200, 12), (80, 80, 2), (16, 8, 8), (5, 9, 2), (1, 20, 3)],
+    ("own", "skip", "groups", "dtype"),
+    in_dtypes([(80, 40, 4), (80, 40, 2), (160, 200, 12), (80, 80, 2), (16, 8, 8), (5, 9, 2), (1, 20, 3)]),
 )
 def test_norms_of_two_side_by_side(own: int, skip: int, groups: int, dtype: torch.dtype) -> None:
     x, other = values(2, own, 5, 9, dtype=dtype, mean=-1.0), values(2, skip, 5, 9, dtype=dtype, mean=2.0)
@@ -120,7 +123,7 @@ def test_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         close(found, fallback.group_norm(*wide(x, None, weight, bias), 2, 1e-5, True), torch.float32)
 
 
-@pytest.mark.parametrize("pixels", [1, 7, 64, 1000])
+@pytest.mark.parametrize("pixels", [1, 7, 64, 300 if DEVICE == "cpu" else 1000])
 @pytest.mark.parametrize("size", [1, 3, 10, 30, 60, 80])
 def test_one_launch_of_some_tiles(size: int, pixels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(small, "PIXELS_OF_BOTH", small.PIXELS)
@@ -263,8 +266,9 @@ def test_compilations_do_not_depend_on_sizes() -> None:
         assert 1 <= count <= groups and count * size <= block and count * size % unit == 0
 
 
-@pytest.mark.parametrize("dtype", RELATIVE)
-@pytest.mark.parametrize(("channels", "groups"), [(130, 13), (160, 4), (21, 3), (6, 1), (300, 2), (8, 8)])
+@pytest.mark.parametrize(
+    ("channels", "groups", "dtype"), in_dtypes([(130, 13), (160, 4), (21, 3), (6, 1), (300, 2), (8, 8)])
+)
 def test_gradients(channels: int, groups: int, dtype: torch.dtype) -> None:
     x = values(2, channels, 7, 11, dtype=dtype, mean=0.5)
     weight, bias = values(channels, dtype=dtype, mean=1.0), values(channels, dtype=dtype)
