@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import result
+from benchmarks.rendering import tables
 from zoo import registry
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,6 +88,17 @@ def test_the_table_of_options_is_complete() -> None:
     text = (ROOT / "docs/benchmarking.md").read_text(encoding="utf-8")
     table = text[text.index("## Options") : text.index("## Rows")]
     assert set(re.findall(r"`(--[\w-]+)`", table)) == options_of("benchmarks.run") - {"--help"}
+
+
+def test_every_value_that_a_page_can_ask_for_is_documented() -> None:
+    text = (ROOT / "docs/benchmarking.md").read_text(encoding="utf-8")
+    listed = {
+        name
+        for line in text.splitlines()
+        if line.startswith("| `value: ")
+        for name in re.findall(r"`([\w :-]+)`", line.split("|")[1])
+    }
+    assert {name.removeprefix("value: ") for name in listed} == {*tables.VALUES, "verdict"}
 
 
 def test_every_field_of_a_row_is_documented() -> None:
