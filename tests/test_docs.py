@@ -54,6 +54,17 @@ def test_only_known_kinds_of_block() -> None:
         assert kinds <= known, f"{name_of(page)} has blocks of kind {kinds - known}"
 
 
+def test_the_first_page_starts_before_it_shows_figures() -> None:
+    text = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    shown = re.sub("<!--.*?-->", "", text)
+    tables_of_page = re.findall(r"(?:^\|.*\n)+", shown, re.MULTILINE)
+    assert 0 < shown.index("pip install") < shown.index("benchmarks.advise") < shown.index(tables_of_page[0])
+    first = tables_of_page[0].splitlines()
+    assert len(first) <= 2 + 5 and "tuned" in first[0]
+    blank = [line for table in tables_of_page for line in table.splitlines() if re.search(r"\|\s*\|", line)]
+    assert blank == []
+
+
 def commands() -> dict[str, set[tuple[str, str]]]:
     """Harness module -> (page, option) for every command line in the documentation."""
     found: dict[str, set[tuple[str, str]]] = {}
