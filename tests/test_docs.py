@@ -54,6 +54,21 @@ def test_only_known_kinds_of_block() -> None:
         assert kinds <= known, f"{name_of(page)} has blocks of kind {kinds - known}"
 
 
+def test_every_fault_names_the_tests_that_meet_it() -> None:
+    text = (ROOT / "docs/faults.md").read_text(encoding="utf-8")
+    faults, named = (
+        [line.strip("| ").split(" | ") for line in part.splitlines() if line.startswith("| ")][1:]
+        for part in text.split("## Tested by")
+    )
+    assert [fault for fault, _ in named] == [fault for fault, _ in faults]
+    for fault, tests in named:
+        found = re.findall(r"`(test_\w+)`(?: in `(tests/\w+\.py)`)?", tests)
+        assert found, f"{fault} names no test"
+        for name, file in found:
+            source = (ROOT / (file or "tests/test_fault_tour.py")).read_text(encoding="utf-8")
+            assert f"\ndef {name}(" in source, f"{fault}: there is no {name}"
+
+
 def test_each_way_of_migrating_starts_with_the_code_one_has() -> None:
     text = (ROOT / "docs/migration.md").read_text(encoding="utf-8")
     sections = re.findall(r"^## (From .*)\n\n(.*)$", text, re.MULTILINE)
