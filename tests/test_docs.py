@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import result
+from benchmarks.rendering import tables
 from zoo import registry
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,6 +54,39 @@ def test_only_known_kinds_of_block() -> None:
         assert kinds <= known, f"{name_of(page)} has blocks of kind {kinds - known}"
 
 
+def test_every_fault_names_the_tests_that_meet_it() -> None:
+    text = (ROOT / "docs/faults.md").read_text(encoding="utf-8")
+    faults, named = (
+        [line.strip("| ").split(" | ") for line in part.splitlines() if line.startswith("| ")][1:]
+        for part in text.split("## Tested by")
+    )
+    assert [fault for fault, _ in named] == [fault for fault, _ in faults]
+    for fault, tests in named:
+        found = re.findall(r"`(test_\w+)`(?: in `(tests/\w+\.py)`)?", tests)
+        assert found, f"{fault} names no test"
+        for name, file in found:
+            source = (ROOT / (file or "tests/test_fault_tour.py")).read_text(encoding="utf-8")
+            assert f"\ndef {name}(" in source, f"{fault}: there is no {name}"
+
+
+def test_each_way_of_migrating_starts_with_the_code_one_has() -> None:
+    text = (ROOT / "docs/migration.md").read_text(encoding="utf-8")
+    sections = re.findall(r"^## (From .*)\n\n(.*)$", text, re.MULTILINE)
+    assert len(sections) == 3
+    assert [title for title, first in sections if not first.startswith("```python")] == []
+
+
+def test_the_first_page_starts_before_it_shows_figures() -> None:
+    text = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    shown = re.sub("<!--.*?-->", "", text)
+    tables_of_page = re.findall(r"(?:^\|.*\n)+", shown, re.MULTILINE)
+    assert 0 < shown.index("pip install") < shown.index("benchmarks.advise") < shown.index(tables_of_page[0])
+    first = tables_of_page[0].splitlines()
+    assert len(first) <= 2 + 5 and "tuned" in first[0]
+    blank = [line for table in tables_of_page for line in table.splitlines() if re.search(r"\|\s*\|", line)]
+    assert blank == []
+
+
 def commands() -> dict[str, set[tuple[str, str]]]:
     """Harness module -> (page, option) for every command line in the documentation."""
     found: dict[str, set[tuple[str, str]]] = {}
@@ -87,6 +121,17 @@ def test_the_table_of_options_is_complete() -> None:
     text = (ROOT / "docs/benchmarking.md").read_text(encoding="utf-8")
     table = text[text.index("## Options") : text.index("## Rows")]
     assert set(re.findall(r"`(--[\w-]+)`", table)) == options_of("benchmarks.run") - {"--help"}
+
+
+def test_every_value_that_a_page_can_ask_for_is_documented() -> None:
+    text = (ROOT / "docs/benchmarking.md").read_text(encoding="utf-8")
+    listed = {
+        name
+        for line in text.splitlines()
+        if line.startswith("| `value: ")
+        for name in re.findall(r"`([\w :-]+)`", line.split("|")[1])
+    }
+    assert {name.removeprefix("value: ") for name in listed} == {*tables.VALUES, "verdict"}
 
 
 def test_every_field_of_a_row_is_documented() -> None:

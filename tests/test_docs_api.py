@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import inspect
 import re
 import types
+import typing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ["zoo", *sorted(f"zoo.{path.parent.name}" for path in (ROOT / "zoo").glob("*/__init__.py"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# `zoo.` in front of a name, and no path or host before it.
+DOTTED = re.compile(r"(?<![\w./-])zoo(?:\.[A-Za-z_]\w*)+")
+RAISED = re.compile(r"^\s+(\w+(?:Error|Warning)):", re.MULTILINE)
+# The family that docs/adding-a-family.md makes up.
+MADE_UP = {"zoo.mlp.upstream"}
 REFERENCE = re.compile(r"^::: (zoo[\w.]*)$", re.MULTILINE)
 
 
@@ -48,6 +57,58 @@ def test_every_public_name_has_a_docstring_of_its_own(package: str) -> None:
     described = [item for item in described if inspect.isclass(item) or inspect.isfunction(item)]
     bare = [item.__qualname__ for item in described if not own_docstring(item)]
     assert not bare
+
+
+def documented_things() -> list[Any]:
+    return [thing(name) for name in sorted(documented())]
+
+
+def thing(name: str) -> Any:
+    """What a dotted name says, a module or something in one.
+
+    Raises:
+        AttributeError: If there is nothing of that name.
+    """
+    found: Any = importlib.import_module("zoo")
+    for place, part in enumerate(name.split(".")[1:], start=2):
+        if not hasattr(found, part):
+            with contextlib.suppress(ModuleNotFoundError):
+                importlib.import_module(".".join(name.split(".")[:place]))
+        found = getattr(found, part)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_names_that_a_page_mentions_exist_and_classes_are_in_the_reference(page: Path) -> None:
+    missing, bare = [], []
+    for name in sorted(set(DOTTED.findall(page.read_text("utf-8"))) - MADE_UP):
+        try:
+            found = thing(name)
+        except AttributeError:
+            missing.append(name)
+            continue
+        if inspect.isclass(found) and found not in documented_things():
+            bare.append(name)
+    assert not missing, f"{page.name} names what is not there"
+    assert not bare, f"{page.name} names classes that no page describes"
+
+
+def test_what_functions_of_the_reference_return_and_raise_is_in_it_too() -> None:
+    things, expected = documented_things(), set()
+    for item in things:
+        if inspect.isfunction(item):
+            expected |= classes_in(typing.get_type_hints(item).get("return"))
+        for made in [item, *vars(item).values()] if inspect.isclass(item) else [item]:
+            if inspect.isfunction(made):
+                raised = (made.__globals__.get(name) for name in RAISED.findall(made.__doc__ or ""))
+                expected |= {error for error in raised if inspect.isclass(error)}
+    ours = {item for item in expected if item.__module__.startswith("zoo.")}
+    assert ours and sorted(item.__qualname__ for item in ours - {t for t in things if inspect.isclass(t)}) == []
+
+
+def classes_in(annotation: Any) -> set[type]:
+    inside = {found for each in typing.get_args(annotation) for found in classes_in(each)}
+    return inside | {annotation} if inspect.isclass(annotation) else inside
 
 
 def test_the_public_names_are_found() -> None:

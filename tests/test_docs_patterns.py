@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.rendering.race import races
+from benchmarks.report import RESULTS
+from benchmarks.result import load
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs/patterns"
 PAGES = [path for path in sorted(FOLDER.glob("*.md")) if path.stem != "index"]
@@ -51,6 +55,23 @@ def test_every_raced_pattern_has_a_page_with_before_and_after(module: Path) -> N
         missing = [cls.__name__ for cls in regions if f"class {cls.__name__}(" not in shown]
         assert not missing, f"{page.name} does not show {missing}"
     assert f"table: race family=patterns model={page.stem} " in page.read_text(encoding="utf-8")
+
+
+def test_a_page_says_where_its_after_is_slower_region_against_region() -> None:
+    rows = load(RESULTS)
+    slower = []
+    for race in races((r for r in rows.results if r.case.family == "patterns"), rows.environments):
+        before, after = (race.find(impl=impl, strategy="regional") for impl in ("upstream", "zoo"))
+        if before and after and race.verdict(after, before) == "slower":
+            slower.append(race.case.model)
+    said = 'arm="zoo regional" against="upstream regional"'
+    assert sorted(slower) == [page.stem for page in PAGES if said in page.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_no_two_headings_of_a_page_are_equal(page: Path) -> None:
+    headings = re.findall(r"^##+ .*$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(headings) == len(set(headings))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

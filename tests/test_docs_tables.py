@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from pathlib import Path
 
 from benchmarks.rendering.blocks import markdown_files
@@ -11,12 +13,35 @@ from benchmarks.result import Rows, load
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@functools.cache
+def committed() -> Rows:
+    return load(RESULTS) if RESULTS.exists() else Rows([], {})
+
+
 def test_tables_are_made_from_the_committed_rows() -> None:
     paths = [path for path in (ROOT / "README.md", ROOT / "docs") if path.exists()]
     assert markdown_files(paths), f"no Markdown below {ROOT}"
-    rows = load(RESULTS) if RESULTS.exists() else Rows([], {})
-    found = drift(paths, rows)
+    found = drift(paths, committed())
     assert not found, f"run python -m benchmarks.report --update README.md docs\n{found}"
+
+
+def test_the_readme_names_the_training_that_is_measured_and_no_other() -> None:
+    rows = [r for r in committed().results if (r.case.workload, r.case.impl, r.status) == ("train", "zoo", "ok")]
+    measured = {f"{r.case.model} {r.case.input}" for r in rows}
+    curves = {f"{r.case.model} {r.case.input}" for r in rows if len(r.curve or []) >= 200}
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = text[text.index("| Family | A step and its peak memory |") :].split("\n\n")[0]
+    cells = [line.split("|")[2:5] for line in table.splitlines()[2:]]
+    named = [{name for line in cells for name in re.findall("`([^`]+)`", line[column])} for column in range(3)]
+    assert named[0] == measured and named[1] == curves
+    known = measured | {word for name in measured for word in name.split()}
+    assert not named[2] & known
+
+
+def test_the_readme_links_every_page() -> None:
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"api.md"}
+    linked = set(re.findall(r"\]\(docs/([\w-]+\.md)\)", (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert pages <= linked
 
 
 def test_results_hold_rows_and_nothing_else() -> None:

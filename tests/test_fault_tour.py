@@ -209,6 +209,29 @@ def test_a_run_that_was_killed_loses_no_row_and_is_resumed(tour: Tour) -> None:
     assert written == ["hang", "good", "hang", "hang-too"]
 
 
+def test_a_run_that_is_told_to_end_keeps_what_is_done_and_says_how_to_go_on(
+    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(cases: Any, settings: Any, report: Any, emit: Callable[[Result], None], **_: Any) -> None:
+        emit(replace(row(1.0), case=cases[0]))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)  # the signal comes before
+
+    monkeypatch.setattr(measure, "run_race", measured)
+    monkeypatch.setattr(
+        measure, "_environment", lambda plan, settings, progress: ({**ENVIRONMENT, "peaks": {}}, settings)
+    )
+    console, before = Console(file=io.StringIO(), width=80), signal.getsignal(signal.SIGTERM)
+    plan = Plan(WORKLOAD, "cpu", [CASE], {}, tmp_path / "run", lambda case, settings: "python")
+    try:
+        code = measure.measure(plan, settings, console, lambda plan, console, keys: 0)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert isinstance(console.file, io.StringIO)
+    assert code == INTERRUPTED and f"--resume --out {plan.out}" in console.file.getvalue().replace("\n", "")
+    assert [result.status for result in plan.stores()[0].results()] == ["ok"]
+
+
 def test_a_folder_is_held_by_one_run_and_let_go(tmp_path: Path) -> None:
     for out in (tmp_path / "new" / "folder", tmp_path / "rows.jsonl"):
         with held(out), pytest.raises(UsageError, match=f"another run is writing to {out}"), held(out):
@@ -567,6 +590,21 @@ def test_a_busy_gpu_is_a_typed_row_and_nobodys_fault(settings: Settings) -> None
     assert busy.status == "device-busy" and busy.status not in run.BROKEN
     assert "another process holds the GPU: wait for it, or name another in CUDA_VISIBLE_DEVICES" in (busy.reason or "")
     assert Result.from_json(busy.to_json()) == busy
+
+
+def test_a_busy_gpu_is_one_line_before_anything_is_measured(
+    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(worker: Worker, operation: str, **_: Any) -> Any:
+        error = RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
+        reply = failure_of(error)
+        raise WorkerFailure(reply["status"], reply["reason"])
+
+    monkeypatch.setattr(Worker, "ask", refuse)
+    plan = Plan(WORKLOAD, "cpu", [CASE], {}, tmp_path / "run", lambda case, settings: "python")
+    with pytest.raises(UsageError, match="could not be measured .*another process holds the GPU") as caught:
+        measure._environment(plan, settings, Progress(Console(file=io.StringIO()), 1.0))
+    assert "\n" not in str(caught.value)
 
 
 # The software

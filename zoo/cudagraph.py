@@ -109,7 +109,11 @@ class _Mode:
 
 
 class GraphedStep:
-    """A captured step; made by ``cuda_graph``."""
+    """A captured step, made by ``cuda_graph`` and called as its function is.
+
+    A call copies its inputs in, replays the bucket of their shapes and gives the outputs; it is not reentrant.
+    ``device`` is what it runs on.
+    """
 
     def __init__(
         self,

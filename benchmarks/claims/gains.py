@@ -77,7 +77,7 @@ GAINS = (
                 where=(WHOLE_STEP,),
             ),
             Part(
-                says="with the loss over without",
+                says="the step with its loss over without",
                 figure=Speed(Way(impl="upstream-tuned"), FULL),
                 allowed=at_least(1.0),
                 where=(WHOLE_STEP,),
@@ -115,12 +115,12 @@ GAINS = (
                 mean=True,
             ),
             Part(
-                says="fp32: 21 %",
+                says="21 % in fp32",
                 figure=COMPILED,
                 allowed=around(1 / (1 - 0.21)),
                 where=(replace(TRAIN_BERT, dtype="float32"),),
             ),
-            Part(says="AMP: 51 %", figure=COMPILED, allowed=around(1 / (1 - 0.51)), where=(TRAIN_BERT,)),
+            Part(says="51 % by AMP", figure=COMPILED, allowed=around(1 / (1 - 0.51)), where=(TRAIN_BERT,)),
         ),
         not_here="163 models, and which share of them compiles. There is no collection of models here; the figures are "
         "of the transformers that are raced, BERT and Llama.",
@@ -132,10 +132,10 @@ GAINS = (
         "41.2 → 29.7 ms after 7.2 s.",
         parts=(
             Part(says="inference", figure=COMPILED, allowed=around(18.4 / 12.6), where=(BERT,)),
-            Part(says="inference, 4.8 s", figure=CompileSeconds(FULL), allowed=around(4.8), where=(BERT,)),
+            Part(says="inference after 4.8 s", figure=CompileSeconds(FULL), allowed=around(4.8), where=(BERT,)),
             Part(says="training", figure=COMPILED, allowed=around(41.2 / 29.7), where=(TRAIN_BERT, TRAIN_RESNET)),
             Part(
-                says="training, 7.2 s",
+                says="training after 7.2 s",
                 figure=CompileSeconds(FULL),
                 allowed=around(7.2),
                 where=(TRAIN_BERT, TRAIN_RESNET),

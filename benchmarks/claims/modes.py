@@ -18,19 +18,19 @@ MODES = (
         text="`reduce-overhead` is best at small batch, `max-autotune` best in steady state (a further 5–10 %).",
         parts=(
             Part(
-                says="reduce-overhead over default, small",
+                says="reduce-overhead over default at small sizes",
                 figure=Speed(REDUCE, FULL),
                 allowed=at_least(1.0),
                 where=SMALL,
             ),
             Part(
-                says="reduce-overhead over max-autotune, small",
+                says="reduce-overhead over max-autotune at small sizes",
                 figure=Speed(REDUCE, AUTOTUNE),
                 allowed=at_least(1.0),
                 where=SMALL,
             ),
             Part(
-                says="max-autotune, a further 5–10 %",
+                says="a further 5–10 % by max-autotune",
                 figure=Speed(AUTOTUNE, FULL),
                 allowed=between(1.05, 1.10),
                 where=LARGE,
@@ -52,7 +52,7 @@ MODES = (
             Part(says="default", figure=Speed(FULL, EAGER), allowed=between(1.4, 1.8), where=LARGE),
             Part(says="reduce-overhead", figure=Speed(REDUCE, EAGER), allowed=between(1.3, 1.7), where=LARGE),
             Part(says="max-autotune", figure=Speed(AUTOTUNE, EAGER), allowed=between(1.8, 2.2), where=LARGE),
-            Part(says="max-autotune, for 2–3×", figure=CompileTime(AUTOTUNE, FULL), allowed=between(2, 3), where=LARGE),
+            Part(says="2–3× to compile", figure=CompileTime(AUTOTUNE, FULL), allowed=between(2, 3), where=LARGE),
         ),
         not_here="by how many per cent a start gets longer. How long a start takes without compiling is a matter of "
         "imports and of loading weights, which a row leaves out on purpose; seconds to compile are in every row.",

@@ -60,7 +60,7 @@ SHAPES = (
             Part(says="dynamic=True", figure=Speed(DYNAMIC, EAGER), allowed=around(45 / 38), where=(EPOCH,)),
             Part(says="padding", figure=Speed(PADDED, EAGER), allowed=around(45 / 38), where=(EPOCH,)),
             Part(
-                says="recompiles, then none",
+                says="some recompiles and then none",
                 figure=Recompiles(FULL),
                 allowed=between(LIMIT - 1, LIMIT),
                 where=(EPOCH_STATIC,),
@@ -88,7 +88,7 @@ SHAPES = (
         text="Fine-tuning an epoch: 73 → 38 s by max-autotune and fixed lengths.",
         parts=(
             Part(
-                says="max-autotune, padded to one length",
+                says="max-autotune and one length",
                 figure=Speed(replace(PADDED, mode="max-autotune"), EAGER),
                 allowed=around(73 / 38),
                 where=(EPOCH,),

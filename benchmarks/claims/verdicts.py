@@ -2,7 +2,8 @@
 
 A part holds in a race if the whole interval of its figure, the A/A noise included, lies in the claimed range. It fails
 if the whole interval lies outside, or an arm does not run. Else it is open. It holds, or fails, if it does so in every
-race that was measured. What is neither *depends*.
+race that was measured; it *depends* if it holds in some and fails in others. Where open races leave room for more than
+one of these, it *cannot be told*.
 """
 
 from __future__ import annotations
@@ -21,8 +22,18 @@ from benchmarks.rendering.selection import newest, option
 Outcome = Literal["holds", "fails", "open"]
 NOT_MEASURED = "not measured yet"
 NOT_HERE = "not measured here"
-# What races of one part may differ in, and a verdict depend on.
-DIMENSIONS = {"gpu": "GPU", "family": "family", "model": "model", "input": "input", "dtype": "dtype"}
+NOT_ALL = "not all measured"
+UNTOLD = "cannot be told"
+OUTCOMES: tuple[Outcome, ...] = ("holds", "fails", "open")
+# What races of one part may differ in, and a verdict depend on; the widest first.
+DIMENSIONS = {
+    "gpu": "GPU",
+    "family": "family",
+    "model": "model",
+    "workload": "workload",
+    "input": "input",
+    "dtype": "dtype",
+}
 
 
 @dataclass(frozen=True)
@@ -47,14 +58,16 @@ class Verdict:
     """In a word, with what it depends on.
 
     Args:
-        word: ``holds``, ``fails``, ``depends``, or that nothing was measured.
+        word: ``holds``, ``fails``, ``depends``, ``cannot be told``, or that nothing was measured.
         text: The same in words, for the page.
         complete: Whether all races that the claim is held against were measured.
+        brief: The same in few words, for an overview.
     """
 
     word: str
     text: str
     complete: bool = True
+    brief: str = ""
 
 
 def places(part: Part, races: Sequence[Race]) -> list[Place]:
@@ -137,24 +150,43 @@ def of_part(part: Part, found: Sequence[Place]) -> Verdict:
         ways = list(dict.fromkeys(place.why for place in found))
         return Verdict("fails", f"fails ({ways[0]})" if len(ways) == 1 else "fails", complete)
     if len(found) == 1:
-        return Verdict("depends", f"depends on the run: {found[0].why}", complete)
-    differ = [name for key, name in DIMENSIONS.items() if len({option(race, key) for race in races}) > 1]
-    on = " and ".join(f"the {name}" for name in differ) if len(set(outcomes)) > 1 else "the run"
-    count = f"holds in {outcomes.count('holds')} of {len(found)} races"
-    return Verdict("depends", f"depends on {on}: {count}", complete)
+        return Verdict(UNTOLD, f"{UNTOLD}: {found[0].why}", complete)
+    kinds = [kind for kind in OUTCOMES if kind in outcomes]
+    counts = [f"{kind} in {outcomes.count(kind)}" for kind in kinds]
+    count = ", ".join([f"{counts[0]} of {len(found)} races", *counts[1:]])
+    if {"holds", "fails"} <= set(outcomes):
+        return Verdict("depends", f"depends on {_reasons(found)}: {count}", complete)
+    return Verdict(UNTOLD, f"{UNTOLD}: {count}", complete)
+
+
+def _reasons(found: Sequence[Place]) -> str:
+    """What tells the races where a part holds from those where it fails: one thing, or all that they differ in."""
+    decided = [place for place in found if place.outcome != "open"]
+
+    def values(key: str, outcome: Outcome) -> set[str]:
+        return {option(race, key) for place in decided if place.outcome == outcome for race in place.races}
+
+    for key, name in DIMENSIONS.items():
+        if not values(key, "holds") & values(key, "fails"):
+            return f"the {name}"
+    differ = [key for key in DIMENSIONS if len(values(key, "holds") | values(key, "fails")) > 1]
+    return " and ".join(f"the {DIMENSIONS[key]}" for key in differ)
 
 
 def of_claim(claim: Claim, races: Sequence[Race]) -> Verdict:
     """What the claim's parts say together. Where something was not measured yet, it says that it is not complete."""
     if not claim.parts:
-        return Verdict(NOT_HERE, NOT_HERE)
-    verdicts = [(part.says, of_part(part, places(part, races))) for part in claim.parts]
+        return Verdict(NOT_HERE, NOT_HERE, brief=NOT_HERE)
+    looked = [(part, places(part, races)) for part in claim.parts]
+    verdicts = [(part.says, of_part(part, found)) for part, found in looked]
     measured = [(says, verdict) for says, verdict in verdicts if verdict.word != NOT_MEASURED]
     if not measured:
-        return Verdict(NOT_MEASURED, NOT_MEASURED, complete=False)
+        return Verdict(NOT_MEASURED, NOT_MEASURED, complete=False, brief=NOT_MEASURED)
     complete = all(verdict.complete for _, verdict in verdicts)
     word, text = _together(measured)
-    return Verdict(word, text if complete else f"{text}; measured in part", complete)
+    brief = _briefly(text, {place.outcome for _, found in looked for place in found})
+    left = "" if complete else f"; {NOT_ALL}"
+    return Verdict(word, text + left, complete, brief + left)
 
 
 def _together(measured: Sequence[tuple[str, Verdict]]) -> tuple[str, str]:
@@ -162,15 +194,29 @@ def _together(measured: Sequence[tuple[str, Verdict]]) -> tuple[str, str]:
     texts = {verdict.text for _, verdict in measured}
     if len(texts) == 1:
         return words.pop(), texts.pop()
-    if words in ({"holds"}, {"fails"}):
+    if words in ({"holds"}, {"fails"}, {UNTOLD}):
         word = words.pop()
         return word, word
     said = "; ".join(
         f"{word} for {', '.join(says for says, verdict in measured if verdict.word == word)}"
-        for word in ("holds", "fails", "depends")
+        for word in ("holds", "fails", "depends", UNTOLD)
         if word in words
     )
-    return "depends", f"depends on {'what is asked' if len(words) > 1 else 'the race'}: {said}"
+    told = words - {UNTOLD}
+    if len(told) == 1:
+        return "depends" if "depends" in told else UNTOLD, said
+    return "depends", f"depends on what is asked: {said}"
+
+
+def _briefly(text: str, outcomes: set[Outcome]) -> str:
+    """The verdict without its list: how the places came out, whichever part they belong to."""
+    if outcomes in ({"holds"}, {"fails"}):
+        return text
+    if {"holds", "fails"} <= outcomes:
+        return "holds in part"
+    if outcomes == {"open"}:
+        return UNTOLD
+    return f"{'holds' if 'holds' in outcomes else 'fails'} in part, the rest {UNTOLD}"
 
 
 def amount(number: float, unit: str) -> str:

@@ -49,12 +49,12 @@ def claim_table(spec: Spec, rows: Rows, claims: Mapping[int, Claim] = CLAIMS) ->
 
 
 def overview(spec: Spec, rows: Rows, claims: Mapping[int, Claim] = CLAIMS) -> str:
-    """All claims with their verdicts, each linked to its section: ``claims``."""
+    """All claims with their verdicts in few words, each linked to its section: ``claims``."""
     if spec.options:
         raise ValueError("the overview shows all claims; it takes no options")
     shown = races(rows.results, rows.environments)
     lines = [
-        (f"[{claim.number}](#{slug(heading(claim))})", claim.title, of_claim(claim, shown).text)
+        (f"[{claim.number}](#{slug(heading(claim))})", claim.title, of_claim(claim, shown).brief)
         for _, claim in sorted(claims.items())
     ]
     return markdown.table(OVERVIEW, lines, left=True)
