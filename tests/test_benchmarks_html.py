@@ -192,6 +192,19 @@ def test_texts_beside_crowded_points_do_not_hide_each_other() -> None:
     assert all(axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 + 1 for box in boxes)
 
 
+def test_a_loss_is_marked_wherever_its_verdict_stands_in_the_cell() -> None:
+    text = html.report(race({"upstream-tuned full + CUDA graph": 0.5}), ENVIRONMENTS)
+    assert re.search(r'<span class="slower">0\.\d+× [^<]* slower \(upstream-tuned full \+ CUDA graph\)</span>', text)
+    for cell, outcome in (
+        ("1.5× [1.4, 1.6] faster (upstream slower-than-ever)", "faster"),
+        ("0.791× [0.7, 0.8] slower (upstream full)", "slower"),
+        ("reference", "reference"),
+        ("–", ""),
+        ("", ""),
+    ):
+        assert cells.outcome(cell) == outcome
+
+
 # The leading sentence
 
 

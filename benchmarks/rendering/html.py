@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from benchmarks.rendering import advice, bars, cells, curves, numbers, tables
@@ -45,13 +45,7 @@ def report(results: Iterable[Result], environments: Mapping[str, Mapping[str, An
     families: dict[str, list[dict[str, Any]]] = {}
     for index, race in enumerate(shown):
         families.setdefault(race.case.family, []).append(_section(race, titles[index], f"race-{index + 1}"))
-    template = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    ).get_template("report.html.jinja")
+    template = _template()
     used = dict.fromkeys(result.environment or "" for result in results)
     rows = [row for index, race in enumerate(shown) for row in _rows(race, titles[index], f"race-{index + 1}")]
     return template.render(
@@ -70,6 +64,18 @@ def report(results: Iterable[Result], environments: Mapping[str, Mapping[str, An
         outcomes=sorted({row.outcome for row in rows}),
         environments={name: _flat(environments[name]) for name in used if name in environments},
     )
+
+
+def _template() -> Template:
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["outcome"] = cells.outcome
+    return environment.get_template("report.html.jinja")
 
 
 def _titles(shown: Sequence[Race]) -> list[str]:

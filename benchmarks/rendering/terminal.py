@@ -79,7 +79,7 @@ def arms_table(title: str, *columns: str) -> Table:
 
 
 def _verdict(text: str) -> Text:
-    return Text(text, style=STYLES.get(text.split()[-1], ""))
+    return Text(text, style=STYLES.get(cells.outcome(text), ""))
 
 
 def _times(race: Race, wide: bool) -> Table:
