@@ -11,7 +11,7 @@ import pytest
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from benchmarks.rendering import advice, cells, html
+from benchmarks.rendering import advice, cells, families, html, ways
 from benchmarks.rendering.labels import label
 from benchmarks.rendering.race import Race, races
 from benchmarks.result import Result
@@ -203,6 +203,61 @@ def test_a_loss_is_marked_wherever_its_verdict_stands_in_the_cell() -> None:
         ("", ""),
     ):
         assert cells.outcome(cell) == outcome
+
+
+def _ways(family: str = "attention") -> list[Result]:
+    """Two ways for one input, three for another, of which one did not run."""
+    arm = {"impl": "zoo", "strategy": "regional", "cuda_graph": True, "family": family}
+    rows = [
+        row(2.0, model="padded", input="short", seed=1, **arm),
+        row(1.0, model="packed", input="short", seed=2, **arm),
+        row(4.0, model="padded", input="long", seed=3, **arm),
+        row(4.8, model="packed", input="long", seed=4, **arm),
+    ]
+    for result in rows:
+        result.work = None
+    return [*rows, failure("crashed", "signal 11", model="nested", input="long", **arm)]
+
+
+def test_families_come_as_their_pages_and_explanations_last() -> None:
+    names = ("claims", "own", "patterns", "unet", "attention", "resnet", "gnn", "llm", "bert")
+    shown = races([row(1.0, family=name) for name in names], ENVIRONMENTS)
+    assert list(families.by_family(shown)) == [
+        "gnn", "llm", "bert", "resnet", "unet", "own", "attention", "patterns", "claims"
+    ]  # fmt: skip
+
+
+def test_ways_that_run_alone_are_one_table() -> None:
+    page = _page(_ways())
+    text = page.text
+    assert page.tags.count("article") == page.tags.count("svg") == 0 and page.tags.count("table") == 2
+    assert text.index("short · inference") < text.index("packed 1.0") < text.index("padded 2.0")
+    assert text.index("long · inference") < text.index("padded 4.") < text.index("packed 4.") < text.index("nested")
+    assert re.search(r"padded 2\.0\d 2\.\d+ 0\.50\d× \[0\.4\d+, 0\.5\d+\] slower", text)
+    assert "nested · long · inference · float32 · cuda: crashed signal 11" in text and "unpaired" in text
+    assert "times the floor" not in text and "kernels" not in text  # of which no row says anything
+    assert "nothing to hold it against" not in text
+
+
+def test_one_arm_of_a_family_with_an_upstream_library_or_one_way_alone_is_no_comparison() -> None:
+    def compared(results: list[Result]) -> bool:
+        return ways.is_comparison(races(results, ENVIRONMENTS))
+
+    assert compared(_ways())
+    assert not compared(_ways("gnn")) and not compared(_ways()[1:3]) and not compared(race(family="attention"))
+    assert ways.sentence(races(_ways(), ENVIRONMENTS)).startswith(
+        "The fastest way: packed for short · inference · float32 · cuda, 1.02 ms a call, 2.0"
+    )
+
+
+def test_columns_that_no_row_fills_are_left_out() -> None:
+    assert cells.filled(("a", "b", "c", "d"), [("–", "1", "–", "– → –"), ("–", "–", "not measured", "–")]) == (
+        ["a", "b"],
+        [["–", "1"], ["–", "–"]],
+    )
+    assert cells.filled(("a", "b"), []) == (["a", "b"], [])
+    assert "compile s, cold / warm" in _page(race()).text
+    assert "compile s, cold / warm" not in _page(_uncompiled(race())).text
 
 
 # The leading sentence

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from benchmarks.rendering import numbers
 from benchmarks.rendering.race import Arm, Race
 from benchmarks.result import Compile, Result
 
 MOST_REASON = 300
+EMPTY = ("", numbers.NOTHING, f"{numbers.NOTHING} → {numbers.NOTHING}", "not measured")
 OUTCOMES = ("faster", "slower", "undetermined", "reference")
 COMPILE_HEAD = (
     "arm",
@@ -41,6 +44,14 @@ def speedup_and_verdict(race: Race, arm: Arm, over: Arm | None) -> str:
     if race.speedup(arm, over) is None:
         return numbers.NOTHING
     return "reference" if arm is over else f"{speedup(race, arm, over)} {verdict(race, arm, over)}"
+
+
+def filled(head: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    """A table without the columns in which no row holds anything; the first column stays."""
+    kept = [index for index in range(len(head)) if not index or any(row[index] not in EMPTY for row in rows)]
+    if not rows:
+        kept = list(range(len(head)))
+    return [head[index] for index in kept], [[row[index] for index in kept] for row in rows]
 
 
 def outcome(cell: str) -> str:

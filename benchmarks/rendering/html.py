@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from benchmarks.rendering import advice, bars, cells, curves, numbers, tables
+from benchmarks.rendering import advice, bars, cells, curves, numbers, tables, ways
 from benchmarks.rendering.commands import commands_of
+from benchmarks.rendering.families import by_family, ordered
 from benchmarks.rendering.race import Race, races
 from benchmarks.rendering.selection import UPSTREAM
 from benchmarks.result import Result
@@ -40,25 +41,25 @@ ROW_HEAD = ("p50 ms", "over best as shipped", "over best tuned", "compile s, col
 def report(results: Iterable[Result], environments: Mapping[str, Mapping[str, Any]]) -> str:
     """The whole page. It loads nothing: style, script and figures are in it."""
     results = list(results)
-    shown = races(results, environments)
-    titles = _titles(shown)
-    families: dict[str, list[dict[str, Any]]] = {}
-    for index, race in enumerate(shown):
-        families.setdefault(race.case.family, []).append(_section(race, titles[index], f"race-{index + 1}"))
+    shown = ordered(races(results, environments))
+    titles = dict(zip(shown, _titles(shown), strict=True))
+    anchors = {race: f"race-{number}" for number, race in enumerate(shown, start=1)}
+    families = [
+        _compared(name, chosen, anchors) if ways.is_comparison(chosen) else _family(name, chosen, titles, anchors)
+        for name, chosen in by_family(shown).items()
+    ]
     template = _template()
     used = dict.fromkeys(result.environment or "" for result in results)
-    rows = [row for index, race in enumerate(shown) for row in _rows(race, titles[index], f"race-{index + 1}")]
+    rows = [row for race in shown for row in _rows(race, titles[race], anchors[race])]
+    row_head = _without_empty(rows)
     return template.render(
         style=Markup((TEMPLATES / "report.css").read_text(encoding="utf-8")),
         script=Markup((TEMPLATES / "report.js").read_text(encoding="utf-8")),
         machines=list(dict.fromkeys(race.machine for race in shown)),
         counts=(len(shown), sum(len(race.arms) for race in shown), sum(len(race.failures) for race in shown)),
-        families={name: _family(name, sections) for name, sections in families.items()},
-        headline_head=tables.HEADLINE,
-        decomposition_head=tables.DECOMPOSITION,
-        compile_head=cells.COMPILE_HEAD,
+        families=families,
         all_open=len(shown) <= MOST_OPEN,
-        row_head=ROW_HEAD,
+        row_head=row_head,
         rows=rows,
         impls=sorted({row.impl for row in rows}),
         outcomes=sorted({row.outcome for row in rows}),
@@ -85,18 +86,52 @@ def _titles(shown: Sequence[Race]) -> list[str]:
     return [" · ".join(of_one[index] for index in differ) for of_one in parts]
 
 
-def _family(name: str, sections: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    chosen = [section["race"] for section in sections]
-    anchor = sections[0]["anchor"].replace("race", "family")
+def _family(
+    name: str, chosen: Sequence[Race], titles: Mapping[Race, str], anchors: Mapping[Race, str]
+) -> dict[str, Any]:
+    """A family whose races are shown one by one."""
+    anchor = anchors[chosen[0]].replace("race", "family")
+    lines = [(titles[race], *tables.headline_row(race, race.ours)[1:]) for race in chosen]
+    head, rows = cells.filled(("race", *tables.HEADLINE[1:]), lines)
     return {
+        "name": name,
         "anchor": anchor,
-        "sections": sections,
         "library": UPSTREAM.get(name, "upstream"),
-        "speedups": bars.speedups(chosen, [section["title"] for section in sections], f"{anchor}-speedups"),
+        "speedups": bars.speedups(chosen, [titles[race] for race in chosen], f"{anchor}-speedups"),
+        "head": head,
+        "rows": list(zip([anchors[race] for race in chosen], rows, strict=True)),
+        "sections": [_section(race, anchors[race]) for race in chosen],
+        "groups": [],
     }
 
 
-def _section(race: Race, title: str, anchor: str) -> dict[str, Any]:
+def _compared(name: str, chosen: Sequence[Race], anchors: Mapping[Race, str]) -> dict[str, Any]:
+    """A family of ways to do one thing, one race and one arm each: a single table of all."""
+    groups = ways.groups(chosen)
+    head, lines = cells.filled(ways.HEAD, [row for group in groups for row in ways.rows(group)])
+    left = iter(lines)
+    return {
+        "name": name,
+        "anchor": anchors[chosen[0]].replace("race", "family"),
+        "head": head,
+        "groups": [
+            (group.title, cells.subject(group.races[0]), [(anchors[race], next(left)) for race in group.races])
+            for group in groups
+        ],
+        "failures": [(race.title, result.status, result.reason or "") for race in chosen for result in race.failures],
+        "notes": [ways.NOTE, *dict.fromkeys(note for race in chosen for note in race.notes if note[0] == "!")],
+        "troubles": [
+            f"{race.case.model}, {race.case.input}: {line}"
+            for race in chosen
+            for arm in race.arms
+            for line in cells.troubles(arm)
+        ],
+        "commands": commands_of(chosen),
+        "sections": [],
+    }
+
+
+def _section(race: Race, anchor: str) -> dict[str, Any]:
     figures = [
         ("Latency", "Shorter is faster; the numbers lead to the table's rows.", bars.latency),
         ("Compile time against steady state", "", curves.compile_against_steady),
@@ -108,17 +143,16 @@ def _section(race: Race, title: str, anchor: str) -> dict[str, Any]:
     drawn = [(name, said, paint(race, f"{anchor}-{number}")) for number, (name, said, paint) in enumerate(figures)]
     return {
         "race": race,
-        "title": title,
-        "whole_title": race.title,
+        "title": race.title,
         "anchor": anchor,
         "subject": cells.subject(race),
         "lead": advice.lead(race),
         "figures": [figure for figure in drawn if figure[2] is not None],
-        "headline": tables.headline_row(race, race.ours),
-        "head": cells.race_head(race),
-        "rows": [cells.race_row(race, arm) for arm in race.arms],
-        "decomposition": tables.decomposition_rows(race),
-        "compile": [cells.compile_row(arm) for arm in race.arms if cells.compiles(arm)],
+        "arms": cells.filled(cells.race_head(race), [cells.race_row(race, arm) for arm in race.arms]),
+        "decomposition": cells.filled(tables.DECOMPOSITION, tables.decomposition_rows(race)),
+        "compile": cells.filled(
+            cells.COMPILE_HEAD, [cells.compile_row(arm) for arm in race.arms if cells.compiles(arm)]
+        ),
         "prepared": _prepared(race),
         "troubles": [line for arm in race.arms for line in cells.troubles(arm)],
         "failures": [(result.case.arm, result.status, result.reason or "") for result in race.failures],
@@ -161,6 +195,16 @@ def _rows(race: Race, title: str, anchor: str) -> list[Row]:
         impl, name = result.case.impl, result.case.arm
         rows.append(Row(title, anchor, impl, name, result.status, (), reason, result.command or ""))
     return rows
+
+
+def _without_empty(rows: list[Row]) -> list[str]:
+    """Leave out of all rows the columns that none fills; the head of those that stay."""
+    ran = [index for index, row in enumerate(rows) if row.cells]
+    # The first column of this table stands before these cells, so that any of them may go.
+    head, filled = cells.filled(("", *ROW_HEAD), [("", *rows[index].cells) for index in ran])
+    for index, values in zip(ran, filled, strict=True):
+        rows[index] = replace(rows[index], cells=tuple(values[1:]))
+    return head[1:]
 
 
 def _flat(environment: Mapping[str, Any], before: str = "") -> list[tuple[str, str]]:
