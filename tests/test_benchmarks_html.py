@@ -11,7 +11,7 @@ import pytest
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from benchmarks.rendering import advice, cells, families, html, ways
+from benchmarks.rendering import advice, cells, choice, families, html, summary, ways
 from benchmarks.rendering.labels import label
 from benchmarks.rendering.race import Race, races
 from benchmarks.result import Result
@@ -246,7 +246,7 @@ def test_one_arm_of_a_family_with_an_upstream_library_or_one_way_alone_is_no_com
     assert compared(_ways())
     assert not compared(_ways("gnn")) and not compared(_ways()[1:3]) and not compared(race(family="attention"))
     assert ways.sentence(races(_ways(), ENVIRONMENTS)).startswith(
-        "The fastest way: packed for short · inference · float32 · cuda, 1.02 ms a call, 2.0"
+        "The fastest way: packed for short, 1.02 ms a call, 2.0"
     )
 
 
@@ -258,6 +258,51 @@ def test_columns_that_no_row_fills_are_left_out() -> None:
     assert cells.filled(("a", "b"), []) == (["a", "b"], [])
     assert "compile s, cold / warm" in _page(race()).text
     assert "compile s, cold / warm" not in _page(_uncompiled(race())).text
+
+
+# The family's sentences
+
+
+def _said(results: list[Result]) -> str:
+    return " ".join(summary.sentences(races(results, ENVIRONMENTS)))
+
+
+def test_a_family_is_led_by_its_range_its_worst_row_and_what_to_run() -> None:
+    wins, loses = race(), race({"zoo regional + CUDA graph": 20.0, "zoo regional": 9.0}, input="arxiv")
+    said = _said([*wins, *loses])
+    assert re.fullmatch(
+        r"Ours is 0\.4\d\d× to 8\.53× \(median 4\.\d+×\) as fast as torch-geometric's best as shipped over 2 races: "
+        r"faster in 1, slower in 1 \(gcn, arxiv\)\. "
+        r"Against its best tuned, 0\.05\d\d× to 1\.085× \(median 0\.5\d+×\) over 2 races: "
+        r"faster in 1, slower in 1 \(gcn, arxiv\)\. "
+        r"Our worst regional row, by rule: zoo regional on gcn, arxiv, 5\.\d+× slower\. "
+        r"In a new process, run eager up to 1,000 calls \(in 2 of 2 races\), .*",
+        said,
+    ), said
+    page = _page([*wins, *loses])
+    assert said in page.text
+    assert "gcn · arxiv · our worst row, by rule" in page.text
+    assert page.text.index(said) < page.text.index("our worst row, by rule") < page.text.index(advice.lead(_one(wins)))
+
+
+def test_what_a_family_is_told_to_run_is_what_advise_chooses() -> None:
+    (only,) = races(race(), ENVIRONMENTS)
+    for calls in summary.CALLS:
+        picked = choice.choose(only, calls, "cold")
+        assert picked is not None
+        name = "eager" if picked.arm.name == "zoo eager" else picked.arm.name
+        assert f"{name} " in summary.what_to_run([only])[0]
+    assert summary.what_to_run([only]) == [
+        "In a new process, run eager up to 1,000 calls (in 1 of 1 race), "
+        "zoo regional + CUDA graph for 10,000 or more (in 1 of 1 race)."
+    ]
+
+
+def test_a_family_that_nothing_can_be_said_of_says_so() -> None:
+    assert "What compiling costs was not measured here" in _said(_uncompiled(race()))
+    assert _said([failure("crashed", "signal 11")]) == "Nothing here was held against an upstream library."
+    theirs = [result for result in race(family="claims") if result.case.impl == "upstream"]
+    assert _said(theirs).startswith("The fastest arm of each race is 1.6") and "run" not in _said(theirs)
 
 
 # The leading sentence

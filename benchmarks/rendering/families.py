@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
+from benchmarks.rendering import tables
 from benchmarks.rendering.race import Race
 from benchmarks.rendering.selection import UPSTREAM
 
@@ -21,6 +22,29 @@ def by_family(shown: Iterable[Race]) -> dict[str, list[Race]]:
 def ordered(shown: Iterable[Race]) -> list[Race]:
     """The same races in one list."""
     return [race for races in by_family(shown).values() for race in races]
+
+
+def titles(shown: Sequence[Race]) -> dict[Race, str]:
+    """The races' titles without what all of them share; the machine stands in them where there are several."""
+    parts = [(*race.case.race[1:], race.machine) for race in shown]
+    differ = [index for index, values in enumerate(zip(*parts, strict=True)) if index < 2 or len(set(values)) > 1]
+    return {race: " · ".join(of_one[index] for index in differ) for race, of_one in zip(shown, parts, strict=True)}
+
+
+def headline(races: Sequence[Race], named: Mapping[Race, str]) -> list[tuple[Race, bool, tuple[str, ...]]]:
+    """A family's races in the columns of ``tables.HEADLINE``, its worst row last and marked by True.
+
+    Args:
+        races: Of one family.
+        named: What stands in the first column.
+    """
+    worst = tables.worst_row(races)
+    rows = []
+    for place, (race, arm) in enumerate(tables.with_worst(races, worst)):
+        added = place >= len(races)
+        title = f"{named[race]} · our worst row, by rule" if added else named[race]
+        rows.append((race, added, (title, *tables.headline_row(race, arm)[1:])))
+    return rows
 
 
 def _rank(name: str) -> int:

@@ -10,9 +10,9 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from benchmarks.rendering import advice, bars, cells, curves, numbers, tables, ways
+from benchmarks.rendering import advice, bars, cells, curves, numbers, summary, tables, ways
 from benchmarks.rendering.commands import commands_of
-from benchmarks.rendering.families import by_family, ordered
+from benchmarks.rendering.families import by_family, headline, ordered, titles
 from benchmarks.rendering.race import Race, races
 from benchmarks.rendering.selection import UPSTREAM
 from benchmarks.result import Result
@@ -42,15 +42,15 @@ def report(results: Iterable[Result], environments: Mapping[str, Mapping[str, An
     """The whole page. It loads nothing: style, script and figures are in it."""
     results = list(results)
     shown = ordered(races(results, environments))
-    titles = dict(zip(shown, _titles(shown), strict=True))
+    named = titles(shown)
     anchors = {race: f"race-{number}" for number, race in enumerate(shown, start=1)}
     families = [
-        _compared(name, chosen, anchors) if ways.is_comparison(chosen) else _family(name, chosen, titles, anchors)
+        _compared(name, chosen, anchors) if ways.is_comparison(chosen) else _family(name, chosen, named, anchors)
         for name, chosen in by_family(shown).items()
     ]
     template = _template()
     used = dict.fromkeys(result.environment or "" for result in results)
-    rows = [row for race in shown for row in _rows(race, titles[race], anchors[race])]
+    rows = [row for race in shown for row in _rows(race, named[race], anchors[race])]
     row_head = _without_empty(rows)
     return template.render(
         style=Markup((TEMPLATES / "report.css").read_text(encoding="utf-8")),
@@ -79,27 +79,21 @@ def _template() -> Template:
     return environment.get_template("report.html.jinja")
 
 
-def _titles(shown: Sequence[Race]) -> list[str]:
-    """The races' titles without what all of them share; the machine stands in them where there are several."""
-    parts = [(*race.case.race[1:], race.machine) for race in shown]
-    differ = [index for index, values in enumerate(zip(*parts, strict=True)) if index < 2 or len(set(values)) > 1]
-    return [" · ".join(of_one[index] for index in differ) for of_one in parts]
-
-
 def _family(
-    name: str, chosen: Sequence[Race], titles: Mapping[Race, str], anchors: Mapping[Race, str]
+    name: str, chosen: Sequence[Race], named: Mapping[Race, str], anchors: Mapping[Race, str]
 ) -> dict[str, Any]:
     """A family whose races are shown one by one."""
     anchor = anchors[chosen[0]].replace("race", "family")
-    lines = [(titles[race], *tables.headline_row(race, race.ours)[1:]) for race in chosen]
-    head, rows = cells.filled(("race", *tables.HEADLINE[1:]), lines)
+    lines = headline(chosen, named)
+    head, rows = cells.filled(("race", *tables.HEADLINE[1:]), [line for *_, line in lines])
     return {
         "name": name,
         "anchor": anchor,
+        "lead": " ".join(summary.sentences(chosen)),
         "library": UPSTREAM.get(name, "upstream"),
-        "speedups": bars.speedups(chosen, [titles[race] for race in chosen], f"{anchor}-speedups"),
+        "speedups": bars.speedups(chosen, [named[race] for race in chosen], f"{anchor}-speedups"),
         "head": head,
-        "rows": list(zip([anchors[race] for race in chosen], rows, strict=True)),
+        "rows": [(anchors[race], worst, row) for (race, worst, _), row in zip(lines, rows, strict=True)],
         "sections": [_section(race, anchors[race]) for race in chosen],
         "groups": [],
     }
@@ -113,6 +107,7 @@ def _compared(name: str, chosen: Sequence[Race], anchors: Mapping[Race, str]) ->
     return {
         "name": name,
         "anchor": anchors[chosen[0]].replace("race", "family"),
+        "lead": " ".join(summary.sentences(chosen)),
         "head": head,
         "groups": [
             (group.title, cells.subject(group.races[0]), [(anchors[race], next(left)) for race in group.races])

@@ -62,12 +62,15 @@ def rows(group: Group) -> list[tuple[str, ...]]:
 def sentence(races: Sequence[Race]) -> str:
     """Which way is the fastest for each input, and by how much."""
     said = []
-    for group in groups(races):
+    found = groups(races)
+    inputs = [group.races[0].case.input for group in found]
+    for group, short in zip(found, inputs, strict=True):
         fastest = group.fastest
         if fastest is None:
             continue
         others = [arm for race in group.races if (arm := _timed(race)) is not None and arm is not fastest]
-        words = f"{fastest.result.case.model} for {group.title}, {numbers.significant(fastest.p50)} ms a call"
+        title = short if inputs.count(short) == 1 else group.title
+        words = f"{fastest.result.case.model} for {title}, {numbers.significant(fastest.p50)} ms a call"
         if others:
             words += f", {_ahead(fastest, others[0])}"
         said.append(words)
