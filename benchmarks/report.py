@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.rendering import blocks, html, markdown, tables, terminal
+from benchmarks.rendering import blocks, document, html, tables, terminal
 from benchmarks.result import Rows, load
 from benchmarks.usage import UsageError, run_command
 
@@ -103,7 +103,7 @@ def _show(paths: list[Path], out: Path | None) -> int:
     page = target.with_suffix(".html")
     target = target.with_suffix(".md") if target == page else target
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(markdown.report(rows.results, rows.environments), encoding="utf-8")
+    target.write_text(document.report(rows.results, rows.environments), encoding="utf-8")
     print(f"\nreport: {target}")
     print(f"report: {write_html(rows, page)}")
     return 0

@@ -16,6 +16,7 @@ from benchmarks.rendering.labels import label
 from benchmarks.rendering.race import Race, races
 from benchmarks.result import Result
 from tests.rows import ENVIRONMENT, failure, race, row
+from tests.rows import ways as one_armed
 
 ENVIRONMENTS = {"e1": ENVIRONMENT}
 VOID = {"meta", "input", "br"}
@@ -205,20 +206,6 @@ def test_a_loss_is_marked_wherever_its_verdict_stands_in_the_cell() -> None:
         assert cells.outcome(cell) == outcome
 
 
-def _ways(family: str = "attention") -> list[Result]:
-    """Two ways for one input, three for another, of which one did not run."""
-    arm = {"impl": "zoo", "strategy": "regional", "cuda_graph": True, "family": family}
-    rows = [
-        row(2.0, model="padded", input="short", seed=1, **arm),
-        row(1.0, model="packed", input="short", seed=2, **arm),
-        row(4.0, model="padded", input="long", seed=3, **arm),
-        row(4.8, model="packed", input="long", seed=4, **arm),
-    ]
-    for result in rows:
-        result.work = None
-    return [*rows, failure("crashed", "signal 11", model="nested", input="long", **arm)]
-
-
 def test_families_come_as_their_pages_and_explanations_last() -> None:
     names = ("claims", "own", "patterns", "unet", "attention", "resnet", "gnn", "llm", "bert")
     shown = races([row(1.0, family=name) for name in names], ENVIRONMENTS)
@@ -228,7 +215,7 @@ def test_families_come_as_their_pages_and_explanations_last() -> None:
 
 
 def test_ways_that_run_alone_are_one_table() -> None:
-    page = _page(_ways())
+    page = _page(one_armed())
     text = page.text
     assert page.tags.count("article") == page.tags.count("svg") == 0 and page.tags.count("table") == 2
     assert text.index("short · inference") < text.index("packed 1.0") < text.index("padded 2.0")
@@ -243,9 +230,9 @@ def test_one_arm_of_a_family_with_an_upstream_library_or_one_way_alone_is_no_com
     def compared(results: list[Result]) -> bool:
         return ways.is_comparison(races(results, ENVIRONMENTS))
 
-    assert compared(_ways())
-    assert not compared(_ways("gnn")) and not compared(_ways()[1:3]) and not compared(race(family="attention"))
-    assert ways.sentence(races(_ways(), ENVIRONMENTS)).startswith(
+    assert compared(one_armed())
+    assert not compared(one_armed("gnn")) and not compared(one_armed()[1:3]) and not compared(race(family="attention"))
+    assert ways.sentence(races(one_armed(), ENVIRONMENTS)).startswith(
         "The fastest way: packed for short, 1.02 ms a call, 2.0"
     )
 

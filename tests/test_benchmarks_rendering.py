@@ -9,12 +9,25 @@ import pytest
 from rich.console import Console
 
 from benchmarks.case import arms_of
-from benchmarks.rendering import blocks, cells, commands, curves, markdown, numbers, tables, terminal
+from benchmarks.rendering import (
+    advice,
+    blocks,
+    cells,
+    commands,
+    curves,
+    document,
+    markdown,
+    numbers,
+    summary,
+    tables,
+    terminal,
+)
 from benchmarks.rendering.blocks import Spec
 from benchmarks.rendering.race import Arm, Race, is_shipped, is_tuned, races
 from benchmarks.result import Compile, Kernel, Result, Rows, Steady
 from benchmarks.stats import Ratio
 from tests.rows import ENVIRONMENT, failure, race, row
+from tests.rows import ways as one_armed
 
 ENVIRONMENTS = {"e1": ENVIRONMENT}
 
@@ -256,7 +269,54 @@ def test_terminal_of_odd_rows() -> None:
     assert "zoo eager" in _printed([empty], 80)
 
 
+def test_the_terminal_begins_and_ends_with_the_answer() -> None:
+    loses = race({"zoo regional + CUDA graph": 20.0}, input="arxiv")
+    text = _printed([*race(), *loses], 80)
+    words = " ".join(text.split())
+    said = " ".join(summary.sentences(races([*race(), *loses], ENVIRONMENTS)))
+    assert words.startswith(f"gnn {said} Ours over upstream's best; ms a call race theirs ours")
+    assert words.endswith(f"gnn: {said}")
+    assert "gcn · arxiv · our worst row, by rule" in _printed([*race(), *loses], 140) and max(map(len, text.splitlines())) <= 80
+    for shown in races([*race(), *loses], ENVIRONMENTS):
+        assert f"{shown.title} {advice.lead(shown)} {cells.subject(shown)}" in words
+    alone = " ".join(_printed(race(), 80).split())
+    assert alone.count("Ours is 8.53× as fast") == 1  # of one race its own sentence says the same
+
+
+def test_ways_that_run_alone_are_one_table_in_text_too() -> None:
+    text = _printed(one_armed(), 80)
+    words = " ".join(text.split())
+    assert max(map(len, text.splitlines())) <= 80 and "Only zoo" not in words
+    assert "short · inference · float32 · cuda packed 1.02 reference" in words
+    assert "nested crashed" in words and "nested · long · inference · float32 · cuda: zoo regional" in words
+    page = document.report(one_armed(), ENVIRONMENTS)
+    assert "| short · inference · float32 · cuda | packed | 1.0" in page and "kernels" not in page
+    assert len(re.findall("^\\| input", page, re.MULTILINE)) == 1 and "Only zoo" not in page
+
+
+def test_columns_that_no_arm_fills_are_left_out_of_the_terminal() -> None:
+    assert "cold s" in _printed(race(), 80)
+    uncompiled = race()
+    for result in uncompiled:
+        result.cold = result.warm = None
+    text = _printed(uncompiled, 80)
+    assert "cold s" not in text and "g/b/r" not in text and "p50 ms" in text
+
+
 # Markdown
+
+
+def test_the_markdown_report_holds_what_the_page_does() -> None:
+    text = document.report([*race(), *race(input="arxiv")], ENVIRONMENTS)
+    for shown in races([*race(), *race(input="arxiv")], ENVIRONMENTS):
+        assert f"## {shown.title}\n\n{advice.lead(shown)}\n\n{cells.subject(shown)}" in text
+        compiled = [arm for arm in shown.arms if cells.compiles(arm)]
+        for arm in compiled:
+            assert " | ".join(cells.compile_row(arm)) in text
+        for line in tables.decomposition_rows(shown):
+            assert " | ".join(line) in text
+    assert text.index("Ours is 8.53× as fast") < text.index("| gcn · arxiv |") < text.index("## gcn · cora")
+    assert "## Environments\n\n### e1\n\n" in text and "- driver: 580.65" in text
 
 
 def test_every_row_of_a_markdown_table_has_every_cell() -> None:
@@ -282,12 +342,12 @@ def test_report_says_why_graphs_broke_and_escapes_reasons() -> None:
     results = _extreme()
     assert results[1].cold is not None
     results[1].cold.breaks = ["call_function <built-in foo> *args", "call_function <built-in foo> *args"]
-    text = markdown.report(results, ENVIRONMENTS)
+    text = document.report(results, ENVIRONMENTS)
     assert r"upstream full: 2× break: call\_function \<built-in foo\> \*args" in text
     assert (
         "```\npython -m benchmarks.run --family gnn --model gcn --input cora --impl zoo,upstream-tuned,upstream" in text
     )
-    assert markdown.report([], {}) == "# Report\n\nNo rows.\n"
+    assert document.report([], {}) == "# Report\n\nNo rows.\n"
 
 
 def test_pipes_are_escaped() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from benchmarks.rendering import tables
-from benchmarks.rendering.race import Race
+from benchmarks.rendering import cells, tables
+from benchmarks.rendering.race import Arm, Race
 from benchmarks.rendering.selection import UPSTREAM
 
+WORST = " · our worst row, by rule"
 LAST = ("attention", "patterns", "claims")  # what explains the families, below all that can be used
 
 
@@ -31,20 +32,19 @@ def titles(shown: Sequence[Race]) -> dict[Race, str]:
     return {race: " · ".join(of_one[index] for index in differ) for race, of_one in zip(shown, parts, strict=True)}
 
 
-def headline(races: Sequence[Race], named: Mapping[Race, str]) -> list[tuple[Race, bool, tuple[str, ...]]]:
-    """A family's races in the columns of ``tables.HEADLINE``, its worst row last and marked by True.
-
-    Args:
-        races: Of one family.
-        named: What stands in the first column.
-    """
+def headline_arms(races: Sequence[Race], named: Mapping[Race, str]) -> list[tuple[Race, Arm | None, str]]:
+    """Ours of each race of a family under the race's name; the worst row is marked, and comes last if it is none."""
     worst = tables.worst_row(races)
-    rows = []
-    for place, (race, arm) in enumerate(tables.with_worst(races, worst)):
-        added = place >= len(races)
-        title = f"{named[race]} · our worst row, by rule" if added else named[race]
-        rows.append((race, added, (title, *tables.headline_row(race, arm)[1:])))
-    return rows
+    return [
+        (race, arm, named[race] + (WORST if worst is not None and (race, arm) == worst[:2] else ""))
+        for race, arm in tables.with_worst(races, worst)
+    ]
+
+
+def headline(races: Sequence[Race], named: Mapping[Race, str]) -> tuple[list[str], list[list[str]]]:
+    """A family's table in the columns of ``tables.HEADLINE``, those that no race fills left out."""
+    lines = [(title, *tables.headline_row(race, arm)[1:]) for race, arm, title in headline_arms(races, named)]
+    return cells.filled(("race", *tables.HEADLINE[1:]), lines)
 
 
 def _rank(name: str) -> int:

@@ -12,7 +12,8 @@ from markupsafe import Markup
 
 from benchmarks.rendering import advice, bars, cells, curves, numbers, summary, tables, ways
 from benchmarks.rendering.commands import commands_of
-from benchmarks.rendering.families import by_family, headline, ordered, titles
+from benchmarks.rendering.environments import used_by
+from benchmarks.rendering.families import WORST, by_family, headline, headline_arms, ordered, titles
 from benchmarks.rendering.race import Race, races
 from benchmarks.rendering.selection import UPSTREAM
 from benchmarks.result import Result
@@ -45,11 +46,10 @@ def report(results: Iterable[Result], environments: Mapping[str, Mapping[str, An
     named = titles(shown)
     anchors = {race: f"race-{number}" for number, race in enumerate(shown, start=1)}
     families = [
-        _compared(name, chosen, anchors) if ways.is_comparison(chosen) else _family(name, chosen, named, anchors)
+        _compared(name, chosen, anchors) if ways.is_comparison(chosen) else _family(name, chosen, anchors)
         for name, chosen in by_family(shown).items()
     ]
     template = _template()
-    used = dict.fromkeys(result.environment or "" for result in results)
     rows = [row for race in shown for row in _rows(race, named[race], anchors[race])]
     row_head = _without_empty(rows)
     return template.render(
@@ -63,7 +63,7 @@ def report(results: Iterable[Result], environments: Mapping[str, Mapping[str, An
         rows=rows,
         impls=sorted({row.impl for row in rows}),
         outcomes=sorted({row.outcome for row in rows}),
-        environments={name: _flat(environments[name]) for name in used if name in environments},
+        environments=used_by(results, environments),
     )
 
 
@@ -79,13 +79,12 @@ def _template() -> Template:
     return environment.get_template("report.html.jinja")
 
 
-def _family(
-    name: str, chosen: Sequence[Race], named: Mapping[Race, str], anchors: Mapping[Race, str]
-) -> dict[str, Any]:
+def _family(name: str, chosen: Sequence[Race], anchors: Mapping[Race, str]) -> dict[str, Any]:
     """A family whose races are shown one by one."""
+    named = titles(chosen)
     anchor = anchors[chosen[0]].replace("race", "family")
-    lines = headline(chosen, named)
-    head, rows = cells.filled(("race", *tables.HEADLINE[1:]), [line for *_, line in lines])
+    head, rows = headline(chosen, named)
+    shown = [race for race, *_ in headline_arms(chosen, named)]
     return {
         "name": name,
         "anchor": anchor,
@@ -93,7 +92,7 @@ def _family(
         "library": UPSTREAM.get(name, "upstream"),
         "speedups": bars.speedups(chosen, [named[race] for race in chosen], f"{anchor}-speedups"),
         "head": head,
-        "rows": [(anchors[race], worst, row) for (race, worst, _), row in zip(lines, rows, strict=True)],
+        "rows": [(anchors[race], row[0].endswith(WORST), row) for race, row in zip(shown, rows, strict=True)],
         "sections": [_section(race, anchors[race]) for race in chosen],
         "groups": [],
     }
@@ -200,14 +199,3 @@ def _without_empty(rows: list[Row]) -> list[str]:
     for index, values in zip(ran, filled, strict=True):
         rows[index] = replace(rows[index], cells=tuple(values[1:]))
     return head[1:]
-
-
-def _flat(environment: Mapping[str, Any], before: str = "") -> list[tuple[str, str]]:
-    """An environment's facts, those within others named ``peaks: copy_bandwidth``."""
-    facts: list[tuple[str, str]] = []
-    for key, value in environment.items():
-        if isinstance(value, Mapping):
-            facts += _flat(value, f"{before}{key}: ")
-        elif (before or key not in ("kind", "id")) and value is not None:
-            facts.append((f"{before}{key}", f"{value:,.6g}" if isinstance(value, float) else str(value)))
-    return facts
