@@ -7,11 +7,12 @@ import re
 from collections.abc import Callable, Mapping
 from html.parser import HTMLParser
 
+import matplotlib
 import pytest
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from benchmarks.rendering import advice, cells, choice, families, html, summary, ways
+from benchmarks.rendering import advice, bars, cells, choice, curves, families, html, pieces, summary, svg, ways
 from benchmarks.rendering.labels import label
 from benchmarks.rendering.race import Race, races
 from benchmarks.result import Result
@@ -75,6 +76,12 @@ def _page(results: list[Result], environments: Mapping[str, Mapping[str, object]
     return Page(html.report(results, environments))
 
 
+@pytest.fixture(scope="module")
+def plain() -> str:
+    """The page of one race; drawing it takes a second."""
+    return html.report(race(), ENVIRONMENTS)
+
+
 def _one(results: list[Result]) -> Race:
     (only,) = races(results, ENVIRONMENTS)
     return only
@@ -106,7 +113,9 @@ def test_every_race_arm_and_failure_appears_with_its_figures_and_command() -> No
             assert all(cell in text for cell in cells.race_row(one, arm))
             assert arm.result.command is not None and arm.result.command in text
     assert "zoo hierarchical: timeout 60 s without a word" in text
-    assert "4× break" not in text and "upstream full: break: Unsupported: self-loop op 3" in text  # four reasons
+    # Four reasons that differ in a number.
+    assert "upstream full: 4× break: Unsupported: self-loop op 0 (and the like with other numbers)" in text
+    assert "self-loop op 3" not in text
     assert len(page.rows) == sum(len(one.arms) + len(one.failures) for one in shown)
     outcomes = {str(attributes["data-outcome"]) for attributes in page.rows}
     assert "than transformers' best as shipped" in text
@@ -119,8 +128,8 @@ def test_every_race_arm_and_failure_appears_with_its_figures_and_command() -> No
     assert page.tags.count("svg") == figures and page.tags.count("article") == len(shown)
 
 
-def test_the_page_loads_nothing_and_every_reference_has_its_target() -> None:
-    text = html.report(race(), ENVIRONMENTS)
+def test_the_page_loads_nothing_and_every_reference_has_its_target(plain: str) -> None:
+    text = plain
     page = Page(text)
     assert page.loads == [] and "link" not in page.tags and "img" not in page.tags
     assert page.references and {reference[:1] for reference in page.references} == {"#"}
@@ -129,8 +138,8 @@ def test_the_page_loads_nothing_and_every_reference_has_its_target() -> None:
     assert text == html.report(race(), ENVIRONMENTS)  # the same rows make the same file
 
 
-def test_figures_take_the_colours_of_the_page() -> None:
-    text = html.report(race(), ENVIRONMENTS)
+def test_figures_take_the_colours_of_the_page(plain: str) -> None:
+    text = plain
     styles = re.findall(r'style="([^"]*)"', text)
     colours = {colour for style in styles for colour in re.findall(r"(?:fill|stroke):([^;]+)", style)}
     defined = set(re.findall(r"(--[a-z]+):", text))
@@ -165,6 +174,29 @@ def test_an_arm_without_any_measurement_but_time_is_shown() -> None:
     bare.cold = bare.warm = bare.memory = bare.check = bare.work = bare.command = None
     page = _page([bare])
     assert "Only zoo eager has a steady time: 1.0" in page.text and page.tags.count("svg") == 1
+
+
+def test_tables_become_cards_whose_figures_say_what_they_are(plain: str) -> None:
+    text = plain
+    style = re.search(r"<style>(.*?)</style>", text, re.DOTALL)
+    assert style is not None and "@media (max-width: 40rem)" in style[1] and "attr(data-label)" in style[1]
+    cards = re.findall(r'<table [^>]*class="[^"]*cards[^"]*">.*?</table>', text, re.DOTALL)
+    assert len(cards) == 2  # the family's and that of all rows
+    for table in cards:
+        figures = re.findall(r"<td([^>]*)>", table)
+        assert figures and all("data-label=" in attributes or "reason" in attributes for attributes in figures)
+
+
+def test_names_and_figures_of_the_speed_ups_keep_apart() -> None:
+    figure = Figure(figsize=(pieces.WIDTH / 72, 2))
+    FigureCanvasSVG(figure)
+    long = "bert-base-cut-layers-and-ends · skewed-64x512 · inference · bfloat16"
+    with matplotlib.rc_context(svg.STYLE):
+        axes = bars.lines(figure, [(long, "0.0929× / 0.0950×"), ("gcn · cora", "16.6× / 1.063×")], below=54)
+        for left, right in (axes.texts[:2], axes.texts[2:]):
+            boxes = [text.get_window_extent() for text in (left, right)]
+            assert boxes[0].x1 < boxes[1].x0 and boxes[1].x1 < axes.bbox.x1
+    assert axes.texts[0].get_text().endswith("…") and axes.texts[2].get_text() == "gcn · cora"
 
 
 def test_hostile_strings_stay_text() -> None:
@@ -237,14 +269,49 @@ def test_one_arm_of_a_family_with_an_upstream_library_or_one_way_alone_is_no_com
     )
 
 
-def test_columns_that_no_row_fills_are_left_out() -> None:
+def test_columns_that_no_row_fills_are_left_out(plain: str) -> None:
     assert cells.filled(("a", "b", "c", "d"), [("–", "1", "–", "– → –"), ("–", "–", "not measured", "–")]) == (
         ["a", "b"],
         [["–", "1"], ["–", "–"]],
     )
     assert cells.filled(("a", "b"), []) == (["a", "b"], [])
-    assert "compile s, cold / warm" in _page(race()).text
+    assert "compile s, cold / warm" in plain
     assert "compile s, cold / warm" not in _page(_uncompiled(race())).text
+
+
+# Where regional and full meet
+
+
+def _meeting(results: list[Result], cuda_graph: bool = False) -> str:
+    shown = _one(results)
+    regional, full = (
+        shown.find(impl="zoo", strategy=strategy, cuda_graph=cuda_graph) for strategy in ("regional", "full")
+    )
+    assert regional is not None and full is not None
+    return curves.meeting(shown, regional, full, "cold")
+
+
+def test_the_break_even_figure_names_where_full_overtakes_regional() -> None:
+    said = _meeting(_three_steps())
+    calls = re.fullmatch(r"cold: 1 full ahead of 2 regional from (8\d\.\dk) calls on", said)
+    assert calls is not None, said
+    drawn = curves.break_even(_one(_three_steps()), "x")
+    assert drawn is not None and said in drawn and f">{calls[1]}</text>" in drawn  # in the key, and at the diamond
+    assert calls[1] in advice.lead(_one(_three_steps()))
+    assert "a new process adds 2.30 s to whatever is compiled" in _page(_three_steps()).text
+
+
+def test_regional_that_is_never_overtaken_is_said_to_be_ahead_from_the_first_call() -> None:
+    def rows(full: float, regional: float) -> list[Result]:
+        return [
+            row(1.0, seed=1),
+            row(regional, strategy="regional", cold=1.0, seed=2),
+            row(full, strategy="full", cold=10.0, seed=3),
+            row(1.0, seed=4, control=True),
+        ]
+
+    assert _meeting(rows(0.5, 0.3)) == "cold: 1 regional ahead of 2 full from 1 call on"
+    assert re.fullmatch(r"cold: \d regional is ready before \d full, then level", _meeting(rows(0.5, 0.5)))
 
 
 # The family's sentences

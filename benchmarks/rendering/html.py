@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from benchmarks.rendering import advice, bars, cells, curves, numbers, summary, tables, ways
+from benchmarks.rendering import advice, bars, cells, costs, curves, numbers, summary, tables, ways
 from benchmarks.rendering.commands import commands_of
 from benchmarks.rendering.environments import used_by
 from benchmarks.rendering.families import WORST, by_family, headline, headline_arms, ordered, titles
@@ -76,6 +76,7 @@ def _template() -> Template:
         lstrip_blocks=True,
     )
     environment.filters["outcome"] = cells.outcome
+    environment.tests["nothing"] = cells.EMPTY.__contains__
     return environment.get_template("report.html.jinja")
 
 
@@ -129,7 +130,7 @@ def _section(race: Race, anchor: str) -> dict[str, Any]:
     figures = [
         ("Latency", "Shorter is faster; the numbers lead to the table's rows.", bars.latency),
         ("Compile time against steady state", "", curves.compile_against_steady),
-        ("Break-even", "", curves.break_even),
+        ("Break-even", _without_start_up(race), curves.break_even),
         ("Memory", "", bars.memory),
         ("Utilisation", "", bars.utilisation),
         ("Loss", "Where the lines lie on each other, the arms train alike.", curves.losses),
@@ -153,6 +154,14 @@ def _section(race: Race, anchor: str) -> dict[str, Any]:
         "notes": [*cells.notes(race), *_warm_before(race)],
         "commands": commands_of([race]),
     }
+
+
+def _without_start_up(race: Race) -> str:
+    """That the figure's costs are those of a process in which the compiler runs, and what a new one adds."""
+    adds = costs.start_up(race)
+    if not adds:
+        return ""
+    return f"Where the compiler already runs; a new process adds {numbers.significant(adds)} s to whatever is compiled."
 
 
 def _prepared(race: Race) -> list[str]:
