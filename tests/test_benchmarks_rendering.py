@@ -276,7 +276,8 @@ def test_the_terminal_begins_and_ends_with_the_answer() -> None:
     said = " ".join(summary.sentences(races([*race(), *loses], ENVIRONMENTS)))
     assert words.startswith(f"gnn {said} Ours over upstream's best; ms a call race theirs ours")
     assert words.endswith(f"gnn: {said}")
-    assert "gcn · arxiv · our worst row, by rule" in _printed([*race(), *loses], 140) and max(map(len, text.splitlines())) <= 80
+    assert "gcn · arxiv · our worst row, by rule" in _printed([*race(), *loses], 140)
+    assert max(map(len, text.splitlines())) <= 80
     for shown in races([*race(), *loses], ENVIRONMENTS):
         assert f"{shown.title} {advice.lead(shown)} {cells.subject(shown)}" in words
     alone = " ".join(_printed(race(), 80).split())
@@ -336,6 +337,24 @@ def test_counts_of_arms_that_started_together_are_shown() -> None:
     assert cells.compile_row(arm)[5:8] == ("2", "1", "0")
     assert "a reason" in cells.troubles(arm)[0]
     assert "2/1/0" in _printed(results, 80)
+
+
+def test_reasons_that_differ_in_numbers_alone_are_one_line_with_their_count() -> None:
+    results = [row(strategy="full", graphs=4), row(impl="upstream")]
+    assert results[0].cold is not None
+    results[0].cold.recompiles = [
+        "0/1: tensor 'x' size mismatch at index 0. expected 8, actual 16",
+        "0/2: tensor 'x' size mismatch at index 0. expected 16, actual 32",
+        "0/1: ___check_obj_id(module, 0x7f12ab) of layer 3",
+        "0/1: tensor 'x' dtype mismatch",
+        "0/1: tensor 'x' dtype mismatch",
+    ]
+    assert cells.troubles(_arm(_one(results), "zoo full")) == [
+        "zoo full: 2× recompile: 0/1: tensor 'x' size mismatch at index 0. expected 8, actual 16 "
+        "(and the like with other numbers)",
+        "zoo full: recompile: 0/1: ___check_obj_id(module, 0x7f12ab) of layer 3",
+        "zoo full: 2× recompile: 0/1: tensor 'x' dtype mismatch",
+    ]
 
 
 def test_report_says_why_graphs_broke_and_escapes_reasons() -> None:
@@ -624,6 +643,9 @@ def test_markdown_files_of_a_folder(tmp_path: Path) -> None:
     assert blocks.markdown_files([tmp_path]) == [tmp_path / "sub" / "b.md"]
     with pytest.raises(FileNotFoundError, match="does not exist"):
         blocks.markdown_files([tmp_path / "none"])
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(FileNotFoundError, match="bare holds no Markdown"):
+        blocks.markdown_files([tmp_path, tmp_path / "bare"])
 
 
 # --- training ---

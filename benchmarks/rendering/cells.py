@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from benchmarks.rendering import numbers
@@ -9,6 +10,7 @@ from benchmarks.rendering.race import Arm, Race
 from benchmarks.result import Compile, Result
 
 MOST_REASON = 300
+NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")  # sizes, counters, addresses
 EMPTY = ("", numbers.NOTHING, f"{numbers.NOTHING} → {numbers.NOTHING}", "not measured")
 OUTCOMES = ("faster", "slower", "undetermined", "reference")
 COMPILE_HEAD = (
@@ -238,13 +240,17 @@ def compile_row(arm: Arm) -> tuple[str, ...]:
 
 
 def troubles(arm: Arm) -> list[str]:
-    """Graph breaks and recompiles, a line for each distinct reason."""
+    """Graph breaks and recompiles, a line for those whose reasons differ in numbers alone."""
     counted = arm.result.counted or Compile()
     lines = []
     for what, reasons in (("break", counted.breaks), ("recompile", counted.recompiles)):
-        for reason in dict.fromkeys(reasons):
-            often = f"{reasons.count(reason)}× " if reasons.count(reason) > 1 else ""
-            lines.append(f"{arm.name}: {often}{what}: {shortened(reason)}")
+        alike: dict[str, list[str]] = {}
+        for reason in reasons:
+            alike.setdefault(NUMBER.sub("#", reason), []).append(reason)
+        for same in alike.values():
+            often = f"{len(same)}× " if len(same) > 1 else ""
+            others = " (and the like with other numbers)" if len(set(same)) > 1 else ""
+            lines.append(f"{arm.name}: {often}{what}: {shortened(same[0])}{others}")
     return lines
 
 
