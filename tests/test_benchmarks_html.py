@@ -354,6 +354,10 @@ def test_what_a_family_is_told_to_run_is_what_advise_chooses() -> None:
 
 def test_a_family_that_nothing_can_be_said_of_says_so() -> None:
     assert "What compiling costs was not measured here" in _said(_uncompiled(race()))
+    wrong = [row(1.0, impl="upstream"), row(0.5, strategy="regional", seed=1)]
+    assert wrong[1].check is not None
+    wrong[1].check.error = 0.5  # a regional arm that computes something else is not ours
+    assert "zoo regional !" in _page(wrong).text
     assert _said([failure("crashed", "signal 11")]) == "Nothing here was held against an upstream library."
     theirs = [result for result in race(family="claims") if result.case.impl == "upstream"]
     assert _said(theirs).startswith("The fastest arm of each race is 1.6") and "run" not in _said(theirs)

@@ -284,6 +284,17 @@ def test_the_terminal_begins_and_ends_with_the_answer() -> None:
     assert alone.count("Ours is 8.53× as fast") == 1  # of one race its own sentence says the same
 
 
+def test_a_family_without_ours_holds_its_fastest_arms_against_eager() -> None:
+    def theirs(**case: str) -> list[Result]:
+        return [result for result in race(family="claims", **case) if result.case.impl == "upstream"]
+
+    results = [*theirs(), *theirs(input="arxiv")]
+    text = _printed(results, 80)
+    assert re.search(r"gcn · arxiv +0\.420 +1\.6\d× \[", text) and "Ours" not in text.split("Speed-up over")[0]
+    page = document.report(results, ENVIRONMENTS)
+    assert re.search(r"\| gcn · arxiv \| upstream full reduce-overhead: 0\.420 \| 1\.6\d× \[.*\] faster \|", page)
+
+
 def test_ways_that_run_alone_are_one_table_in_text_too() -> None:
     text = _printed(one_armed(), 80)
     words = " ".join(text.split())

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from benchmarks import stats
 from benchmarks.rendering import choice, numbers, tables, ways
+from benchmarks.rendering.families import fastest
 from benchmarks.rendering.race import Arm, Race
 from benchmarks.rendering.selection import UPSTREAM
 
@@ -47,8 +48,8 @@ def _over_reference(races: Sequence[Race]) -> list[str]:
     """Of a family in which nothing of ours meets upstream: how much the fastest arm of each race gains over eager."""
     values = []
     for race in races:
-        fastest = next((arm for arm in race.arms if arm.p50 is not None and not arm.wrong), None)
-        if fastest is not None and (ratio := race.speedup(fastest, race.reference)) is not None:
+        arm = fastest(race)
+        if arm is not None and (ratio := race.speedup(arm, race.reference)) is not None:
             values.append(ratio.value)
     if not values:
         return ["Nothing here was held against an upstream library."]
@@ -96,8 +97,8 @@ def what_to_run(races: Sequence[Race]) -> list[str]:
 
 
 def _costs_known(race: Race) -> bool:
-    timed = [arm for arm in race.arms if arm.p50 is not None and not arm.wrong]
-    return bool(timed) and timed[0].paid("cold") is not None and choice.choose(race, 1, "cold") is not None
+    arm = fastest(race)
+    return arm is not None and arm.paid("cold") is not None and choice.choose(race, 1, "cold") is not None
 
 
 def _name(arm: Arm) -> str:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.rendering import advice, cells, numbers, summary, ways
-from benchmarks.rendering.families import by_family, headline_arms, ordered, titles
+from benchmarks.rendering.families import by_family, fastest, headline_arms, ordered, titles
 from benchmarks.rendering.race import Arm, Race, races
 from benchmarks.result import Result
 
@@ -66,8 +66,14 @@ def _print_family(name: str, chosen: Sequence[Race], named: Mapping[Race, str], 
 
 
 def _headline(chosen: Sequence[Race], named: Mapping[Race, str]) -> Table:
-    """Ours over upstream's best, a line a race, and the worst row."""
-    rows = []
+    """Ours over upstream's best, a line a race, and the worst row; where nothing is ours the fastest over eager."""
+    rows: list[list[Text]] = []
+    if not any(race.ours for race in chosen):
+        for race in chosen:
+            arm = fastest(race)
+            gain = _over_best(race, arm, race.reference) if arm else Text(numbers.NOTHING)
+            rows.append([Text(named[race]), Text(numbers.significant(arm.p50 if arm else None)), gain])
+        return _filled("The fastest over eager", ("ms a call", "× eager"), rows, first="race")
     for race, arm, title in headline_arms(chosen, named):
         best, tuned = race.best_shipped, race.best_tuned
         times = [numbers.significant(shown.p50 if shown else None) for shown in (best, arm)]
