@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.rendering import blocks, html, markdown, tables, terminal
+from benchmarks.rendering import blocks, document, html, tables, terminal
 from benchmarks.result import Rows, load
 from benchmarks.usage import UsageError, run_command
 
@@ -96,17 +96,31 @@ def _show(paths: list[Path], out: Path | None) -> int:
     rows = load(paths[0])
     if not rows.results:
         raise UsageError(f"{paths[0]} holds no rows; run python -m benchmarks.run --out {paths[0]} first")
-    terminal.render(rows.results, rows.environments)
     target = out or folder_of_reports(paths[0]) / "report.md"
     if target.is_dir():
         target /= "report.md"
     page = target.with_suffix(".html")
     target = target.with_suffix(".md") if target == page else target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(markdown.report(rows.results, rows.environments), encoding="utf-8")
+    _refuse_unwritable(target, page)  # first: the tables take a while
+    terminal.render(rows.results, rows.environments)
+    target.write_text(document.report(rows.results, rows.environments), encoding="utf-8")
     print(f"\nreport: {target}")
     print(f"report: {write_html(rows, page)}")
     return 0
+
+
+def _refuse_unwritable(*targets: Path) -> None:
+    """UsageError if one of these cannot be written; what is there is left as it is, and no empty file stays behind."""
+    for target in targets:
+        there = target.exists()
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.open("ab").close()
+            if not there:
+                target.unlink()
+        except OSError as error:
+            why = error.strerror or type(error).__name__
+            raise UsageError(f"{target} cannot be written ({why}); name another place with --out") from error
 
 
 def folder_of_reports(rows: Path) -> Path:

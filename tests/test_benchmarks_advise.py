@@ -22,11 +22,12 @@ from benchmarks import advised
 from benchmarks.advise import cases_of, main
 from benchmarks.advised import WORKLOAD, load, sizes_in
 from benchmarks.process import ROOT
+from benchmarks.rendering import advice, choice, costs, html, numbers
 from benchmarks.rendering import advised as rendering
-from benchmarks.rendering import choice, html
 from benchmarks.rendering.advised import Regions
 from benchmarks.rendering.race import Race, races
 from benchmarks.result import Result, Store
+from benchmarks.result import load as load_rows
 from benchmarks.strategies import apply
 from benchmarks.usage import run_command
 from benchmarks.worker import serve
@@ -395,8 +396,41 @@ def test_totals_agree_with_the_choice_at_every_number_of_calls() -> None:
     for calls in (1, 100, 580, 600, 5000, 9500, 10_500, 1_000_000):
         picked = choice.choose(race, calls, "cold")
         assert picked is not None
-        totals = {arm.name: choice.total(race, arm, calls, "cold") for arm in race.arms}
+        totals = {arm.name: costs.total(race, arm, calls, "cold") for arm in race.arms}
         assert picked.arm.name == min(totals, key=lambda name: totals[name] or 0.0), calls
+
+
+def _agree(race: Race) -> int:
+    """Every number of calls that advise names for a new process stands in the report's sentence; how many there are."""
+    lead = advice.lead(race)
+    new = choice.choose(race, 10**12, "cold")
+    if new is None or "was not measured here" in lead:  # the fastest has no compile figures: steady state alone
+        return 0
+    said = [numbers.calls(step.calls) for step in new.steps[1:]]
+    for calls in said:
+        assert re.search(rf"(?<![\d.,]){re.escape(calls)}(?![\d.])", lead), f"{calls} calls: {lead}"
+        assert "in a new process" in lead.lower(), lead
+    return len(said)
+
+
+def test_the_reports_sentence_says_the_same_as_the_advice() -> None:
+    race = shown(measured())
+    assert _agree(race) == 2
+    # 1 s of compiling at 5 ms saved a call, and 2 s of start-up on top where the process is new.
+    said = re.match(
+        r"For fewer than (\d+) calls where the compiler already runs, (\d+) in a new process, run own eager; "
+        r"from there own regional; from 9,\d\d\d calls on own full\.",
+        advice.lead(race),
+    )
+    assert said is not None, advice.lead(race)
+    assert 190 <= int(said[1]) <= 200 and 580 <= int(said[2]) <= 600
+    assert "from 5" in choice.verdict(race, 100)[0] and f"from {said[2]} calls on" in choice.verdict(race, 100)[0]
+
+
+def test_sentence_and_advice_agree_on_the_committed_rows() -> None:
+    rows = load_rows(ROOT / "benchmarks" / "results")
+    found = [_agree(race) for race in races(rows.results, rows.environments) if race.reference is not None]
+    assert not found or sum(found) > 10
 
 
 def test_a_capture_is_paid_too_and_named() -> None:
@@ -426,10 +460,10 @@ def test_a_machine_too_loud_to_tell_is_named() -> None:
 def test_the_compilers_start_counts_as_little_as_was_measured_of_it() -> None:
     results = measured()
     race = shown(results)
-    assert choice.start_up(race) == 2.0
+    assert costs.start_up(race) == 2.0
     assert results[1].cold is not None
     results[1].cold.time_to_first_result = 1.5  # compiled in 1 s, one call in 5 ms
-    assert choice.start_up(shown(results)) == pytest.approx(0.495, abs=0.002)
+    assert costs.start_up(shown(results)) == pytest.approx(0.495, abs=0.002)
 
 
 def test_without_warm_figures_it_says_so() -> None:

@@ -10,12 +10,25 @@ import pytest
 from rich.console import Console
 
 from benchmarks.case import arms_of
-from benchmarks.rendering import advice, blocks, cells, commands, curves, markdown, numbers, tables, terminal
+from benchmarks.rendering import (
+    advice,
+    blocks,
+    cells,
+    commands,
+    curves,
+    document,
+    markdown,
+    numbers,
+    summary,
+    tables,
+    terminal,
+)
 from benchmarks.rendering.blocks import Spec
 from benchmarks.rendering.race import Arm, Race, is_shipped, is_tuned, races
 from benchmarks.result import Compile, Kernel, Result, Rows, Steady
 from benchmarks.stats import Ratio
 from tests.rows import ENVIRONMENT, failure, race, row
+from tests.rows import ways as one_armed
 
 ENVIRONMENTS = {"e1": ENVIRONMENT}
 
@@ -257,7 +270,66 @@ def test_terminal_of_odd_rows() -> None:
     assert "zoo eager" in _printed([empty], 80)
 
 
+def test_the_terminal_begins_and_ends_with_the_answer() -> None:
+    loses = race({"zoo regional + CUDA graph": 20.0}, input="arxiv")
+    text = _printed([*race(), *loses], 80)
+    words = " ".join(text.split())
+    said = " ".join(summary.sentences(races([*race(), *loses], ENVIRONMENTS)))
+    assert words.startswith(f"gnn {said} Ours over upstream's best; ms a call race theirs ours")
+    assert words.endswith(f"gnn: {said}")
+    assert "gcn · arxiv · our worst row, by rule" in _printed([*race(), *loses], 140)
+    assert max(map(len, text.splitlines())) <= 80
+    for shown in races([*race(), *loses], ENVIRONMENTS):
+        assert f"{shown.title} {advice.lead(shown)} {cells.subject(shown)}" in words
+    alone = " ".join(_printed(race(), 80).split())
+    assert alone.count("Ours is 8.53× as fast") == 1  # of one race its own sentence says the same
+
+
+def test_a_family_without_ours_holds_its_fastest_arms_against_eager() -> None:
+    def theirs(**case: str) -> list[Result]:
+        return [result for result in race(family="claims", **case) if result.case.impl == "upstream"]
+
+    results = [*theirs(), *theirs(input="arxiv")]
+    text = _printed(results, 80)
+    assert re.search(r"gcn · arxiv +0\.420 +1\.6\d× \[", text) and "Ours" not in text.split("Speed-up over")[0]
+    page = document.report(results, ENVIRONMENTS)
+    assert re.search(r"\| gcn · arxiv \| upstream full reduce-overhead: 0\.420 \| 1\.6\d× \[.*\] faster \|", page)
+
+
+def test_ways_that_run_alone_are_one_table_in_text_too() -> None:
+    text = _printed(one_armed(), 80)
+    words = " ".join(text.split())
+    assert max(map(len, text.splitlines())) <= 80 and "Only zoo" not in words
+    assert "short · inference · float32 · cuda packed 1.02 reference" in words
+    assert "nested crashed" in words and "nested · long · inference · float32 · cuda: zoo regional" in words
+    page = document.report(one_armed(), ENVIRONMENTS)
+    assert "| short · inference · float32 · cuda | packed | 1.0" in page and "kernels" not in page
+    assert len(re.findall("^\\| input", page, re.MULTILINE)) == 1 and "Only zoo" not in page
+
+
+def test_columns_that_no_arm_fills_are_left_out_of_the_terminal() -> None:
+    assert "cold s" in _printed(race(), 80)
+    uncompiled = race()
+    for result in uncompiled:
+        result.cold = result.warm = None
+    text = _printed(uncompiled, 80)
+    assert "cold s" not in text and "g/b/r" not in text and "p50 ms" in text
+
+
 # Markdown
+
+
+def test_the_markdown_report_holds_what_the_page_does() -> None:
+    text = document.report([*race(), *race(input="arxiv")], ENVIRONMENTS)
+    for shown in races([*race(), *race(input="arxiv")], ENVIRONMENTS):
+        assert f"## {shown.title}\n\n{advice.lead(shown)}\n\n{cells.subject(shown)}" in text
+        compiled = [arm for arm in shown.arms if cells.compiles(arm)]
+        for arm in compiled:
+            assert " | ".join(cells.compile_row(arm)) in text
+        for line in tables.decomposition_rows(shown):
+            assert " | ".join(line) in text
+    assert text.index("Ours is 8.53× as fast") < text.index("| gcn · arxiv |") < text.index("## gcn · cora")
+    assert "## Environments\n\n### e1\n\n" in text and "- driver: 580.65" in text
 
 
 def test_every_row_of_a_markdown_table_has_every_cell() -> None:
@@ -279,16 +351,34 @@ def test_counts_of_arms_that_started_together_are_shown() -> None:
     assert "2/1/0" in _printed(results, 80)
 
 
+def test_reasons_that_differ_in_numbers_alone_are_one_line_with_their_count() -> None:
+    results = [row(strategy="full", graphs=4), row(impl="upstream")]
+    assert results[0].cold is not None
+    results[0].cold.recompiles = [
+        "0/1: tensor 'x' size mismatch at index 0. expected 8, actual 16",
+        "0/2: tensor 'x' size mismatch at index 0. expected 16, actual 32",
+        "0/1: ___check_obj_id(module, 0x7f12ab) of layer 3",
+        "0/1: tensor 'x' dtype mismatch",
+        "0/1: tensor 'x' dtype mismatch",
+    ]
+    assert cells.troubles(_arm(_one(results), "zoo full")) == [
+        "zoo full: 2× recompile: 0/1: tensor 'x' size mismatch at index 0. expected 8, actual 16 "
+        "(and the like with other numbers)",
+        "zoo full: recompile: 0/1: ___check_obj_id(module, 0x7f12ab) of layer 3",
+        "zoo full: 2× recompile: 0/1: tensor 'x' dtype mismatch",
+    ]
+
+
 def test_report_says_why_graphs_broke_and_escapes_reasons() -> None:
     results = _extreme()
     assert results[1].cold is not None
     results[1].cold.breaks = ["call_function <built-in foo> *args", "call_function <built-in foo> *args"]
-    text = markdown.report(results, ENVIRONMENTS)
+    text = document.report(results, ENVIRONMENTS)
     assert r"upstream full: 2× break: call\_function \<built-in foo\> \*args" in text
     assert (
         "```\npython -m benchmarks.run --family gnn --model gcn --input cora --impl zoo,upstream-tuned,upstream" in text
     )
-    assert markdown.report([], {}) == "# Report\n\nNo rows.\n"
+    assert document.report([], {}) == "# Report\n\nNo rows.\n"
 
 
 def test_pipes_are_escaped() -> None:
@@ -584,6 +674,9 @@ def test_markdown_files_of_a_folder(tmp_path: Path) -> None:
     assert blocks.markdown_files([tmp_path]) == [tmp_path / "sub" / "b.md"]
     with pytest.raises(FileNotFoundError, match="does not exist"):
         blocks.markdown_files([tmp_path / "none"])
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(FileNotFoundError, match="bare holds no Markdown"):
+        blocks.markdown_files([tmp_path, tmp_path / "bare"])
 
 
 # --- training ---

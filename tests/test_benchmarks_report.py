@@ -112,9 +112,25 @@ def test_a_broken_block_changes_no_file(tmp_path: Path, docs: Path, capsys: pyte
         (["{here}/none"], "does not exist"),
         (["{here}"], "holds no rows; run python -m benchmarks.run --out"),
         (["--check", "{here}/none.md"], "does not exist; give Markdown"),
+        (["--check", "{here}"], "holds no Markdown; give *.md files"),
+        (["--update", "{here}"], "holds no Markdown; give *.md files"),
     ],
 )
 def test_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
     assert main([word.format(here=tmp_path) for word in arguments]) == 2
     captured = capsys.readouterr()
     assert said in captured.err and captured.err.count("\n") == 1
+
+
+def test_a_place_that_cannot_be_written_is_named_before_anything_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "run" / "rows.jsonl", race())
+    (tmp_path / "file").write_text("not a folder")
+    (tmp_path / "taken.html").mkdir()
+    for out in ("file/report.md", "taken.md"):
+        assert main([str(tmp_path / "run"), "--out", str(tmp_path / out)]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == "" and captured.err.count("\n") == 1
+        assert "cannot be written (" in captured.err and "name another place with --out" in captured.err
+    assert not (tmp_path / "taken.md").exists() and (tmp_path / "file").read_text() == "not a folder"

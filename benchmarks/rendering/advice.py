@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks import stats
 from benchmarks.rendering import numbers
+from benchmarks.rendering.costs import before, is_eager
 from benchmarks.rendering.race import Arm, Caches, Race
 from benchmarks.rendering.selection import UPSTREAM
 
@@ -33,17 +33,28 @@ def lead(race: Race) -> str:
         words = f"In steady state {fastest.name} is the fastest, {_milliseconds(fastest)} a call"
         parts = [f"{words}{_against_upstream(race, fastest)}.", *alike(race, timed, fastest)]
         return " ".join([*parts, "What compiling costs was not measured here."])
-    cold = steps(race, timed, "cold")
+    cold, new = (at(race, timed, "cold") for at in (steps, steps_of_a_new_process))
     last = cold[-1].arm
-    parts = [f"{_in_words(timed, cold)}{_against_upstream(race, last)}."]
+    parts = [f"{_in_words(timed, cold, new)}{_against_upstream(race, last)}."]
+    if not _same_arms(cold, new):
+        parts.append(f"In a new process: {_lower(_in_words(timed, new))}.")
     if not is_eager(last) and last.paid("warm") is not None:
-        warm = steps(race, timed, "warm")
-        if [step.arm for step in warm] == [step.arm for step in cold]:
-            if len(warm) > 1:
-                parts.append(f"With warm caches: from {_calls_in_turn(warm)} calls.")
-        else:
-            parts.append(f"With warm caches: {_lower(_in_words(timed, warm))}.")
+        parts += _with_warm_caches(race, timed, cold)
     return " ".join([*parts, *alike(race, timed, last)])
+
+
+def _with_warm_caches(race: Race, timed: Sequence[Arm], cold: Sequence[Step]) -> list[str]:
+    warm, new = (at(race, timed, "warm") for at in (steps, steps_of_a_new_process))
+    if not _same_arms(warm, cold):
+        return [f"With warm caches: {_lower(_in_words(timed, warm, new))}."]
+    if len(warm) == 1:
+        return []
+    words = f"With warm caches: from {_calls_in_turn(warm)} calls"
+    if not _same_arms(warm, new):
+        words += f"; in a new process {_lower(_in_words(timed, new))}"
+    elif _calls_in_turn(new) != _calls_in_turn(warm):
+        words += f", {_calls_in_turn(new)} in a new process"
+    return [words + "."]
 
 
 def comparable(race: Race) -> list[Arm]:
@@ -68,12 +79,19 @@ def why_not(race: Race) -> str | None:
 def steps(race: Race, arms: Sequence[Arm], caches: Caches) -> list[Step]:
     """Which of these arms to run from which number of calls on, by what compiling and capturing cost.
 
+    The compiler already runs: its start-up is not among the costs.
+
     Args:
         race: Says which differences are measurable.
         arms: Arms with a steady time; those without compile figures are left out.
         caches: ``cold`` or ``warm``.
     """
     return steps_by(race, {arm: cost for arm in arms if (cost := arm.paid(caches)) is not None})
+
+
+def steps_of_a_new_process(race: Race, arms: Sequence[Arm], caches: Caches) -> list[Step]:
+    """The same where nothing was compiled before, so that the compiler's start-up is paid too."""
+    return steps_by(race, {arm: cost for arm in arms if (cost := before(race, arm, caches)) is not None})
 
 
 def steps_by(race: Race, paid: Mapping[Arm, float]) -> list[Step]:
@@ -104,15 +122,12 @@ def _p50(arm: Arm) -> float:
     return arm.p50
 
 
-def is_eager(arm: Arm) -> bool:
-    return arm.result.case.strategy == "eager" and not arm.result.case.cuda_graph
-
-
 def _milliseconds(arm: Arm) -> str:
     return f"{numbers.significant(arm.p50)} ms"
 
 
-def _in_words(timed: Sequence[Arm], chosen: Sequence[Step]) -> str:
+def _in_words(timed: Sequence[Arm], chosen: Sequence[Step], new: Sequence[Step] = ()) -> str:
+    """The steps in a sentence; ``new`` are those of a new process, named where they are of the same arms."""
     first, *others = chosen
     if not others:
         if not is_eager(first.arm):
@@ -120,12 +135,22 @@ def _in_words(timed: Sequence[Arm], chosen: Sequence[Step]) -> str:
         if all(arm.result.case.strategy == "eager" for arm in timed):
             return f"Run {first.arm.name}, the fastest arm of a race in which nothing is compiled"
         return f"Do not compile: no compiled arm is measurably faster than {first.arm.name}"
-    words = f"For fewer than {numbers.calls(others[0].calls)} calls run {first.arm.name}; "
-    for step, after in itertools.pairwise(others):
-        words += f"from there {step.arm.name}; from {numbers.calls(after.calls)} calls on "
+    calls = [numbers.calls(step.calls) for step in others]
+    later = [numbers.calls(step.calls) for step in new[1:]] if _same_arms(chosen, new) else calls
+    words = f"For fewer than {calls[0]} calls "
+    if later[0] != calls[0]:
+        words += f"where the compiler already runs, {later[0]} in a new process, "
+    words += f"run {first.arm.name}; "
     if len(others) == 1:
-        words += "beyond that "
-    return words + others[-1].arm.name
+        return f"{words}beyond that {others[0].arm.name}"
+    words += f"from there {others[0].arm.name}"
+    for step, here, anew in zip(others[1:], calls[1:], later[1:], strict=True):
+        words += f"; from {here} calls{f' ({anew} in a new process)' if anew != here else ''} on {step.arm.name}"
+    return words
+
+
+def _same_arms(some: Sequence[Step], others: Sequence[Step]) -> bool:
+    return [step.arm for step in some] == [step.arm for step in others]
 
 
 def _calls_in_turn(chosen: Sequence[Step]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.text import Text
 
-from benchmarks.rendering import advice, cells, choice, numbers
+from benchmarks.rendering import cells, choice, costs, numbers
 from benchmarks.rendering.choice import short_name
 from benchmarks.rendering.race import EPSILON, Race
 from benchmarks.rendering.terminal import arms_table
@@ -62,7 +62,7 @@ def render(race: Race, calls: int, regions: Regions, console: Console) -> None:
 def how_to(race: Race, calls: int) -> list[str]:
     """The lines of code that run the model the way that was chosen; none for eager."""
     chosen = choice.choose(race, calls, "cold")
-    if chosen is None or advice.is_eager(chosen.arm):
+    if chosen is None or costs.is_eager(chosen.arm):
         return []
     case = chosen.arm.result.case
     if case.strategy == "full":
@@ -83,8 +83,8 @@ def _times(race: Race, calls: int) -> object:
     )
     for arm in race.arms:
         interval = race.interval(arm) if arm.p50 is not None else None
-        cold, warm = (choice.total(race, arm, calls, caches) for caches in ("cold", "warm"))
-        back = [numbers.calls(choice.pays_back(race, arm, caches)) for caches in ("cold", "warm")]
+        cold, warm = (costs.total(race, arm, calls, caches) for caches in ("cold", "warm"))
+        back = [numbers.calls(costs.pays_back(race, arm, caches)) for caches in ("cold", "warm")]
         row = [
             short_name(arm) + (" !" if arm.wrong else ""),
             numbers.significant(arm.p50),
@@ -112,7 +112,7 @@ def _costs(race: Race) -> object:
         cold = arm.result.cold
         row = [
             short_name(arm),
-            numbers.NOTHING if advice.is_eager(arm) else numbers.significant(choice.start_up(race)),
+            numbers.NOTHING if costs.is_eager(arm) else numbers.significant(costs.start_up(race)),
             cells.seconds(cold),
             cells.seconds(arm.result.warm),
             numbers.significant(cold.capture if cold else None),
@@ -158,6 +158,6 @@ def _notes(race: Race) -> list[str]:
         notes.append("Memory is measured on a GPU only.")
     notes.append(
         "g/b/r: graphs, graph breaks, recompiles. Totals count one new process, imports and model set-up apart, with "
-        "the compiler's start-up; the report's break-even leaves start-up out."
+        "the compiler's start-up, as the report's \"in a new process\" does; its tables leave start-up out."
     )
     return notes

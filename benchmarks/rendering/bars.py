@@ -16,6 +16,8 @@ from benchmarks.rendering.race import Race
 from benchmarks.rendering.svg import INK, PAPER, TUNED, UPSTREAM, draw
 
 BAR_HEIGHT = 25.0
+RACE_HEIGHT = 32.0  # of two marks below their race's name
+LETTER_WIDTH, DIGIT_WIDTH = 4.9, 5.8  # points, of the figures' font; a letter's as an average over names
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def _bars(
     diamonds: Sequence[float | None] = (),
 ) -> Markup:
     def paint(figure: Figure) -> None:
-        axes = _lines(figure, [(bar.name, bar.text) for bar in bars], below=36)
+        axes = lines(figure, [(bar.name, bar.text) for bar in bars], below=36)
         for place, bar in enumerate(bars):
             if bar.value is not None:
                 axes.barh(place + 0.14, bar.value, height=0.3, color=bar.colour)
@@ -108,13 +110,13 @@ def speedups(races: Sequence[Race], titles: Sequence[str], prefix: str) -> Marku
             continue
         shipped, tuned = (race.speedup(race.ours, best) for best in (race.best_shipped, race.best_tuned))
         if shipped or tuned:
-            rows.append((pieces.printable(title), ((shipped, UPSTREAM, "o", 0.04), (tuned, TUNED, "s", 0.24))))
+            rows.append((pieces.printable(title), ((shipped, UPSTREAM, "o", 0.08), (tuned, TUNED, "s", 0.3))))
     if not rows:
         return None
 
     def paint(figure: Figure) -> None:
         texts = [" / ".join(numbers.times(r.value) if r else numbers.NOTHING for r, *_ in ratios) for _, ratios in rows]
-        axes = _lines(figure, [(title, text) for (title, _), text in zip(rows, texts, strict=True)], below=54)
+        axes = lines(figure, [(title, text) for (title, _), text in zip(rows, texts, strict=True)], below=54)
         values = [1.0]
         for place, (_, ratios) in enumerate(rows):
             for ratio, colour, shape, lower in ratios:
@@ -123,19 +125,19 @@ def speedups(races: Sequence[Race], titles: Sequence[str], prefix: str) -> Marku
                 if ratio.has_interval:
                     axes.plot([ratio.low, ratio.high], [place + lower] * 2, color=colour, linewidth=2)
                 axes.plot(ratio.value, place + lower, shape, color=colour, markeredgecolor=PAPER, markersize=7)
-                values.append(ratio.value)
-        axes.axvline(1, color=INK, linewidth=1)
+                values += [ratio.value, *((ratio.low, ratio.high) if ratio.has_interval else ())]
+            # Not one line from top to bottom: it would run through the names.
+            axes.plot([1, 1], [place - 0.06, place + 0.44], color=INK, linewidth=1, zorder=1)
         pieces.log(axes, "x", values)
         axes.set_xlabel("times faster than upstream's best; left of 1 ours is slower")
-        axes.grid(True, axis="x")
         keys = (("o", UPSTREAM, "over best as shipped"), ("s", TUNED, "over best tuned"))
         handles = [pieces.key(shape, colour, PAPER, said) for shape, colour, said in keys]
         figure.legend(handles=handles, loc="lower left", ncols=2)
 
-    return draw(paint, width=WIDTH, height=BAR_HEIGHT * len(rows) + 58, label="Speed-ups over upstream", prefix=prefix)
+    return draw(paint, width=WIDTH, height=RACE_HEIGHT * len(rows) + 58, label="Speed-ups over upstream", prefix=prefix)
 
 
-def _lines(figure: Figure, texts: Sequence[tuple[str, str]], below: float) -> Any:
+def lines(figure: Figure, texts: Sequence[tuple[str, str]], below: float) -> Any:
     """Axes with a line for each pair of texts, the first at the left, the second at the right; marks go below them.
 
     Margins are set by hand, because laying out that many texts takes longer than drawing them.
@@ -149,8 +151,10 @@ def _lines(figure: Figure, texts: Sequence[tuple[str, str]], below: float) -> An
     figure.subplots_adjust(left=4 / width, right=1 - 4 / width, bottom=below / height, top=1 - 2 / height)
     axes = figure.add_subplot()
     for place, (left, right) in enumerate(texts):
+        room = int((0.96 * width - DIGIT_WIDTH * len(right)) / LETTER_WIDTH) - 1
+        left = left if len(left) <= room else left[: room - 1].rstrip(" ·") + "…"
         axes.text(0.012, place - 0.28, left, transform=axes.get_yaxis_transform(), va="center")
-        axes.text(1, place - 0.28, right, transform=axes.get_yaxis_transform(), va="center", ha="right")
+        axes.text(0.988, place - 0.28, right, transform=axes.get_yaxis_transform(), va="center", ha="right")
     axes.set_ylim(len(texts) - 0.4, -0.6)
     axes.yaxis.set_major_locator(NullLocator())
     return axes

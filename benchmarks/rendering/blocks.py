@@ -99,10 +99,17 @@ def _at(line: int, make: Callable[[Spec], str], text: str) -> str:
 
 
 def markdown_files(paths: Iterable[Path]) -> list[Path]:
-    """The files themselves, and every ``*.md`` below the folders. FileNotFoundError on a path that is not there."""
+    """The files themselves, and every ``*.md`` below the folders.
+
+    Raises:
+        FileNotFoundError: On a path that is not there, or a folder without Markdown, of which nothing could be said.
+    """
     files = []
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(f"{path} does not exist; give Markdown files or folders")
-        files += sorted(path.rglob("*.md")) if path.is_dir() else [path]
+        found = sorted(path.rglob("*.md")) if path.is_dir() else [path]
+        if not found:
+            raise FileNotFoundError(f"{path} holds no Markdown; give *.md files, or folders of them such as docs")
+        files += found
     return files

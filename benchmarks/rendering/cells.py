@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 from benchmarks.rendering import numbers
 from benchmarks.rendering.race import Arm, Race
 from benchmarks.result import Compile, Result
 
 MOST_REASON = 300
+NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")  # sizes, counters, addresses
+EMPTY = ("", numbers.NOTHING, f"{numbers.NOTHING} → {numbers.NOTHING}", "not measured")
+OUTCOMES = ("faster", "slower", "undetermined", "reference")
 COMPILE_HEAD = (
     "arm",
     "compile s, cold / warm",
@@ -40,6 +46,22 @@ def speedup_and_verdict(race: Race, arm: Arm, over: Arm | None) -> str:
     if race.speedup(arm, over) is None:
         return numbers.NOTHING
     return "reference" if arm is over else f"{speedup(race, arm, over)} {verdict(race, arm, over)}"
+
+
+def filled(head: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    """A table without the columns in which no row holds anything; the first column stays."""
+    kept = [index for index in range(len(head)) if not index or any(row[index] not in EMPTY for row in rows)]
+    if not rows:
+        kept = list(range(len(head)))
+    return [head[index] for index in kept], [[row[index] for index in kept] for row in rows]
+
+
+def outcome(cell: str) -> str:
+    """The verdict that a cell ends with or that stands before a remark in brackets; empty where there is none.
+
+    It is what a cell is coloured by: ``0.791× [0.790, 0.792] slower (upstream-tuned full + CUDA graph)`` is a loss.
+    """
+    return next((word for word in cell.split() if word in OUTCOMES), "")
 
 
 def compiler_counts(compile: Compile | None) -> str:
@@ -218,13 +240,17 @@ def compile_row(arm: Arm) -> tuple[str, ...]:
 
 
 def troubles(arm: Arm) -> list[str]:
-    """Graph breaks and recompiles, a line for each distinct reason."""
+    """Graph breaks and recompiles, a line for those whose reasons differ in numbers alone."""
     counted = arm.result.counted or Compile()
     lines = []
     for what, reasons in (("break", counted.breaks), ("recompile", counted.recompiles)):
-        for reason in dict.fromkeys(reasons):
-            often = f"{reasons.count(reason)}× " if reasons.count(reason) > 1 else ""
-            lines.append(f"{arm.name}: {often}{what}: {shortened(reason)}")
+        alike: dict[str, list[str]] = {}
+        for reason in reasons:
+            alike.setdefault(NUMBER.sub("#", reason), []).append(reason)
+        for same in alike.values():
+            often = f"{len(same)}× " if len(same) > 1 else ""
+            others = " (and the like with other numbers)" if len(set(same)) > 1 else ""
+            lines.append(f"{arm.name}: {often}{what}: {shortened(same[0])}{others}")
     return lines
 
 

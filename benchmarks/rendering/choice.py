@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from benchmarks import stats
 from benchmarks.rendering import advice, numbers
-from benchmarks.rendering.advice import Step, is_eager
+from benchmarks.rendering.advice import Step
+from benchmarks.rendering.costs import is_eager, pays_back, start_up, total
 from benchmarks.rendering.race import Arm, Caches, Race
 
 # A machine on which two copies of one arm differ by more can tell little apart.
@@ -18,48 +17,6 @@ QUIET = 0.1
 def short_name(arm: Arm) -> str:
     """An arm's name without whose model it is: all are of one."""
     return arm.name.removeprefix(arm.result.case.impl).strip()
-
-
-def start_up(race: Race) -> float:
-    """Seconds that starting the compiler adds to the first call of a process that has compiled nothing yet.
-
-    It is the same for every arm. Of what was measured the least counts, since whatever else the machine did comes on
-    top: a small graph compiled first and alone, and each arm's first result less what compiling it took.
-    """
-    found = []
-    for arm in race.arms:
-        cold, paid = arm.result.cold, arm.paid("cold")
-        if cold is None or is_eager(arm):
-            continue
-        if cold.start_up is not None:
-            found.append(cold.start_up)
-        if cold.time_to_first_result is not None and paid is not None and arm.p50 is not None:
-            found.append(max(0.0, cold.time_to_first_result - paid - arm.p50 / 1e3))
-    return min(found, default=0.0)
-
-
-def before(race: Race, arm: Arm, caches: Caches) -> float | None:
-    """Seconds before the first steady call in a new process: start-up, compiling, capturing; None if not measured."""
-    paid = arm.paid(caches)
-    if paid is None or is_eager(arm):
-        return paid
-    return paid + start_up(race)
-
-
-def total(race: Race, arm: Arm, calls: int, caches: Caches) -> float | None:
-    """Seconds from a new process, imports and model set-up apart, to the last of so many results."""
-    first = before(race, arm, caches)
-    return None if first is None or arm.p50 is None else first + calls * arm.p50 / 1e3
-
-
-def pays_back(race: Race, arm: Arm, caches: Caches) -> float | None:
-    """Calls until all that was paid first is paid back against eager; infinite, NaN and None as ``Race.break_even``."""
-    eager, first = race.own_eager(arm), before(race, arm, caches)
-    if eager is None or eager.p50 is None or arm.p50 is None or first is None or is_eager(arm):
-        return None
-    if race.verdict(arm, eager) == "undetermined":
-        return math.nan
-    return stats.break_even_calls(first, eager.p50, arm.p50)
 
 
 @dataclass(frozen=True)
@@ -81,10 +38,10 @@ def choose(race: Race, calls: int, caches: Caches) -> Choice | None:
     """The choice for so many calls; None where these caches were not measured, or nothing can be told apart."""
     if advice.why_not(race):
         return None
-    costs = {arm: cost for arm in advice.comparable(race) if (cost := before(race, arm, caches)) is not None}
-    if caches == "warm" and not any(_measured(arm, "warm") for arm in costs):
+    arms = advice.comparable(race)
+    if caches == "warm" and not any(_measured(arm, "warm") for arm in arms):
         return None
-    steps = advice.steps_by(race, costs)
+    steps = advice.steps_of_a_new_process(race, arms, caches)
     reached = [step for step in steps if step.calls <= calls]
     return Choice(caches, reached[-1].arm, tuple(steps)) if reached else None
 

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
+from benchmarks import stats
 from benchmarks.rendering import cells, numbers, pieces
 from benchmarks.rendering.labels import label
 from benchmarks.rendering.pieces import LINES, SHAPES, WIDTH
@@ -57,22 +58,26 @@ def compile_against_steady(race: Race, prefix: str) -> Markup | None:
 def break_even(race: Race, prefix: str) -> Markup | None:
     """Total time over calls, cold above and warm below, and where arms overtake their eager; None without figures."""
     arms = list(_lines(race))
+    pairs = _regional_and_full(race)
     which: list[Caches] = [caches for caches in CACHES if any(arm.paid(caches) for arm in arms)]
     if not which:
         return None
     crossings = [calls for caches in which for arm in arms if (calls := _crossing(race, arm, caches))]
+    crossings += [calls for caches in which for pair in pairs if (calls := _overtaking(race, *pair, caches)[1])]
     most = 10 * max(crossings, default=1e3)
+    meetings = [said for pair in pairs for caches in which if (said := meeting(race, *pair, caches))]
 
     def paint(figure: Figure) -> None:
         figure.set_layout_engine("constrained")
         panels = figure.subplots(len(which), 1, sharex=True, squeeze=False)[:, 0]
         for axes, caches in zip(panels, which, strict=True):
-            _totals(figure, axes, race, arms, caches, most)
-        panels[-1].set_xlabel("calls; a dot: from here an arm beats its own eager")
+            _totals(figure, axes, race, arms, pairs, caches, most)
+        panels[-1].set_xlabel("calls; dot: ahead of its own eager; diamond: regional meets full")
         handles = [Line2D([], [], **_line(arm), label=_with_calls(race, arm)) for arm in arms]
+        handles += [pieces.key("D", PAPER, INK, said) for said in meetings]
         figure.legend(handles=handles, loc="outside lower left", title="break-even calls, cold / warm")
 
-    height = 70 + 180 * len(which) + 14 * len(arms)
+    height = 70 + 180 * len(which) + 14 * (len(arms) + len(meetings))
     return draw(paint, width=WIDTH, height=height, label=f"Total time over calls of {race.title}", prefix=prefix)
 
 
@@ -97,8 +102,19 @@ def losses(race: Race, prefix: str) -> Markup | None:
     return draw(paint, width=WIDTH, height=height, label=f"Loss over training steps of {race.title}", prefix=prefix)
 
 
-def _totals(figure: Figure, axes: Any, race: Race, arms: Sequence[Arm], caches: Caches, most: float) -> None:
-    """One panel: what was paid before and the calls since, a line an arm, numbered dots at the crossings."""
+def _totals(
+    figure: Figure,
+    axes: Any,
+    race: Race,
+    arms: Sequence[Arm],
+    pairs: Sequence[tuple[Arm, Arm]],
+    caches: Caches,
+    most: float,
+) -> None:
+    """One panel: what was paid before and the calls since, a line an arm.
+
+    Numbered dots stand where arms overtake their eager, diamonds with the number of calls where regional and full meet.
+    """
     calls = np.geomspace(1, most, 60)
     dots, names, ends = [], [], []
     for arm in arms:
@@ -112,6 +128,12 @@ def _totals(figure: Figure, axes: Any, race: Race, arms: Sequence[Arm], caches: 
             dots.append((crossing, crossing * eager.p50 / 1e3))
             names.append(str(race.arms.index(arm) + 1))
             axes.plot(*dots[-1], "o", color=pieces.colour(arm), markeredgecolor=INK, markersize=6)
+    for pair in pairs:
+        ahead, crossing = _overtaking(race, *pair, caches)
+        if crossing and ahead is not None and ahead.p50 is not None:
+            dots.append((crossing, (ahead.paid(caches) or 0.0) + crossing * ahead.p50 / 1e3))
+            names.append(numbers.calls(crossing))
+            axes.plot(*dots[-1], "D", color=PAPER, markeredgecolor=INK, markersize=7)
     axes.set_xscale("log")
     axes.set(ylabel=f"{caches}: seconds in all", xlim=(1, most))
     pieces.log(axes, "y", ends)
@@ -119,6 +141,47 @@ def _totals(figure: Figure, axes: Any, race: Race, arms: Sequence[Arm], caches: 
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.grid(True)
     label(figure, axes, dots, names)
+
+
+def _regional_and_full(race: Race) -> list[tuple[Arm, Arm]]:
+    """Regional and full of one implementation, both with the outer CUDA graph or both without it."""
+    pairs = []
+    for impl in ("zoo", "upstream", "own"):
+        for cuda_graph in (False, True):
+            regional, full = (
+                race.find(impl=impl, strategy=strategy, cuda_graph=cuda_graph) for strategy in ("regional", "full")
+            )
+            if regional and full and not (regional.wrong or full.wrong) and None not in (regional.p50, full.p50):
+                pairs.append((regional, full))
+    return pairs
+
+
+def _overtaking(race: Race, regional: Arm, full: Arm, caches: Caches) -> tuple[Arm | None, float | None]:
+    """Which of the two takes less time in the long run, and the calls from which on; 0 is from the first call on.
+
+    Of two that cannot be told apart it is the one that is ready sooner. None where the costs were not measured.
+    """
+    paid = {arm: arm.paid(caches) for arm in (regional, full)}
+    if any(cost is None for cost in paid.values()):
+        return None, None
+    sooner, later = sorted((regional, full), key=lambda arm: paid[arm] or 0.0)
+    if race.verdict(later, sooner) != "faster":
+        return sooner, 0.0
+    assert sooner.p50 is not None and later.p50 is not None
+    more = (paid[later] or 0.0) - (paid[sooner] or 0.0)
+    return later, stats.break_even_calls(more, sooner.p50, later.p50)
+
+
+def meeting(race: Race, regional: Arm, full: Arm, caches: Caches) -> str:
+    """Where regional and full cross, by their numbers in the race's table; empty where it was not measured."""
+    ahead, calls = _overtaking(race, regional, full, caches)
+    if ahead is None or calls is None:
+        return ""
+    other = full if ahead is regional else regional
+    first, second = (f"{race.arms.index(arm) + 1} {arm.result.case.strategy}" for arm in (ahead, other))
+    if race.verdict(ahead, other) == "undetermined":
+        return f"{caches}: {first} is ready before {second}, then level"
+    return f"{caches}: {first} ahead of {second} from {numbers.calls(max(calls, 1))} call{'s' * (calls > 1)} on"
 
 
 def _line(arm: Arm) -> dict[str, Any]:
@@ -134,10 +197,12 @@ def _with_calls(race: Race, arm: Arm) -> str:
 
 def _lines(race: Race) -> Iterable[Arm]:
     """The arms whose totals are drawn: eager, full and regional of the zoo and of upstream, and upstream's best."""
+    # Ours with the outer CUDA graph is what is run; beside it stands what it is compared with, the same compiled whole.
+    compared = {("zoo", "regional"), ("zoo", "full")}
     for arm in race.arms:
         case = arm.result.case
         plain = case.impl in ("zoo", "upstream") and case.mode == "default" and not case.dynamic and case.kernels
-        captured = case.cuda_graph and (case.impl, case.strategy) != ("zoo", "regional")
+        captured = case.cuda_graph and (case.impl, case.strategy) not in compared
         if arm.p50 is not None and ((plain and not captured) or arm in (race.best_shipped, race.best_tuned)):
             yield arm
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from benchmarks.rendering import advice, bars, cells, curves, numbers, tables
+from benchmarks.rendering import advice, bars, cells, costs, curves, numbers, summary, tables, ways
 from benchmarks.rendering.commands import commands_of
+from benchmarks.rendering.environments import used_by
+from benchmarks.rendering.families import WORST, by_family, headline, headline_arms, ordered, titles
 from benchmarks.rendering.race import Race, races
 from benchmarks.rendering.selection import UPSTREAM
 from benchmarks.result import Result
@@ -40,61 +42,95 @@ ROW_HEAD = ("p50 ms", "over best as shipped", "over best tuned", "compile s, col
 def report(results: Iterable[Result], environments: Mapping[str, Mapping[str, Any]]) -> str:
     """The whole page. It loads nothing: style, script and figures are in it."""
     results = list(results)
-    shown = races(results, environments)
-    titles = _titles(shown)
-    families: dict[str, list[dict[str, Any]]] = {}
-    for index, race in enumerate(shown):
-        families.setdefault(race.case.family, []).append(_section(race, titles[index], f"race-{index + 1}"))
-    template = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    ).get_template("report.html.jinja")
-    used = dict.fromkeys(result.environment or "" for result in results)
-    rows = [row for index, race in enumerate(shown) for row in _rows(race, titles[index], f"race-{index + 1}")]
+    shown = ordered(races(results, environments))
+    named = titles(shown)
+    anchors = {race: f"race-{number}" for number, race in enumerate(shown, start=1)}
+    families = [
+        _compared(name, chosen, anchors) if ways.is_comparison(chosen) else _family(name, chosen, anchors)
+        for name, chosen in by_family(shown).items()
+    ]
+    template = _template()
+    rows = [row for race in shown for row in _rows(race, named[race], anchors[race])]
+    row_head = _without_empty(rows)
     return template.render(
         style=Markup((TEMPLATES / "report.css").read_text(encoding="utf-8")),
         script=Markup((TEMPLATES / "report.js").read_text(encoding="utf-8")),
         machines=list(dict.fromkeys(race.machine for race in shown)),
         counts=(len(shown), sum(len(race.arms) for race in shown), sum(len(race.failures) for race in shown)),
-        families={name: _family(name, sections) for name, sections in families.items()},
-        headline_head=tables.HEADLINE,
-        decomposition_head=tables.DECOMPOSITION,
-        compile_head=cells.COMPILE_HEAD,
+        families=families,
         all_open=len(shown) <= MOST_OPEN,
-        row_head=ROW_HEAD,
+        row_head=row_head,
         rows=rows,
         impls=sorted({row.impl for row in rows}),
         outcomes=sorted({row.outcome for row in rows}),
-        environments={name: _flat(environments[name]) for name in used if name in environments},
+        environments=used_by(results, environments),
     )
 
 
-def _titles(shown: Sequence[Race]) -> list[str]:
-    """The races' titles without what all of them share; the machine stands in them where there are several."""
-    parts = [(*race.case.race[1:], race.machine) for race in shown]
-    differ = [index for index, values in enumerate(zip(*parts, strict=True)) if index < 2 or len(set(values)) > 1]
-    return [" · ".join(of_one[index] for index in differ) for of_one in parts]
+def _template() -> Template:
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["outcome"] = cells.outcome
+    environment.tests["nothing"] = cells.EMPTY.__contains__
+    return environment.get_template("report.html.jinja")
 
 
-def _family(name: str, sections: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    chosen = [section["race"] for section in sections]
-    anchor = sections[0]["anchor"].replace("race", "family")
+def _family(name: str, chosen: Sequence[Race], anchors: Mapping[Race, str]) -> dict[str, Any]:
+    """A family whose races are shown one by one."""
+    named = titles(chosen)
+    anchor = anchors[chosen[0]].replace("race", "family")
+    head, rows = headline(chosen, named)
+    shown = [race for race, *_ in headline_arms(chosen, named)]
     return {
+        "name": name,
         "anchor": anchor,
-        "sections": sections,
+        "lead": " ".join(summary.sentences(chosen)),
         "library": UPSTREAM.get(name, "upstream"),
-        "speedups": bars.speedups(chosen, [section["title"] for section in sections], f"{anchor}-speedups"),
+        "speedups": bars.speedups(chosen, [named[race] for race in chosen], f"{anchor}-speedups"),
+        "head": head,
+        "rows": [(anchors[race], row[0].endswith(WORST), row) for race, row in zip(shown, rows, strict=True)],
+        "sections": [_section(race, anchors[race]) for race in chosen],
+        "groups": [],
     }
 
 
-def _section(race: Race, title: str, anchor: str) -> dict[str, Any]:
+def _compared(name: str, chosen: Sequence[Race], anchors: Mapping[Race, str]) -> dict[str, Any]:
+    """A family of ways to do one thing, one race and one arm each: a single table of all."""
+    groups = ways.groups(chosen)
+    head, lines = cells.filled(ways.HEAD, [row for group in groups for row in ways.rows(group)])
+    left = iter(lines)
+    return {
+        "name": name,
+        "anchor": anchors[chosen[0]].replace("race", "family"),
+        "lead": " ".join(summary.sentences(chosen)),
+        "head": head,
+        "groups": [
+            (group.title, cells.subject(group.races[0]), [(anchors[race], next(left)) for race in group.races])
+            for group in groups
+        ],
+        "failures": [(race.title, result.status, result.reason or "") for race in chosen for result in race.failures],
+        "notes": [ways.NOTE, *dict.fromkeys(note for race in chosen for note in race.notes if note[0] == "!")],
+        "troubles": [
+            f"{race.case.model}, {race.case.input}: {line}"
+            for race in chosen
+            for arm in race.arms
+            for line in cells.troubles(arm)
+        ],
+        "commands": commands_of(chosen),
+        "sections": [],
+    }
+
+
+def _section(race: Race, anchor: str) -> dict[str, Any]:
     figures = [
         ("Latency", "Shorter is faster; the numbers lead to the table's rows.", bars.latency),
         ("Compile time against steady state", "", curves.compile_against_steady),
-        ("Break-even", "", curves.break_even),
+        ("Break-even", _without_start_up(race), curves.break_even),
         ("Memory", "", bars.memory),
         ("Utilisation", "", bars.utilisation),
         ("Loss", "Where the lines lie on each other, the arms train alike.", curves.losses),
@@ -102,23 +138,30 @@ def _section(race: Race, title: str, anchor: str) -> dict[str, Any]:
     drawn = [(name, said, paint(race, f"{anchor}-{number}")) for number, (name, said, paint) in enumerate(figures)]
     return {
         "race": race,
-        "title": title,
-        "whole_title": race.title,
+        "title": race.title,
         "anchor": anchor,
         "subject": cells.subject(race),
         "lead": advice.lead(race),
         "figures": [figure for figure in drawn if figure[2] is not None],
-        "headline": tables.headline_row(race, race.ours),
-        "head": cells.race_head(race),
-        "rows": [cells.race_row(race, arm) for arm in race.arms],
-        "decomposition": tables.decomposition_rows(race),
-        "compile": [cells.compile_row(arm) for arm in race.arms if cells.compiles(arm)],
+        "arms": cells.filled(cells.race_head(race), [cells.race_row(race, arm) for arm in race.arms]),
+        "decomposition": cells.filled(tables.DECOMPOSITION, tables.decomposition_rows(race)),
+        "compile": cells.filled(
+            cells.COMPILE_HEAD, [cells.compile_row(arm) for arm in race.arms if cells.compiles(arm)]
+        ),
         "prepared": _prepared(race),
         "troubles": [line for arm in race.arms for line in cells.troubles(arm)],
         "failures": [(result.case.arm, result.status, result.reason or "") for result in race.failures],
         "notes": [*cells.notes(race), *_warm_before(race)],
         "commands": commands_of([race]),
     }
+
+
+def _without_start_up(race: Race) -> str:
+    """That the figure's costs are those of a process in which the compiler runs, and what a new one adds."""
+    adds = costs.start_up(race)
+    if not adds:
+        return ""
+    return f"Where the compiler already runs; a new process adds {numbers.significant(adds)} s to whatever is compiled."
 
 
 def _prepared(race: Race) -> list[str]:
@@ -157,12 +200,11 @@ def _rows(race: Race, title: str, anchor: str) -> list[Row]:
     return rows
 
 
-def _flat(environment: Mapping[str, Any], before: str = "") -> list[tuple[str, str]]:
-    """An environment's facts, those within others named ``peaks: copy_bandwidth``."""
-    facts: list[tuple[str, str]] = []
-    for key, value in environment.items():
-        if isinstance(value, Mapping):
-            facts += _flat(value, f"{before}{key}: ")
-        elif (before or key not in ("kind", "id")) and value is not None:
-            facts.append((f"{before}{key}", f"{value:,.6g}" if isinstance(value, float) else str(value)))
-    return facts
+def _without_empty(rows: list[Row]) -> list[str]:
+    """Leave out of all rows the columns that none fills; the head of those that stay."""
+    ran = [index for index, row in enumerate(rows) if row.cells]
+    # The first column of this table stands before these cells, so that any of them may go.
+    head, filled = cells.filled(("", *ROW_HEAD), [("", *rows[index].cells) for index in ran])
+    for index, values in zip(ran, filled, strict=True):
+        rows[index] = replace(rows[index], cells=tuple(values[1:]))
+    return head[1:]

@@ -1,14 +1,11 @@
-"""Rows as Markdown: whole reports, and the pieces that generated tables in the docs are made of."""
+"""Tables in Markdown: the pieces that reports and the generated tables in the docs are made of."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from benchmarks.rendering import cells
-from benchmarks.rendering.commands import commands_of
-from benchmarks.rendering.race import Race, races
-from benchmarks.result import Result
+from benchmarks.rendering.race import Race
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, left: bool = False) -> str:
@@ -26,7 +23,7 @@ def race_table(race: Race) -> str:
     rows = [cells.race_row(race, arm) for arm in race.arms]
     parts = [table(cells.race_head(race), rows)] if rows else []
     if race.failures:
-        parts.append("\n".join(f"- {_escaped(cells.failure(result))}" for result in race.failures))
+        parts.append("\n".join(f"- {escaped(cells.failure(result))}" for result in race.failures))
     return "\n\n".join(parts)
 
 
@@ -36,26 +33,11 @@ def compile_table(race: Race) -> str:
     failures = [result for result in race.failures if result.case.strategy != "eager"]
     parts = [table(cells.COMPILE_HEAD, rows)] if rows else ["No arm that compiles ran."]
     if failures:
-        parts.append("\n".join(f"- {_escaped(cells.failure(result))}" for result in failures))
+        parts.append("\n".join(f"- {escaped(cells.failure(result))}" for result in failures))
     return "\n\n".join(parts)
 
 
-def report(results: Iterable[Result], environments: Mapping[str, Mapping[str, Any]]) -> str:
-    """A whole report: a section a race, with what broke graphs or made them recompile, and how to measure it again."""
-    shown = races(results, environments)
-    parts = ["# Report"]
-    if not shown:
-        parts.append("No rows.")
-    for race in shown:
-        parts += [f"## {race.title}", cells.subject(race) + ".", race_table(race), " ".join(cells.notes(race))]
-        if troubles := [line for arm in race.arms for line in cells.troubles(arm)]:
-            parts += ["Graph breaks and recompiles:", "\n".join(f"- {_escaped(line)}" for line in troubles)]
-        if commands := commands_of([race]):
-            parts += ["Measured by:", "```\n" + "\n".join(commands) + "\n```"]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """Reasons come from error messages: keep them from being read as Markdown or HTML."""
     for mark in "\\`*_<>[]":
         text = text.replace(mark, f"\\{mark}")

@@ -9,11 +9,12 @@ from benchmarks.rendering.race import Race
 from benchmarks.result import device_name
 
 SELECTING = ("family", "model", "input", "workload", "dtype", "device", "gpu", "torch")
+# The model families in the order of their pages, each with the library that it is held against.
 UPSTREAM = {
     "gnn": "torch-geometric",
-    "resnet": "torchvision",
-    "bert": "transformers",
     "llm": "transformers",
+    "bert": "transformers",
+    "resnet": "torchvision",
     "unet": "diffusers",
 }
 

@@ -155,16 +155,20 @@ def worst_row(shown: Sequence[Race]) -> tuple[Race, Arm, Ratio] | None:
     return min(found, key=lambda row: row[2].value, default=None)
 
 
+def with_worst(chosen: Sequence[Race], worst: tuple[Race, Arm, Ratio] | None) -> list[tuple[Race, Arm | None]]:
+    """The rows of a headline: ours of each race, and below them the worst row where it is not among them."""
+    rows = [(race, race.ours) for race in chosen]
+    return rows if worst is None or worst[:2] in rows else [*rows, worst[:2]]
+
+
 def _headline(spec: Spec, shown: list[Race]) -> str:
     chosen = _select(spec, shown)
     if not chosen:
         return _nothing(spec)
-    rows = [(race, race.ours) for race in chosen]
     # The worst row comes from all races of the family, so that a choice of models or inputs cannot hide it.
     everything = _select(spec, shown, ignore=("model", "input"))
     worst = worst_row(everything)
-    if worst is not None and (worst[0], worst[1]) not in rows:
-        rows.append((worst[0], worst[1]))
+    rows = with_worst(chosen, worst)
     notes = []
     if worst is not None:
         race, arm, _ = worst

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.rendering import cells, numbers
+from benchmarks.rendering import advice, cells, numbers, summary, ways
+from benchmarks.rendering.families import by_family, fastest, headline_arms, ordered, titles
 from benchmarks.rendering.race import Arm, Race, races
 from benchmarks.result import Result
 
@@ -20,7 +21,7 @@ STYLES = {"faster": "green", "slower": "red", "undetermined": "yellow", "referen
 def render(
     results: Iterable[Result], environments: Mapping[str, Mapping[str, Any]], console: Console | None = None
 ) -> None:
-    """Print every race: times, what they are over upstream's best, what compiling cost, and what failed.
+    """Print every family in short, then every race: what to run, times over upstream's best, costs, what failed.
 
     Args:
         results: Rows of any number of races.
@@ -28,16 +29,88 @@ def render(
         console: Where to print; standard output if None. Its width decides what is stacked.
     """
     console = console or Console()
-    shown = races(results, environments)
+    shown = ordered(races(results, environments))
     if not shown:
         console.print("No rows.")
-    for race in shown:
-        _print_race(race, console)
+    families = by_family(shown)
+    for name, chosen in families.items():
+        _print_family(name, chosen, titles(chosen), console)
+    for chosen in families.values():
+        for race in () if ways.is_comparison(chosen) else chosen:
+            _print_race(race, console)
+    if len(shown) > 1:  # what a run ends with is what is on the screen then
+        console.print()
+        for name, chosen in families.items():
+            _say(f"{name}: {' '.join(summary.sentences(chosen))}", console)
+
+
+def _say(line: str, console: Console, style: str = "") -> None:
+    console.print(Text(line, style=style))
+
+
+def _print_family(name: str, chosen: Sequence[Race], named: Mapping[Race, str], console: Console) -> None:
+    console.print()
+    _say(name, console, "bold")
+    _say(" ".join(summary.sentences(chosen)), console)
+    if ways.is_comparison(chosen):
+        table = _ways(chosen)
+    elif len(chosen) > 1:
+        table = _headline(chosen, named)
+    else:
+        return  # the race's own tables follow, and say the same
+    console.print()
+    console.print(table)
+    if ways.is_comparison(chosen):
+        for line in (*(f"{race.title}: {cells.failure(r)}" for race in chosen for r in race.failures), ways.NOTE):
+            _say(line, console, "dim")
+
+
+def _headline(chosen: Sequence[Race], named: Mapping[Race, str]) -> Table:
+    """Ours over upstream's best, a line a race, and the worst row; where nothing is ours the fastest over eager."""
+    rows: list[list[Text]] = []
+    if not any(race.ours for race in chosen):
+        for race in chosen:
+            arm = fastest(race)
+            gain = _over_best(race, arm, race.reference) if arm else Text(numbers.NOTHING)
+            rows.append([Text(named[race]), Text(numbers.significant(arm.p50 if arm else None)), gain])
+        return _filled("The fastest over eager", ("ms a call", "× eager"), rows, first="race")
+    for race, arm, title in headline_arms(chosen, named):
+        best, tuned = race.best_shipped, race.best_tuned
+        times = [numbers.significant(shown.p50 if shown else None) for shown in (best, arm)]
+        over = [_over_best(race, arm, best) if arm else Text(numbers.NOTHING) for best in (best, tuned)]
+        rows.append([Text(title), *map(Text, times), *over])
+    columns = ("theirs", "ours", "× as shipped", "× tuned")
+    return _filled("Ours over upstream's best; ms a call", columns, rows, first="race")
+
+
+def _ways(chosen: Sequence[Race]) -> Table:
+    """Ways that ran alone, by input, the fastest first."""
+    columns = ("p50 ms", "over the fastest", "kernels", "MiB", "error", "× floor")
+    rows = []
+    for group in ways.groups(chosen):
+        rows.append([Text(group.title, style="dim"), *[Text("")] * len(columns)])
+        for name, p50, _, over, *more in ways.rows(group):
+            rows.append([Text(name), Text(p50), _verdict(over), *map(Text, more[:4])])
+    return _filled("Ways compared; each ran alone", columns, rows, first="way")
+
+
+def _filled(title: str, columns: Sequence[str], rows: Sequence[Sequence[Text]], *, first: str = "arm") -> Table:
+    """A table of these rows without the columns in which none holds anything."""
+    kept = [
+        index + 1
+        for index in range(len(columns))
+        if not rows or any(row[index + 1].plain not in cells.EMPTY for row in rows)
+    ]
+    table = arms_table(title, *(columns[index - 1] for index in kept), first=first)
+    for row in rows:
+        table.add_row(row[0], *(row[index] for index in kept))
+    return table
 
 
 def _print_race(race: Race, console: Console) -> None:
     console.print()
     console.print(Text(race.title, style="bold"))
+    console.print(Text(advice.lead(race)))
     console.print(Text(cells.subject(race), style="dim"))
     if race.arms:
         times, costs = _times(race, wide=True), _costs(race, wide=True)
@@ -67,19 +140,19 @@ def _fits(table: Table, console: Console) -> bool:
     return ARM_WIDTH + sum(needed) <= console.width
 
 
-def arms_table(title: str, *columns: str) -> Table:
-    """An empty table whose first column holds the arms' names."""
+def arms_table(title: str, *columns: str, first: str = "arm") -> Table:
+    """An empty table whose first column holds names, of arms if nothing else is said."""
     table = Table(
         title=Text(title), title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0), pad_edge=False
     )
-    table.add_column(Text("arm", style="underline"), overflow="fold", min_width=ARM_WIDTH)
+    table.add_column(Text(first, style="underline"), overflow="fold", min_width=ARM_WIDTH)
     for column in columns:
         table.add_column(Text(column, style="underline"), justify="right", no_wrap=True)
     return table
 
 
 def _verdict(text: str) -> Text:
-    return Text(text, style=STYLES.get(text.split()[-1], ""))
+    return Text(text, style=STYLES.get(cells.outcome(text), ""))
 
 
 def _times(race: Race, wide: bool) -> Table:
@@ -88,7 +161,7 @@ def _times(race: Race, wide: bool) -> Table:
     columns = ["p50 ms", "p95 ms", "speed-up", "verdict", "× floor"]
     if wide:
         columns += ["× best as shipped", "× best tuned"]
-    table = arms_table(title, *columns)
+    rows = []
     for arm in race.arms:
         row = [
             Text(cells.name(arm)),
@@ -100,18 +173,17 @@ def _times(race: Race, wide: bool) -> Table:
         ]
         if wide:
             row += [_over_best(race, arm, best) for best in (race.best_shipped, race.best_tuned)]
-        table.add_row(*row)
-    return table
+        rows.append(row)
+    return _filled(title, columns, rows)
 
 
 def _against_upstream(race: Race) -> Table:
-    table = arms_table("Ours over upstream's best", "× best as shipped", "× best tuned")
-    for arm in race.arms:
-        if arm.result.case.impl == "zoo":
-            table.add_row(
-                Text(cells.name(arm)), *(_over_best(race, arm, best) for best in (race.best_shipped, race.best_tuned))
-            )
-    return table
+    rows = [
+        [Text(cells.name(arm)), *(_over_best(race, arm, best) for best in (race.best_shipped, race.best_tuned))]
+        for arm in race.arms
+        if arm.result.case.impl == "zoo"
+    ]
+    return _filled("Ours over upstream's best", ("× best as shipped", "× best tuned"), rows)
 
 
 def _over_best(race: Race, arm: Arm, best: Arm | None) -> Text:
@@ -124,7 +196,7 @@ def _costs(race: Race, wide: bool) -> Table:
     columns = ["cold s", "warm s", "g/b/r", "kernels", "MiB", "error", "break-even"]
     if wide:
         columns = ["cold s", "warm s", "capture s", "first result s", *columns[2:6], "eager's", *columns[6:]]
-    table = arms_table("Compile s, graphs/breaks/recompiles, peak memory, break-even cold/warm", *columns)
+    rows = []
     for arm in race.arms:
         cold = arm.result.cold
         row = [cells.name(arm), cells.seconds(cold), cells.seconds(arm.result.warm)]
@@ -135,5 +207,5 @@ def _costs(race: Race, wide: bool) -> Table:
         if wide:
             row += [cells.eager_error(arm)]
         row += [cells.break_even(race, arm)]
-        table.add_row(*map(Text, row))
-    return table
+        rows.append(list(map(Text, row)))
+    return _filled("Compile s, graphs/breaks/recompiles, peak memory, break-even cold/warm", columns, rows)

@@ -1,0 +1,61 @@
+"""Rows as one Markdown document: what to run first, then the tables, the reasons and how to measure it again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from benchmarks.rendering import advice, cells, summary, tables, ways
+from benchmarks.rendering.commands import commands_of
+from benchmarks.rendering.environments import used_by
+from benchmarks.rendering.families import by_family, headline, ordered, titles
+from benchmarks.rendering.markdown import escaped, table
+from benchmarks.rendering.race import Race, races
+from benchmarks.result import Result
+
+
+def report(results: Iterable[Result], environments: Mapping[str, Mapping[str, Any]]) -> str:
+    """The whole report: each family in short, then a section a race, then the environments."""
+    results = list(results)
+    shown = ordered(races(results, environments))
+    families = by_family(shown)
+    parts = ["# Report"]
+    if not shown:
+        parts.append("No rows.")
+    for name, chosen in families.items():
+        parts += [f"## {name}", " ".join(summary.sentences(chosen))]
+        parts += _ways(chosen) if ways.is_comparison(chosen) else [table(*headline(chosen, titles(chosen)))]
+    for chosen in families.values():
+        for race in () if ways.is_comparison(chosen) else chosen:
+            parts += _race(race)
+    if known := used_by(results, environments):
+        parts.append("## Environments")
+        for name, facts in known.items():
+            parts += [f"### {escaped(name)}", "\n".join(f"- {escaped(key)}: {escaped(fact)}" for key, fact in facts)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _ways(chosen: Sequence[Race]) -> list[str]:
+    groups = ways.groups(chosen)
+    rows = [(group.title, *row) for group in groups for row in ways.rows(group)]
+    failures = [f"- {escaped(f'{race.title}: {cells.failure(r)}')}" for race in chosen for r in race.failures]
+    return [table(*cells.filled(("input", *ways.HEAD), rows)), "\n".join(failures), ways.NOTE, *_measured_by(chosen)]
+
+
+def _race(race: Race) -> list[str]:
+    parts = [f"## {race.title}", advice.lead(race), cells.subject(race) + "."]
+    if race.arms:
+        parts.append(table(*cells.filled(cells.race_head(race), [cells.race_row(race, arm) for arm in race.arms])))
+    parts += ["\n".join(f"- {escaped(cells.failure(result))}" for result in race.failures), " ".join(cells.notes(race))]
+    if race.arms:
+        parts += ["The win taken apart:", table(*cells.filled(tables.DECOMPOSITION, tables.decomposition_rows(race)))]
+    if compiled := [cells.compile_row(arm) for arm in race.arms if cells.compiles(arm)]:
+        parts += ["What compiling cost:", table(*cells.filled(cells.COMPILE_HEAD, compiled))]
+    if troubles := [line for arm in race.arms for line in cells.troubles(arm)]:
+        parts += ["Graph breaks and recompiles:", "\n".join(f"- {escaped(line)}" for line in troubles)]
+    return [*parts, *_measured_by([race])]
+
+
+def _measured_by(chosen: Sequence[Race]) -> list[str]:
+    commands = commands_of(chosen)
+    return ["Measured by:", "```\n" + "\n".join(commands) + "\n```"] if commands else []
