@@ -329,6 +329,24 @@ def test_sums_with_what_the_rows_have_of_their_own(
     assert torch.equal(found, bias)
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_root_of_more_rows_gives_its_first_ones(beside: bool) -> None:
+    graph = hub(mean=True).tensors
+    assert graph.inverse_degree is not None
+    scale = graph.inverse_degree.double()
+
+    def reference(x: Tensor, root: Tensor) -> Tensor:
+        mean, root = edge_sum(x, *exact(graph), row_scale=scale), root[:9]
+        return torch.cat([mean, root], dim=1) if beside else mean + root
+
+    def ours(x: Tensor, root: Tensor) -> Tensor:
+        return mean_neighbours(x, graph, root, beside=beside)
+
+    agree(ours, reference, values(11, 5), values(12, 5), factor=4)
+    # The features themselves, as a layer is given them whose first rows alone are wanted.
+    agree(lambda x: ours(x, x), lambda x: reference(x, x), values(11, 5), factor=4)
+
+
 def test_sums_of_features_that_are_not_contiguous() -> None:
     graph = named("square", weight=True)
     for x in (values(3, 5).t(), values(5, 6)[:, ::2], values(1, 3).expand(5, 3)):

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch_geometric.loader
+from torch.utils import _pytree as pytree
 
 from benchmarks.case import Case
 from benchmarks.training import Trainer
-from benchmarks.workloads import gnn_work
+from benchmarks.workloads import gnn_sampled, gnn_work, graphs
 from benchmarks.workloads.gnn import KINDS, WORKLOAD, architecture
 
 CASE = Case(family="gnn", model="gcn", input="karate", workload="train")
@@ -66,13 +72,17 @@ def test_half_precision_is_refused():
 SAMPLED = replace(CASE, model="graphsage", input="karate-sampled")
 
 
-@pytest.mark.parametrize("impl", ["zoo", "upstream"])
-def test_sampled_losses_are_the_reference_s(impl: str):
-    case = replace(SAMPLED, impl=impl)
+@pytest.mark.parametrize(
+    ("graph", "impl"), [*(("karate", impl) for impl in ("zoo", "upstream", "upstream-tuned")), ("cora-powerlaw", "zoo")]
+)
+def test_sampled_losses_are_the_reference_s(graph: str, impl: str):
+    case = replace(SAMPLED, impl=impl, input=f"{graph}-sampled")
     prepared = WORKLOAD.prepare(case, data_root=None, seed=0)
     arm = Trainer(case, prepared)
     step = arm.eager()
     torch.testing.assert_close(arm.losses(step).double(), prepared.reference(), rtol=1e-4, atol=0)
+    if graph != "karate":
+        return
     with arm.timed():
         losses = [step().item() for _ in range(40)]
     assert sum(losses[-10:]) < 0.9 * sum(losses[:10])
@@ -83,8 +93,11 @@ def test_sampled_shapes_are_declared():
     prepared = WORKLOAD.prepare(case, data_root=None, seed=0)
     training = prepared.training
     assert training is not None and training.loader is not None
-    declared = {(len(batch.nodes), len(batch.graph.source)) for batch in training.shapes}
-    met = {(len(batch.nodes), len(batch.graph.source)) for _ in range(3) for batch in training.loader()}
+    # Of every tensor, so of each layer.
+    declared, met = (
+        {tuple(leaf.shape for leaf in pytree.tree_leaves(batch) if leaf is not None) for batch in batches}
+        for batches in (training.shapes, itertools.chain(*(training.loader() for _ in range(3))))
+    )
     assert met <= declared and len(declared) == len(training.shapes)
     assert (prepared.count, prepared.unit) == (8, "seeds")
 
@@ -100,3 +113,86 @@ def test_rounds_are_epochs_of_new_batches():
 @pytest.mark.parametrize("changes", [{"workload": "inference"}, {"model": "gcn"}])
 def test_sampled_inputs_are_for_training_graphsage(changes: dict[str, str]):
     assert WORKLOAD.refuses(replace(SAMPLED, **changes)) == "karate-sampled is for training, of graphsage"
+
+
+def test_every_graph_can_be_sampled_and_needs_less_memory_than_the_whole_of_it():
+    for name in graphs.INPUTS:
+        case = replace(SAMPLED, input=f"{name}-sampled", device="cuda")
+        assert WORKLOAD.refuses(case) is None
+    for impl in ("zoo", "upstream"):
+        products = replace(SAMPLED, input="products-sampled", device="cuda", impl=impl)
+        assert 10e9 < WORKLOAD.memory_bytes(products) < WORKLOAD.memory_bytes(replace(products, input="products"))
+
+
+class Loader:
+    """In place of torch-geometric's: all neighbours of one hop, whatever was asked for."""
+
+    made: list[Loader]
+
+    def __init__(self, data: Any, **options: Any) -> None:
+        self.data, self.options = data, options
+        self.made.append(self)
+
+    def __iter__(self) -> Iterator[SimpleNamespace]:
+        seeds, size = self.options["input_nodes"], self.options["batch_size"]
+        order = torch.randperm(len(seeds), generator=self.options["generator"])
+        for part in seeds[order].split(size):
+            source, destination = self.data.edge_index
+            edges = torch.isin(destination, part).nonzero().flatten()
+            others = source[edges].unique()
+            nodes = torch.cat([part, others[~torch.isin(others, part)]])
+            place = torch.full((self.data.num_nodes,), -1)
+            place[nodes] = torch.arange(len(nodes))
+            yield SimpleNamespace(
+                n_id=nodes,
+                edge_index=place[self.data.edge_index[:, edges]],
+                batch_size=len(part),
+                num_sampled_nodes=[len(part), len(nodes) - len(part), 0],
+                num_sampled_edges=[len(edges), 0],
+            )
+
+
+@pytest.mark.parametrize("impl", ["upstream", "upstream-tuned"])
+def test_the_library_s_loader_where_it_can_be_had(impl: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Loader, "made", [], raising=False)
+    monkeypatch.setattr(torch_geometric.loader, "NeighborLoader", Loader)
+    monkeypatch.setattr(gnn_sampled, "library_samples", lambda: True)
+    case = replace(SAMPLED, impl=impl)
+
+    def epochs() -> list[list[dict[str, Any]]]:
+        training = WORKLOAD.prepare(case, data_root=None, seed=3).training
+        assert training is not None and training.loader is not None
+        return [list(training.loader()) for _ in range(2)]
+
+    first, again = epochs(), epochs()
+    # One loader for all epochs, whose workers stay.
+    options = Loader.made[0].options
+    assert len(Loader.made) == 2
+    assert options.pop("generator").initial_seed() == 3
+    seeds = options.pop("input_nodes")
+    assert options == {
+        "num_neighbors": [15, 10],
+        "batch_size": 8,
+        "is_sorted": True,
+        "filter_per_worker": True,
+        "shuffle": True,
+        "num_workers": 1,
+        "persistent_workers": True,
+        "pin_memory": False,
+    }
+    edges = Loader.made[0].data.edge_index
+    assert edges.shape == (2, 156) and (edges[1].diff() >= 0).all()
+    # In an order of its own each epoch, and the same when it is run again.
+    orders = [
+        [torch.cat([batch["nodes"][: batch["seeds"]] for batch in epoch]) for epoch in run] for run in (first, again)
+    ]
+    assert torch.equal(orders[0][0], orders[1][0]) and torch.equal(orders[0][1], orders[1][1])
+    assert not torch.equal(orders[0][0], orders[0][1])
+    assert all(torch.equal(order.sort().values, seeds.sort().values) for order in orders[0])
+
+    prepared = WORKLOAD.prepare(case, data_root=None, seed=3)
+    arm = Trainer(case, prepared)
+    step = arm.eager()
+    with arm.timed():
+        losses = [step().item() for _ in range(40)]
+    assert sum(losses[-10:]) < 0.9 * sum(losses[:10])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 import zoo
-from zoo.gnn import GraphSAGE, NeighborSampler, SAGEConfig, SampledBatch
+from zoo.gnn import Bucket, CSRGraph, GNNEpilogue, GraphSAGE, NeighborSampler, SAGEConfig, SampledBatch
+from zoo.gnn.aggregate import mean_neighbours
 from zoo.gnn.sampling import _distinct
 from zoo.training import TrainingStep
 
@@ -29,9 +32,19 @@ def graph(nodes: int = NODES, edges: int = EDGES) -> Tensor:
 
 def model(layers: int = 2, **options: Any) -> GraphSAGE:
     torch.manual_seed(0)
-    config = zoo.create("graphsage-debug", num_layers=layers, in_channels=6, out_channels=3, **options).config
+    options = {"in_channels": 6, "out_channels": 3} | options
+    config = zoo.create("graphsage-debug", num_layers=layers, **options).config
     assert isinstance(config, SAGEConfig)
     return GraphSAGE(config)
+
+
+def shapes_of(batch: SampledBatch) -> tuple[tuple[int, int], ...]:
+    return tuple((len(graph.rowptr) - 1, len(graph.source)) for graph in batch.graphs)
+
+
+def uncut(net: GraphSAGE, sampler: NeighborSampler, batch: SampledBatch) -> CSRGraph:
+    """All edges among all nodes of the batch, for every layer."""
+    return net.prepare(sampler.edges_of(batch), num_nodes=len(batch.nodes))
 
 
 def global_edges(sampler: NeighborSampler, batch: SampledBatch) -> list[tuple[int, int]]:
@@ -47,7 +60,7 @@ def test_sampled_edges_are_edges_of_the_graph_and_no_more_than_asked_for(fanouts
     degree = Counter(edge_index[1].tolist())
     sampler = NeighborSampler(edge_index, fanouts=fanouts, batch_size=16, num_nodes=NODES, device=device)
     for batch in sampler.epoch(0):
-        assert {tensor.device.type for tensor in (batch.nodes, batch.seeds, batch.graph.source)} == {device}
+        assert {tensor.device.type for tensor in (batch.nodes, batch.seeds, batch.graphs[0].source)} == {device}
         edges = global_edges(sampler, batch)
         assert set(edges) <= known and len(set(edges)) == len(edges)
         into = Counter(destination for _, destination in edges)
@@ -92,11 +105,12 @@ def test_any_batch_can_be_had_alone_and_in_any_bucket():
     sampler = NeighborSampler(graph(), fanouts=(4, 3), batch_size=25, num_nodes=NODES)
     *_, last = sampler.epoch(2)
     torch.testing.assert_close(sampler.batch(2, len(sampler) - 1), last, rtol=0, atol=0)
-    for nodes, edges in sampler.buckets:
-        batch = sampler.padded_to((nodes, edges))
-        assert (len(batch.nodes), len(batch.graph.source), len(batch.seeds)) == (nodes, edges, 25)
-    with pytest.raises(ValueError, match=r"\(1, 1\) is none of the buckets"):
-        sampler.padded_to((1, 1))
+    for bucket in sampler.buckets:
+        batch = sampler.padded_to(bucket)
+        assert (len(batch.nodes), len(batch.graphs[0].source), len(batch.seeds)) == (bucket.nodes, bucket.edges, 25)
+        assert shapes_of(batch) == bucket.layers
+    with pytest.raises(ValueError, match=r"is none of the buckets"):
+        sampler.padded_to(Bucket(1, ((1, 1), (1, 1))))
 
 
 def test_the_random_state_of_the_caller_is_left_alone():
@@ -124,7 +138,7 @@ def test_with_all_neighbours_seeds_get_what_the_whole_graph_gives():
     sampler = NeighborSampler(edge_index, fanouts=(-1, -1), batch_size=32, num_nodes=NODES)
     for batch in sampler.epoch(0):
         count = int((batch.seeds >= 0).sum())
-        output = net(x[batch.nodes], batch.graph)
+        output = net(x[batch.nodes], batch.graphs)
         torch.testing.assert_close(output[:count], whole[batch.seeds[:count]])
 
 
@@ -141,9 +155,70 @@ def test_gradients_are_those_of_the_same_edges_without_padding(aggr: str):
     def gradients(output: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(output[:32].square().sum(), weights)
 
-    padded = gradients(net(features, batch.graph))
+    padded = gradients(net(features, batch.graphs))
     plain = gradients(net(features[:nodes], net.prepare(sampler.edges_of(batch), num_nodes=nodes)))
     torch.testing.assert_close(padded, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("aggr", ["mean", "sum", "max"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"project": True}, {"root_weight": False}, {"jk": "cat"}, {"normalize": True, "in_channels": 64}],
+    ids=str,
+)
+def test_a_layer_computes_what_the_next_one_reads_and_nothing_changes_for_the_seeds(
+    aggr: str, options: dict[str, Any], dtype: torch.dtype
+):
+    net = model(layers=3, aggr=aggr, **options).to(dtype)
+    x = torch.randn(NODES, net.config.in_channels, dtype=dtype, requires_grad=True)
+    sampler = NeighborSampler(graph(), fanouts=(3, 2, 2), batch_size=8, num_nodes=NODES)
+    batch = sampler.batch(0, 1)
+    rows = [rows for rows, _ in shapes_of(batch)]
+    assert len(batch.nodes) > rows[0] > rows[1] > rows[2] == 8
+
+    computed: list[int] = []
+    for layer in net.layers:
+        if layer.epilogue is not None:
+            layer.epilogue.register_forward_hook(lambda module, args, out: computed.append(len(out)))  # type: ignore
+
+    def results(graphs: Any) -> list[Tensor]:
+        output = net(x[batch.nodes], graphs)
+        return [output[:8], *torch.autograd.grad(output[:8].square().sum(), [x, *net.parameters()])]
+
+    cut = results(batch.graphs)
+    assert computed == rows[: len(computed)] and len(computed) >= 2
+    for found, wanted in zip(cut, results(uncut(net, sampler, batch)), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_features_that_are_their_own_root_have_both_derivatives(beside: bool):
+    batch = NeighborSampler(graph(20, 60), fanouts=(2, 2), batch_size=3, num_nodes=20).batch(0, 0)
+    edges = batch.graphs[0]
+    assert edges.inverse_degree is not None and len(edges.rowptr) <= len(batch.nodes)
+    edges = edges._replace(inverse_degree=edges.inverse_degree.double())
+    x = torch.randn(len(batch.nodes), 1, dtype=torch.float64, requires_grad=True)
+
+    def mean(x: Tensor) -> Tensor:
+        return mean_neighbours(x, edges, x, beside=beside)
+
+    assert torch.autograd.gradcheck(mean, x) and torch.autograd.gradgradcheck(mean, x)
+
+
+def test_a_batch_beyond_any_cap_goes_to_the_largest_bucket():
+    options: dict[str, Any] = {"fanouts": (4, 3), "batch_size": 16, "num_nodes": NODES}
+    (most,) = NeighborSampler(graph(), **options).buckets
+    (rows, edges), last = most.layers
+    small = Bucket(most.nodes, ((70, edges), last))
+    sampler = NeighborSampler(graph(), **options, buckets=[most, small])
+    met = Counter()
+    for batch in itertools.chain(*map(sampler.epoch, range(3))):
+        needed = int((batch.graphs[0].rowptr.diff() > 0).nonzero().max()) + 1
+        met[shapes_of(batch)[0][0]] += 1
+        assert shapes_of(batch) in (small.layers, most.layers)
+        assert needed <= 70 or shapes_of(batch)[0][0] == rows
+    assert set(met) == {70, rows}
 
 
 def test_padding_is_never_read():
@@ -155,10 +230,11 @@ def test_padding_is_never_read():
     features = x[batch.nodes]
     poisoned = features.clone()
     poisoned[nodes:] = torch.nan
-    seeds = net(features, batch.graph)[:32]
-    torch.testing.assert_close(net(poisoned, batch.graph)[:32], seeds, rtol=0, atol=0)
-    changed = batch.graph._replace(source=batch.graph.source.clone())
-    changed.source[edges.shape[1] :] = 7
+    seeds = net(features, batch.graphs)[:32]
+    torch.testing.assert_close(net(poisoned, batch.graphs)[:32], seeds, rtol=0, atol=0)
+    changed = tuple(graph._replace(source=graph.source.clone()) for graph in batch.graphs)
+    for each in changed:
+        each.source[int(each.rowptr[-1]) :] = 7
     torch.testing.assert_close(net(features, changed)[:32], seeds, rtol=0, atol=0)
 
 
@@ -169,7 +245,7 @@ def test_an_epoch_has_as_many_shapes_as_buckets_and_compiles_no_more():
     zoo.compile_regions(net, backend="aot_eager")
 
     def loss(net: GraphSAGE, batch: SampledBatch) -> Tensor:
-        return F.cross_entropy(net(x[batch.nodes], batch.graph)[:16], batch.labels(y))
+        return F.cross_entropy(net(x[batch.nodes], batch.graphs)[:16], batch.labels(y))
 
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-2, fused=True)
     step = TrainingStep(net, loss, optimizer, cuda_graph=True, warmup=2)
@@ -178,11 +254,77 @@ def test_an_epoch_has_as_many_shapes_as_buckets_and_compiles_no_more():
     with zoo.enforce_budget(net):
         for epoch in range(6):
             for batch in sampler.epoch(epoch):
-                shapes.add((batch.nodes.shape, batch.graph.source.shape))
+                shapes.add((batch.nodes.shape, batch.graphs[0].source.shape))
                 losses.append(step(batch).item())
     assert len(shapes) <= len(sampler.buckets) <= 2
     assert len(step.captured) >= 1
     assert sum(losses[-13:]) < 0.95 * sum(losses[:13])
+
+
+@pytest.mark.parametrize("jk", [None, "cat"])
+def test_after_the_declared_shapes_nothing_compiles(jk: str | None):
+    net = model(layers=3, jk=jk).train()
+    x, y = torch.randn(NODES, 6), torch.randint(3, (NODES,))
+    options: dict[str, Any] = {"fanouts": (3, 2, 2), "batch_size": 8, "num_nodes": NODES}
+    sampler = NeighborSampler(graph(), **options)
+    (most,) = sampler.buckets
+    usual = sorted(sum(drawn.hop_nodes[:-1]) for drawn in sampler.subgraphs(0))[len(sampler) // 2]
+    small = Bucket(most.nodes, ((usual, most.edges), *most.layers[1:]))
+    sampler = NeighborSampler(graph(), **options, buckets=[small, most])
+    zoo.compile_regions(net, backend="aot_eager")
+
+    def train(batch: SampledBatch) -> None:
+        F.cross_entropy(net(x[batch.nodes], batch.graphs), batch.labels(y)).backward()
+
+    with zoo.enforce_budget(net):
+        for bucket in sampler.buckets:
+            train(sampler.padded_to(bucket))
+    # A graph for each size of a hidden layer; only those of the first one differ from bucket to bucket.
+    epilogues = [module for module in net.modules() if isinstance(module, GNNEpilogue)]
+    compiled = counters["stats"]["unique_graphs"]
+    sizes = {rows for bucket in sampler.buckets for rows, _ in bucket.layers[: len(epilogues)]}
+    assert len(sizes) == len(epilogues) + 1
+    with zoo.enforce_budget(net):
+        shapes = {shapes_of(batch) for batch in sampler.epoch(0) if train(batch) is None}
+    assert shapes == {bucket.layers for bucket in sampler.buckets}
+    assert counters["stats"]["unique_graphs"] == compiled
+
+
+def test_layers_have_a_budget_each_and_no_more():
+    net = model(layers=4)
+    zoo.compile_regions(net, backend="aot_eager")
+    sampler = NeighborSampler(graph(), fanouts=(2, 2, 2, 2), batch_size=8, num_nodes=NODES)
+    batch = sampler.batch(0, 0)
+    assert net.region_sizes(torch.randn(len(batch.nodes), 6), batch.graphs) == 3
+    report = zoo.find_regions(net, inputs={"x": torch.randn(len(batch.nodes), 6), "edge_index": batch.graphs})
+    assert report.graphs_needed == 3
+    with zoo.enforce_budget(net):
+        net(torch.randn(len(batch.nodes), 6), batch.graphs)
+        net(torch.randn(NODES, 6), graph())
+
+
+def test_the_whole_model_compiles_from_a_batch_without_a_break():
+    net, x = model(layers=3), torch.randn(NODES, 6)
+    sampler = NeighborSampler(graph(), fanouts=(3, 2, 2), batch_size=8, num_nodes=NODES)
+    batch = sampler.batch(0, 0)
+    compiled = torch.compile(net, fullgraph=True, dynamic=False, backend="aot_eager")
+    expected, found = net(x[batch.nodes], batch.graphs), compiled(x[batch.nodes], batch.graphs)
+    torch.testing.assert_close(found, expected)
+    weights = list(net.parameters())
+    wanted = torch.autograd.grad(expected.square().sum(), weights)
+    torch.testing.assert_close(torch.autograd.grad(found.square().sum(), weights), wanted)
+
+
+def test_graphs_of_another_model_or_another_batch_are_refused():
+    sampler = NeighborSampler(graph(), fanouts=(3, 2), batch_size=8, num_nodes=NODES)
+    batch = sampler.batch(0, 0)
+    x = torch.randn(len(batch.nodes), 6)
+    with pytest.raises(ValueError, match="graphs of 2 layers and the model has 3; sample as many hops"):
+        model(layers=3)(x, batch.graphs)
+    with pytest.raises(ValueError, match="the graph of layer 0 takes|x has"):
+        model()(x, batch.graphs[::-1])
+    with pytest.raises(ValueError, match="the graph of layer 1 takes"):
+        model()(x, batch.graphs[:1] * 2)
 
 
 def test_labels_of_missing_seeds_are_ignored():
@@ -200,14 +342,14 @@ def test_a_gpu_samples_the_seeds_of_the_host_and_the_same_batches_every_time():
     batches = []
     for batch in ours.epoch(1):
         busy = busy @ busy / 64  # what a step would be: the batch is read when all of it is done
-        batches.append(batch.graph.source.clone())
+        batches.append(batch.graphs[0].source.clone())
         assert busy.is_cuda
     assert len(batches) == len(ours)
     for index, source in enumerate(batches):
         again = ours.batch(1, index)
-        assert torch.equal(again.graph.source, source)
+        assert torch.equal(again.graphs[0].source, source)
         assert torch.equal(again.seeds.cpu(), host.batch(1, index).seeds)
-    assert not torch.equal(ours.batch(2, 0).graph.source, batches[0])
+    assert not torch.equal(ours.batch(2, 0).graphs[0].source, batches[0])
 
 
 @pytest.mark.gpu
@@ -218,7 +360,7 @@ def test_a_captured_step_learns_from_batches_of_the_gpu():
     sampler = NeighborSampler(graph(), fanouts=(4, 3), batch_size=16, num_nodes=NODES, device="cuda")
 
     def loss(net: GraphSAGE, batch: SampledBatch) -> Tensor:
-        return F.cross_entropy(net(x[batch.nodes], batch.graph)[:16], batch.labels(y))
+        return F.cross_entropy(net(x[batch.nodes], batch.graphs)[:16], batch.labels(y))
 
     step = TrainingStep(net, loss, torch.optim.AdamW(net.parameters(), lr=3e-2, fused=True, capturable=True))
     losses = [step(batch).item() for epoch in range(8) for batch in sampler.epoch(epoch)]
@@ -229,7 +371,8 @@ def test_a_captured_step_learns_from_batches_of_the_gpu():
 def test_a_batch_moves_to_a_device():
     batch = next(NeighborSampler(graph(), fanouts=(2,), batch_size=8, num_nodes=NODES).epoch(0))
     moved = batch.pin_memory().to("cuda", non_blocking=True)
-    assert moved.nodes.is_cuda and moved.graph.transpose is not None and moved.graph.transpose.colptr.is_cuda
+    assert moved.nodes.is_cuda
+    assert all(graph.transpose is not None and graph.transpose.colptr.is_cuda for graph in moved.graphs)
     torch.testing.assert_close(moved.to("cpu"), batch, rtol=0, atol=0)
 
 
@@ -237,9 +380,9 @@ def test_other_models_refuse_sampled_tensors():
     batch = next(NeighborSampler(graph(), fanouts=(2,), batch_size=8, num_nodes=NODES).epoch(0))
     gcn = zoo.create("gcn-debug", in_channels=6)
     with pytest.raises(ValueError, match=r"GCN was given prepared tensors .* use GraphSAGE"):
-        gcn(torch.randn(len(batch.nodes), 6), batch.graph)
+        gcn(torch.randn(len(batch.nodes), 6), batch.graphs)
     with pytest.raises(ValueError, match="x has 3 rows and the graph has"):
-        model()(torch.randn(3, 6), batch.graph)
+        model(layers=1)(torch.randn(3, 6), batch.graphs)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +395,9 @@ def test_other_models_refuse_sampled_tensors():
         ({"device": "meta"}, "device is meta; batches are sampled on the host, 'cpu', or on a GPU, 'cuda'"),
         ({"seeds": torch.tensor([200])}, "seeds must be nodes of the graph, 0 to 199"),
         ({"seeds": torch.tensor([], dtype=torch.int64)}, "and at least one"),
-        ({"buckets": [(64, 64)]}, r"up to 200 nodes and .* edges; the largest bucket is \(64, 64\)"),
+        ({"buckets": [Bucket(200, ((80, 500), (15, 64)))]}, "does not have 2 layers, one a hop, the last of 16 rows"),
+        ({"buckets": [Bucket(200, ((80, 50), (16, 64)))]}, "has a layer with more rows or edges than the one before"),
+        ({"buckets": [(64, 64)]}, r"up to 200 nodes and .*; the largest bucket is Bucket\(nodes=64"),
     ],
 )
 def test_what_is_out_of_range_is_refused(options: dict[str, Any], message: str):
@@ -273,5 +418,5 @@ def test_it_draws_as_many_nodes_and_edges_as_the_loader_of_torch_geometric():
     theirs = [next(iter(loader)) for _ in range(5)]
     sampler = NeighborSampler(edge_index, fanouts=(4, 3), batch_size=NODES, num_nodes=NODES)
     ours = [next(sampler.epoch(epoch)) for epoch in range(5)]
-    edges = [int(batch.graph.rowptr[-1]) for batch in ours]
+    edges = [int(batch.graphs[0].rowptr[-1]) for batch in ours]
     assert sum(edges) == pytest.approx(sum(batch.num_edges for batch in theirs), rel=0.05)

@@ -31,6 +31,9 @@ def enforce_budget(model: nn.Module) -> Iterator[None]:
     ``compile_regions``), a graph break, a recompile (one class, signature, mode and kind of input compiled twice), or
     a region that did not run compiled: bypassed by a direct ``forward``, disabled, or never reached.
 
+    A model that gives its regions inputs of several sizes in one call says of how many, in a method ``region_sizes``
+    that takes what ``forward`` takes: each size has the budget.
+
     An exception raised in the block passes through unchanged.
 
     Raises:
@@ -92,9 +95,10 @@ def _over_budget(plan: Plan) -> Iterator[str]:
     for (cls, in_mode, _), entries in groups.items():
         found = plan.region_of(cls)
         graphs = sum(entry.graphs for entry in entries)
-        if graphs > found.budget:
-            where = ", ".join(f"{entry.name} ({_reason(entry)})" for entry in entries[found.budget :])
-            yield f"{found.name}: {graphs} graphs in mode {in_mode}, budget {found.budget}; beyond it: {where}"
+        budget = found.budget * entries[0].model_sizes
+        if graphs > budget:
+            where = ", ".join(f"{entry.name} ({_reason(entry)})" for entry in entries[budget:])
+            yield f"{found.name}: {graphs} graphs in mode {in_mode}, budget {budget}; beyond it: {where}"
 
 
 def _recompiled(plan: Plan, new: list[Entry]) -> Iterator[str]:

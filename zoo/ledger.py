@@ -24,8 +24,9 @@ class Entry:
     """One compilation of one region.
 
     ``graphs`` is what reached the backend (0: nothing was captured). ``inputs`` and ``model_inputs`` are kinds of
-    input, hashable; ``seconds`` is the forward's compile time, a backward compiled later is an entry of its own with
-    ``backward=True`` and no graph.
+    input, hashable, and ``model_sizes`` how many sizes the model says that its regions are given in the call;
+    ``seconds`` is the forward's compile time, a backward compiled later is an entry of its own with ``backward=True``
+    and no graph.
     """
 
     compile_id: str
@@ -36,6 +37,7 @@ class Entry:
     mode: str
     inputs: Hashable
     model_inputs: Hashable
+    model_sizes: int
     graphs: int
     seconds: float
     backward: bool = False
@@ -108,7 +110,7 @@ class Ledger:
             self._backward_since[args.compile_id] = time.perf_counter()
         if args.callback_trigger.name != "DYNAMO":
             return
-        module, call, root_call = self._caller()
+        module, call, root_call, sizes = self._caller()
         if module is None:
             return
         model, name = self._watched[module]
@@ -121,6 +123,7 @@ class Ledger:
             mode=mode(module),
             inputs=call,
             model_inputs=root_call,
+            model_sizes=sizes,
             graphs=_unique_graphs(),
             seconds=time.perf_counter(),
         )
@@ -142,11 +145,12 @@ class Ledger:
         for listener in list(self.listeners):
             listener(entry)
 
-    def _caller(self) -> tuple[nn.Module | None, Hashable, Hashable]:
-        """The watched module whose call is being compiled, its inputs, and the inputs of the model around it."""
+    def _caller(self) -> tuple[nn.Module | None, Hashable, Hashable, int]:
+        """The watched module whose call is being compiled, its inputs, and inputs and sizes of the model around it."""
         module: nn.Module | None = None
         call: Hashable = None
         root_call: Hashable = None
+        sizes = 1
         entry_point = nn.Module._wrapped_call_impl.__code__
         frame = sys._getframe(1)
         while frame is not None:
@@ -154,16 +158,19 @@ class Ledger:
                 called = frame.f_locals["self"]
                 # Only the innermost call counts: a helper compiled inside a region is not the region.
                 if module is None and called not in self._watched:
-                    return None, None, None
+                    return None, None, None, sizes
                 if module is None or called in self._roots:
-                    kinds = input_signature(*frame.f_locals["args"], **frame.f_locals["kwargs"])
+                    args, kwargs = frame.f_locals["args"], frame.f_locals["kwargs"]
+                    kinds = input_signature(*args, **kwargs)
                     if module is None:
                         module, call = called, kinds
                     if called in self._roots:
                         root_call = kinds
+                        if hasattr(called, "region_sizes"):
+                            sizes = called.region_sizes(*args, **kwargs)
                         break
             frame = frame.f_back  # type: ignore[assignment]
-        return module, call, root_call
+        return module, call, root_call, sizes
 
 
 def _unique_graphs() -> int:

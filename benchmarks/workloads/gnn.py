@@ -36,7 +36,7 @@ class GnnWorkload:
 
     family = "gnn"
     models: tuple[str, ...] = (*KINDS, *(f"{kind}-8x256" for kind in KINDS))
-    inputs: tuple[str, ...] = (*graphs.INPUTS, *(name + SAMPLED for name in ("karate", "arxiv", "products")))
+    inputs: tuple[str, ...] = (*graphs.INPUTS, *(name + SAMPLED for name in graphs.INPUTS))
 
     def default_races(self, device: str, quick: bool, workload: str = "inference") -> list[tuple[str, str]]:
         """(model, input) pairs of a plain run."""
@@ -66,6 +66,8 @@ class GnnWorkload:
         graph_name = case.input.removesuffix(SAMPLED)
         counts = graphs.spec(graph_name)
         arch = architecture(case.model, graph_name, features=counts.features, classes=counts.classes)
+        if case.input.endswith(SAMPLED):
+            return gnn_sampled.memory_bytes(case, arch, counts.nodes, counts.edges)
         nodes, edges, itemsize = counts.nodes, counts.edges, dtype_of(case).itemsize
         # Raw edges, and while they are sorted (by the generator, or for a CSR) keys, values, order and work space.
         sorting = 6 * 16 * edges
@@ -182,9 +184,13 @@ def architecture(model: str, input: str, *, features: int, classes: int) -> Arch
 def _implementation(
     case: Case, arch: Architecture, shipped: torch.nn.Module, graph: Graph
 ) -> tuple[torch.nn.Module, dict[str, Any], str | None]:
-    """The case's model, its inputs besides ``x``, and what was prepared once, if anything."""
-    if case.impl == "upstream":
-        return shipped, {"edge_index": graph.edge_index}, None
+    """The case's model, its inputs besides ``x``, and what was prepared once, if anything.
+
+    Where parts of the graph are sampled nothing of the whole is prepared, and no input is left.
+    """
+    sampled = case.input.endswith(SAMPLED)
+    if case.impl == "upstream" or (sampled and case.impl == "upstream-tuned"):
+        return shipped, {} if sampled else {"edge_index": graph.edge_index}, None
     if case.impl == "upstream-tuned":
         layout = gnn_upstream.tuned_layout(case, arch.kind)
         model, inputs = gnn_upstream.tune(arch, shipped, graph.edge_index, graph.nodes, layout)
@@ -192,6 +198,8 @@ def _implementation(
     from zoo.gnn.upstream import from_upstream
 
     ours: Any = from_upstream(shipped)
+    if sampled:
+        return ours, {}, None
     return ours, {"edge_index": ours.prepare(graph.edge_index, num_nodes=graph.nodes)}, "CSRGraph"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -87,9 +88,14 @@ def for_training(prepared: Prepared, arch: Architecture, graph: Graph, *, seed: 
 
 def flops(arch: Architecture, nodes: int, edges: int) -> int:
     """Gradients by inputs and by weights each take what the forward does; the first layer's input needs none."""
-    first = arch.stack()[0]
+    return flops_of_layers(arch, [(nodes, edges)] * arch.layers)
+
+
+def flops_of_layers(arch: Architecture, sizes: Sequence[tuple[int, int]]) -> int:
+    """:func:`flops` where each layer has (nodes, edges) of its own."""
+    first, nodes = arch.stack()[0], sizes[0][0]
     maps = 2 if arch.kind == "graphsage" else 1
-    return 3 * gnn_work.flops(arch, nodes, edges) - 2 * maps * nodes * first.inputs * first.transformed
+    return 3 * gnn_work.flops_of_layers(arch, sizes) - 2 * maps * nodes * first.inputs * first.transformed
 
 
 def memory_bytes(case: Case, arch: Architecture, nodes: int, edges: int) -> int:

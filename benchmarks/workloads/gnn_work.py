@@ -5,6 +5,7 @@ Legend: N nodes, E edges with the self-loops that a layer adds, H heads, s bytes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -92,8 +93,14 @@ def flops(arch: Architecture, nodes: int, edges: int) -> int:
 
     Element-wise work (activations, softmax, division by degrees) is not counted, as torch's own counter does not.
     """
-    total, messages = 0, arch.edges(nodes, edges)
-    for layer in arch.stack():
+    return flops_of_layers(arch, [(nodes, edges)] * arch.layers)
+
+
+def flops_of_layers(arch: Architecture, sizes: Sequence[tuple[int, int]]) -> int:
+    """:func:`flops` where each layer has (nodes, edges) of its own."""
+    total = 0
+    for layer, (nodes, edges) in zip(arch.stack(), sizes, strict=True):
+        messages = arch.edges(nodes, edges)
         dense = 2 * nodes * layer.inputs * layer.transformed
         if arch.kind == "gat":
             # Scores need the transformed features, and each head weighs its own part of them.
@@ -106,9 +113,14 @@ def flops(arch: Architecture, nodes: int, edges: int) -> int:
 
 def bytes_moved(arch: Architecture, nodes: int, edges: int, itemsize: int) -> int:
     """Fewest bytes that one forward moves through device memory, as :data:`BYTES_FORMULA` says."""
-    messages = arch.edges(nodes, edges)
+    return bytes_of_layers(arch, [(nodes, edges)] * arch.layers, itemsize)
+
+
+def bytes_of_layers(arch: Architecture, sizes: Sequence[tuple[int, int]], itemsize: int) -> int:
+    """:func:`bytes_moved` where each layer has (nodes, edges) of its own."""
     total = parameters(arch) * itemsize
-    for layer in arch.stack():
+    for layer, (nodes, edges) in zip(arch.stack(), sizes, strict=True):
+        messages = arch.edges(nodes, edges)
         narrow = min(layer.inputs, layer.transformed)
         values = messages * narrow + nodes * layer.outputs
         transform_first = layer.transformed < layer.inputs

@@ -1,5 +1,8 @@
 """Graph neural networks: GCN, GAT and GraphSAGE over a graph that is prepared once."""
 
+from zoo.gnn.batches import Bucket as Bucket
+from zoo.gnn.batches import SampledBatch as SampledBatch
+from zoo.gnn.batches import Subgraph as Subgraph
 from zoo.gnn.config import GATConfig as GATConfig
 from zoo.gnn.config import GCNConfig as GCNConfig
 from zoo.gnn.config import SAGEConfig as SAGEConfig
@@ -15,7 +18,6 @@ from zoo.gnn.model import GNNLayer as GNNLayer
 from zoo.gnn.model import GraphSAGE as GraphSAGE
 from zoo.gnn.presets import PRESETS, build, example_inputs
 from zoo.gnn.sampling import NeighborSampler as NeighborSampler
-from zoo.gnn.sampling import SampledBatch as SampledBatch
 from zoo.registry import Family, register
 
 FAMILY = register(

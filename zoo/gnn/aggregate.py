@@ -25,7 +25,7 @@ def sum_neighbours(x: Tensor, graph: GraphTensors, root: Tensor | None = None, *
     Args:
         x: [S, C].
         graph: The edges.
-        root: [D, C], what each destination adds of its own, in the same pass.
+        root: [D, C], what each destination adds of its own, in the same pass; of more rows the first D.
         beside: Put ``root`` beside the sums instead.
 
     Returns:

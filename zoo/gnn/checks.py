@@ -5,8 +5,13 @@ Only ``node_counts`` reads values, and with them synchronises with the device.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from zoo.gnn.csr import GraphTensors
 
 
 def check_features(x: Tensor, channels: int, weight: Tensor, what: str = "x") -> None:
@@ -35,6 +40,28 @@ def check_nodes(x: Tensor, count: int, device: torch.device, what: str = "x") ->
         )
     if x.device != device:
         raise ValueError(f"{what} is on {x.device} and the graph on {device}; move one of them, graph.to({x.device})")
+
+
+def check_layers(x: Tensor, graphs: tuple[GraphTensors, ...], layers: int) -> None:
+    """A graph a layer, each from what the layer before it computes, or a part of that, to its own rows."""
+    if len(graphs) != layers:
+        raise ValueError(
+            f"there are graphs of {len(graphs)} layers and the model has {layers}; sample as many hops as it has layers"
+        )
+    check_nodes(x, _sources(graphs[0], x.shape[0]), graphs[0].rowptr.device)
+    known = x.shape[0]
+    for index, graph in enumerate(graphs):
+        rows = graph.rowptr.shape[0] - 1
+        if rows > known or _sources(graph, known) != known:
+            raise ValueError(
+                f"the graph of layer {index} takes {_sources(graph, known)} rows to {rows}, and the layer is given "
+                f"{known}; pass the graphs of a SampledBatch as they are"
+            )
+        known = rows
+
+
+def _sources(graph: GraphTensors, default: int) -> int:
+    return default if graph.transpose is None else graph.transpose.colptr.shape[0] - 1
 
 
 def check_edges(edge_index: Tensor, edge_weight: Tensor | None) -> None:

@@ -24,6 +24,8 @@ from zoo.gnn.prepare import GraphMemory, weight_dtype
 from zoo.step_buffers import is_step_input
 
 Graph: TypeAlias = GraphTensors | CSRGraph | Tensor
+# A sampled batch's, one a layer.
+Graphs: TypeAlias = tuple[GraphTensors, ...]
 Features: TypeAlias = Tensor | tuple[Tensor, Tensor]
 
 
@@ -226,6 +228,19 @@ class SAGEConv(_Conv):
             return F.linear(x, torch.cat(self._weights, dim=1), bias)
         neighbours, root = x.chunk(2, dim=1)
         return _add(self._aggregate(neighbours, graph, root), bias)
+
+    def first_of_fewer(self, x: Tensor, graph: GraphTensors) -> Tensor:
+        """``first`` where only the first D of the S rows are wanted, with edges from all: [D, 2 C_in or C_out].
+
+        Summed first, whatever the widths: a product before it would be one of S rows.
+        """
+        if self.in_one:
+            return self._aggregate(x, graph, x, beside=True)
+        return self._apart(x, x[: graph.rowptr.shape[0] - 1], graph)
+
+    def second_of_fewer(self, x: Tensor, graph: GraphTensors, bias: Tensor | None) -> Tensor:
+        """What ``first_of_fewer`` left to do, [D, C_out], and the bias unless whoever follows adds it."""
+        return F.linear(x, torch.cat(self._weights, dim=1), bias) if self.in_one else _add(x, bias)
 
     @property
     def _weights(self) -> tuple[Tensor, Tensor]:

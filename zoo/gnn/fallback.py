@@ -35,7 +35,7 @@ def csr_sum(
     root: Tensor | None = None,
     beside: bool = False,
 ) -> Tensor:
-    """Weighted sum of gathered rows plus ``root`` [R, C], or with it beside: x [S, C] -> [R, C] or [R, 2 C]."""
+    """Weighted sum of gathered rows plus ``root`` [R or more, C], or with it beside: x [S, C] -> [R, C] or [R, 2 C]."""
     assert rows.nodes is not None
     if gather_scale is not None:
         factor = gather_scale.index_select(0, rows.nodes)
@@ -44,6 +44,7 @@ def csr_sum(
     if row_scale is not None:
         total = total * row_scale.to(total.dtype).unsqueeze(1)
     if root is not None:
+        root = root[: rows.number]
         total = torch.cat([total, root.to(total.dtype)], dim=1) if beside else total + root
     return total.to(x.dtype)
 
@@ -162,8 +163,16 @@ def gat_backward(
 def _sum_bags(x: Tensor, index: Tensor, pointers: Tensor, weight: Tensor | None = None) -> Tensor:
     """Rows of x [S, C], gathered, weighed and summed: [R, C]."""
     weight = None if weight is None else weight.to(x.dtype).contiguous()
-    offsets = pointers.to(index.dtype)
-    return F.embedding_bag(index, x, offsets, mode="sum", per_sample_weights=weight, include_last_offset=True)
+    offsets, padded = pointers.to(index.dtype), False
+    # On GPUs and in float64 the last bag goes on to the end of the index, wherever it was said to end: padding is left
+    # out, or is a bag of its own where looking for its start would wait for the device.
+    if pointers.device.type == "cpu":
+        edges = int(pointers[-1])
+        index, weight = index[:edges], None if weight is None else weight[:edges]
+    else:
+        offsets, padded = F.pad(offsets, (0, 1), value=index.shape[0]), True
+    bags = F.embedding_bag(index, x, offsets, mode="sum", per_sample_weights=weight, include_last_offset=True)
+    return bags[:-1].clone() if padded else bags
 
 
 def _sum_rows(values: Tensor, pointers: Tensor) -> Tensor:

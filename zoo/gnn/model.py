@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.gnn.checks import check_features, check_nodes
+from zoo.gnn.checks import check_features, check_layers, check_nodes
 from zoo.gnn.config import GATConfig, GCNConfig, GNNConfig, SAGEConfig
-from zoo.gnn.convs import GATConv, GCNConv, Graph, SAGEConv, prepare_graph
+from zoo.gnn.convs import GATConv, GCNConv, Graph, Graphs, SAGEConv, prepare_graph
 from zoo.gnn.csr import CSRGraph, GraphTensors, Recipe
 from zoo.gnn.norms import make_activation, make_norm
 from zoo.gnn.outside import outside_compile
@@ -90,6 +90,16 @@ class GNNLayer(nn.Module):
     def steps(self) -> tuple[Step, ...]:
         """What the layer does, each step from the result of the one before."""
         return self.conv.first, self._second, self._end
+
+    @property
+    def steps_to_fewer(self) -> tuple[Step, ...]:
+        """The same where the graph has fewer rows than the features: the first of them are computed."""
+        assert isinstance(self.conv, SAGEConv)
+        return self.conv.first_of_fewer, self._second_of_fewer, self._end
+
+    def _second_of_fewer(self, x: Tensor, graph: GraphTensors) -> Tensor:
+        assert isinstance(self.conv, SAGEConv)
+        return self.conv.second_of_fewer(x, graph, self.conv.bias if self.epilogue is None else None)
 
     def _second(self, x: Tensor, graph: GraphTensors) -> Tensor:
         return self.conv.second(x, graph, self.conv.bias if self.epilogue is None else None)
@@ -192,15 +202,18 @@ class _Model(nn.Module):
     def _first_conv(self) -> GCNConv | GATConv | SAGEConv:
         return self.layers[0].conv  # type: ignore[return-value]
 
-    def _graph(self, x: Tensor, edge_index: Graph, edge_weight: Tensor | None) -> GraphTensors:
+    def _graph(self, x: Tensor, edge_index: Graph | Graphs, edge_weight: Tensor | None) -> GraphTensors | Graphs:
         check_features(x, self.config.in_channels, self._first_conv.weight)
-        if isinstance(edge_index, GraphTensors):
+        if isinstance(edge_index, tuple):
             if self.recipe.self_loops or self.recipe.normalize or edge_weight is not None:
                 raise ValueError(
                     f"{type(self).__name__} was given prepared tensors (of a sampled batch), which do not say whether "
                     "self-loops and weights are in them; pass a CSRGraph, or use GraphSAGE"
                 )
-            check_nodes(x, edge_index.rowptr.shape[0] - 1, edge_index.rowptr.device)
+            if isinstance(edge_index, GraphTensors):
+                check_nodes(x, edge_index.rowptr.shape[0] - 1, edge_index.rowptr.device)
+            else:
+                check_layers(x, edge_index, self.config.num_layers)
             return edge_index
         if (
             isinstance(edge_index, CSRGraph)
@@ -220,22 +233,30 @@ class _Model(nn.Module):
         check_nodes(x, tensors.rowptr.shape[0] - 1, tensors.rowptr.device)
         return tensors
 
-    def dry_call(self, x: Tensor, edge_index: Graph, edge_weight: Tensor | None = None) -> functools.partial[Tensor]:
+    def dry_call(
+        self, x: Tensor, edge_index: Graph | Graphs, edge_weight: Tensor | None = None
+    ) -> functools.partial[Tensor]:
         """What ``forward`` does once it has a graph; see ``zoo.dry_run``."""
         return functools.partial(self._run, x, self._graph(x, edge_index, edge_weight))
 
-    def _run(self, x: Tensor, graph: GraphTensors) -> Tensor:
+    def _run(self, x: Tensor, graph: GraphTensors | Graphs) -> Tensor:
         if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
             # Rounded once, before edges move it. Later layers get rounded input anyway.
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        outputs = []
-        for layer in self.layers:
+        graphs = [graph] * len(self.layers) if isinstance(graph, GraphTensors) else graph
+        outputs: list[Tensor] = []
+        for layer, edges in zip(self.layers, graphs, strict=True):
+            steps = layer.steps_to_fewer if edges.rowptr.shape[0] <= x.shape[0] else layer.steps
             # Not one call of the layer, which would hold its input until it returns: a step lets go of the last one's.
-            for step in layer.steps:  # type: ignore[union-attr]
-                x = step(x, graph)
+            for step in steps:  # type: ignore[union-attr]
+                x = step(x, edges)
             if self.config.jk in ("cat", "max"):
                 outputs.append(x)
-        return x if self.head is None else self.head(outputs or [x])
+        if self.head is None:
+            return x
+        if not isinstance(graph, GraphTensors):
+            outputs = [each[: x.shape[0]] for each in outputs]
+        return self.head(outputs or [x])
 
 
 class GCN(_Model):
@@ -287,6 +308,16 @@ class GraphSAGE(_Model):
 
     config: SAGEConfig
 
-    def forward(self, x: Tensor, edge_index: Graph, edge_weight: Tensor | None = None) -> Tensor:
-        """Run all layers; see ``GCN.forward``. Edge weights are refused; a ``SampledBatch.graph`` is taken too."""
+    def forward(self, x: Tensor, edge_index: Graph | Graphs, edge_weight: Tensor | None = None) -> Tensor:
+        """Run all layers; see ``GCN.forward``. Edge weights are refused.
+
+        ``SampledBatch.graphs`` are taken too, [N, C_in] -> [B, C_out]: each layer computes what the next one reads.
+        """
         return self._run(x, self._graph(x, edge_index, edge_weight))
+
+    def region_sizes(self, x: Tensor, edge_index: Graph | Graphs, edge_weight: Tensor | None = None) -> int:
+        """How many sizes of input the regions see in one call; see ``zoo.enforce_budget``."""
+        if not isinstance(edge_index, tuple) or isinstance(edge_index, GraphTensors):
+            return 1
+        layers = zip(self.layers, edge_index, strict=True)
+        return max(1, len({edges.rowptr.shape for layer, edges in layers if layer.epilogue is not None}))

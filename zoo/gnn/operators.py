@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from zoo.gnn import fallback
@@ -87,7 +88,7 @@ def csr_sum(
         weight: [E], a factor an edge.
         gather_scale: [S], a factor a source.
         row_scale: [D], a factor a sum.
-        root: [D, C], added to the sums.
+        root: [D, C], added to the sums; of more rows the first D.
         beside: Put ``root`` beside the sums instead.
         chunks: Chunks of long rows; see split.py.
         long_rows: The long rows themselves.
@@ -118,7 +119,8 @@ def _(
 
 
 def _csr_sum_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, pointers, index, weight, gather_scale, row_scale, _, ctx.beside, *tables = inputs
+    x, pointers, index, weight, gather_scale, row_scale, root, ctx.beside, *tables = inputs
+    ctx.own_root, ctx.root_rows = root is x, 0 if root is None else root.shape[0]
     # The features are needed for the gradient of weights alone.
     x = x if ctx.needs_input_grad[3] else None
     ctx.save_for_backward(x, pointers, index, weight, gather_scale, row_scale, *tables)
@@ -129,7 +131,8 @@ def _csr_sum_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     t_pointers, t_index, t_weight, t_chunks, t_long_rows = transpose
     if ctx.needs_input_grad[4] or ctx.needs_input_grad[5]:
         raise NotImplementedError("scales of nodes have no gradient; multiply outside of the operator")
-    grad_x = grad_weight = grad_root = None
+    grad_x: Tensor | None = None
+    grad_weight = grad_root = None
     grad, beside = grad.chunk(2, dim=1) if ctx.beside else (grad, grad)
     if ctx.needs_input_grad[0]:
         grad_x = csr_sum(
@@ -138,8 +141,11 @@ def _csr_sum_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         )  # fmt: skip
     if ctx.needs_input_grad[3]:
         grad_weight = edge_dot(x, grad, index, _transpose_of(row), gather_scale, row_scale, weight.dtype)
-    if ctx.needs_input_grad[6]:
-        grad_root = beside
+    if ctx.own_root and grad_x is not None and not torch.is_grad_enabled():
+        # One tensor's both: added where it has rows, which autograd would pad to those of all sources first.
+        grad_x[: beside.shape[0]] += beside
+    elif ctx.needs_input_grad[6]:
+        grad_root = F.pad(beside, (0, 0, 0, ctx.root_rows - beside.shape[0]))
     return grad_x, None, None, grad_weight, None, None, grad_root, *(None,) * 9
 
 

@@ -9,45 +9,20 @@ Shape legend: B seeds of a batch, N nodes and E edges of its bucket.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from operator import methodcaller
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zoo.gnn.csr import CSRGraph, GraphTensors, Transpose
-
-
-class SampledBatch(NamedTuple):
-    """A sampled part of a graph, padded; tensors only, so that a captured step takes it as it is.
-
-    Args:
-        nodes: [N] int64, which nodes of the large graph they are, the seeds first; 0 where padded.
-        seeds: [B] int64, the nodes to learn from; -1 where the last batch of an epoch has fewer.
-        graph: Edges among the N nodes, for a model in place of ``edge_index``. Padding is behind the last row, where
-            nothing reads it.
-    """
-
-    nodes: Tensor
-    seeds: Tensor
-    graph: GraphTensors
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> SampledBatch:
-        """The batch on a device; from pinned memory without waiting."""
-        return SampledBatch(*_map(self, lambda tensor: tensor.to(device, non_blocking=non_blocking)))
-
-    def pin_memory(self) -> SampledBatch:
-        """The batch in pinned memory."""
-        return SampledBatch(*_map(self, lambda tensor: tensor.pin_memory()))
-
-    def labels(self, labels: Tensor) -> Tensor:
-        """Labels [B] of the seeds out of those of all nodes; -100, which a loss leaves out, where padded."""
-        return torch.where(self.seeds < 0, -100, labels[self.seeds.clamp(min=0)])
+from zoo.gnn.batches import Bucket, Drawn, SampledBatch, Subgraph, map_tensors
+from zoo.gnn.csr import CSRGraph
 
 
 class NeighborSampler:
@@ -63,8 +38,9 @@ class NeighborSampler:
         batch_size: B.
         seeds: Nodes to draw batches from; all when left out.
         num_nodes: Of the graph; one more than the greatest index when left out.
-        buckets: (nodes, edges) that batches are padded to, the smallest that fits; when left out one that held the
-            largest of a few batches with some room, and the most that can come up.
+        buckets: What batches are padded to, the smallest that fits: each a ``Bucket``, or (nodes, edges), whose layers
+            are then as large as they can come up. When left out one that held the largest of a few batches with some
+            room, and the most that can come up.
         shuffle: Draw seeds in a new order each epoch.
         seed: Of orders and neighbours.
         workers: Threads that sample ahead on the host; 0 samples when a batch is asked for. A GPU needs none.
@@ -83,7 +59,7 @@ class NeighborSampler:
         batch_size: int,
         seeds: Tensor | None = None,
         num_nodes: int | None = None,
-        buckets: Sequence[tuple[int, int]] | None = None,
+        buckets: Sequence[Bucket | tuple[int, int]] | None = None,
         shuffle: bool = True,
         seed: int = 0,
         workers: int = 2,
@@ -95,11 +71,10 @@ class NeighborSampler:
             raise ValueError(f"batch_size is {batch_size}; at least one seed is needed")
         if workers < 0:
             raise ValueError(f"workers is {workers}; 0 samples when a batch is asked for")
-        if torch.device(device).type not in ("cpu", "cuda"):
-            raise ValueError(f"device is {device}; batches are sampled on the host, 'cpu', or on a GPU, 'cuda'")
-        self.edge_index, self.device = edge_index.cpu(), torch.device(device)
+        self.device = _device(device)
         with torch.no_grad():
-            tensors = CSRGraph.from_edge_index(self.edge_index, num_nodes=num_nodes).tensors
+            # Sorted where the edges are: a GPU does it in a moment.
+            tensors = CSRGraph.from_edge_index(edge_index, num_nodes=num_nodes).tensors
         self._rowptr, self._source = tensors.rowptr.to(self.device), tensors.source.to(self.device)
         self.num_nodes = len(self._rowptr) - 1
         self.seeds = torch.arange(self.num_nodes) if seeds is None else seeds.cpu()
@@ -108,64 +83,103 @@ class NeighborSampler:
         self.fanouts, self.batch_size = tuple(fanouts), batch_size
         self.shuffle, self.seed, self.workers = shuffle, seed, workers
         most = self._most()
-        self.buckets = sorted(buckets) if buckets is not None else self._measured_buckets(most)
-        if self.buckets[-1][0] < most[0] or max(edges for _, edges in self.buckets) < most[1]:
+        given = None if buckets is None else sorted(_bucket(bucket, most, batch_size) for bucket in buckets)
+        self.buckets: list[Bucket] = self._measured_buckets(most) if given is None else given
+        if not any(bucket.holds(most) for bucket in self.buckets):
+            largest = self.buckets[-1] if self.buckets else None
             raise ValueError(
-                f"a batch may have up to {most[0]} nodes and {most[1]} edges; the largest bucket is {self.buckets[-1]}"
+                f"a batch may have up to {most.nodes} nodes and {most.edges} edges, in all {most}; the largest bucket "
+                f"is {largest}"
             )
 
     def __len__(self) -> int:
         """Batches of an epoch."""
         return -(-len(self.seeds) // self.batch_size)
 
-    def epoch(self, number: int) -> Iterator[SampledBatch]:
+    def to(self, device: torch.device | str) -> NeighborSampler:
+        """The same on another device, in the same buckets; this one stays."""
+        other = copy.copy(self)
+        other.device = _device(device)
+        other._rowptr, other._source = self._rowptr.to(device), self._source.to(device)
+        return other
+
+    @property
+    def edge_index(self) -> Tensor:
+        """[2, E] int64 of the whole graph, sorted by destination, on the sampler's device."""
+        nodes = torch.arange(self.num_nodes, device=self.device)
+        destination = nodes.repeat_interleave(self._rowptr.diff(), output_size=len(self._source))
+        return torch.stack([self._source.long(), destination])
+
+    def epoch(self, number: int, then: Callable[[SampledBatch], SampledBatch] | None = None) -> Iterator[SampledBatch]:
         """All batches of an epoch, in order, on the sampler's device; some are sampled ahead.
 
         Args:
             number: Which epoch: the same number gives the same batches.
+            then: What to do with each batch, on the host by the thread that sampled it: pin its memory, say.
         """
-        parts = self._seeds_of(number)
+        return self._ahead(number, self._batch, then)
+
+    def subgraphs(self, number: int, then: Callable[[Subgraph], Any] | None = None) -> Iterator[Any]:
+        """The batches of :meth:`epoch` before they are padded, for a model that takes an ``edge_index``."""
+        return self._ahead(number, self._subgraph, then)
+
+    def _ahead(
+        self, epoch: int, draw: Callable[[Tensor, int, int], Any], then: Callable[[Any], Any] | None
+    ) -> Iterator[Any]:
+        parts = self.seeds_of(epoch)
         if self.device.type == "cuda":
-            yield from self._beside_the_step(parts, number)
+            drawn = self._beside_the_step(parts, epoch, draw)
+            yield from drawn if then is None else map(then, drawn)
             return
+
+        def make(part: Tensor, index: int) -> Any:
+            batch = draw(part, epoch, index)
+            return batch if then is None else then(batch)
+
         if not self.workers:
             for index, part in enumerate(parts):
-                yield self._batch(part, number, index)
+                yield make(part, index)
             return
         # Two a thread: one that is sampled while the other waits to be trained on.
-        ahead: deque[Future[SampledBatch]] = deque()
+        ahead: deque[Future[Any]] = deque()
         with ThreadPoolExecutor(self.workers) as pool:
             todo = enumerate(parts)
             try:
                 for index, part in itertools.islice(todo, 2 * self.workers):
-                    ahead.append(pool.submit(self._batch, part, number, index))
+                    ahead.append(pool.submit(make, part, index))
                 while ahead:
                     batch = ahead.popleft().result()
                     for index, part in itertools.islice(todo, 1):
-                        ahead.append(pool.submit(self._batch, part, number, index))
+                        ahead.append(pool.submit(make, part, index))
                     yield batch
             finally:
                 for future in ahead:
                     future.cancel()
 
-    def _beside_the_step(self, parts: Sequence[Tensor], epoch: int) -> Iterator[SampledBatch]:
+    def _beside_the_step(
+        self, parts: Sequence[Tensor], epoch: int, draw: Callable[[Tensor, int, int], Any]
+    ) -> Iterator[Any]:
         """Sampled on a stream of their own, for whose sizes the host waits while the GPU is busy with the last step."""
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         for index, part in enumerate(parts):
             with torch.cuda.stream(stream):
-                batch = self._batch(part, epoch, index)
+                batch = draw(part, epoch, index)
             user = torch.cuda.current_stream(self.device)
             user.wait_stream(stream)
             # Memory that is freed while the user's work on it waits is not for the next batch.
-            _map(batch, methodcaller("record_stream", user))
+            map_tensors(batch, methodcaller("record_stream", user))
             yield batch
 
     def batch(self, epoch: int, index: int) -> SampledBatch:
         """One batch of an epoch, as :meth:`epoch` gives it."""
-        return self._batch(self._seeds_of(epoch)[index], epoch, index)
+        return self._batch(self.seeds_of(epoch)[index], epoch, index)
 
-    def padded_to(self, bucket: tuple[int, int]) -> SampledBatch:
+    def subgraph(self, epoch: int, index: int) -> Subgraph:
+        """One batch of an epoch, as :meth:`subgraphs` gives it."""
+        return self._subgraph(self.seeds_of(epoch)[index], epoch, index)
+
+    def padded_to(self, bucket: Bucket) -> SampledBatch:
         """A batch of this bucket's shape, to compile and capture it before it comes up.
 
         Raises:
@@ -173,15 +187,17 @@ class NeighborSampler:
         """
         if bucket not in self.buckets:
             raise ValueError(f"{bucket} is none of the buckets {self.buckets}")
-        seeds = self._seeds_of(0)[0][:1]
-        return self._padded(seeds, *self._sample(seeds, self._random(0, 0, self.device)), bucket)
+        seeds = self.seeds_of(0)[0][:1]
+        return self._sample(seeds, self._random(0, 0, self.device)).padded(seeds, bucket)
 
     def edges_of(self, batch: SampledBatch) -> Tensor:
         """The batch's edges as an ``edge_index`` [2, edges] of its own numbering, without padding."""
-        edges = int(batch.graph.rowptr[-1])
-        return torch.stack([batch.graph.source[:edges], batch.graph.destination[:edges]]).long()
+        graph = batch.graphs[0]
+        edges = int(graph.rowptr[-1])
+        return torch.stack([graph.source[:edges], graph.destination[:edges]]).long()
 
-    def _seeds_of(self, epoch: int) -> tuple[Tensor, ...]:
+    def seeds_of(self, epoch: int) -> tuple[Tensor, ...]:
+        """The seeds of each batch of an epoch, in order, each [B] or for the last one fewer."""
         seeds = self.seeds
         if self.shuffle:
             seeds = seeds[torch.randperm(len(seeds), generator=self._random(epoch))]
@@ -192,18 +208,26 @@ class NeighborSampler:
         return torch.Generator(device).manual_seed(zlib.crc32(f"{self.seed} {epoch} {batch}".encode()))
 
     def _batch(self, seeds: Tensor, epoch: int, index: int) -> SampledBatch:
-        nodes, counts, source = self._sample(seeds, self._random(epoch, index, self.device))
-        return self._padded(seeds, nodes, counts, source)
+        drawn = self._drawn(seeds, epoch, index)
+        return drawn.padded(seeds, next(bucket for bucket in self.buckets if bucket.holds(drawn.sizes)))
 
-    def _sample(self, seeds: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        """Nodes that are met, the seeds first; how many edges come into each; and their sources, in that order."""
+    def _subgraph(self, seeds: Tensor, epoch: int, index: int) -> Subgraph:
+        return self._drawn(seeds, epoch, index).subgraph(seeds)
+
+    def _drawn(self, seeds: Tensor, epoch: int, index: int) -> Drawn:
+        return self._sample(seeds, self._random(epoch, index, self.device))
+
+    def _sample(self, seeds: Tensor, random: torch.Generator) -> Drawn:
         device = self.device
         local = torch.full((self.num_nodes,), -1, dtype=torch.int32, device=device)
         local[seeds] = torch.arange(len(seeds), dtype=torch.int32, device=device)
         nodes, counts, sources = [seeds], [], []
-        known, frontier = len(seeds), seeds
+        known, edges, frontier, layers = len(seeds), 0, seeds, []
         for fanout in self.fanouts:
             picked, count = self._neighbours(frontier, fanout, random)
+            edges += len(picked)
+            # The layer that reads what this hop meets computes what was met before it.
+            layers.append((known, edges))
             new = torch.unique(picked[local[picked] < 0])
             local[new] = torch.arange(known, known + len(new), dtype=torch.int32, device=device)
             known += len(new)
@@ -211,9 +235,8 @@ class NeighborSampler:
             counts.append(count)
             sources.append(local[picked])
             frontier = new
-        # The last ones that were met are not expanded.
-        counts.append(torch.zeros(len(frontier), dtype=torch.int64, device=device))
-        return torch.cat(nodes), torch.cat(counts), torch.cat(sources)
+        sizes = Bucket(known, tuple(reversed(layers)))
+        return Drawn(torch.cat(nodes), torch.cat(counts), torch.cat(sources), sizes)
 
     def _neighbours(self, nodes: Tensor, fanout: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
         """Sources of up to ``fanout`` edges into each node, one node after the other, and how many each has."""
@@ -230,50 +253,59 @@ class NeighborSampler:
             place[many[of]] = _distinct(degree[many], fanout, random).flatten()
         return self._source[start[of] + place].long(), count
 
-    def _padded(
-        self, seeds: Tensor, nodes: Tensor, counts: Tensor, source: Tensor, bucket: tuple[int, int] | None = None
-    ) -> SampledBatch:
-        edges = len(source)
-        fitting = ((n, e) for n, e in self.buckets if len(nodes) <= n and edges <= e)
-        most_nodes, most_edges = bucket or next(fitting)
-        rowptr = torch.full((most_nodes + 1,), edges, device=self.device)
-        rowptr[0] = 0
-        torch.cumsum(counts, 0, out=rowptr[1 : len(nodes) + 1])
-        rows = torch.arange(len(nodes), dtype=torch.int32, device=self.device)
-        destination = rows.repeat_interleave(counts, output_size=edges)
-        order = source.sort(stable=True).indices.int()
-        colptr = torch.zeros(most_nodes + 1, dtype=torch.int64, device=self.device)
-        torch.cumsum(source.bincount(minlength=most_nodes), 0, out=colptr[1:])
-        graph = GraphTensors(
-            rowptr=rowptr,
-            source=_pad(source, most_edges),
-            destination=_pad(destination, most_edges),
-            inverse_degree=rowptr.diff().clamp(min=1).float().reciprocal(),
-            transpose=Transpose(
-                colptr=colptr,
-                destination=_pad(destination[order], most_edges),
-                permutation=_pad(order, most_edges),
-            ),
-        )
-        return SampledBatch(_pad(nodes, most_nodes), _pad(seeds, self.batch_size, -1), graph)
-
-    def _most(self) -> tuple[int, int]:
-        """Nodes and edges that no batch exceeds: a node is expanded once, and no edge is drawn twice."""
+    def _most(self) -> Bucket:
+        """What no batch exceeds: a node is expanded once, and no edge is drawn twice."""
         frontier = nodes = min(self.batch_size, len(self.seeds))
         edges, all_edges = 0, len(self._source)
+        layers = []
         for fanout in self.fanouts:
             into = all_edges if fanout < 0 else min(frontier * fanout, all_edges)
+            edges = min(edges + into, all_edges)
+            layers.append((nodes, edges))
             frontier = min(into, self.num_nodes)
-            nodes, edges = nodes + frontier, edges + into
-        return min(nodes, self.num_nodes), min(edges, all_edges)
+            nodes = min(nodes + frontier, self.num_nodes)
+        return self._with_all_seeds(nodes, layers)
 
-    def _measured_buckets(self, most: tuple[int, int], probes: int = 4) -> list[tuple[int, int]]:
+    def _measured_buckets(self, most: Bucket, probes: int = 4) -> list[Bucket]:
         """One that a few batches fit into with a tenth of room, and the most that can come up."""
-        parts = self._seeds_of(0)[:probes]
-        samples = [self._sample(part, self._random(0, i, self.device)) for i, part in enumerate(parts)]
-        nodes = min(_round_up(1.1 * max(len(nodes) for nodes, _, _ in samples)), most[0])
-        edges = min(_round_up(1.1 * max(len(source) for _, _, source in samples)), most[1])
-        return [most] if (nodes, edges) == most else [(nodes, edges), most]
+        parts = self.seeds_of(0)[:probes]
+        sizes = [self._sample(part, self._random(0, i, self.device)).sizes for i, part in enumerate(parts)]
+
+        def room(most: int, found: Iterable[int]) -> int:
+            return min(_round_up(1.1 * max(found)), most)
+
+        layers = []
+        for index in reversed(range(len(most.layers))):
+            rows, edges = zip(*(size.layers[index] for size in sizes), strict=True)
+            layers.append((room(most.layers[index][0], rows), room(most.layers[index][1], edges)))
+        usual = self._with_all_seeds(room(most.nodes, (size.nodes for size in sizes)), layers)
+        return [most] if usual == most else [usual, most]
+
+    def _with_all_seeds(self, nodes: int, layers: Sequence[tuple[int, int]]) -> Bucket:
+        """Of layers from the last to the first; the last computes B rows and no layer fewer, met or not."""
+        seeds = self.batch_size
+        sizes = [(seeds, layers[0][1]), *((max(rows, seeds), edges) for rows, edges in layers[1:])]
+        return Bucket(max(nodes, seeds), tuple(reversed(sizes)))
+
+
+def _device(device: torch.device | str) -> torch.device:
+    if torch.device(device).type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device}; batches are sampled on the host, 'cpu', or on a GPU, 'cuda'")
+    return torch.device(device)
+
+
+def _bucket(given: Bucket | tuple[int, int], most: Bucket, seeds: int) -> Bucket:
+    """As it was given; of nodes and edges alone one whose layers hold all that comes up."""
+    if not isinstance(given, Bucket):
+        nodes, edges = given
+        first, *others = most.layers
+        return Bucket(nodes, ((min(first[0], nodes), edges), *((min(r, nodes), min(e, edges)) for r, e in others)))
+    rows, edges_of = [given.nodes, *(r for r, _ in given.layers)], [e for _, e in given.layers]
+    if len(given.layers) != len(most.layers) or rows[-1] != seeds:
+        raise ValueError(f"{given} does not have {len(most.layers)} layers, one a hop, the last of {seeds} rows")
+    if rows != sorted(rows, reverse=True) or edges_of != sorted(edges_of, reverse=True):
+        raise ValueError(f"{given} has a layer with more rows or edges than the one before it, of which they are part")
+    return given
 
 
 def _distinct(degree: Tensor, count: int, random: torch.Generator) -> Tensor:
@@ -291,22 +323,5 @@ def _distinct(degree: Tensor, count: int, random: torch.Generator) -> Tensor:
     return places
 
 
-def _pad(values: Tensor, size: int, fill: int = 0) -> Tensor:
-    padded = values.new_full((size,), fill)
-    padded[: len(values)] = values
-    return padded
-
-
 def _round_up(size: float, multiple: int = 1024) -> int:
     return -(-int(size) // multiple) * multiple
-
-
-def _map(item: Any, function: Callable[[Tensor], Any]) -> list[Any]:
-    """Fields of a named tuple, its tensors changed, named tuples in it likewise."""
-
-    def field(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return function(value)
-        return None if value is None else type(value)(*_map(value, function))
-
-    return [field(value) for value in item]

@@ -132,7 +132,7 @@ def csr_sum(
     beside: bool = False,
     blocks: Blocks | None = None,
 ) -> Tensor:
-    """Weighted sum of gathered rows plus ``root`` [R, C], or with it beside: x [S, C] -> [R, C] or [R, 2 C].
+    """Weighted sum of gathered rows plus ``root`` [R or more, C], or with it beside: x [S, C] -> [R, C] or [R, 2 C].
 
     Without an index in ``rows``, x is [E, C], a row an edge.
     """
