@@ -153,17 +153,19 @@ def _first_rows(graph: GraphTensors, rows: int, edges: int, drawn: int, sources:
     """
     assert graph.inverse_degree is not None
     # Of one source's edges those to the first rows come first, but all of the transpose moves up.
-    sorted_source, order = graph.source[:drawn].sort(stable=True)
-    order = order.int()
-    columns = torch.arange(sources + 1, dtype=order.dtype, device=order.device)
+    source = graph.source[:drawn]
+    order = source.sort(stable=True).indices.int()
+    # Counted without waiting for a GPU, as bincount would.
+    colptr = torch.zeros(sources + 1, dtype=torch.int64, device=source.device)
+    colptr[1:].index_add_(0, source, colptr.new_ones(1).expand(drawn))
     return GraphTensors(
         rowptr=graph.rowptr[: rows + 1].clamp(max=drawn),
         # Sources of the edges behind may be no rows of this layer's features.
-        source=_pad(graph.source[:drawn], edges),
+        source=_pad(source, edges),
         destination=graph.destination[:edges],
         inverse_degree=graph.inverse_degree[:rows],
         transpose=Transpose(
-            colptr=torch.searchsorted(sorted_source, columns),
+            colptr=colptr.cumsum_(0),
             destination=_pad(graph.destination[order], edges),
             permutation=_pad(order, edges),
         ),
