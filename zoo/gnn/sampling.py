@@ -72,6 +72,7 @@ class NeighborSampler:
         if workers < 0:
             raise ValueError(f"workers is {workers}; 0 samples when a batch is asked for")
         self.device = _device(device)
+        self._stream: torch.cuda.Stream | None = None
         with torch.no_grad():
             # Sorted where the edges are: a GPU does it in a moment.
             tensors = CSRGraph.from_edge_index(edge_index, num_nodes=num_nodes).tensors
@@ -99,7 +100,7 @@ class NeighborSampler:
     def to(self, device: torch.device | str) -> NeighborSampler:
         """The same on another device, in the same buckets; this one stays."""
         other = copy.copy(self)
-        other.device = _device(device)
+        other.device, other._stream = _device(device), None
         other._rowptr, other._source = self._rowptr.to(device), self._source.to(device)
         return other
 
@@ -160,7 +161,8 @@ class NeighborSampler:
         self, parts: Sequence[Tensor], epoch: int, draw: Callable[[Tensor, int, int], Any]
     ) -> Iterator[Any]:
         """Sampled on a stream of their own, for whose sizes the host waits while the GPU is busy with the last step."""
-        stream = torch.cuda.Stream(self.device)
+        # Always the same one: memory that is kept for a stream is no other's.
+        stream = self._stream = self._stream or torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         for index, part in enumerate(parts):
             with torch.cuda.stream(stream):
