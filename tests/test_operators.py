@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -129,11 +130,15 @@ def test_numbers_are_what_was_asked_for() -> None:
     assert AddNorm(3, eps=0.1 + 0.2).eps == 0.1 + 0.2
 
 
+NUMBERS = itertools.count()
+
+
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> operators.OperatorLibrary:
     """Doubling, whose gradient is another operator of the same library, for a test that registers both backwards."""
     monkeypatch.setattr(operators.ahead, "ENABLED", False)
-    made = operators.OperatorLibrary("zoo_test_operators")
+    # A namespace of its own for each test: torch may remember an operator after its library is gone.
+    made = operators.OperatorLibrary(f"zoo_test_{next(NUMBERS)}")
 
     @made.operator("(Tensor x) -> Tensor")
     def double(x: Tensor) -> Tensor:
@@ -148,19 +153,14 @@ def library(monkeypatch: pytest.MonkeyPatch) -> operators.OperatorLibrary:
     return made
 
 
-def _squared_and_derived(x: Tensor) -> Tensor:
-    (grad,) = torch.autograd.grad(torch.ops.zoo_test_operators.double(x).square().sum(), x, create_graph=True)
-    torch.testing.assert_close(grad, 8 * x)
-    return grad
-
-
 @pytest.mark.parametrize("twice", [False, True])
 def test_a_second_derivative_is_right_or_refused(library: operators.OperatorLibrary, twice: bool) -> None:
-    ops, keep = torch.ops.zoo_test_operators, lambda ctx, inputs, output: None
+    ops, keep = getattr(torch.ops, library.namespace), lambda ctx, inputs, output: None
     library.autograd("double", lambda ctx, grad: ops.double_backward(grad), keep, twice=twice)
     library.autograd("double_backward", lambda ctx, grad: grad * 2, keep)
     x = torch.randn(3, requires_grad=True)
-    grad = _squared_and_derived(x)
+    (grad,) = torch.autograd.grad(ops.double(x).square().sum(), x, create_graph=True)
+    torch.testing.assert_close(grad, 8 * x)
     if twice:
         torch.testing.assert_close(*torch.autograd.grad(grad.sum(), x), torch.full((3,), 8.0))
     else:
@@ -170,6 +170,6 @@ def test_a_second_derivative_is_right_or_refused(library: operators.OperatorLibr
 
 def test_an_operator_without_a_gradient_says_so_and_what_to_do(library: operators.OperatorLibrary) -> None:
     library.no_gradient("double", "multiply by two")
-    out = torch.ops.zoo_test_operators.double(torch.ones(3, requires_grad=True))
+    out = getattr(torch.ops, library.namespace).double(torch.ones(3, requires_grad=True))
     with pytest.raises(RuntimeError, match="double has no gradient; multiply by two"):
         out.sum().backward()
