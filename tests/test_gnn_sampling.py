@@ -381,7 +381,7 @@ def test_other_models_refuse_sampled_tensors():
     gcn = zoo.create("gcn-debug", in_channels=6)
     with pytest.raises(ValueError, match=r"GCN was given prepared tensors .* use GraphSAGE"):
         gcn(torch.randn(len(batch.nodes), 6), batch.graphs)
-    with pytest.raises(ValueError, match="x has 3 rows and the graph has"):
+    with pytest.raises(ValueError, match="x has 3 rows and the batch"):
         model(layers=1)(torch.randn(3, 6), batch.graphs)
 
 
@@ -395,6 +395,7 @@ def test_other_models_refuse_sampled_tensors():
         ({"device": "meta"}, "device is meta; batches are sampled on the host, 'cpu', or on a GPU, 'cuda'"),
         ({"seeds": torch.tensor([200])}, "seeds must be nodes of the graph, 0 to 199"),
         ({"seeds": torch.tensor([], dtype=torch.int64)}, "and at least one"),
+        ({"seeds": torch.tensor([3, 5, 5])}, "node 5 is 2 times among the seeds"),
         ({"buckets": [Bucket(200, ((80, 500), (15, 64)))]}, "does not have 2 layers, one a hop, the last of 16 rows"),
         ({"buckets": [Bucket(200, ((80, 50), (16, 64)))]}, "has a layer with more rows or edges than the one before"),
         ({"buckets": [(64, 64)]}, r"up to 200 nodes and .*; the largest bucket is Bucket\(nodes=64"),
@@ -420,3 +421,32 @@ def test_it_draws_as_many_nodes_and_edges_as_the_loader_of_torch_geometric():
     ours = [next(sampler.epoch(epoch)) for epoch in range(5)]
     edges = [int(batch.graphs[0].rowptr[-1]) for batch in ours]
     assert sum(edges) == pytest.approx(sum(batch.num_edges for batch in theirs), rel=0.05)
+
+
+def test_graphs_of_a_batch_go_with_its_features_to_a_model_that_takes_them():
+    batch = next(NeighborSampler(graph(), fanouts=(2, 2), batch_size=8, num_nodes=NODES).epoch(0))
+    x = torch.randn(NODES + 1, 6)
+    with pytest.raises(ValueError, match=r"x has 201 rows and the batch .* nodes; pass x\[batch\.nodes\]"):
+        model()(x, batch.graphs)
+    with pytest.raises(TypeError, match=r"edge_index is a SampledBatch .*pass batch\.graphs, with x\[batch\.nodes\]"):
+        model()(x, batch)  # type: ignore[arg-type]
+    gcn = zoo.create("gcn-debug", in_channels=6, num_layers=2, normalize=False, add_self_loops=False)
+    with pytest.raises(ValueError, match="GCN was given the graphs of a sampled batch, .* GraphSAGE alone"):
+        gcn(x[batch.nodes], batch.graphs)
+
+
+def test_a_model_around_the_one_that_is_given_several_sizes_has_the_same_budget():
+    class Around(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model(3)
+
+        def forward(self, batch: SampledBatch) -> Tensor:
+            output: Tensor = self.net(x[batch.nodes], batch.graphs)
+            return output
+
+    x = torch.randn(NODES, 6)
+    batch = next(NeighborSampler(graph(), fanouts=(2, 2, 2), batch_size=8, num_nodes=NODES).epoch(0))
+    around = zoo.compile_regions(Around(), regions=GraphSAGE.regions[:1], backend="aot_eager")
+    with zoo.enforce_budget(around):
+        around(batch)

@@ -166,6 +166,10 @@ def test_a_second_derivative_is_right_or_refused(library: operators.OperatorLibr
     else:
         with pytest.raises(RuntimeError, match="differentiate twice"):
             grad.sum().backward()
+        # Also where the gradient that came in is a number.
+        (grad,) = torch.autograd.grad(ops.double(x).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            grad.square().sum().backward()
 
 
 def test_an_operator_without_a_gradient_says_so_and_what_to_do(library: operators.OperatorLibrary) -> None:

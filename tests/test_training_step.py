@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -222,6 +223,47 @@ def test_an_overflow_of_the_first_update_leaves_no_undefined_momentum(
             losses.append(step(batch).item())
         step.check()
     assert losses[:8] == pytest.approx(losses[9:], abs=1e-3)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_scaled_and_clipped_training_goes_on_after_a_bad_first_loss(kind: str):
+    model = build()
+    step = TrainingStep(model, loss_of, optimizer_of(model, kind), autocast=torch.float16, clip_norm=1.0)
+    x, y = draw(1)[0]
+    with pytest.raises(NonFiniteError):
+        step((x * torch.nan, y))
+    weights = next(iter(model.parameters())).clone()
+    assert step((x, y)).isfinite()
+    assert not torch.equal(next(iter(model.parameters())), weights)
+
+
+def test_bad_losses_of_all_rehearsals_are_not_captured(monkeypatch: pytest.MonkeyPatch):
+    model = build()
+    step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=True, warmup=2)
+    x, y = draw(1)[0]
+    for _ in range(4):
+        with pytest.raises(NonFiniteError):
+            step((x * torch.nan, y))
+    assert not step.captured
+    for _ in range(3):
+        step((x, y))
+    assert step.captured
+
+
+def test_a_state_that_was_loaded_empty_is_a_beginning_again(tmp_path: Path):
+    model = build()
+    model[0].weight.requires_grad_(False)
+    optimizer = optimizer_of(model, "sgd")
+    step = TrainingStep(model, loss_of, optimizer)
+    step.save(tmp_path)
+    x, y = draw(1)[0]
+    step((x, y))
+    assert model[0].weight not in optimizer.state
+    step.load(tmp_path)
+    assert not optimizer.state
+    with pytest.raises(NonFiniteError):
+        step((x * torch.nan, y))
+    assert step((x, y)).isfinite() and all(p.isfinite().all() for p in model.parameters())
 
 
 def test_an_infinite_loss_of_finite_gradients_is_left_out_of_scaled_training_too(device: str):

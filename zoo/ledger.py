@@ -150,7 +150,7 @@ class Ledger:
         module: nn.Module | None = None
         call: Hashable = None
         root_call: Hashable = None
-        sizes = 1
+        sizes: int | None = None
         entry_point = nn.Module._wrapped_call_impl.__code__
         frame = sys._getframe(1)
         while frame is not None:
@@ -158,7 +158,7 @@ class Ledger:
                 called = frame.f_locals["self"]
                 # Only the innermost call counts: a helper compiled inside a region is not the region.
                 if module is None and called not in self._watched:
-                    return None, None, None, sizes
+                    return None, None, None, 1
                 if module is None or called in self._roots:
                     args, kwargs = frame.f_locals["args"], frame.f_locals["kwargs"]
                     kinds = input_signature(*args, **kwargs)
@@ -166,11 +166,20 @@ class Ledger:
                         module, call = called, kinds
                     if called in self._roots:
                         root_call = kinds
-                        if hasattr(called, "region_sizes"):
-                            sizes = called.region_sizes(*args, **kwargs)
-                        break
+                if sizes is None and hasattr(called, "region_sizes"):
+                    sizes = _sizes(called, frame.f_locals["args"], frame.f_locals["kwargs"])
+                if called in self._roots:
+                    break
             frame = frame.f_back  # type: ignore[assignment]
-        return module, call, root_call, sizes
+        return module, call, root_call, sizes or 1
+
+
+def _sizes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """What the model says of its call, which a subclass may have given other arguments."""
+    try:
+        return int(model.region_sizes(*args, **kwargs))  # type: ignore[operator]
+    except Exception:  # the compilation that is watched must not end by it
+        return 1
 
 
 def _unique_graphs() -> int:

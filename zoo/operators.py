@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from zoo import ahead
 from zoo.compat import name_fallbacks_alone
@@ -83,7 +82,7 @@ class OperatorLibrary:
                 the second derivative for zero: unless this is set, asking for one is an error.
         """
         if not twice:
-            backward = once_differentiable(backward)
+            backward = differentiable_once(backward)
         torch.library.register_autograd(
             f"{self.namespace}::{name}", backward, setup_context=setup_context, lib=self._library
         )
@@ -95,6 +94,39 @@ class OperatorLibrary:
             raise RuntimeError(f"{name} has no gradient; {remedy}")
 
         self.autograd(name, refuse, lambda ctx, inputs, output: None)
+
+
+def differentiable_once(backward: Function) -> Function:
+    """A backward whose outputs refuse to be differentiated, whatever they are computed of.
+
+    Torch's ``once_differentiable`` refuses only where the gradient that came in depends on something.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Any) -> Any:
+        with torch.no_grad():
+            outputs = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return outputs
+        many = outputs if isinstance(outputs, tuple) else (outputs,)
+        marker = torch.ones((), requires_grad=True)
+        many = tuple(_Refused.apply(each, marker) if isinstance(each, Tensor) else each for each in many)
+        return many if isinstance(outputs, tuple) else many[0]
+
+    return run
+
+
+class _Refused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, marker: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        raise RuntimeError(
+            "trying to differentiate twice what is once_differentiable: the gradient is a kernel's, which has none of "
+            "its own; compute it without create_graph=True"
+        )
 
 
 # What the kernels take; they compute in float32.

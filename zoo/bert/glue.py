@@ -23,11 +23,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from zoo.bert import operators
 from zoo.bert.attention import compute_dtype
 from zoo.layers import plain
+from zoo.operators import differentiable_once
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -148,7 +148,7 @@ class _Beside(torch.autograd.Function):
         return x.view_as(x), operators.lowered(x, low)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor, low_grad: Tensor) -> tuple[Tensor, None]:
         return operators.add_low(grad, low_grad), None
 
@@ -164,7 +164,7 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, low, None if bias is None else operators.lowered(bias, x.dtype))
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, low = ctx.saved_tensors
         rows = grad.flatten(0, -2)

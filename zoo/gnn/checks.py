@@ -48,7 +48,9 @@ def check_layers(x: Tensor, graphs: tuple[GraphTensors, ...], layers: int) -> No
         raise ValueError(
             f"there are graphs of {len(graphs)} layers and the model has {layers}; sample as many hops as it has layers"
         )
-    check_nodes(x, _sources(graphs[0], x.shape[0]), graphs[0].rowptr.device)
+    if (nodes := _sources(graphs[0], x.shape[0])) != x.shape[0]:
+        raise ValueError(f"x has {x.shape[0]} rows and the batch {nodes} nodes; pass x[batch.nodes]")
+    check_nodes(x, nodes, graphs[0].rowptr.device)
     known = x.shape[0]
     for index, graph in enumerate(graphs):
         rows = graph.rowptr.shape[0] - 1

@@ -205,10 +205,20 @@ class _Model(nn.Module):
     def _graph(self, x: Tensor, edge_index: Graph | Graphs, edge_weight: Tensor | None) -> GraphTensors | Graphs:
         check_features(x, self.config.in_channels, self._first_conv.weight)
         if isinstance(edge_index, tuple):
+            if not isinstance(edge_index, GraphTensors) and not all(isinstance(e, GraphTensors) for e in edge_index):
+                raise TypeError(
+                    f"edge_index is a {type(edge_index).__name__} of {[type(each).__name__ for each in edge_index]}; "
+                    "of a SampledBatch pass batch.graphs, with x[batch.nodes]"
+                )
             if self.recipe.self_loops or self.recipe.normalize or edge_weight is not None:
                 raise ValueError(
                     f"{type(self).__name__} was given prepared tensors (of a sampled batch), which do not say whether "
                     "self-loops and weights are in them; pass a CSRGraph, or use GraphSAGE"
+                )
+            if not isinstance(edge_index, GraphTensors) and not isinstance(self._first_conv, SAGEConv):
+                raise ValueError(
+                    f"{type(self).__name__} was given the graphs of a sampled batch, a layer each, which GraphSAGE "
+                    "alone takes; pass a CSRGraph of sampler.subgraphs(epoch)"
                 )
             if isinstance(edge_index, GraphTensors):
                 check_nodes(x, edge_index.rowptr.shape[0] - 1, edge_index.rowptr.device)

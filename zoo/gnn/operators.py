@@ -140,12 +140,15 @@ def _csr_sum_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             t_long_rows, None, pointers, index, weight, chunks, long_rows,
         )  # fmt: skip
     if ctx.needs_input_grad[3]:
+        if row is None and torch.is_grad_enabled():
+            raise NotImplementedError("weights of edges have no second derivative")
         grad_weight = edge_dot(x, grad, index, _transpose_of(row), gather_scale, row_scale, weight.dtype)
     if ctx.own_root and grad_x is not None and not torch.is_grad_enabled():
         # One tensor's both: added where it has rows, which autograd would pad to those of all sources first.
         grad_x[: beside.shape[0]] += beside
     elif ctx.needs_input_grad[6]:
-        grad_root = F.pad(beside, (0, 0, 0, ctx.root_rows - beside.shape[0]))
+        more = ctx.root_rows - beside.shape[0]
+        grad_root = F.pad(beside, (0, 0, 0, more)) if more else beside
     return grad_x, None, None, grad_weight, None, None, grad_root, *(None,) * 9
 
 

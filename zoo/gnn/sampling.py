@@ -81,6 +81,12 @@ class NeighborSampler:
         self.seeds = torch.arange(self.num_nodes) if seeds is None else seeds.cpu()
         if not len(self.seeds) or int(self.seeds.min()) < 0 or int(self.seeds.max()) >= self.num_nodes:
             raise ValueError(f"seeds must be nodes of the graph, 0 to {self.num_nodes - 1}, and at least one")
+        distinct, times = self.seeds.unique(return_counts=True)
+        if len(distinct) != len(self.seeds):
+            raise ValueError(
+                f"node {int(distinct[times > 1][0])} is {int(times.max())} times among the seeds, and a batch holds "
+                "each node once; to see some more often, run more epochs over them"
+            )
         self.fanouts, self.batch_size = tuple(fanouts), batch_size
         self.shuffle, self.seed, self.workers = shuffle, seed, workers
         most = self._most()
@@ -116,7 +122,8 @@ class NeighborSampler:
 
         Args:
             number: Which epoch: the same number gives the same batches.
-            then: What to do with each batch, on the host by the thread that sampled it: pin its memory, say.
+            then: What to do with each batch: on the host by the thread that sampled it, to pin its memory, say; of a
+                GPU's by whoever takes it.
         """
         return self._ahead(number, self._batch, then)
 

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from zoo.layers import plain
 from zoo.llm import operators
 from zoo.llm.norm import RMSNorm
+from zoo.operators import differentiable_once
 
 
 def norm_alone(x: Tensor, norm: RMSNorm) -> Tensor:
@@ -90,7 +90,7 @@ class _Beside(torch.autograd.Function):
         return x.view_as(x), normed
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @differentiable_once
     def backward(ctx: Any, above: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
         return (*operators.rms_norm_backward(grad, x, weight, scale, above), None)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from zoo.operators import differentiable_once
 from zoo.regions import Region
 from zoo.training.fallback import cross_entropy_rows
 from zoo.training.operators import cross_entropy_rows_, kernels_run, scale_
@@ -113,7 +114,7 @@ class _Chunked(torch.autograd.Function):
         return torch.cat(losses).sum() * share
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.grads is None:
             raise RuntimeError("LinearCrossEntropy frees its gradients in the backward; compute the loss anew")

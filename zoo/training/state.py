@@ -81,7 +81,7 @@ def _check_weights(model: nn.Module, file: Path, pair: str | None) -> None:
     from safetensors import safe_open
 
     with safe_open(str(file), framework="pt") as tensors:
-        if pair is not None and (tensors.metadata() or {}).get("pair") != pair:
+        if (tensors.metadata() or {}).get("pair") != pair:
             raise ValueError(
                 f"{file} and {REST} beside it are of different saves, one of which was cut off: go on from another "
                 "folder, or load the weights alone and begin the optimizer anew"

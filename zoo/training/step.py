@@ -95,7 +95,7 @@ class TrainingStep:
         self._graphed: GraphedStep | None = None
         self._options: FrozenOptions | None = None
         self._seen: dict[Any, int] = {}
-        optimizer.register_load_state_dict_post_hook(lambda _: self.release())
+        optimizer.register_load_state_dict_post_hook(lambda _: self._begin_anew())
 
     def _decide(self, wanted: bool | None) -> bool:
         if wanted is False or (wanted is None and self.device.type == "cpu"):
@@ -188,6 +188,11 @@ class TrainingStep:
         load(self, Path(folder), others)
         self.release()
 
+    def _begin_anew(self) -> None:
+        """The optimizer's state was replaced, and may be empty now."""
+        self._updated = False
+        self.release()
+
     def _replay(self, batches: tuple[Any, ...]) -> Tensor:
         """Replay this shape; run it, or capture it first, if it is new."""
         shape = shapes_of(pytree.tree_leaves(batches))
@@ -197,8 +202,9 @@ class TrainingStep:
             self._options.check()
             loss: Tensor = self._graphed(*batches)
             return loss
-        if seen <= self._warmup:
-            return self._rehearse(batches, last=seen == self._warmup)
+        if seen <= self._warmup or not self._updated:
+            # The host looks at a first update, which a capture cannot hold.
+            return self._rehearse(batches, last=seen >= self._warmup and self._updated)
         if len(self.captured) >= self._most_graphs:
             if seen == self._warmup + 1:
                 warnings.warn(
@@ -303,6 +309,8 @@ class TrainingStep:
             self._watch.check()
         except NonFiniteError:
             self._clear_gradients()
+            if self.scaler is not None and self._clip_norm is not None:
+                self.scaler.update()  # which clipping began
             raise
 
     def _clear_gradients(self) -> None:

@@ -37,6 +37,7 @@ def starts_defined(optimizer: Optimizer) -> bool:
             return False  # whose first update is unlike all later ones
         for group in with_momentum:
             for param in group["params"]:
-                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
+                if param.requires_grad:
+                    optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
         return True
     return isinstance(optimizer, (torch.optim.Adam, torch.optim.Adagrad))
