@@ -42,6 +42,19 @@ def test_one_graph_in_every_mode(mode: str, training: bool) -> None:
             model(torch.randn(2, 4))
 
 
+def test_code_that_does_not_ask_whether_it_trains_is_run_in_both() -> None:
+    class Own(Block):
+        """Of this test alone: nobody else compiled it."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x - torch.relu(self.linear(x))
+
+    model = compiled(Sequence(Own(4)), regions=[Own])
+    with zoo.enforce_budget(model):
+        for training in (True, False):
+            model.train(training)(torch.randn(2, 4))
+
+
 def test_budgets_hold_for_each_mode_and_each_shape_apart() -> None:
     model = compiled(Stack())
     with zoo.enforce_budget(model):

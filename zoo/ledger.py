@@ -98,11 +98,13 @@ class Ledger:
     def compiled(self, module: nn.Module, in_mode: str) -> bool:
         """Whether code for a module of this class and structure was compiled in this mode, by any model.
 
-        Attributes are left out: those that the taken branch does not read cost no graph of their own.
+        Attributes are left out: those that the taken branch does not read cost no graph of their own. So is whether it
+        trains: code that does not ask is run in both.
         """
-        built = structure(module)
+        built, grad_mode = structure(module), in_mode.partition(", ")[2]
         return any(
-            e.graphs and e.region is type(module) and e.mode == in_mode and e.structure == built for e in self.entries
+            e.graphs and e.region is type(module) and e.mode.partition(", ")[2] == grad_mode and e.structure == built
+            for e in self.entries
         )
 
     def _start(self, args: Any) -> None:
