@@ -170,6 +170,11 @@ def differentiated(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
+def transformed() -> bool:
+    """Whether a functional transform of torch's runs, which takes no backward of ours. May be asked inside a region."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def launcher(module: str, name: str, x: Tensor) -> Function:
     """What launches the kernels of ``module``, on the device of ``x`` whichever is current."""
     launch: Function = getattr(_module(module), name)

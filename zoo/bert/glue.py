@@ -27,17 +27,14 @@ from torch import Tensor, nn
 from zoo.bert import operators
 from zoo.bert.attention import compute_dtype
 from zoo.layers import plain
-from zoo.operators import differentiable_once
+from zoo.operators import differentiable_once, transformed
 
 _LOW = (torch.bfloat16, torch.float16)
 
 
 def by_operators(x: Tensor) -> bool:
     """Whether a layer in training goes this way with x: gradients are wanted, and kernels take it."""
-    if not torch.is_grad_enabled() or not _ordinary(x) or not operators.kernels_run(x):
-        return False
-    # Functional transforms take no backward of ours.
-    if torch._C._are_functorch_transforms_active():
+    if not torch.is_grad_enabled() or not _ordinary(x) or not operators.kernels_run(x) or transformed():
         return False
     # What autocast normalises is float32, whatever it is given.
     return x.dtype == torch.float32 or not torch.is_autocast_enabled(x.device.type)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -204,27 +204,25 @@ class _Model(nn.Module):
 
     def _graph(self, x: Tensor, edge_index: Graph | Graphs, edge_weight: Tensor | None) -> GraphTensors | Graphs:
         check_features(x, self.config.in_channels, self._first_conv.weight)
+        if isinstance(edge_index, GraphTensors):
+            self._refuse_a_recipe(edge_weight)
+            check_nodes(x, edge_index.rowptr.shape[0] - 1, edge_index.rowptr.device)
+            return edge_index
         if isinstance(edge_index, tuple):
-            if not isinstance(edge_index, GraphTensors) and not all(isinstance(e, GraphTensors) for e in edge_index):
+            if not all(isinstance(each, GraphTensors) for each in edge_index):
                 raise TypeError(
                     f"edge_index is a {type(edge_index).__name__} of {[type(each).__name__ for each in edge_index]}; "
                     "of a SampledBatch pass batch.graphs, with x[batch.nodes]"
                 )
-            if self.recipe.self_loops or self.recipe.normalize or edge_weight is not None:
-                raise ValueError(
-                    f"{type(self).__name__} was given prepared tensors (of a sampled batch), which do not say whether "
-                    "self-loops and weights are in them; pass a CSRGraph, or use GraphSAGE"
-                )
-            if not isinstance(edge_index, GraphTensors) and not isinstance(self._first_conv, SAGEConv):
+            self._refuse_a_recipe(edge_weight)
+            if not isinstance(self._first_conv, SAGEConv):
                 raise ValueError(
                     f"{type(self).__name__} was given the graphs of a sampled batch, a layer each, which GraphSAGE "
                     "alone takes; pass a CSRGraph of sampler.subgraphs(epoch)"
                 )
-            if isinstance(edge_index, GraphTensors):
-                check_nodes(x, edge_index.rowptr.shape[0] - 1, edge_index.rowptr.device)
-            else:
-                check_layers(x, edge_index, self.config.num_layers)
-            return edge_index
+            graphs = cast("Graphs", edge_index)  # a single one is a tuple as well, and was returned above
+            check_layers(x, graphs, self.config.num_layers)
+            return graphs
         if (
             isinstance(edge_index, CSRGraph)
             and edge_weight is None
@@ -242,6 +240,14 @@ class _Model(nn.Module):
         tensors = graph.tensors
         check_nodes(x, tensors.rowptr.shape[0] - 1, tensors.rowptr.device)
         return tensors
+
+    def _refuse_a_recipe(self, edge_weight: Tensor | None) -> None:
+        """Tensors that are prepared already can only be for a model that adds nothing to its graph."""
+        if self.recipe.self_loops or self.recipe.normalize or edge_weight is not None:
+            raise ValueError(
+                f"{type(self).__name__} was given prepared tensors (of a sampled batch), which do not say whether "
+                "self-loops and weights are in them; pass a CSRGraph, or use GraphSAGE"
+            )
 
     def dry_call(
         self, x: Tensor, edge_index: Graph | Graphs, edge_weight: Tensor | None = None

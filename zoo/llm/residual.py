@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from zoo.layers import plain
 from zoo.llm import operators
 from zoo.llm.norm import RMSNorm
-from zoo.operators import differentiable_once
+from zoo.operators import differentiable_once, transformed
 
 
 def norm_alone(x: Tensor, norm: RMSNorm) -> Tensor:
@@ -66,7 +66,7 @@ def by_operators(x: Tensor) -> bool:
     Not under a functional transform of torch's, which takes no backward of ours.
     """
     many = torch.is_grad_enabled() or (x.dim() == 3 and x.shape[1] > 1)
-    return many and operators.kernels_run(x) and not torch._C._are_functorch_transforms_active()
+    return many and operators.kernels_run(x) and not transformed()
 
 
 def _norm_fits(x: Tensor, norm: nn.Module) -> bool:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.layers import plain
-from zoo.operators import differentiated
+from zoo.operators import differentiated, transformed
 
 _sparse = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default
 
@@ -42,7 +42,7 @@ def look_up(embedding: nn.Embedding, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 def _pays(weight: Tensor, ids: Tensor) -> bool:
     # Compilers and functional transforms know no sparse gradients; tensors that are sharded, or fake, have their rules.
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or transformed():
         return False
     if type(weight) not in (Tensor, nn.Parameter):
         return False
