@@ -362,7 +362,8 @@ def test_a_captured_step_learns_from_batches_of_the_gpu():
     def loss(net: GraphSAGE, batch: SampledBatch) -> Tensor:
         return F.cross_entropy(net(x[batch.nodes], batch.graphs)[:16], batch.labels(y))
 
-    step = TrainingStep(net, loss, torch.optim.AdamW(net.parameters(), lr=3e-2, fused=True, capturable=True))
+    rate = torch.tensor(3e-2, device="cuda")
+    step = TrainingStep(net, loss, torch.optim.AdamW(net.parameters(), lr=rate, fused=True, capturable=True))
     losses = [step(batch).item() for epoch in range(8) for batch in sampler.epoch(epoch)]
     assert step.captured and sum(losses[-13:]) < 0.6 * sum(losses[:13])
 

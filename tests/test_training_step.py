@@ -276,9 +276,9 @@ def test_an_infinite_loss_of_finite_gradients_is_left_out_of_scaled_training_too
     batches = draw(6, device=device)
     for batch in batches[:3]:
         step((*batch, fine))
-    weights = [parameter.clone() for parameter in model.parameters()]
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
     step((*batches[3], bad))
-    torch.testing.assert_close(list(model.parameters()), weights, rtol=0, atol=0)
+    torch.testing.assert_close([parameter.detach() for parameter in model.parameters()], weights, rtol=0, atol=0)
     step((*batches[4], fine))
     assert not torch.equal(next(iter(model.parameters())), weights[0])
     with pytest.raises(NonFiniteError, match=r"step 4: the loss is inf; this update was left out\..*bfloat16"):
@@ -358,9 +358,10 @@ def test_a_loss_that_waits_for_the_device_is_noticed_and_trained_all_the_same():
     expected = plain_losses(expected_model, optimizer_of(expected_model), [[b] for b in batches])
     model = build("cuda")
     step = TrainingStep(model, waits, optimizer_of(model))
-    with pytest.warns(TrainingWarning, match=r"waits for the device \(.*test_training_step.py"):
+    with pytest.warns(TrainingWarning, match=r"waits for the device \(.*test_training_step.py") as caught:
         losses = [step(batch).item() for batch in batches]
     assert losses == pytest.approx(expected, rel=1e-5)
+    assert [warning.filename for warning in caught] == [__file__]
     assert not step.captured
 
 
@@ -375,6 +376,51 @@ def test_a_loss_that_waits_is_an_error_where_a_capture_was_asked_for():
     step(batches[1])
     with pytest.raises(CaptureError, match="the step cannot be captured: it waits for the device"):
         step(batches[2])
+
+
+def fails_to_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    def capture(*arguments: Any, **options: Any) -> None:
+        raise CaptureError("capture failed: no reason")
+
+    monkeypatch.setattr("zoo.training.step.GraphedStep", capture)
+
+
+def test_a_capture_that_fails_is_an_error_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch):
+    fails_to_capture(monkeypatch)
+    model = build()
+    step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=True)
+    batches = draw(5)
+    for batch in batches[:3]:
+        step(batch)
+    with pytest.raises(CaptureError, match="the step cannot be captured: capture failed: no reason"):
+        step(batches[3])
+
+
+def test_training_goes_on_without_a_cuda_graph_where_the_capture_fails(monkeypatch: pytest.MonkeyPatch):
+    fails_to_capture(monkeypatch)
+    batches = draw(8)
+    expected_model = build()
+    expected = plain_losses(expected_model, optimizer_of(expected_model), [[b] for b in batches])
+    model = build()
+    step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=True)
+    step._must_capture = False  # as on a GPU where nothing was said
+    with pytest.warns(TrainingWarning, match="runs without a CUDA graph: capture failed: no reason") as caught:
+        losses = [step(batch).item() for batch in batches]
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.gpu
+def test_a_history_that_outlives_its_step_is_named():
+    model = build("cuda")
+    step = TrainingStep(model, loss_of, optimizer_of(model))
+    batches = draw(8, device="cuda")
+    for batch in batches[:3]:
+        step(batch)
+    held = [parameter.clone() for parameter in model.parameters()]
+    with pytest.warns(TrainingWarning, match=r"holds the history of a parameter.*\.detach\(\)"):
+        step(batches[3])
+    assert len(held) and step(batches[4]).isfinite()
 
 
 @pytest.mark.gpu

@@ -307,7 +307,7 @@ class GraphedStep:
                 with contextlib.suppress(RuntimeError):
                     torch.cuda.synchronize(index)
                 cause = failure or error
-                raise CaptureError(f"capture failed: {_first_line(cause)}{_where(cause)}") from cause
+                raise CaptureError(f"capture failed: {_first_line(cause)}{_where(cause)}{_remedy(cause)}") from cause
         bucket.graph = graph
         bucket.outputs, bucket.output_spec = flatten_outputs(outputs)
 
@@ -429,6 +429,18 @@ def _own_workspaces() -> Iterator[None]:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _remedy(error: BaseException) -> str:
+    """What to do about an error whose words do not say it."""
+    if "legacy stream" not in str(error):
+        return ""
+    # Autograd adds up a parameter's gradient on the stream where the parameter was first used, for as long as anything
+    # keeps that use.
+    return (
+        "; something from before the capture still holds the history of a parameter, whose gradient is on another "
+        "stream then: keep losses and copies of parameters with .detach(), or drop them before"
+    )
 
 
 def _where(error: BaseException) -> str:

@@ -211,14 +211,19 @@ class TrainingStep:
                     f"{describe(pytree.tree_leaves(batches))}: {self._most_graphs} shapes are captured already "
                     "(most_graphs); this one runs without a CUDA graph: pad batches to fewer shapes",
                     TrainingWarning,
-                    stacklevel=4,
+                    stacklevel=3,
                 )
             return self._run(*batches)
-        if self._graphed is None:
-            self._graphed = GraphedStep(self._run, [(batches, {})], clone_outputs=True, static=(), warmup=0)
-            self._options = FrozenOptions(self.optimizer)
-        else:
-            self._graphed.add_bucket(batches, warmup=0)
+        try:
+            if self._graphed is None:
+                self._graphed = GraphedStep(self._run, [(batches, {})], clone_outputs=True, static=(), warmup=0)
+                self._options = FrozenOptions(self.optimizer)
+            else:
+                self._graphed.add_bucket(batches, warmup=0)
+        except CaptureError as error:
+            # Nothing of the step has run.
+            self._refuse_capture(str(error), callers=3, cause=error)
+            return self._run(*batches)
         loss = self._graphed(*batches)
         return loss
 
@@ -236,17 +241,16 @@ class TrainingStep:
         current.wait_stream(side)
         loss.record_stream(current)
         if found:
-            self._refuse_capture(found[0])
+            # The step that was just made holds; it is no CUDA graph that can come of it.
+            self._refuse_capture(f"it waits for the device ({found[0]}); move that out of the loss", callers=4)
         return loss
 
-    def _refuse_capture(self, where: str) -> None:
-        """The step that was just made holds; it is no CUDA graph that can come of it."""
+    def _refuse_capture(self, why: str, *, callers: int, cause: CaptureError | None = None) -> None:
         self._captures = False
         self.release()
-        why = f"it waits for the device ({where}); move that out of the loss"
         if self._must_capture:
-            raise CaptureError(f"the step cannot be captured: {why}")
-        warnings.warn(f"the step runs without a CUDA graph: {why}", TrainingWarning, stacklevel=6)
+            raise CaptureError(f"the step cannot be captured: {why}") from cause
+        warnings.warn(f"the step runs without a CUDA graph: {why}", TrainingWarning, stacklevel=1 + callers)
 
     def _run(self, *batches: Any) -> Tensor:
         """All of the step; what is captured."""
