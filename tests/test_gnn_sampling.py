@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -350,6 +351,19 @@ def test_a_gpu_samples_the_seeds_of_the_host_and_the_same_batches_every_time():
         assert torch.equal(again.graphs[0].source, source)
         assert torch.equal(again.seeds.cpu(), host.batch(1, index).seeds)
     assert not torch.equal(ours.batch(2, 0).graphs[0].source, batches[0])
+
+
+def test_threads_that_sample_take_no_cores_from_each_other():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        sampler = NeighborSampler(graph(), fanouts=(4, 3), batch_size=16, num_nodes=NODES, workers=4)
+        seen = list(sampler.epoch(0, lambda _: torch.get_num_threads()))  # type: ignore[arg-type, return-value]
+        assert seen == [1] * len(sampler)
+        with ThreadPoolExecutor(1) as other:
+            assert [torch.get_num_threads(), other.submit(torch.get_num_threads).result()] == [3, 3]
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,6 +24,8 @@ from torch import Tensor
 
 from zoo.gnn.batches import Bucket, Drawn, SampledBatch, Subgraph, map_tensors
 from zoo.gnn.csr import CSRGraph
+
+_setting_threads = threading.Lock()
 
 
 class NeighborSampler:
@@ -150,7 +153,7 @@ class NeighborSampler:
             return
         # Two a thread: one that is sampled while the other waits to be trained on.
         ahead: deque[Future[Any]] = deque()
-        with ThreadPoolExecutor(self.workers) as pool:
+        with ThreadPoolExecutor(self.workers, initializer=_run_alone) as pool:
             todo = enumerate(parts)
             try:
                 for index, part in itertools.islice(todo, 2 * self.workers):
@@ -295,6 +298,22 @@ class NeighborSampler:
         seeds = self.batch_size
         sizes = [(seeds, layers[0][1]), *((max(rows, seeds), edges) for rows, edges in layers[1:])]
         return Bucket(max(nodes, seeds), tuple(reversed(sizes)))
+
+
+def _run_alone() -> None:
+    """Have this thread's operators run in it alone, as in the processes of torch's DataLoader.
+
+    Otherwise each of the pool's threads asks for one on every core, and they wait for each other most of the time.
+    """
+    if not torch.backends.openmp.is_available():
+        return  # whose threads are one pool for all
+    with _setting_threads:
+        others = torch.get_num_threads()  # and this thread's own is settled: torch does it once, when it is first asked
+        torch.set_num_threads(1)
+        # Torch gives the number that was set last to threads that begin later. Set from another thread, it is not ours.
+        restore = threading.Thread(target=torch.set_num_threads, args=(others,))
+        restore.start()
+        restore.join()
 
 
 def _device(device: torch.device | str) -> torch.device:
