@@ -138,8 +138,9 @@ def arms_of(
 ) -> list[Case]:
     """The arms that the options name, on the model and input of ``base``; the default arms where they name none.
 
-    What is given is combined, each with each; what is left out takes the default arms' values. Arms that cannot exist
-    are still in the list: ``expand`` drops them and knows why.
+    What is given is combined, each with each; what is left out takes the default arms' values. With ``dynamic`` every
+    compiled arm has its dynamic twin behind it. Arms that cannot exist are still in the list: ``expand`` drops them and
+    knows why.
     """
     chosen: list[tuple[str, str, str]] = []
     if not (impls or strategies or modes):
@@ -157,18 +158,18 @@ def arms_of(
                 chosen += [(impl, s, "default") for s, gpu in FALLBACK_STRATEGIES if base.device != "cpu" or not gpu]
     arms = []
     for impl, name, mode in dict.fromkeys(chosen):
-        strategy = name.removesuffix(CUDA_GRAPH)
-        arms.append(
-            replace(
-                base,
-                impl="zoo" if impl == LIBRARY else impl,
-                kernels=impl != LIBRARY,
-                strategy=strategy,
-                mode=mode,
-                cuda_graph=name.endswith(CUDA_GRAPH),
-                dynamic=dynamic and strategy != "eager",
-            )
+        arm = replace(
+            base,
+            impl="zoo" if impl == LIBRARY else impl,
+            kernels=impl != LIBRARY,
+            strategy=name.removesuffix(CUDA_GRAPH),
+            mode=mode,
+            cuda_graph=name.endswith(CUDA_GRAPH),
+            dynamic=False,
         )
+        arms.append(arm)
+        if dynamic and arm.strategy != "eager":
+            arms.append(replace(arm, dynamic=True))
     return arms
 
 
@@ -176,6 +177,9 @@ def expand(
     bases: Iterable[Case], refuses: Callable[[Case], str | None], *, only: Sequence[str] = (), **options: Any
 ) -> tuple[list[Case], Mapping[str, str]]:
     """All arms of all races, race by race, each with its A/A control last; and why arms were left out, by case key.
+
+    A dynamic twin that cannot exist is left out without a word: it was asked for beside its static arm and not by name.
+    Where a pattern of ``only`` is for it and not for the static arm, or no dynamic arm is left at all, it is told why.
 
     Args:
         bases: One case a race: its model, input, workload, dtype and device.
@@ -185,25 +189,35 @@ def expand(
     """
     cases: list[Case] = []
     refused: dict[str, str] = {}
+    unasked: dict[str, str] = {}
     for base in bases:
         arms = []
         for case in arms_of(base, **options):
-            if only and not any(fnmatchcase(case.arm, pattern) for pattern in only):
+            patterns = [pattern for pattern in only if fnmatchcase(case.arm, pattern)]
+            if only and not patterns:
                 continue
-            if why := refusal(case) or refuses(case):
-                refused[case.key] = why
-            else:
+            if not (why := refusal(case) or refuses(case)):
                 arms.append(case)
+                continue
+            static = replace(case, dynamic=False)
+            if not case.dynamic or not all(fnmatchcase(static.arm, pattern) for pattern in patterns):
+                refused[case.key] = why
+            elif why != refused.get(static.key):  # what holds for both is said once
+                unasked[case.key] = why
         cases += arms
         if len(arms) > 1:  # one arm alone has no ratio, so it needs no noise floor
             cases.append(replace(twin_of(arms), control=True))
-    return cases, refused
+    return cases, refused if any(case.dynamic for case in cases) else refused | unasked
 
 
 def twin_of(arms: Sequence[Case]) -> Case:
-    """The arm whose second copy gives the noise floor: the zoo's last, or the last of all."""
-    own = [case for case in arms if case.impl == "zoo" and case.kernels]
-    return (own or list(arms))[-1]
+    """The arm whose second copy gives the noise floor: the zoo's last, or the last of all.
+
+    It is a static one where there is one, so that dynamic arms beside it do not move the noise floor to another arm.
+    """
+    static = [case for case in arms if not case.dynamic] or list(arms)
+    own = [case for case in static if case.impl == "zoo" and case.kernels]
+    return (own or static)[-1]
 
 
 def races_of(cases: Iterable[Case]) -> dict[tuple[str, ...], list[Case]]:

@@ -10,6 +10,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -74,7 +75,9 @@ def _command(family: str, case: Case, settings: Settings) -> str:
     words = ["python", "-m", "benchmarks.run", "--family", family, "--model", case.model, "--input", case.input]
     words += ["--workload", case.workload, "--dtype", case.dtype, "--device", case.device]
     words += ["--impl", case.implementation, "--strategy", case.strategy_name, "--mode", case.mode]
-    words += ["--dynamic"] * case.dynamic + ["--quick"] * settings.quick + ["--steady-only"] * settings.steady_only
+    # --dynamic alone would measure the static arm too.
+    words += ["--dynamic", "--arm", replace(case, control=False).arm] if case.dynamic else []
+    words += ["--quick"] * settings.quick + ["--steady-only"] * settings.steady_only
     words += ["--rounds", str(settings.rounds), "--sets", str(settings.sets)]
     words += ["--curve", str(settings.curve)] if settings.curve else []
     words += ["--data-root", settings.data_root] if settings.data_root else []
@@ -92,7 +95,7 @@ def main(
     workload: Annotated[str, typer.Option(help=f"{', '.join(WORKLOADS)}.")] = WORKLOADS[0],
     dtype: Annotated[list[str] | None, typer.Option(help="The family's default if left out.")] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is one.")] = None,
-    dynamic: Annotated[bool, typer.Option("--dynamic", help="Compile for dynamic shapes.")] = False,
+    dynamic: Annotated[bool, typer.Option("--dynamic", help="Beside each compiled arm a dynamic one.")] = False,
     data_root: Annotated[Path | None, typer.Option(help="Folder of real data sets.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that one step of an arm may take.")] = 900.0,
     resume: Annotated[bool, typer.Option("--resume", help="Skip what is done in --out (newest run).")] = False,

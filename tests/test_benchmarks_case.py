@@ -91,8 +91,78 @@ def test_one_arm_alone_has_no_control():
     assert names(CPU, impls=["zoo"], strategies=["eager"]) == ["zoo eager"]
 
 
-def test_dynamic_is_for_compiled_arms():
-    assert names(CPU, impls=["zoo"], dynamic=True)[:2] == ["zoo eager", "zoo full dynamic"]
+def test_a_dynamic_arm_comes_right_behind_its_static_one_and_the_control_stays_where_it_was():
+    assert names(GPU, impls=["zoo"], dynamic=True) == [
+        "zoo eager",
+        "zoo full",
+        "zoo full dynamic",
+        "zoo regional",
+        "zoo regional dynamic",
+        "zoo regional + CUDA graph",
+        "zoo regional + CUDA graph (A/A)",
+    ]
+    for options in ({}, {"impls": ["upstream"]}, {"strategies": ["full"]}, {"modes": ["max-autotune-no-cudagraphs"]}):
+        for base in (CPU, GPU):
+            arms = names(base, **options, dynamic=True)
+            static = [arm for arm in arms if "dynamic" not in arm]
+            assert static == names(base, **options) and len(arms) > len(static)
+            behind = [(arms[place - 1], arm) for place, arm in enumerate(arms) if "dynamic" in arm]
+            assert all(arm == f"{before} dynamic" for before, arm in behind)
+
+
+def test_dynamic_arms_are_raced_alone_where_a_pattern_says_so():
+    assert names(CPU, dynamic=True, only=["*dynamic"]) == [
+        "zoo full dynamic",
+        "zoo regional dynamic",
+        "upstream full dynamic",
+        "upstream regional dynamic",
+        "zoo regional dynamic (A/A)",
+    ]
+    assert names(CPU, impls=["zoo"], strategies=["full"], dynamic=True, only=["zoo full dynamic"]) == [
+        "zoo full dynamic"
+    ]
+    assert names(CPU, dynamic=True, only=["zoo eager", "zoo full dynamic"])[-1] == "zoo eager (A/A)"
+    assert expand([CPU], nothing_refused, strategies=["eager"], dynamic=True, only=["*dynamic"]) == ([], {})
+
+
+def declared(case: Case) -> str | None:
+    return "declared shapes" if case.dynamic and case.impl == "zoo" else None
+
+
+def test_a_dynamic_twin_that_cannot_be_is_left_out_without_a_word_unless_it_was_asked_for():
+    options = {"strategies": ["full", "full+cudagraph"], "dynamic": True}
+    cases, refused = expand([GPU], declared, **options)
+    assert [case.arm for case in cases] == [
+        "zoo full",
+        "zoo full + CUDA graph",
+        "upstream full",
+        "upstream full dynamic",
+        "upstream full + CUDA graph",
+        "zoo full + CUDA graph (A/A)",
+    ]
+    assert refused == {}
+    # A pattern that is for static arms as well asks for no twin; another does, whatever else is asked for.
+    assert expand([GPU], declared, only=["*full*"], **options)[1] == {}
+    _, refused = expand([GPU], declared, only=["zoo full", "*dynamic"], **options)
+    assert list(refused.values()) == ["declared shapes"]
+    cases, refused = expand([GPU], declared, impls=["zoo"], only=["*dynamic*"], **options)
+    assert cases == [] and sorted(refused.values()) == [
+        "a CUDA graph has fixed shapes, so dynamic shapes cannot be captured",
+        "declared shapes",
+    ]
+
+
+def test_where_no_dynamic_arm_is_left_it_is_told_why():
+    cases, refused = expand([CPU], declared, impls=["zoo"], dynamic=True)
+    assert [case.arm for case in cases if not case.control] == ["zoo eager", "zoo full", "zoo regional"]
+    assert set(refused.values()) == {"declared shapes"} and len(refused) == 2
+    # Of one race it need not be told where another has dynamic arms.
+    bases = [CPU, replace(CPU, input="cora")]
+    cases, refused = expand(bases, lambda c: declared(c) if c.input == "cora" else None, impls=["zoo"], dynamic=True)
+    assert {case.input for case in cases if case.dynamic} == {"karate"} and refused == {}
+    # What holds for both is said once, of the static arm.
+    _, refused = expand([CPU], lambda case: "no", impls=["zoo"], strategies=["full"], dynamic=True)
+    assert [key.rpartition(" / ")[2] for key in refused] == ["zoo full"]
 
 
 def test_what_a_workload_refuses_is_left_out_with_its_reason():

@@ -463,11 +463,11 @@ def test_commands_name_arms_where_options_would_make_more() -> None:
     dynamic, tuned = Way(dynamic=True), Way(impl="upstream-tuned", mode="max-autotune")
     assert commands([part(at_least(1), figure=Speed(dynamic, FULL))]) == [
         "python -m benchmarks.run --family gnn --model gcn --input cora --workload inference --dtype float32 "
-        "--device cuda --impl upstream --strategy full --mode default",
-        "python -m benchmarks.run --family gnn --model gcn --input cora --workload inference --dtype float32 "
         "--device cuda --impl upstream --strategy full --mode default --dynamic",
     ]
     (command,) = commands([part(at_least(1), figure=Speed(tuned, EAGER))])
     assert command.endswith("--arm 'upstream eager' --arm 'upstream-tuned full max-autotune'")
+    (command,) = commands([part(at_least(1), figure=Speed(dynamic, EAGER))])
+    assert command.endswith("--mode default --dynamic --arm 'upstream eager' --arm 'upstream full dynamic'")
     (together,) = commands([part(at_least(1), CORA, replace(CORA, model="gat"))])
     assert "--model gcn,gat " in together

@@ -396,16 +396,38 @@ def test_commands_that_differ_in_lists_alone_become_one() -> None:
             f"{run} --model gcn --strategy full --rounds 30",
             f"{run} --model gat,gcn --strategy full --rounds 30",
             f"{run} --model gcn --strategy full --rounds 10",
-            f"{run} --model gcn --strategy full --rounds 30 --dynamic",
             f"{run} --model sage --rounds 30",
             "make bench",
         ]
     ) == [
         f"{run} --model gcn,gat --strategy eager,full --rounds 30",
         f"{run} --model gcn --strategy full --rounds 10",
-        f"{run} --model gcn --strategy full --rounds 30 --dynamic",
         f"{run} --model sage --rounds 30",
         "make bench",
+    ]
+
+
+def test_dynamic_arms_are_measured_by_the_run_that_measures_the_static_ones() -> None:
+    run = "python -m benchmarks.run --family gnn"
+    static = [f"{run} --strategy {strategy} --rounds 30" for strategy in ("eager", "full")]
+    full, regional = (
+        f"{run} --strategy {strategy} --dynamic --arm 'zoo {strategy} dynamic' --rounds 30"
+        for strategy in ("full", "regional")
+    )
+    assert commands.merged([*static, full]) == [f"{run} --strategy eager,full --rounds 30 --dynamic"]
+    assert commands.merged([full, *static]) == [f"{run} --strategy full,eager --rounds 30 --dynamic"]
+    # Alone they stay alone.
+    assert commands.merged([full, full]) == [f"{run} --strategy full --rounds 30 --dynamic --arm 'zoo full dynamic'"]
+    assert commands.merged([full, regional]) == [
+        f"{run} --strategy full,regional --rounds 30 --dynamic --arm 'zoo full dynamic' --arm 'zoo regional dynamic'"
+    ]
+    # Where a command names none, all are measured, so no arm is named.
+    assert commands.merged([f"{run} --strategy full --rounds 30 --dynamic", regional]) == [
+        f"{run} --strategy full,regional --rounds 30 --dynamic"
+    ]
+    assert commands.merged([f"{run} --arm 'zoo *'", f"{run} --dynamic"]) == [
+        f"{run} --arm 'zoo *'",
+        f"{run} --dynamic",
     ]
 
 

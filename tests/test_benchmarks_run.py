@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks.case import Case
+from benchmarks.claims import CLAIMS
+from benchmarks.claims.claim import commands
+from benchmarks.claims.figures import Way
+from benchmarks.environment import Monitor
+from benchmarks.measure import Plan
 from benchmarks.process import ROOT
 from benchmarks.result import Store
 from benchmarks.run import main
+from benchmarks.startup import Settings
 from benchmarks.usage import run_command
 from benchmarks.workloads import families
 
@@ -85,6 +94,85 @@ def test_list_measures_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert {"models:", "  upstream-crash", "inputs:", "  large", "arms:", "  zoo regional (A/A)"} <= set(lines)
     assert all(len(line) <= 80 for line in lines)
     assert not out.exists()
+
+
+def test_list_shows_a_dynamic_arm_behind_its_static_one(capsys: pytest.CaptureFixture[str]):
+    def listed(*arguments: str) -> list[str]:
+        arguments = ("--family", FAKE, "--device", "cpu", "--dynamic", "--list", *arguments)
+        assert run_command(main, "run", arguments) == 0
+        lines = capsys.readouterr().out.splitlines()
+        return lines[lines.index("arms:") + 1 :]
+
+    assert listed("--impl", "zoo") == [
+        "  zoo eager",
+        "  zoo full",
+        "  zoo full dynamic",
+        "  zoo regional",
+        "  zoo regional dynamic",
+        "  zoo regional (A/A)",
+    ]
+    assert listed("--impl", "zoo,upstream-tuned", "--strategy", "full") == [
+        "  zoo full",
+        "  zoo full dynamic",
+        "  zoo full (A/A)",
+        "left out:",
+        "  upstream-tuned full: tuning a fake is pointless",
+    ]
+
+
+def test_where_nothing_is_left_it_is_told_why_dynamic_or_not(capsys: pytest.CaptureFixture[str]):
+    for patterns in ((), ("--arm", "*dynamic")):
+        arguments = ("--device", "cpu", "--impl", "upstream-tuned", "--strategy", "full", "--dynamic", *patterns)
+        assert "tuning a fake is pointless" in wrong(capsys, "--family", FAKE, *arguments)
+    arguments = ("--device", "cpu", "--strategy", "eager", "--dynamic", "--arm", "*dynamic")
+    assert "no arm matches '*dynamic'" in wrong(capsys, "--family", FAKE, *arguments)
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Plan:
+    """What such a run would measure, wherever it is planned."""
+    plans: list[Plan] = []
+
+    def keep(plan: Plan, *_: object) -> int:
+        plans.append(plan)
+        return 0
+
+    monkeypatch.setattr("benchmarks.run.device_of", str)
+    monkeypatch.setattr("benchmarks.run.measure", keep)
+    assert run_command(main, "run", arguments) == 0
+    (plan,) = plans
+    return plan
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--device", "cpu", "--dynamic"),
+        ("--device", "cuda", "--dynamic"),
+        ("--device", "cuda", "--dynamic", "--impl", "zoo,zoo-library", "--arm", "*dynamic"),
+        ("--device", "cuda", "--strategy", "full", "--mode", "max-autotune-no-cudagraphs", "--dynamic"),
+    ],
+)
+def test_a_rows_command_measures_that_row_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: tuple[str, ...]
+):
+    plan = planned(monkeypatch, "--family", FAKE, *options, "--out", str(tmp_path / "run"))
+    settings = Settings(workload=FAKE, scratch=tmp_path, monitor=Monitor(None))
+    assert any(case.dynamic for case in plan.cases)
+    for case in plan.cases:
+        words = shlex.split(plan.command(case, settings))
+        assert words[:3] == ["python", "-m", "benchmarks.run"]
+        assert planned(monkeypatch, *words[3:]).cases == [replace(case, control=False)]
+
+
+@pytest.mark.parametrize("number", [8, 9, 20])
+def test_one_run_measures_all_arms_of_a_claim_in_a_race(monkeypatch: pytest.MonkeyPatch, number: int):
+    wanted: dict[tuple[str, ...], set[Case]] = {}
+    for part in CLAIMS[number].parts:
+        for where in part.where:
+            wanted.setdefault(where.case(Way()).race, set()).update(where.case(way) for way in part.figure.ways)
+    plans = [planned(monkeypatch, *shlex.split(line)[3:]) for line in commands(CLAIMS[number].parts)]
+    assert len(plans) == len(wanted)
+    assert {plan.cases[0].race: {case for case in plan.cases if not case.control} for plan in plans} == wanted
 
 
 def test_a_run_types_its_failures_and_goes_on_then_resumes(tmp_path: Path):

@@ -117,15 +117,12 @@ class Claim:
 
 def commands(parts: Iterable[Part]) -> list[str]:
     """The runs that measure these parts: each race with all arms that are looked at, like races in one."""
-    wanted: dict[tuple[Where, bool], dict[Way, None]] = {}
+    wanted: dict[Where, set[Way]] = {}
     for part in parts:
         for where in (*part.where, *([part.against] if part.against else [])):
-            dynamic = {way.dynamic for way in part.figure.ways if way.strategy != "eager"}
-            for kind in sorted(dynamic) or [False]:
-                arms = wanted.setdefault((where, kind), {})
-                arms |= dict.fromkeys(way for way in part.figure.ways if way.strategy == "eager" or way.dynamic == kind)
+            wanted.setdefault(where, set()).update(part.figure.ways)
     alike: dict[tuple[Where, frozenset[Way]], list[Where]] = {}
-    for (where, _), ways in wanted.items():
+    for where, ways in wanted.items():
         alike.setdefault((replace(where, model=""), frozenset(ways)), []).append(where)
     return [_command(group, sorted(ways, key=_place)) for (_, ways), group in alike.items()]
 
@@ -161,10 +158,11 @@ def _command(group: Sequence[Where], ways: Sequence[Way]) -> str:
     return shlex.join(words)
 
 
-def _place(way: Way) -> tuple[int, int, int, bool]:
+def _place(way: Way) -> tuple[int, int, int, bool, bool]:
     return (
         ("upstream", "upstream-tuned", "zoo").index(way.impl),
         STRATEGIES.index(way.strategy),
         MODES.index(way.mode),
         way.cuda_graph,
+        way.dynamic,
     )
