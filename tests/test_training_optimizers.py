@@ -108,6 +108,7 @@ def test_the_first_step_begins_its_kernel_before_the_model_is_called(
     rate: float | Tensor, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(optimizers, "LARGE", 30)
+    monkeypatch.setattr(optimizers, "SMALLEST", 1)
     monkeypatch.setattr(optimizers, "triton_runs_on", lambda device: True)
     if isinstance(rate, Tensor):  # as one that is not on the host
         monkeypatch.setattr(optimizers, "_is_on_host", lambda rate: False)
@@ -121,26 +122,79 @@ def test_the_first_step_begins_its_kernel_before_the_model_is_called(
     step = TrainingStep(model, loss, AdamW(model.parameters(), lr=rate), cuda_graph=False)
     step(torch.randn(3, 4))
     settle()
-    assert gpu.launches == ["_adamw", "_adamw"]
+    assert gpu.launches == ["_adamw"], "the first two weights are of one size"
     assert before[0] and before[0] == gpu.asked
     gpu.asked.clear()
     step(torch.randn(3, 4))
     assert not gpu.asked, "only the first step begins"
 
 
+def test_one_kernel_is_begun_for_all_that_are_aligned(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizers, "LARGE", 64)
+    monkeypatch.setattr(optimizers, "SMALLEST", 16)
+    monkeypatch.setattr(optimizers, "triton_runs_on", lambda device: True)
+    begun: list[Any] = []
+    begin = optimizers._begin
+    monkeypatch.setattr(optimizers, "_begin", lambda *given: (begun.append(given[1]), begin(*given))[1])
+    shifted = torch.zeros(65)[1:].view(8, 8)
+    # Four of one size in two launches' worth, one by itself, one that is not aligned, and some that are torch's.
+    shapes = [(4, 8), (8, 4), (32,), (2, 16), (8, 8), (3, 3), (16,), (16,), (16,)]
+    params = [nn.Parameter(each) for each in [*map(torch.zeros, shapes), shifted]]
+    optimizer = AdamW([{"params": params}, {"params": [nn.Parameter(torch.zeros(8, 8))], "weight_decay": 0.0}])
+    optimizer.begin_kernels()
+    settle()
+    asked = set(gpu.asked)
+    assert [tuple(each.shape) for each in begun] == [(4, 8), (8, 8), (8, 8)]
+    assert len(asked) == 2 and gpu.compiled == ["_adamw"] * 2 and not gpu.launches
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert gpu.launches == ["_adamw"] * 4 and gpu.asked == asked
+
+
+def test_what_is_selected_of_aligned_pointers_is_read_16_bytes_at_a_time(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import triton
+    from triton.compiler.compiler import compile as compile_for_a_gpu
+
+    monkeypatch.setattr(optimizers, "triton_runs_on", lambda device: True)
+    monkeypatch.setattr(optimizers, "SMALLEST", 1)
+    monkeypatch.setattr(optimizers, "LARGE", 64)
+    code: list[str] = []
+
+    def compile_and_keep(source: Any, **options: Any) -> Any:
+        code.append(compile_for_a_gpu(source, **options).asm["ptx"])
+        return gpu.compile(source)
+
+    monkeypatch.setattr(triton.compiler, "compile", compile_and_keep)
+    params = [nn.Parameter(torch.zeros(size, dtype=torch.bfloat16)) for size in (32, 32, 64)]
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    AdamW(params).step()
+    assert gpu.launches == ["_adamw"] * 2 and len(code) == 1
+    assert "ld.global.v4.b32" in code[0] and "st.global.v4.b32" in code[0]
+    assert ".global.b16" not in code[0] and ".global.v4.b16" not in code[0]
+
+
 # --- on a GPU ---
 
 
 class Words(nn.Module):
-    """A table that is large, and weights that are not."""
+    """A table that is large, two that are together, and weights that are not."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(optimizers.LARGE // 64 + 1, 64)
+        self.halves = nn.ModuleList(nn.Embedding(optimizers.LARGE // 128 + 1, 64) for _ in range(2))
         self.out = nn.Linear(64, 8)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.out(self.table(ids))
+        x = self.table(ids)
+        for half in self.halves:
+            x = x + half(ids % half.num_embeddings)
+        return self.out(x)
 
 
 def losses_of(kind: type[torch.optim.Optimizer], dtype: torch.dtype, captured: bool, bad: int | None) -> list[Any]:
@@ -174,11 +228,17 @@ def test_large_parameters_train_as_by_torchs_on_a_gpu(
 ):
     from zoo.training.kernels import adamw as kernel
 
-    sizes: list[int] = []
+    sizes: list[tuple[int, ...]] = []
     launch = kernel.adamw
-    monkeypatch.setattr(kernel, "adamw", lambda p, *rest: (sizes.append(p.numel()), launch(p, *rest))[1])
+
+    def count(params: list[Tensor], *rest: Any) -> None:
+        sizes.append(tuple(each.numel() for each in params))
+        launch(params, *rest)
+
+    monkeypatch.setattr(kernel, "adamw", count)
     ours, theirs = (losses_of(kind, dtype, captured, bad) for kind in (AdamW, torch.optim.AdamW))
-    assert sizes and set(sizes) == {(optimizers.LARGE // 64 + 1) * 64}
+    rows = optimizers.LARGE // 128 + 1
+    assert sizes and set(sizes) == {((optimizers.LARGE // 64 + 1) * 64,), (rows * 64,) * 2}
     assert ours[0] == pytest.approx(theirs[0], rel=1e-4 if dtype is torch.float32 else 2e-2, nan_ok=True)
     for found, expected in zip(ours[1], theirs[1], strict=True):
         error = float((found - expected).norm() / expected.norm())
@@ -189,9 +249,11 @@ def test_large_parameters_train_as_by_torchs_on_a_gpu(
 
 @pytest.mark.gpu
 def test_a_step_waits_for_nothing():
-    param = nn.Parameter(torch.randn(optimizers.LARGE, device="cuda"))
-    optimizer = AdamW([param], lr=torch.tensor(1e-3, device="cuda"), capturable=True)
-    param.grad = torch.randn_like(param)
+    sizes = (optimizers.LARGE, optimizers.LARGE // 2, optimizers.LARGE // 2)
+    params = [nn.Parameter(torch.randn(size, device="cuda")) for size in sizes]
+    optimizer = AdamW(params, lr=torch.tensor(1e-3, device="cuda"), capturable=True)
+    for param in params:
+        param.grad = torch.randn_like(param)
     optimizer.found_inf, optimizer.grad_scale = torch.zeros((), device="cuda"), torch.ones((), device="cuda")
     optimizer.step()
     torch.cuda.set_sync_debug_mode("error")
@@ -206,6 +268,7 @@ def test_a_scaler_of_torch_drives_it(device: str, monkeypatch: pytest.MonkeyPatc
     torch.manual_seed(0)
     # On a GPU all of it is the kernel's then.
     monkeypatch.setattr(optimizers, "LARGE", 1)
+    monkeypatch.setattr(optimizers, "SMALLEST", 1)
     launched: list[int] = []
     inner = optimizers._launch
     monkeypatch.setattr(optimizers, "_launch", lambda *given: (launched.append(1), inner(*given))[1])

@@ -41,6 +41,7 @@ IGNORED = -100
 def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(optimizers, "LARGE", 1)
+    monkeypatch.setattr(optimizers, "SMALLEST", 1)
     if DEVICE == "cpu":
         for module in (operators, optimizers):
             monkeypatch.setattr(module, "triton_runs_on", lambda device: True)
@@ -78,7 +79,7 @@ def test_an_update_is_exact_but_for_rounding(dtypes: str, numbers: int, count: i
     scale, maximize = options.get("scale"), options.get("maximize", False)
     tensors = [each.clone() for each in (param, grad, average, square)]
     adamw_kernel.adamw(
-        *tensors, number(float(count)), number(rate) if "rate_on_device" in options else rate,
+        *([each] for each in (*tensors, number(float(count)))), number(rate) if "rate_on_device" in options else rate,
         None if scale is None else number(scale), number(0.0), betas, eps, decay, maximize,
     )  # fmt: skip
     p, g, m, v = (each.double() for each in (param, grad, average, square))
@@ -136,11 +137,16 @@ def pair(dtype: torch.dtype, **options: Any) -> Any:
     return ours, AdamW(ours, **options), theirs, torch.optim.AdamW(theirs, fused=True, **options)
 
 
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes that the kernel updates from here on."""
-    sizes: list[int] = []
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Sizes that each launch of the kernel updates from here on."""
+    sizes: list[list[int]] = []
     launch = adamw_kernel.adamw
-    monkeypatch.setattr(adamw_kernel, "adamw", lambda p, *rest: (sizes.append(p.numel()), launch(p, *rest))[1])
+
+    def count(params: list[Tensor], *rest: Any) -> None:
+        sizes.append([each.numel() for each in params])
+        launch(params, *rest)
+
+    monkeypatch.setattr(adamw_kernel, "adamw", count)
     return sizes
 
 
@@ -152,7 +158,7 @@ def test_steps_are_torchs(dtype: torch.dtype, options: dict[str, Any], monkeypat
     ours, mine, theirs, torchs = pair(dtype, lr=1e-2, **options)
     for params, optimizer in ((ours, mine), (theirs, torchs)):
         steps(optimizer, params, 5)
-    assert sizes == [70 * 64, 8 * 6 * 3 * 3] * 5
+    assert sizes == [[70 * 64], [8 * 6 * 3 * 3]] * 5
     close(ours, theirs, dtype)
     states = [optimizer.state_dict() for optimizer in (mine, torchs)]
     for index in range(3):
@@ -225,6 +231,130 @@ def test_states_of_another_dtype_are_updated_too() -> None:
     steps(reference, exact, 2, seed=1)
     for found, expected in zip(half, exact, strict=True):
         torch.testing.assert_close(found.detach().float(), expected.detach(), rtol=0.05, atol=0.02)
+
+
+# --- several parameters in a launch ---
+
+
+@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize("together", [1, 2, 3, 5, 7, 8])
+@pytest.mark.parametrize("rate_on_device", [False, True], ids=["rate on the host", "rate on the device"])
+def test_parameters_together_are_updated_as_alone(rate_on_device: bool, together: int, dtypes: str) -> None:
+    drawn = [[values(4097, dtype=dtype) for _ in range(together)] for dtype in DTYPES[dtypes]]
+    drawn[3] = [each.square() for each in drawn[3]]
+    counts = [number(float(1 + 7 * index)) for index in range(together)]
+    rate, rest = number(1e-2) if rate_on_device else 1e-2, ((0.9, 0.999), 1e-8, 0.1, False)
+    joined, alone = ([[each.clone() for each in held] for held in drawn] for _ in range(2))
+    # The gradients are divided in place: by a program too many, twice.
+    adamw_kernel.adamw(*joined, counts, rate, number(4.0), number(0.0), *rest)
+    for index in range(together):
+        own = [[held[index]] for held in alone]
+        adamw_kernel.adamw(*own, [counts[index]], rate, number(4.0), number(0.0), *rest)
+    torch.testing.assert_close(joined, alone, rtol=0, atol=0)
+    torch.testing.assert_close(joined[1], [each / 4 for each in drawn[1]], rtol=0, atol=0)
+    assert all(not torch.equal(new, old) for new, old in zip(joined[0], drawn[0], strict=True))
+
+
+def alike(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Any:
+    """Parameters of these shapes twice, those of four dimensions in channels-last, for ours and for torch's."""
+    drawn = [values(*shape, dtype=dtype) for shape in shapes]
+    drawn = [each.to(memory_format=torch.channels_last) if each.dim() == 4 else each for each in drawn]
+    return [[nn.Parameter(each.clone()) for each in drawn] for _ in range(2)]
+
+
+SAME = ((6, 8), (48,), (2, 3, 2, 4), (1, 48), (8, 6), (3, 4, 4), (12, 4), (4, 3, 2, 2), (24, 2), (48,), (16, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("large", "launches"),
+    [(1, [[48] * 8, [48] * 3, [30]]), (144, [[48] * 8, [48] * 3]), (145, [[48] * 8]), (8 * 48 + 1, [])],
+    ids=["all", "remainder", "no remainder", "none"],
+)
+def test_those_of_one_size_share_launches(
+    large: int, launches: list[list[int]], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizers, "LARGE", large)
+    monkeypatch.setattr(optimizers, "SMALLEST", 30)
+    sizes = counted(monkeypatch)
+    # They do not lie in a row.
+    ours, theirs = alike(*SAME[:4], (5, 6), *SAME[4:], (29,), dtype=dtype)
+    mine, torchs = AdamW(ours, lr=1e-2), torch.optim.AdamW(theirs, lr=1e-2, fused=True)
+    for params, optimizer in ((ours, mine), (theirs, torchs)):
+        steps(optimizer, params, 3)
+    assert sizes == launches * 3
+    # Torch's counts no versions of what it updates.
+    assert sum(each._version == 3 for each in ours) == sum(map(len, launches))
+    close(ours, theirs, dtype)
+    for found, expected in zip(ours, theirs, strict=True):
+        close(mine.state[found].values(), torchs.state[expected].values(), dtype)
+
+
+def test_one_that_is_not_aligned_goes_alone_or_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = counted(monkeypatch)
+    (*ours, last), theirs = alike((6, 8), (48,), (8, 6))
+    held = torch.zeros(49, device=DEVICE)
+    shifted = nn.Parameter(held[1:].view(8, 6).copy_(last.detach()))
+    ours.insert(1, shifted)
+    theirs.insert(1, theirs.pop())
+    assert shifted.data_ptr() % 16 and not any(each.data_ptr() % 16 for each in (ours[0], ours[2]))
+    mine, torchs = AdamW(ours, lr=1e-2), torch.optim.AdamW(theirs, lr=1e-2, fused=True)
+    for params, optimizer in ((ours, mine), (theirs, torchs)):
+        steps(optimizer, params, 2)
+    assert sizes == [[48, 48], [48]] * 2
+    monkeypatch.setattr(optimizers, "LARGE", 49)
+    for params, optimizer in ((ours, mine), (theirs, torchs)):
+        steps(optimizer, params, 1, seed=1)
+    assert sizes[4:] == [[48, 48]]
+    close(ours, theirs, torch.float32)
+    assert held[0] == 0
+
+
+def test_those_of_several_dtypes_share_a_launch_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizers, "LARGE", 1000)
+    monkeypatch.setattr(optimizers, "SMALLEST", 1000)
+    ours, theirs = alike(*SAME[:5], dtype=torch.bfloat16)
+    mine, torchs = AdamW(ours, lr=1e-2), torch.optim.AdamW(theirs, lr=1e-2, fused=True)
+    for params, optimizer in ((ours, mine), (theirs, torchs)):
+        steps(optimizer, params, 2)
+    sizes = counted(monkeypatch)
+    for each in (ours[1], ours[3], ours[4]):
+        state = mine.state[each]
+        state["exp_avg"], state["exp_avg_sq"] = state["exp_avg"].float(), state["exp_avg_sq"].float()
+    mine.state[ours[4]]["exp_avg_sq"] = mine.state[ours[4]]["exp_avg_sq"].half()
+    for params, optimizer in ((ours, mine), (theirs, torchs)):
+        steps(optimizer, params, 2, seed=1)
+    assert sizes == [[48, 48], [48]] * 2
+    for found, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+    # Among those that are large, not with them either.
+    monkeypatch.setattr(optimizers, "LARGE", 1)
+    monkeypatch.setattr(optimizers, "SMALLEST", 1)
+    steps(mine, ours, 1)
+    assert sizes[4:] == [[48, 48], [48, 48], [48]]
+
+
+@pytest.mark.parametrize("rate", [1, 1e-2, None], ids=["whole number", "number", "tensor"])
+def test_counts_of_one_launch_differ_and_a_skipped_step_is_none(
+    rate: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = counted(monkeypatch)
+    ours, theirs = alike(*SAME[:3])
+    lr = number(1e-2) if rate is None else rate
+    both = (ours, AdamW(ours, lr=lr)), (theirs, torch.optim.AdamW(theirs, lr=lr, fused=True))
+    for params, optimizer in both:
+        steps(optimizer, params[1:2], 3)
+        steps(optimizer, params, 1, seed=1)
+        optimizer.grad_scale, optimizer.found_inf = number(8.0), number(1.0)
+        held = [param.detach().clone() for param in params]
+        steps(optimizer, params, 1, seed=2)
+        torch.testing.assert_close([param.detach() for param in params], held, rtol=0, atol=0)
+        optimizer.found_inf = number(0.0)
+        steps(optimizer, params, 1, seed=3)
+        assert [float(optimizer.state[each]["step"]) for each in params] == [2.0, 5.0, 2.0]
+    assert sizes == [[48]] * 3 + [[48] * 3] * 3
+    close(ours, theirs, torch.float32)
+    close([each.grad for each in ours], [each.grad for each in theirs], torch.float32)
 
 
 # --- rows of logits ---

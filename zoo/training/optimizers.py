@@ -14,16 +14,24 @@ from torch.optim.adamw import adamw
 from zoo import ahead
 from zoo.operators import KERNEL_DTYPES, launcher, triton_runs_on
 
-# Numbers from which on a parameter has a launch of its own: its beginning and end are little of it then.
-LARGE = 1 << 21
+# Least numbers of a launch: its beginning and end are little of it then.
+LARGE = 1 << 20
+# Least numbers of a parameter in it: the host looks no further at smaller ones. As many as a launch takes have to reach
+# LARGE, too.
+SMALLEST = 1 << 16
+# Parameters of a launch: the kernel has pointers for as many.
+TOGETHER = 8
+# Bytes that a thread reads at once, if what it reads begins at a multiple of them.
+_VECTOR = 16
 
 
 class AdamW(torch.optim.AdamW):
     """``torch.optim.AdamW(..., fused=True)`` that updates large parameters by a kernel of its own.
 
-    It has the same options, state and numbers but for rounding, and states of either load into the other. Parameters of
-    fewer than two million numbers, those that do not lie without gaps, ``amsgrad``, and all where Triton does not run
-    are left to torch's; not so a parameter whose gradient or averages are of another dtype, which torch's refuses.
+    It has the same options, state and numbers but for rounding, and states of either load into the other. A launch
+    takes one parameter, or up to eight of one dtype and as many numbers, whatever their shapes, that have a million
+    numbers or more together. All others, those that do not lie without gaps, ``amsgrad``, and all where Triton does not
+    run are left to torch's; not so a parameter whose gradient or averages are of another dtype, which torch's refuses.
     Nothing waits for the device; for a CUDA graph, ``capturable=True`` and ``lr`` a tensor on the device, as with
     torch's.
 
@@ -117,36 +125,35 @@ class AdamW(torch.optim.AdamW):
             return
         begun = set()
         for group in self.param_groups:
-            for param in group["params"]:
-                kind = param.dtype, param.shape, param.stride()
-                if kind in begun or not param.requires_grad or param.is_complex():
-                    continue
-                begun.add(kind)
-                self._begin_kernel(group, param, skip)
-
-    def _begin_kernel(self, group: dict[str, Any], param: Tensor, skip: Tensor | None) -> None:
-        plain, count = param.detach(), torch.zeros((), device=param.device)
-        # The gradient and the averages will be like the parameter.
-        tensors = param, plain, plain, plain, count
-        if self._for_the_kernel(group, [[each] for each in (*tensors[:4], count, count)], None, skip):
-            with suppress(Exception):  # the launch compiles what was not begun, and says what is wrong with it
-                ahead.run_without_data(functools.partial(_launch, group), ahead.describe((*tensors, None, skip)))
+            # The gradients and the averages will be like the parameters.
+            params = [param for param in group["params"] if param.requires_grad and not param.is_complex()]
+            plain = [param.detach() for param in params]
+            count_on = {device: torch.zeros((), device=device) for device in {param.device for param in params}}
+            counts = [count_on[param.device] for param in params]
+            for launch in self._launches(group, [params, plain, plain, plain, [], counts], None, skip):
+                # What is compiled for one of them is for all.
+                param, count = plain[launch[0]], counts[launch[0]]
+                kind: Any = _kind(param, param, param, param, count), _are_aligned(param, param, param, param)
+                kind += group["maximize"], _is_on_host(group["lr"])
+                if kind not in begun:
+                    begun.add(kind)
+                    _begin(group, param, count, skip)
 
     def _update(self, group: dict[str, Any]) -> None:
         tensors: list[list[Tensor]] = [[] for _ in range(6)]
         has_complex = self._init_group(group, *tensors)  # type: ignore[no-untyped-call]
         params, grads, averages, squares, greatest, counts = tensors
         scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        ours = self._for_the_kernel(group, tensors, scale, skip)
-        if ours:
-            own_counts = [counts[index] for index in ours]
+        launches = self._launches(group, tensors, scale, skip)
+        if launches:
+            taken = {index for launch in launches for index in launch}
+            own_counts = [counts[index] for index in sorted(taken)]
             torch._foreach_add_(own_counts, 1)
-            for index in ours:
-                each = params[index], grads[index], averages[index], squares[index], counts[index]
-                _launch(group, *each, scale, skip)
+            for launch in launches:
+                own = [[held[index] for index in launch] for held in (params, grads, averages, squares, counts)]
+                _launch(group, own, scale, skip)
             if skip is not None:
-                torch._foreach_sub_(own_counts, [skip] * len(ours))
-            taken = set(ours)
+                torch._foreach_sub_(own_counts, [skip] * len(own_counts))
             params, grads, averages, squares, greatest, counts = (
                 [each for index, each in enumerate(held) if index not in taken] for held in tensors
             )
@@ -160,19 +167,29 @@ class AdamW(torch.optim.AdamW):
             )  # fmt: skip
 
     @staticmethod
-    def _for_the_kernel(
+    def _launches(
         group: dict[str, Any], tensors: list[list[Tensor]], scale: Tensor | None, skip: Tensor | None
-    ) -> list[int]:
-        """Which parameters of a group the kernel takes."""
+    ) -> list[list[int]]:
+        """Which parameters of a group the kernel takes, those of a launch together."""
         if group["amsgrad"] or any(isinstance(beta, Tensor) for beta in group["betas"]):
             return []
         rate = None if _is_on_host(group["lr"]) else group["lr"]
         params, grads, averages, squares, _, counts = tensors
-        return [
-            index
-            for index, each in enumerate(zip(params, grads, averages, squares, strict=True))
-            if _fits(*each) and _are_numbers_on(params[index].device, counts[index], rate, scale, skip)
-        ]
+        alike: dict[Any, list[int]] = {}
+        for index, each in enumerate(zip(params, grads, averages, squares, strict=True)):
+            if _fits(*each) and _are_numbers_on(params[index].device, counts[index]):
+                # Among others, one that is not aligned would have them read a number at a time too, by a kernel
+                # compiled for the place that it has there. Alone it is one more kernel, if it is large.
+                kind = _kind(*each, counts[index]) if _are_aligned(*each) else index
+                alike.setdefault(kind, []).append(index)
+        found = []
+        for same in alike.values():
+            first = same[0]
+            if _are_numbers_on(params[first].device, rate, scale, skip):
+                several_dtypes = not _are_of_one_dtype(*(held[first] for held in tensors[:4]))
+                launches = (same[start : start + TOGETHER] for start in range(0, len(same), TOGETHER))
+                found += [each for each in launches if several_dtypes or len(each) * params[first].numel() >= LARGE]
+        return found
 
 
 def _refuse_other_than_fused(foreach: bool | None, fused: bool | None) -> None:
@@ -187,37 +204,52 @@ def _is_on_host(rate: Tensor | float) -> bool:
     return not isinstance(rate, Tensor) or rate.device.type == "cpu"
 
 
-def _launch(
-    group: dict[str, Any],
-    param: Tensor,
-    grad: Tensor,
-    average: Tensor,
-    square: Tensor,
-    count: Tensor,
-    scale: Tensor | None,
-    skip: Tensor | None,
-) -> None:
+def _begin(group: dict[str, Any], param: Tensor, count: Tensor, skip: Tensor | None) -> None:
+    with suppress(Exception):  # the launch compiles what was not begun, and says what is wrong with it
+        held, count = ahead.describe((param, count))
+        own = held._replace(offset=0)  # also where the parameter is a view
+        tensors = (held,), (own,), (own,), (own,), (count,)
+        ahead.run_without_data(functools.partial(_launch, group), (tensors, None, ahead.describe(skip)))
+
+
+def _launch(group: dict[str, Any], tensors: list[list[Tensor]], scale: Tensor | None, skip: Tensor | None) -> None:
+    params, grads, averages, squares, counts = tensors
     # To the kernel a whole number would be of another type.
     rate = float(group["lr"]) if _is_on_host(group["lr"]) else group["lr"]
-    launcher("zoo.training.kernels.adamw", "adamw", param)(
-        param, grad, average, square, count, rate, scale, skip,
+    launcher("zoo.training.kernels.adamw", "adamw", params[0])(
+        params, grads, averages, squares, counts, rate, scale, skip,
         group["betas"], float(group["eps"]), float(group["weight_decay"]), group["maximize"],
     )  # fmt: skip
     # As an operator of torch would: a backward that still needs the weights as they were says so.
-    torch.autograd.graph.increment_version((param, average, square))
+    torch.autograd.graph.increment_version([*params, *averages, *squares])
+
+
+def _kind(param: Tensor, grad: Tensor, average: Tensor, square: Tensor, count: Tensor) -> tuple[Any, ...]:
+    """What parameters of one launch have in common."""
+    return param.device, param.numel(), param.dtype, grad.dtype, average.dtype, square.dtype, count.dtype
 
 
 def _fits(param: Tensor, grad: Tensor, average: Tensor, square: Tensor) -> bool:
-    """Whether the kernel takes a parameter: a large one, or one of several dtypes, which torch's takes none of."""
+    """Whether the kernel takes a parameter: no small one, or one of several dtypes, which torch's takes none of."""
+    # Most parameters of a model are small, and the host looks at all of them in every step.
+    if (size := param.numel()) < SMALLEST and _are_of_one_dtype(param, grad, average, square):
+        return False
     tensors = param, grad, average, square
-    dtypes = {tensor.dtype for tensor in tensors}
-    if not param.numel() or (param.numel() < LARGE and len(dtypes) == 1) or not triton_runs_on(param.device):
+    if not size or not triton_runs_on(param.device) or not {each.dtype for each in tensors}.issubset(KERNEL_DTYPES):
         return False
     # Not a tensor that is in parts, or made of others.
-    plain = type(param) in (Tensor, nn.Parameter) and all(type(tensor) is Tensor for tensor in tensors[1:])
+    plain = type(param) in (Tensor, nn.Parameter) and type(grad) is type(average) is type(square) is Tensor
     dense = param.is_contiguous() or (param.dim() == 4 and param.is_contiguous(memory_format=torch.channels_last))
-    alike = all(tensor.stride() == param.stride() and tensor.shape == param.shape for tensor in tensors)
-    return plain and dense and alike and dtypes.issubset(KERNEL_DTYPES)
+    stride, shape = param.stride(), param.shape
+    return plain and dense and all(each.stride() == stride and each.shape == shape for each in tensors[1:])
+
+
+def _are_of_one_dtype(param: Tensor, grad: Tensor, average: Tensor, square: Tensor) -> bool:
+    return param.dtype == grad.dtype == average.dtype == square.dtype
+
+
+def _are_aligned(param: Tensor, grad: Tensor, average: Tensor, square: Tensor) -> bool:
+    return not (param.data_ptr() | grad.data_ptr() | average.data_ptr() | square.data_ptr()) % _VECTOR
 
 
 def _are_numbers_on(device: torch.device, *values: Tensor | float | None) -> bool:

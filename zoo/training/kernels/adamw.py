@@ -1,10 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-"""AdamW of one parameter at the memory's rate: four tensors read, three written, 16 bytes at a time.
+"""AdamW at the memory's rate: four tensors read, three written, 16 bytes at a time.
 
 torch's own takes all parameters in one launch, in pieces that few threads go through in turn, which leaves a third of
-the memory's rate to small reads. Here each of a large parameter's programs reads all that it needs before it computes.
+the memory's rate to small reads. Here each program reads all that it needs before it computes. At the end of a launch
+multiprocessors have nothing to do: up to eight parameters of one size share it.
 
-Shape legend: M numbers of a parameter.
+Shape legend: K parameters of a launch, M numbers of each.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from zoo.ahead import Kernel
 from zoo.operators import ceil_div
+from zoo.training.optimizers import TOGETHER
 
 # Numbers of a program, and its warps: 8 numbers of each tensor for a thread, a vector of half precision.
 BLOCK, WARPS = 2048, 8
@@ -35,13 +37,35 @@ def _one_minus_exp(x):
     return tl.where(x > -0.5, -x * series, 1.0 - tl.exp(x))
 
 
-@Kernel
 @triton.jit
+def _one_of(index, a, b, c, d, e, f, g, h):
+    """A pointer by the bits of its index. What is selected of aligned pointers the compiler knows to be aligned."""
+    bit = index % 2 == 1
+    a, c, e, g = tl.where(bit, b, a), tl.where(bit, d, c), tl.where(bit, f, e), tl.where(bit, h, g)
+    bit = index // 2 % 2 == 1
+    a, e = tl.where(bit, c, a), tl.where(bit, g, e)
+    return tl.where(index // 4 == 1, e, a)
+
+
+# One counter that lies elsewhere is no reason to compile another.
+@Kernel
+@triton.jit(do_not_specialize_on_alignment=[f"count{index}" for index in range(TOGETHER)])
 def _adamw(
-    param, grad, average, square, count, rate, scale, skip, numbers,
-    keep, take, log_keep, keep_square, take_square, log_keep_square, eps, decay,
+    param0, param1, param2, param3, param4, param5, param6, param7,
+    grad0, grad1, grad2, grad3, grad4, grad5, grad6, grad7,
+    average0, average1, average2, average3, average4, average5, average6, average7,
+    square0, square1, square2, square3, square4, square5, square6, square7,
+    count0, count1, count2, count3, count4, count5, count6, count7,
+    rate, scale, skip, numbers, keep, take, log_keep, keep_square, take_square, log_keep_square, eps, decay,
     RATE_ON_DEVICE: tl.constexpr, MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    # One parameter after the other, as memory likes it.
+    index = tl.program_id(1)
+    param = _one_of(index, param0, param1, param2, param3, param4, param5, param6, param7)
+    grad = _one_of(index, grad0, grad1, grad2, grad3, grad4, grad5, grad6, grad7)
+    average = _one_of(index, average0, average1, average2, average3, average4, average5, average6, average7)
+    square = _one_of(index, square0, square1, square2, square3, square4, square5, square6, square7)
+    count = _one_of(index, count0, count1, count2, count3, count4, count5, count6, count7)
     # A table of words for every language has more numbers than 32 bits count bytes of.
     first = tl.program_id(0).to(tl.int64) * BLOCK
     place = tl.arange(0, BLOCK)
@@ -78,11 +102,11 @@ def _adamw(
 
 
 def adamw(
-    param: Tensor,
-    grad: Tensor,
-    average: Tensor,
-    square: Tensor,
-    count: Tensor,
+    params: list[Tensor],
+    grads: list[Tensor],
+    averages: list[Tensor],
+    squares: list[Tensor],
+    counts: list[Tensor],
     rate: Tensor | float,
     scale: Tensor | None,
     skip: Tensor | None,
@@ -91,14 +115,19 @@ def adamw(
     decay: float,
     maximize: bool,
 ) -> None:
-    """One update, in place. The four tensors of M numbers lie alike, without gaps; ``count`` includes this step."""
-    numbers = param.numel()
+    """One update of K parameters, in place. Each one's four tensors of M numbers lie alike, without gaps.
+
+    The dtypes are the first's, and ``counts`` include this step.
+    """
+    numbers = params[0].numel()
     coefficients: list[float] = []
     for beta in betas:
         # In double precision here: 0.999 rounded to float32 and taken off one is wrong in the fifth digit.
         coefficients += [beta, 1.0 - beta, math.log(beta) if beta else -math.inf]
-    _adamw[(ceil_div(numbers, BLOCK),)](
-        param, grad, average, square, count, rate, scale, skip, numbers,
-        *coefficients, eps, decay,
+    # No program is launched for those that fill up the arguments.
+    fill = TOGETHER - len(params)
+    pointers = [each for held in (params, grads, averages, squares, counts) for each in held + held[-1:] * fill]
+    _adamw[ceil_div(numbers, BLOCK), len(params)](
+        *pointers, rate, scale, skip, numbers, *coefficients, eps, decay,
         RATE_ON_DEVICE=isinstance(rate, Tensor), MAXIMIZE=maximize, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
