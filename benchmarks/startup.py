@@ -35,6 +35,9 @@ COUNTED = (
     "cache_bypasses",
 )
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+# Where many processes start together, threads that spin while they wait keep those from running that they wait for: a
+# second's preparation took half a minute. Where the CPU is what is measured they may.
+WAITING = "OMP_WAIT_POLICY"
 COLD, FIRST_RESULT, RACE = "cold process", "first result", "start of the racing process"
 
 
@@ -142,7 +145,8 @@ def spawn(job: Job, settings: Settings, compile_threads: int | None = None) -> W
     Args:
         job: Whose process.
         settings: Of the run.
-        compile_threads: How many processes its compiler may start; None for the compiler's default, one a core.
+        compile_threads: How many processes its compiler may start, if others get ready at the same time; None for the
+            compiler's default, one a core.
 
     Raises:
         WorkerFailure: If its cache folder cannot be made, or the process not started.
@@ -156,6 +160,8 @@ def spawn(job: Job, settings: Settings, compile_threads: int | None = None) -> W
         variables = {**cache_environment(job.folder), "BENCHMARKS_SCRATCH": str(settings.scratch)}
         if compile_threads is not None:
             variables[COMPILE_THREADS] = os.environ.get(COMPILE_THREADS, str(compile_threads))
+            if job.arm.case.device != "cpu":
+                variables[WAITING] = os.environ.get(WAITING, "passive")
         worker = Worker(variables, timeout=settings.timeout)
     except OSError as error:
         raise WorkerFailure("failed", f"its process cannot be started ({error.strerror}); end others first") from error

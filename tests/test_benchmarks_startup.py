@@ -242,6 +242,25 @@ def test_processes_of_failed_arms_are_not_started(settings: Settings):
     assert list(processes([Job(arm, COLD)], settings)) == []
 
 
+@pytest.mark.parametrize(("device", "waiting"), [("cuda", "passive"), ("cpu", None)])
+def test_threads_of_arms_that_start_together_do_not_spin_unless_the_cpu_is_measured(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, device: str, waiting: str | None
+):
+    given: list[str | None] = []
+
+    def note(variables: dict[str, str], timeout: float) -> None:
+        given.append(variables.get("OMP_WAIT_POLICY"))
+        raise OSError(24, "not in this test")
+
+    monkeypatch.setattr(benchmarks.startup, "Worker", note)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    case = replace(CASE, device=device)
+    for steady_only in (True, False):
+        arms = arms_of(settings, case)
+        prepare_race(arms, replace(settings, steady_only=steady_only), Notes(), lambda job: 1.0, settings.scratch)
+    assert given == [waiting, None]
+
+
 @pytest.mark.parametrize(("cores", "threads"), [(16, "8"), (1, "1")])
 def test_arms_that_start_together_share_the_cores(
     settings: Settings, monkeypatch: pytest.MonkeyPatch, cores: int, threads: str

@@ -418,11 +418,11 @@ def test_real_sizes_against_float64_and_to_the_bit(kind: str, dtype: torch.dtype
         del found, again, wide, expected
 
 
-def times_of_each(kind: str, channels: int) -> list[float]:
+def times_of_each(kind: str, channels: int, dtype: torch.dtype) -> list[float]:
     """Milliseconds of every aggregation, forward alone and with its backward."""
     tensors = big_graph(kind, mean=True).tensors
-    x = torch.randn(NODES, channels, device="cuda", requires_grad=True)
-    table = torch.randn(NODES, channels + 16, device="cuda", requires_grad=True)
+    x = torch.randn(NODES, channels, device="cuda", dtype=dtype, requires_grad=True)
+    table = torch.randn(NODES, channels + 16, device="cuda", dtype=dtype, requires_grad=True)
     functions: list[tuple[Tensor, Callable[[], Tensor]]] = [
         (x, lambda: mean_neighbours(x, tensors)),
         (x, lambda: max_neighbours(x, tensors)),
@@ -442,13 +442,14 @@ def _both_ways(function: Callable[[], Tensor], leaf: Tensor, cotangent: Tensor) 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("channels", [64, 256])
-def test_a_hub_costs_at_most_half_more(channels: int) -> None:
+def test_a_hub_costs_at_most_half_more(channels: int, dtype: torch.dtype) -> None:
     """200,000 neighbours each way, among nodes with 6, against a uniform graph of as many edges."""
     best = {kind: [math.inf] * 6 for kind in ("level", "hub")}
     for _ in range(4):  # other tests may run on the GPU beside this one
         for kind, times in best.items():
-            best[kind] = [min(pair) for pair in zip(times, times_of_each(kind, channels), strict=True)]
+            best[kind] = [min(pair) for pair in zip(times, times_of_each(kind, channels, dtype), strict=True)]
         ratios = [hub / level for hub, level in zip(best["hub"], best["level"], strict=True)]
         if max(ratios) <= 1.5:
             return

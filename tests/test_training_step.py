@@ -411,6 +411,7 @@ def test_training_goes_on_without_a_cuda_graph_where_the_capture_fails(monkeypat
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 def test_a_history_that_outlives_its_step_is_named():
     model = build("cuda")
     step = TrainingStep(model, loss_of, optimizer_of(model))

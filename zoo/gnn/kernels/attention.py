@@ -82,9 +82,9 @@ def _gat(
     head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
     column = tl.arange(0, COLUMNS)
     item = tl.program_id(0).to(tl.int64)
-    row, first, end, whole, _used, piece = span(item, 0, pointers, chunks, rows, num_chunks, chunk_size, 1)
-    in_whole, in_piece = head < tl.where(whole, HEADS, 0), head < tl.where(piece, HEADS, 0)
-    own = tl.load(a_destination + row * A_STRIDE + head, mask=in_whole | in_piece, other=0.0).to(tl.float32)
+    row, first, end, whole, used, piece = span(item, 0, pointers, chunks, rows, num_chunks, chunk_size, 1)
+    in_whole, in_used = head < tl.where(whole, HEADS, 0), head < tl.where(used, HEADS, 0)
+    own = tl.load(a_destination + row * A_STRIDE + head, mask=in_used, other=0.0).to(tl.float32)
     if seed is not None:
         seed = tl.load(seed)
     greatest = tl.full([HEAD_BLOCK], float("-inf"), tl.float32)
@@ -118,13 +118,15 @@ def _gat(
     result = tl.sum(total, 0)
     if TAIL > 0:
         result_rest = tl.sum(total_rest, 0)
-    if chunks is not None:
-        _write(partial, item, result, in_piece, head, column, HEADS, CHANNELS, HEADS * CHANNELS, False)
-        if TAIL > 0:
-            _write(partial, item, result_rest, in_piece, head, rest, HEADS, CHANNELS, HEADS * CHANNELS, False)
-        stats = partial_stats + (item * HEADS + head) * 2
-        tl.store(stats, greatest, mask=in_piece)
-        tl.store(stats + 1, exponents, mask=in_piece)
+    if chunks is not None:  # noqa: SIM102 (whose programs are one or the other at run time)
+        if piece:
+            inside = head < HEADS
+            _write(partial, item, result, inside, head, column, HEADS, CHANNELS, HEADS * CHANNELS, False)
+            if TAIL > 0:
+                _write(partial, item, result_rest, inside, head, rest, HEADS, CHANNELS, HEADS * CHANNELS, False)
+            stats = partial_stats + (item * HEADS + head) * 2
+            tl.store(stats, greatest, mask=inside)
+            tl.store(stats + 1, exponents, mask=inside)
     isolated = end == first
     exponents = tl.where(isolated, 1.0, exponents)
     greatest = tl.where(isolated, 0.0, greatest)
@@ -197,10 +199,10 @@ def _gat_backward(
     column = tl.arange(0, COLUMNS)
     item = tl.program_id(0).to(tl.int64)
     row, first, end, whole, used, piece = span(item, 0, pointers, chunks, rows, num_chunks, chunk_size, 1)
-    in_whole, in_piece = head < tl.where(whole, HEADS, 0), head < tl.where(piece, HEADS, 0)
+    in_whole, in_used = head < tl.where(whole, HEADS, 0), head < tl.where(used, HEADS, 0)
     one = tl.where(used, row, -1) + tl.zeros([1], tl.int64)
     own = _gather(table, one, one >= 0, head, column, HEADS, CHANNELS, CHANNELS, STRIDE)
-    own_score = tl.load(a_source + row * STRIDE + head, mask=in_whole | in_piece, other=0.0).to(tl.float32)
+    own_score = tl.load(a_source + row * STRIDE + head, mask=in_used, other=0.0).to(tl.float32)
     if seed is not None:
         seed = tl.load(seed)
     total = tl.zeros([EDGES, HEAD_BLOCK, COLUMNS], tl.float32)
@@ -232,13 +234,15 @@ def _gat_backward(
             total_rest += share[:, :, None] * value_rest
     result = tl.sum(total, 0)
     _write(grad_table, row, result, in_whole, head, column, HEADS, CHANNELS, STRIDE, False)
-    if chunks is not None:
-        _write(partial, item, result, in_piece, head, column, HEADS, CHANNELS, HEADS * CHANNELS, False)
     if TAIL > 0:
-        result = tl.sum(total_rest, 0)
-        _write(grad_table, row, result, in_whole, head, rest, HEADS, CHANNELS, STRIDE, False)
-        if chunks is not None:
-            _write(partial, item, result, in_piece, head, rest, HEADS, CHANNELS, HEADS * CHANNELS, False)
+        result_rest = tl.sum(total_rest, 0)
+        _write(grad_table, row, result_rest, in_whole, head, rest, HEADS, CHANNELS, STRIDE, False)
+    if chunks is not None:  # noqa: SIM102 (whose programs are one or the other at run time)
+        if piece:
+            inside = head < HEADS
+            _write(partial, item, result, inside, head, column, HEADS, CHANNELS, HEADS * CHANNELS, False)
+            if TAIL > 0:
+                _write(partial, item, result_rest, inside, head, rest, HEADS, CHANNELS, HEADS * CHANNELS, False)
 
 
 @Kernel
@@ -276,8 +280,9 @@ def _softmax_backward(
         tl.store(target, change, mask=both)
         total += change
     result = tl.sum(total, 1)
-    if chunks is not None:
-        tl.store(partial + program * HEADS + head, tl.sum(result, 0), mask=head < tl.where(piece, HEADS, 0))
+    if chunks is not None:  # noqa: SIM102 (whose programs are one or the other at run time)
+        if piece:
+            tl.store(partial + program * HEADS + head, tl.sum(result, 0), mask=inside)
     place = (row * STRIDE)[:, None] + head[None, :]
     tl.store(grad_a + place, result.to(grad_a.dtype.element_ty), mask=whole[:, None] & inside[None, :])
 

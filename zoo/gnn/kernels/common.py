@@ -35,20 +35,26 @@ def span(program, slot, pointers, chunks, rows, num_chunks, chunk_size, SLOTS: t
         return row, first, end, whole, whole, program < 0
     else:
         piece = program < num_chunks
-        row = (program - num_chunks) * SLOTS + slot
-        whole = (row >= 0) & (row < rows)
-        first = tl.load(pointers + row, mask=whole, other=0)
-        end = tl.load(pointers + row + 1, mask=whole, other=0)
-        # A long row is left to its chunks.
-        whole = whole & (end - first <= chunk_size)
-        row = tl.where(piece, tl.load(chunks + program * 3, mask=piece, other=0), row)
-        start = tl.load(chunks + program * 3 + 1, mask=piece, other=0)
-        stop = tl.load(chunks + program * 3 + 2, mask=piece, other=0)
-        part = tl.cdiv(stop - start, SLOTS)
-        part_end = tl.minimum(start + (slot + 1) * part, stop)
-        first = tl.where(piece, tl.minimum(start + slot * part, part_end), first)
-        end = tl.where(piece, part_end, tl.where(whole, end, first))
-        return row, first, end, whole, tl.where(piece, row >= 0, whole), piece
+        # Two ways, and not masks over both: every program would wait for the tables, though few are chunks.
+        if piece:
+            row = tl.load(chunks + program * 3) + slot * 0
+            start = tl.load(chunks + program * 3 + 1)
+            stop = tl.load(chunks + program * 3 + 2)
+            part = tl.cdiv(stop - start, SLOTS)
+            first = tl.minimum(start + slot * part, stop)
+            end = tl.minimum(first + part, stop)
+            whole = row < 0
+            used = row >= 0
+        else:
+            row = (program - num_chunks) * SLOTS + slot
+            used = row < rows
+            first = tl.load(pointers + row, mask=used, other=0)
+            end = tl.load(pointers + row + 1, mask=used, other=0)
+            # A long row is left to its chunks.
+            whole = used & (end - first <= chunk_size)
+            used = whole
+            end = tl.where(whole, end, first)
+        return row, first, end, whole, used, piece
 
 
 class Blocks(NamedTuple):
@@ -86,9 +92,12 @@ def choose_blocks(channels: int, itemsize: int, nodes: int = 0) -> Blocks:
 
 
 def merge_tile(channels: int) -> tuple[int, int, int]:
-    """(chunks, columns, warps) of a program that adds up chunks: narrow, to take many chunks of one long row a step."""
-    columns = min(next_power(channels), 16)
-    return 8192 // columns, columns, 8
+    """(chunks, columns, warps) of a program that adds up chunks: narrow, to take many chunks of one long row a step.
+
+    A step takes some microseconds, however little it reads.
+    """
+    columns = min(next_power(channels), 8)
+    return 16384 // columns, columns, 16
 
 
 def merge_grid(long_rows: Tensor) -> int:

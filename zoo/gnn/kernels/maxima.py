@@ -42,15 +42,16 @@ def _csr_max(
         greatest = top
     result = tl.reduce(greatest, 1, greater)
     place = (row * CHANNELS)[:, None] + column[None, :]
-    if chunks is not None:
-        in_piece = column < tl.where(piece, CHANNELS, 0)
-        top = tl.reduce(result, 0, greater)
-        tl.store(partial + program * CHANNELS + column, top, mask=in_piece)
     if ties is not None:
         count = tl.sum(tl.where(greatest == result[:, None, :], equal, 0.0), 1)
-        if chunks is not None:
-            all_count = tl.sum(tl.where(result == top[None, :], count, 0.0), 0)
-            tl.store(partial_ties + program * CHANNELS + column, all_count, mask=in_piece)
+    if chunks is not None:  # noqa: SIM102 (whose programs are one or the other at run time)
+        if piece:
+            top = tl.reduce(result, 0, greater)
+            tl.store(partial + program * CHANNELS + column, top, mask=inside)
+            if ties is not None:
+                all_count = tl.sum(tl.where(result == top[None, :], count, 0.0), 0)
+                tl.store(partial_ties + program * CHANNELS + column, all_count, mask=inside)
+    if ties is not None:
         # torch's scatter_reduce starts from zeros, and counts its start among the ties.
         count += tl.where(result == 0.0, 1.0, 0.0)
         tl.store(ties + place, count, mask=whole[:, None] & inside[None, :])
@@ -119,8 +120,9 @@ def _csr_max_backward(
         share = tl.load(shares + place, mask=mask, other=0.0).to(tl.float32)
         total += tl.where(own == value, share, 0.0)
     result = tl.sum(total, 1)
-    if chunks is not None:
-        tl.store(partial + program * CHANNELS + column, tl.sum(result, 0), mask=column < tl.where(piece, CHANNELS, 0))
+    if chunks is not None:  # noqa: SIM102 (whose programs are one or the other at run time)
+        if piece:
+            tl.store(partial + program * CHANNELS + column, tl.sum(result, 0), mask=inside)
     tl.store(out + row_place, result.to(out.dtype.element_ty), mask=whole[:, None] & inside[None, :])
 
 

@@ -61,8 +61,9 @@ def _csr_sum(
             value *= tl.load(gather_scale + node, mask=live, other=0.0).to(tl.float32)[:, :, None]
         total += value
     result = tl.sum(total, 1)
-    if chunks is not None:
-        tl.store(partial + program * CHANNELS + column, tl.sum(result, 0), mask=column < tl.where(piece, CHANNELS, 0))
+    if chunks is not None:  # noqa: SIM102 (whose programs are one or the other at run time)
+        if piece:
+            tl.store(partial + program * CHANNELS + column, tl.sum(result, 0), mask=inside)
     row = tl.where(whole, row, -1)
     mask = whole[:, None] & inside[None, :]
     _finish(result, row, column, mask, row_scale, root, out, CHANNELS, ROOT_STRIDE, OUT_STRIDE, BESIDE)

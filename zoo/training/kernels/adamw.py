@@ -21,7 +21,7 @@ from zoo.operators import ceil_div
 from zoo.training.optimizers import TOGETHER
 
 # Numbers of a program, and its warps: 8 numbers of each tensor for a thread, a vector of half precision.
-BLOCK, WARPS = 2048, 8
+BLOCK, WARPS = 1024, 4
 
 
 @triton.jit
