@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch_geometric.loader
+from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
 
+from benchmarks import strategies
 from benchmarks.case import Case
 from benchmarks.training import Trainer
 from benchmarks.workloads import gnn_sampled, gnn_work, graphs
@@ -100,6 +102,22 @@ def test_sampled_shapes_are_declared():
     )
     assert met <= declared and len(declared) == len(training.shapes)
     assert (prepared.count, prepared.unit) == (8, "seeds")
+
+
+def test_tuned_upstream_compiles_once_for_batches_of_many_sizes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("BENCHMARKS_BACKEND", "aot_eager")
+    case = replace(SAMPLED, impl="upstream-tuned", input="cora-sampled", strategy="full")
+    prepared = WORKLOAD.prepare(case, data_root=None, seed=0)
+    arm = Trainer(case, prepared)
+    torch._dynamo.reset()
+    step = arm.compiled(strategies.apply(case, prepared))
+    with arm.timed():
+        step()
+        # The first batch that is met may have a size that equals another one; after it nothing is compiled.
+        step()
+        before = counters["stats"]["unique_graphs"]
+        sizes = [step() for _ in range(12)]
+    assert len(sizes) == 12 and counters["stats"]["unique_graphs"] == before
 
 
 def test_rounds_are_epochs_of_new_batches():

@@ -67,6 +67,7 @@ class Prepared:
         capture: Where a call is a run of many steps, this has each of them replayed as an outer CUDA graph, which the
             call after it captures. None: one around the whole call.
         dynamic: The ``dynamic`` of upstream as shipped; None as its users leave it.
+        tuned_dynamic: That of upstream at its documented best; True where sizes differ from call to call.
         reset: Where calls change a state that later calls read (a position, a cache), this puts it back in place: the
             call after it is the one that ``reference`` computes. None where every call gives the same.
         reference: The output in float64 (or float32 where float64 would not fit), computed eagerly by the upstream
@@ -90,6 +91,7 @@ class Prepared:
     compile_full: Callable[..., None] | None = None
     capture: Callable[[], None] | None = None
     dynamic: bool | None = None
+    tuned_dynamic: bool = False
     reset: Callable[[], None] | None = None
     reference: Callable[[], torch.Tensor]
     reference_dtype: str = "float64"
