@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.gnn_reference import attend, edge_attention, edge_max, edge_softmax, edge_sum
-from zoo.gnn import CSRGraph, fallback, operators, split
+from zoo.gnn import CSRGraph, fallback, operators, sampling, split
 from zoo.gnn.aggregate import max_neighbours, mean_neighbours, sum_neighbours
 from zoo.gnn.csr import GraphTensors, Recipe
 
@@ -352,3 +352,23 @@ def test_sums_of_features_that_are_not_contiguous() -> None:
     for x in (values(3, 5).t(), values(5, 6)[:, ::2], values(1, 3).expand(5, 3)):
         expected = edge_sum(x.double(), *exact(graph.tensors), graph.tensors.weight.double())  # type: ignore[union-attr]
         torch.testing.assert_close(sum_neighbours(x, graph.tensors).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+# --- draws ---
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 16, 33])
+@pytest.mark.parametrize("nodes", [0, 1, 700])
+def test_places_are_those_drawn_by_columns(count: int, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    degree = count + 1 + torch.randint(4, (nodes,), device=DEVICE)
+    degree[::3] += 1 << 33
+
+    def draw(kernel: bool) -> Tensor:
+        monkeypatch.setattr(sampling, "triton_runs_on", lambda device: kernel)
+        return sampling._distinct(degree, count, torch.Generator(DEVICE).manual_seed(3))
+
+    places = draw(True)
+    assert places.shape == (nodes, count)
+    assert torch.equal(places, draw(False))
+    assert (places >= 0).all() and (places < degree[:, None]).all()
+    assert (places.sort(1).values.diff(dim=1) > 0).all()

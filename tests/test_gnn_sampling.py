@@ -132,6 +132,13 @@ def test_neighbours_are_drawn_with_equal_chance(device: str):
     assert len(sets) == 84 and max(sets.values()) < 1.5 * min(sets.values())
 
 
+def test_more_neighbours_than_a_kernel_holds_are_drawn_by_columns(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("zoo.gnn.sampling.triton_runs_on", lambda device: True)
+    monkeypatch.setattr("zoo.gnn.sampling.launcher", lambda module, name, x: lambda *_: pytest.fail("launched"))
+    places = _distinct(torch.full((3,), 600), 513, torch.Generator().manual_seed(0))
+    assert places.shape == (3, 513) and (places.sort(1).values.diff(dim=1) > 0).all()
+
+
 def test_with_all_neighbours_seeds_get_what_the_whole_graph_gives():
     edge_index, net = graph(), model()
     x = torch.randn(NODES, 6)

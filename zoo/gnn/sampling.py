@@ -24,7 +24,10 @@ from torch import Tensor
 
 from zoo.gnn.batches import Bucket, Drawn, SampledBatch, Subgraph, map_tensors
 from zoo.gnn.csr import CSRGraph
+from zoo.operators import launcher, triton_runs_on
 
+# Neighbours a node that the kernel draws, which holds them in registers.
+MOST_AT_ONCE = 512
 _setting_threads = threading.Lock()
 
 
@@ -341,8 +344,12 @@ def _distinct(degree: Tensor, count: int, random: torch.Generator) -> Tensor:
 
     Floyd's algorithm, a column at a time: a place that was drawn before gives way to the last one allowed.
     """
-    places = torch.empty((len(degree), count), dtype=torch.int64, device=degree.device)
     uniform = torch.rand(count, len(degree), generator=random, dtype=torch.float64, device=degree.device)
+    if count <= MOST_AT_ONCE and triton_runs_on(degree.device):
+        # The same draws in one launch. By columns they are most of what the host launches for a batch.
+        found: Tensor = launcher("zoo.gnn.kernels.draws", "distinct", degree)(degree, uniform)
+        return found
+    places = torch.empty((len(degree), count), dtype=torch.int64, device=degree.device)
     for column in range(count):
         last = degree - count + column
         drawn = (uniform[column] * (last + 1)).long()
