@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -378,36 +380,109 @@ def test_a_loss_that_waits_is_an_error_where_a_capture_was_asked_for():
         step(batches[2])
 
 
-def fails_to_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    def capture(*arguments: Any, **options: Any) -> None:
-        raise CaptureError("capture failed: no reason")
+class Activation:
+    """Something that the loss holds."""
+
+
+def fail_captures(monkeypatch: pytest.MonkeyPatch, after: Callable[..., Any] | None = None) -> list[Any]:
+    """Have captures fail once they called ``after``; weak references to what each held by then."""
+    held: list[Any] = []
+
+    def capture(fn: Callable[..., Any], buckets: list[Any], **options: Any) -> None:
+        activation = Activation()
+        held.append(weakref.ref(activation))
+        try:
+            if after is not None:
+                after(fn, buckets[0][0])
+            raise RuntimeError("no reason")
+        except RuntimeError as error:
+            raise CaptureError(f"capture failed: {error}") from error
 
     monkeypatch.setattr("zoo.training.step.GraphedStep", capture)
+    return held
 
 
-def test_a_capture_that_fails_is_an_error_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch):
-    fails_to_capture(monkeypatch)
+def fail_captures_in_the_update(monkeypatch: pytest.MonkeyPatch, optimizer: torch.optim.Optimizer) -> None:
+    def run(fn: Callable[..., Any], batches: tuple[Any, ...]) -> None:
+        with monkeypatch.context() as inside:
+            inside.setattr(optimizer, "step", lambda *_, **__: pytest.fail("not permitted while capturing"))
+            with pytest.raises(pytest.fail.Exception):
+                fn(*batches)
+
+    fail_captures(monkeypatch, run)
+
+
+def test_a_capture_that_fails_is_an_error_at_every_try_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch):
     model = build()
-    step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=True)
-    batches = draw(5)
+    optimizer = optimizer_of(model)
+    fail_captures_in_the_update(monkeypatch, optimizer)
+    step = TrainingStep(model, loss_of, optimizer, cuda_graph=True)
+    batches = draw(6)
     for batch in batches[:3]:
         step(batch)
-    with pytest.raises(CaptureError, match="the step cannot be captured: capture failed: no reason"):
-        step(batches[3])
+    for batch in batches[3:]:
+        with pytest.raises(CaptureError, match="capture failed: no reason"):
+            step(batch)
+        assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_training_goes_on_without_a_cuda_graph_where_the_capture_fails(monkeypatch: pytest.MonkeyPatch):
-    fails_to_capture(monkeypatch)
+    held = fail_captures(monkeypatch)
     batches = draw(8)
     expected_model = build()
     expected = plain_losses(expected_model, optimizer_of(expected_model), [[b] for b in batches])
+    alive: list[bool] = []
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        alive.extend(ref() is not None for ref in held)
+        return loss_of(model, batch)
+
     model = build()
-    step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=True)
+    step = TrainingStep(model, loss, optimizer_of(model), cuda_graph=True)
     step._must_capture = False  # as on a GPU where nothing was said
-    with pytest.warns(TrainingWarning, match="runs without a CUDA graph: capture failed: no reason") as caught:
+    with pytest.warns(TrainingWarning, match=r"without a CUDA graph: float32.*: capture failed: no reason") as caught:
         losses = [step(batch).item() for batch in batches]
     assert losses == pytest.approx(expected, rel=1e-5)
     assert [warning.filename for warning in caught] == [__file__]
+    # Short of memory is why most captures fail.
+    assert alive == [False] * 5
+
+
+def test_a_shape_whose_capture_fails_leaves_the_others_captured(monkeypatch: pytest.MonkeyPatch):
+    model = build()
+    step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=True)
+    step._must_capture = False
+    (small,), (large,) = (draw(1, rows=rows) for rows in (3, 5))
+    for _ in range(5):
+        step(small)
+    captured = step.captured
+    assert len(captured) == 1
+
+    def add(*arguments: Any, **options: Any) -> None:
+        raise CaptureError("capture failed: out of memory")
+
+    monkeypatch.setattr("zoo.cudagraph.GraphedStep.add_bucket", add)
+    with pytest.warns(TrainingWarning, match=r"5, .*: capture failed: out of memory") as caught:
+        for batch in [large, small] * 6:
+            assert step(batch).isfinite()
+    assert len(caught) == 1 and step.captured == captured
+    monkeypatch.undo()
+    step.release()
+    for _ in range(5):
+        step(large)
+    assert len(step.captured) == 1
+
+
+def test_scaled_and_clipped_training_goes_on_where_a_capture_fails_in_the_update(monkeypatch: pytest.MonkeyPatch):
+    model = build()
+    optimizer = optimizer_of(model)
+    fail_captures_in_the_update(monkeypatch, optimizer)
+    step = TrainingStep(model, loss_of, optimizer, cuda_graph=True, autocast=torch.float16, clip_norm=1.0)
+    step._must_capture = False
+    with pytest.warns(TrainingWarning, match="no reason"):
+        losses = [step(batch) for batch in draw(7)]
+    assert torch.stack(losses).isfinite().all()
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.gpu

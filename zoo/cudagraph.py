@@ -307,7 +307,13 @@ class GraphedStep:
                 with contextlib.suppress(RuntimeError):
                     torch.cuda.synchronize(index)
                 cause = failure or error
-                raise CaptureError(f"capture failed: {_first_line(cause)}{_where(cause)}{_remedy(cause)}") from cause
+                try:
+                    raise CaptureError(
+                        f"capture failed: {_first_line(cause)}{_where(cause)}{_remedy(cause)}"
+                    ) from cause
+                finally:
+                    # Its traceback holds this frame: a circle that would keep what the step computed in memory.
+                    failure = cause = None  # type: ignore[assignment]
         bucket.graph = graph
         bucket.outputs, bucket.output_spec = flatten_outputs(outputs)
 
@@ -436,10 +442,10 @@ def _remedy(error: BaseException) -> str:
     if "legacy stream" not in str(error):
         return ""
     # Autograd adds up a parameter's gradient on the stream where the parameter was first used, for as long as anything
-    # keeps that use.
+    # keeps that use. Other work on the default stream gives the same error.
     return (
-        "; something from before the capture still holds the history of a parameter, whose gradient is on another "
-        "stream then: keep losses and copies of parameters with .detach(), or drop them before"
+        "; if it is in a backward, something from before the capture mostly still holds the history of a parameter, "
+        "whose gradient is on another stream then: keep losses and copies of parameters with .detach(), or drop them"
     )
 
 

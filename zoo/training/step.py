@@ -47,8 +47,8 @@ class TrainingStep:
             ``capturable=True`` where it has that option, and the learning rate a tensor on the device.
         autocast: ``torch.bfloat16``, or ``torch.float16`` with dynamic loss scaling; None for the weights' own dtype.
         clip_norm: Largest norm of all gradients together; larger ones are scaled down to it.
-        cuda_graph: None captures where nothing stands in the way, and warns with what does; True raises instead; False
-            never captures. On a CPU True copies in and out as a capture would.
+        cuda_graph: None captures where nothing stands in the way, and warns with what does, be it for one shape of
+            batches; True raises instead; False never captures. On a CPU True copies in and out as a capture would.
         warmup: Calls of each shape before it is captured, at least 2: one to compile, one to watch.
         report_every: After so many steps wait for the device and look for a loss that was not finite.
         most_graphs: Shapes that are captured; further ones run without a CUDA graph, which is said once.
@@ -95,6 +95,7 @@ class TrainingStep:
         self._graphed: GraphedStep | None = None
         self._options: FrozenOptions | None = None
         self._seen: dict[Any, int] = {}
+        self._uncapturable: set[Any] = set()
         optimizer.register_load_state_dict_post_hook(lambda _: self._begin_anew())
 
     def _decide(self, wanted: bool | None) -> bool:
@@ -156,6 +157,7 @@ class TrainingStep:
         """Let go of captured CUDA graphs; shapes are captured anew when they come up again."""
         self._graphed, self._options = None, None
         self._seen.clear()
+        self._uncapturable.clear()
 
     def save(self, folder: str | Path, **others: Any) -> None:
         """Write weights, optimizer, random state and whatever else has a state, to go on from later.
@@ -214,6 +216,17 @@ class TrainingStep:
                     stacklevel=3,
                 )
             return self._run(*batches)
+        if shape not in self._uncapturable and (why := self._capture(batches)) is not None:
+            self._uncapturable.add(shape)
+            self._say_uncaptured(f"{describe(pytree.tree_leaves(batches))}: {why}", callers=3)
+        if shape in self._uncapturable:
+            return self._run(*batches)
+        assert self._graphed is not None
+        loss = self._graphed(*batches)
+        return loss
+
+    def _capture(self, batches: tuple[Any, ...]) -> str | None:
+        """Capture a shape; or why it cannot be, its memory freed."""
         try:
             if self._graphed is None:
                 self._graphed = GraphedStep(self._run, [(batches, {})], clone_outputs=True, static=(), warmup=0)
@@ -221,11 +234,14 @@ class TrainingStep:
             else:
                 self._graphed.add_bucket(batches, warmup=0)
         except CaptureError as error:
-            # Nothing of the step has run.
-            self._refuse_capture(str(error), callers=3, cause=error)
-            return self._run(*batches)
-        loss = self._graphed(*batches)
-        return loss
+            # Nothing has run on the device, but the host may be anywhere in a step.
+            self._clear_gradients()
+            if self.scaler is not None:
+                self.scaler._per_optimizer_states.clear()
+            if self._must_capture:
+                raise
+            return str(error)
+        return None
 
     def _rehearse(self, batches: tuple[Any, ...], last: bool) -> Tensor:
         """A step of its own stream, as a capture is; the last one before the capture is watched for waiting."""
@@ -242,14 +258,15 @@ class TrainingStep:
         loss.record_stream(current)
         if found:
             # The step that was just made holds; it is no CUDA graph that can come of it.
-            self._refuse_capture(f"it waits for the device ({found[0]}); move that out of the loss", callers=4)
+            why = f"it waits for the device ({found[0]}); move that out of the loss"
+            if self._must_capture:
+                raise CaptureError(f"the step cannot be captured: {why}")
+            self._captures = False
+            self.release()
+            self._say_uncaptured(why, callers=4)
         return loss
 
-    def _refuse_capture(self, why: str, *, callers: int, cause: CaptureError | None = None) -> None:
-        self._captures = False
-        self.release()
-        if self._must_capture:
-            raise CaptureError(f"the step cannot be captured: {why}") from cause
+    def _say_uncaptured(self, why: str, *, callers: int) -> None:
         warnings.warn(f"the step runs without a CUDA graph: {why}", TrainingWarning, stacklevel=1 + callers)
 
     def _run(self, *batches: Any) -> Tensor:
