@@ -35,8 +35,8 @@ COUNTED = (
     "cache_bypasses",
 )
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
-# Where many processes start together, threads that spin while they wait keep those from running that they wait for: a
-# second's preparation took half a minute. Where the CPU is what is measured they may.
+# Where all arms start together (--steady-only), threads that spin while they wait keep those from running that they
+# wait for, and a preparation takes many times as long. Where the CPU is what is measured they may.
 WAITING = "OMP_WAIT_POLICY"
 COLD, FIRST_RESULT, RACE = "cold process", "first result", "start of the racing process"
 
@@ -145,8 +145,8 @@ def spawn(job: Job, settings: Settings, compile_threads: int | None = None) -> W
     Args:
         job: Whose process.
         settings: Of the run.
-        compile_threads: How many processes its compiler may start, if others get ready at the same time; None for the
-            compiler's default, one a core.
+        compile_threads: How many processes its compiler may start, if all arms start together; None for the compiler's
+            default, one a core.
 
     Raises:
         WorkerFailure: If its cache folder cannot be made, or the process not started.

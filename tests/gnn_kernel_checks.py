@@ -5,6 +5,7 @@ TRITON_INTERPRET=1 python -m pytest tests/gnn_kernel_checks.py
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 
@@ -16,6 +17,7 @@ from tests.gnn_reference import attend, edge_attention, edge_max, edge_softmax, 
 from zoo.gnn import CSRGraph, fallback, operators, sampling, split
 from zoo.gnn.aggregate import max_neighbours, mean_neighbours, sum_neighbours
 from zoo.gnn.csr import GraphTensors, Recipe
+from zoo.gnn.kernels import attention, maxima, sums
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
@@ -206,6 +208,17 @@ def test_attention_of_every_width_with_rows_whole_and_split(
     check_attention(hub(), heads, channels)
 
 
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_long_rows_of_more_chunks_than_a_step_adds_up(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split, "EDGES_PER_CHUNK", 4)
+    for module in (attention, maxima, sums):
+        monkeypatch.setattr(module, "merge_tile", lambda channels: (chunks, 16, 1))
+    check_sum(hub(weight=True), values(11, 20))
+    check_max(hub(), values(11, 20))
+    check_max(hub(), values(11, 20, ties=True))
+    check_attention(hub(), 3, 20)
+
+
 def test_sums_of_many_columns() -> None:
     graph = named("square", weight=True)
     check_sum(graph, values(5, 1433))
@@ -357,8 +370,9 @@ def test_sums_of_features_that_are_not_contiguous() -> None:
 # --- draws ---
 
 
-@pytest.mark.parametrize("count", [1, 2, 5, 16, 33])
-@pytest.mark.parametrize("nodes", [0, 1, 700])
+@pytest.mark.parametrize(
+    ("count", "nodes"), [*itertools.product([1, 2, 5, 16, 33], [0, 1, 700]), (sampling.MOST_AT_ONCE, 3)]
+)
 def test_places_are_those_drawn_by_columns(count: int, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     degree = count + 1 + torch.randint(4, (nodes,), device=DEVICE)
     degree[::3] += 1 << 33

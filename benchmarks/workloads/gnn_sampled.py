@@ -100,7 +100,7 @@ def for_training(case: Case, prepared: Prepared, arch: Architecture, graph: Grap
         count=sampler.batch_size,
         unit="seeds",
         training=training,
-        tuned_dynamic=True,
+        tuned_dynamic=not case.cuda_graph,
     )
 
 

@@ -26,7 +26,7 @@ from zoo.gnn.batches import Bucket, Drawn, SampledBatch, Subgraph, map_tensors
 from zoo.gnn.csr import CSRGraph
 from zoo.operators import launcher, triton_runs_on
 
-# Neighbours a node that the kernel draws, which holds them in registers.
+# Neighbours of a node that the kernel draws, which holds them in registers.
 MOST_AT_ONCE = 512
 _setting_threads = threading.Lock()
 
@@ -128,8 +128,8 @@ class NeighborSampler:
 
         Args:
             number: Which epoch: the same number gives the same batches.
-            then: What to do with each batch: on the host by the thread that sampled it, to pin its memory, say; of a
-                GPU's by whoever takes it.
+            then: What to do with each batch: on the host by the thread that sampled it, with one core, to pin its
+                memory, say; of a GPU's by whoever takes it.
         """
         return self._ahead(number, self._batch, then)
 
@@ -307,16 +307,26 @@ def _run_alone() -> None:
     """Have this thread's operators run in it alone, as in the processes of torch's DataLoader.
 
     Otherwise each of the pool's threads asks for one on every core, and they wait for each other most of the time.
+    Torch has one setting for a thread and for those that begin later: for some microseconds it is 1 for all that first
+    use torch meanwhile.
     """
     if not torch.backends.openmp.is_available():
-        return  # whose threads are one pool for all
+        return  # torch's own pool then serves all threads, and none has a number of its own
     with _setting_threads:
         others = torch.get_num_threads()  # and this thread's own is settled: torch does it once, when it is first asked
-        torch.set_num_threads(1)
-        # Torch gives the number that was set last to threads that begin later. Set from another thread, it is not ours.
-        restore = threading.Thread(target=torch.set_num_threads, args=(others,))
-        restore.start()
-        restore.join()
+        settled = threading.Event()
+
+        def restore() -> None:
+            settled.wait()
+            torch.set_num_threads(others)  # from a thread that ends, for those that begin later
+
+        thread = threading.Thread(target=restore)
+        thread.start()
+        try:
+            torch.set_num_threads(1)
+        finally:
+            settled.set()
+            thread.join()
 
 
 def _device(device: torch.device | str) -> torch.device:

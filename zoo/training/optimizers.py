@@ -14,14 +14,13 @@ from torch.optim.adamw import adamw
 from zoo import ahead
 from zoo.operators import KERNEL_DTYPES, launcher, triton_runs_on
 
-# Least numbers of a launch: its beginning and end are little of it then. With twice as many ResNet-50's step, in which
-# launches of torch's take the rest, was a third longer on an H200.
+# Least numbers of a launch: its beginning and end are little of it then. On an H200 ResNet-50's step took longer with
+# twice as many, since torch's launch for the rest does.
 LARGE = 1 << 19
-# Least numbers of a parameter in it: the host looks no further at smaller ones. As many as a launch takes have to reach
-# LARGE, too.
-SMALLEST = 1 << 16
 # Parameters of a launch: the kernel has pointers for as many.
 TOGETHER = 8
+# Least numbers of a parameter in it: of smaller ones no launch holds LARGE, and the host looks no further at them.
+SMALLEST = LARGE // TOGETHER
 # Bytes that a thread reads at once, if what it reads begins at a multiple of them.
 _VECTOR = 16
 
@@ -30,11 +29,11 @@ class AdamW(torch.optim.AdamW):
     """``torch.optim.AdamW(..., fused=True)`` that updates large parameters by a kernel of its own.
 
     It has the same options, state and numbers but for rounding, and states of either load into the other. A launch
-    takes one parameter, or up to eight of one dtype and as many numbers, whatever their shapes, that have half a
-    million numbers or more together. All others, those that do not lie without gaps, ``amsgrad``, and all where Triton
-    does not run are left to torch's; not so a parameter whose gradient or averages are of another dtype, which torch's
-    refuses. Nothing waits for the device; for a CUDA graph, ``capturable=True`` and ``lr`` a tensor on the device, as
-    with torch's.
+    takes one parameter, or up to eight of one dtype and as many numbers, whatever their shapes, that begin at multiples
+    of 16 bytes; in all half a million numbers or more. All others, those that do not lie without gaps, ``amsgrad``, and
+    all where Triton does not run are left to torch's; not so a parameter whose gradient or averages are of another
+    dtype, which torch's refuses. Nothing waits for the device; for a CUDA graph, ``capturable=True`` and ``lr`` a
+    tensor on the device, as with torch's.
 
     Args:
         params: Parameters, or groups of them.

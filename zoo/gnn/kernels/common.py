@@ -94,7 +94,7 @@ def choose_blocks(channels: int, itemsize: int, nodes: int = 0) -> Blocks:
 def merge_tile(channels: int) -> tuple[int, int, int]:
     """(chunks, columns, warps) of a program that adds up chunks: narrow, to take many chunks of one long row a step.
 
-    A step takes some microseconds, however little it reads.
+    Each step waits for memory once, and there are few programs to wait beside it.
     """
     columns = min(next_power(channels), 8)
     return 16384 // columns, columns, 16

@@ -9,10 +9,11 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.ahead import Kernel
+from zoo.gnn.sampling import MOST_AT_ONCE
 from zoo.operators import ceil_div, next_power
 
-# Places that a program holds in registers, 16 a thread.
-_HELD = 1024
+# Places that a program holds in registers, 16 a thread: of two nodes at least.
+_HELD = 2 * MOST_AT_ONCE
 
 
 @Kernel
@@ -25,9 +26,11 @@ def _distinct(
     column = tl.arange(0, COLUMNS)
     size = tl.load(degree + node, mask=inside, other=COUNT)
     places = tl.full([NODES, COLUMNS], -1, tl.int64)
+    uniform += node
     for index in range(COUNT):
         last = size - COUNT + index
-        share = tl.load(uniform + index * nodes + node, mask=inside, other=0.0)
+        share = tl.load(uniform, mask=inside, other=0.0)
+        uniform += nodes
         # Rounded as torch rounds it: the same draws as without this kernel.
         drawn = (share * (last + 1).to(tl.float64)).to(tl.int64)
         taken = tl.max((places == drawn[:, None]).to(tl.int32), 1) > 0
@@ -38,7 +41,10 @@ def _distinct(
 
 
 def distinct(degree: Tensor, uniform: Tensor) -> Tensor:
-    """For each degree [n] int64 as many different places below it as ``uniform`` [K, n] float64 has rows: [n, K]."""
+    """For each degree [n] int64 as many different places below it as ``uniform`` [K, n] float64 has rows: [n, K].
+
+    K is ``MOST_AT_ONCE`` at most.
+    """
     count, nodes = uniform.shape
     out = torch.empty((nodes, count), dtype=torch.int64, device=degree.device)
     if nodes:

@@ -147,6 +147,7 @@ def csr_max(x: Tensor, rows: Rows, count_ties: bool, blocks: Blocks | None = Non
     )  # fmt: skip
     if rows.long_rows is not None:
         chunks, columns, warps = merge_tile(channels)
+        chunks //= 2  # of which it holds the greatest, and how many there are
         _merge_maxima[(merge_grid(rows.long_rows), ceil_div(channels, columns))](
             partial, partial_ties, rows.long_rows, out, given_ties, rows.long_rows.shape[0],
             CHANNELS=channels, CHUNKS=chunks, COLUMNS=columns, num_warps=warps,
