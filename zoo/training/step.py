@@ -95,7 +95,7 @@ class TrainingStep:
         self._graphed: GraphedStep | None = None
         self._options: FrozenOptions | None = None
         self._seen: dict[Any, int] = {}
-        self._uncapturable: set[Any] = set()
+        self._uncaptured: set[Any] = set()
         optimizer.register_load_state_dict_post_hook(lambda _: self._begin_anew())
 
     def _decide(self, wanted: bool | None) -> bool:
@@ -157,7 +157,7 @@ class TrainingStep:
         """Let go of captured CUDA graphs; shapes are captured anew when they come up again."""
         self._graphed, self._options = None, None
         self._seen.clear()
-        self._uncapturable.clear()
+        self._uncaptured.clear()
 
     def save(self, folder: str | Path, **others: Any) -> None:
         """Write weights, optimizer, random state and whatever else has a state, to go on from later.
@@ -207,26 +207,19 @@ class TrainingStep:
         if seen <= self._warmup or not self._updated:
             # The host looks at a first update, which a capture cannot hold.
             return self._rehearse(batches, last=seen >= self._warmup and self._updated)
-        if len(self.captured) >= self._most_graphs:
-            if seen == self._warmup + 1:
-                warnings.warn(
-                    f"{describe(pytree.tree_leaves(batches))}: {self._most_graphs} shapes are captured already "
-                    "(most_graphs); this one runs without a CUDA graph: pad batches to fewer shapes",
-                    TrainingWarning,
-                    stacklevel=3,
-                )
-            return self._run(*batches)
-        if shape not in self._uncapturable and (why := self._capture(batches)) is not None:
-            self._uncapturable.add(shape)
+        if shape not in self._uncaptured and (why := self._capture(batches)) is not None:
+            self._uncaptured.add(shape)
             self._say_uncaptured(f"{describe(pytree.tree_leaves(batches))}: {why}", callers=3)
-        if shape in self._uncapturable:
+        if shape in self._uncaptured:
             return self._run(*batches)
         assert self._graphed is not None
         loss = self._graphed(*batches)
         return loss
 
     def _capture(self, batches: tuple[Any, ...]) -> str | None:
-        """Capture a shape; or why it cannot be, its memory freed."""
+        """Capture a shape; or why it is not, and nothing of it is held."""
+        if len(self.captured) >= self._most_graphs:
+            return f"{self._most_graphs} shapes are captured already (most_graphs); pad batches to fewer shapes"
         try:
             if self._graphed is None:
                 self._graphed = GraphedStep(self._run, [(batches, {})], clone_outputs=True, static=(), warmup=0)
