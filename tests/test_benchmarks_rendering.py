@@ -609,6 +609,7 @@ def test_newest_torch_is_shown_and_two_gpus_need_a_choice() -> None:
         ('speedup model=gcn input=cora arm="zoo regional" against="zoo full"', "0.858×"),
         ('compile-cold model=gcn input=cora arm="zoo regional"', "1.40 s"),
         ('start-up model=gcn input=cora arm="zoo regional"', "2.30 s"),
+        ('memory model=gcn input=cora arm="zoo regional"', "20.4 MiB"),
         ('graphs model=gcn input=cora arm="zoo regional"', "2"),
         ('p50 model=gcn input=cora arm="zoo hierarchical"', "crashed"),
         ('p50 model=gcn input=products arm="zoo regional"', "not measured yet"),

@@ -330,6 +330,10 @@ def _with_unit(number: float | None, unit: str) -> str:
     return "not measured" if number is None else f"{numbers.significant(number)} {unit}"
 
 
+def _mebibytes(arm: Arm) -> str:
+    return f"{cells.memory(arm)} MiB" if arm.result.memory else "not measured"
+
+
 VALUES: dict[str, Callable[[Race, Arm, str], str]] = {
     "p50": lambda race, arm, against: _with_unit(arm.p50, "ms"),
     "p95": lambda race, arm, against: _with_unit(arm.p95, "ms"),
@@ -338,5 +342,6 @@ VALUES: dict[str, Callable[[Race, Arm, str], str]] = {
     "compile-warm": lambda race, arm, against: _with_unit((arm.result.warm or Compile()).seconds, "s"),
     "start-up": lambda race, arm, against: _with_unit((arm.result.cold or Compile()).start_up, "s"),
     "throughput": lambda race, arm, against: _with_unit(arm.throughput, f"{race.unit} a second"),
+    "memory": lambda race, arm, against: _mebibytes(arm),
     "graphs": lambda race, arm, against: numbers.count((arm.result.counted or Compile()).graphs),
 }
