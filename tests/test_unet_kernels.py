@@ -74,11 +74,14 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     x, shift = images(2, 12, 3, 5, grad=True), torch.randn(2, 12).requires_grad_()
     tail = (weight, bias, 4, 1e-5)
     return {
-        "plain": (operators.group_norm, (x, None, *tail, False)),
-        "shift and silu": (operators.group_norm, (x, shift, *tail, True)),
-        "half": (operators.group_norm, (images(2, 12, 3, 5, dtype=torch.bfloat16), None, *tail, True)),
+        "plain": (operators.native_group_norm, (x, None, *tail, False)),
+        "shift and silu": (operators.native_group_norm, (x, shift, *tail, True)),
+        "half": (operators.native_group_norm, (images(2, 12, 3, 5, dtype=torch.bfloat16), None, *tail, True)),
         **glue_calls(),
-        "two": (operators.cat_group_norm, (images(2, 7, 3, 5, grad=True), images(2, 5, 3, 5, grad=True), *tail, True)),
+        "two": (
+            operators.native_cat_group_norm,
+            (images(2, 7, 3, 5, grad=True), images(2, 5, 3, 5, grad=True), *tail, True),
+        ),
     }
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 import zoo
 from zoo.unet import fallback, operators
 from zoo.unet.kernels import group_norm as kernels
+from zoo.unet.kernels import group_norm_backward
 from zoo.unet.kernels import group_norm_small as small
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -40,6 +41,7 @@ def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(operators, "triton_runs_on", lambda device: True)
         # The interpreter runs one program after the other.
         monkeypatch.setattr(kernels, "ENOUGH", 6)
+        monkeypatch.setattr(group_norm_backward, "ENOUGH", 24)
 
 
 @pytest.fixture(params=["one launch", "two launches"])
@@ -82,7 +84,7 @@ def test_norms(channels: int, groups: int, dtype: torch.dtype) -> None:
         (shifts[:, ::3], False),
     ):
         found = operators.group_norm(x, shift, weight, bias, groups, 1e-5, silu)
-        close(found, fallback.group_norm(*wide(x, shift, weight, bias), groups, 1e-5, silu), dtype)
+        close(found, fallback.group_norm(*wide(x, shift, weight, bias), groups, 1e-5, silu)[0], dtype)
 
 
 @both_ways
@@ -95,7 +97,7 @@ def test_norms_of_two_side_by_side(own: int, skip: int, groups: int, dtype: torc
     weight, bias = values(own + skip, dtype=dtype, mean=1.0), values(own + skip, dtype=dtype)
     for silu in (False, True):
         found, joined = operators.cat_group_norm(x, other, weight, bias, groups, 1e-5, silu)
-        expected, _ = fallback.cat_group_norm(*wide(x, other, weight, bias), groups, 1e-5, silu)
+        expected, _, _ = fallback.cat_group_norm(*wide(x, other, weight, bias), groups, 1e-5, silu)
         close(found, expected, dtype)
         assert torch.equal(joined, torch.cat([x, other], dim=1))
         assert joined.is_contiguous(memory_format=torch.channels_last)
@@ -107,7 +109,7 @@ def test_norms_of_two_side_by_side(own: int, skip: int, groups: int, dtype: torc
 def test_sizes(batch: int, size: tuple[int, int]) -> None:
     x, weight, bias = values(batch, 20, *size), values(20), values(20)
     found = operators.group_norm(x, None, weight, bias, 2, 1e-5, True)
-    close(found, fallback.group_norm(*wide(x, None, weight, bias), 2, 1e-5, True), torch.float32)
+    close(found, fallback.group_norm(*wide(x, None, weight, bias), 2, 1e-5, True)[0], torch.float32)
     assert operators.group_norm(x[:0], None, weight, bias, 2, 1e-5, True).shape == (0, 20, *size)
 
 
@@ -120,7 +122,7 @@ def test_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         x, weight, bias = values(1, 20, *size, mean=3.0), values(20), values(20)
         assert kernels._Cut(x, None, weight, 2).chunks == chunks <= kernels.CHUNKS
         found = operators.group_norm(x, None, weight, bias, 2, 1e-5, True)
-        close(found, fallback.group_norm(*wide(x, None, weight, bias), 2, 1e-5, True), torch.float32)
+        close(found, fallback.group_norm(*wide(x, None, weight, bias), 2, 1e-5, True)[0], torch.float32)
 
 
 @pytest.mark.parametrize("pixels", [1, 7, 64, 300 if DEVICE == "cpu" else 1000])
@@ -136,7 +138,7 @@ def test_one_launch_of_some_tiles(size: int, pixels: int, monkeypatch: pytest.Mo
         silu = pixels * size > 1
         found = operators.group_norm(*given, 2, 1e-5, silu)
         # Of a few numbers, some are cut off by more: the interpreter does not round to bfloat16.
-        close(found, fallback.group_norm(*wide(*given), 2, 1e-5, silu), dtype, times=2)
+        close(found, fallback.group_norm(*wide(*given), 2, 1e-5, silu)[0], dtype, times=2)
     # Two images, whose seam lies within a group, as one.
     cut = size // 2 if size > 1 else 1
     halves = [part.contiguous(memory_format=torch.channels_last) for part in x.split([cut, 2 * size - cut], dim=1)]
@@ -199,11 +201,11 @@ def test_a_mean_far_from_zero_costs_no_variance() -> None:
     x[:, :, 0, 0] = 0.0
     found = operators.group_norm(x, None, weight, bias, 2, 1e-5, False)
     # Half a bit of the mean is a millionth of this deviation.
-    close(found, fallback.group_norm(*wide(x, None, weight, bias), 2, 1e-5, False), torch.float32, times=2)
+    close(found, fallback.group_norm(*wide(x, None, weight, bias), 2, 1e-5, False)[0], torch.float32, times=2)
     x[:, :, 0, 0] = 1e4
     found = operators.group_norm(x, None, weight, bias, 2, 1e-5, False)
     # Here one bit of the mean is a thousandth of the deviation.
-    close(found, fallback.group_norm(*wide(x, None, weight, bias), 2, 1e-5, False), torch.float32, times=2000)
+    close(found, fallback.group_norm(*wide(x, None, weight, bias), 2, 1e-5, False)[0], torch.float32, times=2000)
 
 
 @both_ways
@@ -228,7 +230,7 @@ def test_other_memory_formats_and_weights_of_another_dtype() -> None:
     # As autocast hands them over.
     x, skip = values(2, 20, 6, 7, dtype=torch.bfloat16), values(2, 10, 6, 7)
     weight, bias = values(20), values(20)
-    expected = fallback.group_norm(*wide(x, None, weight, bias), 2, 1e-5, True)
+    expected = fallback.group_norm(*wide(x, None, weight, bias), 2, 1e-5, True)[0]
     for given in (x, x.contiguous(), x.permute(0, 1, 3, 2).contiguous().permute(0, 1, 3, 2)):
         close(operators.group_norm(given, None, weight, bias, 2, 1e-5, True), expected, torch.bfloat16)
     weight, bias = values(30), values(30)
@@ -266,6 +268,33 @@ def test_compilations_do_not_depend_on_sizes() -> None:
         assert 1 <= count <= groups and count * size <= block and count * size % unit == 0
 
 
+@both_ways
+@pytest.mark.parametrize(("channels", "groups", "dtype"), in_dtypes([(130, 13), (21, 3), (6, 1), (300, 2)]))
+def test_statistics(channels: int, groups: int, dtype: torch.dtype) -> None:
+    x, shift = values(2, channels, 7, 11, dtype=dtype, mean=2.0), values(2, channels, dtype=dtype)
+    weight = values(channels)
+    _, found = operators.native_group_norm(x, shift, weight, weight, groups, 1e-5, True)
+    moved = (x.double() + shift.double()[:, :, None, None]).reshape(2, groups, -1)
+    exact = torch.stack([moved.mean(-1), (moved.var(-1, correction=0) + 1e-5).rsqrt()], dim=-1)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
+    halves = [half.contiguous(memory_format=torch.channels_last) for half in x.split([5, channels - 5], dim=1)]
+    _, _, found = operators.native_cat_group_norm(*halves, weight, weight, groups, 1e-5, True)
+    alone = x.double().reshape(2, groups, -1)
+    exact = torch.stack([alone.mean(-1), (alone.var(-1, correction=0) + 1e-5).rsqrt()], dim=-1)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+def gradients(kind: Any, *given: Any, shift: Tensor | None, groups: int, first: int, silu: bool) -> tuple[Tensor, ...]:
+    """Of grad, x, weight, bias and more; statistics are those of float64."""
+    grad, x, weight, bias, more = given
+    moved = (x.double() if shift is None else x.double() + shift.double()[:, :, None, None]).reshape(2, groups, -1)
+    stats = torch.stack([moved.mean(-1), (moved.var(-1, correction=0) + 1e-5).rsqrt()], dim=-1)
+    stats = stats if x.dtype == torch.float64 else stats.float()
+    found: tuple[Tensor, ...] = kind.group_norm_backward(grad, x, shift, weight, bias, stats, more, first, silu)
+    return found
+
+
 @pytest.mark.parametrize(
     ("channels", "groups", "dtype"), in_dtypes([(130, 13), (160, 4), (21, 3), (6, 1), (300, 2), (8, 8)])
 )
@@ -274,20 +303,58 @@ def test_gradients(channels: int, groups: int, dtype: torch.dtype) -> None:
     weight, bias = values(channels, dtype=dtype, mean=1.0), values(channels, dtype=dtype)
     grad, more = values(2, channels, 7, 11, dtype=dtype, mean=0.2), values(2, channels, 7, 11, dtype=dtype)
     shifts = values(2, 3 * channels, dtype=dtype)
-    for shift, silu, added in (
-        (None, False, None),
-        (shifts[:, channels : 2 * channels], True, None),
-        (shifts[:1, :channels].expand(2, -1), False, None),
-        (shifts[:, ::3], True, more),
+    for shift, silu, added, first in (
+        (None, False, None, channels),
+        (shifts[:, channels : 2 * channels], True, None, channels),
+        (shifts[:1, :channels].expand(2, -1), False, None, 5),
+        (shifts[:, ::3], True, more, channels // 2),
     ):
-        found = operators.group_norm_backward(grad, x, shift, weight, bias, added, groups, 1e-5, silu)
-        exact = fallback.group_norm_backward(*wide(grad, x, shift, weight, bias, added), groups, 1e-5, silu)
+        given = (grad, x, weight, bias, added)
+        options: dict[str, Any] = {"groups": groups, "first": first, "silu": silu}
+        found = gradients(operators, *given, shift=shift, **options)
+        exact = gradients(fallback, *wide(*given), shift=wide(shift)[0], **options)
         close(found[0], exact[0], dtype, times=4)
-        for name, got, wanted in zip(("shift", "weight", "bias"), found[1:], exact[1:], strict=True):
+        if first < channels:
+            close(found[1], exact[1], dtype, times=4)
+        for name, got, wanted in zip(("shift", "weight", "bias"), found[2:], exact[2:], strict=True):
             assert got.shape == wanted.shape and got.dtype == dtype, name
             # A shift of a whole group changes nothing, so its gradients cancel.
             scale = wanted.norm() if name != "shift" else wanted.norm() + exact[0].abs().sum((2, 3)).norm() / 100
             assert (got.double() - wanted).norm() <= 8 * RELATIVE[dtype] * scale, name
+
+
+def test_gradients_of_many_chunks_and_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    # More than are put together at once, of both images one behind the other; and no pixel at all.
+    monkeypatch.setattr(group_norm_backward, "ENOUGH", 10000)
+    grad, x = values(2, 20, 35, 16), values(2, 20, 35, 16)
+    weight, bias, shift = values(20, mean=1.0), values(20), values(2, 20)
+    options: dict[str, Any] = {"groups": 2, "first": 20, "silu": True}
+    found = gradients(operators, grad, x, weight, bias, None, shift=shift, **options)
+    exact = gradients(fallback, *wide(grad, x, weight, bias), None, shift=shift.double(), **options)
+    close(found[0], exact[0], torch.float32, times=4)
+    for got, wanted in zip(found[2:], exact[2:], strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-3)
+    again = gradients(operators, grad, x, weight, bias, None, shift=shift, **options)
+    assert all(torch.equal(first, second) for first, second in zip(found, again, strict=True))
+    stats = torch.zeros(0, 2, 2, device=DEVICE)
+    empty = operators.group_norm_backward(grad[:0], x[:0], None, weight, bias, stats, None, 20, True)
+    assert empty[0].shape == (0, 20, 35, 16) and not empty[3].any() and not empty[4].any()
+
+
+def test_a_gradient_takes_three_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[tuple[str, dict[str, Any]]] = []
+    for name in ("_sums", "_finish", "_gradients"):
+        monkeypatch.setattr(group_norm_backward, name, Recorder(launched, name))
+    plans = set()
+    for size in (10, 20, 30, 40, 60, 80):
+        x, weight = values(1, 32 * size, 2, 2), values(32 * size)
+        launched.clear()
+        gradients_of = (x.expand(2, -1, -1, -1), x.expand(2, -1, -1, -1), weight, weight, None)
+        gradients(operators, *gradients_of, shift=None, groups=32, first=32 * size, silu=True)
+        assert [name for name, _ in launched] == ["_sums", "_finish", "_gradients"]
+        plans.update((name, *constants.items()) for name, constants in launched)
+    # One compilation of each for all widths of the models.
+    assert len(plans) == 3
 
 
 def test_gradients_reach_everything_through_the_kernels() -> None:
@@ -298,10 +365,10 @@ def test_gradients_reach_everything_through_the_kernels() -> None:
 
     def loss(call: Any, cat: Any, *given: Tensor) -> Tensor:
         x, skip, weight, bias, shift = given
-        out, joined = cat(x, skip, weight, bias, 4, 1e-5, True)
-        return (call(joined, shift, weight, bias, 4, 1e-5, False) * out).sum()
+        out, joined, _ = cat(x, skip, weight, bias, 4, 1e-5, True)
+        return (call(joined, shift, weight, bias, 4, 1e-5, False)[0] * out).sum()
 
-    found = torch.autograd.grad(loss(operators.group_norm, operators.cat_group_norm, *tensors), tensors)
+    found = torch.autograd.grad(loss(operators.native_group_norm, operators.native_cat_group_norm, *tensors), tensors)
     exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
     expected = torch.autograd.grad(loss(fallback.group_norm, fallback.cat_group_norm, *exact), exact)
     for got, wanted in zip(found, expected, strict=True):

@@ -14,20 +14,24 @@ from torch import Tensor
 
 def group_norm(
     x: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
-) -> Tensor:
-    """Group norm of x [B, C, H, W] plus shift [B, C], and SiLU where asked for."""
-    wide = _shifted(x, shift)
-    out = F.group_norm(wide, groups, weight.to(wide.dtype), bias.to(wide.dtype), eps)
+) -> tuple[Tensor, Tensor]:
+    """Group norm of x [B, C, H, W] plus shift [B, C], and SiLU where asked for; statistics [B, G, 2]."""
+    shifted = _shifted(x, shift)
+    affine = weight.to(shifted.dtype), bias.to(shifted.dtype)
+    out, *statistics = torch.native_group_norm(
+        shifted, *affine, x.shape[0], x.shape[1], x.shape[2] * x.shape[3], groups, eps
+    )
     out = F.silu(out) if silu else out
-    return out.to(x.dtype, memory_format=torch.channels_last)
+    return out.to(x.dtype, memory_format=torch.channels_last), torch.stack(statistics, dim=-1)
 
 
 def cat_group_norm(
     x: Tensor, skip: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
-) -> tuple[Tensor, Tensor]:
-    """Group norm of x [B, C, H, W] and skip [B, S, H, W] side by side, and both side by side."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Group norm of x [B, C, H, W] and skip [B, S, H, W] side by side, both side by side, and statistics [B, G, 2]."""
     joined = torch.cat([x, skip.to(x.dtype)], dim=1).contiguous(memory_format=torch.channels_last)
-    return group_norm(joined, None, weight, bias, groups, eps, silu), joined
+    out, statistics = group_norm(joined, None, weight, bias, groups, eps, silu)
+    return out, joined, statistics
 
 
 def group_norm_backward(
@@ -36,35 +40,34 @@ def group_norm_backward(
     shift: Tensor | None,
     weight: Tensor,
     bias: Tensor,
+    statistics: Tensor,
     more: Tensor | None,
-    groups: int,
-    eps: float,
+    first: int,
     silu: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x [B, C, H, W] (plus ``more``), of shift [B, C] (empty without one), weight [C] and bias [C].
-
-    Statistics are computed again.
-    """
-    wide = _shifted(x, shift)
-    split = (x.shape[0], groups, -1, *x.shape[2:])
-    variance, mean = torch.var_mean(wide.reshape(split), dim=(2, 3, 4), correction=0, keepdim=True)
-    scale = (variance + eps).rsqrt()
-    normed = ((wide.reshape(split) - mean) * scale).reshape(x.shape)
-    grad, column = grad.to(wide.dtype), (1, -1, 1, 1)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x [B, C, H, W] (plus ``more``), first channels and rest; of shift, weight [C] and bias [C]."""
+    shifted = _shifted(x, shift)
+    split = (x.shape[0], statistics.shape[1], -1, *x.shape[2:])
+    mean, scale = (part[:, :, None, None, None] for part in statistics.unbind(-1))
+    normed = ((shifted.reshape(split) - mean) * scale).reshape(x.shape)
+    grad, column = grad.to(shifted.dtype), (1, -1, 1, 1)
     if silu:
-        before = normed * weight.to(wide.dtype).view(column) + bias.to(wide.dtype).view(column)
+        before = normed * weight.to(shifted.dtype).view(column) + bias.to(shifted.dtype).view(column)
         gate = before.sigmoid()
         grad = grad * gate * (1 + before * (1 - gate))
     grad_weight, grad_bias = (grad * normed).sum((0, 2, 3)), grad.sum((0, 2, 3))
-    inner = (grad * weight.to(wide.dtype).view(column)).reshape(split)
+    inner = (grad * weight.to(shifted.dtype).view(column)).reshape(split)
     along = (inner * normed.reshape(split)).mean((2, 3, 4), keepdim=True)
     inner = scale * (inner - inner.mean((2, 3, 4), keepdim=True) - normed.reshape(split) * along)
     grad_x = inner.reshape(x.shape)
     grad_shift = x.new_empty(0) if shift is None else grad_x.sum((2, 3)).to(shift.dtype)
     if more is not None:
         grad_x = grad_x + more.to(grad_x.dtype)
-    grad_x = grad_x.to(x.dtype, memory_format=torch.channels_last)
-    return grad_x, grad_shift, grad_weight.to(weight.dtype), grad_bias.to(bias.dtype)
+    both = (
+        part.to(x.dtype, copy=True, memory_format=torch.channels_last)
+        for part in grad_x.split([first, x.shape[1] - first], dim=1)
+    )
+    return *both, grad_shift, grad_weight.to(weight.dtype), grad_bias.to(bias.dtype)
 
 
 def gated_gelu(x: Tensor, bias: Tensor) -> Tensor:
@@ -118,6 +121,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Te
     return mixed.transpose(1, 2).reshape(-1, query.shape[2] * query.shape[3])
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What numbers of a dtype are computed in, and statistics of them are kept in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def _shifted(x: Tensor, shift: Tensor | None) -> Tensor:
-    wide = x if x.dtype == torch.float64 else x.float()
-    return wide if shift is None else wide + shift.to(wide.dtype)[:, :, None, None]
+    x = x.to(wide(x.dtype))
+    return x if shift is None else x + shift.to(x.dtype)[:, :, None, None]

@@ -44,7 +44,6 @@ def _implementation(name: str, x: Tensor, weight: Tensor, groups: int) -> Any:
     return getattr(fallback, name)
 
 
-@_LIBRARY.operator("(Tensor x, Tensor? shift, Tensor weight, Tensor bias, int groups, float eps, bool silu) -> Tensor")
 def group_norm(
     x: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
 ) -> Tensor:
@@ -62,33 +61,10 @@ def group_norm(
     Returns:
         [B, C, H, W] in channels_last, in the dtype of ``x``.
     """
-    return _implementation("group_norm", x, weight, groups)(x, shift, weight, bias, groups, eps, silu)
+    out: Tensor = native_group_norm(x, shift, weight, bias, groups, eps, silu)[0]
+    return out
 
 
-@_LIBRARY.fake("group_norm")
-def _(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.channels_last)
-
-
-def _group_norm_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, shift, weight, bias, ctx.groups, ctx.eps, ctx.silu = inputs
-    ctx.save_for_backward(x, shift, weight, bias)
-
-
-def _group_norm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, shift, weight, bias = ctx.saved_tensors
-    grad_x, grad_shift, grad_weight, grad_bias = group_norm_backward(
-        grad, x, shift, weight, bias, None, ctx.groups, ctx.eps, ctx.silu
-    )
-    return grad_x, None if shift is None else grad_shift, grad_weight, grad_bias, None, None, None
-
-
-_LIBRARY.autograd("group_norm", _group_norm_backward, _group_norm_context)
-
-
-@_LIBRARY.operator(
-    "(Tensor x, Tensor skip, Tensor weight, Tensor bias, int groups, float eps, bool silu) -> (Tensor, Tensor)"
-)
 def cat_group_norm(
     x: Tensor, skip: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
 ) -> tuple[Tensor, Tensor]:
@@ -106,37 +82,88 @@ def cat_group_norm(
     Returns:
         The norm [B, C + S, H, W] and what it was taken of, both in channels_last.
     """
-    return _implementation("cat_group_norm", x, weight, groups)(x, skip, weight, bias, groups, eps, silu)
+    out, joined, _ = native_cat_group_norm(x, skip, weight, bias, groups, eps, silu)
+    return out, joined
 
 
-@_LIBRARY.fake("cat_group_norm")
-def _(x: Tensor, skip: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    shape = x.shape[0], x.shape[1] + skip.shape[1], *x.shape[2:]
-    out = x.new_empty(shape).contiguous(memory_format=torch.channels_last)
-    return out, torch.empty_like(out)
-
-
-def _cat_group_norm_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, skip, weight, bias, ctx.groups, ctx.eps, ctx.silu = inputs
-    ctx.widths = x.shape[1], skip.shape[1]
-    ctx.save_for_backward(output[1], weight, bias)
-
-
-def _cat_group_norm_backward(ctx: Any, grad: Tensor, joined_grad: Tensor) -> tuple[Tensor | None, ...]:
-    joined, weight, bias = ctx.saved_tensors
-    grad_joined, _, grad_weight, grad_bias = group_norm_backward(
-        grad, joined, None, weight, bias, joined_grad, ctx.groups, ctx.eps, ctx.silu
-    )
-    grad_x, grad_skip = grad_joined.split(ctx.widths, dim=1)
-    return grad_x, grad_skip, grad_weight, grad_bias, None, None, None
-
-
-_LIBRARY.autograd("cat_group_norm", _cat_group_norm_backward, _cat_group_norm_context)
+# As torch calls its own that return what their backward needs: here the mean of each group, and one over its
+# deviation, [B, G, 2] in float32.
 
 
 @_LIBRARY.operator(
-    "(Tensor grad, Tensor x, Tensor? shift, Tensor weight, Tensor bias, Tensor? more, int groups, float eps, "
-    "bool silu) -> (Tensor, Tensor, Tensor, Tensor)"
+    "(Tensor x, Tensor? shift, Tensor weight, Tensor bias, int groups, float eps, bool silu) -> (Tensor, Tensor)"
+)
+def native_group_norm(
+    x: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
+) -> tuple[Tensor, Tensor]:
+    """``group_norm`` and its statistics."""
+    return _implementation("group_norm", x, weight, groups)(x, shift, weight, bias, groups, eps, silu)
+
+
+@_LIBRARY.fake("native_group_norm")
+def _(x: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x, memory_format=torch.channels_last), _statistics(x, groups)
+
+
+def _statistics(x: Tensor, groups: int) -> Tensor:
+    return x.new_empty(x.shape[0], groups, 2, dtype=fallback.wide(x.dtype))
+
+
+def _group_norm_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, shift, weight, bias, ctx.groups, _, ctx.silu = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(x, shift, weight, bias, output[1])
+
+
+def _group_norm_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    x, shift, weight, bias, statistics = ctx.saved_tensors
+    grad_x, _, grad_shift, grad_weight, grad_bias = group_norm_backward(
+        grad, x, shift, weight, bias, statistics, None, x.shape[1], ctx.silu
+    )
+    return grad_x, None if shift is None else grad_shift, grad_weight, grad_bias, None, None, None
+
+
+_LIBRARY.autograd("native_group_norm", _group_norm_backward, _group_norm_context)
+
+
+@_LIBRARY.operator(
+    "(Tensor x, Tensor skip, Tensor weight, Tensor bias, int groups, float eps, bool silu) -> (Tensor, Tensor, Tensor)"
+)
+def native_cat_group_norm(
+    x: Tensor, skip: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``cat_group_norm`` and its statistics."""
+    return _implementation("cat_group_norm", x, weight, groups)(x, skip, weight, bias, groups, eps, silu)
+
+
+@_LIBRARY.fake("native_cat_group_norm")
+def _(x: Tensor, skip: Tensor, weight: Tensor, bias: Tensor, groups: int, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    shape = x.shape[0], x.shape[1] + skip.shape[1], *x.shape[2:]
+    out = x.new_empty(shape).contiguous(memory_format=torch.channels_last)
+    return out, torch.empty_like(out), _statistics(x, groups)
+
+
+def _cat_group_norm_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, skip, weight, bias, ctx.groups, _, ctx.silu = inputs
+    ctx.channels, ctx.skip_dtype = x.shape[1], skip.dtype
+    ctx.mark_non_differentiable(output[2])
+    ctx.save_for_backward(output[1], weight, bias, output[2])
+
+
+def _cat_group_norm_backward(ctx: Any, grad: Tensor, joined_grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    joined, weight, bias, statistics = ctx.saved_tensors
+    grad_x, grad_skip, _, grad_weight, grad_bias = group_norm_backward(
+        grad, joined, None, weight, bias, statistics, joined_grad, ctx.channels, ctx.silu
+    )
+    return grad_x, grad_skip.to(ctx.skip_dtype), grad_weight, grad_bias, None, None, None
+
+
+_LIBRARY.autograd("native_cat_group_norm", _cat_group_norm_backward, _cat_group_norm_context)
+
+
+@_LIBRARY.operator(
+    "(Tensor grad, Tensor x, Tensor? shift, Tensor weight, Tensor bias, Tensor statistics, Tensor? more, int first, "
+    "bool silu) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 def group_norm_backward(
     grad: Tensor,
@@ -144,23 +171,52 @@ def group_norm_backward(
     shift: Tensor | None,
     weight: Tensor,
     bias: Tensor,
+    statistics: Tensor,
     more: Tensor | None,
-    groups: int,
-    eps: float,
+    first: int,
     silu: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of ``group_norm`` for x, plus ``more`` [B, C, H, W], shift (empty without one), weight and bias."""
-    arguments = grad, x, shift, weight, bias, more, groups, eps, silu
-    return _implementation("group_norm_backward", x, weight, groups)(*arguments)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of ``native_group_norm``, or of the norm of two images.
+
+    Args:
+        grad: [B, C, H, W], of the norm.
+        x: [B, C, H, W], what was normed.
+        shift: [B, C], or None.
+        weight: [C].
+        bias: [C].
+        statistics: [B, G, 2].
+        more: [B, C, H, W], another gradient of x, which is added; or None.
+        first: Channels of x that are the first image's: C, if there was one.
+        silu: Whether SiLU followed.
+
+    Returns:
+        Of the first image [B, first, H, W] and the second [B, C - first, H, W], each on its own; of the shift, or [0];
+        of weight and bias.
+    """
+    arguments = grad, x, shift, weight, bias, statistics, more, first, silu
+    return _implementation("group_norm_backward", x, weight, statistics.shape[1])(*arguments)
 
 
 @_LIBRARY.fake("group_norm_backward")
 def _(
-    grad: Tensor, x: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad: Tensor,
+    x: Tensor,
+    shift: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    statistics: Tensor,
+    more: Tensor | None,
+    first: int,
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    grad_x, grad_skip = (_image_of(x, channels) for channels in (first, x.shape[1] - first))
     grad_shift = x.new_empty(0) if shift is None else shift.new_empty(shift.shape)
-    grad_x = torch.empty_like(x, memory_format=torch.channels_last)
-    return grad_x, grad_shift, torch.empty_like(weight), torch.empty_like(bias)
+    return grad_x, grad_skip, grad_shift, torch.empty_like(weight), torch.empty_like(bias)
+
+
+def _image_of(x: Tensor, channels: int) -> Tensor:
+    shape = x.shape[0], channels, *x.shape[2:]
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
 
 
 # --- glue, without gradients ---

@@ -6,6 +6,8 @@ Small images take one launch, see group_norm_small.py, and others two, so that t
     1. a program reads a chunk of pixels of some groups, and leaves each group's mean and sum of squared deviations
     2. a program puts the chunks' together in their order, reads the same pixels again, and normalises them
 
+Either way the mean of each group, and one over its deviation, are left for the backward.
+
 Means and deviations are merged, never taken as a difference of large sums: a group whose mean is far from zero keeps
 its variance. Pixels are read in whole lines of channels: a program takes as many groups as fit its block, whatever
 power of two their width is not. Sizes are no part of the code, so that one compilation serves all levels of a model.
@@ -121,8 +123,8 @@ def _partial(
 @Kernel
 @triton.jit(do_not_specialize=["pixels", "size", "units", "groups", "rows", "chunks", "silu"])
 def _apply(
-    x, skip, shift, weight, bias, part, out, joined, shift_stride, shifted, pixels, channels, first, size, units,
-    groups, rows, chunks, kept, eps, silu,
+    x, skip, shift, weight, bias, part, out, joined, stats, shift_stride, shifted, pixels, channels, first, size,
+    units, groups, rows, chunks, kept, eps, silu,
     UNIT: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
@@ -161,6 +163,10 @@ def _apply(
     apart = middles - mean[:, None]
     total = tl.sum(squares + apart * apart * (count * size), 1)
     scale = tl.rsqrt(total / (pixels.to(tl.float32) * size) + eps)
+    leaves = real & (chunk == 0)
+    place = stats + (image * groups + group) * 2
+    tl.store(place, mean, mask=leaves)
+    tl.store(place + 1, scale, mask=leaves)
     own = tl.minimum(column // size, GROUPS - 1)
     moved -= tl.gather(mean, own, 0)
     factor *= tl.gather(scale, own, 0)
@@ -189,38 +195,23 @@ def _groups_of_a_block(size: int, groups: int) -> tuple[int, int, int]:
 
 def group_norm(
     x: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
-) -> Tensor:
-    """Group norm of x [B, C, H, W] plus shift [B, C], and SiLU where asked for."""
+) -> tuple[Tensor, Tensor]:
+    """Group norm of x [B, C, H, W] plus shift [B, C], and SiLU where asked for; statistics [B, G, 2]."""
     x = x.contiguous(memory_format=torch.channels_last)
     out = torch.empty_like(x)
-    _launch(x, x, shift, weight, bias, groups, eps, silu, out, out)
-    return out
+    return out, _launch(x, x, shift, weight, bias, groups, eps, silu, out, out)
 
 
 def cat_group_norm(
     x: Tensor, skip: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
-) -> tuple[Tensor, Tensor]:
-    """Group norm of x [B, C, H, W] and skip [B, S, H, W] side by side, and both side by side."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Group norm of x [B, C, H, W] and skip [B, S, H, W] side by side, both side by side, and statistics [B, G, 2]."""
     x = x.contiguous(memory_format=torch.channels_last)
     skip = skip.to(x.dtype).contiguous(memory_format=torch.channels_last)
     shape = x.shape[0], weight.shape[0], *x.shape[2:]
     out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     joined = torch.empty_like(out)
-    _launch(x, skip, None, weight, bias, groups, eps, silu, out, joined)
-    return out, joined
-
-
-def statistics(x: Tensor, shift: Tensor | None, weight: Tensor, groups: int, eps: float) -> Tensor:
-    """Mean, and one over the deviation, of each group of x [B, C, H, W] plus shift [B, C]: [B, G, 2] float32."""
-    cut = _Cut(x, shift, weight, groups)
-    cut.partial(x, x)
-    rows = torch.arange(cut.chunks, device=x.device) * cut.rows
-    count = (cut.pixels - rows).clamp(max=cut.rows).float()
-    means, squares = cut.part[..., : cut.chunks]
-    mean = (means * count).sum(-1) / cut.pixels
-    apart = (means - mean[..., None]).square() * count * cut.size
-    variance = (squares + apart).sum(-1) / (cut.pixels * cut.size)
-    return torch.stack([mean, (variance + eps).rsqrt()], dim=-1)
+    return out, joined, _launch(x, skip, None, weight, bias, groups, eps, silu, out, joined)
 
 
 class _Cut:
@@ -261,15 +252,17 @@ class _Cut:
 def _launch(
     x: Tensor, skip: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool,
     out: Tensor, joined: Tensor,
-) -> None:  # fmt: skip
+) -> Tensor:  # fmt: skip
+    stats = torch.empty(x.shape[0], groups, 2, dtype=torch.float32, device=x.device)
     if not x.numel():
-        return
+        return stats
     if small.fits(x.shape[2] * x.shape[3], weight.shape[0] // groups, x.shape[1]):
-        small.launch(x, skip, shift, weight, bias, groups, eps, silu, out, joined)
-        return
+        small.launch(x, skip, shift, weight, bias, groups, eps, silu, out, joined, stats)
+        return stats
     cut = _Cut(x, shift, weight, groups)
     cut.partial(x, skip)
     kept = weight.shape[0] if x.shape[1] < weight.shape[0] else 0
     _apply[cut.grid](
-        x, skip, cut.shift, weight, bias, cut.part, out, joined, *cut.sizes, kept, eps, int(silu), **cut.code
+        x, skip, cut.shift, weight, bias, cut.part, out, joined, stats, *cut.sizes, kept, eps, int(silu), **cut.code
     )  # fmt: skip
+    return stats

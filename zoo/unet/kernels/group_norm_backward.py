@@ -1,13 +1,15 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-"""Gradients of the group norm of channels_last images in three launches, each reading the pixels once.
+"""Gradients of the group norm of channels_last images, in three launches of which two read the pixels.
 
-    1. means and deviations of chunks, as in the forward, which keeps nothing of its own for the backward
-    2. sums over a chunk's pixels, a channel each: of the gradient before the affine part, of it times the normalised
+    1. sums over a chunk's pixels, a channel each: of the gradient before the affine part, of it times the normalised
        pixel, and of the normalised pixel
+    2. the chunks' put together in their order: what a group's pixels have in common, and the gradients of shift, weight
+       and bias
     3. the gradient of each pixel
 
-What lies between is on a few numbers a group, in torch's own operators. Sums go chunk by chunk in a fixed order, so
-that gradients have the same bits at every run.
+The forward leaves means and deviations. Sums go chunk by chunk in a fixed order, so that gradients have the same bits
+at every run. Where two images were normed side by side each is given a gradient of its own: of a common one it would be
+copied out.
 
 Shape legend: B images, P pixels, C channels, G groups, K chunks of pixels.
 """
@@ -20,27 +22,15 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.ahead import Kernel
-from zoo.operators import ceil_div
-from zoo.unet.kernels import group_norm as forward
+from zoo.operators import ceil_div, next_power
+from zoo.unet.kernels.group_norm_small import as_given
 
-# Channels and pixels that a program holds at once.
-BLOCK = 64
-ROWS = 32
-
-
-@triton.jit
-def _read(grad, x, row, inside, live, channel, channels, moved, scale, weight, bias, silu):
-    """Of pixels [ROWS, BLOCK]: the gradient before the affine part, and the normalised value."""
-    seen = inside[:, None] & live[None, :]
-    place = row[:, None] * channels + channel[None, :]
-    value = (tl.load(x + place, mask=seen, other=0.0).to(tl.float32) + moved[None, :]) * scale[None, :]
-    value = tl.where(seen, value, 0.0)
-    change = tl.load(grad + place, mask=seen, other=0.0).to(tl.float32)
-    if silu != 0:
-        before = value * weight[None, :] + bias[None, :]
-        gate = tl.sigmoid(before)
-        change *= gate * (1 + before * (1 - gate))
-    return change, value
+# Channels and pixels that a program holds at once, 4 warps: a vector of 8 numbers a thread.
+BLOCK, ROWS = 64, 16
+# Programs that a large GPU holds at a time.
+ENOUGH = 528
+# Chunks that are put together at once, of at least so many channels: one compilation for all widths of the models.
+CHUNKS_AT_ONCE, LEAST_WIDTH = 32, 128
 
 
 @triton.jit
@@ -55,68 +45,150 @@ def _of_channels(shift, weight, bias, stats, image, channel, live, shift_stride,
     return moved, scale, factor, offset
 
 
+@triton.jit
+def _before_affine(change, value, seen, moved, scale, factor, offset, silu):
+    """Of what was read of pixels [ROWS, BLOCK]: the gradient before the affine part, and the normalised value."""
+    value = tl.where(seen, (value.to(tl.float32) + moved[None, :]) * scale[None, :], 0.0)
+    change = change.to(tl.float32)
+    if silu != 0:
+        before = value * factor[None, :] + offset[None, :]
+        gate = tl.sigmoid(before)
+        change *= gate * (1 + before * (1 - gate))
+    return change, value
+
+
 @Kernel
 @triton.jit(do_not_specialize=["shift_stride", "shifted", "pixels", "size", "groups", "rows", "chunks", "silu"])
 def _sums(
-    grad, x, shift, weight, bias, stats, out, shift_stride, shifted, pixels, channels, size, groups, rows, chunks, silu,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    grad, x, shift, weight, bias, stats, part, shift_stride, shifted, pixels, channels, size, groups, rows, chunks,
+    silu, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     image = tl.program_id(2).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = channel < channels
+    grad += image * pixels * channels
+    x += image * pixels * channels
+    begin = chunk * rows
+    end = tl.minimum(begin + rows, pixels)
+    row = begin + tl.arange(0, ROWS)
+    seen = (row < end)[:, None] & live[None, :]
+    place = row[:, None] * channels + channel[None, :]
+    change = tl.load(grad + place, mask=seen, other=0.0)
+    value = tl.load(x + place, mask=seen, other=0.0)
     moved, scale, factor, offset = _of_channels(
         shift, weight, bias, stats, image, channel, live, shift_stride, shifted, size, groups
     )
-    start = image * pixels * channels
-    end = tl.minimum((chunk + 1) * rows, pixels)
-    changes = tl.zeros([BLOCK], tl.float32)
-    products = tl.zeros([BLOCK], tl.float32)
-    values = tl.zeros([BLOCK], tl.float32)
-    for begin in range(chunk * rows, end, ROWS):
-        row = begin + tl.arange(0, ROWS)
-        change, value = _read(
-            grad + start, x + start, row, row < end, live, channel, channels, moved, scale, factor, offset, silu
-        )
-        changes += tl.sum(change, 0)
-        products += tl.sum(change * value, 0)
-        values += tl.sum(value, 0)
-    place = out + (image * chunks + chunk) * channels + channel
+    # Threads sum what they read themselves, and put it together at the end.
+    changes = tl.zeros([ROWS, BLOCK], tl.float32)
+    products = tl.zeros([ROWS, BLOCK], tl.float32)
+    values = tl.zeros([ROWS, BLOCK], tl.float32)
+    for _ in range(begin, end, ROWS):
+        # The next pixels are under way while these are computed with.
+        row += ROWS
+        following = (row < end)[:, None] & live[None, :]
+        place = row[:, None] * channels + channel[None, :]
+        change_after = tl.load(grad + place, mask=following, other=0.0)
+        value_after = tl.load(x + place, mask=following, other=0.0)
+        wide, normed = _before_affine(change, value, seen, moved, scale, factor, offset, silu)
+        changes += wide
+        products += wide * normed
+        values += normed
+        change, value, seen = change_after, value_after, following
+    place = part + (image * chunks + chunk) * channels + channel
     stride = tl.num_programs(2).to(tl.int64) * chunks * channels
-    tl.store(place, changes, mask=live)
-    tl.store(place + stride, products, mask=live)
-    tl.store(place + 2 * stride, values, mask=live)
+    tl.store(place, tl.sum(changes, 0), mask=live)
+    tl.store(place + stride, tl.sum(products, 0), mask=live)
+    tl.store(place + 2 * stride, tl.sum(values, 0), mask=live)
+
+
+@triton.jit
+def _total(part, chunks, channels, channel, live, CHUNKS: tl.constexpr, WIDTH: tl.constexpr):
+    """Sums [K, C] of chunks from ``part`` on, put together: of channels [WIDTH]."""
+    total = tl.zeros([CHUNKS, WIDTH], tl.float32)
+    for start in range(0, chunks, CHUNKS):
+        index = start + tl.arange(0, CHUNKS)
+        seen = (index < chunks)[:, None] & live[None, :]
+        total += tl.load(part + index[:, None] * channels + channel[None, :], mask=seen, other=0.0)
+    return tl.sum(total, 0)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["shifted", "pixels", "size", "chunks"])
+def _finish(
+    part, weight, stats, common, grad_shift, grad_weight, grad_bias, shifted, pixels, channels, size, chunks,
+    CHUNKS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    group = tl.program_id(0)
+    groups = tl.num_programs(0)
+    image = tl.program_id(1).to(tl.int64)
+    images = tl.num_programs(1) - 1
+    column = tl.arange(0, WIDTH)
+    channel = group * size + column
+    live = column < size
+    stride = images.to(tl.int64) * chunks * channels
+    if image < images:
+        part += image * chunks * channels
+        changes = _total(part, chunks, channels, channel, live, CHUNKS, WIDTH)
+        products = _total(part + stride, chunks, channels, channel, live, CHUNKS, WIDTH)
+        values = _total(part + 2 * stride, chunks, channels, channel, live, CHUNKS, WIDTH)
+        factor = tl.load(weight + channel, mask=live, other=0.0).to(tl.float32)
+        count = pixels.to(tl.float32)
+        plain = tl.sum(changes * factor, 0) / (count * size)
+        along = tl.sum(products * factor, 0) / (count * size)
+        place = (image * groups + group) * 2
+        tl.store(common + place, plain)
+        tl.store(common + place + 1, along)
+        # A shift moves all pixels of a channel: its gradient is the sum of theirs.
+        scale = tl.load(stats + place + 1)
+        moved = scale * (changes * factor - count * plain - values * along)
+        place = grad_shift + image * channels + channel
+        tl.store(place, moved.to(grad_shift.dtype.element_ty), mask=live & (channel < shifted))
+    else:
+        # Chunks of all images lie one behind the other.
+        changes = _total(part, images * chunks, channels, channel, live, CHUNKS, WIDTH)
+        products = _total(part + stride, images * chunks, channels, channel, live, CHUNKS, WIDTH)
+        tl.store(grad_bias + channel, changes.to(grad_bias.dtype.element_ty), mask=live)
+        tl.store(grad_weight + channel, products.to(grad_weight.dtype.element_ty), mask=live)
 
 
 @Kernel
 @triton.jit(do_not_specialize=["shift_stride", "shifted", "pixels", "size", "groups", "rows", "added", "silu"])
 def _gradients(
-    grad, x, shift, weight, bias, stats, means, more, out, shift_stride, shifted, pixels, channels, size, groups, rows,
-    added, silu, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    grad, x, shift, weight, bias, stats, common, more, out, other, shift_stride, shifted, pixels, channels, first, size,
+    groups, rows, added, silu, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     image = tl.program_id(2).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = channel < channels
+    grad += image * pixels * channels
+    x += image * pixels * channels
+    more += image * pixels * channels
+    out += image * pixels * first
+    other += image * pixels * (channels - first)
     moved, scale, factor, offset = _of_channels(
         shift, weight, bias, stats, image, channel, live, shift_stride, shifted, size, groups
     )
     group = image * groups + channel // size
-    plain = tl.load(means + group * 2, mask=live, other=0.0)
-    along = tl.load(means + group * 2 + 1, mask=live, other=0.0)
-    start = image * pixels * channels
+    plain = tl.load(common + group * 2, mask=live, other=0.0)
+    along = tl.load(common + group * 2 + 1, mask=live, other=0.0)
     end = tl.minimum((chunk + 1) * rows, pixels)
     for begin in range(chunk * rows, end, ROWS):
         row = begin + tl.arange(0, ROWS)
-        change, value = _read(
-            grad + start, x + start, row, row < end, live, channel, channels, moved, scale, factor, offset, silu
-        )
-        result = scale[None, :] * (change * factor[None, :] - plain[None, :] - value * along[None, :])
         seen = (row < end)[:, None] & live[None, :]
-        place = start + row[:, None] * channels + channel[None, :]
-        if added != 0:
-            result += tl.load(more + place, mask=seen, other=0.0).to(tl.float32)
-        tl.store(out + place, result.to(out.dtype.element_ty), mask=seen)
+        place = row[:, None] * channels + channel[None, :]
+        change = tl.load(grad + place, mask=seen, other=0.0)
+        value = tl.load(x + place, mask=seen, other=0.0)
+        # A mask and no branch, so that all loads are under way before one is waited for.
+        further = tl.load(more + place, mask=seen & (channel < added)[None, :], other=0.0).to(tl.float32)
+        change, value = _before_affine(change, value, seen, moved, scale, factor, offset, silu)
+        result = scale[None, :] * (change * factor[None, :] - plain[None, :] - value * along[None, :]) + further
+        result = result.to(out.dtype.element_ty)
+        place = row[:, None] * first + channel[None, :]
+        tl.store(out + place, result, mask=seen & (channel < first)[None, :])
+        place = row[:, None] * (channels - first) + (channel - first)[None, :]
+        tl.store(other + place, result, mask=seen & (channel >= first)[None, :])
 
 
 def group_norm_backward(
@@ -125,41 +197,42 @@ def group_norm_backward(
     shift: Tensor | None,
     weight: Tensor,
     bias: Tensor,
+    stats: Tensor,
     more: Tensor | None,
-    groups: int,
-    eps: float,
+    first: int,
     silu: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x [B, C, H, W] (plus ``more``), of shift [B, C] (empty without one), weight [C] and bias [C]."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x [B, C, H, W] (plus ``more``), first channels and rest; of shift, weight [C] and bias [C]."""
     x, grad = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (x, grad))
-    out = torch.empty_like(x)
-    if not x.numel():
-        return out, x.new_zeros(0 if shift is None else x.shape[:2]), torch.zeros_like(weight), torch.zeros_like(bias)
-    more = None if more is None else more.to(x.dtype).contiguous(memory_format=torch.channels_last)
     images, channels, height, side = x.shape
-    pixels, size = height * side, channels // groups
-    stats = forward.statistics(x, shift, weight, groups, eps)
-    blocks = ceil_div(channels, BLOCK)
-    wanted = max(1, forward.ENOUGH // (images * blocks))
-    rows = ceil_div(ceil_div(pixels, wanted), ROWS) * ROWS
-    chunks = ceil_div(pixels, rows)
-    sums = torch.empty(3, images, chunks, channels, dtype=torch.float32, device=x.device)
-    if shift is not None and shift.stride(1) != 1:
-        shift = shift.contiguous()
-    given = grad, x, weight if shift is None else shift, weight, bias, stats
-    sizes = 0 if shift is None else shift.stride(0), 0 if shift is None else channels, pixels, channels, size, groups
-    grid, code = (chunks, blocks, images), {"BLOCK": BLOCK, "ROWS": ROWS, "num_warps": 4}
-    _sums[grid](*given, sums, *sizes, rows, chunks, int(silu), **code)
-    changes, products, values = sums.sum(2)
-    factor, count = weight.float(), pixels * size
-    means = torch.stack([(part * factor).view(images, groups, size).sum(2) for part in (changes, products)], 2) / count
-    _gradients[grid](
-        *given, means, x if more is None else more, out, *sizes, rows, int(more is not None), int(silu), **code
+    out, other = (
+        torch.empty((images, part, height, side), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+        for part in (first, channels - first)
     )
-    grad_shift = x.new_empty(0)
-    if shift is not None:
-        plain, along, scale = (
-            part.repeat_interleave(size, 1) for part in (means[..., 0], means[..., 1], stats[..., 1])
-        )
-        grad_shift = (scale * (changes * factor - pixels * plain - values * along)).to(shift.dtype)
-    return out, grad_shift, products.sum(0).to(weight.dtype), changes.sum(0).to(bias.dtype)
+    grad_shift = x.new_empty(0) if shift is None else shift.new_empty(shift.shape)
+    grad_weight, grad_bias = torch.empty_like(weight), torch.empty_like(bias)
+    if not x.numel():
+        return out, other, grad_shift.zero_(), grad_weight.zero_(), grad_bias.zero_()
+    more = None if more is None else more.to(x.dtype).contiguous(memory_format=torch.channels_last)
+    pixels, groups = height * side, stats.shape[1]
+    size, blocks = channels // groups, ceil_div(channels, BLOCK)
+    rows = ceil_div(ceil_div(pixels, max(1, ENOUGH // (images * blocks))), ROWS) * ROWS
+    chunks = ceil_div(pixels, rows)
+    moved, stride, shifted = as_given(shift, weight)
+    part = torch.empty(3, images, chunks, channels, dtype=torch.float32, device=x.device)
+    common = torch.empty_like(stats)
+    given = grad, x, moved, weight, bias, stats
+    grid, code = (chunks, blocks, images), {"BLOCK": BLOCK, "ROWS": ROWS, "num_warps": 4}
+    _sums[grid](*given, part, stride, shifted, pixels, channels, size, groups, rows, chunks, int(silu), **code)
+    # Where there is none another tensor stands for it, which is not touched.
+    written = grad_weight if shift is None else grad_shift
+    _finish[(groups, images + 1)](
+        part, weight, stats, common, written, grad_weight, grad_bias, shifted, pixels, channels, size, chunks,
+        CHUNKS=CHUNKS_AT_ONCE, WIDTH=max(LEAST_WIDTH, next_power(size)), num_warps=8,
+    )  # fmt: skip
+    added = 0 if more is None else channels
+    _gradients[grid](
+        *given, common, x if more is None else more, out, out if first == channels else other, stride, shifted, pixels,
+        channels, first, size, groups, rows, added, int(silu), **code,
+    )  # fmt: skip
+    return out, other, grad_shift, grad_weight, grad_bias

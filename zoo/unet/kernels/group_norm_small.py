@@ -65,8 +65,8 @@ def _load(x, skip, ahead, row, channel, unit, pixels, channels, first, left, bot
 @Kernel
 @triton.jit(do_not_specialize=["pixels", "units", "rows", "tiles", "joins", "silu"])
 def _norm(
-    x, skip, shift, weight, bias, out, joined, shift_stride, shifted, pixels, channels, first, units, rows, tiles,
-    joins, eps, silu, UNIT: tl.constexpr, VECTORS: tl.constexpr, STEPS: tl.constexpr,
+    x, skip, shift, weight, bias, out, joined, stats, shift_stride, shifted, pixels, channels, first, units, rows,
+    tiles, joins, eps, silu, UNIT: tl.constexpr, VECTORS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     image = tl.program_id(1).to(tl.int64)
     x += image * pixels * first
@@ -116,8 +116,12 @@ def _norm(
     mean = origin + tl.sum((middle - origin) * count) / numbers
     apart = middle - mean
     total = tl.sum(squares + count * apart * apart)
+    scale = tl.rsqrt(total / numbers + eps)
+    place = stats + (image * tl.num_programs(0) + tl.program_id(0)) * 2
+    tl.store(place, mean)
+    tl.store(place + 1, scale)
     moved -= mean
-    factor *= tl.rsqrt(total / numbers + eps)
+    factor *= scale
     following = kept
     place = (row * channels + start)[:, None] + unit
     for tile in range(tiles):
@@ -149,7 +153,7 @@ def fits(pixels: int, size: int, first: int) -> bool:
 
 def launch(
     x: Tensor, skip: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool,
-    out: Tensor, joined: Tensor,
+    out: Tensor, joined: Tensor, stats: Tensor,
 ) -> None:  # fmt: skip
     """Normalise images that fit, which are not empty. They are joined where ``x`` has not all channels."""
     images, first, height, side = x.shape
@@ -160,7 +164,7 @@ def launch(
     tiles = ceil_div(pixels, vectors // units * steps)
     moved, stride, shifted = as_given(shift, weight)
     _norm[(groups, images)](
-        x, skip, moved, weight, bias, out, joined, stride, shifted, pixels, channels, first, units,
+        x, skip, moved, weight, bias, out, joined, stats, stride, shifted, pixels, channels, first, units,
         ceil_div(pixels, tiles * steps), tiles, int(first < channels), eps, int(silu),
         UNIT=unit, VECTORS=vectors, STEPS=steps, num_warps=WARPS,
     )  # fmt: skip
