@@ -31,6 +31,7 @@ class Gpu:
     def __init__(self) -> None:
         self.launches: list[str] = []
         self.compiled: list[str] = []
+        self.sources: dict[str, tuple[Any, Any]] = {}
         self.asked: set[tuple[str, str]] = set()
         self.before_compiling: Callable[[str], None] = lambda name: None
         self.utils = SimpleNamespace(
@@ -53,10 +54,11 @@ class Gpu:
     def get_current_stream(self, device: int) -> int:
         return 0
 
-    def compile(self, source: Any, **_: Any) -> Any:
+    def compile(self, source: Any, options: Any = None, **_: Any) -> Any:
         """In place of Triton's."""
         name = source.fn.fn.__name__
         self.compiled.append(name)
+        self.sources[source.hash()] = source, options
         self.before_compiling(name)
         return SimpleNamespace(
             src=source, metadata=None, packed_metadata=None, function=None, launch_metadata=lambda *_: None,
@@ -66,6 +68,20 @@ class Gpu:
     def note(self, *, key: str, fn: Any, **_: Any) -> None:
         """Triton's hook, of whatever is not in its cache."""
         self.asked.add((fn.name, key))
+
+
+def lower(source: Any, options: Any) -> None:
+    """The first stage of Triton's compiler, which the interpreter leaves out: names keep their types, for one."""
+    from triton._C.libtriton import ir
+    from triton.compiler.compiler import make_backend
+
+    target = Gpu().get_current_target()
+    backend, context = make_backend(target), ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    parsed = backend.parse_options({**(options or {}), **source.parse_options()})
+    functions, modules = backend.get_codegen_implementation(parsed), backend.get_module_map()
+    source.make_ir(target, parsed, functions, modules, context)
 
 
 def kernels() -> list[Kernel]:

@@ -32,7 +32,7 @@ from tests import (
     test_training_kernels,
     test_unet_kernels,
 )
-from tests.fake_gpu import MODULES, Gpu, forget_compiled, kernels, settle, wait_for_threads
+from tests.fake_gpu import MODULES, Gpu, forget_compiled, kernels, lower, settle, wait_for_threads
 from zoo import ahead
 from zoo.llm import operators as llm
 from zoo.resnet import depth
@@ -139,6 +139,16 @@ def test_every_operator_has_an_example(gpu: Gpu) -> None:
     reached = {operator.name().split("::")[1] for call in calls().values() for operator, _ in launched_by(*call)}
     known = {name for module in MODULES for name in module._LIBRARY._implementations}
     assert reached == known - WITHOUT_KERNELS
+
+
+def test_triton_takes_every_kernel(gpu: Gpu) -> None:
+    for call in calls().values():
+        launched_by(*call)
+    settle()
+    seen = {(source.fn.fn.__module__, source.fn.fn.__name__) for source, _ in gpu.sources.values()}
+    assert seen >= {(each.jit.fn.__module__, each.jit.fn.__name__) for each in kernels()}, "an example is missing"
+    for source, options in gpu.sources.values():
+        lower(source, options)
 
 
 # --- by whom, and when ---

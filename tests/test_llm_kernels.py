@@ -48,8 +48,8 @@ def grown(*shape: int) -> Tensor:
 
 def calls() -> dict[str, tuple[Callable[..., Tensor], tuple[Any, ...]]]:
     x, weight, norm = torch.randn(2, 8), torch.randn(6, 8), torch.randn(8)
-    cache, rotary = torch.randn(2, 2, 1, 16, 4), torch.randn(2, 4)
-    qkv, positions, head = torch.randn(2, 4 * 4), torch.tensor([3, 15]), torch.randn(4)
+    cache, rotary = torch.randn(2, 2, 1, 16, 32), torch.randn(2, 32)
+    qkv, positions, head = torch.randn(2, 4 * 32), torch.tensor([3, 15]), torch.randn(32)
     return {
         "norm_linear": (operators.norm_linear, (x, norm, 1e-6, weight, None)),
         "norm_linear with bias": (operators.norm_linear, (x, norm, 1e-6, weight, torch.randn(6))),
@@ -83,9 +83,18 @@ def calls() -> dict[str, tuple[Callable[..., Tensor], tuple[Any, ...]]]:
         "attention": (operators.decode_attention, (qkv, cache, positions, rotary, None, None, 1e-6, 2, None)),
         "rotation": (
             operators.rotate_into,
-            (torch.randn(2, 3, 4 * 4), cache, torch.tensor([[3, 4, 5]] * 2), torch.randn(1, 3, 4), head, head, 1e-6, 2),
+            (
+                torch.randn(2, 3, 4 * 32),
+                cache,
+                torch.tensor([[3, 4, 5]] * 2),
+                torch.randn(1, 3, 32),
+                head,
+                head,
+                1e-6,
+                2,
+            ),
         ),
-        "prefill": (operators.prefill_attention, (torch.randn(2, 3, 2, 4), cache, torch.tensor([[3, 4, 5]] * 2), 4)),
+        "prefill": (operators.prefill_attention, (torch.randn(2, 3, 2, 32), cache, torch.tensor([[3, 4, 5]] * 2), 4)),
         "attention with norms": (operators.decode_attention, (qkv, cache, positions, rotary, head, head, 1e-6, 2, 5)),
     }
 
@@ -420,3 +429,12 @@ def test_rounded_weights_and_many_rows_go_the_ordinary_way() -> None:
     assert not operators.few_rows(torch.randn(operators.MOST_ROWS + 1, 8), weight)
     assert not operators.few_rows(torch.randn(1, 8, dtype=torch.bfloat16), weight)
     assert operators.attention_fits(64) and not operators.attention_fits(80) and not operators.attention_fits(16)
+
+
+@pytest.mark.parametrize("width", [4, 16, 48])
+def test_heads_that_no_kernel_takes_go_the_ordinary_way(width: int, gpu: Any) -> None:
+    cache, rotary = torch.randn(2, 2, 1, 16, width), torch.randn(2, width)
+    qkv, query = torch.randn(2, 4 * width), torch.randn(2, 3, 2, width)
+    operators.decode_attention(qkv, cache, torch.tensor([3, 15]), rotary, None, None, 1e-6, 2, None)
+    operators.prefill_attention(query, cache, torch.tensor([[3, 4, 5]] * 2), None)
+    assert not gpu.launches

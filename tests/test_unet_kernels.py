@@ -77,6 +77,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         "plain": (operators.native_group_norm, (x, None, *tail, False)),
         "shift and silu": (operators.native_group_norm, (x, shift, *tail, True)),
         "half": (operators.native_group_norm, (images(2, 12, 3, 5, dtype=torch.bfloat16), None, *tail, True)),
+        "large": (operators.native_group_norm, (images(1, 12, 33, 32), shift[:1], *tail, True)),
         **glue_calls(),
         "two": (
             operators.native_cat_group_norm,

@@ -272,6 +272,8 @@ def decode_attention(
         [B, H D].
     """
     arguments = qkv, cache, positions, rotary, q_norm, k_norm, eps, heads, window
+    if not attention_fits(cache.shape[4]):
+        return fallback.decode_attention(*arguments)
     return _implementation("decode", "decode_attention", qkv)(*arguments)
 
 
@@ -344,6 +346,8 @@ def prefill_attention(query: Tensor, cache: Tensor, positions: Tensor, window: i
     Query [B, T, H, D], cache [2, B, K, S, D], positions [B, T] int64 -> [B, T, H, D]. Slots that no token of a block
     sees are not read.
     """
+    if not attention_fits(query.shape[3]):
+        return fallback.prefill_attention(query, cache, positions, window)
     return _implementation("prefill", "prefill_attention", query)(query, cache, positions, window)
 
 

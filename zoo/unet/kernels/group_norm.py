@@ -164,9 +164,9 @@ def _apply(
     total = tl.sum(squares + apart * apart * (count * size), 1)
     scale = tl.rsqrt(total / (pixels.to(tl.float32) * size) + eps)
     leaves = real & (chunk == 0)
-    place = stats + (image * groups + group) * 2
-    tl.store(place, mean, mask=leaves)
-    tl.store(place + 1, scale, mask=leaves)
+    left_for = stats + (image * groups + group) * 2
+    tl.store(left_for, mean, mask=leaves)
+    tl.store(left_for + 1, scale, mask=leaves)
     own = tl.minimum(column // size, GROUPS - 1)
     moved -= tl.gather(mean, own, 0)
     factor *= tl.gather(scale, own, 0)

@@ -117,9 +117,9 @@ def _norm(
     apart = middle - mean
     total = tl.sum(squares + count * apart * apart)
     scale = tl.rsqrt(total / numbers + eps)
-    place = stats + (image * tl.num_programs(0) + tl.program_id(0)) * 2
-    tl.store(place, mean)
-    tl.store(place + 1, scale)
+    left_for = stats + (image * tl.num_programs(0) + tl.program_id(0)) * 2
+    tl.store(left_for, mean)
+    tl.store(left_for + 1, scale)
     moved -= mean
     factor *= scale
     following = kept
