@@ -115,6 +115,21 @@ def test_gradients_are_those_of_torchs_own(silu: bool) -> None:
         torch.testing.assert_close(found, expected)
 
 
+def test_outputs_that_nobody_reads_have_no_gradient() -> None:
+    x, skip = images(2, 7, 3, 5, grad=True), images(2, 5, 3, 5, dtype=torch.float64, grad=True)
+    weight, bias = torch.randn(12).requires_grad_(), torch.randn(12).requires_grad_()
+    given = (x, skip, weight, bias)
+    out, joined = operators.cat_group_norm(*given, 4, 1e-3, True)
+    found = torch.autograd.grad(joined.square().sum(), given, allow_unused=True)
+    assert torch.equal(found[0], 2 * x) and found[1].dtype == torch.float64 and found[2:] == (None, None)
+    torch.testing.assert_close(found[1].float(), 2 * skip.float())
+    out, _ = operators.cat_group_norm(*given, 4, 1e-3, True)
+    with torch.profiler.profile() as profile:
+        torch.autograd.grad(out.sum(), given)
+    names = {event.key for event in profile.key_averages()}
+    assert "zoo_unet::group_norm_backward" in names and "aten::zeros" not in names
+
+
 def test_a_shift_for_all_rows_alike_gets_the_gradient_of_all() -> None:
     x, shift = images(3, 12, 3, 5), torch.randn(1, 12).requires_grad_()
     weight, bias = torch.randn(12), torch.randn(12)

@@ -110,12 +110,16 @@ def _statistics(x: Tensor, groups: int) -> Tensor:
 
 
 def _group_norm_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, shift, weight, bias, ctx.groups, _, ctx.silu = inputs
+    x, shift, weight, bias, _, _, ctx.silu = inputs
     ctx.mark_non_differentiable(output[1])
+    # Zeros in place of a gradient that is not there, of statistics for one, would be a launch each.
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, shift, weight, bias, output[1])
 
 
-def _group_norm_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _group_norm_backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 7
     x, shift, weight, bias, statistics = ctx.saved_tensors
     grad_x, _, grad_shift, grad_weight, grad_bias = group_norm_backward(
         grad, x, shift, weight, bias, statistics, None, x.shape[1], ctx.silu
@@ -144,14 +148,22 @@ def _(x: Tensor, skip: Tensor, weight: Tensor, bias: Tensor, groups: int, *_: An
 
 
 def _cat_group_norm_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, skip, weight, bias, ctx.groups, _, ctx.silu = inputs
+    x, skip, weight, bias, _, _, ctx.silu = inputs
     ctx.channels, ctx.skip_dtype = x.shape[1], skip.dtype
     ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[1], weight, bias, output[2])
 
 
-def _cat_group_norm_backward(ctx: Any, grad: Tensor, joined_grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _cat_group_norm_backward(
+    ctx: Any, grad: Tensor | None, joined_grad: Tensor | None, _: None
+) -> tuple[Tensor | None, ...]:
     joined, weight, bias, statistics = ctx.saved_tensors
+    if grad is None:
+        if joined_grad is None:
+            return (None,) * 7
+        grad_x, grad_skip = joined_grad.split([ctx.channels, joined.shape[1] - ctx.channels], dim=1)
+        return grad_x, grad_skip.to(ctx.skip_dtype), None, None, None, None, None
     grad_x, grad_skip, _, grad_weight, grad_bias = group_norm_backward(
         grad, joined, None, weight, bias, statistics, joined_grad, ctx.channels, ctx.silu
     )
