@@ -71,8 +71,9 @@ class TransformerBlock(nn.Module):
         text_out, mlp_out = self.text_out, self.mlp_out
         text_bias_ahead, mlp_bias_ahead = plain(text_out), plain(mlp_out)
         # Taken apart at once, so that their gradients are put side by side at once.
-        own = self.qkv(self.norm1(x)).view(batch, -1, 3, self.heads, width // self.heads).unbind(2)
-        mixed = attend(*own, self_bias)
+        own = self.qkv(self.norm1(x)).view(batch, -1, 3, self.heads, width // self.heads)
+        own_query, own_key, own_value = own.unbind(2)
+        mixed = attend(own_query, own_key, own_value, self_bias)
         x, normed = self.norm2(self.self_out(mixed), x, untracked(text_out.bias) if text_bias_ahead else None)
         query = self.query(normed).view(batch, -1, self.heads, width // self.heads)
         mixed = attend(query, key.unflatten(2, heads), value.unflatten(2, heads), text_bias)
