@@ -11,8 +11,10 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -173,6 +175,73 @@ def test_a_launch_waits_for_the_thread_that_compiles_its_kernel(gpu: Gpu, swiglu
     operator, arguments = swiglu
     operator(*arguments)
     assert gpu.launches == gpu.compiled == ["_swiglu"]
+
+
+def test_a_launcher_is_built_while_its_kernel_compiles(gpu: Gpu, swiglu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, begun, met = gpu.launcher_cls, threading.Event(), []
+
+    def note(source: Any, metadata: Any) -> Any:
+        begun.set()
+        return build(source, metadata)
+
+    monkeypatch.setattr(gpu, "launcher_cls", note)
+    gpu.before_compiling = lambda name: met.append(begun.wait(5))
+    trace([swiglu])
+    settle()
+    assert met == [True]
+
+
+def test_a_launch_waits_for_the_launcher_of_its_kernel(gpu: Gpu, swiglu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, compiled, built = gpu.launcher_cls, threading.Event(), threading.Event()
+
+    def slowly(source: Any, metadata: Any) -> Any:
+        if threading.current_thread().name == "zoo-build-launcher":
+            assert compiled.wait(60)
+            time.sleep(0.2)
+            built.set()
+        return build(source, metadata)
+
+    monkeypatch.setattr(gpu, "launcher_cls", slowly)
+    gpu.before_compiling = lambda name: compiled.set()
+    trace([swiglu])
+    assert compiled.wait(60)
+    operator, arguments = swiglu
+    operator(*arguments)
+    assert gpu.launches == ["_swiglu"] and built.is_set()
+
+
+def test_a_launcher_that_cannot_be_built_alone_is_left_to_the_launch(
+    gpu: Gpu, swiglu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, failed = gpu.launcher_cls, []
+
+    def needs_its_kernel(source: Any, metadata: Any) -> Any:
+        if threading.current_thread().name == "zoo-build-launcher":
+            failed.append(source.fn.fn.__name__)
+            raise AttributeError("there is no metadata")
+        return build(source, metadata)
+
+    monkeypatch.setattr(gpu, "launcher_cls", needs_its_kernel)
+    trace([swiglu])
+    settle()
+    operator, arguments = swiglu
+    operator(*arguments)
+    assert failed == gpu.launches == gpu.compiled == ["_swiglu"]
+
+
+@pytest.mark.parametrize(("argument", "alone"), [("*fp32", True), ("tensordesc<fp32[64, 32]>", False)])
+def test_a_launcher_of_descriptors_is_built_once_its_kernel_is_known(
+    argument: str, alone: bool, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    src, builders = SimpleNamespace(signature={"x": argument, "BLOCK": "constexpr"}), []
+
+    def compile_kernel() -> Any:
+        return SimpleNamespace(src=src, metadata=None)
+
+    monkeypatch.setattr(gpu, "launcher_cls", lambda *_: builders.append(threading.current_thread().name))
+    ahead._threads.submit(compile_kernel)
+    wait_for_threads()
+    assert builders == ["zoo-build-launcher"] * alone + ["zoo-compile-ahead"]
 
 
 def test_a_launch_compiles_what_no_thread_has_begun(gpu: Gpu, swiglu: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import inspect
 import logging
 import os
 import threading
@@ -237,10 +238,11 @@ class _Compilation(Future[Any]):
             return
         kernel = None
         try:
-            with suppress(Exception):
+            with suppress(Exception), _building_launcher(self._compile_kernel):
                 kernel = self._compile_kernel()
                 self.succeeded = True
-                _build_launcher(kernel)
+            if kernel is not None:
+                _build_launcher(kernel.src, kernel.metadata)
         finally:
             self.set_result(kernel)
 
@@ -250,11 +252,37 @@ class _Compilation(Future[Any]):
         return self._compile_kernel() if kernel is None else kernel
 
 
-def _build_launcher(kernel: Any) -> None:
-    """Older Tritons compile some C for each kernel, and keep it on disk: the launch finds it there."""
+@contextmanager
+def _building_launcher(compile_kernel: Callable[[], Any]) -> Iterator[None]:
+    """Meanwhile a thread builds the launcher: the C compiler takes as long as Triton does, and needs nothing of it.
+
+    Args:
+        compile_kernel: Triton's function, a closure over the kernel's source.
+    """
+    source = inspect.getclosurevars(compile_kernel).nonlocals.get("src")
+    # How descriptors are passed is known once the kernel is compiled.
+    if source is None or any("tensordesc" in str(kind) for kind in source.signature.values()):
+        yield
+        return
+    thread = threading.Thread(target=_build_launcher, args=(source, None), name="zoo-build-launcher", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def _build_launcher(source: Any, metadata: Any) -> None:
+    """Older Tritons compile some C for each kernel, and keep it on disk: the launch finds it there.
+
+    Args:
+        source: The kernel's.
+        metadata: The compiled kernel's. With None the launcher is of no use, and fails once its C was compiled.
+    """
     from triton.runtime import driver
 
-    driver.active.launcher_cls(kernel.src, kernel.metadata)
+    with suppress(Exception):
+        driver.active.launcher_cls(source, metadata)
 
 
 class _Threads:
