@@ -229,6 +229,16 @@ def test_a_launcher_that_cannot_be_built_alone_is_left_to_the_launch(
     assert failed == gpu.launches == gpu.compiled == ["_swiglu"]
 
 
+def test_what_compiles_a_kernel_may_be_no_closure(gpu: Gpu) -> None:
+    class Compiles:
+        def __call__(self) -> Any:
+            return SimpleNamespace(src=None, metadata=None)
+
+    compilation = ahead._threads.submit(Compiles())
+    wait_for_threads()
+    assert compilation.succeeded
+
+
 @pytest.mark.parametrize(("argument", "alone"), [("*fp32", True), ("tensordesc<fp32[64, 32]>", False)])
 def test_a_launcher_of_descriptors_is_built_once_its_kernel_is_known(
     argument: str, alone: bool, gpu: Gpu, monkeypatch: pytest.MonkeyPatch

@@ -257,9 +257,10 @@ def _building_launcher(compile_kernel: Callable[[], Any]) -> Iterator[None]:
     """Meanwhile a thread builds the launcher: the C compiler takes as long as Triton does, and needs nothing of it.
 
     Args:
-        compile_kernel: Triton's function, a closure over the kernel's source.
+        compile_kernel: Triton's function, a closure over the kernel's source; of anything else nothing is built.
     """
-    source = inspect.getclosurevars(compile_kernel).nonlocals.get("src")
+    held = inspect.getclosurevars(compile_kernel).nonlocals if inspect.isfunction(compile_kernel) else {}
+    source = held.get("src")
     # How descriptors are passed is known once the kernel is compiled.
     if source is None or any("tensordesc" in str(kind) for kind in source.signature.values()):
         yield
