@@ -15,7 +15,9 @@ from torch import Tensor
 
 import zoo
 from zoo.bert import operators
-from zoo.bert.kernels import gelu, layer_norm, sums
+from zoo.bert.kernels import gelu, layer_norm
+from zoo.gradients import operators as shared
+from zoo.gradients.kernels import sums
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
@@ -35,7 +37,8 @@ SHAPES = [(1, 7), (5, 100), (2, 3, 32)]
 def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     if DEVICE == "cpu":
-        monkeypatch.setattr(operators, "triton_runs_on", lambda device: True)
+        for module in (operators, shared):
+            monkeypatch.setattr(module, "triton_runs_on", lambda device: True)
 
 
 @pytest.fixture
@@ -123,7 +126,6 @@ def test_programs_as_they_are() -> None:
     found = gradients(operators.bias_gelu(x, shift, False), given[::4], grad)
     for ours, theirs in zip(found, gradients(activated, exact[::4], grad.double()), strict=True):
         close(ours, theirs, torch.float32)
-    close(operators.column_sums(grad, torch.float32), grad.double().sum(0), torch.float32)
 
 
 def test_rows_of_equal_values_have_no_variance() -> None:
@@ -176,17 +178,6 @@ def test_gelu_of_numbers_that_are_none() -> None:
     assert grad[0].tolist()[:2] == [1.0, 0.0] and grad[0, 2].isnan() and grad[0].tolist()[3:] == [1.0, 0.0, 0.0]
 
 
-@pytest.mark.usefixtures("_programs_go_round")
-@pytest.mark.parametrize("dtype", RELATIVE)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_sums_of_columns_and_of_two_dtypes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x = values(*shape, dtype=dtype)
-    found = operators.column_sums(x, torch.float32)
-    close(found, x.double().flatten(0, -2).sum(0), torch.float32)
-    wide = values(*shape)
-    assert torch.equal(operators.add_low(wide, x), wide + x.float())
-
-
 def test_no_rows() -> None:
     x, weight, bias = values(0, 32).requires_grad_(), values(32).requires_grad_(), values(32).requires_grad_()
     out, copy, *_ = operators.add_layer_norm(x, x.detach(), weight, weight, bias, 1e-5, torch.bfloat16)
@@ -195,12 +186,6 @@ def test_no_rows() -> None:
     out = operators.bias_gelu(x, bias, False)
     found = torch.autograd.grad(out, [x, bias], out.detach())
     assert found[0].shape == (0, 32) and not found[1].any()
-    assert not operators.column_sums(x.detach(), torch.float32).any() and operators.add_low(x.detach(), x).shape == (
-        0,
-        32,
-    )
-    product = operators.weight_gradient(x.detach().bfloat16(), x.detach().bfloat16())
-    assert product.shape == (32, 32) and not product.any()
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -217,7 +202,8 @@ def test_a_model_trains_as_without_kernels(autocast: bool, monkeypatch: pytest.M
     for name, each, given in (("ours", model, inputs), ("plain", model, inputs), ("exact", exact, None)):
         if name == "plain":
             assert ran.count("add_layer_norm") == ran.count("add_layer_norm_backward") == 4
-            monkeypatch.setattr(operators, "triton_runs_on", lambda device: False)
+            for module in (operators, shared):
+                monkeypatch.setattr(module, "triton_runs_on", lambda device: False)
             ran.clear()
         given = given or {key: value.cpu() for key, value in inputs.items()}
         with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast and name != "exact"):

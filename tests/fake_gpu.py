@@ -15,6 +15,7 @@ from zoo import ahead, dry_run
 from zoo.ahead import Kernel
 from zoo.bert import operators as bert
 from zoo.gnn import operators as gnn
+from zoo.gradients import operators as gradients
 from zoo.llm import operators as llm
 from zoo.resnet import depth, norms, pooling
 from zoo.resnet import operators as resnet
@@ -22,7 +23,9 @@ from zoo.training import operators as training
 from zoo.unet import attention as unet_attention
 from zoo.unet import operators as unet
 
-MODULES: tuple[ModuleType, ...] = (bert, gnn, llm, norms, depth, pooling, resnet, training, unet, unet_attention)
+MODULES: tuple[ModuleType, ...] = (
+    bert, gnn, gradients, llm, norms, depth, pooling, resnet, training, unet, unet_attention,
+)  # fmt: skip
 
 
 class Gpu:

@@ -20,6 +20,7 @@ from torch._dynamo.backends.common import aot_autograd
 import zoo
 from tests.kernel_runs import run_checks
 from zoo.bert import BertLayer, fallback, glue, operators, pack
+from zoo.gradients import operators as gradients
 from zoo.training import checkpoint_regions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,21 +60,12 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         "GELU": (operators.bias_gelu, (grown(2, 3, 8), grown(8), False)),
         "GELU by tanh": (operators.bias_gelu, (grown(3, 8, dtype=low), grown(8), True)),
         "GELU's gradient": (operators.bias_gelu_backward, (added, added + 1, vector, False)),
-        "sums of columns": (operators.column_sums, (added, torch.float32)),
-        "sum of two dtypes": (operators.add_low, (x, added)),
     }
 
 
-CALLS = {
-    **calls(),
-    "copy": (operators.lowered, (torch.randn(3, 4).t(), torch.bfloat16)),
-    "weight's gradient": (operators.weight_gradient, tuple(torch.randn(2, 5, 3).bfloat16().unbind())),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", calls())
 def test_operators_are_what_torch_expects(name: str) -> None:
-    operator, arguments = CALLS[name]
+    operator, arguments = calls()[name]
     torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -82,7 +74,8 @@ def test_importing_the_family_brings_no_triton() -> None:
         "import sys, torch, zoo\n"
         "before = 'triton' in sys.modules\n"
         "model = zoo.create('bert-debug').train(); model(**zoo.example_inputs(model))\n"
-        "assert not before and 'triton' not in sys.modules and 'zoo.bert.kernels' not in sys.modules"
+        "assert not before and 'triton' not in sys.modules and 'zoo.bert.kernels' not in sys.modules\n"
+        "assert 'zoo.gradients.kernels' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
 
@@ -111,10 +104,11 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """As where kernels run; what runs in the operators is torch's own, and is counted."""
     ran: Counter[str] = Counter()
 
-    def counting(module: str, name: str, x: Tensor) -> Callable[..., Any]:
-        return lambda *given: (ran.update([name]), getattr(fallback, name)(*given))[1]
+    def counting(package: Any, name: str) -> Callable[..., Any]:
+        return lambda *given: (ran.update([name]), getattr(package, name)(*given))[1]
 
-    monkeypatch.setattr(operators, "_implementation", counting)
+    monkeypatch.setattr(operators, "_implementation", lambda module, name, x: counting(fallback, name))
+    monkeypatch.setattr(gradients, "_implementation", lambda name, x: counting(gradients.fallback, name))
     monkeypatch.setattr(operators, "kernels_run", lambda x: x.dtype in operators.KERNEL_DTYPES)
     return ran
 
@@ -202,10 +196,12 @@ def test_autocast_leaves_the_compiler_no_code_to_write() -> None:
     graphs = graphs_of(layer, torch.randn(2, 5, 32, requires_grad=True))
     attention = "aten._scaled_dot_product_flash_attention_for_cpu"
     products = {"aten.mm", "aten.addmm"}
-    assert graphs["there"] - products == {attention, *(f"zoo_bert.{name}" for name in (NORM, ACTIVATION, "lowered"))}
-    names = f"{NORM}_backward", f"{ACTIVATION}_backward", "weight_gradient", "column_sums", "add_low"
+    there = {f"zoo_bert.{NORM}", f"zoo_bert.{ACTIVATION}", "zoo_gradients.lowered"}
+    assert graphs["there"] - products == {attention, *there}
+    back = {f"zoo_bert.{name}_backward" for name in (NORM, ACTIVATION)}
+    back |= {f"zoo_gradients.{name}" for name in ("weight_gradient", "column_sums", "add_low")}
     # Gradients of queries, keys and values are put side by side.
-    side_by_side = graphs["back"] - {f"{attention}_backward", "aten.mm", *(f"zoo_bert.{name}" for name in names)}
+    side_by_side = graphs["back"] - {f"{attention}_backward", "aten.mm", *back}
     assert side_by_side <= {"aten.stack", "aten.cat", "aten.clone"}
 
 
@@ -387,7 +383,8 @@ def test_functional_transforms_are_torchs(counted: Counter[str]) -> None:
     importlib.util.find_spec("triton") is None, reason="torch came without Triton, which GPUs only need"
 )
 def test_tokens_lie_along_the_axis_of_the_grid_that_has_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    from zoo.bert.kernels import gelu, layer_norm, sums
+    from zoo.bert.kernels import gelu, layer_norm
+    from zoo.gradients.kernels import sums
 
     grids: dict[str, tuple[int, ...]] = {}
 

@@ -63,6 +63,19 @@ def plain(layer: nn.Module, cls: type[nn.Module] = nn.Linear) -> bool:
     return not any(there) and not any(back)
 
 
+def ordinary(tensor: Tensor | None) -> bool:
+    """Whether a tensor is there, and not made of several that stand for it."""
+    return tensor is not None and not hasattr(tensor, "__tensor_flatten__")
+
+
+def compute_dtype(like: Tensor) -> torch.dtype:
+    """The dtype that products of ``like`` have, autocast included."""
+    device = like.device.type
+    if like.dtype != torch.float64 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return like.dtype
+
+
 def on_host(tensor: Tensor) -> bool:
     """Whether values can be read at no cost, and Python may depend on them.
 

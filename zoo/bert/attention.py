@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zoo.layers import compute_dtype
+
 
 class Rows(NamedTuple):
     """Where the rows of a packed batch begin and end, as the layers need it.
@@ -98,14 +100,6 @@ def rows_of(offsets: Tensor, longest: int, tokens: int, like: Tensor, head_dim: 
     row = torch.searchsorted(offsets[1:].long().contiguous(), index, right=True)
     inverse = row * longest + index - offsets.long()[row]
     return Rows(longest, table=table, inverse=inverse, mask=key_mask(there, like))
-
-
-def compute_dtype(like: Tensor) -> torch.dtype:
-    """The dtype that products of ``like`` have, autocast included."""
-    device = like.device.type
-    if like.dtype != torch.float64 and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return like.dtype
 
 
 def kernel_runs(like: Tensor, head_dim: int) -> bool:

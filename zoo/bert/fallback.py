@@ -66,16 +66,6 @@ def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, tanh: bool) -> tup
     return change.to(x.dtype).contiguous(), _rows(change).sum(0).to(bias.dtype)
 
 
-def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[..., C] -> [C] in another dtype."""
-    return _rows(x).float().sum(0).to(dtype)
-
-
-def add_low(x: Tensor, low: Tensor) -> Tensor:
-    """X plus a tensor of the same shape in another dtype, in the dtype of x."""
-    return (x.float() + low.float()).to(x.dtype).contiguous()
-
-
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 

@@ -25,16 +25,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.bert import operators
-from zoo.bert.attention import compute_dtype
-from zoo.layers import plain
+from zoo.gradients import operators as gradients
+from zoo.gradients.linear import low_linear, takes_low
+from zoo.layers import compute_dtype, ordinary, plain
 from zoo.operators import differentiable_once, transformed
-
-_LOW = (torch.bfloat16, torch.float16)
 
 
 def by_operators(x: Tensor) -> bool:
     """Whether a layer in training goes this way with x: gradients are wanted, and kernels take it."""
-    if not torch.is_grad_enabled() or not _ordinary(x) or not operators.kernels_run(x) or transformed():
+    if not torch.is_grad_enabled() or not ordinary(x) or not operators.kernels_run(x) or transformed():
         return False
     # What autocast normalises is float32, whatever it is given.
     return x.dtype == torch.float32 or not torch.is_autocast_enabled(x.device.type)
@@ -53,15 +52,14 @@ def linear(x: Tensor, low: Tensor, layer: nn.Linear) -> Tensor:
     """A linear layer of x, of which ``low`` is what products take."""
     if not _takes_low(low, layer):
         return layer(x)  # type: ignore[no-any-return]
-    out: Tensor = _Linear.apply(low, layer.weight, layer.bias)
-    return out
+    return low_linear(low, layer.weight, layer.bias)
 
 
 def product(x: Tensor, low: Tensor, layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
     """A linear layer of x without its bias, and the bias, which whoever comes next adds; None where nothing is left."""
-    if plain(layer) and _ordinary(layer.bias):
+    if plain(layer) and ordinary(layer.bias):
         if _takes_low(low, layer):
-            return _Linear.apply(low, layer.weight, None), layer.bias
+            return low_linear(low, layer.weight, None), layer.bias
         if layer.weight.dtype == layer.bias.dtype == low.dtype == compute_dtype(low):
             return F.linear(low, layer.weight), layer.bias
     return linear(x, low, layer), None
@@ -114,7 +112,7 @@ def _called(x: Tensor, added: Tensor, shift: Tensor | None, norm: nn.Module) -> 
 
 
 def _norm_fits(x: Tensor, added: Tensor, shift: Tensor | None, norm: nn.LayerNorm) -> bool:
-    if not plain(norm, nn.LayerNorm) or not (_ordinary(norm.weight) and _ordinary(norm.bias)):
+    if not plain(norm, nn.LayerNorm) or not (ordinary(norm.weight) and ordinary(norm.bias)):
         return False
     if x.shape[-1] > operators.WIDEST_NORM or norm.weight.shape != x.shape[-1:]:
         return False
@@ -124,17 +122,7 @@ def _norm_fits(x: Tensor, added: Tensor, shift: Tensor | None, norm: nn.LayerNor
 
 def _takes_low(x: Tensor, layer: nn.Linear) -> bool:
     """Whether autocast would convert the layer's weight for x."""
-    if not plain(layer) or not _ordinary(layer.weight) or x.dtype not in _LOW:
-        return False
-    if layer.bias is not None and not (_ordinary(layer.bias) and layer.bias.dtype == torch.float32):
-        return False
-    autocast = torch.is_autocast_enabled(x.device.type) and compute_dtype(x) == x.dtype
-    return autocast and layer.weight.dtype == torch.float32
-
-
-def _ordinary(tensor: Any) -> bool:
-    """Whether a tensor is there, and not made of several that stand for it."""
-    return tensor is not None and not hasattr(tensor, "__tensor_flatten__")
+    return plain(layer) and takes_low(x, layer.weight, layer.bias)
 
 
 class _Beside(torch.autograd.Function):
@@ -142,32 +130,9 @@ class _Beside(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, low: torch.dtype) -> tuple[Tensor, Tensor]:
-        return x.view_as(x), operators.lowered(x, low)
+        return x.view_as(x), gradients.lowered(x, low)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor, low_grad: Tensor) -> tuple[Tensor, None]:
-        return operators.add_low(grad, low_grad), None
-
-
-class _Linear(torch.autograd.Function):
-    """A low x [..., C] times a float32 weight [N, C]: gradients of weight and bias are summed and kept in float32."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        low = operators.lowered(weight, x.dtype)
-        ctx.save_for_backward(x, low)
-        ctx.biased = bias is not None
-        return F.linear(x, low, None if bias is None else operators.lowered(bias, x.dtype))
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, low = ctx.saved_tensors
-        rows = grad.flatten(0, -2)
-        wanted = ctx.needs_input_grad
-        return (
-            grad @ low if wanted[0] else None,
-            operators.weight_gradient(rows, x.flatten(0, -2)) if wanted[1] else None,
-            operators.column_sums(rows, torch.float32) if ctx.biased and wanted[2] else None,
-        )
+        return gradients.add_low(grad, low_grad), None

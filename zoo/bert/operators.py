@@ -4,14 +4,13 @@ On a GPU each runs Triton kernels or one call of the library, elsewhere torch's 
 from torch's functions the norms and the sums of gradients are most of what a compiler writes for a layer; these cost it
 nothing, and their kernels compile while the layer is traced. ``glue.py`` decides where they are used.
 
-Products of float32 weights run in a lower precision under autocast. "Low" is what has that dtype.
+Products of float32 weights run in a lower precision under autocast, see ``zoo.gradients``.
 
-Shape legend: R rows, C columns, I width inside the MLP, N rows of a weight. All is computed and summed in float32.
+Shape legend: C columns, I width inside the MLP. All is computed and summed in float32.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -214,63 +213,3 @@ def _activation_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _LIBRARY.autograd("bias_gelu", _activation_gradients, _keep_activation)
-
-
-# --- products in a lower precision ---
-
-
-@_LIBRARY.operator("(Tensor x, ScalarType dtype) -> Tensor")
-def lowered(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy in another dtype. Without a gradient: who asks for a copy knows where its gradient goes."""
-    return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
-
-
-@_LIBRARY.fake("lowered")
-def _(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.new_empty(x.shape, dtype=dtype)
-
-
-@functools.cache
-def _writes_float32(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 8
-
-
-@_LIBRARY.operator("(Tensor grad, Tensor x) -> Tensor")
-def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """Gradient of a float32 weight [N, C] from those of its product [R, N] and its input [R, C], both low.
-
-    On an NVIDIA GPU from Ampere on the product writes the float32 that it sums in, and no pass converts it.
-    """
-    with torch.autocast(x.device.type, enabled=False):
-        if x.device.type == "cpu":
-            return grad.float().t() @ x.float()
-        if x.shape[0] and _writes_float32(x.device):
-            return torch.mm(grad.t(), x, out_dtype=torch.float32)
-        return (grad.t() @ x).float()
-
-
-@_LIBRARY.fake("weight_gradient")
-def _(grad: Tensor, x: Tensor) -> Tensor:
-    return x.new_empty(grad.shape[1], x.shape[1], dtype=torch.float32)
-
-
-@_LIBRARY.operator("(Tensor x, ScalarType dtype) -> Tensor")
-def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[..., C] -> [C] in another dtype: the gradient of a product's bias."""
-    return _implementation("sums", "column_sums", x)(x, dtype)
-
-
-@_LIBRARY.fake("column_sums")
-def _(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.new_empty(x.shape[-1], dtype=dtype)
-
-
-@_LIBRARY.operator("(Tensor x, Tensor low) -> Tensor")
-def add_low(x: Tensor, low: Tensor) -> Tensor:
-    """X plus a tensor of the same shape in another dtype, in the dtype of x."""
-    return _implementation("sums", "add_low", x)(x, low)
-
-
-@_LIBRARY.fake("add_low")
-def _(x: Tensor, low: Tensor) -> Tensor:
-    return x.new_empty(x.shape)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.ahead import Kernel
-from zoo.bert.kernels.sums import COLUMNS, ROWS, add_parts, parts_of
+from zoo.gradients.kernels.sums import COLUMNS, ROWS, add_parts, parts_of
 from zoo.operators import ceil_div
 
 

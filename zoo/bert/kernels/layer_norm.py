@@ -3,7 +3,8 @@
 
     forward     the sum, its norm, and the norm in the dtype of products, a row a program
     backward    both gradients of the norm's outputs -> of the sum, in both dtypes. Few programs go over all rows, so
-                that each holds what its rows give to weight and biases until the end; see sums.py for the rest
+                that each holds what its rows give to weight and biases until the end; the rest is
+                zoo/gradients/kernels/sums.py
 
 The two norms of a layer differ in that products read one and not the other. That is no other kernel, which would have
 to be compiled: where there is no copy another tensor of its dtype stands for it, of which nothing is read or written.
@@ -19,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.ahead import Kernel
-from zoo.bert.kernels.sums import add_parts
+from zoo.gradients.kernels.sums import add_parts
 from zoo.operators import next_power
 
 # Numbers of a row that a thread holds: 32 bytes of each tensor in float32.

@@ -1,0 +1,67 @@
+"""Sums over rows and of two dtypes, against float64. Run by test_gradients.py in Triton's interpreter, and on a GPU.
+
+TRITON_INTERPRET=1 python -m pytest tests/gradients_kernel_checks.py
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from zoo.gradients import operators
+from zoo.gradients.kernels import sums
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHAPES = [(1, 7), (5, 100), (2, 3, 32)]
+
+
+@pytest.fixture(autouse=True)
+def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(operators, "triton_runs_on", lambda device: True)
+
+
+@pytest.fixture
+def _programs_go_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of many rows, and of many columns."""
+    for name, size in {"PARTS": 2, "PARTS_AT_ONCE": 2, "LAST_COLUMNS": 64, "ROWS": 2, "COLUMNS": 32}.items():
+        monkeypatch.setattr(sums, name, size)
+
+
+def values(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape).to(DEVICE, dtype)
+
+
+def check_sums(x: Tensor) -> None:
+    found, expected = operators.column_sums(x, torch.float32), x.double().flatten(0, -2).sum(0)
+    assert found.dtype == torch.float32 and (found.double() - expected).norm() < 1e-6 * expected.norm()
+
+
+@pytest.mark.usefixtures("_programs_go_round")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sums_of_columns_and_of_two_dtypes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = values(*shape, dtype=dtype)
+    check_sums(x)
+    assert torch.equal(operators.column_sums(x, torch.float32), operators.column_sums(x, torch.float32))
+    wide = values(*shape)
+    assert torch.equal(operators.add_low(wide, x), wide + x.float())
+
+
+def test_programs_as_they_are() -> None:
+    check_sums(values(3, 768))
+    check_sums(values(20, 40).t())
+    check_sums(values(1, 24).expand(17, -1))
+
+
+def test_no_rows() -> None:
+    x = values(0, 32)
+    assert not operators.column_sums(x, torch.float32).any() and operators.add_low(x, x).shape == (0, 32)
+    product = operators.weight_gradient(x.bfloat16(), x.bfloat16())
+    assert product.shape == (32, 32) and not product.any()

@@ -1,0 +1,85 @@
+"""What several families learn with: kernels by the file of checks, here what layers, compilers and callers need."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.kernel_runs import run_checks
+from zoo.gradients import operators
+from zoo.gradients.linear import low_linear, takes_low
+
+CHECKS = "gradients_kernel_checks.py"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="torch came without Triton, which GPUs only need"
+)
+def test_kernels_in_the_interpreter() -> None:
+    run_checks(CHECKS, interpret=True)
+
+
+@pytest.mark.gpu
+def test_kernels_on_a_gpu() -> None:
+    run_checks(CHECKS, "-m", "gpu", interpret=False)
+
+
+def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    low = torch.randn(2, 3, 8, dtype=torch.bfloat16)
+    return {
+        "sums of columns": (operators.column_sums, (low, torch.float32)),
+        "sum of two dtypes": (operators.add_low, (torch.randn(2, 3, 8), low)),
+    }
+
+
+CALLS = {
+    **calls(),
+    "copy": (operators.lowered, (torch.randn(3, 4).t(), torch.bfloat16)),
+    "weight's gradient": (operators.weight_gradient, tuple(torch.randn(2, 5, 3).bfloat16().unbind())),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_operators_are_what_torch_expects(name: str) -> None:
+    operator, arguments = CALLS[name]
+    torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_sums_keep_the_precision_of_doubles() -> None:
+    x = torch.randn(5, 7, 3, dtype=torch.float64)
+    torch.testing.assert_close(operators.column_sums(x, torch.float64), x.sum((0, 1)), rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_gradients_of_a_low_product_are_those_of_its_rounded_numbers(biased: bool) -> None:
+    x = torch.randn(2, 5, 8).bfloat16().requires_grad_()
+    weight, bias = torch.randn(6, 8).requires_grad_(), torch.randn(6).requires_grad_() if biased else None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert takes_low(x, weight, bias)
+        out = low_linear(x, weight, bias)
+        assert torch.equal(out, F.linear(x, weight, bias))
+    grad = torch.randn_like(out)
+    given = [x, weight] if bias is None else [x, weight, bias]
+    found = torch.autograd.grad(out, given, grad)
+    exact = [each.detach().bfloat16().double().requires_grad_() for each in given]
+    expected = torch.autograd.grad(F.linear(*exact), exact, grad.double())
+    assert [each.dtype for each in found] == [torch.bfloat16, torch.float32, torch.float32][: len(given)]
+    torch.testing.assert_close(found[0].double(), expected[0], rtol=8e-3, atol=8e-3)
+    for ours, theirs in zip(found[1:], expected[1:], strict=True):
+        # Never rounded to the low dtype.
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_only_what_autocast_would_convert_is_taken_low() -> None:
+    x, weight, bias = torch.randn(5, 8).bfloat16(), torch.randn(6, 8), torch.randn(6)
+    assert not takes_low(x, weight, bias), "no autocast"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert takes_low(x, weight, bias) and takes_low(x, weight, None)
+        assert not takes_low(x.float(), weight, bias) and not takes_low(x.half(), weight, bias)
+        assert not takes_low(x, weight.bfloat16(), bias) and not takes_low(x, weight, bias.bfloat16())

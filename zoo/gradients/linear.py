@@ -1,0 +1,59 @@
+"""A product in a lower precision than its float32 weight, as autocast has it, and its gradients.
+
+Autocast converts the weight, and autograd what comes back: the gradient of the weight is written in the low dtype, and
+then in float32. Here the product that makes it writes float32, and the bias' is one pass over the rows.
+
+Shape legend: R rows, C columns, N rows of a weight.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zoo.gradients import operators
+from zoo.layers import compute_dtype, ordinary
+from zoo.operators import differentiable_once
+
+_LOW = (torch.bfloat16, torch.float16)
+
+
+def takes_low(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether autocast would convert weight and bias for x, and ``low_linear`` is for them."""
+    if x.dtype not in _LOW or not ordinary(weight) or weight.dtype != torch.float32:
+        return False
+    if bias is not None and not (ordinary(bias) and bias.dtype == torch.float32):
+        return False
+    return torch.is_autocast_enabled(x.device.type) and compute_dtype(x) == x.dtype
+
+
+def low_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A low x [..., C] times a float32 weight [N, C], and a bias [N]: [..., N], low. With a gradient."""
+    out: Tensor = _Linear.apply(x, weight, bias)
+    return out
+
+
+class _Linear(torch.autograd.Function):
+    """Gradients of weight and bias are summed and kept in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        low = operators.lowered(weight, x.dtype)
+        ctx.save_for_backward(x, low)
+        ctx.biased = bias is not None
+        return F.linear(x, low, None if bias is None else operators.lowered(bias, x.dtype))
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, low = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        wanted = ctx.needs_input_grad
+        return (
+            grad @ low if wanted[0] else None,
+            operators.weight_gradient(rows, x.flatten(0, -2)) if wanted[1] else None,
+            operators.column_sums(rows, torch.float32) if ctx.biased and wanted[2] else None,
+        )
