@@ -21,10 +21,12 @@ from zoo.resnet import depth, norms, pooling
 from zoo.resnet import operators as resnet
 from zoo.training import operators as training
 from zoo.unet import attention as unet_attention
+from zoo.unet import learning as unet_learning
 from zoo.unet import operators as unet
 
 MODULES: tuple[ModuleType, ...] = (
     bert, gnn, gradients, llm, norms, depth, pooling, resnet, training, unet, unet_attention,
+    unet_learning,
 )  # fmt: skip
 
 

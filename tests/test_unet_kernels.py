@@ -13,13 +13,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 import zoo
 from tests.kernel_runs import run_checks
-from zoo.unet import attention, operators
+from zoo.unet import attention, fallback, glue, learning, operators
 
 ROOT = Path(__file__).resolve().parent.parent
-CHECKS = ("unet_kernel_checks.py", "unet_glue_checks.py", "unet_attention_checks.py")
+CHECKS = ("unet_kernel_checks.py", "unet_glue_checks.py", "unet_learning_checks.py", "unet_attention_checks.py")
 
 
 @pytest.mark.slow
@@ -69,6 +70,16 @@ def glue_calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     }
 
 
+def learning_calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    wide, low, bias = torch.randn(6, 8), torch.randn(6, 8).bfloat16(), torch.randn(8)
+    return {
+        "gate that learns": (operators.gated_gelu, (wide.clone().requires_grad_(), bias.clone().requires_grad_())),
+        "gate before a bias that does not": (operators.gated_gelu, (wide.clone().requires_grad_(), bias)),
+        "gate's gradients": (learning.gated_gelu_backward, (low[:, :4], low, bias, True)),
+        "gate's gradient alone": (learning.gated_gelu_backward, (wide[:, :4], wide, bias, False)),
+    }
+
+
 def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     weight, bias = torch.randn(12).requires_grad_(), torch.randn(12).requires_grad_()
     x, shift = images(2, 12, 3, 5, grad=True), torch.randn(2, 12).requires_grad_()
@@ -79,6 +90,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         "half": (operators.native_group_norm, (images(2, 12, 3, 5, dtype=torch.bfloat16), None, *tail, True)),
         "large": (operators.native_group_norm, (images(1, 12, 33, 32), shift[:1], *tail, True)),
         **glue_calls(),
+        **learning_calls(),
         "two": (
             operators.native_cat_group_norm,
             (images(2, 7, 3, 5, grad=True), images(2, 5, 3, 5, grad=True), *tail, True),
@@ -164,6 +176,51 @@ def test_glue_computes_what_torch_does_where_no_kernel_runs() -> None:
     torch.testing.assert_close(operators.row_norm(x, weight, bias, 1e-3), F.layer_norm(x, (8,), weight, bias, 1e-3))
 
 
+def glue_that_learns() -> dict[str, tuple[str, tuple[Any, ...]]]:
+    """Names in ``fallback`` and ``learning``, and arguments."""
+    wide, double = torch.randn(6, 8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+    return {"gate": ("gated_gelu", (wide, double))}
+
+
+@pytest.mark.parametrize("name", glue_that_learns())
+def test_gradients_of_glue_are_those_of_torchs_own(name: str) -> None:
+    function, given = glue_that_learns()[name]
+    tensors = [each.requires_grad_() for each in given if isinstance(each, Tensor)]
+    found, expected = (getattr(module, function)(*given) for module in (learning, fallback))
+    grads = [torch.randn_like(each) for each in (expected if isinstance(expected, tuple) else (expected,))]
+    torch.testing.assert_close(found, expected)
+    for ours, theirs in zip(
+        torch.autograd.grad(found, tensors, grads), torch.autograd.grad(expected, tensors, grads), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_operators_learn_only_where_kernels_run_and_a_gradient_is_all_that_is_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, y = torch.randn(6, 8, requires_grad=True), torch.randn(6, 8)
+    assert glue._glue_for(x, y) is fallback
+    monkeypatch.setattr(operators, "triton_runs_on", lambda device: True)
+    assert glue._glue_for(x, y) is learning and glue._glue_for(y, y) is operators
+    assert glue._glue_for(x, y.double()) is fallback
+    with torch.no_grad():
+        assert glue._glue_for(x, y) is operators
+    with torch.autograd.forward_ad.dual_level():
+        assert glue._glue_for(x, y) is fallback
+    chosen: list[Any] = []
+    torch.func.grad(lambda x: (chosen.append(glue._glue_for(x, y)), x.sum())[1])(x.detach())
+    assert chosen == [fallback]
+    stands = TwoTensor(torch.randn(6, 8), torch.randn(6, 8))
+    assert glue._glue_for(x, stands) is fallback
+
+
+def test_a_second_derivative_of_glue_is_refused() -> None:
+    x, bias = torch.randn(6, 8, requires_grad=True), torch.randn(8)
+    (grad,) = torch.autograd.grad(operators.gated_gelu(x, bias).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
 def test_glue_of_shapes_that_do_not_fit_is_refused() -> None:
     x, row = torch.randn(6, 8), torch.randn(8)
     for call in (lambda: operators.conv_add(x, row, x[:1]), lambda: operators.add_norm(x, x[:1], row, row, None, 1e-5)):
@@ -216,8 +273,8 @@ def test_operators_in_regions_cost_no_graph(
     # As on a GPU, with what the operators run elsewhere.
     monkeypatch.setattr(operators, "glue_kernels_run", lambda *_: not torch.is_grad_enabled())
     ran: list[str] = []
-    inner = operators._glue
-    monkeypatch.setattr(operators, "_glue", lambda name, *given: (ran.append(name), inner(name, *given))[1])
+    inner = operators.run_glue
+    monkeypatch.setattr(operators, "run_glue", lambda name, *given: (ran.append(name), inner(name, *given))[1])
     model = zoo.create(name)
     inputs = [zoo.example_inputs(model, batch=batch, size=16) for batch in (2, 1, 3)]
     graphs = []

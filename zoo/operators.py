@@ -175,6 +175,11 @@ def transformed() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def forward_mode() -> bool:
+    """Whether derivatives are taken on the way, which no operator of ours has. May be asked inside a region."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def launcher(module: str, name: str, x: Tensor) -> Function:
     """What launches the kernels of ``module``, on the device of ``x`` whichever is current."""
     launch: Function = getattr(_module(module), name)

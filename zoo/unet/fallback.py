@@ -77,6 +77,14 @@ def gated_gelu(x: Tensor, bias: Tensor) -> Tensor:
     return value * F.gelu(gate)
 
 
+def gated_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, summed: bool) -> tuple[Tensor, Tensor]:
+    """Gradient of the output [R, I] -> of x [R, 2 I] and, if summed, of the bias [2 I], else [0]."""
+    value, gate = (_wide(x) + _wide(bias)).chunk(2, dim=-1)
+    grad = _wide(grad)
+    out = torch.cat([grad * F.gelu(gate), torch.ops.aten.gelu_backward(grad * value, gate)], dim=-1)
+    return out.to(x.dtype), out.sum(0).to(bias.dtype) if summed else bias.new_empty(0)
+
+
 def conv_add(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
     """[R, C] plus [C] plus [R, C]: [R, C]."""
     return x + bias.to(x.dtype) + residual
@@ -126,6 +134,9 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _wide(x: Tensor) -> Tensor:
+    return x.to(wide(x.dtype))
+
+
 def _shifted(x: Tensor, shift: Tensor | None) -> Tensor:
-    x = x.to(wide(x.dtype))
-    return x if shift is None else x + shift.to(x.dtype)[:, :, None, None]
+    return _wide(x) if shift is None else _wide(x) + _wide(shift)[:, :, None, None]

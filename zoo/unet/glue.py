@@ -9,13 +9,22 @@ Shape legend: R rows (pixels of all images), C channels, I width inside the MLP,
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.layers import in_words, to_images, to_rows
 from zoo.operators import ceil_div
-from zoo.unet import fallback, operators
+from zoo.unet import fallback, learning, operators
+
+
+def _glue_for(*tensors: Tensor) -> Any:
+    """Which module's functions are for these: without gradients, with gradients of ours, or the compiler's."""
+    if operators.glue_kernels_run(*tensors):
+        return operators
+    return learning if learning.runs(*tensors) else fallback
 
 
 class ConvAdd(nn.Module):
@@ -100,4 +109,4 @@ class GatedGelu(nn.Module):
             out: Tensor = operators.gated_gelu_product(x, weight, bias)
             return out
         wide = F.linear(x, weight)
-        return (operators if operators.glue_kernels_run(wide, bias) else fallback).gated_gelu(wide, bias)
+        return _glue_for(wide, bias).gated_gelu(wide, bias)

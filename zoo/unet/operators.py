@@ -231,13 +231,16 @@ def _image_of(x: Tensor, channels: int) -> Tensor:
     return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
 
 
-# --- glue, without gradients ---
+# --- glue; its gradients are in learning.py ---
 
 
 def glue_kernels_run(*tensors: Tensor) -> bool:
     """Whether glue of these is for our kernels: nothing is to be differentiated. May be asked inside a region."""
-    if differentiated(*tensors):
-        return False
+    return not differentiated(*tensors) and kernels_take(*tensors)
+
+
+def kernels_take(*tensors: Tensor) -> bool:
+    """Whether kernels of ours run on tensors of these dtypes, where they are. May be asked inside a region."""
     return all(tensor.dtype in KERNEL_DTYPES for tensor in tensors) and triton_runs_on(tensors[0].device)
 
 
@@ -246,13 +249,13 @@ def row_fits(width: int) -> bool:
     return width <= WIDEST_ROW
 
 
-def _glue(name: str, *arguments: Tensor | float | None) -> Any:
+def run_glue(name: str, *arguments: Tensor | float | None, module: str = "glue") -> Any:
+    """Run what ``name`` is in a module of kernels if they take these tensors, and in ``fallback`` if not."""
     tensors = [each for each in arguments if isinstance(each, Tensor)]
-    x, fits = tensors[0], all(tensor.dtype in KERNEL_DTYPES for tensor in tensors)
-    if name.endswith("norm"):
+    x, fits = tensors[0], kernels_take(*tensors)
+    if "norm" in name:
         fits = fits and row_fits(x.shape[-1])
-    kernel = fits and triton_runs_on(x.device)
-    implementation = launcher("zoo.unet.kernels.glue", name, x) if kernel else getattr(fallback, name)
+    implementation = launcher(f"zoo.unet.kernels.{module}", name, x) if fits else getattr(fallback, name)
     return implementation(*(each.contiguous() if isinstance(each, Tensor) else each for each in arguments))
 
 
@@ -272,7 +275,7 @@ def gated_gelu(x: Tensor, bias: Tensor) -> Tensor:
         raise ValueError(f"x has {x.shape[-1]} columns, expected an even number: two halves")
     if bias.shape != x.shape[-1:]:
         raise ValueError(f"bias has shape {tuple(bias.shape)}, expected one number a column: ({x.shape[-1]},)")
-    return _glue("gated_gelu", x, bias)
+    return run_glue("gated_gelu", x, bias)
 
 
 @_LIBRARY.fake("gated_gelu")
@@ -308,7 +311,7 @@ def gated_gelu_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     if triton_runs_on(x.device) and _one_kernel_multiplies(x, weight):
         return launcher("zoo.unet.kernels.products", "gated_gelu_product", x)(x, weight, bias.contiguous())
     # The bias is the gate's: with it the library takes a kernel that clears a buffer first.
-    return _glue("gated_gelu", F.linear(x, weight), bias)
+    return run_glue("gated_gelu", F.linear(x, weight), bias)
 
 
 def _one_kernel_multiplies(x: Tensor, weight: Tensor) -> bool:
@@ -328,7 +331,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def conv_add(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
     """X [R, C] plus bias [C] plus residual [R, C]: [R, C], in the wider dtype of x and residual. Rounded once."""
     _check_residual(x, residual)
-    return _glue("conv_add", x, bias, residual)
+    return run_glue("conv_add", x, bias, residual)
 
 
 @_LIBRARY.fake("conv_add")
@@ -339,7 +342,7 @@ def _(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
 @_LIBRARY.operator("(Tensor x, Tensor bias) -> Tensor")
 def conv_bias(x: Tensor, bias: Tensor) -> Tensor:
     """X [R, C] plus bias [C]: [R, C]. torch adds a convolution's bias one number at a time in channels_last."""
-    return _glue("conv_bias", x, bias)
+    return run_glue("conv_bias", x, bias)
 
 
 @_LIBRARY.fake("conv_bias")
@@ -350,7 +353,7 @@ def _(x: Tensor, bias: Tensor) -> Tensor:
 @_LIBRARY.operator("(Tensor x) -> Tensor")
 def upsample(x: Tensor) -> Tensor:
     """Nearest neighbours: [B, H, W, C] -> [B, 2 H, 2 W, C], each pixel four times."""
-    return _glue("upsample", x)
+    return run_glue("upsample", x)
 
 
 @_LIBRARY.fake("upsample")
@@ -380,7 +383,7 @@ def windows(x: Tensor, stride: int) -> Tensor:
     """
     if stride < 1:
         raise ValueError(f"stride is {stride}, expected at least 1")
-    return _glue("windows", x, stride)
+    return run_glue("windows", x, stride)
 
 
 @_LIBRARY.fake("windows")
@@ -414,7 +417,7 @@ def add_norm(
     _check_residual(x, residual)
     if shift is not None and shift.shape != x.shape[-1:]:
         raise ValueError(f"shift has shape {tuple(shift.shape)}, expected one number a column: ({x.shape[-1]},)")
-    return _glue("add_norm", x, residual, weight, bias, shift, eps)
+    return run_glue("add_norm", x, residual, weight, bias, shift, eps)
 
 
 @_LIBRARY.fake("add_norm")
@@ -426,7 +429,7 @@ def _(x: Tensor, residual: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 @_LIBRARY.operator("(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor")
 def row_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """Layer norm of x [R, C] with weight [C] and bias [C], in float32: [R, C] in the dtype of ``x``."""
-    return _glue("row_norm", x, weight, bias, eps)
+    return run_glue("row_norm", x, weight, bias, eps)
 
 
 @_LIBRARY.fake("row_norm")

@@ -12,28 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.ahead import Kernel
+from zoo.gradients.kernels.erf import erf_form
 from zoo.gradients.kernels.sums import COLUMNS, ROWS, add_parts, parts_of
 from zoo.operators import ceil_div
-
-
-@triton.jit
-def _erf_form(x):
-    """|x|, and the normal distribution beyond it: the probability, and |x| times the density there.
-
-    The probability by 7.1.26 of Abramowitz and Stegun, Handbook of Mathematical Functions, whose error is 1.5e-7 at
-    most; it shares its exponential with the density. An exact erf has twice the instructions, and would take longer
-    than memory.
-    """
-    # Behind 64 nothing is left of the tail, and infinity times nothing is not a number.
-    size = tl.minimum(tl.abs(x), 64.0, propagate_nan=tl.PropagateNan.ALL)
-    t = 1.0 + 0.23164189 * size
-    t = tl.rsqrt(t * t)  # 1 / t in one instruction, where a division takes eight
-    bell = tl.exp2(-0.72134752 * size * size)
-    tail = 1.061405429 * t - 1.453152027
-    tail = tail * t + 1.421413741
-    tail = tail * t - 0.284496736
-    tail = tail * t + 0.254829592
-    return size, 0.5 * tail * t * bell, 0.39894228 * size * bell
 
 
 @triton.jit
@@ -58,7 +39,7 @@ def _bias_gelu(x, bias, out, rows, columns, TANH: tl.constexpr, ROWS: tl.constex
     if TANH:
         value *= _tanh_form(value)[0]
     else:
-        size, tail, _ = _erf_form(value)
+        size, tail, _ = erf_form(value)
         # Off what GELU tends to, the difference: nothing cancels.
         value = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL) - size * tail
     tl.store(out + place, value.to(out.dtype.element_ty), mask=seen)
@@ -83,7 +64,7 @@ def _bias_gelu_backward(
             opened, slope = _tanh_form(value)
             change *= opened + opened * (1.0 - opened) * slope
         else:
-            _, tail, inner = _erf_form(value)
+            _, tail, inner = erf_form(value)
             beyond = tail - inner
             change *= tl.where(value < 0.0, beyond, 1.0 - beyond)
         tl.store(out + place, change.to(out.dtype.element_ty), mask=seen)
