@@ -72,11 +72,21 @@ def glue_calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
 
 def learning_calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     wide, low, bias = torch.randn(6, 8), torch.randn(6, 8).bfloat16(), torch.randn(8)
+    statistics, norm = (torch.randn(6), torch.rand(6)), (wide, bias, bias + 1)
     return {
         "gate that learns": (operators.gated_gelu, (wide.clone().requires_grad_(), bias.clone().requires_grad_())),
         "gate before a bias that does not": (operators.gated_gelu, (wide.clone().requires_grad_(), bias)),
         "gate's gradients": (learning.gated_gelu_backward, (low[:, :4], low, bias, True)),
         "gate's gradient alone": (learning.gated_gelu_backward, (wide[:, :4], wide, bias, False)),
+        "norm that learns": (learning.kept_row_norm, (*(each.clone().requires_grad_() for each in norm), 1e-5)),
+        "norm of weights that do not": (learning.kept_row_norm, (low.clone().requires_grad_(), bias, bias + 1, 1e-5)),
+        "sum and norm that learn": (
+            learning.kept_add_norm,
+            (*(each.clone().requires_grad_() for each in (wide, wide, bias, bias, bias)), 1e-5),
+        ),
+        "low sum": (learning.kept_add_norm, (low.clone().requires_grad_(), low, bias, bias, None, 1e-5)),
+        "norm's gradients": (learning.norm_backward, (wide, wide + 1, wide + 2, *statistics, bias, True, True)),
+        "norm's gradient alone": (learning.norm_backward, (low, None, low + 1, *statistics, bias, False, False)),
     }
 
 
@@ -178,14 +188,21 @@ def test_glue_computes_what_torch_does_where_no_kernel_runs() -> None:
 
 def glue_that_learns() -> dict[str, tuple[str, tuple[Any, ...]]]:
     """Names in ``fallback`` and ``learning``, and arguments."""
-    wide, double = torch.randn(6, 8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
-    return {"gate": ("gated_gelu", (wide, double))}
+    x, residual, weight, bias, shift = torch.randn(5, 6, 8, dtype=torch.float64).unbind()
+    vectors = [each[0] for each in (weight, bias, shift)]
+    return {
+        "gate": ("gated_gelu", (x, vectors[0])),
+        "sum and norm": ("add_norm", (x, residual, *vectors[:2], None, 1e-3)),
+        "sum, shift and norm": ("add_norm", (x, residual, *vectors, 1e-3)),
+        "norm": ("row_norm", (x, *vectors[:2], 1e-3)),
+    }
 
 
 @pytest.mark.parametrize("name", glue_that_learns())
 def test_gradients_of_glue_are_those_of_torchs_own(name: str) -> None:
     function, given = glue_that_learns()[name]
-    tensors = [each.requires_grad_() for each in given if isinstance(each, Tensor)]
+    given = tuple(each.clone().requires_grad_() if isinstance(each, Tensor) else each for each in given)
+    tensors = [each for each in given if isinstance(each, Tensor)]
     found, expected = (getattr(module, function)(*given) for module in (learning, fallback))
     grads = [torch.randn_like(each) for each in (expected if isinstance(expected, tuple) else (expected,))]
     torch.testing.assert_close(found, expected)
@@ -212,6 +229,14 @@ def test_operators_learn_only_where_kernels_run_and_a_gradient_is_all_that_is_wa
     assert chosen == [fallback]
     stands = TwoTensor(torch.randn(6, 8), torch.randn(6, 8))
     assert glue._glue_for(x, stands) is fallback
+
+
+def test_norms_that_keep_nothing_say_who_learns() -> None:
+    x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(8)
+    with pytest.raises(RuntimeError, match=r"row_norm has no gradient; use zoo\.unet\.learning\.row_norm"):
+        operators.row_norm(x, weight, weight, 1e-5).sum().backward()
+    with pytest.raises(RuntimeError, match=r"add_norm has no gradient; use zoo\.unet\.learning\.add_norm"):
+        operators.add_norm(x, x, weight, weight, None, 1e-5)[0].sum().backward()
 
 
 def test_a_second_derivative_of_glue_is_refused() -> None:

@@ -226,7 +226,8 @@ def test_kernels_run_with_gradients_and_without(monkeypatch: pytest.MonkeyPatch)
         return lambda *arguments: (ran.append(name), kernel(*arguments))[1]
 
     layer = nn.Conv2d(8, 4, 3, stride=2, padding=1).to(DEVICE, memory_format=torch.channels_last)
-    for name in ("gated_gelu", "conv_add", "add_norm", "row_norm", "conv_bias", "upsample"):
+    inference = ("gated_gelu", "conv_add", "add_norm", "row_norm", "conv_bias", "upsample")
+    for name in (*inference, "kept_add_norm", "kept_row_norm"):
         monkeypatch.setattr(kernels, name, noting(name))
     x, bias = values(6, 8), values(8)
     glue: list[tuple[nn.Module, tuple[Tensor, ...]]] = [
@@ -251,7 +252,7 @@ def test_kernels_run_with_gradients_and_without(monkeypatch: pytest.MonkeyPatch)
         (out[0] if isinstance(out, tuple) else out).sum().backward()
     with torch.no_grad():
         assert GatedGelu()(x.double(), x.double(), bias[:6].double()).dtype == torch.float64
-    assert ran[6:] == ["gated_gelu"]
+    assert ran[6:] == ["gated_gelu", "kept_add_norm", "kept_row_norm"]
 
 
 def test_a_model_predicts_as_without_kernels_in_as_many_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

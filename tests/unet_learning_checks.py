@@ -25,7 +25,7 @@ pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
 RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 8e-3 if DEVICE == "cpu" else 4e-3, torch.float16: 5e-4}
 # The rows' dtype, and the parameters'.
 PAIRS = [*((dtype, dtype) for dtype in RELATIVE), (torch.bfloat16, torch.float32)]
-SIZES = [(9, 40), (1, 8), (5, 60), (3, 7)]
+SIZES = [(9, 40), (1, 8), (3, 7)]
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def _programs_go_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of many rows, and of many columns."""
-    for name, size in {"GATE_ROWS": 2, "GATE_COLUMNS": 16, "GATE_PROGRAMS": 8}.items():
+    for name, size in {"GATE_ROWS": 2, "GATE_COLUMNS": 16, "GATE_PROGRAMS": 8, "NORM_PROGRAMS": 2}.items():
         monkeypatch.setattr(kernels, name, size)
     for name, size in {"PARTS": 2, "PARTS_AT_ONCE": 2, "LAST_COLUMNS": 64, "ROWS": 2, "COLUMNS": 32}.items():
         monkeypatch.setattr(sums, name, size)
@@ -49,14 +49,14 @@ def values(*shape: int, dtype: torch.dtype = torch.float32, mean: float = 0.0, s
     return (torch.randn(*shape) * scale + mean).to(DEVICE, dtype).requires_grad_()
 
 
-def close(found: Tensor, expected: Tensor, dtype: torch.dtype, times: float = 1.0) -> None:
+def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert found.shape == expected.shape and found.dtype == dtype and found.isfinite().all()
     error = (found.double() - expected).norm() / expected.norm()
-    assert error < RELATIVE[dtype] * times, error
+    assert error < RELATIVE[dtype], error
 
 
-def check(ours: Callable[..., Any], theirs: Callable[..., Any], given: Sequence[Tensor], times: float = 1.0) -> None:
-    """Outputs and gradients of tensors, of all of them and of each alone, against those of float64."""
+def check(ours: Callable[..., Any], theirs: Callable[..., Any], given: Sequence[Tensor], alone: bool = True) -> None:
+    """Outputs and gradients against those of float64; and of each tensor as if no other learnt."""
     exact = [each.detach().double().requires_grad_() for each in given]
     outputs, wanted = ours(*given), theirs(*exact)
     outputs, wanted = ((each,) if isinstance(each, Tensor) else each for each in (outputs, wanted))
@@ -66,15 +66,14 @@ def check(ours: Callable[..., Any], theirs: Callable[..., Any], given: Sequence[
     for one, other in zip(outputs, wanted, strict=True):
         close(one, other, one.dtype)
     for one, other, like in zip(found, expected, given, strict=True):
-        close(one, other, like.dtype, times)
+        close(one, other, like.dtype)
     again = torch.autograd.grad(outputs, given, grads)
     assert all(torch.equal(*both) for both in zip(found, again, strict=True))
-    for index, like in enumerate(given):
-        alone = [each.detach().requires_grad_(each is like) for each in given]
-        outputs = ours(*alone)
+    for index, like in enumerate(given if alone else ()):
+        frozen = [each.detach().requires_grad_(each is like) for each in given]
+        outputs = ours(*frozen)
         outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
-        needed = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if out.requires_grad]
-        (one,) = torch.autograd.grad([out for out, _ in needed], alone[index], [grad for _, grad in needed])
+        (one,) = torch.autograd.grad(outputs, frozen[index], grads)
         assert torch.equal(one, found[index])
 
 
@@ -114,20 +113,133 @@ def test_the_slope_of_gelu_of_what_is_not_finite() -> None:
     torch.testing.assert_close(slope_alone(gate), expected, equal_nan=True)
 
 
-def test_gradients_that_are_not_contiguous() -> None:
-    x, bias = values(12, 6).detach().t().requires_grad_(), values(24).detach()[::2].requires_grad_()
-    out = learning.gated_gelu(x, bias)
-    exact = [each.detach().double().requires_grad_() for each in (x, bias)]
-    wanted = fallback.gated_gelu(*exact)
-    for grad in (values(6, 6).detach().t(), values(1, 6).detach().expand(6, -1)):
-        found = torch.autograd.grad(out, [x, bias], grad, retain_graph=True)
-        expected = torch.autograd.grad(wanted, exact, grad.double(), retain_graph=True)
+# --- the norms ---
+
+
+@pytest.mark.usefixtures("_programs_go_round")
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize(("dtype", "wide"), PAIRS, ids=str)
+@pytest.mark.parametrize(("rows", "columns"), SIZES)
+def test_norms_of_sums(rows: int, columns: int, dtype: torch.dtype, wide: torch.dtype, shifted: bool) -> None:
+    # Sums without an error, so that float64 norms what we norm.
+    x, residual = (values(rows, columns).detach().mul(4).round().div(4).to(dtype).requires_grad_() for _ in range(2))
+    given = [x, residual, values(columns, dtype=wide, mean=1.0), values(columns, dtype=wide)]
+    if shifted:
+        # Much larger than what is normed, which is not to be told from the sum that is returned.
+        given.append(values(columns, dtype=wide, mean=300.0))
+
+    def of(module: Any) -> Callable[..., Any]:
+        return lambda x, residual, weight, bias, shift=None: module.add_norm(x, residual, weight, bias, shift, 1e-3)
+
+    check(of(learning), of(fallback), given)
+
+
+@pytest.mark.usefixtures("_programs_go_round")
+@pytest.mark.parametrize(("dtype", "wide"), PAIRS, ids=str)
+@pytest.mark.parametrize(("rows", "columns"), SIZES)
+def test_norms_of_rows(rows: int, columns: int, dtype: torch.dtype, wide: torch.dtype) -> None:
+    given = [values(rows, columns, dtype=dtype, mean=2.0), values(columns, dtype=wide, mean=1.0)]
+    given.append(values(columns, dtype=wide))
+
+    def of(module: Any) -> Callable[..., Any]:
+        return lambda *given: module.row_norm(*given, 1e-3)
+
+    check(of(learning), of(fallback), given)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(9, 320), (2, 2048)])
+def test_norms_of_programs_as_they_are(rows: int, columns: int) -> None:
+    given = [values(rows, columns), values(rows, columns), *(values(columns) for _ in range(3))]
+    check(
+        lambda *given: learning.add_norm(*given, 1e-5),
+        lambda *given: fallback.add_norm(*given, 1e-5),
+        given,
+        alone=False,
+    )
+
+
+def test_what_is_kept_is_what_was_normed() -> None:
+    x, residual, weight, bias = values(5, 40), values(5, 40), values(40), values(40)
+    total, out, kept, mean, scale = learning.kept_add_norm(x, residual, weight, bias, None, 1e-5)
+    with torch.no_grad():
+        assert kept.numel() == 0 and all(
+            torch.equal(*both)
+            for both in zip((total, out), operators.add_norm(x, residual, weight, bias, None, 1e-5), strict=True)
+        )
+        moved, same, kept, *_ = learning.kept_add_norm(x, residual, weight, bias, bias, 1e-5)
+    assert torch.equal(same, out) and torch.equal(kept, total) and torch.equal(moved, x + residual + bias)
+    torch.testing.assert_close(mean.double(), total.double().mean(-1), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        scale.double(), (total.double().var(-1, correction=0) + 1e-5).rsqrt(), rtol=1e-6, atol=1e-6
+    )
+
+
+def test_summands_of_two_dtypes() -> None:
+    x, residual, weight, bias = values(5, 40, dtype=torch.bfloat16), values(5, 40), values(40), values(40)
+    check(
+        lambda *given: learning.add_norm(*given, None, 1e-5),
+        lambda *given: fallback.add_norm(*given, None, 1e-5),
+        [x, residual, weight, bias],
+    )
+
+
+def test_an_output_that_nobody_used_has_no_gradient() -> None:
+    x, residual, weight, bias, shift = values(5, 40), values(5, 40), values(40), values(40), values(40)
+    given = [x, residual, weight, bias, shift]
+    exact = [each.detach().double().requires_grad_() for each in given]
+    outputs, wanted = learning.add_norm(*given, 1e-5), fallback.add_norm(*exact, 1e-5)
+    grad = values(5, 40).detach()
+    for out, plain, none in ((outputs[0], wanted[0], (2, 3)), (outputs[1], wanted[1], (4,))):
+        found = torch.autograd.grad(out, given, grad, retain_graph=True, allow_unused=True)
+        expected = torch.autograd.grad(plain, exact, grad.double(), retain_graph=True, allow_unused=True)
+        for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert (one is None) == (other is None) == (index in none)
+            if one is not None and other is not None:
+                close(one, other, torch.float32)
+
+
+# --- all of them ---
+
+
+def glue() -> dict[str, tuple[Callable[..., Any], Callable[..., Any], list[Tensor]]]:
+    """Ours, torch's and arguments that are views."""
+    x, y = (values(12, 6).detach().t().requires_grad_() for _ in range(2))
+    weight, bias, shift = (values(24).detach()[::2].requires_grad_() for _ in range(3))
+    return {
+        "gate": (learning.gated_gelu, fallback.gated_gelu, [x, bias]),
+        "add and norm": (
+            lambda *given: learning.add_norm(*given, 1e-3),
+            lambda *given: fallback.add_norm(*given, 1e-3),
+            [x, y, weight, bias, shift],
+        ),
+        "norm": (
+            lambda *given: learning.row_norm(*given, 1e-3),
+            lambda *given: fallback.row_norm(*given, 1e-3),
+            [x, weight, bias],
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", glue())
+def test_gradients_that_are_not_contiguous(name: str) -> None:
+    ours, theirs, given = glue()[name]
+    exact = [each.detach().double().requires_grad_() for each in given]
+    outputs, wanted = ours(*given), theirs(*exact)
+    outputs, wanted = ((each,) if isinstance(each, Tensor) else each for each in (outputs, wanted))
+    rows, columns = outputs[0].shape
+    for grad in (values(columns, rows).detach().t(), values(1, columns).detach().expand(rows, -1)):
+        found = torch.autograd.grad(outputs, given, [grad] * len(outputs), retain_graph=True)
+        expected = torch.autograd.grad(wanted, exact, [grad.double()] * len(outputs), retain_graph=True)
         for one, other in zip(found, expected, strict=True):
             close(one, other, torch.float32)
 
 
-def test_no_rows() -> None:
-    x, bias = values(0, 24), values(24)
-    out = learning.gated_gelu(x, bias)
-    found = torch.autograd.grad(out, [x, bias], out.detach())
-    assert found[0].shape == (0, 24) and found[1].shape == (24,) and not found[1].any()
+@pytest.mark.parametrize("name", glue())
+def test_no_rows(name: str) -> None:
+    ours, _, given = glue()[name]
+    given = [each[:0].detach().requires_grad_() if each.dim() == 2 else each for each in given]
+    outputs = ours(*given)
+    outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+    found = torch.autograd.grad(outputs, given, [torch.ones_like(each) for each in outputs])
+    for one, like in zip(found, given, strict=True):
+        assert one.shape == like.shape and not one.any()

@@ -121,6 +121,42 @@ def row_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return F.layer_norm(x, weight.shape, weight, bias, eps).to(x.dtype)
 
 
+def kept_add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``add_norm``, the sum without the shift [R, C], or [0] without one, and mean and factor of each row [R]."""
+    dtype, wide = torch.promote_types(x.dtype, residual.dtype), _wide(x) + _wide(residual)
+    summed = wide.to(dtype)
+    out, mean, scale = kept_row_norm(summed, weight, bias, eps)
+    if shift is None:
+        return summed, out, summed.new_empty(0), mean, scale
+    return (wide + _wide(shift)).to(dtype), out, summed, mean, scale
+
+
+def kept_row_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """``row_norm``, and mean and factor of each row [R]."""
+    wide = _wide(x)
+    mean = wide.mean(-1)
+    apart = wide - mean[:, None]
+    scale = torch.rsqrt(apart.square().mean(-1) + eps)
+    return (apart * scale[:, None] * _wide(weight) + _wide(bias)).to(x.dtype), mean, scale
+
+
+def norm_backward(
+    grad: Tensor, more: Tensor | None, summed: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, weighted: bool,
+    shifted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of the sum [R, C], of weight and bias [C] if weighted, and of the shift [C] if shifted; else [0]."""
+    unit = (_wide(summed) - mean[:, None]) * scale[:, None]
+    change = _wide(grad) * _wide(weight)
+    out = change - change.mean(-1, keepdim=True) - unit * (change * unit).mean(-1, keepdim=True)
+    out = out * scale[:, None] if more is None else out * scale[:, None] + _wide(more)
+    sums = [(_wide(grad) * unit).sum(0), _wide(grad).sum(0)] if weighted else [weight.new_empty(0)] * 2
+    moved = _wide(more).sum(0) if shifted and more is not None else weight.new_empty(0)
+    grad_weight, grad_bias, grad_shift = (each.to(weight.dtype, copy=True) for each in (*sums, moved))
+    return out.to(summed.dtype), grad_weight, grad_bias, grad_shift
+
+
 def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
     """Query [B, T, N, D], key and value [B, L, N, D], bias [B, 1, 1, L] or None -> rows [B T, N D]."""
     mixed = F.scaled_dot_product_attention(

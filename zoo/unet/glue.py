@@ -86,8 +86,8 @@ class AddNorm(_Norm):
         """[R, C] and [R, C] -> their sum [R, C], with a shift [C] that the norm does not see, and its norm [R, C]."""
         weight, bias = self.weight, self.bias
         given = (x, residual, weight, bias) if shift is None else (x, residual, weight, bias, shift)
-        fits = operators.row_fits(weight.shape[0]) and operators.glue_kernels_run(*given)
-        return (operators if fits else fallback).add_norm(x, residual, weight, bias, shift, self.eps)
+        kind = _glue_for(*given) if operators.row_fits(weight.shape[0]) else fallback
+        return kind.add_norm(x, residual, weight, bias, shift, self.eps)
 
 
 class RowNorm(_Norm):
@@ -96,8 +96,8 @@ class RowNorm(_Norm):
     def forward(self, x: Tensor) -> Tensor:
         """[R, C] -> [R, C]."""
         weight, bias = self.weight, self.bias
-        fits = operators.row_fits(weight.shape[0]) and operators.glue_kernels_run(x, weight, bias)
-        return (operators if fits else fallback).row_norm(x, weight, bias, self.eps)
+        kind = _glue_for(x, weight, bias) if operators.row_fits(weight.shape[0]) else fallback
+        return kind.row_norm(x, weight, bias, self.eps)
 
 
 class GatedGelu(nn.Module):

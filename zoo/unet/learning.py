@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from zoo.gradients.operators import column_sums
 from zoo.layers import ordinary
 from zoo.operators import OperatorLibrary, differentiated, forward_mode, transformed
 from zoo.unet import operators
@@ -70,3 +72,154 @@ def _gate_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _LIBRARY.autograd("gated_gelu", _gate_gradients, _keep_gate)
+
+
+# --- the norms ---
+
+
+@_LIBRARY.operator(
+    "(Tensor x, Tensor residual, Tensor weight, Tensor bias, Tensor? shift, float eps) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+def kept_add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``operators.add_norm``, and what its backward needs: the sum that is normed, and mean and factor of its rows.
+
+    Args:
+        x: [R, C].
+        residual: [R, C].
+        weight: [C].
+        bias: [C].
+        shift: [C], added to the sum that is returned and not to the one that is normed, or None.
+        eps: Added to the variance.
+
+    Returns:
+        Sum and norm, [R, C] each; the sum without the shift [R, C], or [0] where there is none; and mean and factor
+        [R] of its rows in float32, of float64 in float64.
+    """
+    operators.check_sum(x, residual, shift)
+    return operators.run_glue("kept_add_norm", x, residual, weight, bias, shift, eps)  # type: ignore[no-any-return]
+
+
+@_LIBRARY.fake("kept_add_norm")
+def _(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float) -> Any:
+    total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
+    kept = total.new_empty(0 if shift is None else x.shape)
+    return total, torch.empty_like(total), kept, *_statistics(total)
+
+
+@_LIBRARY.operator("(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor)")
+def kept_row_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """``operators.row_norm`` of x [R, C], and mean and factor [R] of its rows, as of ``kept_add_norm``."""
+    return operators.run_glue("kept_row_norm", x, weight, bias, eps)  # type: ignore[no-any-return]
+
+
+@_LIBRARY.fake("kept_row_norm")
+def _(x: Tensor, *_: Any) -> Any:
+    return x.new_empty(x.shape), *_statistics(x)
+
+
+def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.new_empty(x.shape[0], dtype=dtype), x.new_empty(x.shape[0], dtype=dtype)
+
+
+@_LIBRARY.operator(
+    "(Tensor grad, Tensor? more, Tensor summed, Tensor mean, Tensor scale, Tensor weight, bool weighted, bool shifted) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
+)
+def norm_backward(
+    grad: Tensor, more: Tensor | None, summed: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, weighted: bool,
+    shifted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of both norms.
+
+    Args:
+        grad: [R, C], of the norm.
+        more: [R, C], of the sum that is returned, if there is one.
+        summed: [R, C], what was normed.
+        mean: [R].
+        scale: [R], the factor of each row.
+        weight: [C].
+        weighted: Whether those of weight and bias are wanted.
+        shifted: Whether that of the shift is wanted, the sum of ``more`` over rows.
+
+    Returns:
+        [R, C] of each summand; and in the dtype of the weight [C] of weight and of bias, and of the shift, each [0]
+        where it is not wanted.
+    """
+    arguments = grad, more, summed, mean, scale, weight, weighted, shifted
+    return operators.run_glue("norm_backward", *arguments, module="glue_backward")  # type: ignore[no-any-return]
+
+
+@_LIBRARY.fake("norm_backward")
+def _(
+    grad: Tensor, more: Tensor | None, summed: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, weighted: bool,
+    shifted: bool,
+) -> Any:  # fmt: skip
+    sizes = summed.shape[-1] if weighted else 0, summed.shape[-1] if shifted else 0
+    return summed.new_empty(summed.shape), *(weight.new_empty(size) for size in (sizes[0], *sizes))
+
+
+def add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """``operators.add_norm`` with a gradient."""
+    total, out, *_ = kept_add_norm(x, residual, weight, bias, shift, eps)
+    return total, out
+
+
+def row_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """``operators.row_norm`` with a gradient."""
+    out: Tensor = kept_row_norm(x, weight, bias, eps)[0]
+    return out
+
+
+def _keep_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, residual, weight, bias, shift, _ = inputs
+    total, _, kept, *statistics = output
+    ctx.dtypes = x.dtype, residual.dtype, bias.dtype, weight.dtype if shift is None else shift.dtype
+    ctx.save_for_backward(total if shift is None else kept, *statistics, weight)
+    ctx.mark_non_differentiable(kept, *statistics)
+    # Nobody reads zeros in place of a gradient that is not there.
+    ctx.set_materialize_grads(False)
+
+
+def _sum_gradients(ctx: Any, more: Tensor | None, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    weighted, shifted = any(ctx.needs_input_grad[2:4]), ctx.needs_input_grad[4] and more is not None
+    weight, bias, shift = None, None, None
+    if grad is not None:
+        out, *sums = norm_backward(grad, more, *ctx.saved_tensors, weighted, shifted)
+        if weighted:
+            weight, bias = sums[0], sums[1].to(ctx.dtypes[2])
+        if shifted:
+            shift = sums[2].to(ctx.dtypes[3])
+    elif more is not None:
+        out = more
+        shift = column_sums(more, ctx.dtypes[3]) if shifted else None
+    else:
+        return (None,) * 6
+    return out.to(ctx.dtypes[0]), out.to(ctx.dtypes[1]), weight, bias, shift, None
+
+
+_LIBRARY.autograd("kept_add_norm", _sum_gradients, _keep_sum)
+
+
+def _keep_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, bias, _ = inputs
+    ctx.bias_dtype = bias.dtype
+    ctx.save_for_backward(x, *output[1:], weight)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _row_gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 4
+    weighted = any(ctx.needs_input_grad[1:3])
+    out, weight, bias, _ = norm_backward(grad, None, *ctx.saved_tensors, weighted, False)
+    return out, weight if weighted else None, bias.to(ctx.bias_dtype) if weighted else None, None
+
+
+_LIBRARY.autograd("kept_row_norm", _row_gradients, _keep_rows)

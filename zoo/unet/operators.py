@@ -259,9 +259,12 @@ def run_glue(name: str, *arguments: Tensor | float | None, module: str = "glue")
     return implementation(*(each.contiguous() if isinstance(each, Tensor) else each for each in arguments))
 
 
-def _check_residual(x: Tensor, residual: Tensor) -> None:
+def check_sum(x: Tensor, residual: Tensor, shift: Tensor | None = None) -> None:
+    """Refuse what cannot be added: ValueError if the two differ in shape, or the shift has not a number a column."""
     if x.shape != residual.shape:
         raise ValueError(f"residual has shape {tuple(residual.shape)}, expected that of x, {tuple(x.shape)}")
+    if shift is not None and shift.shape != x.shape[-1:]:
+        raise ValueError(f"shift has shape {tuple(shift.shape)}, expected one number a column: ({x.shape[-1]},)")
 
 
 @_LIBRARY.operator("(Tensor x, Tensor bias) -> Tensor")
@@ -330,7 +333,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 @_LIBRARY.operator("(Tensor x, Tensor bias, Tensor residual) -> Tensor")
 def conv_add(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
     """X [R, C] plus bias [C] plus residual [R, C]: [R, C], in the wider dtype of x and residual. Rounded once."""
-    _check_residual(x, residual)
+    check_sum(x, residual)
     return run_glue("conv_add", x, bias, residual)
 
 
@@ -414,9 +417,7 @@ def add_norm(
     Raises:
         ValueError: If the two differ in shape, or the shift has not a number for each column.
     """
-    _check_residual(x, residual)
-    if shift is not None and shift.shape != x.shape[-1:]:
-        raise ValueError(f"shift has shape {tuple(shift.shape)}, expected one number a column: ({x.shape[-1]},)")
+    check_sum(x, residual, shift)
     return run_glue("add_norm", x, residual, weight, bias, shift, eps)
 
 
@@ -435,3 +436,8 @@ def row_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 @_LIBRARY.fake("row_norm")
 def _(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
+
+
+# What the backward needs would be written in every call; learning.py has operators that keep it.
+for _name in ("add_norm", "row_norm"):
+    _LIBRARY.no_gradient(_name, f"use zoo.unet.learning.{_name}")

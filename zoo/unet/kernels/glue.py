@@ -127,7 +127,7 @@ def _windows(
 @Kernel
 @triton.jit(do_not_specialize=["rows"])
 def _norm(
-    x, residual, weight, bias, shift, total, out, rows, columns, added, shifted, eps,
+    x, residual, weight, bias, shift, total, out, kept, mean, scale, rows, columns, added, shifted, eps,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * ROWS
@@ -143,14 +143,20 @@ def _norm(
     moved = tl.load(shift + column, mask=column < shifted, other=0.0).to(tl.float32)
     tl.store(total + first * columns + place, (value + moved[None, :]).to(total.dtype.element_ty), mask=both)
     # What is normed is rounded, as it would be if it were written.
-    value = value.to(total.dtype.element_ty).to(tl.float32)
+    value = value.to(total.dtype.element_ty)
+    if kept is not None:
+        tl.store(kept + first * columns + place, value, mask=seen & (column < shifted)[None, :])
+    value = value.to(tl.float32)
     factor = tl.load(weight + column, mask=live, other=0.0).to(tl.float32)
     offset = tl.load(bias + column, mask=live, other=0.0).to(tl.float32)
     # Rounded as torch rounds: a row of equal values has no variance.
-    mean = tl.div_rn(tl.sum(value, 1), tl.zeros([ROWS], tl.float32) + columns)
-    apart = tl.where(seen, value - mean[:, None], 0.0)
-    scale = tl.rsqrt(tl.sum(apart * apart, 1) / columns + eps)
-    value = apart * scale[:, None] * factor[None, :] + offset[None, :]
+    middle = tl.div_rn(tl.sum(value, 1), tl.zeros([ROWS], tl.float32) + columns)
+    apart = tl.where(seen, value - middle[:, None], 0.0)
+    root = tl.rsqrt(tl.sum(apart * apart, 1) / columns + eps)
+    if kept is not None:
+        tl.store(mean + first + row, middle, mask=first + row < rows)
+        tl.store(scale + first + row, root, mask=first + row < rows)
+    value = apart * root[:, None] * factor[None, :] + offset[None, :]
     tl.store(out + first * columns + place, value.to(out.dtype.element_ty), mask=seen)
 
 
@@ -229,9 +235,29 @@ def row_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return out
 
 
+def kept_add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``add_norm``, the sum without the shift [R, C], or [0] without one, and mean and factor of each row [R]."""
+    total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
+    out = torch.empty_like(total)
+    kept = total.new_empty(0 if shift is None else total.shape)
+    mean, scale = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
+    _launch_norm(x, residual, weight, bias, shift, eps, total, out, (out if shift is None else kept, mean, scale))
+    return total, out, kept, mean, scale
+
+
+def kept_row_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """``row_norm``, and mean and factor of each row [R]."""
+    out = torch.empty_like(x)
+    mean, scale = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
+    _launch_norm(x, None, weight, bias, None, eps, out, out, (out, mean, scale))
+    return out, mean, scale
+
+
 def _launch_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float, total: Tensor,
-    out: Tensor,
+    out: Tensor, kept: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
 ) -> None:  # fmt: skip
     if not x.numel():
         return
@@ -241,4 +267,4 @@ def _launch_norm(
     # Where there is none another tensor stands for it, of which nothing is read.
     given = x, x if residual is None else residual, weight, bias, weight if shift is None else shift, total, out
     sizes = rows, columns, 0 if residual is None else columns, 0 if shift is None else columns
-    _norm[(ceil_div(rows, at_once),)](*given, *sizes, eps, ROWS=at_once, COLUMNS=block, num_warps=4)
+    _norm[(ceil_div(rows, at_once),)](*given, *kept, *sizes, eps, ROWS=at_once, COLUMNS=block, num_warps=4)

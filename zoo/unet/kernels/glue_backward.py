@@ -5,7 +5,7 @@ A program keeps to its columns and goes over rows at equal distances, so that wh
 the end; see zoo/gradients/kernels/sums.py. Sizes are no part of the code: one compilation serves all levels of a model.
 Sums that nobody asks for are: with a bias that does not learn the kernel has none.
 
-Shape legend: R rows (pixels of all images), I width inside the MLP, P parts.
+Shape legend: R rows (pixels of all images), C channels, I width inside the MLP.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ from torch import Tensor
 from zoo.ahead import Kernel
 from zoo.gradients.kernels.erf import erf_form
 from zoo.gradients.kernels.sums import add_parts
-from zoo.operators import ceil_div
+from zoo.operators import ceil_div, next_power
 
 # Rows and columns of a tile, 8 warps: a vector of 8 numbers a thread of each of the three that are read. Widths inside
 # the MLP are multiples of 256: no lane is idle.
 GATE_ROWS, GATE_COLUMNS = 8, 256
 # Programs at most, shared between tiles of columns: three a multiprocessor of a large GPU, which holds as many.
 GATE_PROGRAMS = 384
+# Numbers of a tile of whole rows, 8 warps, a vector of 8 a thread; and rows of it at most.
+NORM_TILE, NORM_ROWS = 2048, 4
+# Programs at most: two a multiprocessor, which holds as many with the next rows on their way.
+NORM_PROGRAMS = 256
 
 
 @Kernel
@@ -61,6 +65,69 @@ def _gated_gelu(grad, x, bias, out, part, rows, columns, ROWS: tl.constexpr, COL
         tl.store(part + columns, tl.sum(gates, 0), mask=live)
 
 
+@triton.jit
+def _read(grad, more, summed, mean, scale, first, row, column, rows, columns, joined):
+    """Of rows [ROWS, COLUMNS] what ``_norm`` reads: both gradients and the sum, and the mean and factor of each."""
+    inside = first + row < rows
+    seen = inside[:, None] & (column < columns)[None, :]
+    place = first * columns + row[:, None] * columns + column[None, :]
+    change = tl.load(grad + place, mask=seen, other=0.0)
+    value = tl.load(summed + place, mask=seen, other=0.0)
+    # A mask and no branch, so that all loads are under way before any is waited for.
+    beside = tl.load(more + place, mask=seen & (column < joined)[None, :], other=0.0)
+    middle = tl.load(mean + first + row, mask=inside, other=0.0)
+    root = tl.load(scale + first + row, mask=inside, other=0.0)
+    return change, value, beside, middle, root
+
+
+@Kernel
+@triton.jit(do_not_specialize=["rows"])
+def _norm(
+    grad, more, summed, mean, scale, weight, out, part, rows, columns, joined,
+    WEIGHTED: tl.constexpr, SHIFTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    mine = tl.program_id(0).to(tl.int64)
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    live = column < columns
+    factor = tl.load(weight + column, mask=live, other=0.0).to(tl.float32)[None, :]
+    weights = tl.zeros([ROWS, COLUMNS], tl.float32)
+    biases = tl.zeros([ROWS, COLUMNS], tl.float32)
+    shifts = tl.zeros([ROWS, COLUMNS], tl.float32)
+    first = mine * ROWS
+    change, value, beside, middle, root = _read(
+        grad, more, summed, mean, scale, first, row, column, rows, columns, joined
+    )
+    for first in range(mine * ROWS, rows, tl.num_programs(0) * ROWS):
+        # The next rows are under way while the sums of these wait for all threads.
+        following = first + tl.num_programs(0) * ROWS
+        change_after, value_after, beside_after, middle_after, root_after = _read(
+            grad, more, summed, mean, scale, following, row, column, rows, columns, joined
+        )
+        wide, added = change.to(tl.float32), beside.to(tl.float32)
+        unit = (value.to(tl.float32) - middle[:, None]) * root[:, None]
+        if WEIGHTED:
+            biases += wide
+            weights += wide * unit
+        if SHIFTED:
+            shifts += added
+        wide *= factor
+        level = tl.sum(wide, 1) / columns
+        along = tl.sum(wide * unit, 1) / columns
+        result = (wide - level[:, None] - unit * along[:, None]) * root[:, None] + added
+        seen = (first + row < rows)[:, None] & live[None, :]
+        place = first * columns + row[:, None] * columns + column[None, :]
+        tl.store(out + place, result.to(out.dtype.element_ty), mask=seen)
+        change, value, beside = change_after, value_after, beside_after
+        middle, root = middle_after, root_after
+    part += mine * (2 * WEIGHTED + SHIFTED) * columns + column
+    if WEIGHTED:
+        tl.store(part, tl.sum(weights, 0), mask=live)
+        tl.store(part + columns, tl.sum(biases, 0), mask=live)
+    if SHIFTED:
+        tl.store(part + 2 * WEIGHTED * columns, tl.sum(shifts, 0), mask=live)
+
+
 def gated_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, summed: bool) -> tuple[Tensor, Tensor]:
     """Gradient of the output [R, I] -> of x [R, 2 I] and, if summed, of the bias [2 I], else [0]."""
     columns = grad.shape[-1]
@@ -76,3 +143,28 @@ def gated_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, summed: bool) -> 
         if part is not None:
             add_parts(part, grad_bias)
     return out, grad_bias
+
+
+def norm_backward(
+    grad: Tensor, more: Tensor | None, summed: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, weighted: bool,
+    shifted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of the sum [R, C], of weight and bias [C] if weighted, and of the shift [C] if shifted; else [0]."""
+    columns = summed.shape[-1]
+    out = torch.empty_like(summed)
+    grad_weight, grad_bias = (weight.new_empty(columns if weighted else 0) for _ in range(2))
+    grad_shift = weight.new_empty(columns if shifted else 0)
+    sums = [*([grad_weight, grad_bias] if weighted else []), *([grad_shift] if shifted else [])]
+    rows, block = mean.numel(), next_power(columns)
+    at_once = max(1, min(NORM_ROWS, NORM_TILE // block))
+    parts = max(1, min(ceil_div(rows, at_once), NORM_PROGRAMS))
+    # Where there is no tensor another one stands for it, of which nothing is read or written.
+    part = mean if not sums else mean.new_empty(parts, len(sums), columns)
+    joined = 0 if more is None else columns
+    _norm[(parts,)](
+        grad, grad if more is None else more, summed, mean, scale, weight, out, part, rows, columns, joined,
+        WEIGHTED=weighted, SHIFTED=shifted, ROWS=at_once, COLUMNS=block, num_warps=8,
+    )  # fmt: skip
+    if sums:
+        add_parts(part, *sums)
+    return out, grad_weight, grad_bias, grad_shift
