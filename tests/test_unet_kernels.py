@@ -76,6 +76,11 @@ def learning_calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     return {
         "gate that learns": (operators.gated_gelu, (wide.clone().requires_grad_(), bias.clone().requires_grad_())),
         "gate before a bias that does not": (operators.gated_gelu, (wide.clone().requires_grad_(), bias)),
+        "bias that learns": (operators.conv_bias, (low.clone().requires_grad_(), bias.clone().requires_grad_())),
+        "bias and residual that learn": (
+            operators.conv_add,
+            (low.clone().requires_grad_(), bias.clone().requires_grad_(), wide),
+        ),
         "gate's gradients": (learning.gated_gelu_backward, (low[:, :4], low, bias, True)),
         "gate's gradient alone": (learning.gated_gelu_backward, (wide[:, :4], wide, bias, False)),
         "norm that learns": (learning.kept_row_norm, (*(each.clone().requires_grad_() for each in norm), 1e-5)),
@@ -195,6 +200,8 @@ def glue_that_learns() -> dict[str, tuple[str, tuple[Any, ...]]]:
         "sum and norm": ("add_norm", (x, residual, *vectors[:2], None, 1e-3)),
         "sum, shift and norm": ("add_norm", (x, residual, *vectors, 1e-3)),
         "norm": ("row_norm", (x, *vectors[:2], 1e-3)),
+        "bias": ("conv_bias", (x, vectors[0])),
+        "bias and residual": ("conv_add", (x, vectors[0], residual)),
     }
 
 

@@ -252,7 +252,7 @@ def test_kernels_run_with_gradients_and_without(monkeypatch: pytest.MonkeyPatch)
         (out[0] if isinstance(out, tuple) else out).sum().backward()
     with torch.no_grad():
         assert GatedGelu()(x.double(), x.double(), bias[:6].double()).dtype == torch.float64
-    assert ran[6:] == ["gated_gelu", "kept_add_norm", "kept_row_norm"]
+    assert ran[6:] == ["conv_bias", "gated_gelu", "conv_add", "kept_add_norm", "kept_row_norm"]
 
 
 def test_a_model_predicts_as_without_kernels_in_as_many_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,6 +198,38 @@ def test_an_output_that_nobody_used_has_no_gradient() -> None:
                 close(one, other, torch.float32)
 
 
+# --- biases of convolutions ---
+
+
+@pytest.mark.usefixtures("_programs_go_round")
+@pytest.mark.parametrize(("dtype", "wide"), PAIRS, ids=str)
+@pytest.mark.parametrize(("rows", "columns"), SIZES)
+def test_biases_of_convolutions(rows: int, columns: int, dtype: torch.dtype, wide: torch.dtype) -> None:
+    x, residual, bias = (
+        values(rows, columns, dtype=dtype),
+        values(rows, columns, dtype=dtype),
+        values(columns, dtype=wide),
+    )
+
+    def exactly(x: Tensor, bias: Tensor, residual: Tensor | None = None) -> Tensor:
+        return x + bias if residual is None else x + bias + residual
+
+    check(learning.conv_add, exactly, [x, bias, residual])
+    check(learning.conv_bias, exactly, [x, bias])
+
+
+def test_residuals_of_another_dtype() -> None:
+    x, bias, residual = values(5, 40, dtype=torch.bfloat16), values(40), values(5, 40)
+    check(learning.conv_add, fallback.conv_add, [x, bias, residual])
+
+
+def test_a_gradient_goes_through_a_sum_as_it_is() -> None:
+    x, bias, residual = values(5, 40), values(40).detach(), values(5, 40)
+    grad = values(5, 40).detach()
+    found = torch.autograd.grad(learning.conv_add(x, bias, residual), [x, residual], grad)
+    assert all(each.data_ptr() == grad.data_ptr() for each in found)
+
+
 # --- all of them ---
 
 
@@ -207,6 +239,8 @@ def glue() -> dict[str, tuple[Callable[..., Any], Callable[..., Any], list[Tenso
     weight, bias, shift = (values(24).detach()[::2].requires_grad_() for _ in range(3))
     return {
         "gate": (learning.gated_gelu, fallback.gated_gelu, [x, bias]),
+        "bias": (learning.conv_bias, fallback.conv_bias, [x, bias]),
+        "bias and residual": (learning.conv_add, fallback.conv_add, [x, bias, y]),
         "add and norm": (
             lambda *given: learning.add_norm(*given, 1e-3),
             lambda *given: fallback.add_norm(*given, 1e-3),

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.layers import in_words, to_images, to_rows
+from zoo.layers import in_words, plain, to_images, to_rows
 from zoo.operators import ceil_div
 from zoo.unet import fallback, learning, operators
 
@@ -32,8 +32,7 @@ class ConvAdd(nn.Module):
 
     def forward(self, x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
         """[R, C], [C] and [R, C] -> [R, C]."""
-        kind = operators if operators.glue_kernels_run(x, bias, residual) else fallback
-        return kind.conv_add(x, bias, residual)
+        return _glue_for(x, bias, residual).conv_add(x, bias, residual)
 
 
 def conv3(x: Tensor, weight: Tensor) -> Tensor:
@@ -49,16 +48,17 @@ def _product_of_windows(x: Tensor, weight: Tensor, bias: Tensor | None, stride: 
 
 
 def conv(x: Tensor, layer: nn.Conv2d) -> Tensor:
-    """A convolution with its bias: [B, C_in, H, W] -> [B, C_out, H', W']. Hooks of the layer are not for this."""
+    """A convolution with its bias: [B, C_in, H, W] -> [B, C_out, H', W']. Hooks of the layer are not for inference."""
     bias = layer.bias
-    if bias is None or not operators.glue_kernels_run(x, layer.weight, bias):
+    kind = fallback if bias is None else _glue_for(x, layer.weight, bias)
+    if bias is None or kind is fallback or (kind is learning and not plain(layer, nn.Conv2d)):
         out: Tensor = layer(x)
         return out
     stride, usual = layer.stride[0], layer.kernel_size == (3, 3) and layer.padding == (1, 1)
     if usual and operators.windows_run(x, layer.weight, stride):
         return _product_of_windows(x, layer.weight, bias, stride)
     x = layer._conv_forward(x, layer.weight, None)
-    return to_images(operators.conv_bias(to_rows(x), bias), x)
+    return to_images(kind.conv_bias(to_rows(x), bias), x)
 
 
 def upsample(x: Tensor) -> Tensor:

@@ -223,3 +223,23 @@ def _row_gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | Non
 
 
 _LIBRARY.autograd("kept_row_norm", _row_gradients, _keep_rows)
+
+
+# --- biases of convolutions ---
+
+conv_add, conv_bias = operators.conv_add, operators.conv_bias
+
+
+def _keep_dtypes(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.dtypes = tuple(each.dtype for each in inputs)
+
+
+def _added_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Of a sum every summand has the gradient of the sum; the bias, which is in every row, that of them all."""
+    bias = column_sums(grad, ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
+    x, *residual = (grad.to(dtype) for dtype in (ctx.dtypes[0], *ctx.dtypes[2:]))
+    return x, bias, *residual
+
+
+_LIBRARY.autograd("conv_add", _added_gradients, _keep_dtypes)
+_LIBRARY.autograd("conv_bias", _added_gradients, _keep_dtypes)

@@ -68,9 +68,9 @@ def _add_low(x, low, out, numbers, NUMBERS: tl.constexpr):
     tl.store(out + place, value.to(out.dtype.element_ty), mask=seen)
 
 
-def parts_of(rows: int) -> int:
-    """How many programs share the rows of one tile of columns."""
-    return min(max(ceil_div(rows, ROWS), 1), PARTS)
+def parts_of(rows: int, most: int | None = None) -> int:
+    """How many programs share the rows of one tile of columns; ``PARTS`` at most if nothing is said."""
+    return min(max(ceil_div(rows, ROWS), 1), most or PARTS)
 
 
 def add_parts(part: Tensor, *sums: Tensor) -> None:
@@ -87,7 +87,9 @@ def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
     x, columns = x.contiguous(), x.shape[-1]
     out = x.new_empty(columns, dtype=dtype)
     rows = x.numel() // columns
-    part = x.new_empty(parts_of(rows), 1, columns, dtype=torch.float32)
+    # Where one tile holds all columns there are no others beside it to be read.
+    parts = parts_of(rows, PARTS if columns > COLUMNS else 2 * PARTS)
+    part = x.new_empty(parts, 1, columns, dtype=torch.float32)
     _column_sums[(ceil_div(columns, COLUMNS), part.shape[0])](
         x, part, rows, columns, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=8
     )
