@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,27 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import zoo
 from tests.kernel_runs import run_checks
-from zoo.unet import attention, fallback, glue, learning, operators
+from zoo.compile import plan_of
+from zoo.ledger import LEDGER
+from zoo.operators import KERNEL_DTYPES
+from zoo.training import checkpoint_regions
+from zoo.unet import (
+    CUTS,
+    ResnetBlock,
+    TransformerBlock,
+    UNet,
+    attention,
+    cut,
+    fallback,
+    glue,
+    learning,
+    operators,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKS = ("unet_kernel_checks.py", "unet_glue_checks.py", "unet_learning_checks.py", "unet_attention_checks.py")
@@ -322,6 +339,153 @@ def test_operators_in_regions_cost_no_graph(
     count = len(ran)
     zoo.warm_up(model, **inputs[0])
     assert len(ran) == count
+
+
+# --- in a model that learns ---
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """As where kernels run; what runs in the operators is torch's own, and is counted."""
+    ran: Counter[str] = Counter()
+
+    def run(name: str, *given: Any, module: str = "glue") -> Any:
+        ran.update([name])
+        return getattr(fallback, name)(*(each.contiguous() if isinstance(each, Tensor) else each for each in given))
+
+    monkeypatch.setattr(operators, "run_glue", run)
+    monkeypatch.setattr(operators, "kernels_take", lambda *given: all(x.dtype in KERNEL_DTYPES for x in given))
+    return ran
+
+
+def outputs_and_gradients(model: nn.Module, inputs: dict[str, Any], autocast: bool) -> list[Tensor]:
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = model(**inputs).sample
+    above = torch.linspace(-1, 1, out.numel()).view(out.shape)
+    learning = [each for each in model.parameters() if each.requires_grad]
+    return [out.detach(), *torch.autograd.grad((out.float() * above).sum(), learning)]
+
+
+def near(found: list[Tensor], expected: list[Tensor], relative: float) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert (ours.float() - theirs.float()).norm() <= relative * theirs.float().norm() + 1e-5
+
+
+def wanted_of(model: UNet) -> dict[str, int]:
+    """Operators of a step: of each resnet block, transformer, and convolution with a bias of its own."""
+    blocks = sum(isinstance(each, TransformerBlock) for each in model.modules())
+    resnets = sum(isinstance(each, ResnetBlock) for each in model.modules())
+    convs = 1 + sum("sample" in name and isinstance(each, nn.Conv2d) for name, each in model.named_modules())
+    there = {"gated_gelu": blocks, "kept_add_norm": 2 * blocks, "kept_row_norm": blocks}
+    back = {"gated_gelu_backward": blocks, "norm_backward": 3 * blocks}
+    return {**there, **back, "conv_add": resnets, "conv_bias": convs}
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize(("name", "needed"), [("unet-debug", 4), ("unet-xl-debug", 3)])
+def test_a_model_trains_by_operators_in_the_graphs_that_it_declares(
+    name: str, needed: int, autocast: bool, counted: Counter[str]
+) -> None:
+    torch.manual_seed(0)
+    model = zoo.create(name).train()
+    inputs = [zoo.example_inputs(model, batch=batch, size=16, tokens=5) for batch in (2, 1, 3)]
+    eager = [outputs_and_gradients(model, given, autocast) for given in inputs]
+    assert counted == {kind: 3 * times for kind, times in wanted_of(model).items()}
+    zoo.compile_regions(model, backend="aot_eager")
+    with zoo.enforce_budget(model):
+        for given, expected in zip(inputs, eager, strict=True):
+            counted.clear()
+            near(outputs_and_gradients(model, given, autocast), expected, 1e-2 if autocast else 1e-5)
+            assert counted == wanted_of(model)
+    plan = plan_of(model)
+    assert plan is not None and sum(entry.graphs for entry in LEDGER.of(plan.ledger_id)) == needed
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+def test_a_model_trains_as_without_operators(
+    autocast: bool, counted: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = zoo.create("unet-debug").train()
+    inputs = zoo.example_inputs(model, size=8, tokens=5)
+    ours = outputs_and_gradients(model, inputs, autocast)
+    monkeypatch.setattr(operators, "kernels_take", lambda *given: False)
+    counted.clear()
+    plain = outputs_and_gradients(model, inputs, autocast)
+    wide = {key: each.double() if each.is_floating_point() else each for key, each in inputs.items()}
+    exact = outputs_and_gradients(copy.deepcopy(model).double(), wide, False)
+    assert not counted
+    for one, other, wanted in zip(ours, plain, exact, strict=True):
+        assert one.dtype == other.dtype and one.stride() == other.stride()
+        errors = [float((each - wanted).norm() / wanted.norm().clamp(min=1e-6)) for each in (one, other)]
+        assert errors[0] < 1.5 * errors[1] + (1e-2 if autocast else 1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in CUTS if name != "glue"])
+def test_other_cuts_hold_the_operators_as_well(name: str, counted: Counter[str]) -> None:
+    torch.manual_seed(0)
+    model = zoo.create("unet-xl-debug").train()
+    inputs = zoo.example_inputs(model, size=8, tokens=5)
+    expected = outputs_and_gradients(model, inputs, True)
+    zoo.compile_regions(model, regions=cut(model, name), backend="aot_eager")
+    counted.clear()
+    with zoo.enforce_budget(model):
+        near(outputs_and_gradients(model, inputs, True), expected, 1e-2)
+    assert counted == wanted_of(model)
+
+
+def test_frozen_weights_have_no_gradients_and_cost_no_sums(counted: Counter[str]) -> None:
+    torch.manual_seed(0)
+    model = zoo.create("unet-debug").train()
+    inputs = zoo.example_inputs(model, size=8, tokens=5)
+    names = [name for name, _ in model.named_parameters()]
+    expected = dict(zip(names, outputs_and_gradients(model, inputs, True)[1:], strict=True))
+    trained = [name for name in expected if ".qkv." in name or ".norm2." in name]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+    summed: list[tuple[bool, ...]] = []
+    asked = operators.run_glue
+    counted.clear()
+
+    def note(name: str, *given: Any, **module: str) -> Any:
+        if "backward" in name:
+            summed.append(tuple(each for each in given if isinstance(each, bool)))
+        return asked(name, *given, **module)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operators, "run_glue", note)
+        patch.setattr(learning, "column_sums", lambda *_: pytest.fail("summed for a bias that does not learn"))
+        found = outputs_and_gradients(model, inputs, True)[1:]
+    near(found, [expected[name] for name in trained], 1e-6)
+    # Of the norms every third, which is the second of a block; of the gates none.
+    assert summed and {each for each in summed if len(each) == 1} == {(False,)}
+    assert {each for each in summed if len(each) == 2} == {(False, False), (True, False)}
+
+
+def test_checkpoints_compute_again_what_operators_kept(counted: Counter[str]) -> None:
+    torch.manual_seed(0)
+    model = zoo.create("unet-debug").train()
+    inputs = zoo.example_inputs(model, size=8, tokens=5)
+    expected = outputs_and_gradients(model, inputs, False)
+    zoo.compile_regions(model, regions=cut(model, "transformers"), backend="aot_eager")
+    checkpoint_regions(model, TransformerBlock)
+    counted.clear()
+    near(outputs_and_gradients(model, inputs, False), expected, 1e-5)
+    wanted = wanted_of(model)
+    twice = {name: 2 * wanted[name] for name in ("gated_gelu", "kept_add_norm", "kept_row_norm")}
+    assert counted == {**wanted, **twice}
+
+
+def test_convolutions_that_somebody_listens_to_are_called(counted: Counter[str]) -> None:
+    model, heard = zoo.create("unet-debug").train(), list[int]()
+    inputs = zoo.example_inputs(model, size=8, tokens=5)
+    expected = outputs_and_gradients(model, inputs, False)
+    before = counted["conv_bias"]
+    counted.clear()
+    model.conv_in.register_forward_hook(lambda *_: heard.append(1))
+    near(outputs_and_gradients(model, inputs, False), expected, 1e-6)
+    assert heard == [1] and counted["conv_bias"] == before - 1
 
 
 def test_importing_and_running_the_family_brings_no_triton() -> None:
