@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from tests.kernel_runs import run_checks
 from zoo.gradients import operators
-from zoo.gradients.linear import low_linear, takes_low
+from zoo.gradients.linear import low_add_linear, low_linear, takes_low
 
 CHECKS = "gradients_kernel_checks.py"
 
@@ -74,6 +74,25 @@ def test_gradients_of_a_low_product_are_those_of_its_rounded_numbers(biased: boo
     for ours, theirs in zip(found[1:], expected[1:], strict=True):
         # Never rounded to the low dtype.
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_a_low_product_and_what_it_is_added_to() -> None:
+    added, x = torch.randn(5, 6).bfloat16().requires_grad_(), torch.randn(5, 8).bfloat16().requires_grad_()
+    weight, grad = torch.randn(6, 8).requires_grad_(), torch.randn(5, 6).bfloat16()
+    out = low_add_linear(added, x, weight)
+    assert torch.equal(out, torch.addmm(added, x, weight.bfloat16().t()))
+    found = torch.autograd.grad(out, [added, x, weight], grad)
+    assert found[0].data_ptr() == grad.data_ptr()
+    torch.testing.assert_close(found[1].double(), grad.double() @ weight.bfloat16().double(), rtol=8e-3, atol=8e-3)
+    torch.testing.assert_close(found[2].double(), grad.double().t() @ x.double(), rtol=1e-5, atol=1e-5)
+
+
+def test_what_does_not_learn_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("weight_gradient", "column_sums"):
+        monkeypatch.setattr(operators, name, lambda *_: pytest.fail("nobody asked"))
+    x, weight, bias = torch.randn(5, 8).bfloat16().requires_grad_(), torch.randn(8, 8), torch.randn(8)
+    (low_linear(x, weight, bias) + low_add_linear(x, x, weight)).sum().backward()
+    assert x.grad is not None
 
 
 def test_only_what_autocast_would_convert_is_taken_low() -> None:

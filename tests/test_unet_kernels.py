@@ -20,12 +20,14 @@ from torch.testing._internal.two_tensor import TwoTensor
 import zoo
 from tests.kernel_runs import run_checks
 from zoo.compile import plan_of
+from zoo.gradients import operators as gradients
 from zoo.ledger import LEDGER
 from zoo.operators import KERNEL_DTYPES
 from zoo.training import checkpoint_regions
 from zoo.unet import (
     CUTS,
     ResnetBlock,
+    Transformer,
     TransformerBlock,
     UNet,
     attention,
@@ -420,6 +422,45 @@ def test_a_model_trains_as_without_operators(
         assert one.dtype == other.dtype and one.stride() == other.stride()
         errors = [float((each - wanted).norm() / wanted.norm().clamp(min=1e-6)) for each in (one, other)]
         assert errors[0] < 1.5 * errors[1] + (1e-2 if autocast else 1e-5)
+
+
+def test_products_learn_in_float32_under_autocast(counted: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = zoo.create("unet-debug").train()
+    inputs = zoo.example_inputs(model, size=8, tokens=5)
+    ran: Counter[str] = Counter()
+    for name in ("weight_gradient", "column_sums"):
+        operator = getattr(gradients, name)
+        monkeypatch.setattr(
+            gradients, name, lambda *given, name=name, operator=operator: (ran.update([name]), operator(*given))[1]
+        )
+    outputs_and_gradients(model, inputs, False)
+    assert not ran, "there is nothing to lower"
+    _, *found = outputs_and_gradients(model, inputs, True)
+    kinds = Counter(type(each) for each in model.modules())
+    shortcuts = sum(each.shortcut is not None for each in model.modules() if isinstance(each, ResnetBlock))
+    # Of transformers both ends and six in each block; and those of all timesteps and of all texts.
+    assert ran["weight_gradient"] == 2 * kinds[Transformer] + 6 * kinds[TransformerBlock] + shortcuts + 2
+    assert ran["column_sums"] == 2 * kinds[Transformer] + kinds[TransformerBlock] + shortcuts + 1
+    for (name, _), grad in zip(model.named_parameters(), found, strict=True):
+        if name.endswith(("qkv.weight", "mlp_out.weight", "proj_in.weight", "text_projections.weight")):
+            assert not torch.equal(grad, grad.bfloat16().float()), f"{name} was rounded on its way"
+
+
+@pytest.mark.parametrize("name", ["qkv", "self_out", "query", "text_out", "mlp_in", "mlp_out"])
+def test_products_that_somebody_listens_to_are_called_where_they_learn(name: str, counted: Counter[str]) -> None:
+    torch.manual_seed(0)
+    block, x, key = TransformerBlock(8, 2), torch.randn(6, 8), torch.randn(2, 5, 8)
+    heard: list[str] = []
+    layer = getattr(block, name)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = block(x.bfloat16(), key.bfloat16(), key.bfloat16(), None, None)
+        layer.register_full_backward_hook(lambda *_: heard.append("back"))
+        layer.register_forward_hook(lambda *_: heard.append("there"))
+        found = block(x.bfloat16(), key.bfloat16(), key.bfloat16(), None, None)
+    found.float().sum().backward()
+    assert heard == ["there", "back"] and counted["kept_add_norm"] == 4
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("name", [name for name in CUTS if name != "glue"])

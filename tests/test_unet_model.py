@@ -425,7 +425,7 @@ class _Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
-@pytest.mark.parametrize("name", ["text_out", "mlp_in", "mlp_out", "self_out"])
+@pytest.mark.parametrize("name", ["qkv", "query", "text_out", "mlp_in", "mlp_out", "self_out"])
 def test_what_takes_the_place_of_a_product_is_called(name: str) -> None:
     torch.manual_seed(0)
     block = TransformerBlock(8, 2)
@@ -438,11 +438,11 @@ def test_what_takes_the_place_of_a_product_is_called(name: str) -> None:
         torch.testing.assert_close(block(x.clone(), key, key, None, None), before)
         assert heard == [1]
         handle.remove()
-        adapted = _Doubled(plain.in_features, plain.out_features)
+        adapted = _Doubled(plain.in_features, plain.out_features, plain.bias is not None)
         adapted.load_state_dict(plain.state_dict())
         setattr(block, name, adapted)
         found = block(x.clone(), key, key, None, None)
-        twice = nn.Linear(plain.in_features, plain.out_features)
+        twice = nn.Linear(plain.in_features, plain.out_features, plain.bias is not None)
         twice.load_state_dict({key: 2 * value for key, value in plain.state_dict().items()})
         setattr(block, name, twice)
         torch.testing.assert_close(found, block(x.clone(), key, key, None, None))

@@ -36,6 +36,12 @@ def low_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
+def low_add_linear(added: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """The same of x [R, C] without a bias, in one product with what it is added to [R, N], low as well."""
+    out: Tensor = _AddLinear.apply(added, x, weight)
+    return out
+
+
 class _Linear(torch.autograd.Function):
     """Gradients of weight and bias are summed and kept in float32."""
 
@@ -57,3 +63,20 @@ class _Linear(torch.autograd.Function):
             operators.weight_gradient(rows, x.flatten(0, -2)) if wanted[1] else None,
             operators.column_sums(rows, torch.float32) if ctx.biased and wanted[2] else None,
         )
+
+
+class _AddLinear(torch.autograd.Function):
+    """Of what is added the gradient is the sum's as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, added: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        low = operators.lowered(weight, x.dtype)
+        ctx.save_for_backward(x, low)
+        return torch.addmm(added, x, low.t())
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, low = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        return grad, grad @ low if wanted[1] else None, operators.weight_gradient(grad, x) if wanted[2] else None

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from zoo.layers import to_images, to_rows, untracked
 from zoo.unet.config import BlockShape, LevelShape, UNetConfig
 from zoo.unet.glue import ConvAdd, conv, conv3, upsample
+from zoo.unet.learning import linear
 from zoo.unet.operators import cat_group_norm, group_norm
 from zoo.unet.transformer import Transformer
 
@@ -84,7 +85,7 @@ class ResnetBlock(nn.Module):
         hidden = conv3(hidden, self.conv2.weight)
         residual = to_rows(x)
         if self.shortcut is not None:
-            residual = F.linear(residual, self.shortcut.weight.flatten(1), self.shortcut.bias)
+            residual = linear(residual, self.shortcut.weight.flatten(1), self.shortcut.bias)
         assert self.conv2.bias is not None
         return to_images(self.add(to_rows(hidden), untracked(self.conv2.bias), residual), hidden)
 

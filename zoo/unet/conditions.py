@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.unet.config import UNetConfig
+from zoo.unet.learning import linear
 
 
 class TimeShifts(NamedTuple):
@@ -88,7 +89,7 @@ class TimeProjections(nn.Module):
 
     def forward(self, embedded: Tensor) -> Tensor:
         """[..., E] to [..., S]."""
-        return F.linear(F.silu(embedded), self.weight, self.bias + self.conv_bias)
+        return linear(F.silu(embedded), self.weight, self.bias + self.conv_bias)
 
 
 class TextProjections(nn.Module):
@@ -102,7 +103,7 @@ class TextProjections(nn.Module):
 
     def forward(self, text: Tensor) -> Tensor:
         """[B, L, D] to [B, L, K]: keys, then values, of one block after the other."""
-        return F.linear(text, self.weight)
+        return linear(text, self.weight)
 
 
 class Conditions(nn.Module):

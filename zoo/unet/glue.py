@@ -108,5 +108,5 @@ class GatedGelu(nn.Module):
         if operators.gated_product_runs(x, weight, bias):
             out: Tensor = operators.gated_gelu_product(x, weight, bias)
             return out
-        wide = F.linear(x, weight)
+        wide = learning.linear(x, weight)
         return _glue_for(wide, bias).gated_gelu(wide, bias)

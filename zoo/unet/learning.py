@@ -1,10 +1,10 @@
-"""Glue where gradients are wanted: the operators of operators.py, and those that their backward runs.
+"""Glue and products where gradients are wanted: the operators of operators.py, and what their backward runs.
 
 Written in torch's functions the backward of a gate or a norm is several passes, and the sum over rows for each bias is
 one more. Here each is a pass, with what weight and biases get summed on the way. Where a kernel of ours does not run,
 or more is asked for than a gradient, ``fallback`` is differentiated as it is: ``runs`` tells.
 
-Shape legend: R rows (pixels of all images), C channels, I width inside the MLP.
+Shape legend: R rows (pixels of all images), C channels, I width inside the MLP, N rows of a weight.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from zoo.gradients.linear import low_add_linear, low_linear, takes_low
 from zoo.gradients.operators import column_sums
-from zoo.layers import ordinary
+from zoo.layers import compute_dtype, ordinary, plain
 from zoo.operators import OperatorLibrary, differentiated, forward_mode, transformed
 from zoo.unet import operators
 
@@ -243,3 +245,30 @@ def _added_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 _LIBRARY.autograd("conv_add", _added_gradients, _keep_dtypes)
 _LIBRARY.autograd("conv_bias", _added_gradients, _keep_dtypes)
+
+
+# --- products ---
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A product [..., C], [N, C] and [N] or None -> [..., N]; under autocast with gradients of ``zoo.gradients``."""
+    if not runs(x, weight, *(() if bias is None else (bias,))):
+        return F.linear(x, weight, bias)
+    # As autocast would.
+    low = x.to(compute_dtype(x))
+    return low_linear(low, weight, bias) if takes_low(low, weight, bias) else F.linear(x, weight, bias)
+
+
+def add_linear(added: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """The same of x [R, C] without a bias, in one product with what it is added to [R, N]."""
+    if runs(added, x, weight) and added.dtype == x.dtype and takes_low(x, weight, None):
+        return low_add_linear(added, x, weight)
+    return torch.addmm(added, x, weight.t())
+
+
+def product(x: Tensor, layer: nn.Linear) -> Tensor:
+    """``linear`` of a layer, which is called if it is not what it was built as."""
+    if plain(layer):
+        return linear(x, layer.weight, layer.bias)
+    out: Tensor = layer(x)
+    return out

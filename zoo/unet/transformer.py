@@ -25,6 +25,7 @@ from zoo.unet import operators
 from zoo.unet.attention import attend
 from zoo.unet.config import BlockShape, UNetConfig
 from zoo.unet.glue import AddNorm, GatedGelu, RowNorm
+from zoo.unet.learning import add_linear, linear, product
 
 # Diffusers fixes the one before a transformer.
 ENTRY_EPS = 1e-6
@@ -71,13 +72,13 @@ class TransformerBlock(nn.Module):
         text_out, mlp_out = self.text_out, self.mlp_out
         text_bias_ahead, mlp_bias_ahead = plain(text_out), plain(mlp_out)
         # Taken apart at once, so that their gradients are put side by side at once.
-        own = self.qkv(self.norm1(x)).view(batch, -1, 3, self.heads, width // self.heads)
+        own = product(self.norm1(x), self.qkv).view(batch, -1, 3, self.heads, width // self.heads)
         own_query, own_key, own_value = own.unbind(2)
         mixed = attend(own_query, own_key, own_value, self_bias)
-        x, normed = self.norm2(self.self_out(mixed), x, untracked(text_out.bias) if text_bias_ahead else None)
-        query = self.query(normed).view(batch, -1, self.heads, width // self.heads)
+        x, normed = self.norm2(product(mixed, self.self_out), x, untracked(text_out.bias) if text_bias_ahead else None)
+        query = product(normed, self.query).view(batch, -1, self.heads, width // self.heads)
         mixed = attend(query, key.unflatten(2, heads), value.unflatten(2, heads), text_bias)
-        mixed = F.linear(mixed, text_out.weight) if text_bias_ahead else text_out(mixed)
+        mixed = linear(mixed, text_out.weight) if text_bias_ahead else text_out(mixed)
         x, normed = self.norm3(mixed, x, untracked(mlp_out.bias) if mlp_bias_ahead else None)
         hidden = self._hidden(normed)
         return _add_product(x, hidden, mlp_out.weight) if mlp_bias_ahead else x + mlp_out(hidden)
@@ -95,7 +96,7 @@ class TransformerBlock(nn.Module):
 def _add_product(x: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
     """X [R, C], which nobody else reads any more, plus hidden [R, I] by weight [C, I]."""
     if torch.is_grad_enabled() or not x.dtype == hidden.dtype == weight.dtype:
-        return torch.addmm(x, hidden, weight.t())
+        return add_linear(x, hidden, weight)
     # Into another tensor torch 2.11 copies x first.
     return x.addmm_(hidden, weight.t())
 
@@ -120,11 +121,11 @@ class Transformer(nn.Module):
         """[B, C, H, W], and of each block keys [B, L, C] and values [B, L, C] in turn -> [B, C, H, W]."""
         norm = self.norm
         rows = to_rows(operators.group_norm(x, None, norm.weight, norm.bias, self.groups, norm.eps, False))
-        rows = F.linear(rows, self.proj_in.weight.flatten(1), self.proj_in.bias)
+        rows = linear(rows, self.proj_in.weight.flatten(1), self.proj_in.bias)
         for block in self.blocks:
             key, value = next(keys_values), next(keys_values)
             rows = block(rows, key, value, self_bias, text_bias)
-        rows = F.linear(rows, self.proj_out.weight.flatten(1), self.proj_out.bias)
+        rows = linear(rows, self.proj_out.weight.flatten(1), self.proj_out.bias)
         return to_images(torch.add(rows, to_rows(x)), x)
 
 
