@@ -1,6 +1,7 @@
 """What the kernels compute, in torch's own operators, and the gradients of both.
 
-Glue is written so that it can be differentiated and compiled for symbolic sizes: training runs it as it is.
+Glue is written so that it can be differentiated and compiled for symbolic sizes: where no kernel runs training takes it
+as it is.
 
 Shape legend: as in operators.py; G groups.
 """

@@ -1,7 +1,7 @@
 """What lies between the library's convolutions, products and attention: the regions of the family, and what needs none.
 
-Where nothing is to be differentiated and Triton knows the GPU, each is one kernel of our own (``kernels/glue.py``), the
-gate with a product of the library's or its own: the compiler's for symbolic sizes are slower. Everywhere else the
+Where Triton knows the GPU each is one kernel of our own (``kernels/glue.py``), the gate with a product of the library's
+or its own, and so is each gradient (``learning.py``): the compiler's for symbolic sizes are slower. Everywhere else the
 compiler fuses torch's own operators, and differentiates them.
 
 Shape legend: R rows (pixels of all images), C channels, I width inside the MLP, B images, H height, W width.

@@ -2,6 +2,7 @@
 
 torch's own group norm goes through the other memory format, and adds what comes before it and applies what comes after
 it in passes of their own. On a GPU ours are one Triton launch or two, and glue is one; elsewhere torch's own operators.
+Gradients of group norm are here, those of glue in learning.py.
 
 Shape legend: B images, C channels, H height, W width, S channels of a skip connection, R rows, I width inside the MLP.
 """

@@ -3,8 +3,8 @@
 
 What the compiler makes for symbolic sizes divides the place of each number by a width that it does not know, and so
 reads them one by one. Here programs hold tiles of rows and columns, whose places are sums. Sizes are no part of the
-code: one compilation serves all levels of a model, of norms one for each power of two that a width fits in. Without
-gradients: training is the compiler's.
+code: one compilation serves all levels of a model, of norms one for each power of two that a width fits in. Gradients
+are glue_backward.py's, for which norms keep what the sum alone does not tell.
 
 Shape legend: R rows (pixels of all images), C channels, I width inside the MLP, B images, H height, W width.
 """
