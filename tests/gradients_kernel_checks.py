@@ -60,6 +60,13 @@ def test_programs_as_they_are() -> None:
     check_sums(values(1, 24).expand(17, -1))
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_gradients_of_weights_are_float32_sums(dtype: torch.dtype) -> None:
+    grad, x = values(40, 16, dtype=dtype), values(40, 24, dtype=dtype)
+    found, expected = operators.weight_gradient(grad, x), grad.double().t() @ x.double()
+    assert found.dtype == torch.float32 and (found.double() - expected).norm() < 1e-5 * expected.norm()
+
+
 def test_no_rows() -> None:
     x = values(0, 32)
     assert not operators.column_sums(x, torch.float32).any() and operators.add_low(x, x).shape == (0, 32)

@@ -5,6 +5,7 @@ TRITON_INTERPRET=1 python -m pytest tests/unet_learning_checks.py
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from zoo.gradients import operators as gradients
 from zoo.gradients.kernels import sums
-from zoo.unet import fallback, learning, operators
+from zoo.layers import to_rows
+from zoo.unet import ConvAdd, TransformerBlock, fallback, learning, operators
+from zoo.unet import glue as of_unet
 from zoo.unet.kernels import glue_backward as kernels
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -25,7 +28,8 @@ pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
 RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 8e-3 if DEVICE == "cpu" else 4e-3, torch.float16: 5e-4}
 # The rows' dtype, and the parameters'.
 PAIRS = [*((dtype, dtype) for dtype in RELATIVE), (torch.bfloat16, torch.float32)]
-SIZES = [(9, 40), (1, 8), (3, 7)]
+# Rows, columns and dtypes: programs that go round, less than a tile, and what vectors do not divide.
+CASES = [*((9, 40, *pair) for pair in PAIRS), *((*size, *PAIRS[-1]) for size in ((1, 8), (3, 7)))]
 
 
 @pytest.fixture(autouse=True)
@@ -81,8 +85,7 @@ def check(ours: Callable[..., Any], theirs: Callable[..., Any], given: Sequence[
 
 
 @pytest.mark.usefixtures("_programs_go_round")
-@pytest.mark.parametrize(("dtype", "wide"), PAIRS, ids=str)
-@pytest.mark.parametrize(("rows", "columns"), SIZES)
+@pytest.mark.parametrize(("rows", "columns", "dtype", "wide"), CASES)
 def test_gates(rows: int, columns: int, dtype: torch.dtype, wide: torch.dtype) -> None:
     x, bias = values(rows, 2 * columns, dtype=dtype, scale=2.0), values(2 * columns, dtype=wide)
     check(learning.gated_gelu, fallback.gated_gelu, [x, bias])
@@ -118,8 +121,7 @@ def test_the_slope_of_gelu_of_what_is_not_finite() -> None:
 
 @pytest.mark.usefixtures("_programs_go_round")
 @pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize(("dtype", "wide"), PAIRS, ids=str)
-@pytest.mark.parametrize(("rows", "columns"), SIZES)
+@pytest.mark.parametrize(("rows", "columns", "dtype", "wide"), CASES)
 def test_norms_of_sums(rows: int, columns: int, dtype: torch.dtype, wide: torch.dtype, shifted: bool) -> None:
     # Sums without an error, so that float64 norms what we norm.
     x, residual = (values(rows, columns).detach().mul(4).round().div(4).to(dtype).requires_grad_() for _ in range(2))
@@ -135,8 +137,7 @@ def test_norms_of_sums(rows: int, columns: int, dtype: torch.dtype, wide: torch.
 
 
 @pytest.mark.usefixtures("_programs_go_round")
-@pytest.mark.parametrize(("dtype", "wide"), PAIRS, ids=str)
-@pytest.mark.parametrize(("rows", "columns"), SIZES)
+@pytest.mark.parametrize(("rows", "columns", "dtype", "wide"), CASES)
 def test_norms_of_rows(rows: int, columns: int, dtype: torch.dtype, wide: torch.dtype) -> None:
     given = [values(rows, columns, dtype=dtype, mean=2.0), values(columns, dtype=wide, mean=1.0)]
     given.append(values(columns, dtype=wide))
@@ -202,8 +203,7 @@ def test_an_output_that_nobody_used_has_no_gradient() -> None:
 
 
 @pytest.mark.usefixtures("_programs_go_round")
-@pytest.mark.parametrize(("dtype", "wide"), PAIRS, ids=str)
-@pytest.mark.parametrize(("rows", "columns"), SIZES)
+@pytest.mark.parametrize(("rows", "columns", "dtype", "wide"), CASES)
 def test_biases_of_convolutions(rows: int, columns: int, dtype: torch.dtype, wide: torch.dtype) -> None:
     x, residual, bias = (
         values(rows, columns, dtype=dtype),
@@ -277,3 +277,40 @@ def test_no_rows(name: str) -> None:
     found = torch.autograd.grad(outputs, given, [torch.ones_like(each) for each in outputs])
     for one, like in zip(found, given, strict=True):
         assert one.shape == like.shape and not one.any()
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+def test_a_block_trains_as_without_kernels(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    dtype = torch.bfloat16 if autocast else torch.float32
+    block, conv = TransformerBlock(16, 2).to(DEVICE), nn.Conv2d(16, 16, 3, padding=1).to(DEVICE)
+    model = nn.ModuleList([block, conv.to(memory_format=torch.channels_last)])
+    image, text = values(2, 16, 2, 3, dtype=dtype).detach(), values(2, 5, 16, dtype=dtype).detach()
+    ran: list[str] = []
+    reach = operators.run_glue
+    monkeypatch.setattr(
+        operators, "run_glue", lambda name, *given, **module: (ran.append(name), reach(name, *given, **module))[1]
+    )
+    found = []
+    for kind in ("ours", "plain", "exact"):
+        if kind == "plain":
+            assert sorted(set(ran)) == [
+                "conv_add", "conv_bias", "gated_gelu", "gated_gelu_backward", "kept_add_norm", "kept_row_norm",
+                "norm_backward",
+            ]  # fmt: skip
+            monkeypatch.setattr(operators, "triton_runs_on", lambda device: False)
+            ran.clear()
+        each = copy.deepcopy(model).double() if kind == "exact" else model
+        x, key = (given.double() if kind == "exact" else given for given in (image, text))
+        x = x.contiguous(memory_format=torch.channels_last)
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast and kind != "exact"):
+            rows = to_rows(of_unet.conv(x, each[1]))
+            rows = ConvAdd()(each[0](rows, key, key, None, None), each[1].bias, rows)
+        above = torch.linspace(-1, 1, rows.numel(), device=DEVICE).view(rows.shape)
+        grads = torch.autograd.grad((rows * above.to(rows)).sum(), list(each.parameters()))
+        assert all(grad.dtype == parameter.dtype for grad, parameter in zip(grads, each.parameters(), strict=True))
+        found.append([rows.detach(), *grads])
+    assert not ran
+    for ours, plain, wanted in zip(*found, strict=True):
+        errors = [float((each - wanted).norm() / wanted.norm()) for each in (ours, plain)]
+        # What the interpreter cuts off counts more than once.
+        assert errors[0] < ((3 if DEVICE == "cpu" else 1.5) * errors[1] + 1e-3 if autocast else 3e-6)

@@ -33,7 +33,7 @@ NORM_PROGRAMS = 256
 
 @Kernel
 @triton.jit(do_not_specialize=["rows"])
-def _gated_gelu(grad, x, bias, out, part, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _gated_gelu_backward(grad, x, bias, out, part, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     mine = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     below = tl.arange(0, ROWS)
@@ -67,7 +67,7 @@ def _gated_gelu(grad, x, bias, out, part, rows, columns, ROWS: tl.constexpr, COL
 
 @triton.jit
 def _read(grad, more, summed, mean, scale, first, row, column, rows, columns, joined):
-    """Of rows [ROWS, COLUMNS] what ``_norm`` reads: both gradients and the sum, and the mean and factor of each."""
+    """Of rows [ROWS, COLUMNS]: the norm's gradient, the sum, its other gradient, and mean and factor of each row."""
     inside = first + row < rows
     seen = inside[:, None] & (column < columns)[None, :]
     place = first * columns + row[:, None] * columns + column[None, :]
@@ -82,7 +82,7 @@ def _read(grad, more, summed, mean, scale, first, row, column, rows, columns, jo
 
 @Kernel
 @triton.jit(do_not_specialize=["rows"])
-def _norm(
+def _norm_backward(
     grad, more, summed, mean, scale, weight, out, part, rows, columns, joined,
     WEIGHTED: tl.constexpr, SHIFTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -137,7 +137,7 @@ def gated_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, summed: bool) -> 
     parts = max(1, min(ceil_div(rows, GATE_ROWS), GATE_PROGRAMS // max(across, 1)))
     part = x.new_empty(parts, 1, 2 * columns, dtype=torch.float32) if summed else None
     if columns:
-        _gated_gelu[(across, parts)](
+        _gated_gelu_backward[(across, parts)](
             grad, x, bias, out, part, rows, columns, ROWS=GATE_ROWS, COLUMNS=GATE_COLUMNS, num_warps=8
         )
         if part is not None:
@@ -161,7 +161,7 @@ def norm_backward(
     # Where there is no tensor another one stands for it, of which nothing is read or written.
     part = mean if not sums else mean.new_empty(parts, len(sums), columns)
     joined = 0 if more is None else columns
-    _norm[(parts,)](
+    _norm_backward[(parts,)](
         grad, grad if more is None else more, summed, mean, scale, weight, out, part, rows, columns, joined,
         WEIGHTED=weighted, SHIFTED=shifted, ROWS=at_once, COLUMNS=block, num_warps=8,
     )  # fmt: skip
