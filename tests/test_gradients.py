@@ -95,6 +95,28 @@ def test_what_does_not_learn_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert x.grad is not None
 
 
+@pytest.mark.parametrize("learns", ["x", "weight", "both"])
+def test_a_product_holds_what_a_gradient_needs_and_no_more(learns: str) -> None:
+    x = torch.randn(5, 8).bfloat16().requires_grad_(learns != "weight")
+    weight, bias = torch.randn(7, 8).requires_grad_(learns != "x"), torch.randn(7).requires_grad_()
+    added, held = torch.randn(5, 7).bfloat16().requires_grad_(), list[torch.Size]()
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: (held.append(each.shape), each)[1], lambda each: each):
+        low_linear(x, weight, bias)
+        low_add_linear(added, x, weight)
+    # The weight is for the gradient of x, and x for that of the weight.
+    needed = ([x.shape] if weight.requires_grad else []) + ([weight.shape] if x.requires_grad else [])
+    assert held == 2 * needed
+
+
+def test_a_low_product_of_a_single_row_may_be_a_vector() -> None:
+    x = torch.randn(8).bfloat16().requires_grad_()
+    weight, bias = torch.randn(6, 8).requires_grad_(), torch.randn(6).requires_grad_()
+    grad = torch.randn(6).bfloat16()
+    found = torch.autograd.grad(low_linear(x, weight, bias), [x, weight, bias], grad)
+    assert found[0].shape == x.shape
+    torch.testing.assert_close(found[1:], (torch.outer(grad.float(), x.float()), grad.float()))
+
+
 def test_only_what_autocast_would_convert_is_taken_low() -> None:
     x, weight, bias = torch.randn(5, 8).bfloat16(), torch.randn(6, 8), torch.randn(6)
     assert not takes_low(x, weight, bias), "no autocast"

@@ -74,10 +74,10 @@ def calls() -> dict[str, tuple[Callable[..., Tensor], tuple[Any, ...]]]:
             operators.rms_norm_backward,
             (torch.randn(3, 8), torch.randn(3, 8), norm, torch.rand(3), torch.randn(3, 8)),
         ),
-        "parts": (operators.split_rotated, (grown(2, 3, 4 * 4), torch.randn(1, 3, 4), 2, 1)),
+        "parts": (operators.split_rotated, (grown(2, 3, 4 * 32), torch.randn(1, 3, 32), 2, 1)),
         "parts' gradient": (
             operators.join_rotated,
-            (torch.randn(2, 3, 2, 4), *torch.randn(2, 2, 3, 1, 4), torch.randn(1, 3, 4)),
+            (torch.randn(2, 3, 2, 32), *torch.randn(2, 2, 3, 1, 32), torch.randn(1, 3, 32)),
         ),
         "norm_gate": (operators.norm_gate, (x, norm, 1e-6, weight)),
         "attention": (operators.decode_attention, (qkv, cache, positions, rotary, None, None, 1e-6, 2, None)),
@@ -437,4 +437,8 @@ def test_heads_that_no_kernel_takes_go_the_ordinary_way(width: int, gpu: Any) ->
     qkv, query = torch.randn(2, 4 * width), torch.randn(2, 3, 2, width)
     operators.decode_attention(qkv, cache, torch.tensor([3, 15]), rotary, None, None, 1e-6, 2, None)
     operators.prefill_attention(query, cache, torch.tensor([[3, 4, 5]] * 2), None)
+    tokens, turns = qkv[:, None].expand(2, 3, 4 * width), rotary[:1, None].expand(1, 3, width)
+    operators.rotate_into(tokens, cache, torch.tensor([[3, 4, 5]] * 2), turns, None, None, 1e-6, 2)
+    parts = operators.split_rotated(tokens, turns, 2, 1)
+    assert operators.join_rotated(*parts, turns).shape == tokens.shape
     assert not gpu.launches

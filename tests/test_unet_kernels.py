@@ -176,6 +176,17 @@ def test_outputs_that_nobody_reads_have_no_gradient() -> None:
     assert "zoo_unet::group_norm_backward" in dispatched.ran and "aten::zeros" not in dispatched.ran
 
 
+def test_no_images_leave_no_gradients() -> None:
+    x, shift, weight = (
+        images(0, 12, 3, 5, grad=True),
+        torch.randn(0, 12).requires_grad_(),
+        torch.ones(12).requires_grad_(),
+    )
+    out = operators.group_norm(x, shift, weight, weight, 4, 1e-5, True)
+    found = torch.autograd.grad(out.sum(), [x, shift, weight])
+    assert [each.shape for each in found] == [x.shape, shift.shape, weight.shape] and not found[2].any()
+
+
 def test_a_shift_for_all_rows_alike_gets_the_gradient_of_all() -> None:
     x, shift = images(3, 12, 3, 5), torch.randn(1, 12).requires_grad_()
     weight, bias = torch.randn(12), torch.randn(12)

@@ -48,7 +48,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         low = operators.lowered(weight, x.dtype)
-        ctx.save_for_backward(x, low)
+        _keep_factors(ctx, x, low, *ctx.needs_input_grad[:2])
         ctx.biased = bias is not None
         return F.linear(x, low, None if bias is None else operators.lowered(bias, x.dtype))
 
@@ -56,11 +56,11 @@ class _Linear(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, low = ctx.saved_tensors
-        rows = grad.flatten(0, -2)
+        rows = _rows(grad)
         wanted = ctx.needs_input_grad
         return (
             grad @ low if wanted[0] else None,
-            operators.weight_gradient(rows, x.flatten(0, -2)) if wanted[1] else None,
+            operators.weight_gradient(rows, _rows(x)) if wanted[1] else None,
             operators.column_sums(rows, torch.float32) if ctx.biased and wanted[2] else None,
         )
 
@@ -71,7 +71,7 @@ class _AddLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, added: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         low = operators.lowered(weight, x.dtype)
-        ctx.save_for_backward(x, low)
+        _keep_factors(ctx, x, low, *ctx.needs_input_grad[1:])
         return torch.addmm(added, x, low.t())
 
     @staticmethod
@@ -80,3 +80,12 @@ class _AddLinear(torch.autograd.Function):
         x, low = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         return grad, grad @ low if wanted[1] else None, operators.weight_gradient(grad, x) if wanted[2] else None
+
+
+def _keep_factors(ctx: Any, x: Tensor, low: Tensor, x_learns: bool, weight_learns: bool) -> None:
+    """Each factor is for the gradient of the other: before a frozen weight no activation is held."""
+    ctx.save_for_backward(x if weight_learns else None, low if x_learns else None)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return torch.atleast_2d(x).flatten(0, -2)

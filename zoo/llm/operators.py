@@ -31,7 +31,7 @@ def kernels_run(x: Tensor) -> bool:
 
 
 def attention_fits(width: int) -> bool:
-    """Whether the kernel takes heads of this width."""
+    """Whether the kernels take heads of this width."""
     return width >= 32 and width & (width - 1) == 0
 
 
@@ -43,6 +43,10 @@ def few_rows(x: Tensor, *weights: Tensor) -> bool:
 
 def _implementation(module: str, name: str, x: Tensor) -> Any:
     return launcher(f"zoo.llm.kernels.{module}", name, x) if kernels_run(x) else getattr(fallback, name)
+
+
+def _for_heads(module: str, name: str, x: Tensor, width: int) -> Any:
+    return _implementation(module, name, x) if attention_fits(width) else getattr(fallback, name)
 
 
 @_LIBRARY.operator("(Tensor x, Tensor norm, float eps, Tensor weight, Tensor? bias) -> Tensor")
@@ -91,7 +95,10 @@ def split_rotated(qkv: Tensor, rotary: Tensor, heads: int, key_heads: int) -> tu
     Returns:
         [B, T, H, D], [B, T, K, D] and [B, T, K, D].
     """
-    return _implementation("rotary", "split_rotated", qkv)(qkv, rotary, heads, key_heads)  # type: ignore[no-any-return]
+    parts: tuple[Tensor, Tensor, Tensor] = _for_heads("rotary", "split_rotated", qkv, rotary.shape[2])(
+        qkv, rotary, heads, key_heads
+    )
+    return parts
 
 
 @_LIBRARY.fake("split_rotated")
@@ -103,7 +110,7 @@ def _(qkv: Tensor, rotary: Tensor, heads: int, key_heads: int) -> tuple[Tensor, 
 @_LIBRARY.operator("(Tensor query, Tensor key, Tensor value, Tensor rotary) -> Tensor")
 def join_rotated(query: Tensor, key: Tensor, value: Tensor, rotary: Tensor) -> Tensor:
     """Gradient of what ``split_rotated`` took apart, [B, T, (H + 2 K) D], from those of its outputs."""
-    return _implementation("rotary", "join_rotated", query)(query, key, value, rotary)
+    return _for_heads("rotary", "join_rotated", query, query.shape[3])(query, key, value, rotary)
 
 
 @_LIBRARY.fake("join_rotated")
@@ -272,9 +279,7 @@ def decode_attention(
         [B, H D].
     """
     arguments = qkv, cache, positions, rotary, q_norm, k_norm, eps, heads, window
-    if not attention_fits(cache.shape[4]):
-        return fallback.decode_attention(*arguments)
-    return _implementation("decode", "decode_attention", qkv)(*arguments)
+    return _for_heads("decode", "decode_attention", qkv, cache.shape[4])(*arguments)
 
 
 @_LIBRARY.fake("decode_attention")
@@ -322,7 +327,8 @@ def rotate_into(
     Returns:
         Queries [B, T, H, D].
     """
-    return _implementation("rotary", "rotate_into", qkv)(qkv, cache, positions, rotary, q_norm, k_norm, eps, heads)
+    arguments = qkv, cache, positions, rotary, q_norm, k_norm, eps, heads
+    return _for_heads("rotary", "rotate_into", qkv, cache.shape[4])(*arguments)
 
 
 @_LIBRARY.fake("rotate_into")
@@ -346,9 +352,7 @@ def prefill_attention(query: Tensor, cache: Tensor, positions: Tensor, window: i
     Query [B, T, H, D], cache [2, B, K, S, D], positions [B, T] int64 -> [B, T, H, D]. Slots that no token of a block
     sees are not read.
     """
-    if not attention_fits(query.shape[3]):
-        return fallback.prefill_attention(query, cache, positions, window)
-    return _implementation("prefill", "prefill_attention", query)(query, cache, positions, window)
+    return _for_heads("prefill", "prefill_attention", query, query.shape[3])(query, cache, positions, window)
 
 
 @_LIBRARY.fake("prefill_attention")

@@ -48,7 +48,8 @@ def group_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x [B, C, H, W] (plus ``more``), first channels and rest; of shift, weight [C] and bias [C]."""
     shifted = _shifted(x, shift)
-    split = (x.shape[0], statistics.shape[1], -1, *x.shape[2:])
+    groups = statistics.shape[1]
+    split = (x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
     mean, scale = (part[:, :, None, None, None] for part in statistics.unbind(-1))
     normed = ((shifted.reshape(split) - mean) * scale).reshape(x.shape)
     grad, column = grad.to(shifted.dtype), (1, -1, 1, 1)

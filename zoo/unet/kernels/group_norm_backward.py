@@ -29,7 +29,8 @@ from zoo.unet.kernels.group_norm_small import as_given
 BLOCK, ROWS = 64, 16
 # Programs that a large GPU holds at a time.
 ENOUGH = 528
-# Chunks that are put together at once, of at least so many channels: one compilation for all widths of the models.
+# Chunks that are put together at once, of at least so many channels: one compilation for all widths of the models. Of
+# wider groups fewer, or registers would not hold them.
 CHUNKS_AT_ONCE, LEAST_WIDTH = 32, 128
 
 
@@ -226,9 +227,10 @@ def group_norm_backward(
     _sums[grid](*given, part, stride, shifted, pixels, channels, size, groups, rows, chunks, int(silu), **code)
     # Where there is none another tensor stands for it, which is not touched.
     written = grad_weight if shift is None else grad_shift
+    width = max(LEAST_WIDTH, next_power(size))
     _finish[(groups, images + 1)](
         part, weight, stats, common, written, grad_weight, grad_bias, shifted, pixels, channels, size, chunks,
-        CHUNKS=CHUNKS_AT_ONCE, WIDTH=max(LEAST_WIDTH, next_power(size)), num_warps=8,
+        CHUNKS=max(1, CHUNKS_AT_ONCE * LEAST_WIDTH // width), WIDTH=width, num_warps=8,
     )  # fmt: skip
     added = 0 if more is None else channels
     _gradients[grid](
