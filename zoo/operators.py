@@ -194,6 +194,11 @@ def launcher(module: str, name: str, x: Tensor) -> Function:
     return on_its_device
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What numbers of a floating-point dtype are computed and summed in, at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def ceil_div(value: int, parts: int) -> int:
     """Whole parts that hold ``value``. ``triton.cdiv`` is the same, and takes the host microseconds at every launch."""
     return -(-value // parts)

@@ -16,14 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zoo.gnn.split import Rows
+from zoo.operators import wide
 
 # Edges whose features are held at once where a dot product of both ends is needed.
 EDGES_AT_ONCE = 1 << 18
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums over edges are kept in."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def csr_sum(

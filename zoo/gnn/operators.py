@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zoo.gnn import fallback
 from zoo.gnn.split import Rows
-from zoo.operators import KERNEL_DTYPES, OperatorLibrary, launcher, triton_runs_on
+from zoo.operators import KERNEL_DTYPES, OperatorLibrary, launcher, triton_runs_on, wide
 
 # Where kernels may run: long rows are cut for them.
 DEVICES: tuple[str, ...] = ("cuda",)
@@ -341,7 +341,7 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     rows = pointers.shape[0] - 1
     out = table.new_empty(rows, channels if average else heads * channels)
-    return out, table.new_empty(rows, heads, dtype=fallback.wide(table.dtype))
+    return out, table.new_empty(rows, heads, dtype=wide(table.dtype))
 
 
 def _gat_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zoo.operators import wide
+
 
 def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
     """[..., C] -> [C] in another dtype."""
-    rows = x.reshape(-1, x.shape[-1])
-    return (rows if x.dtype == torch.float64 else rows.float()).sum(0).to(dtype)
+    return x.reshape(-1, x.shape[-1]).to(wide(x.dtype)).sum(0).to(dtype)
 
 
 def add_low(x: Tensor, low: Tensor) -> Tensor:

@@ -9,10 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What is computed in: at least float32."""
-    return torch.promote_types(dtype, torch.float32)
+from zoo.operators import wide
 
 
 def batch_statistics(

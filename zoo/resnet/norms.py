@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.operators import KERNEL_DTYPES, OperatorLibrary, launcher, triton_runs_on
+from zoo.operators import KERNEL_DTYPES, OperatorLibrary, launcher, triton_runs_on, wide
 from zoo.resnet import fallback
 
 _LIBRARY = OperatorLibrary("zoo_resnet")
@@ -68,7 +68,7 @@ def batch_statistics(
 
 @_LIBRARY.fake("batch_statistics")
 def _(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    mean = x.new_empty(x.shape[1], dtype=fallback.wide(x.dtype))
+    mean = x.new_empty(x.shape[1], dtype=wide(x.dtype))
     return mean, torch.empty_like(mean)
 
 

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zoo.operators import wide
+
 
 def group_norm(
     x: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
@@ -165,11 +167,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Te
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask=bias
     )
     return mixed.transpose(1, 2).reshape(-1, query.shape[2] * query.shape[3])
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What numbers of a dtype are computed in, and statistics of them are kept in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zoo.gradients.linear import low_add_linear, low_linear, takes_low
 from zoo.gradients.operators import column_sums
 from zoo.layers import compute_dtype, ordinary, plain
-from zoo.operators import OperatorLibrary, differentiated, forward_mode, transformed
+from zoo.operators import OperatorLibrary, differentiated, forward_mode, transformed, wide
 from zoo.unet import operators
 
 _LIBRARY = OperatorLibrary("zoo_unet")
@@ -123,8 +123,8 @@ def _(x: Tensor, *_: Any) -> Any:
 
 
 def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return x.new_empty(x.shape[0], dtype=dtype), x.new_empty(x.shape[0], dtype=dtype)
+    mean, scale = (x.new_empty(x.shape[0], dtype=wide(x.dtype)) for _ in range(2))
+    return mean, scale
 
 
 @_LIBRARY.operator(

@@ -23,6 +23,7 @@ from zoo.operators import (
     is_hopper,
     launcher,
     triton_runs_on,
+    wide,
 )
 from zoo.unet import fallback
 
@@ -107,7 +108,7 @@ def _(x: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int
 
 
 def _statistics(x: Tensor, groups: int) -> Tensor:
-    return x.new_empty(x.shape[0], groups, 2, dtype=fallback.wide(x.dtype))
+    return x.new_empty(x.shape[0], groups, 2, dtype=wide(x.dtype))
 
 
 def _group_norm_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
