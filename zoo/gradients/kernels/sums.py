@@ -40,6 +40,17 @@ def _column_sums(x, part, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constex
     tl.store(part + mine * columns + column, tl.sum(total, 0), mask=column < columns)
 
 
+@triton.jit
+def total_of(part, parts, columns, column, live, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Parts [P, C], added up in their order, of columns [COLUMNS] where they are ``live``."""
+    total = tl.zeros([PARTS, COLUMNS], tl.float32)
+    for start in range(0, parts, PARTS):
+        index = start + tl.arange(0, PARTS)
+        seen = (index < parts)[:, None] & live[None, :]
+        total += tl.load(part + index[:, None] * columns + column[None, :], mask=seen, other=0.0)
+    return tl.sum(total, 0)
+
+
 @Kernel
 @triton.jit(do_not_specialize=["parts"])
 def _add_parts(part, first, second, third, parts, columns, PARTS: tl.constexpr, COLUMNS: tl.constexpr):

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.ahead import Kernel
+from zoo.gradients.kernels.sums import total_of
 from zoo.operators import ceil_div
 from zoo.resnet.kernels import tiles
 from zoo.resnet.kernels.tiles import norm_of, of_channels, of_rows, span
@@ -68,16 +69,6 @@ def _sums(
         tl.store(place + 2 * chunks * channels, tl.sum(other_along, 0) * other_spread, mask=live)
 
 
-@triton.jit
-def _total_of(part, channel, live, channels, chunks, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for start in range(0, chunks, ROWS):
-        index = start + tl.arange(0, ROWS)
-        seen = (index < chunks)[:, None] & live[None, :]
-        total += of_rows(part, 0, index[:, None] * channels + channel[None, :], seen)
-    return tl.sum(total, 0)
-
-
 @Kernel
 @triton.jit(do_not_specialize=["chunks"])
 def _total(
@@ -86,14 +77,14 @@ def _total(
 ):  # fmt: skip
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = channel < channels
-    plain = _total_of(part, channel, live, channels, chunks, ROWS, BLOCK)
-    along = _total_of(part + chunks * channels, channel, live, channels, chunks, ROWS, BLOCK)
+    plain = total_of(part, chunks, channels, channel, live, ROWS, BLOCK)
+    along = total_of(part + chunks * channels, chunks, channels, channel, live, ROWS, BLOCK)
     tl.store(totals + channel, plain, mask=live)
     tl.store(totals + channels + channel, along, mask=live)
     tl.store(grad_bias + channel, plain.to(grad_bias.dtype.element_ty), mask=live)
     tl.store(grad_weight + channel, along.to(grad_weight.dtype.element_ty), mask=live)
     if grad_other_weight is not None:
-        along = _total_of(part + 2 * chunks * channels, channel, live, channels, chunks, ROWS, BLOCK)
+        along = total_of(part + 2 * chunks * channels, chunks, channels, channel, live, ROWS, BLOCK)
         tl.store(totals + 2 * channels + channel, along, mask=live)
         tl.store(grad_other_bias + channel, plain.to(grad_other_bias.dtype.element_ty), mask=live)
         tl.store(grad_other_weight + channel, along.to(grad_other_weight.dtype.element_ty), mask=live)

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.ahead import Kernel
+from zoo.gradients.kernels.sums import total_of
 from zoo.operators import ceil_div, next_power
 from zoo.unet.kernels.group_norm_small import as_given
 
@@ -103,17 +104,6 @@ def _sums(
     tl.store(place + 2 * stride, tl.sum(values, 0), mask=live)
 
 
-@triton.jit
-def _total(part, chunks, channels, channel, live, CHUNKS: tl.constexpr, WIDTH: tl.constexpr):
-    """Sums [K, C] of chunks from ``part`` on, put together: of channels [WIDTH]."""
-    total = tl.zeros([CHUNKS, WIDTH], tl.float32)
-    for start in range(0, chunks, CHUNKS):
-        index = start + tl.arange(0, CHUNKS)
-        seen = (index < chunks)[:, None] & live[None, :]
-        total += tl.load(part + index[:, None] * channels + channel[None, :], mask=seen, other=0.0)
-    return tl.sum(total, 0)
-
-
 @Kernel
 @triton.jit(do_not_specialize=["shifted", "pixels", "size", "chunks"])
 def _finish(
@@ -130,9 +120,9 @@ def _finish(
     stride = images.to(tl.int64) * chunks * channels
     if image < images:
         part += image * chunks * channels
-        changes = _total(part, chunks, channels, channel, live, CHUNKS, WIDTH)
-        products = _total(part + stride, chunks, channels, channel, live, CHUNKS, WIDTH)
-        values = _total(part + 2 * stride, chunks, channels, channel, live, CHUNKS, WIDTH)
+        changes = total_of(part, chunks, channels, channel, live, CHUNKS, WIDTH)
+        products = total_of(part + stride, chunks, channels, channel, live, CHUNKS, WIDTH)
+        values = total_of(part + 2 * stride, chunks, channels, channel, live, CHUNKS, WIDTH)
         factor = tl.load(weight + channel, mask=live, other=0.0).to(tl.float32)
         count = pixels.to(tl.float32)
         plain = tl.sum(changes * factor, 0) / (count * size)
@@ -147,8 +137,8 @@ def _finish(
         tl.store(place, moved.to(grad_shift.dtype.element_ty), mask=live & (channel < shifted))
     else:
         # Chunks of all images lie one behind the other.
-        changes = _total(part, images * chunks, channels, channel, live, CHUNKS, WIDTH)
-        products = _total(part + stride, images * chunks, channels, channel, live, CHUNKS, WIDTH)
+        changes = total_of(part, images * chunks, channels, channel, live, CHUNKS, WIDTH)
+        products = total_of(part + stride, images * chunks, channels, channel, live, CHUNKS, WIDTH)
         tl.store(grad_bias + channel, changes.to(grad_bias.dtype.element_ty), mask=live)
         tl.store(grad_weight + channel, products.to(grad_weight.dtype.element_ty), mask=live)
 
