@@ -20,6 +20,8 @@ def group_norm(
 ) -> tuple[Tensor, Tensor]:
     """Group norm of x [B, C, H, W] plus shift [B, C], and SiLU where asked for; statistics [B, G, 2]."""
     shifted = _shifted(x, shift)
+    if shifted.device.type != "cpu":
+        shifted = shifted.contiguous()  # torch's own norm on a GPU takes channels first alone
     affine = weight.to(shifted.dtype), bias.to(shifted.dtype)
     out, *statistics = torch.native_group_norm(
         shifted, *affine, x.shape[0], x.shape[1], x.shape[2] * x.shape[3], groups, eps
