@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -160,23 +161,27 @@ def test_warm_up_of_an_eager_model_is_an_error() -> None:
         zoo.warm_up(Stack(), x=torch.randn(2, 4))
 
 
-def test_a_regions_compile_threads_reach_inductor_and_the_callers_options_win(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_regions_own_options_reach_inductor_and_the_callers_options_win(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch._inductor.config as config
 
-    seen: list[tuple[int | None, bool]] = []
+    seen: list[tuple[int | None, bool, bool]] = []
 
     def spy(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **_: object) -> object:
-        seen.append((config.compile_threads, config.coordinate_descent_tuning))
+        seen.append((config.compile_threads, config.coordinate_descent_tuning, config.triton.autotune_pointwise))
         return graph.forward
 
     monkeypatch.setattr("torch._inductor.compile_fx._compile_fx_inner", lambda *args, **kwargs: spy(*args, **kwargs))
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", lambda *args, **kwargs: spy(*args, **kwargs))
-    cls, x = declared(Region(Block, compile_threads=3)), torch.randn(2, 4)
-    for kwargs, expected in (
-        ({}, (3, False)),
-        ({"mode": "max-autotune-no-cudagraphs"}, (3, True)),
-        ({"options": {"compile_threads": 2}}, (2, False)),
+    threads = {"compile_threads": 3}
+    for own, kwargs, expected in (
+        (threads, {}, (3, False, True)),
+        (threads, {"mode": "max-autotune-no-cudagraphs"}, (3, True, True)),
+        (threads, {"options": {"compile_threads": 2}}, (2, False, True)),
+        ({**threads, "autotune_pointwise": False}, {}, (3, False, False)),
+        ({"autotune_pointwise": False}, {"mode": "max-autotune-no-cudagraphs"}, (config.compile_threads, True, False)),
+        ({"autotune_pointwise": False}, {"options": {"triton.autotune_pointwise": True}}, (ANY, False, True)),
     ):
+        cls, x = declared(Region(Block, **own)), torch.randn(2, 4)
         torch.compiler.reset()
         with torch.no_grad():
             zoo.compile_regions(cls(Block(4), Block(4)), **kwargs)(x)

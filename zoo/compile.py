@@ -238,7 +238,10 @@ def _mode_and_options(
     if callable(region.compile_threads) and _tries_kernels(mode, options):
         # It reckons with a few kernels, and these are many: each one's candidates.
         threads = None
-    if backend != "inductor" or threads is None:
+    own: dict[str, Any] = {} if threads is None else {"compile_threads": threads}
+    if region.autotune_pointwise is not None:
+        own["triton.autotune_pointwise"] = region.autotune_pointwise
+    if backend != "inductor" or not own:
         return {"mode": mode, "options": None if options is None else dict(options)}
     if mode is not None:
         if options is not None:
@@ -246,7 +249,7 @@ def _mode_and_options(
         from torch._inductor import list_mode_options
 
         options = list_mode_options(mode)
-    return {"options": {"compile_threads": threads, **(options or {})}}
+    return {"options": {**own, **(options or {})}}
 
 
 def _tries_kernels(mode: str | None, options: Mapping[str, Any] | None) -> bool:

@@ -28,6 +28,8 @@ class Region:
             1 compiles in this process: faster for a region of a few kernels, where handing a kernel to a worker takes
             longer than compiling it. Or a function of the model's device (None without parameters) and of whether it
             is in training mode, which says one of these; it is not asked where kernels are tuned by trying many.
+        autotune_pointwise: Whether Inductor compiles and times several block sizes for each pointwise kernel; ``None``
+            leaves its default, which does. False takes the first: for passes over memory, which run as fast in any.
         dynamic: True compiles with symbolic sizes, on purpose: one graph for tensors of all sizes, for a block that
             holds no weights of its own. ``None`` leaves what ``compile_regions`` was asked for, which is static.
         eager_on: Of a model that declares this region: on which devices its copies stay eager, being kernels of our
@@ -42,6 +44,7 @@ class Region:
     graphs: int | None = None
     why: str = ""
     compile_threads: int | Callable[[torch.device | None, bool], int | None] | None = None
+    autotune_pointwise: bool | None = None
     dynamic: bool | None = None
     eager_on: Callable[[torch.device], bool] | None = None
 

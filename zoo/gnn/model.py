@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import ClassVar, TypeAlias, cast
+from typing import Any, ClassVar, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -150,12 +150,12 @@ def make_conv(config: GNNConfig, index: int) -> GCNConv | GATConv | SAGEConv:
     raise TypeError(f"config is a {type(config).__name__}, expected GCNConfig, GATConfig or SAGEConfig")
 
 
-# One or two kernels a graph: compiled here they are ready before a worker process would have been handed them.
+# One or two kernels a graph: compiled here they are ready before a worker process would have been handed them. Each is
+# a pass over memory, which runs as fast in one block size as in another.
+_PASSES: dict[str, Any] = {"compile_threads": 1, "autotune_pointwise": False}
 REGIONS = (
-    Region(
-        GNNEpilogue, why="bias, norm, activation and dropout in one pass, the same in every layer", compile_threads=1
-    ),
-    Region(GNNHead, why="joins all layers' outputs without writing the join where it can", compile_threads=1),
+    Region(GNNEpilogue, why="bias, norm, activation and dropout in one pass, the same in every layer", **_PASSES),
+    Region(GNNHead, why="joins all layers' outputs without writing the join where it can", **_PASSES),
 )
 
 
