@@ -18,6 +18,7 @@ from benchmarks import strategies
 from benchmarks.case import Case
 from benchmarks.training import Trainer
 from benchmarks.workloads import gnn_sampled, gnn_work, graphs
+from benchmarks.workloads.base import UNSCALED
 from benchmarks.workloads.gnn import KINDS, WORKLOAD, architecture
 
 CASE = Case(family="gnn", model="gcn", input="karate", workload="train")
@@ -64,9 +65,24 @@ def test_training_takes_more_memory_than_inference(impl: str):
     assert WORKLOAD.memory_bytes(case) > 16 * gnn_work.parameters(arch)
 
 
-def test_half_precision_is_refused():
-    assert WORKLOAD.refuses(replace(CASE, dtype="bfloat16")) == "training runs in float32; bfloat16 is for inference"
-    assert WORKLOAD.refuses(CASE) is None
+def test_float16_is_refused():
+    assert WORKLOAD.refuses(replace(CASE, dtype="float16", device="cuda")) == UNSCALED
+    assert WORKLOAD.refuses(replace(CASE, dtype="bfloat16")) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "input"), [*((kind, "karate") for kind in ("gcn", "gat", "graphsage")), ("graphsage", "karate-sampled")]
+)
+@pytest.mark.parametrize("impl", ["zoo", "upstream", "upstream-tuned"])
+def test_bfloat16_is_autocast_s(model: str, input: str, impl: str):
+    case = replace(CASE, model=model, input=input, impl=impl, dtype="bfloat16")
+    prepared = WORKLOAD.prepare(case, data_root=None, seed=0)
+    assert {parameter.dtype for parameter in prepared.model.parameters()} == {torch.float32}
+    arm = Trainer(case, prepared)
+    losses, expected = arm.losses(arm.eager()).double(), prepared.reference()
+    torch.testing.assert_close(losses, expected, rtol=2e-2, atol=0)
+    assert not torch.allclose(losses, expected, rtol=1e-5), "nothing was rounded"
+    assert prepared.bytes < WORKLOAD.prepare(replace(case, dtype="float32"), data_root=None, seed=0).bytes
 
 
 # --- sampled ---

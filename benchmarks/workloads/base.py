@@ -135,6 +135,15 @@ def dtype_of(case: Case) -> torch.dtype:
     return dtype
 
 
+def autocast_of(case: Case) -> torch.dtype | None:
+    """The dtype of autocast where weights are float32: the case's, or None for float32."""
+    return None if case.dtype == "float32" else dtype_of(case)
+
+
+# Why a family trains in bfloat16 and not in float16.
+UNSCALED = "training in float16 needs the loss scaled; it runs in bfloat16 or float32"
+
+
 def refuses_unknown(workload: Workload, case: Case, workloads: tuple[str, ...] = ("inference",)) -> str | None:
     """What every family refuses: names that it does not have, and arms that nobody can have."""
     for what, value, known in (

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from benchmarks.case import Case
 from benchmarks.training import checkpointed, reference_losses
 from benchmarks.workloads import bert_texts, bert_upstream, bert_work
-from benchmarks.workloads.base import Prepared, Training
+from benchmarks.workloads.base import UNSCALED, Prepared, Training, autocast_of
 from benchmarks.workloads.bert_batches import EPOCH, ROUND, Batches
 from benchmarks.workloads.bert_texts import LABELS
 from benchmarks.workloads.llm_weights import SeededWeights
@@ -56,7 +56,7 @@ def refuses(case: Case) -> str | None:
     if task.length > config_of(case.model).positions:
         return f"{case.input} needs {task.length} positions, and {case.model} has {config_of(case.model).positions}"
     if case.dtype == "float16":
-        return "training in float16 needs the loss scaled; it runs in bfloat16 or float32"
+        return UNSCALED
     if task.epoch and case.dynamic:
         if case.impl != "upstream":
             return f"{case.impl} has declared shapes; dynamic ones are for batches that are padded to their longest row"
@@ -92,7 +92,7 @@ def prepare(case: Case, *, seed: int) -> Prepared:
         loss=loss,
         batch=batches.checked,
         learning_rate=_RATE_TIMES_WIDTH / config.hidden_size,
-        autocast=None if case.dtype == "float32" else getattr(torch, case.dtype),
+        autocast=autocast_of(case),
         random=case.model.endswith(DROPOUT),
     )
     if task.epoch:

@@ -11,7 +11,7 @@ import torch
 from benchmarks.case import Case
 from benchmarks.timing import synchronise
 from benchmarks.workloads import gnn_sampled, gnn_train, gnn_upstream, gnn_work, graphs
-from benchmarks.workloads.base import Prepared, dtype_of, refuses_unknown
+from benchmarks.workloads.base import UNSCALED, Prepared, dtype_of, refuses_unknown
 from benchmarks.workloads.gnn_sampled import SAMPLED
 from benchmarks.workloads.gnn_work import Architecture
 from benchmarks.workloads.graphs import POWER_LAW, Graph
@@ -30,8 +30,8 @@ class GnnWorkload:
     wide (GAT 8 heads of 32), on larger graphs; the last layer ends in the classes. ``<kind>-8x256`` has eight layers of
     one width from end to end, so that all share one signature.
 
-    Training is full-batch too, with labels of a random linear map, in float32; on ``<graph>-sampled`` GraphSAGE trains
-    on sampled neighbourhoods, and a step waits for its batch.
+    Training is full-batch too, with labels of a random linear map; on ``<graph>-sampled`` GraphSAGE trains on sampled
+    neighbourhoods, and a step waits for its batch. Weights and features are float32 then, and the dtype is autocast's.
     """
 
     family = "gnn"
@@ -59,8 +59,8 @@ class GnnWorkload:
             return f"{case.input} is for training, of graphsage"
         if sampled and case.dynamic and case.impl == "upstream-tuned":
             return "upstream-tuned is compiled for batches of all sizes anyway"
-        if case.workload == "train" and case.dtype != "float32":
-            return f"training runs in float32; {case.dtype} is for inference"
+        if case.workload == "train" and case.dtype == "float16":
+            return UNSCALED
         return None
 
     def memory_bytes(self, case: Case) -> int:
@@ -70,7 +70,8 @@ class GnnWorkload:
         arch = architecture(case.model, graph_name, features=counts.features, classes=counts.classes)
         if case.input.endswith(SAMPLED):
             return gnn_sampled.memory_bytes(case, arch, counts.nodes, counts.edges)
-        nodes, edges, itemsize = counts.nodes, counts.edges, dtype_of(case).itemsize
+        nodes, edges = counts.nodes, counts.edges
+        itemsize = _dtype_of_weights(case).itemsize
         # Raw edges, and while they are sorted (by the generator, or for a CSR) keys, values, order and work space.
         sorting = 6 * 16 * edges
         # What stays: raw edges, and what was prepared from them (in the zoo, with narrow indices, with and without
@@ -113,8 +114,9 @@ class GnnWorkload:
         graph_name = case.input.removesuffix(SAMPLED)
         graph = graphs.load(graph_name, data_root=data_root, features=features, seed=seed, device=device)
         arch = architecture(case.model, graph_name, features=graph.x.size(1), classes=graph.classes)
-        shipped = gnn_upstream.build(arch, seed=seed).to(device, dtype)
-        x = graph.x.to(dtype)
+        held = _dtype_of_weights(case)
+        shipped = gnn_upstream.build(arch, seed=seed).to(device, held)
+        x = graph.x.to(held)
 
         synchronise(device.type)
         start = time.perf_counter()
@@ -160,8 +162,13 @@ class GnnWorkload:
         if case.input.endswith(SAMPLED):
             return gnn_sampled.for_training(case, prepared, arch, graph, seed=seed)
         if case.workload == "train":
-            return gnn_train.for_training(prepared, arch, graph, seed=seed)
+            return gnn_train.for_training(case, prepared, arch, graph, seed=seed)
         return prepared
+
+
+def _dtype_of_weights(case: Case) -> torch.dtype:
+    """What weights and features are held in."""
+    return torch.float32 if case.workload == "train" else dtype_of(case)
 
 
 def architecture(model: str, input: str, *, features: int, classes: int) -> Architecture:

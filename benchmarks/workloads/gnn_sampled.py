@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from benchmarks.case import Case
 from benchmarks.training import reference_losses
 from benchmarks.workloads import gnn_train, gnn_upstream, gnn_work
-from benchmarks.workloads.base import Prepared, Training
+from benchmarks.workloads.base import Prepared, Training, autocast_of, dtype_of
 from benchmarks.workloads.gnn_work import Architecture
 from benchmarks.workloads.graphs import Graph
 from zoo.gnn import NeighborSampler, SampledBatch, Subgraph
@@ -73,7 +73,8 @@ def for_training(case: Case, prepared: Prepared, arch: Architecture, graph: Grap
     x: Tensor = prepared.inputs["x"]
     labels = gnn_train.labels_of(x, graph.classes, seed=seed)
     sampler = sampler_of(graph, arch, seed=seed)
-    parts = _Parts(sampler, x, labels, sampler.to(x.device) if case.impl == "zoo" else sampler)
+    ours = sampler.to(x.device) if case.impl == "zoo" else sampler
+    parts = _Parts(sampler, x, labels, ours, autocast_of(case))
     training = parts.padded() if case.impl == "zoo" else parts.plain(trimmed=case.impl == "upstream-tuned")
 
     def reference() -> Tensor:
@@ -87,7 +88,7 @@ def for_training(case: Case, prepared: Prepared, arch: Architecture, graph: Grap
         inputs={},
         static=(),
         reference=reference,
-        bytes=2 * gnn_work.bytes_of_layers(arch, usual.layers, x.element_size()) + gathered,
+        bytes=2 * gnn_work.bytes_of_layers(arch, usual.layers, dtype_of(case).itemsize) + gathered,
         bytes_formula=BYTES_FORMULA,
         flops=gnn_train.flops_of_layers(arch, usual.layers),
         data=f"{graph.data}, labels of a random linear map; sampled {sampler.fanouts}, in the race by {_who(case, x)}",
@@ -136,8 +137,10 @@ class _Parts:
     Of the race ``ours`` draws our model's; where losses are compared all arms see the same batches.
     """
 
-    def __init__(self, sampler: NeighborSampler, x: Tensor, labels: Tensor, ours: NeighborSampler) -> None:
-        self.sampler, self.x, self.labels, self.ours = sampler, x, labels, ours
+    def __init__(
+        self, sampler: NeighborSampler, x: Tensor, labels: Tensor, ours: NeighborSampler, autocast: torch.dtype | None
+    ) -> None:
+        self.sampler, self.x, self.labels, self.ours, self.autocast = sampler, x, labels, ours, autocast
         self._epochs = itertools.count(1)
 
     def padded(self) -> Training:
@@ -157,6 +160,7 @@ class _Parts:
             loss=loss,
             batch=lambda index: self._moved(self.sampler.batch(*self._place(index))),
             learning_rate=gnn_train.LEARNING_RATE,
+            autocast=self.autocast,
             shapes=tuple(self._moved(self.sampler.padded_to(bucket)) for bucket in reversed(self.sampler.buckets)),
             loader=epoch,
             round=len(self.sampler),
@@ -191,6 +195,7 @@ class _Parts:
             loss=loss,
             batch=lambda index: self._on_device(self._ready(self.sampler.subgraph(*self._place(index)))),
             learning_rate=gnn_train.LEARNING_RATE,
+            autocast=self.autocast,
             loader=epoch,
             round=len(self.sampler),
         )

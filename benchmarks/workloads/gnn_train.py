@@ -1,4 +1,7 @@
-"""Full-batch training of GCN, GAT and GraphSAGE: every step runs the whole graph, on labels of its own."""
+"""Full-batch training of GCN, GAT and GraphSAGE: every step runs the whole graph, on labels of its own.
+
+Weights and features are float32; in half precision autocast rounds them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from torch import Tensor, nn
 from benchmarks.case import Case
 from benchmarks.training import reference_losses
 from benchmarks.workloads import gnn_upstream, gnn_work
-from benchmarks.workloads.base import Prepared, Training
+from benchmarks.workloads.base import Prepared, Training, autocast_of
 from benchmarks.workloads.gnn_work import Architecture
 from benchmarks.workloads.graphs import Graph
 
@@ -24,7 +27,9 @@ BYTES_FORMULA = (
 LEARNING_RATE = 1e-2
 
 
-def training_of(graph: Graph, x: Tensor, inputs: dict[str, Any], *, seed: int) -> Training:
+def training_of(
+    graph: Graph, x: Tensor, inputs: dict[str, Any], *, seed: int, autocast: torch.dtype | None = None
+) -> Training:
     """Cross entropy over half of the nodes, another half in each step, with labels of a random linear map of features.
 
     Args:
@@ -32,6 +37,7 @@ def training_of(graph: Graph, x: Tensor, inputs: dict[str, Any], *, seed: int) -
         x: Features [N, F] on the device.
         inputs: What else the model is called with: edges or a prepared graph.
         seed: Of labels and halves.
+        autocast: Its dtype, or None for float32.
     """
     labels = labels_of(x, graph.classes, seed=seed).cpu()
 
@@ -45,7 +51,7 @@ def training_of(graph: Graph, x: Tensor, inputs: dict[str, Any], *, seed: int) -
         features = x.to(_weight_dtype(model))  # float64 for the reference, else as it is
         return F.cross_entropy(model(features, **inputs), labels)
 
-    return Training(loss=loss, batch=batch, learning_rate=LEARNING_RATE)
+    return Training(loss=loss, batch=batch, learning_rate=LEARNING_RATE, autocast=autocast)
 
 
 def labels_of(x: Tensor, classes: int, *, seed: int) -> Tensor:
@@ -54,10 +60,11 @@ def labels_of(x: Tensor, classes: int, *, seed: int) -> Tensor:
     return (x @ teacher).argmax(1)
 
 
-def for_training(prepared: Prepared, arch: Architecture, graph: Graph, *, seed: int) -> Prepared:
+def for_training(case: Case, prepared: Prepared, arch: Architecture, graph: Graph, *, seed: int) -> Prepared:
     """What inference prepares, made ready for training.
 
     Args:
+        case: The arm.
         prepared: Of inference: its inputs are ``x`` and what else the model is called with.
         arch: The model's shape.
         graph: The graph.
@@ -82,7 +89,7 @@ def for_training(prepared: Prepared, arch: Architecture, graph: Graph, *, seed: 
         data=f"{graph.data}, labels of a random linear map",
         count=graph.nodes,
         unit="nodes",
-        training=training_of(graph, x, inputs, seed=seed),
+        training=training_of(graph, x, inputs, seed=seed, autocast=autocast_of(case)),
     )
 
 

@@ -13,7 +13,7 @@ from benchmarks.case import Case
 from benchmarks.timing import synchronise
 from benchmarks.training import READY_BATCHES
 from benchmarks.workloads import resnet_train, resnet_upstream, resnet_work
-from benchmarks.workloads.base import Prepared, dtype_of, refuses_unknown
+from benchmarks.workloads.base import UNSCALED, Prepared, dtype_of, refuses_unknown
 from zoo.resnet import CUTS, ResNet, ResNetConfig, fold_batch_norm
 from zoo.resnet.presets import PRESETS
 
@@ -74,7 +74,7 @@ class ResNetWorkload:
         if case.impl == "upstream-tuned":
             return "tuned is folded, which is for inference; to train, torchvision's users have no better way"
         if case.dtype == "float16":
-            return "training in float16 needs the loss scaled; it runs in bfloat16 or float32"
+            return UNSCALED
         return None
 
     def memory_bytes(self, case: Case) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from benchmarks.case import Case
 from benchmarks.training import reference_losses
 from benchmarks.workloads import unet_upstream, unet_work
-from benchmarks.workloads.base import Prepared, Training
+from benchmarks.workloads.base import UNSCALED, Prepared, Training
 from zoo.unet import UNetConfig
 
 BYTES_FORMULA = (
@@ -101,7 +101,7 @@ def refuses(case: Case) -> str | None:
     if case.impl == "upstream-tuned":
         return "tuned has fused projections, which are for inference; to train, diffusers' users have no better way"
     if case.dtype == "float16":
-        return "training in float16 needs the loss scaled; it runs in bfloat16 or float32"
+        return UNSCALED
     return None
 
 
