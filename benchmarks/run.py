@@ -78,6 +78,7 @@ def _command(family: str, case: Case, settings: Settings) -> str:
     # --dynamic alone would measure the static arm too.
     words += ["--dynamic", "--arm", replace(case, control=False).arm] if case.dynamic else []
     words += ["--quick"] * settings.quick + ["--steady-only"] * settings.steady_only
+    words += [] if settings.first_result else ["--no-first-result"]
     words += ["--rounds", str(settings.rounds), "--sets", str(settings.sets)]
     words += ["--curve", str(settings.curve)] if settings.curve else []
     words += ["--data-root", settings.data_root] if settings.data_root else []
@@ -102,6 +103,9 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Folder or .jsonl file; runs/<date-time> if left out.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="One process an arm, fewer rounds.")] = False,
     steady_only: Annotated[bool, typer.Option("--steady-only", help="No compile figures; start together.")] = False,
+    first_result: Annotated[
+        bool, typer.Option("--first-result/--no-first-result", help="Compile once more for the time to first result.")
+    ] = True,
     rounds: Annotated[int | None, typer.Option(help="Rounds of a race: 30, with --quick 10.")] = None,
     sets: Annotated[int, typer.Option(help="Sets of processes; 3 for a headline.")] = 1,
     curve: Annotated[int, typer.Option(help="With --workload train: steps of each arm's loss curve.")] = 0,
@@ -172,6 +176,7 @@ def main(
         curve=curve,
         quick=quick,
         steady_only=steady_only,
+        first_result=first_result,
         traces=traces,
         data_root=None if data_root is None else str(data_root),
         seed=seed,

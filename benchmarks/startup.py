@@ -66,6 +66,7 @@ class Settings:
         compiler_start_up: Seconds that the compiler's own start takes, measured in a process alone.
         rounds: Rounds of a race, in each set of processes.
         curve: Steps of the loss curve that each arm of training draws after its race.
+        first_result: Whether the time to first result is measured, for which each arm is compiled once more.
     """
 
     workload: str
@@ -77,6 +78,7 @@ class Settings:
     curve: int = 0
     quick: bool = False
     steady_only: bool = False
+    first_result: bool = True
     traces: Path | None = None
     data_root: str | None = None
     seed: int = 0
@@ -136,7 +138,8 @@ def jobs_before_the_race(arms: Sequence[Arm], settings: Settings) -> list[Job]:
     if settings.quick or settings.steady_only:
         return []
     measured = [arm for arm in arms if arm.compiled and not arm.case.control]
-    return [Job(arm, phase) for phase in (COLD, FIRST_RESULT) for arm in measured]
+    phases = (COLD, FIRST_RESULT) if settings.first_result else (COLD,)
+    return [Job(arm, phase) for phase in phases for arm in measured]
 
 
 def spawn(job: Job, settings: Settings, compile_threads: int | None = None) -> Worker:

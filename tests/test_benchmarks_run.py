@@ -164,6 +164,21 @@ def test_a_rows_command_measures_that_row_and_no_other(
         assert planned(monkeypatch, *words[3:]).cases == [replace(case, control=False)]
 
 
+@pytest.mark.parametrize("options", [(), ("--no-first-result", "--rounds", "7"), ("--quick", "--sets", "2")])
+def test_a_rows_command_measures_it_the_same_way(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: tuple[str, ...]
+):
+    ways: list[tuple[Plan, Settings]] = []
+    monkeypatch.setattr("benchmarks.run.measure", lambda plan, settings, *_: ways.append((plan, settings)) or 0)
+    first = ("--family", FAKE, "--device", "cpu", "--strategy", "eager", *options)
+    assert run_command(main, "run", [*first, "--out", str(tmp_path / "run")]) == 0
+    plan, settings = ways[0]
+    assert run_command(main, "run", shlex.split(plan.command(plan.cases[0], settings))[3:]) == 0
+    names = ("rounds", "sets", "quick", "steady_only", "first_result", "curve")
+    assert [getattr(ways[1][1], name) for name in names] == [getattr(settings, name) for name in names]
+    assert settings.first_result is ("--no-first-result" not in options)
+
+
 @pytest.mark.parametrize("number", [8, 9, 20])
 def test_one_run_measures_all_arms_of_a_claim_in_a_race(monkeypatch: pytest.MonkeyPatch, number: int):
     wanted: dict[tuple[str, ...], set[Case]] = {}

@@ -72,6 +72,7 @@ def arms_of(settings: Settings, *cases: Case) -> list[Arm]:
 def test_compiled_arms_have_two_processes_before_the_race(settings: Settings):
     arms = arms_of(settings, replace(CASE, strategy="eager"), CASE, replace(CASE, control=True))
     assert jobs_before_the_race(arms, settings) == [Job(arms[1], COLD), Job(arms[1], FIRST_RESULT)]
+    assert jobs_before_the_race(arms, replace(settings, first_result=False)) == [Job(arms[1], COLD)]
     for option in ("quick", "steady_only"):
         assert jobs_before_the_race(arms, replace(settings, **{option: True})) == []
 
