@@ -127,6 +127,22 @@ def test_verdicts_know_the_noise() -> None:
     assert without.noise is None and any("noise is unknown" in note for note in without.notes)
 
 
+def test_an_arm_that_raced_cold_shows_the_warm_start_of_its_copy():
+    case = {"impl": "zoo", "strategy": "regional", "cuda_graph": True}
+    cold, copy = row(0.05, cold=1.4, **case), row(0.05, warm=0.7, control=True, **case)
+    cold.warm = copy.cold = None
+    rows = [row(0.4, impl="zoo", strategy="eager"), cold, copy]
+    shown = _one(rows)
+    arm = next(arm for arm in shown.arms if arm.result is cold)
+    assert arm.warm is copy.warm and arm.paid("warm") is None
+    assert "1.40 / 0.700" in cells.race_row(shown, arm)
+    assert not cells.break_even(shown, arm).endswith("–")
+    said = "The warm start shown for zoo regional + CUDA graph is its copy's."
+    assert said in shown.notes
+    cold.warm = replace(copy.warm, seconds=0.6)
+    assert _one(rows).notes == [note for note in shown.notes if note != said]
+
+
 def test_arms_of_another_run_are_compared_unpaired_and_named() -> None:
     results = race()
     results[7].environment = "e2"

@@ -114,7 +114,7 @@ def _costs(race: Race) -> object:
             short_name(arm),
             numbers.NOTHING if costs.is_eager(arm) else numbers.significant(costs.start_up(race)),
             cells.seconds(cold),
-            cells.seconds(arm.result.warm),
+            cells.seconds(arm.warm),
             numbers.significant(cold.capture if cold else None),
             cells.compiler_counts(cold),
             cells.memory(arm),

@@ -94,7 +94,7 @@ def eager_error(arm: Arm) -> str:
 
 def break_even(race: Race, arm: Arm) -> str:
     """Break-even calls cold and warm: ``1,234/567``, or one word if both agree."""
-    both = [numbers.calls(race.break_even(arm, compile)) for compile in (arm.result.cold, arm.result.warm)]
+    both = [numbers.calls(race.break_even(arm, compile)) for compile in (arm.result.cold, arm.warm)]
     return both[0] if both[0] == both[1] else "/".join(both)
 
 
@@ -206,7 +206,7 @@ def race_row(race: Race, arm: Arm) -> tuple[str, ...]:
         numbers.significant(arm.p95),
         *([throughput(arm)] if race.unit else []),
         *(speedup_and_verdict(race, arm, best) for best in (race.reference, race.best_shipped, race.best_tuned)),
-        pair(seconds(arm.result.cold), seconds(arm.result.warm)),
+        pair(seconds(arm.result.cold), seconds(arm.warm)),
         compiler_counts(arm.result.counted).replace("/", " / "),
         kernels(arm),
         memory(arm),
@@ -224,7 +224,7 @@ def compiles(arm: Arm) -> bool:
 
 def compile_row(arm: Arm) -> tuple[str, ...]:
     """What compiling cost, in the columns of ``COMPILE_HEAD``."""
-    cold, warm = arm.result.cold or Compile(), arm.result.warm or Compile()
+    cold, warm = arm.result.cold or Compile(), arm.warm or Compile()
     counted = arm.result.counted or Compile()
     return (
         name(arm),

@@ -186,7 +186,7 @@ def _rows(race: Race, title: str, anchor: str) -> list[Row]:
             numbers.significant(arm.p50),
             cells.speedup_and_verdict(race, arm, race.best_shipped),
             cells.speedup_and_verdict(race, arm, race.best_tuned),
-            cells.pair(cells.seconds(arm.result.cold), cells.seconds(arm.result.warm)),
+            cells.pair(cells.seconds(arm.result.cold), cells.seconds(arm.warm)),
             cells.memory(arm),
         )
         outcome = cells.verdict(race, arm, race.best_shipped)

@@ -50,12 +50,14 @@ class Arm:
     """One arm that ran, with its median and 95th percentile in milliseconds (None where no round was raced).
 
     ``rounding`` is the error that its eager twin makes; the greatest of the other arms' where that did not run.
+    ``control`` is the row of its A/A control, where that ran.
     """
 
     result: Result
     p50: float | None
     p95: float | None
     rounding: float | None = None
+    control: Result | None = None
 
     @property
     def name(self) -> str:
@@ -75,6 +77,14 @@ class Arm:
         if case.strategy == "eager" and not case.cuda_graph:
             return 0.0
         return paid_seconds(self.result.cold if caches == "cold" else self.result.warm)
+
+    @property
+    def warm(self) -> Compile | None:
+        """Its warm start. Of an arm that raced in its cold process the control's: a second process, on its caches."""
+        own, copied = self.result.warm, None if self.control is None else self.control.warm
+        if copied is None or copied.seconds is None or (own is not None and own.seconds is not None):
+            return own
+        return copied
 
     @property
     def throughput(self) -> float | None:
@@ -226,13 +236,16 @@ class Race:
                 notes.append(f"The A/A control ran fewer than {stats.MIN_ROUNDS} rounds: nothing can be told apart.")
             else:
                 notes.append(f"A/A noise {percent(self.noise)} ({self.noise_arm} against its copy).")
+        copied = [arm.name for arm in self.arms if arm.warm is not arm.result.warm]
+        if copied:
+            notes.append(f"The warm start shown for {', '.join(copied)} is its copy's.")
         few = [arm.name for arm in timed if len(_samples(arm.result, self.clock)) < stats.MIN_ROUNDS]
         if few:
             notes.append(f"Fewer than {stats.MIN_ROUNDS} rounds, so no interval: {', '.join(few)}.")
         apart = [arm for arm in timed if (ratio := self.speedup(arm, self.reference)) and not ratio.paired]
         if apart:
             notes.append(f"Not raced in the reference's rounds, compared unpaired: {', '.join(a.name for a in apart)}.")
-        missed = [arm.name for arm in timed if _missed(arm.result)]
+        missed = [arm.name for arm in timed if _missed(arm)]
         if missed:
             notes.append(f"The warm start of these missed a cache and compiled something anew: {', '.join(missed)}.")
         warm = [arm.name for arm in self.arms if (c := arm.result.cold) and c.cache_empty_at_start is False]
@@ -256,9 +269,9 @@ def _eager_error(result: Result) -> float | None:
     return None if result.check is None else result.check.eager_error
 
 
-def _missed(result: Result) -> bool:
+def _missed(arm: Arm) -> bool:
     """Whether the warm figure is not quite one: an entry of the caches was broken, or could not be written before."""
-    cold, warm = result.cold, result.warm
+    cold, warm = arm.result.cold, arm.warm
     return cold is not None and warm is not None and warm.seconds is not None and bool(warm.cache_misses)
 
 
@@ -332,12 +345,14 @@ def _race(results: list[Result], environment: Mapping[str, Any]) -> Race:
     clock: Literal["device", "wall"] = "device" if steady and all(s.device_ms for s in steady) else "wall"
     known = [_eager_error(result) for result in ran]
     greatest = max((error for error in known if error is not None), default=None)
+    controls = {result.case.key.removesuffix(" (A/A)"): result for result in ran if result.case.control}
     arms = []
     for result, error in zip(ran, known, strict=True):
         if not result.case.control:
             samples = _samples(result, clock)
             p50, p95 = (stats.median(samples), stats.p95(samples)) if samples else (None, None)
-            arms.append(Arm(result, p50, p95, rounding=greatest if error is None else error))
+            rounding = greatest if error is None else error
+            arms.append(Arm(result, p50, p95, rounding, controls.get(result.case.key)))
     noise, noise_arm = _noise(ran, clock)
     return Race(
         case=results[0].case,

@@ -199,7 +199,7 @@ def _costs(race: Race, wide: bool) -> Table:
     rows = []
     for arm in race.arms:
         cold = arm.result.cold
-        row = [cells.name(arm), cells.seconds(cold), cells.seconds(arm.result.warm)]
+        row = [cells.name(arm), cells.seconds(cold), cells.seconds(arm.warm)]
         if wide:
             row += [numbers.significant(cold.capture if cold else None)]
             row += [numbers.significant(cold.time_to_first_result if cold else None)]
