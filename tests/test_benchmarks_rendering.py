@@ -19,6 +19,7 @@ from benchmarks.rendering import (
     document,
     markdown,
     numbers,
+    selection,
     summary,
     tables,
     terminal,
@@ -171,6 +172,21 @@ def test_devices_and_torch_versions_are_different_races() -> None:
         "NVIDIA A100, torch 2.11.0+cu130",
         "NVIDIA H200, torch 2.13.0",
     ]
+
+
+def test_what_races_have_in_common_is_said_once() -> None:
+    others = {
+        "later": {**ENVIRONMENT, "commit": "fedcba9876543210", "dirty": True},
+        "a100": {**ENVIRONMENT, "gpu": "NVIDIA A100"},
+    }
+    results = [row(1.0), row(2.0, input="karate", environment="later"), row(3.0, environment="a100")]
+    shown = races([*results, row(4.0, model="gat")], {**ENVIRONMENTS, **others})
+    assert selection.machines(shown) == (
+        "NVIDIA H200, torch 2.11.0+cu130, driver 580.65, triton 3.6.0, torch-geometric 2.8.0, "
+        "commits 0123456789, fedcba9876 with changes; "
+        "NVIDIA A100, torch 2.11.0+cu130, driver 580.65, triton 3.6.0, torch-geometric 2.8.0, commit 0123456789"
+    )
+    assert selection.machines([]) == ""
 
 
 def test_a_wrong_arm_is_shown_and_not_the_best() -> None:
@@ -472,7 +488,7 @@ def _value(text: str, results: list[Result]) -> str:
 def test_tables_of_one_race_end_with_environment_and_command(kind: str) -> None:
     text = _table(f"{kind} model=gcn input=cora", race())
     assert (
-        "NVIDIA H200, torch 2.11.0+cu130, triton 3.6.0, torch-geometric 2.8.0, driver 580.65, commit 0123456789" in text
+        "NVIDIA H200, torch 2.11.0+cu130, driver 580.65, triton 3.6.0, torch-geometric 2.8.0, commit 0123456789" in text
     )
     assert text.endswith(
         "```sh\npython -m benchmarks.run --family gnn --model gcn --input cora --impl zoo,upstream-tuned,upstream "

@@ -13,7 +13,7 @@ from benchmarks.claims.verdicts import NOT_MEASURED, Place, Verdict, claimed, of
 from benchmarks.rendering import markdown, numbers
 from benchmarks.rendering.blocks import Spec
 from benchmarks.rendering.race import races
-from benchmarks.rendering.selection import machine
+from benchmarks.rendering.selection import machines
 from benchmarks.result import Rows
 
 HEAD = ("it says", "of", "race", "measured", "claimed", "so")
@@ -40,9 +40,8 @@ def claim_table(spec: Spec, rows: Rows, claims: Mapping[int, Claim] = CLAIMS) ->
     parts.append(f"Verdict: *{of_claim(claim, shown).text}*.")
     if claim.not_here:
         parts.append(f"Not measured here: {claim.not_here}")
-    machines = dict.fromkeys(machine(race) for _, found in looked for place in found for race in place.races)
-    if machines:
-        parts.append("; ".join(machines) + ".")
+    if where := machines(race for _, found in looked for place in found for race in place.races):
+        parts.append(f"{where}.")
     if claim.parts:
         parts.append("```sh\n" + "\n".join(commands(claim.parts)) + "\n```")
     return "\n\n".join(parts)

@@ -57,14 +57,24 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", text.partition("+")[0])))
 
 
-def machine(race: Race) -> str:
-    """Device, torch, the libraries that matter, driver and commit: ``NVIDIA H200, torch 2.11.0+cu130, ...``."""
-    environment = race.environment
-    parts = [race.machine]
-    libraries = environment.get("libraries") or {}
-    parts += [f"{name} {libraries[name]}" for name in ("triton", UPSTREAM.get(race.case.family)) if name in libraries]
-    if environment.get("driver"):
-        parts.append(f"driver {environment['driver']}")
-    if commit := environment.get("commit"):
-        parts.append(f"commit {str(commit)[:10]}" + (" with changes" if environment.get("dirty") else ""))
-    return ", ".join(parts)
+def machines(shown: Iterable[Race]) -> str:
+    """Device, torch, driver, the libraries that matter and commits, said once for all races of one machine.
+
+    ``NVIDIA H200, torch 2.11.0+cu130, driver 580.65, triton 3.6.0, commits 0123456789, 123456789a``; empty of no races.
+    """
+    found: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
+    for race in shown:
+        environment = race.environment
+        driver = f", driver {environment['driver']}" if environment.get("driver") else ""
+        libraries, commits = found.setdefault(race.machine + driver, ({}, {}))
+        known = environment.get("libraries") or {}
+        libraries |= {f"{n} {known[n]}": None for n in ("triton", UPSTREAM.get(race.case.family)) if n in known}
+        if commit := environment.get("commit"):
+            commits[str(commit)[:10] + (" with changes" if environment.get("dirty") else "")] = None
+    lines = []
+    for machine, (libraries, commits) in found.items():
+        parts = [machine, *libraries]
+        if commits:
+            parts.append(f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}")
+        lines.append(", ".join(parts))
+    return "; ".join(lines)

@@ -10,7 +10,7 @@ from benchmarks.rendering import cells, claims, markdown, numbers
 from benchmarks.rendering.blocks import Spec
 from benchmarks.rendering.commands import commands_of
 from benchmarks.rendering.race import Arm, Race, races
-from benchmarks.rendering.selection import SELECTING, machine, select
+from benchmarks.rendering.selection import SELECTING, machines, select
 from benchmarks.result import Compile, Kernel, Result, Rows
 from benchmarks.stats import Ratio
 from benchmarks.usage import did_you_mean
@@ -130,13 +130,13 @@ def _nothing(spec: Spec) -> str:
 
 
 def _origin(shown: Sequence[Race]) -> str:
-    return _from("; ".join(dict.fromkeys(machine(race) for race in shown)), "\n".join(commands_of(shown)))
+    return _from(machines(shown), "\n".join(commands_of(shown)))
 
 
-def _from(machines: str, commands: str | None) -> str:
+def _from(where: str, commands: str | None) -> str:
     if not commands:
-        return f"{machines}. The rows name no command that measures them again."
-    return f"{machines}. Measure it again:\n\n```sh\n{commands}\n```"
+        return f"{where}. The rows name no command that measures them again."
+    return f"{where}. Measure it again:\n\n```sh\n{commands}\n```"
 
 
 # Headline ----------------------------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def _kernels(spec: Spec, shown: list[Race]) -> str:
         f"One call of {arm.name}, by the profiler. Times are of a profiled call: their sum, "
         f"{numbers.significant(total)} µs, is a little more or less than a call takes without one."
     )
-    return "\n\n".join([markdown.table(KERNELS, rows), note, _from(machine(race), command)])
+    return "\n\n".join([markdown.table(KERNELS, rows), note, _from(machines([race]), command)])
 
 
 def _kernel_row(name: str, kernel: Kernel, total: float) -> tuple[str, ...]:
