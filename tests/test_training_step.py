@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,29 @@ def test_several_batches_are_one_update(device: str):
     step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=True)
     assert [step(*update).item() for update in updates] == pytest.approx(expected, rel=1e-5)
     torch.testing.assert_close(list(model.parameters()), list(expected_model.parameters()))
+
+
+def test_what_is_left_of_an_epoch_is_an_update_of_fewer_batches(device: str):
+    batches = draw(30, device=device)
+    updates = [part for i in range(0, 30, 5) for part in (batches[i : i + 3], batches[i + 3 : i + 5])]
+    expected_model = build(device)
+    expected = plain_losses(expected_model, optimizer_of(expected_model), updates)
+    model = build(device)
+    step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=True)
+    assert [step(*update).item() for update in updates] == pytest.approx(expected, rel=1e-5)
+    torch.testing.assert_close(list(model.parameters()), list(expected_model.parameters()))
+    assert len(step.captured) == 2
+
+
+def test_batches_of_one_shape_and_two_dtypes_are_captured_each(device: str):
+    model = build(device)
+    step = TrainingStep(
+        model, lambda m, batch: loss_of(m, (batch[0].float(), batch[1])), optimizer_of(model), cuda_graph=True
+    )
+    for x, y in draw(5, device=device):
+        single, double = step((x, y)), step((x.double(), y))
+        assert single.isfinite() and double.isfinite()
+    assert len(step.captured) == 2
 
 
 def test_every_loss_is_a_tensor_of_its_own(device: str):
@@ -446,6 +470,36 @@ def test_training_goes_on_without_a_cuda_graph_where_the_capture_fails(monkeypat
     assert [warning.filename for warning in caught] == [__file__]
     # Short of memory is why most captures fail.
     assert alive == [False] * 5
+
+
+class Opaque:
+    """What a CUDA graph could not be given anew."""
+
+
+@pytest.mark.parametrize("make", [Opaque, lambda: numpy.zeros(1), lambda: torch.ones(1, requires_grad=True)])
+def test_batches_that_cannot_be_copied_in_are_trained_on_uncaptured(make: Callable[[], Any]):
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return loss_of(model, batch[0])
+
+    batches = draw(6)
+    expected_model = build()
+    expected = plain_losses(expected_model, optimizer_of(expected_model), [[b] for b in batches])
+    model = build()
+    step = TrainingStep(model, loss, optimizer_of(model), cuda_graph=True)
+    with pytest.raises(CaptureError, match="the step cannot be captured: .*input .*; make batches of dense tensors"):
+        step((batches[0], make()))
+    step._must_capture = False  # as on a GPU where nothing was said
+    held: list[weakref.ref[Any]] = []
+    with pytest.warns(TrainingWarning, match="CUDA graph: .*input .*; make batches of dense tensors") as caught:
+        losses = []
+        for batch in batches:
+            given = make()
+            held.append(weakref.ref(given))
+            losses.append(step((batch, given)).item())
+            del given
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert [warning.filename for warning in caught] == [__file__] and not step.captured
+    assert not any(ref() is not None for ref in held)
 
 
 def test_a_shape_whose_capture_fails_leaves_the_others_captured(monkeypatch: pytest.MonkeyPatch):

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from zoo.cudagraph import CaptureError, GraphedStep, synchronisations
-from zoo.step_buffers import describe, shapes_of
+from zoo.step_buffers import check_leaf, describe, shapes_of
 from zoo.training.capture import FrozenOptions, capture_obstacles
 from zoo.training.finite import FiniteWatch, NonFiniteError
 from zoo.training.optimizers import AdamW
@@ -92,7 +92,8 @@ class TrainingStep:
         self._updated = False
         self._side: torch.cuda.Stream | None = None
         self._captures, self._must_capture = self._decide(cuda_graph), cuda_graph is True
-        self._graphed: GraphedStep | None = None
+        # By structure of the batches: what is left of an epoch may be fewer of them.
+        self._graphed: dict[Any, GraphedStep] = {}
         self._options: FrozenOptions | None = None
         self._seen: dict[Any, int] = {}
         self._uncaptured: set[Any] = set()
@@ -113,7 +114,7 @@ class TrainingStep:
     @property
     def captured(self) -> list[str]:
         """The shapes that replay as a CUDA graph, in words."""
-        return [] if self._graphed is None else self._graphed.shapes
+        return [shape for graphed in self._graphed.values() for shape in graphed.shapes]
 
     @property
     def grad_norm(self) -> Tensor:
@@ -132,7 +133,8 @@ class TrainingStep:
 
         Raises:
             NonFiniteError: If this or an earlier loss was not finite.
-            CaptureError: With ``cuda_graph=True``, if the step waits for the device or its capture fails.
+            CaptureError: With ``cuda_graph=True``, if the step waits for the device, a batch holds what cannot be
+                copied in, or the capture fails.
             ValueError: If there is no batch, or the loss is no scalar.
         """
         if not batches:
@@ -155,7 +157,8 @@ class TrainingStep:
 
     def release(self) -> None:
         """Let go of captured CUDA graphs; shapes are captured anew when they come up again."""
-        self._graphed, self._options = None, None
+        self._graphed.clear()
+        self._options = None
         self._seen.clear()
         self._uncaptured.clear()
 
@@ -197,35 +200,46 @@ class TrainingStep:
 
     def _replay(self, batches: tuple[Any, ...]) -> Tensor:
         """Replay this shape; run it, or capture it first, if it is new."""
-        shape = shapes_of(pytree.tree_leaves(batches))
-        seen = self._seen[shape] = self._seen.get(shape, 0) + 1
-        if seen > self._warmup and (self._graphed is not None and shape in self._graphed):
+        leaves, structure = pytree.tree_flatten(batches)
+        if (why := _why_not_copied(leaves)) is not None:
+            if self._must_capture:
+                raise CaptureError(f"the step cannot be captured: {why}")
+            if why not in self._uncaptured:
+                self._uncaptured.add(why)
+                self._say_uncaptured(why, callers=3)
+            return self._run(*batches)
+        shapes, graphed = shapes_of(leaves), self._graphed.get(structure)
+        if graphed is not None and shapes in graphed:
             assert self._options is not None
             self._options.check()
-            loss: Tensor = self._graphed(*batches)
+            loss: Tensor = graphed(*batches)
             return loss
+        kind = structure, shapes
+        seen = self._seen[kind] = self._seen.get(kind, 0) + 1
         if seen <= self._warmup or not self._updated:
             # The host looks at a first update, which a capture cannot hold.
             return self._rehearse(batches, last=seen >= self._warmup and self._updated)
-        if shape not in self._uncaptured and (why := self._capture(batches)) is not None:
-            self._uncaptured.add(shape)
-            self._say_uncaptured(f"{describe(pytree.tree_leaves(batches))}: {why}", callers=3)
-        if shape in self._uncaptured:
+        if kind not in self._uncaptured and (why := self._capture(batches, structure)) is not None:
+            self._uncaptured.add(kind)
+            self._say_uncaptured(f"{describe(leaves)}: {why}", callers=3)
+        if kind in self._uncaptured:
             return self._run(*batches)
-        assert self._graphed is not None
-        loss = self._graphed(*batches)
+        loss = self._graphed[structure](*batches)
         return loss
 
-    def _capture(self, batches: tuple[Any, ...]) -> str | None:
+    def _capture(self, batches: tuple[Any, ...], structure: Any) -> str | None:
         """Capture a shape; or why it is not, and nothing of it is held."""
         if len(self.captured) >= self._most_graphs:
             return f"{self._most_graphs} shapes are captured already (most_graphs); pad batches to fewer shapes"
         try:
-            if self._graphed is None:
-                self._graphed = GraphedStep(self._run, [(batches, {})], clone_outputs=True, static=(), warmup=0)
-                self._options = FrozenOptions(self.optimizer)
+            if structure in self._graphed:
+                self._graphed[structure].add_bucket(batches, warmup=0)
             else:
-                self._graphed.add_bucket(batches, warmup=0)
+                pool = next((graphed.pool for graphed in self._graphed.values()), None)
+                self._graphed[structure] = GraphedStep(
+                    self._run, [(batches, {})], clone_outputs=True, static=(), warmup=0, pool=pool
+                )
+                self._options = self._options or FrozenOptions(self.optimizer)
         except CaptureError as error:
             # Nothing has run on the device, but the host may be anywhere in a step.
             self._clear_gradients()
@@ -347,6 +361,16 @@ def _check_options(
         raise ValueError(f"autocast is {autocast}; it is torch.bfloat16, torch.float16 or None")
     if clip_norm is not None and not (clip_norm > 0 and math.isfinite(clip_norm)):
         raise ValueError(f"clip_norm is {clip_norm}; it is a positive number, or None")
+
+
+def _why_not_copied(leaves: list[Any]) -> str | None:
+    """What a batch holds that no CUDA graph could be given anew, in words; None if there is nothing."""
+    try:
+        for leaf in leaves:
+            check_leaf(leaf)
+    except (TypeError, ValueError) as error:
+        return f"{str(error).partition(';')[0]}; make batches of dense tensors without history and plain values"
+    return None
 
 
 def _check_loss(loss: Any) -> None:
