@@ -171,6 +171,7 @@ class TrainingStep:
 
         Raises:
             NonFiniteError: If a loss was not finite: what is saved is worth going on from.
+            ValueError: If something has no state, or one that :meth:`load` could not read.
         """
         from zoo.training.state import save
 
@@ -186,7 +187,8 @@ class TrainingStep:
 
         Raises:
             FileNotFoundError: If a file is missing.
-            ValueError: If what was saved is of another model, optimizer or precision, or has other names.
+            ValueError: If what was saved is of another model, optimizer or precision, or has other names. Nothing is
+                changed then.
         """
         from zoo.training.state import load
 
