@@ -598,6 +598,23 @@ def test_an_option_that_was_baked_in_may_not_change(change: str):
     assert step(batches[6]).isfinite() and not step.captured
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_what_learns_may_not_change_unnoticed(frozen: bool):
+    model = build()
+    model[0].requires_grad_(frozen)
+    step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=True)
+    batches = draw(8)
+    for batch in batches[:5]:
+        step(batch)
+    model[0].requires_grad_(not frozen)
+    with pytest.raises(RuntimeError, match=r"parameters \d learnt when the step was captured, .*step\.release\(\)"):
+        step(batches[5])
+    step.release()
+    before = model[0].weight.detach().clone()
+    step(batches[6])
+    assert torch.equal(model[0].weight, before) == frozen
+
+
 def test_a_replaced_weight_is_an_error():
     model = build()
     step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=True)
@@ -607,6 +624,47 @@ def test_a_replaced_weight_is_an_error():
     model[0].weight = nn.Parameter(model[0].weight.detach().clone())
     with pytest.raises(RuntimeError, match="moved or replaced since capture"):
         step(batches[5])
+
+
+# --- steps that are cut off ---
+
+
+@pytest.mark.parametrize("autocast", [None, torch.float16], ids=str)
+@pytest.mark.parametrize("where", ["loss", "optimizer"])
+def test_a_step_that_was_cut_off_leaves_nothing_behind(autocast: torch.dtype | None, where: str):
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if batch is bad:
+            fail()
+        return loss_of(model, batch)
+
+    batches, (bad,) = draw(6), draw(1, seed=1)
+    losses = []
+    for cut_off in (False, True):
+        model = build()
+        optimizer = optimizer_of(model)
+        step = TrainingStep(model, loss, optimizer, autocast=autocast, clip_norm=0.5)
+        found = [step(batch) for batch in batches[:3]]
+        if cut_off and where == "loss":
+            with pytest.raises(KeyboardInterrupt):
+                step(batches[3], bad)
+        elif cut_off:
+            handle = optimizer.register_step_pre_hook(fail)
+            with pytest.raises(KeyboardInterrupt):
+                step(batches[3])
+            handle.remove()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        losses.append([each.item() for each in [*found, *(step(batch) for batch in batches[3:])]])
+    assert losses[0] == losses[1]
+
+
+def test_a_loss_of_one_number_in_a_row_is_a_scalar():
+    model, (batch,) = build(), draw(1)
+    expected = loss_of(model, batch).detach()
+    loss = TrainingStep(model, lambda m, b: loss_of(m, b).reshape(1), optimizer_of(model))(batch)
+    torch.testing.assert_close(loss, expected)
 
 
 # --- compiled ---
@@ -671,6 +729,20 @@ def test_a_model_in_eval_mode_is_refused():
     model = build().eval()
     with pytest.raises(ValueError, match=r"Sequential is in eval mode: call model\.train\(\) first"):
         TrainingStep(model, loss_of, optimizer_of(model))
+
+
+@pytest.mark.parametrize("captures", [False, True], ids=["uncaptured", "captured"])
+def test_a_step_after_an_evaluation_is_refused_until_the_model_trains(captures: bool):
+    model = build()
+    step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=captures)
+    batches = draw(6)
+    for batch in batches[:5]:
+        step(batch)
+    model.eval()
+    with pytest.raises(ValueError, match=r"Sequential is in eval mode: call model\.train\(\) first"):
+        step(batches[5])
+    model.train()
+    assert step(batches[5]).isfinite() and step.steps == 6
 
 
 def test_a_call_without_a_batch_is_refused():

@@ -135,10 +135,13 @@ class TrainingStep:
             NonFiniteError: If this or an earlier loss was not finite.
             CaptureError: With ``cuda_graph=True``, if the step waits for the device, a batch holds what cannot be
                 copied in, or the capture fails.
-            ValueError: If there is no batch, or the loss is no scalar.
+            ValueError: If there is no batch, the model is not in training mode, or the loss is no scalar.
+            RuntimeError: If what was captured would be wrong now: an option of the optimizer changed, a weight was
+                moved, frozen or unfrozen.
         """
         if not batches:
             raise ValueError("a step needs at least one batch")
+        _check_training(self.model)
         if self.steps == 0 and isinstance(self.optimizer, AdamW) and self.scaler is None:
             self.optimizer.begin_kernels(self._watch.skip)
         loss = self._replay(batches) if self._captures else self._run(*batches)
@@ -243,10 +246,6 @@ class TrainingStep:
                 )
                 self._options = self._options or FrozenOptions(self.optimizer)
         except CaptureError as error:
-            # Nothing has run on the device, but the host may be anywhere in a step.
-            self._clear_gradients()
-            if self.scaler is not None:
-                self.scaler._per_optimizer_states.clear()
             if self._must_capture:
                 raise
             return str(error)
@@ -281,21 +280,26 @@ class TrainingStep:
     def _run(self, *batches: Any) -> Tensor:
         """All of the step; what is captured."""
         self._clear_gradients()
-        total = torch.zeros((), device=self.device)
-        for batch in batches:
-            with self._cast():
-                loss = self.loss(self.model, batch)
-            _check_loss(loss)
-            part = loss.float() / len(batches)
-            total = total + part.detach()
+        try:
+            total = torch.zeros((), device=self.device)
+            for batch in batches:
+                with self._cast():
+                    loss = self.loss(self.model, batch)
+                _check_loss(loss)
+                part = loss.float().reshape(()) / len(batches)
+                total = total + part.detach()
+                if self.scaler is not None:
+                    # The scaler looks at gradients, and those of an infinite loss may be finite: make them NaN.
+                    part = self.scaler.scale(part * (part.detach() * 0 + 1))
+                part.backward()  # type: ignore[no-untyped-call]
+            norm = self._clip()
+            self._watch.see(total, None if self.scaler is not None else norm)
+            self._update()
+        finally:
+            self._clear_gradients()
             if self.scaler is not None:
-                # The scaler looks at gradients, and those of an infinite loss may be finite: make them NaN.
-                part = self.scaler.scale(part * (part.detach() * 0 + 1))
-            part.backward()  # type: ignore[no-untyped-call]
-        norm = self._clip()
-        self._watch.see(total, None if self.scaler is not None else norm)
-        self._update()
-        self._clear_gradients()
+                # Of a step that was cut off: the next one may unscale again.
+                self.scaler._per_optimizer_states.clear()
         return total
 
     def _cast(self) -> AbstractContextManager[Any]:
@@ -338,7 +342,6 @@ class TrainingStep:
         try:
             self._watch.check()
         except NonFiniteError:
-            self._clear_gradients()
             if self.scaler is not None and self._clip_norm is not None:
                 self.scaler.update()  # which clipping began
             raise
@@ -352,8 +355,7 @@ class TrainingStep:
 def _check_options(
     model: nn.Module, optimizer: Optimizer, autocast: torch.dtype | None, clip_norm: float | None
 ) -> None:
-    if not model.training:
-        raise ValueError(f"{type(model).__name__} is in eval mode: call model.train() first")
+    _check_training(model)
     if wants_closure(optimizer):
         raise ValueError(
             f"{type(optimizer).__name__} computes the loss several times an update, by a closure; a step has one "
@@ -363,6 +365,11 @@ def _check_options(
         raise ValueError(f"autocast is {autocast}; it is torch.bfloat16, torch.float16 or None")
     if clip_norm is not None and not (clip_norm > 0 and math.isfinite(clip_norm)):
         raise ValueError(f"clip_norm is {clip_norm}; it is a positive number, or None")
+
+
+def _check_training(model: nn.Module) -> None:
+    if not model.training:
+        raise ValueError(f"{type(model).__name__} is in eval mode: call model.train() first")
 
 
 def _why_not_copied(leaves: list[Any]) -> str | None:
