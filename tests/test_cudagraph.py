@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from blocks import Dropping, Stack
@@ -347,3 +348,11 @@ def test_capture_is_one_launch() -> None:
             step(x)
     launches = [e.key for e in profiler.key_averages() if "LaunchKernel" in e.key or "GraphLaunch" in e.key]
     assert any("GraphLaunch" in key for key in launches), launches
+
+
+@pytest.mark.parametrize("other", [True, 1.0, "1", numpy.ones(2)])
+def test_a_constant_of_another_type_is_another_constant(other: Any) -> None:
+    step = zoo.cuda_graph(lambda x, way: -x if way is True else x * way, (torch.ones(2), 1))
+    with pytest.raises(ValueError, match=r"input 1 is .*, but 1 was captured as a constant; pass a tensor"):
+        step(torch.ones(2), other)
+    assert step(torch.ones(2), 1).tolist() == [1.0, 1.0]

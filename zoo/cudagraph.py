@@ -250,7 +250,8 @@ class GraphedStep:
             raise ValueError(f"no bucket for {describe(leaves)}; captured: {'; '.join(self.shapes)}")
         for index, (leaf, buffer) in enumerate(zip(leaves, bucket.buffers, strict=True)):
             if buffer is None:
-                if isinstance(leaf, torch.Tensor) or leaf != bucket.leaves[index]:
+                # 1 is not True, nor 1.0: what was captured may have asked.
+                if type(leaf) is not type(bucket.leaves[index]) or leaf != bucket.leaves[index]:
                     raise ValueError(
                         f"input {index} is {leaf!r}, but {bucket.leaves[index]!r} was captured as a constant; pass a "
                         "tensor for what changes"
