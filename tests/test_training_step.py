@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 import weakref
 from collections.abc import Callable
@@ -743,6 +744,25 @@ def test_a_step_after_an_evaluation_is_refused_until_the_model_trains(captures: 
         step(batches[5])
     model.train()
     assert step(batches[5]).isfinite() and step.steps == 6
+
+
+@pytest.mark.parametrize("model", [build(), nn.Identity()], ids=["others", "none"])
+def test_an_optimizer_of_other_parameters_is_refused(model: nn.Module):
+    with pytest.raises(ValueError, match=rf"has none of the \d parameters of this {type(model).__name__}"):
+        TrainingStep(model, loss_of, optimizer_of(build()))
+
+
+def test_a_step_is_freed_before_its_optimizer():
+    model = build()
+    optimizer = optimizer_of(model)
+    step = TrainingStep(model, loss_of, optimizer, cuda_graph=True)
+    for batch in draw(5):
+        step(batch)
+    gone = weakref.ref(step)
+    del step
+    gc.collect()
+    assert gone() is None and not optimizer._optimizer_load_state_dict_post_hooks
+    optimizer.load_state_dict(optimizer.state_dict())
 
 
 def test_a_call_without_a_batch_is_refused():

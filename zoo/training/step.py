@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -54,8 +55,8 @@ class TrainingStep:
         most_graphs: Shapes that are captured; further ones run without a CUDA graph, which is said once.
 
     Raises:
-        ValueError: If the model is not in training mode, the optimizer asks for a closure, an option is out of range,
-            or ``cuda_graph=True`` and something stands in the way.
+        ValueError: If the model is not in training mode, the optimizer has none of its parameters or asks for a
+            closure, an option is out of range, or ``cuda_graph=True`` and something stands in the way.
     """
 
     def __init__(
@@ -97,7 +98,10 @@ class TrainingStep:
         self._options: FrozenOptions | None = None
         self._seen: dict[Any, int] = {}
         self._uncaptured: set[Any] = set()
-        optimizer.register_load_state_dict_post_hook(lambda _: self._begin_anew())
+        # The optimizer may outlive this step, and its captured memory with it.
+        begin_anew = weakref.WeakMethod(self._begin_anew)
+        hook = optimizer.register_load_state_dict_post_hook(lambda _: (found := begin_anew()) and found())
+        weakref.finalize(self, hook.remove)
 
     def _decide(self, wanted: bool | None) -> bool:
         if wanted is False or (wanted is None and self.device.type == "cpu"):
@@ -356,6 +360,12 @@ def _check_options(
     model: nn.Module, optimizer: Optimizer, autocast: torch.dtype | None, clip_norm: float | None
 ) -> None:
     _check_training(model)
+    own = set(model.parameters())
+    if not any(param in own for group in optimizer.param_groups for param in group["params"]):
+        raise ValueError(
+            f"{type(optimizer).__name__} has none of the {len(own)} parameters of this {type(model).__name__}, which "
+            "would not learn: make the optimizer of model.parameters(), after whatever replaces them"
+        )
     if wants_closure(optimizer):
         raise ValueError(
             f"{type(optimizer).__name__} computes the loss several times an update, by a closure; a step has one "
