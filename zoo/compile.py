@@ -35,8 +35,19 @@ class Plan:
     ledger_id: int
 
     def modules_of(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Region modules by name. Not held: a model that is itself a region would never be freed."""
-        return {name: model.get_submodule(name) for found in self.report.regions for name in found.modules}
+        """Region modules by name. Not held: a model that is itself a region would never be freed.
+
+        Raises:
+            ValueError: If one is no longer there.
+        """
+        modules = dict(model.named_modules())
+        names = [name for found in self.report.regions for name in found.modules]
+        if gone := [name for name in names if name not in modules]:
+            raise ValueError(
+                f"{type(model).__name__} has lost {', '.join(gone[:4])} since it was compiled: call "
+                "zoo.uncompile(model) and zoo.compile_regions(model) again"
+            )
+        return {name: modules[name] for name in names}
 
     def region_of(self, cls: type[nn.Module]) -> FoundRegion:
         """What was found of one region class."""
