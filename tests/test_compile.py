@@ -310,6 +310,22 @@ def test_a_backend_that_records_a_cuda_graph_a_region_is_refused() -> None:
 
 
 @dataclasses.dataclass
+class Output:
+    hidden: torch.Tensor
+
+
+class Wrapping(Stack):
+    def forward(self, x: torch.Tensor) -> Output:  # type: ignore[override]
+        return Output(super().forward(x))
+
+
+def test_warm_up_compiles_the_backward_of_what_a_dataclass_holds() -> None:
+    model = compiled(Wrapping().train(), backend="aot_eager")
+    zoo.warm_up(model, x=torch.randn(2, 4))
+    assert any(entry.backward for entry in LEDGER.of(plan_of(model).ledger_id))  # type: ignore[union-attr]
+
+
+@dataclasses.dataclass
 class Linked:
     """An input with a way back to itself, and a field that is not set."""
 

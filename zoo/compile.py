@@ -19,6 +19,7 @@ from zoo.ledger import LEDGER, Entry
 from zoo.observe import undisturbed
 from zoo.regions import FoundRegion, Region, RegionReport, declares, report_on, resolve
 from zoo.signature import mode as mode_in_words
+from zoo.step_buffers import tensors_in
 
 _CUDA_GRAPH_MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
@@ -229,7 +230,8 @@ def warm_up(model: nn.Module, **inputs: Any) -> WarmUp:
 
 def _run_backward(model: nn.Module, outputs: Any) -> None:
     """Run the compiled backward without touching ``.grad``."""
-    tensors = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
+    # A leaf may be a dataclass of tensors.
+    tensors = [t for t in tensors_in(pytree.tree_leaves(outputs)) if t.requires_grad]
     wanted = [p for p in model.parameters() if p.requires_grad]
     if tensors and wanted:
         torch.autograd.grad([t.float().sum() for t in tensors], wanted, allow_unused=True)
