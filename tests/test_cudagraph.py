@@ -204,6 +204,36 @@ def test_weights_that_moved_are_an_error(device: str, change: Any, reached: str)
             step(x)
 
 
+MODELS: dict[str, nn.Module] = {}
+
+
+def _run_all(x: Tensor) -> list[Tensor]:
+    return list((lambda: [MODELS["one"](x)])())
+
+
+def test_weights_of_a_default_or_a_global_of_an_inner_function_may_not_move_either(device: str) -> None:
+    x = torch.randn(2, 4, device=device)
+
+    def by_default(x: Tensor, model: nn.Module = Stack().to(device)) -> Tensor:  # noqa: B008
+        return model(x)
+
+    def by_name(x: Tensor, *, models: frozenset[nn.Module] = frozenset([Stack().to(device)])) -> Tensor:
+        return next(model(x) for model in models)
+
+    MODELS["one"] = Stack().to(device)
+    found = [
+        (by_default, by_default.__defaults__[0]),
+        (by_name, *by_name.__kwdefaults__["models"]),
+        (_run_all, MODELS["one"]),
+    ]
+    for fn, model in found:
+        with torch.no_grad():
+            step = zoo.cuda_graph(fn, (x,))
+            model.stem.weight = nn.Parameter(model.stem.weight.detach().clone())
+            with pytest.raises(RuntimeError, match=r"stem\.weight was moved or replaced"):
+                step(x)
+
+
 def test_weights_loaded_in_place_are_used(device: str) -> None:
     model, other, x = Stack().to(device), Stack().to(device), torch.randn(2, 4, device=device)
     with torch.no_grad():

@@ -176,7 +176,7 @@ def _names_read(cls: type) -> set[str]:
         code = getattr(_unwrap(member), "__code__", None)
         if code is None:
             continue
-        new = _names_in(code) - read
+        new = names_in(code) - read
         read |= new
         todo.extend(name for name in new if not _defined_by_torch(cls, name))
     return read
@@ -194,9 +194,10 @@ def _defined_by_torch(cls: type, name: str) -> bool:
     return owner is None or is_torch_class(owner)
 
 
-def _names_in(code: types.CodeType) -> set[str]:
+def names_in(code: types.CodeType) -> set[str]:
+    """Global and attribute names in a code object and in those inside of it."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= _names_in(constant)
+            names |= names_in(constant)
     return names
