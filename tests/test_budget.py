@@ -167,3 +167,11 @@ def test_a_second_model_of_the_same_shapes_compiles_nothing_and_is_within_budget
         with zoo.enforce_budget(second):
             second(x)
     assert len(zoo.ledger.LEDGER.entries) == entries
+
+
+def test_a_block_that_was_taken_out_is_named() -> None:
+    model = zoo.compile_regions(Stack(), backend="eager")
+    del model.blocks[2]
+    lost = pytest.raises(ValueError, match=r"Stack has lost blocks\.2 since .*zoo\.uncompile\(model\)")
+    with lost, zoo.enforce_budget(model):
+        pass

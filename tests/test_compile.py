@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import pickle
 import weakref
+from typing import Any
 from unittest.mock import ANY
 
 import pytest
@@ -16,6 +18,7 @@ from torch import nn
 import zoo
 from zoo import Region
 from zoo.compile import _mode_and_options, plan_of
+from zoo.ledger import LEDGER
 from zoo.regions import in_process_on_gpus
 
 
@@ -274,3 +277,77 @@ def test_inductor_for_real() -> None:
         zoo.compile_regions(model)
         with zoo.enforce_budget(model):
             torch.testing.assert_close(model(x), expected)
+
+
+def test_a_refusal_leaves_nothing_compiled() -> None:
+    model = declared(Region(Block), Region(Dropping, compile_threads=lambda device, training: 0))(Block(4), Dropping(4))
+    with pytest.raises(ValueError, match="region Dropping: compile_threads gives 0"):
+        zoo.compile_regions(model)
+    assert not any(module._compiled_call_impl for module in model.modules())
+    zoo.compile_regions(model, exclude=[Dropping], backend="eager")
+
+
+def test_uncompile_of_a_model_around_it_undoes_the_model_inside() -> None:
+    model = compiled(Stack())
+    zoo.uncompile(nn.Sequential(model))
+    assert plan_of(model) is None
+    with pytest.raises(ValueError, match="has no compiled regions"):
+        zoo.warm_up(model, x=torch.randn(2, 4))
+    compiled(model)
+
+
+def test_uncompile_of_a_model_that_lost_a_block() -> None:
+    model = compiled(Stack())
+    lost = model.blocks.pop(2)
+    assert all(module._compiled_call_impl is None for module in zoo.uncompile(model).modules())
+    assert lost not in LEDGER._watched
+    compiled(model)
+
+
+def test_a_backend_that_records_a_cuda_graph_a_region_is_refused() -> None:
+    with pytest.raises(ValueError, match="backend='cudagraphs' records a CUDA graph for every region"):
+        compiled(Stack(), backend="cudagraphs")
+
+
+@dataclasses.dataclass
+class Output:
+    hidden: torch.Tensor
+
+
+class Wrapping(Stack):
+    def forward(self, x: torch.Tensor) -> Output:  # type: ignore[override]
+        return Output(super().forward(x))
+
+
+def test_warm_up_compiles_the_backward_of_what_a_dataclass_holds() -> None:
+    model = compiled(Wrapping().train(), backend="aot_eager")
+    zoo.warm_up(model, x=torch.randn(2, 4))
+    assert any(entry.backward for entry in LEDGER.of(plan_of(model).ledger_id))  # type: ignore[union-attr]
+
+
+@dataclasses.dataclass
+class Linked:
+    """An input with a way back to itself, and a field that is not set."""
+
+    x: torch.Tensor
+    back: Any = None
+    later: int = dataclasses.field(init=False)
+
+
+class Unpacking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, given: Linked) -> torch.Tensor:
+        return self.linear(given.x)
+
+
+def test_an_input_that_leads_back_to_itself_compiles() -> None:
+    model = Sequence(Unpacking())
+    given = Linked(torch.randn(2, 4))
+    given.back = given
+    expected = model(given)
+    compiled(model, regions=[Unpacking])
+    with zoo.enforce_budget(model):
+        torch.testing.assert_close(model(given), expected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from blocks import Dropping, Stack
@@ -203,6 +204,36 @@ def test_weights_that_moved_are_an_error(device: str, change: Any, reached: str)
             step(x)
 
 
+MODELS: dict[str, nn.Module] = {}
+
+
+def _run_all(x: Tensor) -> list[Tensor]:
+    return list((lambda: [MODELS["one"](x)])())
+
+
+def test_weights_of_a_default_or_a_global_of_an_inner_function_may_not_move_either(device: str) -> None:
+    x = torch.randn(2, 4, device=device)
+
+    def by_default(x: Tensor, model: nn.Module = Stack().to(device)) -> Tensor:  # noqa: B008
+        return model(x)
+
+    def by_name(x: Tensor, *, models: frozenset[nn.Module] = frozenset([Stack().to(device)])) -> Tensor:
+        return next(model(x) for model in models)
+
+    MODELS["one"] = Stack().to(device)
+    found = [
+        (by_default, by_default.__defaults__[0]),
+        (by_name, *by_name.__kwdefaults__["models"]),
+        (_run_all, MODELS["one"]),
+    ]
+    for fn, model in found:
+        with torch.no_grad():
+            step = zoo.cuda_graph(fn, (x,))
+            model.stem.weight = nn.Parameter(model.stem.weight.detach().clone())
+            with pytest.raises(RuntimeError, match=r"stem\.weight was moved or replaced"):
+                step(x)
+
+
 def test_weights_loaded_in_place_are_used(device: str) -> None:
     model, other, x = Stack().to(device), Stack().to(device), torch.randn(2, 4, device=device)
     with torch.no_grad():
@@ -347,3 +378,11 @@ def test_capture_is_one_launch() -> None:
             step(x)
     launches = [e.key for e in profiler.key_averages() if "LaunchKernel" in e.key or "GraphLaunch" in e.key]
     assert any("GraphLaunch" in key for key in launches), launches
+
+
+@pytest.mark.parametrize("other", [True, 1.0, "1", numpy.ones(2)])
+def test_a_constant_of_another_type_is_another_constant(other: Any) -> None:
+    step = zoo.cuda_graph(lambda x, way: -x if way is True else x * way, (torch.ones(2), 1))
+    with pytest.raises(ValueError, match=r"input 1 is .*, but 1 was captured as a constant; pass a tensor"):
+        step(torch.ones(2), other)
+    assert step(torch.ones(2), 1).tolist() == [1.0, 1.0]

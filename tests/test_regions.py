@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+
 import pytest
 import torch
 from blocks import Block, Child, Dropping, IndexedBlock, Sequence, Stack, StoringBlock
@@ -187,3 +189,72 @@ def test_device_share_on_a_gpu() -> None:
     share = report.regions[0].device_share
     assert share is not None and 0.5 < share <= 1.0
     assert "% of device time" in str(report)
+
+
+def test_exclude_leaves_out_what_is_inside() -> None:
+    model = nn.Sequential(Sequence(Block(4), Block(4)), Block(4))
+    for exclude in (["0.blocks"], [nn.ModuleList], [Sequence]):
+        assert zoo.find_regions(model, [Block], exclude=exclude).regions[0].modules == ("1",)
+
+
+@pytest.mark.parametrize("exclude", ["blocks.1", Block])
+def test_exclude_is_a_list(exclude: object) -> None:
+    with pytest.raises(TypeError, match=r"exclude is .*expected a list of classes and module names"):
+        zoo.find_regions(Stack(), exclude=exclude)  # type: ignore[arg-type]
+
+
+class Lazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.LazyLinear(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).relu()
+
+
+@pytest.mark.parametrize("regions", [None, [Lazy]])
+def test_parameters_without_a_shape_are_refused_until_they_have_one(regions: list[type[nn.Module]] | None) -> None:
+    model = Sequence(Lazy(), Lazy())
+    with pytest.raises(ValueError, match=r"region Lazy: blocks\.0\.linear\.weight has no shape .* call the model once"):
+        zoo.find_regions(model, regions)
+    model(torch.ones(2, 4))
+    assert zoo.find_regions(model, regions).graphs_needed == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_module_is_torchs() -> None:
+    model = nn.ModuleList([Stack(), torch.jit.script(nn.Linear(4, 4)), torch.jit.script(nn.Linear(4, 4))])
+    assert [found.name for found in zoo.find_regions(model).regions] == ["Block"]
+
+
+class Kind(enum.IntEnum):
+    ODD = 1
+    EVEN = 2
+
+
+def test_a_number_by_name_that_differs_in_every_layer_is_an_obstacle() -> None:
+    model = Sequence(IndexedBlock(4, Kind.ODD), IndexedBlock(4, Kind.EVEN))
+    (obstacle,) = zoo.find_regions(model, [IndexedBlock]).obstacles
+    assert "forward reads index" in str(obstacle) and "Kind.EVEN" in str(obstacle)
+
+
+class Counting(nn.Module):
+    """Replaces a buffer, and makes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("last", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = torch.cat([self.seen, self.seen.new_ones(1)])
+        self.last = x.mean()
+        return self.linear(x)
+
+
+def test_a_report_of_a_model_in_training_puts_buffers_back() -> None:
+    model = Sequence(Counting()).train()
+    seen = model.blocks[0].seen
+    zoo.find_regions(model, [Counting], inputs={"x": torch.ones(2, 4)})
+    assert model.blocks[0].seen is seen and seen.tolist() == [0.0] and model.blocks[0].last is None

@@ -38,6 +38,20 @@ def test_overrides_dtype_and_device() -> None:
     assert torch.get_default_dtype() is torch.float32
     with pytest.raises(ValueError, match="floating-point"):
         zoo.create("gcn-debug", dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"dtype is 'float16', but parameters need a floating-point torch\.dtype"):
+        zoo.create("gcn-debug", dtype="float16")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("loaded", [False, True], ids=["random", "loaded"])
+@pytest.mark.parametrize("name", ["llm-debug", "resnet-debug"])
+def test_a_model_that_is_made_in_inference_mode_can_be_trained(tmp_path: Path, name: str, loaded: bool) -> None:
+    weights = tmp_path / "weights.pt" if loaded else None
+    if weights is not None:
+        torch.save(zoo.create(name).state_dict(), weights)
+    with torch.inference_mode():
+        model = zoo.create(name, weights=weights)
+    assert not any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers()))
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("form", ["safetensors", "pt", "folder", "sharded"])

@@ -132,3 +132,8 @@ def test_what_cannot_be_checkpointed_is_refused():
     model = checkpoint_regions(compiled(), Block)
     with pytest.raises(ValueError, match=r"checkpointed already; zoo\.uncompile\(model\) undoes it"):
         checkpoint_regions(model, Block)
+    model = compiled()
+    zoo.uncompile(model.blocks[1])
+    with pytest.raises(ValueError, match=r"1 of 4 regions of Block are eager now.*zoo\.uncompile\(model\)"):
+        checkpoint_regions(model, Block)
+    assert not restores_random_state(model)

@@ -119,6 +119,11 @@ def test_it_agrees_with_torchs_own_chunked_loss():
         ({"weight": torch.ones(37, 15)}, ValueError, r"x \[20, 16\] and weight \[37, 15\] do not fit"),
         ({"labels": torch.zeros(19, dtype=torch.int64)}, ValueError, r"labels are \[19\], expected .*\[20\]"),
         ({"labels": torch.zeros(20, dtype=torch.int32)}, TypeError, r"torch\.int32, expected torch\.int64"),
+        (
+            {"weight": torch.ones(37, 16).bfloat16()},
+            TypeError,
+            r"float32 and weight torch\.bfloat16; convert",
+        ),
         ({"x": torch.ones(0, 16), "labels": torch.zeros(0, dtype=torch.int64)}, ValueError, "there are no rows"),
     ],
 )

@@ -6,12 +6,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
 from training_models import build, draw, loss_of, optimizer_of
 
-from zoo.training import NonFiniteError, TrainingStep
+from zoo.training import AdamW, NonFiniteError, TrainingStep
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -144,3 +145,76 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path):
     torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
     with pytest.raises(ValueError, match=r"schedule is a int without state_dict\(\)"):
         step.save(tmp_path / "other", schedule=3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_loading_after_a_bad_loss_forgets_it(tmp_path: Path, device: str):
+    batches = draw(6, device=device)
+    step, _ = make(device, autocast=None)
+    for batch in batches[:3]:
+        step(batch)
+    step.save(tmp_path)
+    expected = [step(batch).item() for batch in batches[3:]]
+    assert step((batches[3][0] * float("nan"), batches[3][1])).isnan(), "not reported yet"
+    step.load(tmp_path)
+    assert [step(batch).item() for batch in batches[3:]] == pytest.approx(expected, rel=1e-6)
+    step.check()
+
+
+@pytest.mark.parametrize(("saved", "now"), [("plain", "sgd"), ("sgd", "plain"), ("sgd", "adamw"), ("sgd", "ours")])
+def test_the_state_of_another_optimizer_is_refused_and_changes_nothing(tmp_path: Path, saved: str, now: str):
+    def begin(kind: str) -> TrainingStep:
+        model = build()
+        optimizer = AdamW(model.parameters(), lr=1e-2) if kind == "ours" else optimizer_of(model, kind)
+        return TrainingStep(model, loss_of, optimizer)
+
+    batches = draw(4)
+    step = begin(saved)
+    step(batches[0])
+    step.save(tmp_path)
+    expected = [begun(batch).item() for begun in [begin(now)] for batch in batches]
+    other = begin(now)
+    losses = [other(batch).item() for batch in batches[:2]]
+    with pytest.raises(ValueError, match=f"another optimizer than this {type(other.optimizer).__name__}: "):
+        other.load(tmp_path)
+    assert losses + [other(batch).item() for batch in batches[2:]] == pytest.approx(expected, rel=1e-6)
+
+
+def test_weights_of_another_dtype_are_refused(tmp_path: Path):
+    step, _ = make()
+    step.save(tmp_path)
+    model = build().to(torch.bfloat16)
+    other = TrainingStep(model, loss_of, optimizer_of(model))
+    with pytest.raises(ValueError, match=r"another model .*: 0\.weight is torch\.float32, not torch\.bfloat16"):
+        other.load(tmp_path)
+
+
+def test_what_could_not_be_loaded_again_is_not_saved(tmp_path: Path):
+    class Sampler:
+        def state_dict(self) -> dict[str, Any]:
+            return {"seen": torch.ones(3), "random": numpy.random.RandomState(0).get_state()}
+
+    step, _ = make()
+    step(draw(1)[0])
+    step.save(tmp_path)
+    step(draw(1)[0])
+    with pytest.raises(ValueError, match=r"the state of sampler holds numpy\S+, more than tensors and plain values"):
+        step.save(tmp_path, sampler=Sampler())
+    step.load(tmp_path)
+    assert step.steps == 1
+
+
+def test_what_takes_no_state_is_refused_before_anything_is_loaded(tmp_path: Path):
+    class Sampler:
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    step, _ = make()
+    step(draw(1)[0])
+    step.save(tmp_path, sampler=Sampler())
+    step(draw(1)[0])
+    before = [parameter.clone() for parameter in step.model.parameters()]
+    with pytest.raises(ValueError, match=r"sampler is a Sampler without load_state_dict\(\)"):
+        step.load(tmp_path, sampler=Sampler())
+    assert step.steps == 2
+    torch.testing.assert_close(list(step.model.parameters()), before, rtol=0, atol=0)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -53,6 +55,29 @@ def test_several_batches_are_one_update(device: str):
     step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=True)
     assert [step(*update).item() for update in updates] == pytest.approx(expected, rel=1e-5)
     torch.testing.assert_close(list(model.parameters()), list(expected_model.parameters()))
+
+
+def test_what_is_left_of_an_epoch_is_an_update_of_fewer_batches(device: str):
+    batches = draw(30, device=device)
+    updates = [part for i in range(0, 30, 5) for part in (batches[i : i + 3], batches[i + 3 : i + 5])]
+    expected_model = build(device)
+    expected = plain_losses(expected_model, optimizer_of(expected_model), updates)
+    model = build(device)
+    step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=True)
+    assert [step(*update).item() for update in updates] == pytest.approx(expected, rel=1e-5)
+    torch.testing.assert_close(list(model.parameters()), list(expected_model.parameters()))
+    assert len(step.captured) == 2
+
+
+def test_batches_of_one_shape_and_two_dtypes_are_captured_each(device: str):
+    model = build(device)
+    step = TrainingStep(
+        model, lambda m, batch: loss_of(m, (batch[0].float(), batch[1])), optimizer_of(model), cuda_graph=True
+    )
+    for x, y in draw(5, device=device):
+        single, double = step((x, y)), step((x.double(), y))
+        assert single.isfinite() and double.isfinite()
+    assert len(step.captured) == 2
 
 
 def test_every_loss_is_a_tensor_of_its_own(device: str):
@@ -448,6 +473,36 @@ def test_training_goes_on_without_a_cuda_graph_where_the_capture_fails(monkeypat
     assert alive == [False] * 5
 
 
+class Opaque:
+    """What a CUDA graph could not be given anew."""
+
+
+@pytest.mark.parametrize("make", [Opaque, lambda: numpy.zeros(1), lambda: torch.ones(1, requires_grad=True)])
+def test_batches_that_cannot_be_copied_in_are_trained_on_uncaptured(make: Callable[[], Any]):
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return loss_of(model, batch[0])
+
+    batches = draw(6)
+    expected_model = build()
+    expected = plain_losses(expected_model, optimizer_of(expected_model), [[b] for b in batches])
+    model = build()
+    step = TrainingStep(model, loss, optimizer_of(model), cuda_graph=True)
+    with pytest.raises(CaptureError, match="the step cannot be captured: .*input .*; make batches of dense tensors"):
+        step((batches[0], make()))
+    step._must_capture = False  # as on a GPU where nothing was said
+    held: list[weakref.ref[Any]] = []
+    with pytest.warns(TrainingWarning, match="CUDA graph: .*input .*; make batches of dense tensors") as caught:
+        losses = []
+        for batch in batches:
+            given = make()
+            held.append(weakref.ref(given))
+            losses.append(step((batch, given)).item())
+            del given
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert [warning.filename for warning in caught] == [__file__] and not step.captured
+    assert not any(ref() is not None for ref in held)
+
+
 def test_a_shape_whose_capture_fails_leaves_the_others_captured(monkeypatch: pytest.MonkeyPatch):
     model = build()
     step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=True)
@@ -544,6 +599,23 @@ def test_an_option_that_was_baked_in_may_not_change(change: str):
     assert step(batches[6]).isfinite() and not step.captured
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_what_learns_may_not_change_unnoticed(frozen: bool):
+    model = build()
+    model[0].requires_grad_(frozen)
+    step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=True)
+    batches = draw(8)
+    for batch in batches[:5]:
+        step(batch)
+    model[0].requires_grad_(not frozen)
+    with pytest.raises(RuntimeError, match=r"parameters \d learnt when the step was captured, .*step\.release\(\)"):
+        step(batches[5])
+    step.release()
+    before = model[0].weight.detach().clone()
+    step(batches[6])
+    assert torch.equal(model[0].weight, before) == frozen
+
+
 def test_a_replaced_weight_is_an_error():
     model = build()
     step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=True)
@@ -553,6 +625,47 @@ def test_a_replaced_weight_is_an_error():
     model[0].weight = nn.Parameter(model[0].weight.detach().clone())
     with pytest.raises(RuntimeError, match="moved or replaced since capture"):
         step(batches[5])
+
+
+# --- steps that are cut off ---
+
+
+@pytest.mark.parametrize("autocast", [None, torch.float16], ids=str)
+@pytest.mark.parametrize("where", ["loss", "optimizer"])
+def test_a_step_that_was_cut_off_leaves_nothing_behind(autocast: torch.dtype | None, where: str):
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if batch is bad:
+            fail()
+        return loss_of(model, batch)
+
+    batches, (bad,) = draw(6), draw(1, seed=1)
+    losses = []
+    for cut_off in (False, True):
+        model = build()
+        optimizer = optimizer_of(model)
+        step = TrainingStep(model, loss, optimizer, autocast=autocast, clip_norm=0.5)
+        found = [step(batch) for batch in batches[:3]]
+        if cut_off and where == "loss":
+            with pytest.raises(KeyboardInterrupt):
+                step(batches[3], bad)
+        elif cut_off:
+            handle = optimizer.register_step_pre_hook(fail)
+            with pytest.raises(KeyboardInterrupt):
+                step(batches[3])
+            handle.remove()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        losses.append([each.item() for each in [*found, *(step(batch) for batch in batches[3:])]])
+    assert losses[0] == losses[1]
+
+
+def test_a_loss_of_one_number_in_a_row_is_a_scalar():
+    model, (batch,) = build(), draw(1)
+    expected = loss_of(model, batch).detach()
+    loss = TrainingStep(model, lambda m, b: loss_of(m, b).reshape(1), optimizer_of(model))(batch)
+    torch.testing.assert_close(loss, expected)
 
 
 # --- compiled ---
@@ -617,6 +730,39 @@ def test_a_model_in_eval_mode_is_refused():
     model = build().eval()
     with pytest.raises(ValueError, match=r"Sequential is in eval mode: call model\.train\(\) first"):
         TrainingStep(model, loss_of, optimizer_of(model))
+
+
+@pytest.mark.parametrize("captures", [False, True], ids=["uncaptured", "captured"])
+def test_a_step_after_an_evaluation_is_refused_until_the_model_trains(captures: bool):
+    model = build()
+    step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=captures)
+    batches = draw(6)
+    for batch in batches[:5]:
+        step(batch)
+    model.eval()
+    with pytest.raises(ValueError, match=r"Sequential is in eval mode: call model\.train\(\) first"):
+        step(batches[5])
+    model.train()
+    assert step(batches[5]).isfinite() and step.steps == 6
+
+
+@pytest.mark.parametrize("model", [build(), nn.Identity()], ids=["others", "none"])
+def test_an_optimizer_of_other_parameters_is_refused(model: nn.Module):
+    with pytest.raises(ValueError, match=rf"has none of the \d parameters of this {type(model).__name__}"):
+        TrainingStep(model, loss_of, optimizer_of(build()))
+
+
+def test_a_step_is_freed_before_its_optimizer():
+    model = build()
+    optimizer = optimizer_of(model)
+    step = TrainingStep(model, loss_of, optimizer, cuda_graph=True)
+    for batch in draw(5):
+        step(batch)
+    gone = weakref.ref(step)
+    del step
+    gc.collect()
+    assert gone() is None and not optimizer._optimizer_load_state_dict_post_hooks
+    optimizer.load_state_dict(optimizer.state_dict())
 
 
 def test_a_call_without_a_batch_is_refused():

@@ -19,6 +19,7 @@ from zoo.ledger import LEDGER, Entry
 from zoo.observe import undisturbed
 from zoo.regions import FoundRegion, Region, RegionReport, declares, report_on, resolve
 from zoo.signature import mode as mode_in_words
+from zoo.step_buffers import tensors_in
 
 _CUDA_GRAPH_MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
@@ -35,8 +36,19 @@ class Plan:
     ledger_id: int
 
     def modules_of(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Region modules by name. Not held: a model that is itself a region would never be freed."""
-        return {name: model.get_submodule(name) for found in self.report.regions for name in found.modules}
+        """Region modules by name. Not held: a model that is itself a region would never be freed.
+
+        Raises:
+            ValueError: If one is no longer there.
+        """
+        modules = dict(model.named_modules())
+        names = [name for found in self.report.regions for name in found.modules]
+        if gone := [name for name in names if name not in modules]:
+            raise ValueError(
+                f"{type(model).__name__} has lost {', '.join(gone[:4])} since it was compiled: call "
+                "zoo.uncompile(model) and zoo.compile_regions(model) again"
+            )
+        return {name: modules[name] for name in names}
 
     def region_of(self, cls: type[nn.Module]) -> FoundRegion:
         """What was found of one region class."""
@@ -70,7 +82,7 @@ def compile_regions(
     Args:
         model: Any module. Models of the zoo declare their regions; for others they are given or discovered.
         regions: Regions or exact classes to compile instead.
-        exclude: Classes, or exact module names, to leave eager.
+        exclude: Classes, or exact module names, to leave eager, with all that is inside of them.
         mode: A ``torch.compile`` mode without CUDA graphs: ``"default"`` or ``"max-autotune-no-cudagraphs"``.
         backend: A ``torch.compile`` backend.
         options: Backend options, as ``torch.compile`` takes them; not together with ``mode``.
@@ -85,9 +97,10 @@ def compile_regions(
         TypeError: If a region is not a module class.
         ValueError: If a region matches nothing, is nested in another or has its forward in ``torch.nn``; if it needs
             more graphs than its budget or reads a per-layer value (for a model that declares its regions; others get
-            a ``RegionWarning``); if something is compiled already; if ``mode`` or ``options`` turn CUDA graphs on.
+            a ``RegionWarning``); if something is compiled already; if ``mode``, ``options`` or ``backend``
+            turn CUDA graphs on; if a region has parameters without a shape yet.
     """
-    _refuse_cuda_graphs(mode, options)
+    _refuse_cuda_graphs(mode, options, backend)
     chosen = resolve(model, regions, exclude)
     if not chosen and not getattr(type(model), "regions", ()):
         raise ValueError(
@@ -106,8 +119,9 @@ def compile_regions(
     report = report_on(model, chosen, declared=declares(model, regions))
     _judge(model, report)
     limit = compile_limit_kwargs()
-    for region, group in chosen.items():
-        how = _mode_and_options(region, model, mode, options, backend)
+    # All of it before anything is compiled: what is refused for one region leaves none behind.
+    hows = [_mode_and_options(region, model, mode, options, backend) for region in chosen]
+    for (region, group), how in zip(chosen.items(), hows, strict=True):
         how["dynamic"] = region.dynamic if dynamic is False and region.dynamic is not None else dynamic
         for module in group.values():
             module.compile(fullgraph=fullgraph, backend=backend, **how, **limit)
@@ -121,11 +135,13 @@ def uncompile(model: nn.Module) -> nn.Module:
     """Make a model eager again, whoever compiled its submodules in place. Returns the same model."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, expected an nn.Module")
-    plan = _PLANS.pop(model, None)
-    if plan is not None:
-        LEDGER.forget(model, plan.modules_of(model))
     for module in model.modules():
-        module._compiled_call_impl = None
+        # Any of them may be what compile_regions was called on.
+        plan = _PLANS.pop(module, None)
+        if plan is not None:
+            LEDGER.forget(module)
+        if module._compiled_call_impl is not None:
+            module._compiled_call_impl = None
     return model
 
 
@@ -160,8 +176,8 @@ class WarmUp:
 def warm_up(model: nn.Module, **inputs: Any) -> WarmUp:
     """Compile all regions now, by one call in the caller's mode, with a progress bar over regions.
 
-    With gradients on and the model in training, the backward is compiled too. Buffers, gradients and random state
-    are left as they were.
+    With gradients on and the model in training, the backward is compiled too. Gradients, random state and the
+    buffers of a model in training are left as they were; what a model in eval mode writes into a buffer stays.
 
     Args:
         model: A model that ``compile_regions`` was called on.
@@ -214,17 +230,23 @@ def warm_up(model: nn.Module, **inputs: Any) -> WarmUp:
 
 def _run_backward(model: nn.Module, outputs: Any) -> None:
     """Run the compiled backward without touching ``.grad``."""
-    tensors = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
+    # A leaf may be a dataclass of tensors.
+    tensors = [t for t in tensors_in(pytree.tree_leaves(outputs)) if t.requires_grad]
     wanted = [p for p in model.parameters() if p.requires_grad]
     if tensors and wanted:
         torch.autograd.grad([t.float().sum() for t in tensors], wanted, allow_unused=True)
 
 
-def _refuse_cuda_graphs(mode: str | None, options: Mapping[str, Any] | None) -> None:
+def _refuse_cuda_graphs(mode: str | None, options: Mapping[str, Any] | None, backend: Any) -> None:
     if mode in _CUDA_GRAPH_MODES:
         raise ValueError(
             f"mode={mode!r} records a CUDA graph for every region, and the next region overwrites its outputs; use "
             f"mode={_CUDA_GRAPH_MODES[mode]!r} and put zoo.cuda_graph around the whole step"
+        )
+    if backend == "cudagraphs":
+        raise ValueError(
+            "backend='cudagraphs' records a CUDA graph for every region, and the next region overwrites its outputs; "
+            "take another, and put zoo.cuda_graph around the whole step"
         )
     if options and options.get("triton.cudagraphs"):
         raise ValueError("options turn triton.cudagraphs on for every region; put zoo.cuda_graph around the step")

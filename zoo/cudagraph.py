@@ -112,7 +112,8 @@ class GraphedStep:
     """A captured step, made by ``cuda_graph`` and called as its function is.
 
     A call copies its inputs in, replays the bucket of their shapes and gives the outputs; it is not reentrant.
-    ``device`` is what it runs on.
+    ``device`` is what it runs on, ``pool`` what its graphs keep their memory in: another step may have the same, if the
+    two never run at once and give clones.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class GraphedStep:
         clone_outputs: bool,
         static: tuple[int | str, ...],
         warmup: int,
+        pool: Any = None,
     ) -> None:
         self._fn = fn
         self._clone = clone_outputs
@@ -138,7 +140,9 @@ class GraphedStep:
         self.device = one_device([*tensors, *self._weights.tensors(), *tensors_in(self._static.values())])
         self._mode = _Mode(self.device.type)
         self._buckets: dict[tuple[Any, ...], _Bucket] = {}
-        self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        self.pool = pool
+        if pool is None and self.device.type == "cuda":
+            self.pool = torch.cuda.graph_pool_handle()
         # The largest first: later captures then fit into the pool that it reserved.
         for leaves, _ in sorted(flat, key=lambda item: -sum(t.numel() for t in item[0] if isinstance(t, torch.Tensor))):
             self._add(leaves, warmup)
@@ -172,7 +176,7 @@ class GraphedStep:
         if (key := shapes_of(leaves)) in self._buckets:
             raise ValueError(f"two buckets have the same shapes: {describe(leaves)}")
         bucket = _Bucket(leaves, [make_buffer(leaf) for leaf in leaves])
-        if self._pool is not None:
+        if self.pool is not None:
             self._capture(bucket, warmup)
         else:
             self._imitate(bucket, warmup)
@@ -246,7 +250,8 @@ class GraphedStep:
             raise ValueError(f"no bucket for {describe(leaves)}; captured: {'; '.join(self.shapes)}")
         for index, (leaf, buffer) in enumerate(zip(leaves, bucket.buffers, strict=True)):
             if buffer is None:
-                if isinstance(leaf, torch.Tensor) or leaf != bucket.leaves[index]:
+                # 1 is not True, nor 1.0: what was captured may have asked.
+                if type(leaf) is not type(bucket.leaves[index]) or leaf != bucket.leaves[index]:
                     raise ValueError(
                         f"input {index} is {leaf!r}, but {bucket.leaves[index]!r} was captured as a constant; pass a "
                         "tensor for what changes"
@@ -296,7 +301,7 @@ class GraphedStep:
             graph = torch.cuda.CUDAGraph()
             failure: Exception | None = None
             try:
-                with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                     try:
                         outputs = self._call(bucket)
                     except Exception as error:

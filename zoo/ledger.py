@@ -85,11 +85,12 @@ class Ledger:
             self._watched[module] = (self._next, name)
         return self._next
 
-    def forget(self, model: nn.Module, modules: dict[str, nn.Module]) -> None:
-        """Stop watching a model."""
-        self._roots.pop(model, None)
-        for module in modules.values():
-            self._watched.pop(module, None)
+    def forget(self, model: nn.Module) -> None:
+        """Stop watching a model, some of whose modules may have been taken out by now."""
+        number = self._roots.pop(model, None)
+        for module, (watched_for, _) in list(self._watched.items()):
+            if watched_for == number:
+                del self._watched[module]
 
     def of(self, model: int) -> list[Entry]:
         """Entries of one model, by the number that ``watch`` gave it."""

@@ -20,17 +20,20 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Put random state and, in training, buffers (running statistics) back as they were."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()} if model.training else {}
+    buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()] if model.training else []
+    contents = [(buffer, buffer.clone()) for buffer in model.buffers()] if model.training else []
     tensors = itertools.chain(model.parameters(), model.buffers())
     devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
+        for held, before in buffers:
+            held.clear()
+            held.update(before)
         with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                if name in buffers:
-                    buffer.copy_(buffers[name])
+            for buffer, content in contents:
+                buffer.copy_(content)
 
 
 @dataclass

@@ -10,9 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from zoo.signature import names_in
+
 
 def reachable_modules(*roots: Any) -> list[nn.Module]:
-    """Modules that a function can reach: itself, its bound object, closure, partial arguments and named globals."""
+    """Modules that a function can reach: itself, its bound object, closure, defaults, partial arguments, named globals.
+
+    Also those that a function, a comprehension or a generator inside of it names.
+    """
     found: dict[int, nn.Module] = {}
     seen: set[int] = set()
     todo = list(roots)
@@ -31,9 +36,10 @@ def reachable_modules(*roots: Any) -> list[nn.Module]:
             for cell in item.__closure__ or ():
                 # A cell that nothing was assigned to yet has no contents.
                 todo += [cell.cell_contents] if _filled(cell) else []
-            todo += [item.__globals__[n] for n in item.__code__.co_names if n in item.__globals__]
+            todo += [*(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values()]
+            todo += [item.__globals__[n] for n in names_in(item.__code__) if n in item.__globals__]
             todo.append(getattr(item, "__wrapped__", None))
-        elif isinstance(item, (list, tuple)):
+        elif isinstance(item, (list, tuple, set, frozenset)):
             todo += item
         elif isinstance(item, dict):
             todo += item.values()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from zoo.observe import Observed, device_shares, observe_call
 from zoo.signature import Attribute, forward_in_torch_nn, read_attributes, signature, structure
@@ -159,14 +160,15 @@ def find_regions(
         model: Any module, the zoo's or not.
         regions: Regions or classes to use. Left out, the model's own ``regions`` are taken, and for a model that
             declares none they are discovered: the outermost repeated classes whose copies share signatures.
-        exclude: Classes, or exact module names, to leave out.
+        exclude: Classes, or exact module names, to leave out, with all that is inside of them.
         inputs: Keyword arguments of one call. With them the model runs once, eagerly and without gradients, so that
             layers that differ only in their inputs are told apart and attributes count only where a branch that was
             taken reads them; on a GPU each region's share of device time is measured as well.
 
     Raises:
-        TypeError: If something that is not a module class is given as a region.
-        ValueError: If a region matches nothing, is nested in another, or has a ``forward`` that lives in ``torch.nn``.
+        TypeError: If something that is not a module class is given as a region, or no list.
+        ValueError: If a region matches nothing, is nested in another, has a ``forward`` that lives in ``torch.nn``, or
+            parameters without a shape yet.
     """
     return report_on(model, resolve(model, regions, exclude), declared=declares(model, regions), inputs=inputs)
 
@@ -221,10 +223,13 @@ def resolve(
     doubled = [cls.__name__ for cls, count in Counter(region.cls for region in wanted).items() if count > 1]
     if doubled:
         raise ValueError(f"region(s) {', '.join(doubled)} given more than once")
+    if isinstance(exclude, (str, type)):
+        raise TypeError(f"exclude is {exclude!r}, expected a list of classes and module names: exclude=[...]")
     names = dict(model.named_modules())
     for item in exclude:
         if isinstance(item, str) and item not in names:
             raise ValueError(f"exclude names {item!r}, but {type(model).__name__} has no such module")
+    excluded = {id(part) for name, m in names.items() if name in exclude or type(m) in exclude for part in m.modules()}
     chosen: dict[Region, dict[str, nn.Module]] = {}
     for region in wanted:
         if region.cls in exclude:
@@ -234,7 +239,7 @@ def resolve(
                 f"region {region.cls.__name__} has its forward in torch.nn: compiling it silently does nothing on some "
                 "releases; wrap it in a module class with a forward of its own"
             )
-        modules = {name: module for name, module in names.items() if type(module) is region.cls and name not in exclude}
+        modules = {name: m for name, m in names.items() if type(m) is region.cls and id(m) not in excluded}
         if regions is None and (not modules or _stays_eager(region, model)):
             # A configuration of a declared model need not have every kind of block.
             continue
@@ -244,6 +249,7 @@ def resolve(
             raise ValueError(f"region {region.cls.__name__} matches no module of {type(model).__name__}{hint}")
         chosen[region] = modules
     _refuse_nested(chosen)
+    _refuse_lazy(chosen)
     return chosen
 
 
@@ -278,6 +284,17 @@ def _refuse_nested(chosen: Mapping[Region, Mapping[str, nn.Module]]) -> None:
                     raise ValueError(
                         f"region {inner_cls} ({name}.{inner_name}) is nested in region {region.cls.__name__} ({name}): "
                         "the outer one would compile it again; name one of the two"
+                    )
+
+
+def _refuse_lazy(chosen: Mapping[Region, Mapping[str, nn.Module]]) -> None:
+    for region, modules in chosen.items():
+        for name, module in modules.items():
+            for tensor_name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                if is_lazy(tensor):
+                    raise ValueError(
+                        f"region {region.cls.__name__}: {name}.{tensor_name} has no shape before the first call; call "
+                        "the model once on an example first"
                     )
 
 

@@ -130,22 +130,11 @@ def create(
         if key not in fields:
             raise ValueError(f"{name} has no option {key!r}{_did_you_mean(key, fields)}; it has {', '.join(fields)}")
     config = dataclasses.replace(config, **overrides)
-    if weights is None:
-        return _build(family, config, device, dtype).eval()
-    named = None if family.find_weights is None else family.find_weights(name, weights)
-    path = locate(weights) if named is None else named
-    if family.check_folder is not None and path.is_dir():
-        family.check_folder(path, config, overrides)
-    model = _build(family, config, torch.device("meta"), dtype)
-    with open_tensors(path) as tensors:
-        fill(
-            model,
-            *_placed(family, config, tensors, set(model.state_dict())),
-            device=device or torch.get_default_device(),
-            dtype=dtype or torch.get_default_dtype(),
-            source=str(weights),
-        )
-    return model.eval()
+    # Tensors that inference mode makes could not be trained; a model outlives the mode that it was built in.
+    with torch.inference_mode(False):
+        if weights is None:
+            return _build(family, config, device, dtype).eval()
+        return _load(family, config, name, weights, overrides, device, dtype).eval()
 
 
 def from_upstream(module: nn.Module) -> nn.Module:
@@ -194,9 +183,34 @@ def example_inputs(model: nn.Module, **sizes: Any) -> dict[str, Any]:
     return family_of(model).example_inputs(model, **sizes)
 
 
+def _load(
+    family: Family,
+    config: Any,
+    name: str,
+    weights: Any,
+    overrides: Collection[str],
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> nn.Module:
+    named = None if family.find_weights is None else family.find_weights(name, weights)
+    path = locate(weights) if named is None else named
+    if family.check_folder is not None and path.is_dir():
+        family.check_folder(path, config, overrides)
+    model = _build(family, config, torch.device("meta"), dtype)
+    with open_tensors(path) as tensors:
+        fill(
+            model,
+            *_placed(family, config, tensors, set(model.state_dict())),
+            device=device or torch.get_default_device(),
+            dtype=dtype or torch.get_default_dtype(),
+            source=str(weights),
+        )
+    return model
+
+
 def _build(family: Family, config: Any, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Module:
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"dtype is {dtype}, but parameters need a floating-point one")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype is {dtype!r}, but parameters need a floating-point torch.dtype")
     before = torch.get_default_dtype()
     try:
         if dtype is not None:

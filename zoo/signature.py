@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -23,11 +24,17 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 def structure(module: nn.Module) -> Hashable:
     """Parameters, buffers and submodule classes, with shapes, strides, dtypes and devices; no Python attributes."""
     tensors = tuple(
-        (name, tuple(t.shape), t.stride() if t.layout is torch.strided else None, t.dtype, t.device, t.requires_grad)
+        (name, *_layout(t), t.dtype, t.device, t.requires_grad)
         for source in (module.named_parameters(), module.named_buffers())
         for name, t in source
     )
     return type(module), tensors, tuple((name, type(child)) for name, child in module.named_modules() if name)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Hashable, Hashable]:
+    if is_lazy(tensor):
+        return None, None
+    return tuple(tensor.shape), tensor.stride() if tensor.layout is torch.strided else None
 
 
 @dataclass(frozen=True)
@@ -113,7 +120,7 @@ def input_kinds(args: Any, kwargs: Any, *, sizes: bool = True) -> Hashable:
     return tuple(_leaves((args, kwargs), sizes))
 
 
-def _leaves(tree: Any, sizes: bool) -> Iterator[Hashable]:
+def _leaves(tree: Any, sizes: bool, inside: tuple[int, ...] = ()) -> Iterator[Hashable]:
     for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
         where = pytree.keystr(path)
         if isinstance(leaf, torch.Tensor):
@@ -124,19 +131,21 @@ def _leaves(tree: Any, sizes: bool) -> Iterator[Hashable]:
                 stride = leaf.stride() if leaf.layout is torch.strided else None
             kind = (shape, stride, leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_inference())
             yield where, kind
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            fields = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
-            yield where, type(leaf), tuple(_leaves(fields, sizes))
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type) and id(leaf) not in inside:
+            # A field may be unset yet, and one may lead back to where it is.
+            names = [field.name for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)]
+            fields = {name: getattr(leaf, name) for name in names}
+            yield where, type(leaf), tuple(_leaves(fields, sizes, (*inside, id(leaf))))
         else:
             yield where, _attribute(leaf) or type(leaf)
 
 
 def _attribute(value: Any) -> Attribute | None:
     """None for a value that is not compared."""
+    if isinstance(value, enum.Enum):  # which may be an int or a string as well
+        return Attribute("enum", repr(value))
     if isinstance(value, _PLAIN):
         return Attribute(type(value).__name__, repr(value))
-    if isinstance(value, enum.Enum):
-        return Attribute("enum", repr(value))
     if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)):
         return Attribute("function", getattr(value, "__qualname__", repr(value)), id(value))
     if isinstance(value, (list, tuple)):
@@ -152,7 +161,8 @@ def is_torch_class(cls: type) -> bool:
 
 def forward_in_torch_nn(cls: type[nn.Module]) -> bool:
     """Whether the class runs a ``forward`` that torch itself defines: compiling such a module may do nothing."""
-    return getattr(cls.forward, "__module__", "").partition(".")[0] == "torch"
+    # A scripted module's class has no forward to look at.
+    return is_torch_class(cls) or getattr(cls.forward, "__module__", "").partition(".")[0] == "torch"
 
 
 def _names_read(cls: type) -> set[str]:
@@ -166,7 +176,7 @@ def _names_read(cls: type) -> set[str]:
         code = getattr(_unwrap(member), "__code__", None)
         if code is None:
             continue
-        new = _names_in(code) - read
+        new = names_in(code) - read
         read |= new
         todo.extend(name for name in new if not _defined_by_torch(cls, name))
     return read
@@ -184,9 +194,10 @@ def _defined_by_torch(cls: type, name: str) -> bool:
     return owner is None or is_torch_class(owner)
 
 
-def _names_in(code: types.CodeType) -> set[str]:
+def names_in(code: types.CodeType) -> set[str]:
+    """Global and attribute names in a code object and in those inside of it."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= _names_in(constant)
+            names |= names_in(constant)
     return names

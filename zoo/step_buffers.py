@@ -102,7 +102,7 @@ def one_device(tensors: list[torch.Tensor]) -> torch.device:
 
 def shapes_of(leaves: list[Any]) -> tuple[Any, ...]:
     """What tells buckets apart."""
-    return tuple(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+    return tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
 
 
 def describe(leaves: Iterable[Any]) -> str:

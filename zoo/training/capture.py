@@ -53,9 +53,10 @@ class FrozenOptions:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._seen = [self._options(group) for group in optimizer.param_groups]
+        self._learning = self._which_learn()
 
     def check(self) -> None:
-        """Raise RuntimeError if a number changed, or a tensor (the learning rate) was replaced by another."""
+        """Raise RuntimeError if a number changed, a tensor (the learning rate) was replaced, or others learn now."""
         groups = self._optimizer.param_groups
         if len(groups) != len(self._seen):
             raise RuntimeError(f"the optimizer has {len(groups)} parameter groups, {len(self._seen)} were captured")
@@ -68,6 +69,15 @@ class FrozenOptions:
                     f"{name} of parameter group {index} was {was} when the step was captured and is {value} now; "
                     "write into the tensor (group['lr'].fill_(...)), or call step.release() to capture anew"
                 )
+
+        if (learning := self._which_learn()) != self._learning:
+            raise RuntimeError(
+                f"of the optimizer's parameters {sum(self._learning)} learnt when the step was captured, and "
+                f"{sum(learning)} do now, or others: call step.release() to capture anew"
+            )
+
+    def _which_learn(self) -> list[bool]:
+        return [param.requires_grad for group in self._optimizer.param_groups for param in group["params"]]
 
     @staticmethod
     def _options(group: dict[str, object]) -> dict[str, object]:

@@ -35,8 +35,8 @@ def checkpoint_regions(
         The same model.
 
     Raises:
-        ValueError: If the model is not compiled, no compiled region is of this class, ``every`` is not positive, or
-            its blocks are checkpointed already.
+        ValueError: If the model is not compiled, no compiled region is of this class, ``every`` is not positive, its
+            blocks are checkpointed already, or some are compiled no more.
     """
     plan = plan_of(model)
     if plan is None:
@@ -49,9 +49,14 @@ def checkpoint_regions(
         raise ValueError(f"no compiled region is a {cls.__name__}; there are {', '.join(names)}")
     if any(isinstance(block._compiled_call_impl, _Checkpointed) for block in blocks):
         raise ValueError(f"regions of {cls.__name__} are checkpointed already; zoo.uncompile(model) undoes it")
+    if eager := sum(block._compiled_call_impl is None for block in blocks):
+        raise ValueError(
+            f"{eager} of {len(blocks)} regions of {cls.__name__} are eager now, replaced or uncompiled on their own: "
+            "call zoo.uncompile(model) and zoo.compile_regions(model) again"
+        )
     for block in blocks[::every]:
         call = block._compiled_call_impl
-        assert call is not None  # the plan holds compiled modules only
+        assert call is not None  # none is eager
         block._compiled_call_impl = _Checkpointed(call, preserve_rng_state)
     return model
 

@@ -63,15 +63,19 @@ class FiniteWatch:
         if step < 0:
             return
         error = NonFiniteError(step, float(self._loss), self._goes_on)
+        self._forget()
+        raise error
+
+    def begin_at(self, count: int) -> None:
+        """Go on after so many steps; one before that was not finite is nothing to this run."""
+        self._count.fill_(count)
+        self._forget()
+
+    def _forget(self) -> None:
         self._first.fill_(-1)
         self.skip.zero_()
-        raise error
 
     @property
     def count(self) -> int:
         """Steps seen. Waits for the device."""
         return int(self._count)
-
-    @count.setter
-    def count(self, value: int) -> None:
-        self._count.fill_(value)

@@ -149,5 +149,7 @@ def _check(x: Tensor, weight: Tensor, labels: Tensor) -> None:
         raise ValueError(f"labels are {list(labels.shape)}, expected one for each row of x: {list(x.shape[:-1])}")
     if labels.dtype != torch.int64:
         raise TypeError(f"labels are {labels.dtype}, expected torch.int64")
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(f"x is {x.dtype} and weight {weight.dtype}; convert one, or run under autocast")
     if not labels.numel():
         raise ValueError("there are no rows: the mean of nothing is no loss")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
+import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
     from zoo.training.step import TrainingStep
@@ -22,9 +27,7 @@ def save(step: TrainingStep, folder: Path, others: Mapping[str, Any]) -> None:
     """Write both files; each replaces the old one when it is complete."""
     from safetensors.torch import save_model
 
-    for name, other in others.items():
-        if not hasattr(other, "state_dict"):
-            raise ValueError(f"{name} is a {type(other).__name__} without state_dict()")
+    states = {name: _state_of(name, other) for name, other in others.items()}
     folder.mkdir(parents=True, exist_ok=True)
     # Two files cannot be replaced at once: each says which save it is of.
     pair = secrets.token_hex(8)
@@ -36,7 +39,7 @@ def save(step: TrainingStep, folder: Path, others: Mapping[str, Any]) -> None:
         "optimizer": step.optimizer.state_dict(),
         "scaler": None if step.scaler is None else step.scaler.state_dict(),
         "random": _random_state(step.device),
-        "others": {name: other.state_dict() for name, other in others.items()},
+        "others": states,
     }
     new_weights, new_rest = folder / f".{WEIGHTS}", folder / f".{REST}"
     save_model(step.model, str(new_weights), metadata={"pair": pair})
@@ -59,21 +62,55 @@ def load(step: TrainingStep, folder: Path, others: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{folder} holds the states of {sorted(rest['others'])}, given to load into are {sorted(others)}"
         )
+    for name, other in others.items():
+        if not hasattr(other, "load_state_dict"):
+            raise ValueError(f"{name} is a {type(other).__name__} without load_state_dict()")
     if (rest["scaler"] is None) != (step.scaler is None):
         was, now = ("without", "with") if rest["scaler"] is None else ("with", "without")
         raise ValueError(f"{folder} was saved {was} float16 loss scaling, this step trains {now} it")
     _check_weights(step.model, folder / WEIGHTS, rest.get("pair"))
-    try:
-        step.optimizer.load_state_dict(rest["optimizer"])
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"{folder / REST} was saved from another optimizer: {error}") from error
+    _load_optimizer(step.optimizer, rest["optimizer"], folder / REST)
     load_model(step.model, str(folder / WEIGHTS), strict=True, device=str(step.device))
     if step.scaler is not None:
         step.scaler.load_state_dict(rest["scaler"])
     for name, other in others.items():
         other.load_state_dict(rest["others"][name])
-    step.steps, step._watch.count = rest["steps"], rest["seen"]
+    step.steps = rest["steps"]
+    step._watch.begin_at(rest["seen"])
     _set_random_state(step.device, rest["random"])
+
+
+def _state_of(name: str, other: Any) -> Any:
+    """The state of something, ValueError unless it is one that can be read again."""
+    if not hasattr(other, "state_dict"):
+        raise ValueError(f"{name} is a {type(other).__name__} without state_dict()")
+    state = other.state_dict()
+    written = io.BytesIO()
+    torch.save(pytree.tree_map_only(torch.Tensor, lambda _: None, state), written)
+    written.seek(0)
+    try:
+        torch.load(written, weights_only=True)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        raise ValueError(
+            f"the state of {name} holds {f'{found[1]}, ' if found else ''}more than tensors and plain values, and "
+            "could not be read again: have its state_dict() give tensors, lists and numbers"
+        ) from error
+    return state
+
+
+def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], file: Path) -> None:
+    """Load, or ValueError and the optimizer is as it was."""
+    before = dict(vars(optimizer))
+    try:
+        optimizer.load_state_dict(state)
+        missing = {option for group in optimizer.param_groups for option in optimizer.defaults if option not in group}
+        if missing:
+            raise ValueError(f"its groups have no {', '.join(sorted(missing))}")
+    except Exception as error:  # whatever an optimizer makes of another's state
+        vars(optimizer).update(before)
+        name = type(optimizer).__name__
+        raise ValueError(f"{file} was saved from another optimizer than this {name}: {error}") from error
 
 
 def _check_weights(model: nn.Module, file: Path, pair: str | None) -> None:
@@ -87,6 +124,10 @@ def _check_weights(model: nn.Module, file: Path, pair: str | None) -> None:
                 "folder, or load the weights alone and begin the optimizer anew"
             )
         saved = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        dtypes = {
+            name: (tensors.get_slice(name)[:0] if shape else tensors.get_tensor(name)).dtype
+            for name, shape in saved.items()
+        }
     own = model.state_dict()
     stored = {own[name].data_ptr() for name in saved if name in own}
     wrong = [f"{name} {list(shape)} is not in it" for name, shape in saved.items() if name not in own]
@@ -94,6 +135,11 @@ def _check_weights(model: nn.Module, file: Path, pair: str | None) -> None:
         f"{name} is {list(saved[name])}, not {list(tensor.shape)}"
         for name, tensor in own.items()
         if name in saved and saved[name] != tuple(tensor.shape)
+    ]
+    wrong += [
+        f"{name} is {dtypes[name]}, not {tensor.dtype}"
+        for name, tensor in own.items()
+        if name in saved and dtypes[name] != tensor.dtype
     ]
     wrong += [f"{name} is missing" for name, t in own.items() if name not in saved and t.data_ptr() not in stored]
     if wrong:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from zoo.cudagraph import CaptureError, GraphedStep, synchronisations
-from zoo.step_buffers import describe, shapes_of
+from zoo.step_buffers import check_leaf, describe, shapes_of
 from zoo.training.capture import FrozenOptions, capture_obstacles
 from zoo.training.finite import FiniteWatch, NonFiniteError
 from zoo.training.optimizers import AdamW
@@ -54,8 +55,8 @@ class TrainingStep:
         most_graphs: Shapes that are captured; further ones run without a CUDA graph, which is said once.
 
     Raises:
-        ValueError: If the model is not in training mode, the optimizer asks for a closure, an option is out of range,
-            or ``cuda_graph=True`` and something stands in the way.
+        ValueError: If the model is not in training mode, the optimizer has none of its parameters or asks for a
+            closure, an option is out of range, or ``cuda_graph=True`` and something stands in the way.
     """
 
     def __init__(
@@ -92,11 +93,15 @@ class TrainingStep:
         self._updated = False
         self._side: torch.cuda.Stream | None = None
         self._captures, self._must_capture = self._decide(cuda_graph), cuda_graph is True
-        self._graphed: GraphedStep | None = None
+        # By structure of the batches: what is left of an epoch may be fewer of them.
+        self._graphed: dict[Any, GraphedStep] = {}
         self._options: FrozenOptions | None = None
         self._seen: dict[Any, int] = {}
         self._uncaptured: set[Any] = set()
-        optimizer.register_load_state_dict_post_hook(lambda _: self._begin_anew())
+        # The optimizer may outlive this step, and its captured memory with it.
+        begin_anew = weakref.WeakMethod(self._begin_anew)
+        hook = optimizer.register_load_state_dict_post_hook(lambda _: (found := begin_anew()) and found())
+        weakref.finalize(self, hook.remove)
 
     def _decide(self, wanted: bool | None) -> bool:
         if wanted is False or (wanted is None and self.device.type == "cpu"):
@@ -113,7 +118,7 @@ class TrainingStep:
     @property
     def captured(self) -> list[str]:
         """The shapes that replay as a CUDA graph, in words."""
-        return [] if self._graphed is None else self._graphed.shapes
+        return [shape for graphed in self._graphed.values() for shape in graphed.shapes]
 
     @property
     def grad_norm(self) -> Tensor:
@@ -132,11 +137,15 @@ class TrainingStep:
 
         Raises:
             NonFiniteError: If this or an earlier loss was not finite.
-            CaptureError: With ``cuda_graph=True``, if the step waits for the device or its capture fails.
-            ValueError: If there is no batch, or the loss is no scalar.
+            CaptureError: With ``cuda_graph=True``, if the step waits for the device, a batch holds what cannot be
+                copied in, or the capture fails.
+            ValueError: If there is no batch, the model is not in training mode, or the loss is no scalar.
+            RuntimeError: If what was captured would be wrong now: an option of the optimizer changed, a weight was
+                moved, frozen or unfrozen.
         """
         if not batches:
             raise ValueError("a step needs at least one batch")
+        _check_training(self.model)
         if self.steps == 0 and isinstance(self.optimizer, AdamW) and self.scaler is None:
             self.optimizer.begin_kernels(self._watch.skip)
         loss = self._replay(batches) if self._captures else self._run(*batches)
@@ -155,7 +164,8 @@ class TrainingStep:
 
     def release(self) -> None:
         """Let go of captured CUDA graphs; shapes are captured anew when they come up again."""
-        self._graphed, self._options = None, None
+        self._graphed.clear()
+        self._options = None
         self._seen.clear()
         self._uncaptured.clear()
 
@@ -168,6 +178,7 @@ class TrainingStep:
 
         Raises:
             NonFiniteError: If a loss was not finite: what is saved is worth going on from.
+            ValueError: If something has no state, or one that :meth:`load` could not read.
         """
         from zoo.training.state import save
 
@@ -183,7 +194,8 @@ class TrainingStep:
 
         Raises:
             FileNotFoundError: If a file is missing.
-            ValueError: If what was saved is of another model, optimizer or precision, or has other names.
+            ValueError: If what was saved is of another model, optimizer or precision, or has other names. Nothing is
+                changed then.
         """
         from zoo.training.state import load
 
@@ -197,40 +209,47 @@ class TrainingStep:
 
     def _replay(self, batches: tuple[Any, ...]) -> Tensor:
         """Replay this shape; run it, or capture it first, if it is new."""
-        shape = shapes_of(pytree.tree_leaves(batches))
-        seen = self._seen[shape] = self._seen.get(shape, 0) + 1
-        if seen > self._warmup and (self._graphed is not None and shape in self._graphed):
+        leaves, structure = pytree.tree_flatten(batches)
+        if (why := _why_not_copied(leaves)) is not None:
+            if self._must_capture:
+                raise CaptureError(f"the step cannot be captured: {why}")
+            if why not in self._uncaptured:
+                self._uncaptured.add(why)
+                self._say_uncaptured(why, callers=3)
+            return self._run(*batches)
+        shapes, graphed = shapes_of(leaves), self._graphed.get(structure)
+        if graphed is not None and shapes in graphed:
             assert self._options is not None
             self._options.check()
-            loss: Tensor = self._graphed(*batches)
+            loss: Tensor = graphed(*batches)
             return loss
+        kind = structure, shapes
+        seen = self._seen[kind] = self._seen.get(kind, 0) + 1
         if seen <= self._warmup or not self._updated:
             # The host looks at a first update, which a capture cannot hold.
             return self._rehearse(batches, last=seen >= self._warmup and self._updated)
-        if shape not in self._uncaptured and (why := self._capture(batches)) is not None:
-            self._uncaptured.add(shape)
-            self._say_uncaptured(f"{describe(pytree.tree_leaves(batches))}: {why}", callers=3)
-        if shape in self._uncaptured:
+        if kind not in self._uncaptured and (why := self._capture(batches, structure)) is not None:
+            self._uncaptured.add(kind)
+            self._say_uncaptured(f"{describe(leaves)}: {why}", callers=3)
+        if kind in self._uncaptured:
             return self._run(*batches)
-        assert self._graphed is not None
-        loss = self._graphed(*batches)
+        loss = self._graphed[structure](*batches)
         return loss
 
-    def _capture(self, batches: tuple[Any, ...]) -> str | None:
+    def _capture(self, batches: tuple[Any, ...], structure: Any) -> str | None:
         """Capture a shape; or why it is not, and nothing of it is held."""
         if len(self.captured) >= self._most_graphs:
             return f"{self._most_graphs} shapes are captured already (most_graphs); pad batches to fewer shapes"
         try:
-            if self._graphed is None:
-                self._graphed = GraphedStep(self._run, [(batches, {})], clone_outputs=True, static=(), warmup=0)
-                self._options = FrozenOptions(self.optimizer)
+            if structure in self._graphed:
+                self._graphed[structure].add_bucket(batches, warmup=0)
             else:
-                self._graphed.add_bucket(batches, warmup=0)
+                pool = next((graphed.pool for graphed in self._graphed.values()), None)
+                self._graphed[structure] = GraphedStep(
+                    self._run, [(batches, {})], clone_outputs=True, static=(), warmup=0, pool=pool
+                )
+                self._options = self._options or FrozenOptions(self.optimizer)
         except CaptureError as error:
-            # Nothing has run on the device, but the host may be anywhere in a step.
-            self._clear_gradients()
-            if self.scaler is not None:
-                self.scaler._per_optimizer_states.clear()
             if self._must_capture:
                 raise
             return str(error)
@@ -265,21 +284,26 @@ class TrainingStep:
     def _run(self, *batches: Any) -> Tensor:
         """All of the step; what is captured."""
         self._clear_gradients()
-        total = torch.zeros((), device=self.device)
-        for batch in batches:
-            with self._cast():
-                loss = self.loss(self.model, batch)
-            _check_loss(loss)
-            part = loss.float() / len(batches)
-            total = total + part.detach()
+        try:
+            total = torch.zeros((), device=self.device)
+            for batch in batches:
+                with self._cast():
+                    loss = self.loss(self.model, batch)
+                _check_loss(loss)
+                part = loss.float().reshape(()) / len(batches)
+                total = total + part.detach()
+                if self.scaler is not None:
+                    # The scaler looks at gradients, and those of an infinite loss may be finite: make them NaN.
+                    part = self.scaler.scale(part * (part.detach() * 0 + 1))
+                part.backward()  # type: ignore[no-untyped-call]
+            norm = self._clip()
+            self._watch.see(total, None if self.scaler is not None else norm)
+            self._update()
+        finally:
+            self._clear_gradients()
             if self.scaler is not None:
-                # The scaler looks at gradients, and those of an infinite loss may be finite: make them NaN.
-                part = self.scaler.scale(part * (part.detach() * 0 + 1))
-            part.backward()  # type: ignore[no-untyped-call]
-        norm = self._clip()
-        self._watch.see(total, None if self.scaler is not None else norm)
-        self._update()
-        self._clear_gradients()
+                # Of a step that was cut off: the next one may unscale again.
+                self.scaler._per_optimizer_states.clear()
         return total
 
     def _cast(self) -> AbstractContextManager[Any]:
@@ -322,7 +346,6 @@ class TrainingStep:
         try:
             self._watch.check()
         except NonFiniteError:
-            self._clear_gradients()
             if self.scaler is not None and self._clip_norm is not None:
                 self.scaler.update()  # which clipping began
             raise
@@ -336,8 +359,13 @@ class TrainingStep:
 def _check_options(
     model: nn.Module, optimizer: Optimizer, autocast: torch.dtype | None, clip_norm: float | None
 ) -> None:
-    if not model.training:
-        raise ValueError(f"{type(model).__name__} is in eval mode: call model.train() first")
+    _check_training(model)
+    own = set(model.parameters())
+    if not any(param in own for group in optimizer.param_groups for param in group["params"]):
+        raise ValueError(
+            f"{type(optimizer).__name__} has none of the {len(own)} parameters of this {type(model).__name__}, which "
+            "would not learn: make the optimizer of model.parameters(), after whatever replaces them"
+        )
     if wants_closure(optimizer):
         raise ValueError(
             f"{type(optimizer).__name__} computes the loss several times an update, by a closure; a step has one "
@@ -347,6 +375,21 @@ def _check_options(
         raise ValueError(f"autocast is {autocast}; it is torch.bfloat16, torch.float16 or None")
     if clip_norm is not None and not (clip_norm > 0 and math.isfinite(clip_norm)):
         raise ValueError(f"clip_norm is {clip_norm}; it is a positive number, or None")
+
+
+def _check_training(model: nn.Module) -> None:
+    if not model.training:
+        raise ValueError(f"{type(model).__name__} is in eval mode: call model.train() first")
+
+
+def _why_not_copied(leaves: list[Any]) -> str | None:
+    """What a batch holds that no CUDA graph could be given anew, in words; None if there is nothing."""
+    try:
+        for leaf in leaves:
+            check_leaf(leaf)
+    except (TypeError, ValueError) as error:
+        return f"{str(error).partition(';')[0]}; make batches of dense tensors without history and plain values"
+    return None
 
 
 def _check_loss(loss: Any) -> None:
