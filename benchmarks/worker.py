@@ -13,6 +13,7 @@ import functools
 import gc
 import importlib
 import json
+import math
 import os
 import select
 import signal
@@ -332,7 +333,11 @@ class Arm:
         if self.trainer is None:
             raise ValueError("there is no curve of inference; ask for --workload train")
         with strategies.execution_mode(self.case):
-            return {"losses": self.trainer.losses(self.step, steps).tolist()}
+            losses = self.trainer.losses(self.step, steps).tolist()
+        for number, loss in enumerate(losses, start=1):
+            if not math.isfinite(loss):  # no row could hold it
+                raise ValueError(f"the loss of step {number} of {steps} is {loss}")
+        return {"losses": losses}
 
     def memory(self) -> Reply:
         """Peaks of one steady call, or of recording its CUDA graph; None on a CPU."""
