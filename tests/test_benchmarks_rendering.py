@@ -136,6 +136,19 @@ def test_arms_of_another_run_are_compared_unpaired_and_named() -> None:
     assert any("unpaired: zoo regional." in note for note in shown.notes)
 
 
+def test_what_was_compiled_anew_in_the_race_is_shown_beside_the_cold_process() -> None:
+    result = row(strategy="regional", cold=1.4, warm=0.7, graphs=2)
+    assert result.cold is not None and result.warm is not None
+    result.cold.recompiles = ["at capture: a"]
+    result.warm.recompiles = ["at capture: a", "during the race: b"]
+    (arm,) = _one([result]).arms
+    assert cells.compiler_counts(arm.result.counted) == "2/0/2"
+    assert cells.troubles(arm)[-1] == "zoo regional: recompile: during the race: b"
+    result.warm = result.cold = result.warm  # of an outer CUDA graph over eager code there is one process
+    (arm,) = _one([result]).arms
+    assert cells.compiler_counts(arm.result.counted) == "2/0/2"
+
+
 def test_rounds_that_occur_twice_are_not_paired() -> None:
     results = race()
     for result in results:
