@@ -149,6 +149,27 @@ def test_what_was_compiled_anew_in_the_race_is_shown_beside_the_cold_process() -
     assert cells.compiler_counts(arm.result.counted) == "2/0/2"
 
 
+def test_arms_that_raced_in_groups_are_paired_with_the_one_that_each_group_holds() -> None:
+    results = race()
+    again = row(0.023, seed=5, impl="zoo", strategy="regional", cuda_graph=True)  # twice as fast in another group
+    for result in results:
+        assert result.steady is not None and again.steady is not None
+        if result.case == again.case:
+            result.steady.device_ms += again.steady.device_ms
+            result.steady.wall_ms += again.steady.wall_ms
+            result.steady.rounds += [1000 + number for number in again.steady.rounds]
+        elif result.case.arm == "zoo regional":
+            result.steady.rounds = [1000 + number for number in result.steady.rounds]
+    shown = _one(results)
+    ours, eager, regional = (_arm(shown, name) for name in (again.case.arm, "upstream eager", "zoo regional"))
+    for arm, over, value in ((ours, eager, 0.68 / 0.048), (ours, regional, 0.23 / 0.023), (regional, ours, 0.1)):
+        ratio = shown.speedup(arm, over)
+        assert ratio is not None and ratio.paired and ratio.rounds == 30
+        assert ratio.value == pytest.approx(value, rel=0.01)
+    apart = shown.speedup(regional, eager)
+    assert apart is not None and not apart.paired
+
+
 def test_rounds_that_occur_twice_are_not_paired() -> None:
     results = race()
     for result in results:
