@@ -64,10 +64,11 @@ def device_of(wanted: str | None) -> str:
 
 
 def _newest_run() -> Path:
-    runs = sorted(path for path in RUNS.glob("*") if path.is_dir())
-    if not runs:
+    """The folder of the rows that were written last; names say nothing, since --out may give any."""
+    newest = max(RUNS.glob("*/*.jsonl"), key=lambda rows: rows.stat().st_mtime, default=None)
+    if newest is None:
         raise UsageError(f"--resume: {RUNS}/ holds no run to continue; name its folder with --out")
-    return runs[-1]
+    return newest.parent
 
 
 def _command(family: str, case: Case, settings: Settings) -> str:

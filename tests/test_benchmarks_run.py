@@ -164,6 +164,17 @@ def test_a_rows_command_measures_that_row_and_no_other(
         assert planned(monkeypatch, *words[3:]).cases == [replace(case, control=False)]
 
 
+def test_resume_alone_continues_the_run_that_wrote_rows_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr("benchmarks.run.RUNS", tmp_path)
+    for age, name in enumerate(("20260102-120000", "mine", "20260101-120000")):
+        rows = tmp_path / name / "fake-inference-float32.jsonl"
+        rows.parent.mkdir()
+        rows.touch()
+        os.utime(rows, (1e9 - age, 1e9 - age))
+    (tmp_path / "stopped-before-its-first-row").mkdir()
+    assert planned(monkeypatch, "--family", FAKE, "--device", "cpu", "--resume").out == tmp_path / "20260102-120000"
+
+
 @pytest.mark.parametrize("number", [8, 9, 20])
 def test_one_run_measures_all_arms_of_a_claim_in_a_race(monkeypatch: pytest.MonkeyPatch, number: int):
     wanted: dict[tuple[str, ...], set[Case]] = {}
