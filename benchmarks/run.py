@@ -82,6 +82,7 @@ def _command(family: str, case: Case, settings: Settings) -> str:
     words += ["--rounds", str(settings.rounds), "--sets", str(settings.sets)]
     words += ["--curve", str(settings.curve)] if settings.curve else []
     words += ["--data-root", settings.data_root] if settings.data_root else []
+    words += ["--seed", str(settings.seed)] if settings.seed else []
     return shlex.join(words)
 
 

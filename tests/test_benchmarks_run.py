@@ -164,6 +164,17 @@ def test_a_rows_command_measures_that_row_and_no_other(
         assert planned(monkeypatch, *words[3:]).cases == [replace(case, control=False)]
 
 
+def test_a_rows_command_draws_the_same_weights_and_inputs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    plan = planned(monkeypatch, "--family", FAKE, "--device", "cpu", "--out", str(tmp_path / "run"))
+    words = {
+        seed: shlex.split(
+            plan.command(plan.cases[0], Settings(workload=FAKE, scratch=tmp_path, monitor=Monitor(None), seed=seed))
+        )
+        for seed in (0, 3)
+    }
+    assert words[3] == [*words[0], "--seed", "3"]  # 0 is the default
+
+
 def test_resume_alone_continues_the_run_that_wrote_rows_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr("benchmarks.run.RUNS", tmp_path)
     for age, name in enumerate(("20260102-120000", "mine", "20260101-120000")):
