@@ -304,6 +304,19 @@ def test_terminal_of_odd_rows() -> None:
     assert "zoo eager" in _printed([empty], 80)
 
 
+def test_a_family_in_words_tells_a_race_from_the_same_in_another_dtype() -> None:
+    loses = {"zoo regional + CUDA graph": 20.0}
+    results = [
+        *race(loses, workload="train"),
+        *race(loses, workload="train", dtype="bfloat16"),
+        *race(loses, input="arxiv"),
+        *race(),
+    ]
+    said = " ".join(summary.sentences(races(results, ENVIRONMENTS)))
+    assert "slower in 3 (gcn, cora, training, float32; gcn, cora, training, bfloat16; gcn, arxiv)." in said
+    assert "by rule: zoo regional + CUDA graph on gcn, cora, training, float32, 2.34× slower." in said
+
+
 def test_the_terminal_begins_and_ends_with_the_answer() -> None:
     loses = race({"zoo regional + CUDA graph": 20.0}, input="arxiv")
     text = _printed([*race(), *loses], 80)

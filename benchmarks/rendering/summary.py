@@ -33,13 +33,13 @@ def _speedups(races: Sequence[Race]) -> list[str]:
     values = [ratio.value for _, ratio in found]
     words = f"Ours is {_range(values)} as fast as {whose} best as shipped over {_races(len(found))}"
     outcomes = [(race, race.verdict(race.ours, race.best_shipped)) for race, _ in found if race.ours]
-    parts = [f"{words}: {_outcomes(outcomes)}."]
+    parts = [f"{words}: {_outcomes(outcomes, races)}."]
     tuned = [(race, race.verdict(race.ours, race.best_tuned)) for race in races if race.ours and race.best_tuned]
     if tuned:
         ratios = [race.speedup(race.ours, race.best_tuned) for race, _ in tuned if race.ours]
         parts.append(
             f"Against its best tuned, {_range([r.value for r in ratios if r])} over {_races(len(tuned))}: "
-            f"{_outcomes(tuned)}."
+            f"{_outcomes(tuned, races)}."
         )
     return parts
 
@@ -62,7 +62,7 @@ def _worst(races: Sequence[Race]) -> list[str]:
         return []
     race, arm, ratio = worst
     verdict = race.verdict(arm, race.best_shipped)
-    said = f"{arm.name} on {_place(race)}"
+    said = f"{arm.name} on {_place(race, races)}"
     if verdict == "undetermined":
         return [f"Our worst regional row, by rule, is level with upstream's best as shipped: {said}."]
     times = ratio.value if verdict == "faster" else ratio.inverse.value
@@ -110,24 +110,27 @@ def _range(values: Sequence[float]) -> str:
     return low if low == high else f"{low} to {high} (median {numbers.times(stats.median(values))})"
 
 
-def _outcomes(outcomes: Sequence[tuple[Race, str | None]]) -> str:
+def _outcomes(outcomes: Sequence[tuple[Race, str | None]], family: Sequence[Race]) -> str:
     parts = []
     for verdict, word in (("faster", "faster"), ("slower", "slower"), ("undetermined", "level")):
         races = [race for race, outcome in outcomes if outcome == verdict]
         if verdict == "faster" or races:
-            named = f" ({_named(races)})" if races and verdict != "faster" else ""
+            named = f" ({_named(races, family)})" if races and verdict != "faster" else ""
             parts.append(f"{word} in {len(races) or 'none'}{named}")
     return ", ".join(parts)
 
 
-def _named(races: Sequence[Race]) -> str:
+def _named(races: Sequence[Race], family: Sequence[Race]) -> str:
     more = f" and {len(races) - MOST_NAMED} more" if len(races) > MOST_NAMED else ""
-    return "; ".join(map(_place, races[:MOST_NAMED])) + more
+    return "; ".join(_place(race, family) for race in races[:MOST_NAMED]) + more
 
 
-def _place(race: Race) -> str:
-    words = [race.case.model, race.case.input]
-    return ", ".join(words + (["training"] if race.case.workload == "train" else []))
+def _place(race: Race, family: Sequence[Race]) -> str:
+    """The race in words; its dtype where the family has the same race in another."""
+    model, input, workload = race.case.race[1:4]
+    dtypes = {other.case.dtype for other in family if other.case.race[1:4] == race.case.race[1:4]}
+    words = [model, input] + ["training"] * (workload == "train") + [race.case.dtype] * (len(dtypes) > 1)
+    return ", ".join(words)
 
 
 def _races(count: int) -> str:
