@@ -282,6 +282,21 @@ def test_columns_that_no_row_fills_are_left_out(plain: str) -> None:
 # Where regional and full meet
 
 
+def test_an_arm_faster_in_most_rounds_but_not_by_its_median_pays_nothing_back() -> None:
+    results = [row(cold=1.4, warm=0.7, strategy="regional"), row(cold=2.9, warm=1.3, strategy="full")]
+    regional, full = (result.steady for result in results)
+    assert regional is not None and full is not None
+    quiet = [0.1 * (1 + number) for number in range(22)]
+    regional.device_ms = [*quiet, *[0.05] * 8]
+    full.device_ms = [*(time / 1.2 for time in quiet), *[20.0] * 8]  # something else ran in these rounds
+    shown = _one(results)
+    assert [arm.name for arm in shown.arms] == ["zoo regional", "zoo full"]
+    assert shown.verdict(shown.arms[1], shown.arms[0]) == "faster"
+    assert "Run zoo regional from the first call on" in advice.lead(shown)
+    assert _meeting(results) == "cold: 1 regional ahead of 2 full from 1 call on"
+    assert curves.break_even(shown, "x") is not None
+
+
 def _meeting(results: list[Result], cuda_graph: bool = False) -> str:
     shown = _one(results)
     regional, full = (
