@@ -378,6 +378,18 @@ def test_a_family_that_nothing_can_be_said_of_says_so() -> None:
     assert _said(theirs).startswith("The fastest arm of each race is 1.6") and "run" not in _said(theirs)
 
 
+def test_a_family_is_held_against_what_ran_of_upstream() -> None:
+    shipped = [result for result in race() if result.case.impl != "upstream"]
+    failed = failure("out-of-memory", "7 GiB", impl="upstream", strategy="eager")
+    said = _said([*shipped, failed])
+    assert said.startswith("Ours is 1.085× as fast as torch-geometric's best tuned over 1 race: faster in 1. In a new")
+    captured = [
+        row(time, noise=0.0, family="optimizers", impl=impl, strategy="eager", cuda_graph=True)
+        for impl, time in (("zoo", 0.5), ("upstream", 2.0), ("upstream-tuned", 1.0))
+    ]
+    assert _said(captured).startswith("Ours is 2.00× as fast as upstream's best over 1 race: faster in 1.")
+
+
 # The leading sentence
 
 
