@@ -464,12 +464,13 @@ def _flat(output: Any) -> torch.Tensor:
 
 
 def _relative_error(output: torch.Tensor, expected: torch.Tensor, what: str) -> float:
-    """Norm of the difference over the norm of the reference, in float64."""
+    """Norm of the difference over the norm of the reference, in float64 or its complex pair."""
     import torch
 
     if output.shape != expected.shape:
         raise ValueError(f"{what} has {output.numel()} values, the reference {expected.numel()}")
-    got, wanted = output.double(), expected.to(output.device).double()
+    wide = torch.promote_types(torch.promote_types(output.dtype, expected.dtype), torch.float64)
+    got, wanted = output.to(wide), expected.to(output.device, wide)
     error = float(torch.linalg.vector_norm(got - wanted) / torch.linalg.vector_norm(wanted).clamp_min(1e-300))
     if error != error or error == float("inf"):
         raise ValueError(f"{what} has {int((~got.isfinite()).sum())} values that are not finite, the reference "
