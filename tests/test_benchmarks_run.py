@@ -82,6 +82,13 @@ def test_rows_are_never_added_to_another_runs_file_unasked(capsys: pytest.Captur
     assert "add --resume" in wrong(capsys, "--family", FAKE, "--device", "cpu", "--out", str(tmp_path))
 
 
+def test_a_broken_row_of_the_run_to_resume_is_named_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    file = tmp_path / "fake-inference-float32.jsonl"
+    file.write_text('{"kind":"environment","id":"e1"}\n{broken\n')
+    said = wrong(capsys, "--family", FAKE, "--device", "cpu", "--out", str(tmp_path), "--resume")
+    assert f"{file}:2 is not a JSON row" in said and "repair or delete that line" in said
+
+
 def test_families_are_the_workload_files():
     assert "gnn" in families()
     assert "base" not in families()
