@@ -567,6 +567,16 @@ def test_kernels_that_no_row_holds_are_not_measured_yet() -> None:
     )
 
 
+def test_headline_tells_rows_of_one_model_and_input_apart() -> None:
+    results = [*race(), *race({"zoo regional": 20.0}, dtype="bfloat16"), *race(workload="train")]
+    assert "| gcn, cora | upstream full" in _table("headline family=gnn", results)
+    text = _table("headline family=gnn dtype=float32,bfloat16", results)
+    assert "| gcn, cora, float32 | upstream full" in text and "| gcn, cora, bfloat16 | upstream full" in text
+    assert "among all 2 races: gcn, cora, bfloat16: zoo regional, " in text
+    text = _table("headline family=gnn workload=inference,train", results)
+    assert "| gcn, cora, inference | upstream full" in text and "| gcn, cora, train | upstream full" in text
+
+
 @pytest.mark.parametrize(
     "text", ["race model=gcn input=cora", "headline family=gnn", "compile model=gat input=cora", KERNELS]
 )
