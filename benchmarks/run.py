@@ -19,6 +19,7 @@ from rich.console import Console
 
 from benchmarks.case import DTYPES, IMPLEMENTATION_NAMES, MODES, STRATEGY_NAMES, WORKLOADS, Case, expand
 from benchmarks.measure import Plan, measure, say_where, settings_of
+from benchmarks.race import ROUNDS_OF_A_SET
 from benchmarks.rendering.terminal import render
 from benchmarks.startup import Settings
 from benchmarks.usage import UsageError, did_you_mean, require_zoo, run_command
@@ -119,8 +120,8 @@ def main(
             console.print("families: " + ", ".join(families()))
             return 0
         raise UsageError(f"--family is missing; there is: {', '.join(families())}")
-    if rounds is not None and rounds < 1:
-        raise UsageError(f"--rounds is {rounds}, expected at least 1")
+    if rounds is not None and not 1 <= rounds <= ROUNDS_OF_A_SET:  # more would have the numbers of the next set's
+        raise UsageError(f"--rounds is {rounds}, expected 1 to {ROUNDS_OF_A_SET}; --sets makes more of them")
     if sets < 1:
         raise UsageError(f"--sets is {sets}, expected at least 1")
     if curve < 0 or (curve and workload != "train"):

@@ -64,6 +64,7 @@ def wrong(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (("--family", FAKE, "--dtype", "float16"), "there is: float32, bfloat16"),
         (("--family", FAKE, "--device", "gpu"), "did you mean 'cpu'?"),
         (("--family", FAKE, "--rounds", "0"), "--rounds is 0"),
+        (("--family", FAKE, "--rounds", "1001"), "--rounds is 1001, expected 1 to 1000; --sets"),
         (("--family", FAKE, "--rounds", "many"), "Invalid value for '--rounds'"),
         (("--family", FAKE, "--timeout", "-1"), "--timeout is -1"),
         (("--family", FAKE, "--data-root", "/no/such/folder"), "is not a folder"),
