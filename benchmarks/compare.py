@@ -152,7 +152,7 @@ def _change(old: Result, new: Result, noise: float | None) -> Change:
         if first and second:
             ratio = stats.unpaired_ratio(first, second)
             verdict = stats.verdict(ratio, noise)
-    grew, notes = _counts(old.cold or Compile(), new.cold or Compile())
+    grew, notes = _counts(old.counted or Compile(), new.counted or Compile())
     return Change(old, new, ratio, noise, verdict, (*_status(old, new), *notes, *_sizes(old, new)), grew)
 
 

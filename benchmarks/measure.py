@@ -63,10 +63,13 @@ class Plan:
         """Leave out what the files hold already.
 
         Raises:
-            UsageError: If a file is there and its run is not to be resumed.
+            UsageError: If a file is there and its run is not to be resumed, or its rows cannot be read.
         """
         if resume:
-            self.done = {r.case.key for store in self.stores() for r in store.results() if r.status == "ok"}
+            try:
+                self.done = {r.case.key for store in self.stores() for r in store.results() if r.status == "ok"}
+            except ValueError as error:
+                raise UsageError(str(error)) from error
         elif taken := [str(store.path) for store in self.stores() if store.path.exists()]:
             raise UsageError(f"--out: {taken[0]} is there already; add --resume to continue it, or name another place")
 

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.case import Case, twin_of
 from benchmarks.environment import free_memory
 from benchmarks.process import WorkerFailure
-from benchmarks.result import Kernel, Result
+from benchmarks.result import IN_RACE, Kernel, Result
 from benchmarks.startup import (
     Arm,
     Reporter,
@@ -222,7 +222,7 @@ def _count(arm: Arm) -> None:
     if counted["others"] is not None:
         arm.result.work.others = Kernel(**counted["others"])
     if (figures := arm.result.warm or arm.result.cold) is not None:
-        figures.recompiles += [f"during the race: {reason}" for reason in counted["recompiles"]]
+        figures.recompiles += [IN_RACE + reason for reason in counted["recompiles"]]
 
 
 def _draw(arm: Arm, steps: int) -> None:

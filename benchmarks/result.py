@@ -18,6 +18,8 @@ SCHEMA = 1
 
 # Everything that can become of an arm. Only "ok" carries times; the others carry a reason.
 STATUSES = ("ok", "crashed", "out-of-memory", "timeout", "failed", "does-not-fit", "device-busy", "interrupted")
+# How the reason of a recompile begins that came while the arm raced.
+IN_RACE = "during the race: "
 
 
 @dataclass(kw_only=True)
@@ -132,8 +134,16 @@ class Result:
 
     @property
     def counted(self) -> Compile | None:
-        """The process whose graphs, breaks and recompiles are shown: the cold one, or the only one there was."""
-        return self.cold if self.cold is not None and self.cold.graphs is not None else self.warm
+        """The process whose graphs, breaks and recompiles are shown: the cold one, or the only one there was.
+
+        What was compiled anew in the race, mostly by another process, is among its recompiles.
+        """
+        if self.cold is None or self.cold.graphs is None:
+            return self.warm
+        if self.warm is None or any(reason.startswith(IN_RACE) for reason in self.cold.recompiles):
+            return self.cold
+        late = [reason for reason in self.warm.recompiles if reason.startswith(IN_RACE)]
+        return dataclasses.replace(self.cold, recompiles=[*self.cold.recompiles, *late])
 
     def to_json(self) -> dict[str, Any]:
         """The row as plain values, for ``Store.append``."""

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from benchmarks.case import DTYPES, IMPLEMENTATION_NAMES, MODES, STRATEGY_NAMES, WORKLOADS, Case, expand
 from benchmarks.measure import Plan, measure, say_where, settings_of
+from benchmarks.race import ROUNDS_OF_A_SET
 from benchmarks.rendering.terminal import render
 from benchmarks.startup import Settings
 from benchmarks.usage import UsageError, did_you_mean, require_zoo, run_command
@@ -64,10 +65,11 @@ def device_of(wanted: str | None) -> str:
 
 
 def _newest_run() -> Path:
-    runs = sorted(path for path in RUNS.glob("*") if path.is_dir())
-    if not runs:
+    """The folder of the rows that were written last; names say nothing, since --out may give any."""
+    newest = max(RUNS.glob("*/*.jsonl"), key=lambda rows: rows.stat().st_mtime, default=None)
+    if newest is None:
         raise UsageError(f"--resume: {RUNS}/ holds no run to continue; name its folder with --out")
-    return runs[-1]
+    return newest.parent
 
 
 def _command(family: str, case: Case, settings: Settings) -> str:
@@ -82,6 +84,7 @@ def _command(family: str, case: Case, settings: Settings) -> str:
     words += ["--rounds", str(settings.rounds), "--sets", str(settings.sets)]
     words += ["--curve", str(settings.curve)] if settings.curve else []
     words += ["--data-root", settings.data_root] if settings.data_root else []
+    words += ["--seed", str(settings.seed)] if settings.seed else []
     return shlex.join(words)
 
 
@@ -121,8 +124,8 @@ def main(
             console.print("families: " + ", ".join(families()))
             return 0
         raise UsageError(f"--family is missing; there is: {', '.join(families())}")
-    if rounds is not None and rounds < 1:
-        raise UsageError(f"--rounds is {rounds}, expected at least 1")
+    if rounds is not None and not 1 <= rounds <= ROUNDS_OF_A_SET:  # more would have the numbers of the next set's
+        raise UsageError(f"--rounds is {rounds}, expected 1 to {ROUNDS_OF_A_SET}; --sets makes more of them")
     if sets < 1:
         raise UsageError(f"--sets is {sets}, expected at least 1")
     if curve < 0 or (curve and workload != "train"):

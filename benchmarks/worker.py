@@ -13,6 +13,7 @@ import functools
 import gc
 import importlib
 import json
+import math
 import os
 import select
 import signal
@@ -332,7 +333,11 @@ class Arm:
         if self.trainer is None:
             raise ValueError("there is no curve of inference; ask for --workload train")
         with strategies.execution_mode(self.case):
-            return {"losses": self.trainer.losses(self.step, steps).tolist()}
+            losses = self.trainer.losses(self.step, steps).tolist()
+        for number, loss in enumerate(losses, start=1):
+            if not math.isfinite(loss):  # no row could hold it
+                raise ValueError(f"the loss of step {number} of {steps} is {loss}")
+        return {"losses": losses}
 
     def memory(self) -> Reply:
         """Peaks of one steady call, or of recording its CUDA graph; None on a CPU."""
@@ -459,12 +464,13 @@ def _flat(output: Any) -> torch.Tensor:
 
 
 def _relative_error(output: torch.Tensor, expected: torch.Tensor, what: str) -> float:
-    """Norm of the difference over the norm of the reference, in float64."""
+    """Norm of the difference over the norm of the reference, in float64 or its complex pair."""
     import torch
 
     if output.shape != expected.shape:
         raise ValueError(f"{what} has {output.numel()} values, the reference {expected.numel()}")
-    got, wanted = output.double(), expected.to(output.device).double()
+    wide = torch.promote_types(torch.promote_types(output.dtype, expected.dtype), torch.float64)
+    got, wanted = output.to(wide), expected.to(output.device, wide)
     error = float(torch.linalg.vector_norm(got - wanted) / torch.linalg.vector_norm(wanted).clamp_min(1e-300))
     if error != error or error == float("inf"):
         raise ValueError(f"{what} has {int((~got.isfinite()).sum())} values that are not finite, the reference "

@@ -99,6 +99,17 @@ def test_counts_fail_only_when_asked(tmp_path: Path) -> None:
     assert _run(tmp_path / "c", new, race(), "--fail-on-counts") == 0
 
 
+def test_counts_of_arms_that_started_together_count_as_well() -> None:
+    old, new = race(), race()
+    for result in (*old, *new):
+        result.cold = None  # as by --steady-only
+    assert new[6].warm is not None
+    new[6].warm.graphs = 3
+    changes = _compared(old, new)
+    assert [arm for arm, change in changes.items() if change.grew] == ["zoo full"]
+    assert changes["zoo full"].notes == ("graphs 1 → 3",)
+
+
 def test_cases_in_only_one_run_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = [row(1.0), row(1.0, model="gat")], [row(1.0), row(1.0, model="sage")]
     assert _run(tmp_path, old, new) == 0

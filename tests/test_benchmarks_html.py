@@ -282,6 +282,21 @@ def test_columns_that_no_row_fills_are_left_out(plain: str) -> None:
 # Where regional and full meet
 
 
+def test_an_arm_faster_in_most_rounds_but_not_by_its_median_pays_nothing_back() -> None:
+    results = [row(cold=1.4, warm=0.7, strategy="regional"), row(cold=2.9, warm=1.3, strategy="full")]
+    regional, full = (result.steady for result in results)
+    assert regional is not None and full is not None
+    quiet = [0.1 * (1 + number) for number in range(22)]
+    regional.device_ms = [*quiet, *[0.05] * 8]
+    full.device_ms = [*(time / 1.2 for time in quiet), *[20.0] * 8]  # something else ran in these rounds
+    shown = _one(results)
+    assert [arm.name for arm in shown.arms] == ["zoo regional", "zoo full"]
+    assert shown.verdict(shown.arms[1], shown.arms[0]) == "faster"
+    assert "Run zoo regional from the first call on" in advice.lead(shown)
+    assert _meeting(results) == "cold: 1 regional ahead of 2 full from 1 call on"
+    assert curves.break_even(shown, "x") is not None
+
+
 def _meeting(results: list[Result], cuda_graph: bool = False) -> str:
     shown = _one(results)
     regional, full = (
@@ -361,6 +376,18 @@ def test_a_family_that_nothing_can_be_said_of_says_so() -> None:
     assert _said([failure("crashed", "signal 11")]) == "Nothing here was held against an upstream library."
     theirs = [result for result in race(family="claims") if result.case.impl == "upstream"]
     assert _said(theirs).startswith("The fastest arm of each race is 1.6") and "run" not in _said(theirs)
+
+
+def test_a_family_is_held_against_what_ran_of_upstream() -> None:
+    shipped = [result for result in race() if result.case.impl != "upstream"]
+    failed = failure("out-of-memory", "7 GiB", impl="upstream", strategy="eager")
+    said = _said([*shipped, failed])
+    assert said.startswith("Ours is 1.085× as fast as torch-geometric's best tuned over 1 race: faster in 1. In a new")
+    captured = [
+        row(time, noise=0.0, family="optimizers", impl=impl, strategy="eager", cuda_graph=True)
+        for impl, time in (("zoo", 0.5), ("upstream", 2.0), ("upstream-tuned", 1.0))
+    ]
+    assert _said(captured).startswith("Ours is 2.00× as fast as upstream's best over 1 race: faster in 1.")
 
 
 # The leading sentence

@@ -153,6 +153,40 @@ def test_arms_of_another_run_are_compared_unpaired_and_named() -> None:
     assert any("unpaired: zoo regional." in note for note in shown.notes)
 
 
+def test_what_was_compiled_anew_in_the_race_is_shown_beside_the_cold_process() -> None:
+    result = row(strategy="regional", cold=1.4, warm=0.7, graphs=2)
+    assert result.cold is not None and result.warm is not None
+    result.cold.recompiles = ["at capture: a"]
+    result.warm.recompiles = ["at capture: a", "during the race: b"]
+    (arm,) = _one([result]).arms
+    assert cells.compiler_counts(arm.result.counted) == "2/0/2"
+    assert cells.troubles(arm)[-1] == "zoo regional: recompile: during the race: b"
+    result.warm = result.cold = result.warm  # of an outer CUDA graph over eager code there is one process
+    (arm,) = _one([result]).arms
+    assert cells.compiler_counts(arm.result.counted) == "2/0/2"
+
+
+def test_arms_that_raced_in_groups_are_paired_with_the_one_that_each_group_holds() -> None:
+    results = race()
+    again = row(0.023, seed=5, impl="zoo", strategy="regional", cuda_graph=True)  # twice as fast in another group
+    for result in results:
+        assert result.steady is not None and again.steady is not None
+        if result.case == again.case:
+            result.steady.device_ms += again.steady.device_ms
+            result.steady.wall_ms += again.steady.wall_ms
+            result.steady.rounds += [1000 + number for number in again.steady.rounds]
+        elif result.case.arm == "zoo regional":
+            result.steady.rounds = [1000 + number for number in result.steady.rounds]
+    shown = _one(results)
+    ours, eager, regional = (_arm(shown, name) for name in (again.case.arm, "upstream eager", "zoo regional"))
+    for arm, over, value in ((ours, eager, 0.68 / 0.048), (ours, regional, 0.23 / 0.023), (regional, ours, 0.1)):
+        ratio = shown.speedup(arm, over)
+        assert ratio is not None and ratio.paired and ratio.rounds == 30
+        assert ratio.value == pytest.approx(value, rel=0.01)
+    apart = shown.speedup(regional, eager)
+    assert apart is not None and not apart.paired
+
+
 def test_rounds_that_occur_twice_are_not_paired() -> None:
     results = race()
     for result in results:
@@ -300,6 +334,19 @@ def test_terminal_of_odd_rows() -> None:
     empty = row(1.0)
     empty.steady, empty.check, empty.work, empty.memory, empty.cold, empty.warm = Steady(), None, None, None, None, None
     assert "zoo eager" in _printed([empty], 80)
+
+
+def test_a_family_in_words_tells_a_race_from_the_same_in_another_dtype() -> None:
+    loses = {"zoo regional + CUDA graph": 20.0}
+    results = [
+        *race(loses, workload="train"),
+        *race(loses, workload="train", dtype="bfloat16"),
+        *race(loses, input="arxiv"),
+        *race(),
+    ]
+    said = " ".join(summary.sentences(races(results, ENVIRONMENTS)))
+    assert "slower in 3 (gcn, cora, training, float32; gcn, cora, training, bfloat16; gcn, arxiv)." in said
+    assert "by rule: zoo regional + CUDA graph on gcn, cora, training, float32, 2.34× slower." in said
 
 
 def test_the_terminal_begins_and_ends_with_the_answer() -> None:
@@ -550,6 +597,16 @@ def test_kernels_that_no_row_holds_are_not_measured_yet() -> None:
     assert _table('kernels model=gcn input=cora arm="zoo hierarchical"', [*race(), crashed]) == (
         "zoo hierarchical: crashed."
     )
+
+
+def test_headline_tells_rows_of_one_model_and_input_apart() -> None:
+    results = [*race(), *race({"zoo regional": 20.0}, dtype="bfloat16"), *race(workload="train")]
+    assert "| gcn, cora | upstream full" in _table("headline family=gnn", results)
+    text = _table("headline family=gnn dtype=float32,bfloat16", results)
+    assert "| gcn, cora, float32 | upstream full" in text and "| gcn, cora, bfloat16 | upstream full" in text
+    assert "among all 2 races: gcn, cora, bfloat16: zoo regional, " in text
+    text = _table("headline family=gnn workload=inference,train", results)
+    assert "| gcn, cora, inference | upstream full" in text and "| gcn, cora, train | upstream full" in text
 
 
 @pytest.mark.parametrize(

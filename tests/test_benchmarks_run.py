@@ -64,6 +64,7 @@ def wrong(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (("--family", FAKE, "--dtype", "float16"), "there is: float32, bfloat16"),
         (("--family", FAKE, "--device", "gpu"), "did you mean 'cpu'?"),
         (("--family", FAKE, "--rounds", "0"), "--rounds is 0"),
+        (("--family", FAKE, "--rounds", "1001"), "--rounds is 1001, expected 1 to 1000; --sets"),
         (("--family", FAKE, "--rounds", "many"), "Invalid value for '--rounds'"),
         (("--family", FAKE, "--timeout", "-1"), "--timeout is -1"),
         (("--family", FAKE, "--data-root", "/no/such/folder"), "is not a folder"),
@@ -80,6 +81,13 @@ def test_a_wrong_option_is_one_line_with_a_suggestion(
 def test_rows_are_never_added_to_another_runs_file_unasked(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     (tmp_path / "fake-inference-float32.jsonl").touch()
     assert "add --resume" in wrong(capsys, "--family", FAKE, "--device", "cpu", "--out", str(tmp_path))
+
+
+def test_a_broken_row_of_the_run_to_resume_is_named_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    file = tmp_path / "fake-inference-float32.jsonl"
+    file.write_text('{"kind":"environment","id":"e1"}\n{broken\n')
+    said = wrong(capsys, "--family", FAKE, "--device", "cpu", "--out", str(tmp_path), "--resume")
+    assert f"{file}:2 is not a JSON row" in said and "repair or delete that line" in said
 
 
 def test_families_are_the_workload_files():
@@ -164,7 +172,9 @@ def test_a_rows_command_measures_that_row_and_no_other(
         assert planned(monkeypatch, *words[3:]).cases == [replace(case, control=False)]
 
 
-@pytest.mark.parametrize("options", [(), ("--no-first-result", "--rounds", "7"), ("--quick", "--sets", "2")])
+@pytest.mark.parametrize(
+    "options", [(), ("--no-first-result", "--rounds", "7"), ("--quick", "--sets", "2", "--seed", "3")]
+)
 def test_a_rows_command_measures_it_the_same_way(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: tuple[str, ...]
 ):
@@ -174,9 +184,20 @@ def test_a_rows_command_measures_it_the_same_way(
     assert run_command(main, "run", [*first, "--out", str(tmp_path / "run")]) == 0
     plan, settings = ways[0]
     assert run_command(main, "run", shlex.split(plan.command(plan.cases[0], settings))[3:]) == 0
-    names = ("rounds", "sets", "quick", "steady_only", "first_result", "curve")
+    names = ("rounds", "sets", "quick", "steady_only", "first_result", "curve", "seed")
     assert [getattr(ways[1][1], name) for name in names] == [getattr(settings, name) for name in names]
     assert settings.first_result is ("--no-first-result" not in options)
+
+
+def test_resume_alone_continues_the_run_that_wrote_rows_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr("benchmarks.run.RUNS", tmp_path)
+    for age, name in enumerate(("20260102-120000", "mine", "20260101-120000")):
+        rows = tmp_path / name / "fake-inference-float32.jsonl"
+        rows.parent.mkdir()
+        rows.touch()
+        os.utime(rows, (1e9 - age, 1e9 - age))
+    (tmp_path / "stopped-before-its-first-row").mkdir()
+    assert planned(monkeypatch, "--family", FAKE, "--device", "cpu", "--resume").out == tmp_path / "20260102-120000"
 
 
 @pytest.mark.parametrize("number", [8, 9, 20])

@@ -164,6 +164,17 @@ def test_timed_steps_take_the_loader_s_batches_in_order_and_no_others_do():
     assert not any(torch.equal(batch, batch[0, 0].expand(16, 8)) for batch in seen)
 
 
+def test_a_curve_that_no_row_could_hold_is_a_failure_that_names_its_step():
+    arm = Arm()
+    arm.load(workload=FAKE)
+    arm.prepare(case=replace(CASE, strategy="eager").to_json(), data_root=None, seed=0)
+    arm.first_call()
+    assert arm.trainer is not None
+    arm.trainer._optimizer.param_groups[0]["lr"] = 1e30
+    with pytest.raises(ValueError, match="the loss of step [23] of 9 is (nan|inf)"):
+        arm.curve(steps=9)
+
+
 def test_a_round_is_declared_with_a_loader_and_not_without():
     for options in ({"loader": list}, {"round": 3}, {"loader": list, "round": 0}):
         with pytest.raises(ValueError, match="with a loader it is a number of steps, without one None"):

@@ -151,6 +151,13 @@ def test_an_output_that_is_not_finite_is_a_failure(tmp_path: Path):
     assert "not finite" in checked["reason"]
 
 
+def test_a_complex_output_is_compared_with_its_imaginary_part():
+    expected = torch.tensor([3 + 4j, 0j], dtype=torch.complex128)
+    assert _relative_error(expected.to(torch.complex64), expected, "the output") < 1e-7
+    assert _relative_error(expected.conj(), expected, "the output") == pytest.approx(8 / 5)
+    assert _relative_error(expected.real.float(), expected, "the output") == pytest.approx(4 / 5)
+
+
 def test_a_reference_of_another_size_is_an_error():
     with pytest.raises(ValueError, match="4 values, the reference 3"):
         _relative_error(torch.zeros(4), torch.zeros(3), "the output")

@@ -17,9 +17,9 @@ from torch.utils import _pytree as pytree
 from benchmarks import strategies
 from benchmarks.case import Case
 from benchmarks.training import Trainer
-from benchmarks.workloads import gnn_sampled, gnn_work, graphs
+from benchmarks.workloads import gnn_sampled, gnn_upstream, gnn_work, graphs
 from benchmarks.workloads.base import UNSCALED
-from benchmarks.workloads.gnn import KINDS, WORKLOAD, architecture
+from benchmarks.workloads.gnn import KINDS, WORKLOAD, _implementation, architecture
 
 CASE = Case(family="gnn", model="gcn", input="karate", workload="train")
 
@@ -83,6 +83,18 @@ def test_bfloat16_is_autocast_s(model: str, input: str, impl: str):
     torch.testing.assert_close(losses, expected, rtol=2e-2, atol=0)
     assert not torch.allclose(losses, expected, rtol=1e-5), "nothing was rounded"
     assert prepared.bytes < WORKLOAD.prepare(replace(case, dtype="float32"), data_root=None, seed=0).bytes
+
+
+@pytest.mark.parametrize("model", ["gcn", "graphsage"])
+@pytest.mark.parametrize(("dtype", "held"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
+def test_a_tuned_adjacency_is_of_the_dtype_that_gradients_have(model: str, dtype: str, held: torch.dtype):
+    # A CPU has no sparse product in bfloat16: what a GPU's arm would multiply is made, and not multiplied.
+    case = replace(CASE, model=model, impl="upstream-tuned", dtype=dtype, device="cuda")
+    graph = graphs.load("karate", data_root=None, features=None, seed=0, device=torch.device("cpu"))
+    arch = architecture(model, "karate", features=graph.x.size(1), classes=graph.classes)
+    tuned, inputs, what = _implementation(case, arch, gnn_upstream.build(arch, seed=0), graph)
+    assert what == "CSR adjacency" and inputs["edge_index"].values().dtype is held
+    assert {parameter.dtype for parameter in tuned.parameters()} == {torch.float32}
 
 
 # --- sampled ---

@@ -48,7 +48,7 @@ def headline(races: Sequence[Race], named: Mapping[Race, str]) -> tuple[list[str
     """
     if not any(race.ours for race in races):
         return cells.filled(("race", "the fastest: ms", "over eager"), [_fastest(race, named[race]) for race in races])
-    lines = [(title, *tables.headline_row(race, arm)[1:]) for race, arm, title in headline_arms(races, named)]
+    lines = [(title, *tables.headline_row(race, arm)) for race, arm, title in headline_arms(races, named)]
     return cells.filled(("race", *tables.HEADLINE[1:]), lines)
 
 

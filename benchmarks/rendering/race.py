@@ -186,7 +186,7 @@ class Race:
         return self._fastest(arm for arm in self.arms if is_tuned(arm.result.case))
 
     def speedup(self, arm: Arm, over: Arm | None) -> Ratio | None:
-        """How much faster ``arm`` is than ``over``; paired where both ran in the same rounds of one run."""
+        """How much faster ``arm`` is than ``over``; paired where one ran in all rounds of the other, in one run."""
         if over is None or over.p50 is None or arm.p50 is None:
             return None
         return _ratio(over.result, arm.result, self.clock)
@@ -284,10 +284,13 @@ def _samples(result: Result, clock: str) -> list[float]:
 def _ratio(reference: Result, arm: Result, clock: str) -> Ratio:
     first, second = _samples(reference, clock), _samples(arm, clock)
     assert reference.steady is not None and arm.steady is not None
-    rounds, others = reference.steady.rounds, arm.steady.rounds
-    same_rounds = sorted(rounds) == sorted(others) and len(set(rounds)) == len(rounds)
-    if reference.environment == arm.environment and same_rounds:
-        return _paired(tuple(first), tuple(second), tuple(rounds), tuple(others))
+    theirs = dict(zip(reference.steady.rounds, first, strict=True))
+    ours = dict(zip(arm.steady.rounds, second, strict=True))
+    # Where memory does not hold all arms side by side they race in groups, of which each holds one of them again.
+    common = tuple(sorted(theirs.keys() & ours.keys()))
+    all_of_one = len(theirs) == len(first) and len(ours) == len(second) and len(common) in (len(theirs), len(ours))
+    if reference.environment == arm.environment and all_of_one:
+        return _paired(tuple(theirs[n] for n in common), tuple(ours[n] for n in common), common, common)
     return _unpaired(tuple(first), tuple(second))
 
 

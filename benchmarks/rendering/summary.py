@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from benchmarks import stats
 from benchmarks.rendering import choice, numbers, tables, ways
 from benchmarks.rendering.families import fastest
 from benchmarks.rendering.race import Arm, Race
 from benchmarks.rendering.selection import UPSTREAM
+from benchmarks.stats import Ratio, Verdict
 
 # Of these the sentence names the ones at which the choice changes.
 CALLS = (100, 1_000, 10_000, 100_000, 1_000_000)
 MOST_NAMED = 3
+# How an arm stands against another of its race.
+Held = tuple[Race, Ratio, Verdict | None]
 
 
 def sentences(races: Sequence[Race]) -> list[str]:
@@ -26,34 +29,46 @@ def sentences(races: Sequence[Race]) -> list[str]:
 
 def _speedups(races: Sequence[Race]) -> list[str]:
     library = UPSTREAM.get(races[0].case.family, "upstream")
-    whose = library + ("'" if library.endswith("s") else "'s")
-    found = [(race, ratio) for race in races if race.ours and (ratio := race.speedup(race.ours, race.best_shipped))]
-    if not found:
-        return _over_reference(races)
-    values = [ratio.value for _, ratio in found]
-    words = f"Ours is {_range(values)} as fast as {whose} best as shipped over {_races(len(found))}"
-    outcomes = [(race, race.verdict(race.ours, race.best_shipped)) for race, _ in found if race.ours]
-    parts = [f"{words}: {_outcomes(outcomes)}."]
-    tuned = [(race, race.verdict(race.ours, race.best_tuned)) for race in races if race.ours and race.best_tuned]
+    best = library + ("' best" if library.endswith("s") else "'s best")
+    shipped = _held([(race, race.ours, race.best_shipped) for race in races])
+    tuned = _held([(race, race.ours, race.best_tuned) for race in races])
+    parts = []
+    if shipped:
+        parts.append(f"Ours is {_range(shipped)} as fast as {best} as shipped {_outcomes(shipped, races)}.")
     if tuned:
-        ratios = [race.speedup(race.ours, race.best_tuned) for race, _ in tuned if race.ours]
-        parts.append(
-            f"Against its best tuned, {_range([r.value for r in ratios if r])} over {_races(len(tuned))}: "
-            f"{_outcomes(tuned)}."
-        )
-    return parts
+        words = "Against its best tuned, {}" if shipped else f"Ours is {{}} as fast as {best} tuned"
+        parts.append(f"{words.format(_range(tuned))} {_outcomes(tuned, races)}.")
+    return parts or _over_reference(races, best)
 
 
-def _over_reference(races: Sequence[Race]) -> list[str]:
-    """Of a family in which nothing of ours meets upstream: how much the fastest arm of each race gains over eager."""
-    values = []
-    for race in races:
-        arm = fastest(race)
-        if arm is not None and (ratio := race.speedup(arm, race.reference)) is not None:
-            values.append(ratio.value)
-    if not values:
-        return ["Nothing here was held against an upstream library."]
-    return [f"The fastest arm of each race is {_range(values)} as fast as eager over {_races(len(values))}."]
+def _held(arms: Iterable[tuple[Race, Arm | None, Arm | None]]) -> list[Held]:
+    """What is said of arms that are held against others; without those of which one did not run."""
+    return [
+        (race, ratio, race.verdict(arm, over))
+        for race, arm, over in arms
+        if arm is not None and (ratio := race.speedup(arm, over)) is not None
+    ]
+
+
+def _over_reference(races: Sequence[Race], best: str) -> list[str]:
+    """Of a family in which no regional arm of ours meets upstream: what the fastest arm of each race gains over eager.
+
+    Where nothing ran eagerly either, our fastest against upstream's.
+    """
+    over_eager = _held([(race, fastest(race), race.reference) for race in races])
+    if over_eager:
+        return [
+            f"The fastest arm of each race is {_range(over_eager)} as fast as eager over {_races(len(over_eager))}."
+        ]
+    found = _held([(race, _fastest_of(race, "zoo"), _fastest_of(race, "upstream")) for race in races])
+    if found:
+        return [f"Ours is {_range(found)} as fast as {best} {_outcomes(found, races)}."]
+    return ["Nothing here was held against an upstream library."]
+
+
+def _fastest_of(race: Race, impl: str) -> Arm | None:
+    arms = (arm for arm in race.arms if arm.result.case.impl.startswith(impl))
+    return next((arm for arm in arms if arm.p50 is not None and not arm.wrong), None)
 
 
 def _worst(races: Sequence[Race]) -> list[str]:
@@ -62,7 +77,7 @@ def _worst(races: Sequence[Race]) -> list[str]:
         return []
     race, arm, ratio = worst
     verdict = race.verdict(arm, race.best_shipped)
-    said = f"{arm.name} on {_place(race)}"
+    said = f"{arm.name} on {_place(race, races)}"
     if verdict == "undetermined":
         return [f"Our worst regional row, by rule, is level with upstream's best as shipped: {said}."]
     times = ratio.value if verdict == "faster" else ratio.inverse.value
@@ -105,29 +120,33 @@ def _name(arm: Arm) -> str:
     return "eager" if arm.result.case.strategy == "eager" and not arm.result.case.cuda_graph else arm.name
 
 
-def _range(values: Sequence[float]) -> str:
+def _range(found: Sequence[Held]) -> str:
+    values = [ratio.value for _, ratio, _ in found]
     low, high = numbers.times(min(values)), numbers.times(max(values))
     return low if low == high else f"{low} to {high} (median {numbers.times(stats.median(values))})"
 
 
-def _outcomes(outcomes: Sequence[tuple[Race, str | None]]) -> str:
+def _outcomes(found: Sequence[Held], family: Sequence[Race]) -> str:
     parts = []
     for verdict, word in (("faster", "faster"), ("slower", "slower"), ("undetermined", "level")):
-        races = [race for race, outcome in outcomes if outcome == verdict]
+        races = [race for race, _, outcome in found if outcome == verdict]
         if verdict == "faster" or races:
-            named = f" ({_named(races)})" if races and verdict != "faster" else ""
+            named = f" ({_named(races, family)})" if races and verdict != "faster" else ""
             parts.append(f"{word} in {len(races) or 'none'}{named}")
-    return ", ".join(parts)
+    return f"over {_races(len(found))}: {', '.join(parts)}"
 
 
-def _named(races: Sequence[Race]) -> str:
+def _named(races: Sequence[Race], family: Sequence[Race]) -> str:
     more = f" and {len(races) - MOST_NAMED} more" if len(races) > MOST_NAMED else ""
-    return "; ".join(map(_place, races[:MOST_NAMED])) + more
+    return "; ".join(_place(race, family) for race in races[:MOST_NAMED]) + more
 
 
-def _place(race: Race) -> str:
-    words = [race.case.model, race.case.input]
-    return ", ".join(words + (["training"] if race.case.workload == "train" else []))
+def _place(race: Race, family: Sequence[Race]) -> str:
+    """The race in words; its dtype where the family has the same race in another."""
+    model, input, workload = race.case.race[1:4]
+    dtypes = {other.case.dtype for other in family if other.case.race[1:4] == race.case.race[1:4]}
+    words = [model, input] + ["training"] * (workload == "train") + [race.case.dtype] * (len(dtypes) > 1)
+    return ", ".join(words)
 
 
 def _races(count: int) -> str:

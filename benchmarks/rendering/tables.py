@@ -10,7 +10,7 @@ from benchmarks.rendering import cells, claims, markdown, numbers
 from benchmarks.rendering.blocks import Spec
 from benchmarks.rendering.commands import commands_of
 from benchmarks.rendering.race import Arm, Race, races
-from benchmarks.rendering.selection import SELECTING, machines, select
+from benchmarks.rendering.selection import SELECTING, machines, option, select
 from benchmarks.result import Compile, Kernel, Result, Rows
 from benchmarks.stats import Ratio
 from benchmarks.usage import did_you_mean
@@ -169,21 +169,26 @@ def _headline(spec: Spec, shown: list[Race]) -> str:
     everything = _select(spec, shown, ignore=("model", "input"))
     worst = worst_row(everything)
     rows = with_worst(chosen, worst)
+    # Lists of these make rows of one model and input that nothing else tells apart.
+    differ = [key for key in ("workload", "dtype") if len({option(race, key) for race, _ in rows}) > 1]
+
+    def named(race: Race) -> str:
+        return ", ".join(option(race, key) for key in ("model", "input", *differ))
+
     notes = []
     if worst is not None:
         race, arm, _ = worst
         said = cells.speedup_and_verdict(race, arm, race.best_shipped)
         notes.append(
-            f"Our worst row, chosen by rule among all {len(everything)} races: "
-            f"{race.case.model}, {race.case.input}: {arm.name}, {said}."
+            f"Our worst row, chosen by rule among all {len(everything)} races: {named(race)}: {arm.name}, {said}."
         )
     notes.append("Intervals are 95 % bootstrap over rounds; a difference within the A/A noise is undetermined.")
-    body = markdown.table(HEADLINE, [headline_row(race, arm) for race, arm in rows])
+    body = markdown.table(HEADLINE, [(named(race), *headline_row(race, arm)) for race, arm in rows])
     return "\n\n".join([body, " ".join(notes), _origin(list(dict.fromkeys(race for race, _ in rows)))])
 
 
 def headline_row(race: Race, ours: Arm | None) -> tuple[str, ...]:
-    """One race in the columns of ``HEADLINE``: upstream's best arms as shipped and tuned beside one of ours."""
+    """One race in the columns of ``HEADLINE`` after its name: upstream's best arms beside one of ours."""
     shipped, tuned = race.best_shipped, race.best_tuned
     full = race.find(impl="upstream", strategy="full")
     before = cells.seconds(full.result.cold if full else None)
@@ -192,7 +197,6 @@ def headline_row(race: Race, ours: Arm | None) -> tuple[str, ...]:
         before = f"{cells.seconds(graphed.result.cold)} (reduce-overhead)"
     after = cells.seconds(ours.result.cold if ours else None)
     return (
-        f"{race.case.model}, {race.case.input}",
         _named(shipped) or _why_not(race, impl="upstream"),
         _named(ours) or _why_not(race, impl="zoo", strategy="regional"),
         cells.speedup_and_verdict(race, ours, shipped) if ours else numbers.NOTHING,

@@ -11,7 +11,7 @@ import torch
 from benchmarks.case import Case
 from benchmarks.timing import synchronise
 from benchmarks.workloads import gnn_sampled, gnn_train, gnn_upstream, gnn_work, graphs
-from benchmarks.workloads.base import UNSCALED, Prepared, dtype_of, refuses_unknown
+from benchmarks.workloads.base import UNSCALED, Prepared, autocast_of, dtype_of, refuses_unknown
 from benchmarks.workloads.gnn_sampled import SAMPLED
 from benchmarks.workloads.gnn_work import Architecture
 from benchmarks.workloads.graphs import POWER_LAW, Graph
@@ -202,7 +202,8 @@ def _implementation(
         return shipped, {} if sampled else {"edge_index": graph.edge_index}, None
     if case.impl == "upstream-tuned":
         layout = gnn_upstream.tuned_layout(case, arch.kind)
-        model, inputs = gnn_upstream.tune(arch, shipped, graph.edge_index, graph.nodes, layout)
+        autocast = autocast_of(case) if case.workload == "train" else None
+        model, inputs = gnn_upstream.tune(arch, shipped, graph.edge_index, graph.nodes, layout, autocast=autocast)
         return model, inputs, "CSR adjacency" if layout == "csr" else "sorted edges"
     from zoo.gnn.upstream import from_upstream
 

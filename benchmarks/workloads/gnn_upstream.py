@@ -61,7 +61,13 @@ def tuned_layout(case: Case, kind: str) -> str:
 
 
 def tune(
-    arch: Architecture, shipped: nn.Module, edge_index: Tensor, nodes: int, layout: str
+    arch: Architecture,
+    shipped: nn.Module,
+    edge_index: Tensor,
+    nodes: int,
+    layout: str,
+    *,
+    autocast: torch.dtype | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """The same model at the library's documented best, and the inputs that go with it besides ``x``.
 
@@ -74,6 +80,8 @@ def tune(
         edge_index: Raw edges ``[2, E]``.
         nodes: Number of nodes.
         layout: ``csr`` or ``sorted``.
+        autocast: Its dtype, or None without autocast. A CSR adjacency is held in it: autocast would round it in every
+            forward, and not in the backward, where a float32 one meets narrow gradients and there is no such product.
     """
     from torch_geometric.nn.conv.gcn_conv import gcn_norm
     from torch_geometric.utils import add_self_loops, remove_self_loops
@@ -97,7 +105,7 @@ def tune(
     edge_index = edge_index[:, order].contiguous()
     weight = None if weight is None else weight[order]
     if layout == "csr":
-        return model, {"edge_index": csr(edge_index, weight, nodes, reference.dtype)}
+        return model, {"edge_index": csr(edge_index, weight, nodes, autocast or reference.dtype)}
     inputs = {"edge_index": edge_index}
     if weight is not None:
         inputs["edge_weight"] = weight
@@ -113,7 +121,7 @@ def csr(edge_index: Tensor, weight: Tensor | None, nodes: int, dtype: torch.dtyp
     narrow = torch.int32 if sources.numel() < 2**31 - 1 else torch.int64
     offsets = torch.zeros(nodes + 1, dtype=torch.int64, device=sources.device)
     offsets[1:] = torch.bincount(destinations, minlength=nodes).cumsum(0)
-    values = torch.ones(sources.numel(), dtype=dtype, device=sources.device) if weight is None else weight
+    values = torch.ones(sources.numel(), dtype=dtype, device=sources.device) if weight is None else weight.to(dtype)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse (CSR tensor support|invariant checks)")
         return torch.sparse_csr_tensor(offsets.to(narrow), sources.to(narrow), values, (nodes, nodes))
