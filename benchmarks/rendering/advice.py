@@ -109,8 +109,7 @@ def steps_by(race: Race, paid: Mapping[Arm, float]) -> list[Step]:
         ahead = [
             (stats.break_even_calls(paid[arm] - paid[now], _p50(now), _p50(arm)), _p50(arm), index)
             for index, arm in enumerate(arms)
-            # Where rounds differ a lot, who is faster in most of them may have the greater median.
-            if paid[arm] > paid[now] and race.verdict(arm, now) == "faster" and _p50(arm) < _p50(now)
+            if paid[arm] > paid[now] and race.overtakes(arm, now)
         ]
         if not ahead:
             return chosen

@@ -166,7 +166,7 @@ def _overtaking(race: Race, regional: Arm, full: Arm, caches: Caches) -> tuple[A
         return None, None
     sooner, later = sorted((regional, full), key=lambda arm: paid[arm] or 0.0)
     assert sooner.p50 is not None and later.p50 is not None
-    if race.verdict(later, sooner) != "faster" or later.p50 >= sooner.p50:
+    if not race.overtakes(later, sooner):
         return sooner, 0.0
     more = (paid[later] or 0.0) - (paid[sooner] or 0.0)
     return later, stats.break_even_calls(more, sooner.p50, later.p50)

@@ -200,6 +200,16 @@ class Race:
         ratio = self.speedup(arm, over)
         return None if ratio is None else stats.verdict(ratio, self.noise)
 
+    def overtakes(self, arm: Arm, over: Arm) -> bool:
+        """Whether calls of ``arm`` make up for what it costs more than ``over``: it is faster, by its median as well.
+
+        Where rounds differ a lot, who is faster in most of them may have the greater median.
+        """
+        if self.verdict(arm, over) != "faster":
+            return False
+        assert arm.p50 is not None and over.p50 is not None  # or there would be no verdict
+        return arm.p50 < over.p50
+
     def own_eager(self, arm: Arm) -> Arm | None:
         """What the arm would be without compilation: its implementation's eager, else upstream's."""
         for impl in (arm.result.case.impl, "upstream"):
@@ -306,19 +316,15 @@ _paired = functools.lru_cache(maxsize=4096)(stats.paired_ratio)
 _unpaired = functools.lru_cache(maxsize=4096)(stats.unpaired_ratio)
 
 
-def _noise(ran: list[Result], clock: str) -> tuple[float | None, str | None]:
+def _noise(arms: Iterable[Arm], clock: str) -> tuple[float | None, str | None]:
     """The widest A/A interval of the race's controls, and the arm it was measured with."""
-    by_key = {result.case.key: result for result in ran}
     widest: tuple[float | None, str | None] = (None, None)
-    for control in ran:
-        if not control.case.control:
+    for arm in arms:
+        if arm.p50 is None or arm.control is None or not _samples(arm.control, clock):
             continue
-        twin = by_key.get(control.case.key.removesuffix(" (A/A)"))
-        if twin is None or not _samples(twin, clock) or not _samples(control, clock):
-            continue
-        noise = stats.noise_floor(_ratio(twin, control, clock))
+        noise = stats.noise_floor(_ratio(arm.result, arm.control, clock))
         if widest[0] is None or noise > widest[0]:
-            widest = (noise, twin.case.arm)
+            widest = (noise, arm.name)
     return widest
 
 
@@ -356,7 +362,7 @@ def _race(results: list[Result], environment: Mapping[str, Any]) -> Race:
             p50, p95 = (stats.median(samples), stats.p95(samples)) if samples else (None, None)
             rounding = greatest if error is None else error
             arms.append(Arm(result, p50, p95, rounding, controls.get(result.case.key)))
-    noise, noise_arm = _noise(ran, clock)
+    noise, noise_arm = _noise(arms, clock)
     return Race(
         case=results[0].case,
         environment=environment,
