@@ -135,9 +135,9 @@ def dtype_of(case: Case) -> torch.dtype:
     return dtype
 
 
-def autocast_of(case: Case) -> torch.dtype | None:
-    """The dtype of autocast where weights are float32: the case's, or None for float32."""
-    return None if case.dtype == "float32" else dtype_of(case)
+def autocast_of(dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype of autocast over float32 weights where a case has this one: None for float32."""
+    return None if dtype is torch.float32 else dtype
 
 
 # Why a family trains in bfloat16 and not in float16.

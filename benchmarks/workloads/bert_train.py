@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from benchmarks.case import Case
 from benchmarks.training import checkpointed, reference_losses
 from benchmarks.workloads import bert_texts, bert_upstream, bert_work
-from benchmarks.workloads.base import UNSCALED, Prepared, Training, autocast_of
+from benchmarks.workloads.base import UNSCALED, Prepared, Training, autocast_of, dtype_of
 from benchmarks.workloads.bert_batches import EPOCH, ROUND, Batches
 from benchmarks.workloads.bert_texts import LABELS
 from benchmarks.workloads.llm_weights import SeededWeights
@@ -92,7 +92,7 @@ def prepare(case: Case, *, seed: int) -> Prepared:
         loss=loss,
         batch=batches.checked,
         learning_rate=_RATE_TIMES_WIDTH / config.hidden_size,
-        autocast=autocast_of(case),
+        autocast=autocast_of(dtype_of(case)),
         random=case.model.endswith(DROPOUT),
     )
     if task.epoch:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from benchmarks.case import Case
 from benchmarks.training import READY_BATCHES, reference_losses
 from benchmarks.workloads import claims_llama, claims_ppo, claims_small
-from benchmarks.workloads.base import Prepared, Training, dtype_of, refuses_unknown
+from benchmarks.workloads.base import Prepared, Training, autocast_of, dtype_of, refuses_unknown
 from benchmarks.workloads.claims_subject import Inputs, Made, Size, Subject, converted, tensors
 
 SUBJECTS: dict[str, Subject] = {**claims_small.SUBJECTS, **claims_ppo.SUBJECTS}
@@ -189,7 +189,7 @@ def _trained(case: Case, race: _Race) -> Prepared:
         loss=race.loss,
         batch=batch,
         learning_rate=LEARNING_RATE,
-        autocast=None if dtype is torch.float32 else dtype,
+        autocast=autocast_of(dtype),
     )
     weights = sum(parameter.numel() for parameter in model.parameters())
     return Prepared(

@@ -202,7 +202,7 @@ def _implementation(
         return shipped, {} if sampled else {"edge_index": graph.edge_index}, None
     if case.impl == "upstream-tuned":
         layout = gnn_upstream.tuned_layout(case, arch.kind)
-        autocast = autocast_of(case) if case.workload == "train" else None
+        autocast = autocast_of(dtype_of(case)) if case.workload == "train" else None
         model, inputs = gnn_upstream.tune(arch, shipped, graph.edge_index, graph.nodes, layout, autocast=autocast)
         return model, inputs, "CSR adjacency" if layout == "csr" else "sorted edges"
     from zoo.gnn.upstream import from_upstream

@@ -74,7 +74,7 @@ def for_training(case: Case, prepared: Prepared, arch: Architecture, graph: Grap
     labels = gnn_train.labels_of(x, graph.classes, seed=seed)
     sampler = sampler_of(graph, arch, seed=seed)
     ours = sampler.to(x.device) if case.impl == "zoo" else sampler
-    parts = _Parts(sampler, x, labels, ours, autocast_of(case))
+    parts = _Parts(sampler, x, labels, ours, autocast_of(dtype_of(case)))
     training = parts.padded() if case.impl == "zoo" else parts.plain(trimmed=case.impl == "upstream-tuned")
 
     def reference() -> Tensor:

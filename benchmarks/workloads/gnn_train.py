@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from benchmarks.case import Case
 from benchmarks.training import reference_losses
 from benchmarks.workloads import gnn_upstream, gnn_work
-from benchmarks.workloads.base import Prepared, Training, autocast_of
+from benchmarks.workloads.base import Prepared, Training, autocast_of, dtype_of
 from benchmarks.workloads.gnn_work import Architecture
 from benchmarks.workloads.graphs import Graph
 
@@ -89,7 +89,7 @@ def for_training(case: Case, prepared: Prepared, arch: Architecture, graph: Grap
         data=f"{graph.data}, labels of a random linear map",
         count=graph.nodes,
         unit="nodes",
-        training=training_of(graph, x, inputs, seed=seed, autocast=autocast_of(case)),
+        training=training_of(graph, x, inputs, seed=seed, autocast=autocast_of(dtype_of(case))),
     )
 
 

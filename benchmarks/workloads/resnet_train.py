@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from benchmarks.case import Case
 from benchmarks.training import checkpointed, reference_losses
 from benchmarks.workloads import resnet_upstream, resnet_work
-from benchmarks.workloads.base import Prepared, Training
+from benchmarks.workloads.base import Prepared, Training, autocast_of
 from benchmarks.workloads.jpegs import Files, Loader
 from zoo.resnet import ResNetConfig
 
@@ -61,7 +61,7 @@ def training_of(config: ResNetConfig, batch: int, size: int, *, seed: int, devic
         loss=cross_entropy,
         batch=draw,
         learning_rate=LEARNING_RATE,
-        autocast=None if dtype is torch.float32 else dtype,
+        autocast=autocast_of(dtype),
     )
 
 

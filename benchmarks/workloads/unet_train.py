@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from benchmarks.case import Case
 from benchmarks.training import reference_losses
 from benchmarks.workloads import unet_upstream, unet_work
-from benchmarks.workloads.base import UNSCALED, Prepared, Training
+from benchmarks.workloads.base import UNSCALED, Prepared, Training, autocast_of
 from zoo.unet import UNetConfig
 
 BYTES_FORMULA = (
@@ -92,7 +92,7 @@ def training_of(config: UNetConfig, batch: int, size: int, *, seed: int, device:
         loss=NoiseLoss(device),
         batch=draw,
         learning_rate=_RATE_TIMES_WIDTH / config.block_out_channels[0],
-        autocast=None if dtype is torch.float32 else dtype,
+        autocast=autocast_of(dtype),
     )
 
 
