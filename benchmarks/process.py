@@ -72,6 +72,7 @@ class Worker:
         self._requests, self._replies = self._process.stdin, self._process.stdout
         self._unread = b""
         self._pending: str | None = None
+        self.stopped = False  # the run was stopped, so that the process's end says nothing of its arm
         self._reader = threading.Thread(target=self._drain, args=(self._process.stderr,), daemon=True)
         self._reader.start()
         _alive.add(self)
@@ -208,6 +209,7 @@ class Worker:
 
 
 def kill_all() -> None:
-    """End every worker that is still alive."""
+    """End every worker that is still alive: the run has been stopped."""
     for worker in list(_alive):
+        worker.stopped = True
         worker.kill()

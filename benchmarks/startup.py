@@ -247,6 +247,8 @@ class failures_of:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         if isinstance(error, WorkerFailure):
+            if self.arm.worker is not None and self.arm.worker.stopped:
+                return False  # Ctrl-C is told to another thread; what was measured before it stays
             reason = error.reason
             if self.phase == RACE and error.operation == "first_call" and self.arm.result.cold is not None:
                 # The cold process compiled the very same: what is new are caches that are not empty.

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -153,6 +156,33 @@ def test_an_arm_that_was_through_its_rounds_outlives_an_interruption(
         )
     row = rows[case.arm]
     assert row.status == status and (row.steady is not None) == (status == "ok")
+
+
+def test_a_curve_that_is_stopped_while_it_is_drawn_loses_no_row(settings: Settings, monkeypatch: pytest.MonkeyPatch):
+    drawing = threading.Event()
+    real = benchmarks.race._draw
+    monkeypatch.setattr(benchmarks.race, "_draw", lambda arm, steps: (drawing.set(), real(arm, steps)))
+
+    def press_ctrl_c() -> None:
+        drawing.wait()
+        time.sleep(0.5)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    threading.Thread(target=press_ctrl_c, daemon=True).start()
+    case = replace(CASE, strategy="eager", workload="train")
+    rows: dict[str, Result] = {}
+    with pytest.raises(KeyboardInterrupt):
+        run_race(
+            [case],
+            replace(settings, quick=True, rounds=6, curve=10**7),  # longer than anybody waits
+            Notes(),
+            lambda result: rows.update({result.case.arm: result}),
+            memory_bytes=lambda case: 1,
+            peaks={},
+        )
+    row = rows[case.arm]
+    assert row.status == "ok" and row.steady is not None and len(row.steady.rounds) == 6
+    assert not row.curve
 
 
 def _ask(arm: Arm, operation: str, given: dict[str, object]) -> dict[str, object]:
