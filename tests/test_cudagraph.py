@@ -105,6 +105,9 @@ def test_a_step_that_shows_no_tensor_is_refused_where_there_is_a_gpu(monkeypatch
     # It might run there, and would silently be no CUDA graph.
     with pytest.raises(ValueError, match="nothing says which device it runs on; pass"):
         zoo.cuda_graph(lambda: hidden[0] + 1)
+    # What cannot be copied in at all is said first: more arguments would not mend it.
+    with pytest.raises(TypeError, match="is a object, which cannot be copied in; name it in static="):
+        zoo.cuda_graph(lambda given: hidden[0] + 1, (object(),))
 
 
 def test_buckets_replay_their_own_shape(device: str) -> None:
@@ -181,7 +184,9 @@ def test_the_device_is_learnt_from_a_static_argument_however_nested(device: str)
 
 
 def _moved(model: nn.Module) -> None:
+    before = [p.detach() for p in model.parameters()]  # alive meanwhile, so that no weight comes back to its address
     model.double().float()
+    assert before
 
 
 def _assigned(model: nn.Module) -> None:
@@ -386,3 +391,12 @@ def test_a_constant_of_another_type_is_another_constant(other: Any) -> None:
     with pytest.raises(ValueError, match=r"input 1 is .*, but 1 was captured as a constant; pass a tensor"):
         step(torch.ones(2), other)
     assert step(torch.ones(2), 1).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("other", [2.0, "1", numpy.ones(2)])
+def test_each_type_of_a_constant_has_its_bucket(device: str, other: Any) -> None:
+    x = torch.ones(2, device=device)
+    step = zoo.cuda_graph(lambda x, way: -x if way is True else x * way, (x, 1), buckets=[((x, True), {})])
+    assert [step(x, way).tolist() for way in (1, True)] == [[1.0, 1.0], [-1.0, -1.0]]
+    with pytest.raises(ValueError, match="no bucket for float32"):
+        step(x, other)

@@ -72,6 +72,21 @@ def test_batches_of_one_shape_and_two_dtypes_are_captured_each(device: str):
     assert len(step.captured) == 2
 
 
+def test_constants_of_one_value_and_two_types_are_captured_each(device: str):
+    model = build(device)
+
+    def either(m: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor, Any]) -> torch.Tensor:
+        loss = loss_of(m, batch[:2])
+        return 2 * loss if batch[2] is True else loss
+
+    step = TrainingStep(model, either, optimizer_of(model, rate=0.0), cuda_graph=True)
+    ((x, y),) = draw(1, device=device)
+    for _ in range(5):
+        once, twice = step((x, y, 1)), step((x, y, True))
+        torch.testing.assert_close(twice, 2 * once)
+    assert len(step.captured) == 2
+
+
 def test_every_loss_is_a_tensor_of_its_own(device: str):
     model = build(device)
     step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=True)

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from zoo.reachable import Weights, reachable_modules
 from zoo.step_buffers import (
-    check_leaf,
+    check_leaves,
     describe,
     flatten_outputs,
     make_buffer,
@@ -134,6 +134,8 @@ class GraphedStep:
         for index, (_, spec) in enumerate(flat):
             if spec != self._spec:
                 raise ValueError(f"bucket {index} is called with another structure of arguments than the first call")
+        for leaves, _ in flat:
+            check_leaves(leaves)
         tensors = [leaf for leaves, _ in flat for leaf in leaves if isinstance(leaf, torch.Tensor)]
         modules = reachable_modules(fn, *self._static.values())
         self._weights = Weights(modules)
@@ -163,6 +165,7 @@ class GraphedStep:
             ValueError: If the shape was captured before, or the call has another structure.
         """
         leaves, _ = self._flatten(args, dict(kwargs or {}), spec=self._spec)
+        check_leaves(leaves)
         self._weights.check()
         self._add(leaves, warmup)
 
@@ -171,8 +174,6 @@ class GraphedStep:
         return shapes in self._buckets
 
     def _add(self, leaves: list[Any], warmup: int) -> None:
-        for leaf in leaves:
-            check_leaf(leaf)
         if (key := shapes_of(leaves)) in self._buckets:
             raise ValueError(f"two buckets have the same shapes: {describe(leaves)}")
         bucket = _Bucket(leaves, [make_buffer(leaf) for leaf in leaves])

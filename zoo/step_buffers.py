@@ -33,17 +33,18 @@ def static_value(call: tuple[tuple[Any, ...], Mapping[str, Any]], place: int | s
     )
 
 
-def check_leaf(leaf: Any) -> None:
+def check_leaves(leaves: Iterable[Any]) -> None:
     """Refuse what cannot be copied in: ValueError for an input that requires grad, TypeError for anything opaque."""
-    if isinstance(leaf, torch.Tensor):
-        if leaf.requires_grad:
-            raise ValueError(f"input {describe([leaf])} requires grad; run backward inside the step, or detach it")
-        if leaf.layout is not torch.strided:
-            raise TypeError(
-                f"input {describe([leaf])} is {leaf.layout}; only strided tensors are copied in: name it static="
-            )
-    elif not isinstance(leaf, _CONSTANTS):
-        raise TypeError(f"an input is a {type(leaf).__name__}, which cannot be copied in; name it in static=")
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            if leaf.requires_grad:
+                raise ValueError(f"input {describe([leaf])} requires grad; run backward inside the step, or detach it")
+            if leaf.layout is not torch.strided:
+                raise TypeError(
+                    f"input {describe([leaf])} is {leaf.layout}; only strided tensors are copied in: name it static="
+                )
+        elif not isinstance(leaf, _CONSTANTS):
+            raise TypeError(f"an input is a {type(leaf).__name__}, which cannot be copied in; name it in static=")
 
 
 def make_buffer(leaf: Any) -> torch.Tensor | None:
@@ -101,8 +102,15 @@ def one_device(tensors: list[torch.Tensor]) -> torch.device:
 
 
 def shapes_of(leaves: list[Any]) -> tuple[Any, ...]:
-    """What tells buckets apart."""
-    return tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+    """What tells buckets apart: shape and dtype of tensors, type and value of constants, the type of whatever else."""
+    return tuple(map(_shape_of, leaves))
+
+
+def _shape_of(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype
+    # 1 is not True, nor 1.0: what is captured may ask.
+    return (type(leaf), leaf) if isinstance(leaf, _CONSTANTS) else type(leaf)
 
 
 def describe(leaves: Iterable[Any]) -> str:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from zoo.cudagraph import CaptureError, GraphedStep, synchronisations
-from zoo.step_buffers import check_leaf, describe, shapes_of
+from zoo.step_buffers import check_leaves, describe, shapes_of
 from zoo.training.capture import FrozenOptions, capture_obstacles
 from zoo.training.finite import FiniteWatch, NonFiniteError
 from zoo.training.optimizers import AdamW
@@ -385,8 +385,7 @@ def _check_training(model: nn.Module) -> None:
 def _why_not_copied(leaves: list[Any]) -> str | None:
     """What a batch holds that no CUDA graph could be given anew, in words; None if there is nothing."""
     try:
-        for leaf in leaves:
-            check_leaf(leaf)
+        check_leaves(leaves)
     except (TypeError, ValueError) as error:
         return f"{str(error).partition(';')[0]}; make batches of dense tensors without history and plain values"
     return None
