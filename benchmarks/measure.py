@@ -183,6 +183,7 @@ def _measure_race(
             progress,
             emit,
             memory_bytes=plan.workload.memory_bytes,
+            running_bytes=getattr(plan.workload, "running_bytes", None),
             peaks=environment["peaks"],
             first_set=first_set,
         )

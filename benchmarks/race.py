@@ -38,6 +38,7 @@ def run_race(
     emit: Emit,
     *,
     memory_bytes: Callable[[Case], int],
+    running_bytes: Callable[[Case], int] | None = None,
     peaks: Mapping[str, Any],
     first_set: int = 0,
 ) -> None:
@@ -48,7 +49,8 @@ def run_race(
         settings: What the run was asked for.
         report: Who is told what goes on.
         emit: Takes each row as it is ready.
-        memory_bytes: The workload's estimate of an arm's peak.
+        memory_bytes: The workload's estimate of an arm's peak, with the reference that it may have to compute.
+        running_bytes: Its estimate without the reference, where it has one.
         peaks: What ``peaks.measure`` found on this device.
         first_set: Number of the first set of processes: above what the file holds already, so that samples of
             different days are never paired.
@@ -68,7 +70,7 @@ def run_race(
                 hand_out(arm)
 
     try:
-        groups = _groups(arms, settings, memory_bytes)
+        groups = _groups(arms, settings, memory_bytes, running_bytes or memory_bytes)
         # What cannot race side by side cannot get ready side by side either.
         settings = replace(settings, ahead=min(settings.ahead, _side_by_side(groups)))
         hand_out_failures()
@@ -116,16 +118,23 @@ def _safe(parts: Iterable[str]) -> list[str]:
     return ["".join(c if c.isalnum() or c in "._-" else "_" for c in part) for part in parts]
 
 
-def _groups(arms: Sequence[Arm], settings: Settings, memory_bytes: Callable[[Case], int]) -> list[list[Arm]]:
-    """Arms that fit in memory side by side. Where not all do, each group holds the reference arm again, to be paired.
+def _groups(
+    arms: Sequence[Arm],
+    settings: Settings,
+    memory_bytes: Callable[[Case], int],
+    running_bytes: Callable[[Case], int],
+) -> list[list[Arm]]:
+    """Arms that fit in memory side by side, while one of them computes the reference that all are checked by.
 
-    An arm that does not fit alone fails here, saying what it needs.
+    Where not all do, each group holds the reference arm again, to be paired. An arm that does not fit alone fails here,
+    saying what it needs.
     """
     free = free_memory(arms[0].case.device, settings.monitor)
     needs: dict[str, int] = {}
+    running: dict[str, int] = {}
     for arm in arms:
         try:
-            needs[arm.case.key] = memory_bytes(arm.case)
+            needs[arm.case.key], running[arm.case.key] = memory_bytes(arm.case), running_bytes(arm.case)
         except Exception as error:
             arm.fail("failed", f"its memory could not be estimated: {type(error).__name__}: {error}")
             continue
@@ -140,13 +149,18 @@ def _groups(arms: Sequence[Arm], settings: Settings, memory_bytes: Callable[[Cas
     reference_case = twin_of([arm.case for arm in fitting if not arm.case.control] or [fitting[0].case])
     reference = next(arm for arm in fitting if arm.case == reference_case)
     room = float("inf") if free is None else MEMORY_SHARE * free
-    if sum(needs[arm.case.key] for arm in fitting) <= room:
+
+    def fit(group: Sequence[Arm]) -> bool:
+        checking = max(needs[arm.case.key] - running[arm.case.key] for arm in group)
+        return sum(running[arm.case.key] for arm in group) + checking <= room
+
+    if fit(fitting):
         return [fitting]
     groups: list[list[Arm]] = []
     for arm in fitting:
         if arm is reference:
             continue
-        if groups and sum(needs[a.case.key] for a in (*groups[-1], arm)) <= room:
+        if groups and fit([*groups[-1], arm]):
             groups[-1].append(arm)
         else:
             groups.append([reference, arm])

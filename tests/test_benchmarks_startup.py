@@ -225,13 +225,25 @@ def test_arms_that_do_not_fit_together_race_in_pairs_with_the_reference(
     monkeypatch.setattr("benchmarks.race.free_memory", lambda device, monitor: 100)
     cases = [replace(CASE, impl=impl, strategy=s) for impl in ("zoo", "upstream") for s in ("eager", "regional")]
     arms = arms_of(settings, *cases)
-    groups = _groups(arms, settings, lambda case: 40)
+    groups = _groups(arms, settings, lambda case: 40, lambda case: 40)
     assert [[arm.case.arm for arm in group] for group in groups] == [
         ["zoo regional", "zoo eager"],
         ["zoo regional", "upstream eager"],
         ["zoo regional", "upstream regional"],
     ]
-    assert _groups(arms, settings, lambda case: 10) == [arms]
+    assert _groups(arms, settings, lambda case: 10, lambda case: 10) == [arms]
+
+
+def test_one_reference_at_a_time_is_all_that_memory_must_hold(settings: Settings, monkeypatch: pytest.MonkeyPatch):
+    from benchmarks.race import _groups
+
+    monkeypatch.setattr("benchmarks.race.free_memory", lambda device, monitor: 100)
+    cases = [replace(CASE, impl=impl, strategy=s) for impl in ("zoo", "upstream") for s in ("eager", "regional")]
+    arms = arms_of(settings, *cases)
+    assert _groups(arms, settings, lambda case: 60, lambda case: 10) == [arms]  # 4 * 10 and 50 more
+    assert len(_groups(arms, settings, lambda case: 61, lambda case: 10)) == 2  # 91 is more than its share
+    (alone,) = {len(group) for group in _groups(arms, settings, lambda case: 90, lambda case: 45)}
+    assert alone == 2, "an arm and the one that it is paired with"
 
 
 def test_nobody_works_while_another_does_or_imports(settings: Settings):

@@ -123,7 +123,11 @@ class Workload(Protocol):
         """Why this combination does not exist (no row is made for it), or None."""
 
     def memory_bytes(self, case: Case) -> int:
-        """Estimated peak device memory of the case in bytes, before anything is allocated."""
+        """Estimated peak device memory of the case in bytes, the reference included, before anything is allocated.
+
+        A workload whose reference takes much may say in ``running_bytes(case)`` what is left without it: one arm of a
+        race computes it while the others wait, so that more of them fit side by side.
+        """
 
     def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
         """Build model and inputs on the device. Called in the worker process only."""

@@ -65,11 +65,18 @@ class GnnWorkload:
 
     def memory_bytes(self, case: Case) -> int:
         """Estimated peak device memory of the case in bytes, from the counts of the published graph."""
+        return self._bytes(case, reference=True)
+
+    def running_bytes(self, case: Case) -> int:
+        """The same without the reference of training."""
+        return self._bytes(case, reference=False)
+
+    def _bytes(self, case: Case, *, reference: bool) -> int:
         graph_name = case.input.removesuffix(SAMPLED)
         counts = graphs.spec(graph_name)
         arch = architecture(case.model, graph_name, features=counts.features, classes=counts.classes)
         if case.input.endswith(SAMPLED):
-            return gnn_sampled.memory_bytes(case, arch, counts.nodes, counts.edges)
+            return gnn_sampled.memory_bytes(case, arch, counts.nodes, counts.edges, reference=reference)
         nodes, edges = counts.nodes, counts.edges
         itemsize = _dtype_of_weights(case).itemsize
         # Raw edges, and while they are sorted (by the generator, or for a CSR) keys, values, order and work space.
@@ -91,7 +98,7 @@ class GnnWorkload:
             # Inductor fuses gather, weight and scatter; GAT's scores and their sums stay, a few values a head and edge.
             messages = arch.edges(nodes, edges) * 6 * arch.heads * itemsize
         if case.workload == "train":
-            messages = gnn_train.memory_bytes(case, arch, nodes, edges)
+            messages = gnn_train.memory_bytes(case, arch, nodes, edges, reference=reference)
         return graph + gnn_work.dense_bytes(arch, nodes, itemsize) + max(sorting, running + messages)
 
     def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:

@@ -105,7 +105,7 @@ def for_training(case: Case, prepared: Prepared, arch: Architecture, graph: Grap
     )
 
 
-def memory_bytes(case: Case, arch: Architecture, nodes: int, edges: int) -> int:
+def memory_bytes(case: Case, arch: Architecture, nodes: int, edges: int, *, reference: bool) -> int:
     """Estimated peak device memory: the whole graph while it is made and sorted, or features, edges and a batch.
 
     Args:
@@ -113,6 +113,7 @@ def memory_bytes(case: Case, arch: Architecture, nodes: int, edges: int) -> int:
         arch: The model's shape.
         nodes: Of the whole graph.
         edges: Of the whole graph.
+        reference: Whether the arm computes the reference too.
     """
     size = batch_size_of(nodes)
     met = frontier = size
@@ -128,7 +129,7 @@ def memory_bytes(case: Case, arch: Architecture, nodes: int, edges: int) -> int:
     # A batch in the bucket that holds all, once more in the buffers of a CUDA graph; its features, and its edges in
     # each layer, both ways.
     batch = 2 * (4 * met * arch.features + 20 * arch.layers * (met + drawn))
-    return features + max(made, kept + batch + gnn_train.memory_bytes(case, arch, met, drawn))
+    return features + max(made, kept + batch + gnn_train.memory_bytes(case, arch, met, drawn, reference=reference))
 
 
 class _Parts:

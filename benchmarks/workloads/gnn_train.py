@@ -105,18 +105,25 @@ def flops_of_layers(arch: Architecture, sizes: Sequence[tuple[int, int]]) -> int
     return 3 * gnn_work.flops_of_layers(arch, sizes) - 2 * maps * nodes * first.inputs * first.transformed
 
 
-def memory_bytes(case: Case, arch: Architecture, nodes: int, edges: int) -> int:
+def memory_bytes(case: Case, arch: Architecture, nodes: int, edges: int, *, reference: bool) -> int:
     """What training keeps beyond inference: activations of all layers, gradients and two moments of every weight.
 
-    Where messages are held at all (upstream's eager) those of every layer are kept for the backward. The reference
-    does so in float64.
+    Where messages are held at all (upstream's eager), GAT keeps those of every layer for the gradients of its weights;
+    the weights of the others do not learn, and theirs are gone with the layer. The reference does so in float64.
+
+    Args:
+        case: The arm.
+        arch: The model's shape.
+        nodes: Of the graph.
+        edges: Of the graph.
+        reference: Whether the arm computes the reference too.
     """
     layers = arch.stack()
     kept = sum(2 * layer.inputs + 3 * layer.transformed + layer.outputs for layer in layers) * nodes
-    messages = arch.layers * gnn_work.message_bytes(arch, nodes, edges, 4)
+    messages = gnn_work.message_bytes(arch, nodes, edges, 4) * (arch.layers if arch.kind == "gat" else 1)
     held = messages if case.impl != "zoo" or case.device == "cpu" else 0
     running = 4 * kept + 16 * gnn_work.parameters(arch) + held
-    return max(running, 2 * (4 * kept + messages))
+    return max(running, 2 * (4 * kept + messages)) if reference else running
 
 
 def _weight_dtype(model: nn.Module) -> torch.dtype:

@@ -94,6 +94,12 @@ class LlmWorkload:
             return llm_train.memory_bytes(case, _config(case))
         return memory_bytes(case, _config(case))
 
+    def running_bytes(self, case: Case) -> int:
+        """The same without the reference of training."""
+        if case.workload == "train":
+            return llm_train.memory_bytes(case, _config(case), reference=False)
+        return memory_bytes(case, _config(case))
+
     def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
         """Build model, cache and prompt on the device.
 

@@ -164,10 +164,10 @@ def flops(config: LLMConfig, rows: Rows) -> int:
     return 3 * (products + logits + attention)
 
 
-def memory_bytes(case: Case, config: LLMConfig) -> int:
+def memory_bytes(case: Case, config: LLMConfig, *, reference: bool = True) -> int:
     """Estimated peak: weights, gradients, two moments, what layers keep, and the logits where they are held at all.
 
-    The reference adds its own, in float32 with checkpointed layers, which any arm may compute.
+    The reference adds its own, in float32 with checkpointed layers, if it is asked for: any arm may compute it.
     """
     rows = rows_of(case.input)
     assert rows is not None
@@ -182,8 +182,8 @@ def memory_bytes(case: Case, config: LLMConfig) -> int:
     ours = 2 * 2048 * config.vocab_size * 4 + parameters * itemsize
     running = 4 * parameters * itemsize + kept * itemsize + (ours if case.impl == "zoo" else logits)
     alone = rows.tokens * (layers * config.hidden_size + alive) + 4 * REFERENCE_ROWS * config.vocab_size
-    reference = 4 * (4 * parameters + alone)
-    return max(running, 4 * parameters * itemsize + reference) + (1 << 30)
+    exact = 4 * (4 * parameters + alone)
+    return (max(running, 4 * parameters * itemsize + exact) if reference else running) + (1 << 30)
 
 
 class Features(nn.Module):

@@ -68,11 +68,21 @@ class UNetWorkload:
 
     def memory_bytes(self, case: Case) -> int:
         """Estimated peak device memory of the case in bytes, the reference included, which any arm may compute."""
+        return self._bytes(case, reference=True)
+
+    def running_bytes(self, case: Case) -> int:
+        """The same without the reference of training."""
+        return self._bytes(case, reference=False)
+
+    def _bytes(self, case: Case, *, reference: bool) -> int:
         batch, size = sizes(case.input)
         if case.input.startswith("loop-"):
             batch = unet_loop.ROWS
         if case.workload == "train":
-            return unet_train.memory_bytes(_config(case), batch, size, dtype_of(case).itemsize, ready=READY_BATCHES)
+            itemsize = dtype_of(case).itemsize
+            return unet_train.memory_bytes(
+                _config(case), batch, size, itemsize, ready=READY_BATCHES, reference=reference
+            )
         fused = case.impl == "upstream-tuned"
         return unet_work.memory(_config(case), batch, size, dtype_of(case).itemsize, fused=fused)
 

@@ -159,8 +159,10 @@ def bytes_moved(config: UNetConfig, batch: int, size: int, itemsize: int) -> int
 _COPIES = 4
 
 
-def memory_bytes(config: UNetConfig, batch: int, size: int, itemsize: int, *, ready: int) -> int:
-    """Peak memory of an arm or of the reference, whichever takes more.
+def memory_bytes(
+    config: UNetConfig, batch: int, size: int, itemsize: int, *, ready: int, reference: bool = True
+) -> int:
+    """Peak memory of an arm or of the reference, whichever takes more; or of the arm alone.
 
     Under autocast weights have a narrow copy. The reference keeps what goes into each block, and the inside of one.
 
@@ -170,15 +172,16 @@ def memory_bytes(config: UNetConfig, batch: int, size: int, itemsize: int, *, re
         size: H and W.
         itemsize: Bytes of an activation.
         ready: Batches that lie ready on the device.
+        reference: Whether the arm computes the reference too.
     """
     parameters, wide = unet_work.parameters(config), unet_work.reference_dtype(config, _COPIES).itemsize
     running = batch * kept(config, size) * itemsize + parameters * itemsize
     scores = 3 * unet_work.scores(config, size) if wide == 8 else 0
     inside = 2 * unet_work.skips(config, size) + 2 * unet_work.alive(config, size) + scores
-    reference = (_COPIES * parameters + batch * inside) * wide
+    exact = (_COPIES * parameters + batch * inside) * wide
     rows = (config.in_channels + config.out_channels) * size**2 + unet_work.TOKENS * config.cross_attention_dim
     held = 4 * _COPIES * parameters + 4 * ready * batch * rows
-    return held + max(running, reference) + unet_work.PROCESS_BYTES
+    return held + (max(running, exact) if reference else running) + unet_work.PROCESS_BYTES
 
 
 def kept(config: UNetConfig, size: int) -> int:
