@@ -412,10 +412,19 @@ def test_the_markdown_report_holds_what_the_page_does() -> None:
 
 
 def test_every_row_of_a_markdown_table_has_every_cell() -> None:
-    text = markdown.race_table(_one(_extreme()))
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    assert len({line.count("|") for line in lines}) == 1
-    assert len(lines) == 2 + 10
+    speeds, costs, failed = markdown.race_table(_one(_extreme())).split("\n\n")
+    for text in (speeds, costs):
+        lines = text.splitlines()
+        assert len({line.count("|") for line in lines}) == 1
+        assert len(lines) == 2 + 10
+    assert failed.startswith("- ")
+
+
+def test_a_markdown_table_is_no_wider_than_its_arms_need() -> None:
+    race = _one([row(strategy="regional"), row(impl="upstream", strategy="eager")])
+    speeds, costs = markdown.race_table(race).split("\n\n")
+    assert "over best as shipped" in speeds and "over best tuned" not in speeds
+    assert "memory MiB" in costs and "memory MiB" not in speeds
 
 
 def test_counts_of_arms_that_started_together_are_shown() -> None:

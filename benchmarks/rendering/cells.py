@@ -13,6 +13,15 @@ MOST_REASON = 300
 NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")  # sizes, counters, addresses
 EMPTY = ("", numbers.NOTHING, f"{numbers.NOTHING} → {numbers.NOTHING}", "not measured")
 OUTCOMES = ("faster", "slower", "undetermined", "reference")
+COST_HEAD = (
+    "arm",
+    "compile s, cold / warm",
+    "graphs / breaks / recompiles",
+    "kernels",
+    "memory MiB",
+    "error",
+    "break-even calls, cold / warm",
+)
 COMPILE_HEAD = (
     "arm",
     "compile s, cold / warm",
@@ -177,8 +186,8 @@ def notes(race: Race) -> list[str]:
     return [*bests(race), *throughputs(race), *last_losses(race), *race.notes]
 
 
-def race_head(race: Race) -> tuple[str, ...]:
-    """The columns of ``race_row``."""
+def speed_head(race: Race) -> tuple[str, ...]:
+    """The columns of ``speed_row``."""
     over = race.reference.name if race.reference else "eager"
     return (
         "arm",
@@ -188,33 +197,45 @@ def race_head(race: Race) -> tuple[str, ...]:
         f"over {over}",
         "over best as shipped",
         "over best tuned",
-        "compile s, cold / warm",
-        "graphs / breaks / recompiles",
-        "kernels",
-        "memory MiB",
-        "error",
         "times the floor",
         "of peak bandwidth / FLOP/s",
-        "break-even calls, cold / warm",
     )
 
 
-def race_row(race: Race, arm: Arm) -> tuple[str, ...]:
+def speed_row(race: Race, arm: Arm) -> tuple[str, ...]:
+    """How fast an arm is, and against what."""
     return (
         name(arm),
         numbers.significant(arm.p50),
         numbers.significant(arm.p95),
         *([throughput(arm)] if race.unit else []),
         *(speedup_and_verdict(race, arm, best) for best in (race.reference, race.best_shipped, race.best_tuned)),
+        times_floor(arm),
+        utilisation(arm),
+    )
+
+
+def cost_row(race: Race, arm: Arm) -> tuple[str, ...]:
+    """What that speed costs, in the columns of ``COST_HEAD``."""
+    return (
+        name(arm),
         pair(seconds(arm.result.cold), seconds(arm.warm)),
         compiler_counts(arm.result.counted).replace("/", " / "),
         kernels(arm),
         memory(arm),
         error(arm),
-        times_floor(arm),
-        utilisation(arm),
         break_even(race, arm).replace("/", " / "),
     )
+
+
+def race_head(race: Race) -> tuple[str, ...]:
+    """The columns of ``race_row``."""
+    return (*speed_head(race), *COST_HEAD[1:])
+
+
+def race_row(race: Race, arm: Arm) -> tuple[str, ...]:
+    """Speed and cost in one line."""
+    return (*speed_row(race, arm), *cost_row(race, arm)[1:])
 
 
 def compiles(arm: Arm) -> bool:

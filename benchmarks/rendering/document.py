@@ -9,7 +9,7 @@ from benchmarks.rendering import advice, cells, summary, tables, ways
 from benchmarks.rendering.commands import commands_of
 from benchmarks.rendering.environments import used_by
 from benchmarks.rendering.families import by_family, headline, ordered, titles
-from benchmarks.rendering.markdown import escaped, table
+from benchmarks.rendering.markdown import escaped, race_table, table
 from benchmarks.rendering.race import Race, races
 from benchmarks.result import Result
 
@@ -43,10 +43,8 @@ def _ways(chosen: Sequence[Race]) -> list[str]:
 
 
 def _race(race: Race) -> list[str]:
-    parts = [f"## {race.title}", advice.lead(race), cells.subject(race) + "."]
-    if race.arms:
-        parts.append(table(*cells.filled(cells.race_head(race), [cells.race_row(race, arm) for arm in race.arms])))
-    parts += ["\n".join(f"- {escaped(cells.failure(result))}" for result in race.failures), " ".join(cells.notes(race))]
+    parts = [f"## {race.title}", advice.lead(race), cells.subject(race) + ".", race_table(race)]
+    parts.append(" ".join(cells.notes(race)))
     if race.arms:
         parts += ["The win taken apart:", table(*cells.filled(tables.DECOMPOSITION, tables.decomposition_rows(race)))]
     if compiled := [cells.compile_row(arm) for arm in race.arms if cells.compiles(arm)]:
