@@ -16,6 +16,7 @@ from benchmarks.claims.figures import (
     Broken,
     CompileSeconds,
     CompileTime,
+    Epoch,
     Error,
     FirstCall,
     Kernels,
@@ -220,6 +221,21 @@ def test_figures_of_one_race() -> None:
     p50 = next(arm.p50 for arm in race.arms if arm.name == "upstream full")
     assert p50 is not None
     assert value(FirstCall(FULL).of(race)) == pytest.approx(1 + 3000 / p50)
+
+
+def test_an_epoch_holds_what_was_compiled_on_the_way() -> None:
+    eager, full, twin = pair(2.0)
+    for each, milliseconds in ((eager, [10.0] * 8), (full, [25.0] + [5.0] * 7), (twin, [505.0] + [5.0] * 7)):
+        assert each.steady is not None
+        each.steady.calls_per_round, each.steady.wall_ms = 20, milliseconds
+    (race,) = shown(eager, full, twin)
+    # A thousand steps of 5 ms, and in the copy that came first twenty that took half a second longer.
+    assert value(Epoch(FULL, EAGER, steps=1000).of(race)) == pytest.approx(10.0 / (5.0 + 10.0))
+    assert value(Epoch(FULL, EAGER, steps=40).of(race)) == pytest.approx(0.4 / 10.2)
+    (alone,) = shown(eager, full)
+    assert value(Epoch(FULL, EAGER, steps=1000).of(alone)) == pytest.approx(10.0 / 5.4)
+    full.steady = None
+    assert Epoch(FULL, EAGER, steps=1000).of(shown(eager, full)[0]) is None
 
 
 def value(measured: Measured | Broken | None) -> float:

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import zoo
 from benchmarks import workloads
 from benchmarks.case import IMPLEMENTATIONS, Case
+from benchmarks.claims.shapes import STEPS
 from benchmarks.training import Trainer, plain_step
 from benchmarks.worker import Arm
 from benchmarks.workloads import bert_batches, bert_texts, bert_train, bert_upstream, bert_work
@@ -368,3 +369,7 @@ def test_a_plain_loop_takes_a_batch_of_the_epoch():
     optimizer = torch.optim.AdamW(prepared.model.parameters(), lr=1e-3)
     for batch in list(training.loader())[:3]:
         assert plain_step(prepared.model, training, optimizer, batch).isfinite()
+
+
+def test_an_epoch_is_as_long_as_claims_take_it_to_be():
+    assert bert_batches.EPOCH["cuda"] == STEPS and STEPS % bert_batches.ROUND["cuda"] == 0

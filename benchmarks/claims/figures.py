@@ -10,7 +10,7 @@ from typing import Protocol
 from benchmarks.case import Case
 from benchmarks.rendering import numbers
 from benchmarks.rendering.race import EPSILON, Arm, Race
-from benchmarks.result import Result
+from benchmarks.result import Result, Steady
 
 # An arm that ended so did not run, which is an answer; other failures say nothing of the compiler.
 BROKEN = ("crashed", "failed", "timeout", "out-of-memory")
@@ -134,6 +134,43 @@ class Speed(_OfTwo):
         if race.noise is not None:
             shown += f", noise {numbers.percent(race.noise)}"
         return Measured(ratio.low / (1 + noise), ratio.value, ratio.high * (1 + noise), shown)
+
+
+@dataclass(frozen=True)
+class Epoch(_OfTwo):
+    """How many times as fast the one trains an epoch, what it compiles on the way included; the first call is not.
+
+    Rounds are stretches of an epoch. Those that were raced count as they were, the rest as the median of them. Of an
+    arm and its A/A copy, which share their caches, the slower counts: the other finds there what the first compiled.
+
+    Args:
+        arm: The one.
+        over: The other.
+        steps: Of an epoch.
+    """
+
+    steps: int
+
+    @property
+    def name(self) -> str:
+        return f"an epoch of {numbers.count(self.steps)} steps, {self.arm.name} over {self.over.name}"
+
+    def _between(self, race: Race, arm: Arm, over: Arm) -> Measured | None:
+        ours, theirs = self._seconds(arm), self._seconds(over)
+        if ours is None or theirs is None:
+            return None
+        shown = f"{numbers.significant(theirs)} → {numbers.significant(ours)} s, {numbers.times(theirs / ours)}"
+        return _exact(theirs / ours, shown)
+
+    def _seconds(self, arm: Arm) -> float | None:
+        copies = [copy.steady for copy in (arm.result, arm.control) if copy is not None and copy.steady is not None]
+        return max(map(self._seconds_of, copies), default=None)
+
+    def _seconds_of(self, steady: Steady) -> float:
+        calls = steady.calls_per_round
+        raced = steady.wall_ms[: self.steps // calls]
+        rest = self.steps - calls * len(raced)
+        return (calls * sum(raced) + rest * statistics.median(steady.wall_ms)) / 1e3
 
 
 class _Counted(_OfTwo):
