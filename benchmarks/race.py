@@ -211,9 +211,11 @@ def _race_group(
                 _count(arm)
                 if settings.traces is not None:
                     _trace(arm, settings.traces)
-        if settings.curve:
+        # A copy's curve stands nowhere, and the reference arm, which each group holds, has drawn its own in the first.
+        drawing = [arm for arm in racing if not (arm.case.control or arm.result.curve)]
+        if settings.curve and drawing:
             with settings.turns.together():
-                in_parallel(lambda arm: _draw(arm, settings.curve), racing, settings.ahead)
+                in_parallel(lambda arm: _draw(arm, settings.curve), drawing, settings.ahead)
     for arm in racing:
         if arm.worker is not None:
             arm.worker.stop()

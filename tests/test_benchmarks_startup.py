@@ -158,6 +158,24 @@ def test_an_arm_that_was_through_its_rounds_outlives_an_interruption(
     assert row.status == status and (row.steady is not None) == (status == "ok")
 
 
+def test_a_curve_is_drawn_once_and_of_no_copy(settings: Settings, monkeypatch: pytest.MonkeyPatch):
+    drawn: list[str] = []
+    real = benchmarks.race._draw
+
+    def draw(arm: Arm, steps: int) -> None:
+        drawn.append(arm.case.arm)
+        real(arm, steps)
+
+    monkeypatch.setattr(benchmarks.race, "_draw", draw)
+    monkeypatch.setattr("benchmarks.race.free_memory", lambda device, monitor: 3)  # two arms of 1, no third
+    one = replace(CASE, strategy="eager", workload="train")
+    cases = [one, replace(one, impl="upstream"), replace(one, control=True)]
+    rows, _ = run(replace(settings, quick=True, rounds=6, curve=3), *cases)
+    assert {row.status for row in rows.values()} == {"ok"}, rows
+    assert sorted(drawn) == ["upstream eager", "zoo eager"]
+    assert [len(rows[arm].curve or []) for arm in ("zoo eager", "upstream eager", "zoo eager (A/A)")] == [3, 3, 0]
+
+
 def test_a_curve_that_is_stopped_while_it_is_drawn_loses_no_row(settings: Settings, monkeypatch: pytest.MonkeyPatch):
     drawing = threading.Event()
     real = benchmarks.race._draw
