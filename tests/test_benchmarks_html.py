@@ -110,7 +110,7 @@ def test_every_race_arm_and_failure_appears_with_its_figures_and_command() -> No
     for one in shown:
         assert one.title in text and advice.lead(one) in text
         for arm in one.arms:
-            assert all(cell in text for cell in cells.race_row(one, arm))
+            assert all(cell in text for cell in (*cells.speed_row(one, arm), *cells.cost_row(one, arm)))
             assert arm.result.command is not None and arm.result.command in text
     assert "zoo hierarchical: timeout 60 s without a word" in text
     # Four reasons that differ in a number.

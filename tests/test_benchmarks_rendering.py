@@ -136,7 +136,7 @@ def test_an_arm_that_raced_cold_shows_the_warm_start_of_its_copy():
     shown = _one(rows)
     arm = next(arm for arm in shown.arms if arm.result is cold)
     assert arm.warm is copy.warm and arm.paid("warm") is None
-    assert "1.40 / 0.700" in cells.race_row(shown, arm)
+    assert "1.40 / 0.700" in cells.cost_row(shown, arm)
     assert not cells.break_even(shown, arm).endswith("–")
     said = "The warm start shown for zoo regional + CUDA graph is its copy's."
     assert said in shown.notes
@@ -433,7 +433,7 @@ def test_counts_of_arms_that_started_together_are_shown() -> None:
     counted.cold, counted.warm = None, Compile(graphs=2, breaks=["a reason"])
     results = [counted, row(impl="upstream")]
     arm = _arm(shown := _one(results), "zoo regional")
-    assert "2 / 1 / 0" in cells.race_row(shown, arm)
+    assert "2 / 1 / 0" in cells.cost_row(shown, arm)
     assert cells.compile_row(arm)[5:8] == ("2", "1", "0")
     assert "a reason" in cells.troubles(arm)[0]
     assert "2/1/0" in _printed(results, 80)
@@ -816,8 +816,8 @@ def trained(curve: list[float] | None = None) -> list[Result]:
 
 def test_throughput_has_a_column_and_a_sentence_where_it_says_something():
     race = races(trained(), {"e1": ENVIRONMENT})[0]
-    assert cells.race_head(race)[3] == "images / s"
-    by_name = {arm.name: cells.race_row(race, arm)[3] for arm in race.arms}
+    assert cells.speed_head(race)[3] == "images / s"
+    by_name = {arm.name: cells.speed_row(race, arm)[3] for arm in race.arms}
     # 128 images in 10 and in 20 ms, give or take the clock's drift that all rows of this kind have.
     assert by_name["zoo regional"].startswith("12.") and by_name["upstream regional"].startswith("6,")
     sentence = next(line for line in cells.notes(race) if "a second" in line)
@@ -825,7 +825,7 @@ def test_throughput_has_a_column_and_a_sentence_where_it_says_something():
         assert f"{arm.name} {by_name[arm.name]}" in sentence
     assert sentence.startswith("Images a second: ")
     plain = races([row(1.0)], {"e1": ENVIRONMENT})[0]
-    assert "images / s" not in cells.race_head(plain)
+    assert "images / s" not in cells.speed_head(plain)
     assert not any("a second" in line for line in cells.notes(plain))
 
 

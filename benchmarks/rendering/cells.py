@@ -228,14 +228,14 @@ def cost_row(race: Race, arm: Arm) -> tuple[str, ...]:
     )
 
 
-def race_head(race: Race) -> tuple[str, ...]:
-    """The columns of ``race_row``."""
-    return (*speed_head(race), *COST_HEAD[1:])
+def speeds(race: Race) -> tuple[list[str], list[list[str]]]:
+    """The table of how fast the arms are, fastest first, without empty columns."""
+    return filled(speed_head(race), [speed_row(race, arm) for arm in race.arms])
 
 
-def race_row(race: Race, arm: Arm) -> tuple[str, ...]:
-    """Speed and cost in one line."""
-    return (*speed_row(race, arm), *cost_row(race, arm)[1:])
+def costs(race: Race) -> tuple[list[str], list[list[str]]]:
+    """The table of what that costs: no page is as wide as both."""
+    return filled(COST_HEAD, [cost_row(race, arm) for arm in race.arms])
 
 
 def compiles(arm: Arm) -> bool:

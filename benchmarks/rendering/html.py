@@ -143,7 +143,8 @@ def _section(race: Race, anchor: str) -> dict[str, Any]:
         "subject": cells.subject(race),
         "lead": advice.lead(race),
         "figures": [figure for figure in drawn if figure[2] is not None],
-        "arms": cells.filled(cells.race_head(race), [cells.race_row(race, arm) for arm in race.arms]),
+        "speeds": cells.speeds(race),
+        "costs": cells.costs(race),
         "decomposition": cells.filled(tables.DECOMPOSITION, tables.decomposition_rows(race)),
         "compile": cells.filled(
             cells.COMPILE_HEAD, [cells.compile_row(arm) for arm in race.arms if cells.compiles(arm)]

@@ -19,15 +19,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, left: bool = Fa
 
 
 def race_table(race: Race) -> str:
-    """All arms of a race, fastest first: how fast, and below what it costs, since no page is as wide as both.
-
-    Columns in which no arm has anything are left out. Arms that failed are named last, with their reasons.
-    """
-    parts = []
-    if race.arms:
-        speeds = [cells.speed_row(race, arm) for arm in race.arms]
-        costs = [cells.cost_row(race, arm) for arm in race.arms]
-        parts = [table(*cells.filled(cells.speed_head(race), speeds)), table(*cells.filled(cells.COST_HEAD, costs))]
+    """All arms of a race, fastest first: how fast, and below what it costs; last those that failed, with reasons."""
+    parts = [table(*cells.speeds(race)), table(*cells.costs(race))] if race.arms else []
     if race.failures:
         parts.append("\n".join(f"- {escaped(cells.failure(result))}" for result in race.failures))
     return "\n\n".join(parts)
