@@ -17,8 +17,6 @@ from benchmarks.case import Case
 from benchmarks.workloads.base import Prepared, Training
 from zoo.training import AdamW, TrainingStep
 
-# Losses that are compared with the reference: of so many steps from the same weights, each on another batch.
-CHECKED_STEPS = 6
 # Batches that lie ready on the device, for the steps that are timed.
 READY_BATCHES = 8
 
@@ -91,8 +89,14 @@ class Trainer:
         finally:
             self._batches = self._ready
 
-    def losses(self, step: Step, count: int = CHECKED_STEPS) -> Tensor:
-        """Losses of so many steps from the first weights, each on a batch of its own: [count], on the CPU."""
+    def losses(self, step: Step, count: int | None = None) -> Tensor:
+        """Losses of steps from the first weights, each on a batch of its own: [count], on the CPU.
+
+        Args:
+            step: Of the arm.
+            count: How many; those that are checked if left out.
+        """
+        count = self._training.checked if count is None else count
         self._restart()
         self._batches = map(self._training.batch, range(count))
         try:
@@ -157,7 +161,7 @@ def make_optimizer(
 
 
 def reference_losses(model: nn.Module, training: Training, dtype: torch.dtype = torch.float64) -> Tensor:
-    """The losses that :meth:`Trainer.losses` should give: [CHECKED_STEPS], eagerly and in another precision.
+    """The losses that :meth:`Trainer.losses` should give: [checked], eagerly and in another precision.
 
     Args:
         model: Upstream's model with the first weights; it is converted in place.
@@ -172,7 +176,7 @@ def reference_losses(model: nn.Module, training: Training, dtype: torch.dtype = 
     optimizer = torch.optim.AdamW(model.parameters(), lr=training.learning_rate)
     losses = []
     with torch.enable_grad():
-        for index in range(CHECKED_STEPS):
+        for index in range(training.checked):
             optimizer.zero_grad(set_to_none=True)
             loss = training.loss(model, pytree.tree_map(convert, training.batch(index)))
             loss.backward()  # type: ignore[no-untyped-call]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from benchmarks.case import Case
-from benchmarks.training import CHECKED_STEPS, Trainer, checkpointed, plain_step, reference_losses
+from benchmarks.training import Trainer, checkpointed, plain_step, reference_losses
 from benchmarks.worker import Arm, load_workload, serve
 from benchmarks.workloads.base import Prepared, Training
 from tests.fake_workload import Model
@@ -77,11 +77,18 @@ def test_an_arm_from_start_to_kernels(tmp_path: Path, impl: str, strategy: str):
 @pytest.mark.parametrize("impl", ["zoo", "upstream"])
 def test_our_step_and_the_plain_loop_take_the_same_steps(impl: str):
     arm = trainer(impl=impl)
-    exact = load_workload(FAKE).prepare(replace(CASE, impl=impl), data_root=None, seed=0).reference()
+    prepared = load_workload(FAKE).prepare(replace(CASE, impl=impl), data_root=None, seed=0)
+    assert prepared.training is not None
+    exact = prepared.reference()
     losses = arm.losses(arm.eager())
-    assert losses.shape == exact.shape == (CHECKED_STEPS,)
+    assert losses.shape == exact.shape == (prepared.training.checked,)
     torch.testing.assert_close(losses.double(), exact, rtol=1e-5, atol=0)
     torch.testing.assert_close(arm.losses(arm.eager()), losses, rtol=0, atol=0)
+
+
+def test_one_step_is_no_check():
+    with pytest.raises(ValueError, match="checked is 1; the first loss says nothing of gradients, so it is 2 or more"):
+        Training(loss=lambda model, batch: model(batch), batch=lambda index: index, learning_rate=1e-3, checked=1)
 
 
 @pytest.mark.gpu

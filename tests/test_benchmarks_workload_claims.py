@@ -12,7 +12,7 @@ from benchmarks.case import Case, expand
 from benchmarks.claims import CLAIMS
 from benchmarks.compiler import Recorder
 from benchmarks.strategies import apply, execution_mode
-from benchmarks.training import CHECKED_STEPS, Trainer
+from benchmarks.training import Trainer
 from benchmarks.workloads import Prepared, families, load
 from benchmarks.workloads.claims import SUBJECTS, WORKLOAD
 from benchmarks.workloads.claims_ppo import PIXELS, rollout, seen
@@ -99,7 +99,7 @@ def test_losses_are_the_reference_s_and_fall(model: str, impl: str) -> None:
     prepared = prepare(one)
     arm = Trainer(one, prepared)
     losses = arm.losses(arm.eager())
-    assert len(losses) == CHECKED_STEPS
+    assert prepared.training is not None and len(losses) == prepared.training.checked
     torch.testing.assert_close(losses.double(), prepared.reference(), rtol=1e-4, atol=1e-6)
     if model != "ppo-vit":  # what a player reaches in a few steps says nothing
         curve = arm.losses(arm.eager(), 120)

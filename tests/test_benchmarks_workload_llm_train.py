@@ -44,6 +44,16 @@ def test_losses_are_the_reference_s(model: str, impl: str, strategy: str):
     assert curve[-1] < 0.95 * curve[0]
 
 
+def test_long_rows_are_checked_by_two_steps(monkeypatch: pytest.MonkeyPatch):
+    assert WORKLOAD.prepare(CASE, data_root=None, seed=0).training.checked == 6
+    monkeypatch.setattr(llm_train, "_LONG", 15)
+    prepared = WORKLOAD.prepare(CASE, data_root=None, seed=0)
+    arm = Trainer(CASE, prepared)
+    losses = arm.losses(arm.eager())
+    assert len(losses) == 2
+    torch.testing.assert_close(losses, prepared.reference(), rtol=1e-4, atol=0)
+
+
 def test_the_loss_in_parts_is_the_library_s(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(llm_train, "REFERENCE_ROWS", 7)
     prepared = WORKLOAD.prepare(replace(CASE, impl="upstream"), data_root=None, seed=0)

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import zoo
 from benchmarks import workloads
 from benchmarks.case import Case
-from benchmarks.training import CHECKED_STEPS, Trainer
+from benchmarks.training import Trainer
 from benchmarks.worker import Arm
 from benchmarks.workloads import unet_train, unet_upstream, unet_work
 from benchmarks.workloads.base import Training
@@ -58,7 +58,7 @@ def error(output: torch.Tensor, reference: torch.Tensor) -> float:
 def test_losses_are_the_reference_s():
     arms = {impl: prepare(impl=impl) for impl in ("zoo", "upstream")}
     reference = arms["zoo"].reference()
-    assert reference.shape == (CHECKED_STEPS,) and reference.dtype == torch.float64
+    assert reference.shape == (arms["zoo"].training.checked,) and reference.dtype == torch.float64
     for impl, prepared in arms.items():
         assert prepared.model.training and all(p.requires_grad for p in prepared.model.parameters())
         arm = Trainer(case(impl=impl), prepared)

@@ -20,6 +20,8 @@ class Training:
         loss: Called as ``loss(model, batch)`` with the case's model, compiled or not; returns a scalar.
         batch: The i-th batch on the device, drawn anew and the same at each call.
         learning_rate: Small enough that the first steps lower the loss.
+        checked: Losses that are compared with the reference: of so many steps from the same weights, each on another
+            batch. A wrong gradient shows from the second on.
         autocast: The dtype of autocast over float32 weights, or None where the weights have the case's dtype.
         clip_norm: Largest norm of all gradients together, or None.
         loss_module: A module inside ``loss`` that declares regions of its own, compiled where the model's are.
@@ -36,6 +38,7 @@ class Training:
     loss: Callable[[Any, Any], torch.Tensor]
     batch: Callable[[int], Any]
     learning_rate: float
+    checked: int = 6
     autocast: torch.dtype | None = None
     clip_norm: float | None = None
     loss_module: nn.Module | None = None
@@ -46,6 +49,8 @@ class Training:
     round: int | None = None
 
     def __post_init__(self) -> None:
+        if self.checked < 2:
+            raise ValueError(f"checked is {self.checked}; the first loss says nothing of gradients, so it is 2 or more")
         if (self.loader is None) != (self.round is None) or (self.round is not None and self.round < 1):
             raise ValueError(f"round is {self.round}; with a loader it is a number of steps, without one None")
 

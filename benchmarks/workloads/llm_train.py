@@ -32,6 +32,8 @@ BYTES_FORMULA = (
 # Times the width: wide models take smaller steps. 1e-4 at 2,048.
 _RATE_TIMES_WIDTH = 0.2
 CHECKPOINTED = "-checkpointed"
+# Rows of more tokens are checked by two steps: the reference takes minutes for each.
+_LONG = 16384
 # The reference takes so many rows of logits at a time.
 REFERENCE_ROWS = 4096
 # So many tokens of the vocabulary occur, and each is followed by one other nine times out of ten.
@@ -116,12 +118,13 @@ def prepare(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
             llm_upstream.compile_decoder(model, raised_limit=case.impl == "upstream-tuned", **options)
 
     learning_rate = _RATE_TIMES_WIDTH / config.hidden_size
+    checked = 6 if rows.length <= _LONG else 2
 
     def reference() -> Tensor:
         # In float32, and with nothing but the layers' inputs kept: float64 and all activations would not fit.
         theirs = upstream(config, weights)
         checkpoint_upstream(theirs)
-        training = Training(loss=loss_in_parts, batch=batch, learning_rate=learning_rate)
+        training = Training(loss=loss_in_parts, batch=batch, learning_rate=learning_rate, checked=checked)
         return reference_losses(theirs, training, torch.float32)
 
     parameters = llm_work.parameters(config)
@@ -149,6 +152,7 @@ def prepare(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
             loss=loss,
             batch=batch,
             learning_rate=learning_rate,
+            checked=checked,
             loss_module=loss_module,
             after_compile=after_compile,
         ),
