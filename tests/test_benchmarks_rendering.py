@@ -636,6 +636,17 @@ def test_headline_adds_our_worst_row_by_rule() -> None:
     assert re.search(r"Our worst row, .* all 2 races: gcn, arxiv: zoo regional \+ CUDA graph, 0\.4\d+× .* slower", text)
 
 
+def test_a_wrong_output_is_a_worse_row_than_a_slow_one_and_is_said_to_be() -> None:
+    results = [*race(), *race({"zoo regional + CUDA graph": 20.0}, input="arxiv")]
+    wrong = next(r for r in results if r.case.arm == "zoo regional" and r.case.input == "cora")
+    assert wrong.check is not None
+    wrong.check.error = 3e-3
+    text = _table("headline family=gnn", results)
+    assert re.search(r"races: gcn, cora: zoo regional, .* faster, with a wrong output\.", text)
+    shown = races(results, {"e1": ENVIRONMENT})
+    assert any("zoo regional on gcn, cora, with a wrong output, " in line for line in summary.sentences(shown))
+
+
 def test_headline_names_the_mode_of_a_full_compile_that_is_not_the_default() -> None:
     results = race()
     without = [r for r in results if (r.case.impl, r.case.strategy, r.case.mode) != ("upstream", "full", "default")]

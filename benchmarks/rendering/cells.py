@@ -39,6 +39,11 @@ def name(arm: Arm) -> str:
     return f"{arm.name} !" if arm.wrong else arm.name
 
 
+def but_wrong(arm: Arm) -> str:
+    """What a sentence on an arm's speed must add where its output is wrong."""
+    return ", with a wrong output" if arm.wrong else ""
+
+
 def verdict(race: Race, arm: Arm, over: Arm | None) -> str:
     """``faster``, ``slower`` or ``undetermined``; the arm that all are held against is ``reference``."""
     if arm is over:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from benchmarks import stats
-from benchmarks.rendering import choice, numbers, tables, ways
+from benchmarks.rendering import cells, choice, numbers, tables, ways
 from benchmarks.rendering.families import fastest
 from benchmarks.rendering.race import Arm, Race
 from benchmarks.rendering.selection import UPSTREAM
@@ -77,7 +77,7 @@ def _worst(races: Sequence[Race]) -> list[str]:
         return []
     race, arm, ratio = worst
     verdict = race.verdict(arm, race.best_shipped)
-    said = f"{arm.name} on {_place(race, races)}"
+    said = f"{arm.name} on {_place(race, races)}{cells.but_wrong(arm)}"
     if verdict == "undetermined":
         return [f"Our worst regional row, by rule, is level with upstream's best as shipped: {said}."]
     times = ratio.value if verdict == "faster" else ratio.inverse.value

@@ -143,7 +143,10 @@ def _from(where: str, commands: str | None) -> str:
 
 
 def worst_row(shown: Sequence[Race]) -> tuple[Race, Arm, Ratio] | None:
-    """The regional arm, with or without the CUDA graph, of the lowest speed-up over upstream's best as shipped."""
+    """The regional arm, with or without the CUDA graph, of the lowest speed-up over upstream's best as shipped.
+
+    One whose output is wrong is worse than any slow one.
+    """
     found = []
     for race in shown:
         for arm in race.arms:
@@ -152,7 +155,7 @@ def worst_row(shown: Sequence[Race]) -> tuple[Race, Arm, Ratio] | None:
                 continue
             if (ratio := race.speedup(arm, race.best_shipped)) is not None:
                 found.append((race, arm, ratio))
-    return min(found, key=lambda row: row[2].value, default=None)
+    return min(found, key=lambda row: (not row[1].wrong, row[2].value), default=None)
 
 
 def with_worst(chosen: Sequence[Race], worst: tuple[Race, Arm, Ratio] | None) -> list[tuple[Race, Arm | None]]:
@@ -178,7 +181,7 @@ def _headline(spec: Spec, shown: list[Race]) -> str:
     notes = []
     if worst is not None:
         race, arm, _ = worst
-        said = cells.speedup_and_verdict(race, arm, race.best_shipped)
+        said = cells.speedup_and_verdict(race, arm, race.best_shipped) + cells.but_wrong(arm)
         notes.append(
             f"Our worst row, chosen by rule among all {len(everything)} races: {named(race)}: {arm.name}, {said}."
         )
