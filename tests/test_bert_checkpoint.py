@@ -160,3 +160,8 @@ def test_folders_and_arguments_that_are_wrong(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     with pytest.raises(ValueError, match="model_type='gpt2' is not supported"):
         load(tmp_path)
+
+
+def test_a_dtype_by_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="dtype is 'bfloat16', but parameters need a floating-point torch.dtype"):
+        load(tmp_path, dtype="bfloat16")  # type: ignore[arg-type]

@@ -325,3 +325,9 @@ def test_kernels_train(dropout: float, compiled: bool) -> None:
     if dropout == 0:
         joined = [torch.cat([each.flatten() for each in side]) for side in (got, expected)]
         assert reference.relative_error(*joined) < 5e-2
+
+
+def test_a_batch_moves_to_devices_and_not_to_dtypes() -> None:
+    batch = pack(torch.ones(2, 3, dtype=torch.int64))
+    with pytest.raises(TypeError, match=r"device is torch\.float16.*whatever the dtype of the model"):
+        batch.to(torch.float16)  # type: ignore[arg-type]

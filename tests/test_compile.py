@@ -351,3 +351,9 @@ def test_an_input_that_leads_back_to_itself_compiles() -> None:
     compiled(model, regions=[Unpacking])
     with zoo.enforce_budget(model):
         torch.testing.assert_close(model(given), expected)
+
+
+def test_a_wrapped_model_is_refused() -> None:
+    wrapped: Any = torch.compile(Stack(), backend="eager")
+    with pytest.raises(ValueError, match=r"already compiled: the model itself.*_orig_mod"):
+        zoo.compile_regions(wrapped, backend="eager")

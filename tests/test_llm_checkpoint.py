@@ -227,3 +227,8 @@ def test_configs_from_before_transformers_5(tmp_path: Path) -> None:
     config["torch_dtype"] = config.pop("dtype")
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert load(tmp_path).config == model.config
+
+
+def test_a_dtype_by_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="dtype is 'bfloat16', but parameters need a floating-point torch.dtype"):
+        load(tmp_path, dtype="bfloat16")  # type: ignore[arg-type]

@@ -162,3 +162,8 @@ def test_folders_and_arguments_that_are_wrong(tmp_path: Path) -> None:
         )
         with pytest.raises(ValueError, match=words):
             load(tmp_path)
+
+
+def test_a_dtype_by_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="dtype is 'bfloat16', but parameters need a floating-point torch.dtype"):
+        load(tmp_path, dtype="bfloat16")  # type: ignore[arg-type]

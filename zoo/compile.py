@@ -114,6 +114,14 @@ def compile_regions(
             stacklevel=2,
         )
     taken = [name or "the model itself" for name, module in model.named_modules() if module._compiled_call_impl]
+    wrapper = torch._dynamo.eval_frame.OptimizedModule
+    wrapped = [name or "the model itself" for name, module in model.named_modules() if isinstance(module, wrapper)]
+    if wrapped:
+        # Its graph would take the regions in, and nothing be compiled by regions.
+        raise ValueError(
+            f"already compiled: {', '.join(wrapped[:4])} by torch.compile(...), a wrapper; pass what it wraps, its "
+            "_orig_mod"
+        )
     if taken:
         raise ValueError(f"already compiled: {', '.join(taken[:4])}; call zoo.uncompile(model) first")
     report = report_on(model, chosen, declared=declares(model, regions))

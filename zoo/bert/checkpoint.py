@@ -171,8 +171,8 @@ def load(
     """
     from zoo.bert.upstream import read_config
 
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"dtype is {dtype}, but parameters need a floating-point one")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype is {dtype!r}, but parameters need a floating-point torch.dtype")
     path = locate(source)
     if not (path / "config.json").exists():
         raise FileNotFoundError(f"{path} has no config.json; zoo.create(name, weights=...) takes weights alone")

@@ -51,6 +51,11 @@ class PackedBatch(NamedTuple):
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedBatch:
         """The batch on another device."""
+        if isinstance(device, torch.dtype):
+            # Tensors would take it, and token ids become floats.
+            raise TypeError(
+                f"device is {device}: a batch moves to devices alone, and fits whatever the dtype of the model"
+            )
         moved: dict[str, Any] = {
             name: value.to(device, non_blocking=non_blocking)
             for name, value in self._asdict().items()

@@ -344,6 +344,11 @@ class CSRGraph:
 
     def to(self, device: torch.device | str) -> CSRGraph:
         """The graph on another device; this one stays."""
+        if isinstance(device, torch.dtype):
+            # Tensors would take it, and node numbers become floats.
+            raise TypeError(
+                f"device is {device}: a graph moves to devices alone, and fits whatever the dtype of the model"
+            )
         with torch.inference_mode(False):
             weight = None if self._edge_weight is None else self._edge_weight.to(device)
             structure = self._structure.to(device)

@@ -227,8 +227,8 @@ def load(
         ValueError: If the config has an option that the zoo does not support, or a tensor is missing, left over or of
             another shape.
     """
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"dtype is {dtype}, but parameters need a floating-point one")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype is {dtype!r}, but parameters need a floating-point torch.dtype")
     path = find_weights("", source) or locate(source)
     if not (path / "config.json").exists():
         raise FileNotFoundError(f"{path} has no config.json; zoo.create(name, weights=...) takes weights alone")
