@@ -65,6 +65,16 @@ def test_inputs_are_copied_so_a_step_does_not_keep_the_callers_tensor(device: st
     assert torch.equal(x, torch.ones(3, device=device))
 
 
+@pytest.mark.parametrize("inference", [(False, True), (True, False)])
+def test_inputs_may_be_inference_tensors_beside_others(device: str, inference: tuple[bool, bool]) -> None:
+    inputs = []
+    for each in inference:
+        with torch.inference_mode(each):
+            inputs.append(torch.randn(3, device=device))
+    step = zoo.cuda_graph(torch.add, tuple(inputs))
+    torch.testing.assert_close(step(inputs[0], inputs[1]), inputs[0] + inputs[1])
+
+
 def test_structures_of_inputs_and_outputs(device: str) -> None:
     def fn(pair: tuple[Tensor, Tensor], *, scale: float, more: dict[str, Tensor]) -> dict[str, Any]:
         return {"sum": [pair[0] + pair[1] * scale, more["x"]], "scale": scale}

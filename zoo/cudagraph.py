@@ -368,7 +368,7 @@ def _copy_in(bucket: _Bucket, leaves: list[Any]) -> None:
     ]
     if not pairs:
         return
-    with may_write(pairs[0][0]), torch.no_grad():
+    with may_write(*(buffer for buffer, _ in pairs)), torch.no_grad():
         for buffer, leaf in pairs:
             buffer.copy_(leaf)
 
