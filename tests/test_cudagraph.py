@@ -174,6 +174,12 @@ def test_what_cannot_be_copied_in_is_refused(device: str) -> None:
     torch.testing.assert_close(zoo.cuda_graph(lambda g: g.x + 1, (graph,), static=(0,))(graph), graph.x + 1)
     with pytest.raises(ValueError, match="requires grad"):
         zoo.cuda_graph(torch.relu, (torch.ones(2, device=device, requires_grad=True),))
+    step = zoo.cuda_graph(torch.relu, (torch.ones(2, device=device),))
+    # It would come out without a history, and its gradient would be missing without a word.
+    with pytest.raises(ValueError, match=r"input float32\[2\] on .* requires grad; run backward inside the step"):
+        step(torch.ones(2, device=device, requires_grad=True))
+    with pytest.raises(TypeError, match="sparse_coo"):
+        step(torch.ones(2, device=device).to_sparse())
     with pytest.raises(TypeError, match="sparse_coo"):
         zoo.cuda_graph(lambda x: x, (torch.eye(2, device=device).to_sparse(),))
     with pytest.raises(ValueError, match="warmup is 1"):
