@@ -65,6 +65,16 @@ def test_inputs_are_copied_so_a_step_does_not_keep_the_callers_tensor(device: st
     assert torch.equal(x, torch.ones(3, device=device))
 
 
+@pytest.mark.parametrize("inference", [(False, True), (True, False)])
+def test_inputs_may_be_inference_tensors_beside_others(device: str, inference: tuple[bool, bool]) -> None:
+    inputs = []
+    for each in inference:
+        with torch.inference_mode(each):
+            inputs.append(torch.randn(3, device=device))
+    step = zoo.cuda_graph(torch.add, tuple(inputs))
+    torch.testing.assert_close(step(inputs[0], inputs[1]), inputs[0] + inputs[1])
+
+
 def test_structures_of_inputs_and_outputs(device: str) -> None:
     def fn(pair: tuple[Tensor, Tensor], *, scale: float, more: dict[str, Tensor]) -> dict[str, Any]:
         return {"sum": [pair[0] + pair[1] * scale, more["x"]], "scale": scale}
@@ -164,6 +174,12 @@ def test_what_cannot_be_copied_in_is_refused(device: str) -> None:
     torch.testing.assert_close(zoo.cuda_graph(lambda g: g.x + 1, (graph,), static=(0,))(graph), graph.x + 1)
     with pytest.raises(ValueError, match="requires grad"):
         zoo.cuda_graph(torch.relu, (torch.ones(2, device=device, requires_grad=True),))
+    step = zoo.cuda_graph(torch.relu, (torch.ones(2, device=device),))
+    # It would come out without a history, and its gradient would be missing without a word.
+    with pytest.raises(ValueError, match=r"input float32\[2\] on .* requires grad; run backward inside the step"):
+        step(torch.ones(2, device=device, requires_grad=True))
+    with pytest.raises(TypeError, match="sparse_coo"):
+        step(torch.ones(2, device=device).to_sparse())
     with pytest.raises(TypeError, match="sparse_coo"):
         zoo.cuda_graph(lambda x: x, (torch.eye(2, device=device).to_sparse(),))
     with pytest.raises(ValueError, match="warmup is 1"):

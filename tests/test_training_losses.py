@@ -98,6 +98,16 @@ def test_only_the_gradients_that_are_wanted_are_computed():
     )
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_evaluation_computes_no_gradients(mode: Any, monkeypatch: pytest.MonkeyPatch):
+    x, weight, labels = draw((20,), torch.float32)
+    expected = LinearCrossEntropy(8)(x, weight, labels).detach()
+    monkeypatch.setattr(torch, "empty_like", lambda _: pytest.fail("memory is taken for a gradient"))
+    with mode():
+        loss = LinearCrossEntropy(8)(x, weight, labels)
+    torch.testing.assert_close(loss, expected, rtol=0, atol=0)
+
+
 def test_the_backward_runs_once():
     x, weight, labels = draw((20,), torch.float32)
     loss = LinearCrossEntropy(8)(x, weight, labels)

@@ -193,8 +193,9 @@ class GraphedStep:
         """Replay on new inputs.
 
         Raises:
-            ValueError: If a shape, dtype, device or constant differs from what was captured, or a static argument is
-                another object.
+            TypeError: If a tensor is not a strided one.
+            ValueError: If a shape, dtype, device or constant differs from what was captured, a static argument is
+                another object, or an input requires grad.
             RuntimeError: If weights were moved or replaced since capture, or the step is already running.
         """
         if not self._lock.acquire(blocking=False):
@@ -267,6 +268,8 @@ class GraphedStep:
                     f"input {index} is {describe([leaf])}, but {describe([buffer])} was captured; capture this "
                     "shape as one of buckets=, or pad to a captured one"
                 )
+            elif leaf.requires_grad or leaf.layout is not torch.strided:
+                check_leaves([leaf])  # as when it was captured
         return bucket
 
     def _call(self, bucket: _Bucket) -> Any:
@@ -368,7 +371,7 @@ def _copy_in(bucket: _Bucket, leaves: list[Any]) -> None:
     ]
     if not pairs:
         return
-    with may_write(pairs[0][0]), torch.no_grad():
+    with may_write(*(buffer for buffer, _ in pairs)), torch.no_grad():
         for buffer, leaf in pairs:
             buffer.copy_(leaf)
 

@@ -58,9 +58,9 @@ def make_buffer(leaf: Any) -> torch.Tensor | None:
 
 
 @contextlib.contextmanager
-def may_write(tensor: torch.Tensor) -> Iterator[None]:
-    """An inference tensor may be written in inference mode only."""
-    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+def may_write(*tensors: torch.Tensor) -> Iterator[None]:
+    """An inference tensor may be written in inference mode only; any other may be there as well."""
+    if not torch.is_inference_mode_enabled() and any(tensor.is_inference() for tensor in tensors):
         with torch.inference_mode():
             yield
     else:

@@ -78,6 +78,9 @@ class LinearCrossEntropy(nn.Module):
             TypeError, ValueError: If shapes or dtypes do not fit.
         """
         _check(x, weight, labels)
+        if not torch.is_grad_enabled():
+            # Torch says that an input needs its gradient even where nobody can ask for it.
+            x, weight = x.detach(), weight.detach()
         device = x.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
