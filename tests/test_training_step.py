@@ -759,6 +759,20 @@ def test_an_optimizer_of_other_parameters_is_refused(model: nn.Module):
         TrainingStep(model, loss_of, optimizer_of(build()))
 
 
+def test_a_model_of_which_nothing_learns_is_refused():
+    model = build().requires_grad_(False)
+    with pytest.raises(ValueError, match=r"none of the 4 parameters .* requires a gradient: call model.requires_grad_"):
+        TrainingStep(model, loss_of, optimizer_of(model))
+
+
+def test_a_loss_without_a_gradient_is_refused():
+    model = build()
+    step = TrainingStep(model, lambda m, batch: loss_of(m, batch).detach(), optimizer_of(model))
+    with pytest.raises(ValueError, match="the loss has no gradient: it was detached"):
+        step(draw(1)[0])
+    assert all(param.grad is None for param in model.parameters())
+
+
 def test_a_step_is_freed_before_its_optimizer():
     model = build()
     optimizer = optimizer_of(model)

@@ -69,7 +69,8 @@ def cuda_graph(
 
     Raises:
         CaptureError: If an operation synchronises or the capture fails; the process stays usable.
-        TypeError: If an argument is neither a tensor, a plain value, nor a container of them, and is not static.
+        TypeError: If an argument is neither a tensor, a plain value, nor a container of them, and is not static; if
+            ``args``, ``static`` or a bucket has another form than above.
         ValueError: If an input requires grad, two buckets have the same shapes, or nothing that the step is given says
             on which device it runs.
     """
@@ -77,6 +78,13 @@ def cuda_graph(
         raise ValueError(f"warmup is {warmup}; at least 2 runs are needed, one to compile and one to watch")
     if not callable(fn):
         raise TypeError(f"fn is a {type(fn).__name__}, expected a module or a function")
+    if not isinstance(args, (tuple, list)):
+        raise TypeError(f"args is a {type(args).__name__}, expected a tuple of arguments; for a single one (x,)")
+    if isinstance(static, (str, int)):
+        raise TypeError(f"static is {static!r}, expected positions or names in a tuple: ({static!r},)")
+    for index, bucket in enumerate(buckets or ()):
+        if not (isinstance(bucket, (tuple, list)) and len(bucket) == 2 and isinstance(bucket[1], Mapping)):
+            raise TypeError(f"bucket {index} is no pair of arguments and keyword arguments: ((x,), {{}})")
     return GraphedStep(fn, [(tuple(args), dict(kwargs or {})), *(buckets or ())], clone_outputs, tuple(static), warmup)
 
 

@@ -361,7 +361,13 @@ def _check_options(
 ) -> None:
     _check_training(model)
     own = set(model.parameters())
-    if not any(param in own for group in optimizer.param_groups for param in group["params"]):
+    given = [param for group in optimizer.param_groups for param in group["params"] if param in own]
+    if given and not any(param.requires_grad for param in given):
+        raise ValueError(
+            f"none of the {len(given)} parameters that {type(optimizer).__name__} has of this {type(model).__name__} "
+            "requires a gradient: call model.requires_grad_(True), or unfreeze what is to learn, before"
+        )
+    if not given:
         raise ValueError(
             f"{type(optimizer).__name__} has none of the {len(own)} parameters of this {type(model).__name__}, which "
             "would not learn: make the optimizer of model.parameters(), after whatever replaces them"
@@ -395,3 +401,7 @@ def _check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         what = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(f"the loss function returned {what}, expected a floating-point scalar: loss.mean()?")
+    if not loss.requires_grad:
+        raise ValueError(
+            "the loss has no gradient: it was detached, computed under no_grad, or depends on no parameter that learns"
+        )
