@@ -86,6 +86,21 @@ def test_a_save_that_was_cut_off_between_its_files_is_noticed(tmp_path: Path, mo
     step.load(tmp_path)
 
 
+@pytest.mark.parametrize("kept", [0, 10, 500], ids=["nothing", "a few bytes", "the beginning"])
+@pytest.mark.parametrize("name", ["model.safetensors", "training.pt"])
+def test_a_file_that_was_cut_off_is_named_and_changes_nothing(name: str, kept: int, tmp_path: Path):
+    step, _ = make("cpu", "adamw")
+    step(draw(1)[0])
+    step.save(tmp_path)
+    step(draw(1)[0])
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:kept])
+    weights = [parameter.clone() for parameter in step.model.parameters()]
+    with pytest.raises(ValueError, match=rf"{name} is cut off or damaged.*: go on from another folder"):
+        step.load(tmp_path)
+    assert step.steps == 2
+    torch.testing.assert_close(list(step.model.parameters()), weights, rtol=0, atol=0)
+
+
 def test_tied_weights_are_saved_once_and_stay_tied(tmp_path: Path):
     class Tied(nn.Module):
         def __init__(self) -> None:

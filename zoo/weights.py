@@ -99,16 +99,32 @@ def open_tensors(path: Path) -> Iterator[Tensors]:
 
     Raises:
         FileNotFoundError: If a folder holds no weights, or lacks a shard.
-        ValueError: If a file is of an unknown kind or does not hold a flat dict of tensors.
+        ValueError: If a file is of an unknown kind, is cut off, or does not hold a flat dict of tensors.
     """
     with contextlib.ExitStack() as stack:
         readers: dict[str, Callable[[], Tensor]] = {}
         for file in _files(path):
-            for key, reader in _readers(file, stack).items():
+            with reading(file, "; fetch or save it again"):
+                found = _readers(file, stack)
+            for key, reader in found.items():
                 if key in readers:
                     raise ValueError(f"{path}: two shards hold {key}")
                 readers[key] = reader
         yield Tensors(readers)
+
+
+@contextlib.contextmanager
+def reading(file: Path, remedy: str) -> Iterator[None]:
+    """ValueError that names the file, and ends in ``remedy``, if it turns out not to be all there."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (EOFError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
+            raise
+        said = (str(error) or type(error).__name__).partition(". ")[0]
+        raise ValueError(f"{file} is cut off or damaged ({said}){remedy}") from error
 
 
 def fill(

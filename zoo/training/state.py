@@ -16,11 +16,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from zoo.weights import reading
+
 if TYPE_CHECKING:
     from zoo.training.step import TrainingStep
 
 WEIGHTS, REST = "model.safetensors", "training.pt"
 _FORMAT = 1
+_REMEDY = ": go on from another folder"
 
 
 def save(step: TrainingStep, folder: Path, others: Mapping[str, Any]) -> None:
@@ -55,7 +58,8 @@ def load(step: TrainingStep, folder: Path, others: Mapping[str, Any]) -> None:
     for name in (WEIGHTS, REST):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name} is missing; step.save(folder) writes {WEIGHTS} and {REST}")
-    rest = torch.load(folder / REST, map_location=step.device, weights_only=True)
+    with reading(folder / REST, _REMEDY):
+        rest = torch.load(folder / REST, map_location=step.device, weights_only=True)
     if rest.get("format") != _FORMAT:
         raise ValueError(f"{folder / REST} has format {rest.get('format')}, this release reads {_FORMAT}")
     if set(rest["others"]) != set(others):
@@ -117,7 +121,7 @@ def _check_weights(model: nn.Module, file: Path, pair: str | None) -> None:
     """ValueError unless the file holds this model's tensors, shared ones once, and is of the same save as the rest."""
     from safetensors import safe_open
 
-    with safe_open(str(file), framework="pt") as tensors:
+    with reading(file, _REMEDY), safe_open(str(file), framework="pt") as tensors:
         if (tensors.metadata() or {}).get("pair") != pair:
             raise ValueError(
                 f"{file} and {REST} beside it are of different saves, one of which was cut off: go on from another "
