@@ -150,7 +150,7 @@ def fill(
         source: For messages.
 
     Raises:
-        ValueError: If a tensor is missing, left over or of another shape; the message names it.
+        ValueError: If a tensor is missing, left over, of another shape or of whole numbers; the message names it.
     """
     wanted = {key for key, place in placements.items() if place is not None and not place.repeated}
     missing, extra = sorted(wanted - set(tensors)), sorted(set(tensors) - set(placements))
@@ -164,6 +164,8 @@ def fill(
             if place is None:
                 continue
             tensor = tensors[key]
+            if expected[place.name].is_floating_point() and not tensor.is_floating_point():
+                raise ValueError(f"{source}: {key} is {tensor.dtype}, expected floating-point numbers")
             if place.name not in made:
                 kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
                 made[place.name] = torch.empty(expected[place.name].shape, dtype=kept, device=device)
