@@ -195,6 +195,20 @@ def test_the_state_of_another_optimizer_is_refused_and_changes_nothing(tmp_path:
     assert losses + [other(batch).item() for batch in batches[2:]] == pytest.approx(expected, rel=1e-6)
 
 
+def test_an_optimizer_of_parameters_in_another_order_is_refused_and_changes_nothing(tmp_path: Path):
+    step, _ = make("cpu", "adamw")
+    step(draw(1)[0])
+    step.save(tmp_path)
+    model = build()
+    other = TrainingStep(model, loss_of, torch.optim.AdamW([*model.parameters()][::-1], fused=True))
+    with pytest.raises(ValueError, match=r"parameter 0 was 0\.weight in group 0, and is 3\.bias in group 0"):
+        other.load(tmp_path)
+    assert not other.optimizer.state and other.steps == 0
+    apart = TrainingStep(model, loss_of, torch.optim.AdamW([{"params": [p]} for p in model.parameters()], fused=True))
+    with pytest.raises(ValueError, match=r"parameter 1 was 0\.bias in group 0, and is 0\.bias in group 1"):
+        apart.load(tmp_path)
+
+
 def test_weights_of_another_dtype_are_refused(tmp_path: Path):
     step, _ = make()
     step.save(tmp_path)

@@ -40,6 +40,7 @@ def save(step: TrainingStep, folder: Path, others: Mapping[str, Any]) -> None:
         "steps": step.steps,
         "seen": step._watch.count,
         "optimizer": step.optimizer.state_dict(),
+        "parameters": _parameters_of(step),
         "scaler": None if step.scaler is None else step.scaler.state_dict(),
         "random": _random_state(step.device),
         "others": states,
@@ -73,6 +74,7 @@ def load(step: TrainingStep, folder: Path, others: Mapping[str, Any]) -> None:
         was, now = ("without", "with") if rest["scaler"] is None else ("with", "without")
         raise ValueError(f"{folder} was saved {was} float16 loss scaling, this step trains {now} it")
     _check_weights(step.model, folder / WEIGHTS, rest.get("pair"))
+    _check_order(step, rest, folder / REST)
     _load_optimizer(step.optimizer, rest["optimizer"], folder / REST)
     load_model(step.model, str(folder / WEIGHTS), strict=True, device=str(step.device))
     if step.scaler is not None:
@@ -101,6 +103,26 @@ def _state_of(name: str, other: Any) -> Any:
             "could not be read again: have its state_dict() give tensors, lists and numbers"
         ) from error
     return state
+
+
+def _parameters_of(step: TrainingStep) -> list[tuple[str, int]]:
+    """Name and group of the optimizer's parameters, whose states it numbers in this order."""
+    names = {parameter: name for name, parameter in step.model.named_parameters()}
+    groups = enumerate(step.optimizer.param_groups)
+    return [(names.get(param, "none of the model's"), index) for index, group in groups for param in group["params"]]
+
+
+def _check_order(step: TrainingStep, rest: Mapping[str, Any], file: Path) -> None:
+    """ValueError if states would be given to other parameters, beyond whose memory fused optimizers would write."""
+    now = _parameters_of(step)
+    # Older files do not say.
+    for number, (was, given) in enumerate(zip(rest.get("parameters", now), now, strict=False)):
+        if tuple(was) != given:
+            raise ValueError(
+                f"{file} was saved from another optimizer than this {type(step.optimizer).__name__}: parameter "
+                f"{number} was {was[0]} in group {was[1]}, and is {given[0]} in group {given[1]}; give it the "
+                "parameters in the same order and groups"
+            )
 
 
 def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], file: Path) -> None:
