@@ -195,6 +195,28 @@ def test_wrong_tensors_are_named(tmp_path: Path) -> None:
             load(tmp_path)
 
 
+@pytest.mark.parametrize("kept", [0, 10, 500], ids=["nothing", "its size", "the beginning"])
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_file_that_was_cut_off_is_named(name: str, kept: int, tmp_path: Path) -> None:
+    save(zoo.create(PRESET), tmp_path)
+    if name.endswith(".bin"):
+        torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / name)
+        (tmp_path / "model.safetensors").unlink()
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:kept])
+    with pytest.raises(ValueError, match=rf"{name} is cut off or damaged.*; fetch or save it again"):
+        load(tmp_path)
+
+
+def test_weights_that_are_no_floating_point_numbers_are_named(tmp_path: Path) -> None:
+    save(zoo.create(PRESET), tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    state["model.norm.weight"] = torch.ones(64, dtype=torch.int8)
+    save_file(state, tmp_path / "model.safetensors")
+    for dtype in (None, torch.float32):
+        with pytest.raises(ValueError, match=r"model.norm.weight is torch.int8, expected floating-point numbers"):
+            load(tmp_path, dtype=dtype)
+
+
 def test_wrong_folders_are_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no such file or folder"):
         load(tmp_path / "nowhere.d" / "x")

@@ -79,6 +79,13 @@ def calls() -> dict[str, tuple[Callable[..., Tensor], tuple[Any, ...]]]:
             operators.join_rotated,
             (torch.randn(2, 3, 2, 32), *torch.randn(2, 2, 3, 1, 32), torch.randn(1, 3, 32)),
         ),
+        "swiglu of columns": (operators.swiglu, (torch.randn(8, 3).t(),)),
+        "norm of columns": (operators.rms_norm_rows, (torch.randn(8, 3).t(), norm, 1e-6)),
+        "add and norm of columns": (operators.add_rms_norm, (*torch.randn(2, 8, 3).mT, norm, 1e-6)),
+        "gradient of a norm of columns": (
+            operators.rms_norm_backward,
+            (*torch.randn(2, 8, 3).mT, norm, torch.rand(3), torch.randn(8, 3).t()),
+        ),
         "norm_gate": (operators.norm_gate, (x, norm, 1e-6, weight)),
         "attention": (operators.decode_attention, (qkv, cache, positions, rotary, None, None, 1e-6, 2, None)),
         "rotation": (

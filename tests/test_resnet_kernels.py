@@ -57,6 +57,7 @@ def norm(grad: bool = False, dtype: torch.dtype = torch.float32) -> tuple[Tensor
 def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     x, more = rows(4, 6, grad=True), rows(4, 6, grad=True)
     half = rows(4, 6, dtype=torch.bfloat16, grad=True)
+    columns, grads = rows(2, 6, 4).mT
     images = rows(2, 6, 7, 4).contiguous(memory_format=torch.channels_last)
     return {
         "statistics": (norms.batch_statistics, (x.detach(), *norm()[:2], 0.1)),
@@ -70,6 +71,14 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         "two frozen norms": (norms.norms_add_act, (x, *norm(), more, *norm(), EPS, False)),
         "bias": (norms.bias_act, (x, rows(6, grad=True), None)),
         "bias and residual": (norms.bias_act, (x, rows(6, grad=True), more)),
+        "norm of columns": (norms.norm_act, (columns, *norm(), None, EPS, True)),
+        "two norms of columns": (norms.norms_add_act, (columns, *norm(), grads, *norm(), EPS, True)),
+        "bias of columns": (norms.bias_act, (columns, rows(6), None)),
+        "gradients of columns": (norms.norm_act_backward, (grads, columns, *norm(), columns + 1, EPS, True, True)),
+        "gradients of two norms of columns": (
+            norms.norms_add_act_backward,
+            (grads, columns, *norm(), columns + 1, *norm(), grads + 1, EPS, True, True),
+        ),
         "pooled norm": (pooling.norm_act_pool, (images, *norm(), EPS)),
         "pooled norm, wider weights": (pooling.norm_act_pool, (images.to(torch.bfloat16), *norm(), EPS)),
         "pooled norm, other layout": (pooling.norm_act_pool, (images.contiguous(), *norm(), EPS)),

@@ -86,6 +86,21 @@ def test_a_save_that_was_cut_off_between_its_files_is_noticed(tmp_path: Path, mo
     step.load(tmp_path)
 
 
+@pytest.mark.parametrize("kept", [0, 10, 500], ids=["nothing", "a few bytes", "the beginning"])
+@pytest.mark.parametrize("name", ["model.safetensors", "training.pt"])
+def test_a_file_that_was_cut_off_is_named_and_changes_nothing(name: str, kept: int, tmp_path: Path):
+    step, _ = make("cpu", "adamw")
+    step(draw(1)[0])
+    step.save(tmp_path)
+    step(draw(1)[0])
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:kept])
+    weights = [parameter.clone() for parameter in step.model.parameters()]
+    with pytest.raises(ValueError, match=rf"{name} is cut off or damaged.*: go on from another folder"):
+        step.load(tmp_path)
+    assert step.steps == 2
+    torch.testing.assert_close(list(step.model.parameters()), weights, rtol=0, atol=0)
+
+
 def test_tied_weights_are_saved_once_and_stay_tied(tmp_path: Path):
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -178,6 +193,20 @@ def test_the_state_of_another_optimizer_is_refused_and_changes_nothing(tmp_path:
     with pytest.raises(ValueError, match=f"another optimizer than this {type(other.optimizer).__name__}: "):
         other.load(tmp_path)
     assert losses + [other(batch).item() for batch in batches[2:]] == pytest.approx(expected, rel=1e-6)
+
+
+def test_an_optimizer_of_parameters_in_another_order_is_refused_and_changes_nothing(tmp_path: Path):
+    step, _ = make("cpu", "adamw")
+    step(draw(1)[0])
+    step.save(tmp_path)
+    model = build()
+    other = TrainingStep(model, loss_of, torch.optim.AdamW([*model.parameters()][::-1], fused=True))
+    with pytest.raises(ValueError, match=r"parameter 0 was 0\.weight in group 0, and is 3\.bias in group 0"):
+        other.load(tmp_path)
+    assert not other.optimizer.state and other.steps == 0
+    apart = TrainingStep(model, loss_of, torch.optim.AdamW([{"params": [p]} for p in model.parameters()], fused=True))
+    with pytest.raises(ValueError, match=r"parameter 1 was 0\.bias in group 0, and is 0\.bias in group 1"):
+        apart.load(tmp_path)
 
 
 def test_weights_of_another_dtype_are_refused(tmp_path: Path):

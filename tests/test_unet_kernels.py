@@ -84,6 +84,7 @@ def glue_calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         "every other window": (operators.windows, (torch.randn(2, 5, 4, 8).transpose(1, 2), 2)),
         "bias": (operators.conv_bias, (half, bias)),
         "upsample": (operators.upsample, (torch.randn(2, 3, 5, 8),)),
+        "upsample no images": (operators.upsample, (torch.randn(0, 3, 5, 8),)),
         "attention": (attention.short_attention, torch.randn(3, 2, 5, 3, 8).bfloat16().unbind()),
         "attention in a product": (attention.short_attention, torch.randn(2, 5, 3, 3, 8).half().unbind(2)),
         "no rows": (operators.add_norm, (x[:0], residual[:0], weight, bias, bias, 1e-5)),

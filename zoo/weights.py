@@ -99,16 +99,32 @@ def open_tensors(path: Path) -> Iterator[Tensors]:
 
     Raises:
         FileNotFoundError: If a folder holds no weights, or lacks a shard.
-        ValueError: If a file is of an unknown kind or does not hold a flat dict of tensors.
+        ValueError: If a file is of an unknown kind, is cut off, or does not hold a flat dict of tensors.
     """
     with contextlib.ExitStack() as stack:
         readers: dict[str, Callable[[], Tensor]] = {}
         for file in _files(path):
-            for key, reader in _readers(file, stack).items():
+            with reading(file, "; fetch or save it again"):
+                found = _readers(file, stack)
+            for key, reader in found.items():
                 if key in readers:
                     raise ValueError(f"{path}: two shards hold {key}")
                 readers[key] = reader
         yield Tensors(readers)
+
+
+@contextlib.contextmanager
+def reading(file: Path, remedy: str) -> Iterator[None]:
+    """ValueError that names the file, and ends in ``remedy``, if it turns out not to be all there."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (EOFError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
+            raise
+        said = (str(error) or type(error).__name__).partition(". ")[0]
+        raise ValueError(f"{file} is cut off or damaged ({said}){remedy}") from error
 
 
 def fill(
@@ -134,7 +150,7 @@ def fill(
         source: For messages.
 
     Raises:
-        ValueError: If a tensor is missing, left over or of another shape; the message names it.
+        ValueError: If a tensor is missing, left over, of another shape or of whole numbers; the message names it.
     """
     wanted = {key for key, place in placements.items() if place is not None and not place.repeated}
     missing, extra = sorted(wanted - set(tensors)), sorted(set(tensors) - set(placements))
@@ -148,6 +164,8 @@ def fill(
             if place is None:
                 continue
             tensor = tensors[key]
+            if expected[place.name].is_floating_point() and not tensor.is_floating_point():
+                raise ValueError(f"{source}: {key} is {tensor.dtype}, expected floating-point numbers")
             if place.name not in made:
                 kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
                 made[place.name] = torch.empty(expected[place.name].shape, dtype=kept, device=device)

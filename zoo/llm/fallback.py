@@ -92,7 +92,7 @@ def prefill_attention(query: Tensor, cache: Tensor, positions: Tensor, window: i
 def swiglu(x: Tensor) -> Tensor:
     """SiLU of the first half of x [R, 2 I] times the second: [R, I]."""
     gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return (F.silu(gate) * up).contiguous()
 
 
 def swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
@@ -104,12 +104,12 @@ def swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
 
 def rms_norm_rows(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """RMS norm of x [..., C], and the factors [...] that it multiplied with."""
-    return rms_norm(x, weight, eps), torch.rsqrt(x.float().square().mean(-1) + eps)
+    return rms_norm(x, weight, eps).contiguous(), torch.rsqrt(x.float().square().mean(-1) + eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """X [..., C] plus residual, the RMS norm of that, and its factors [...]."""
-    total = x + residual
+    total = (x + residual).contiguous()
     return total, *rms_norm_rows(total, weight, eps)
 
 
@@ -124,7 +124,7 @@ def rms_norm_backward(
     if above is not None:
         result = result + above.float()
     summed = (wide * unit.to(x.dtype).float()).flatten(0, -2).sum(0)
-    return result.to(x.dtype), summed.to(weight.dtype)
+    return result.to(x.dtype).contiguous(), summed.to(weight.dtype)
 
 
 def accept_greedy(

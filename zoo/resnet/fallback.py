@@ -31,7 +31,7 @@ def norm_act(
 ) -> Tensor:
     """Relu of the norm of x [R, C], plus residual [R, C] if there is one: [R, C]."""
     value = _normed(x, mean, variance, eps) * weight + bias
-    return (value if residual is None else value + residual).relu().to(x.dtype)
+    return (value if residual is None else value + residual).relu().to(x.dtype).contiguous()
 
 
 def norms_add_act(
@@ -42,13 +42,13 @@ def norms_add_act(
     """Relu of the sum of the norms of x and shortcut [R, C] each: [R, C]."""
     value = _normed(x, mean, variance, eps) * weight + bias
     more = _normed(shortcut, shortcut_mean, shortcut_variance, eps) * shortcut_weight + shortcut_bias
-    return (value + more).relu().to(x.dtype)
+    return (value + more).relu().to(x.dtype).contiguous()
 
 
 def bias_act(x: Tensor, bias: Tensor, residual: Tensor | None) -> Tensor:
     """Relu of x [R, C] plus bias [C] plus residual [R, C] if there is one: [R, C]."""
     value = x.to(wide(x.dtype)) + bias
-    return (value if residual is None else value + residual).relu().to(x.dtype)
+    return (value if residual is None else value + residual).relu().to(x.dtype).contiguous()
 
 
 def norm_act_pool(x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -121,7 +121,7 @@ def _normed(x: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
 
 def _passed(grad: Tensor, before: Tensor) -> Tensor:
     """The gradient, where the relu passed, in at least float32."""
-    return torch.where(before <= 0, 0, grad.to(wide(grad.dtype)))
+    return torch.where(before <= 0, 0, grad.to(wide(grad.dtype))).contiguous()
 
 
 def _of_norm(
@@ -132,4 +132,4 @@ def _of_norm(
     factor = weight.to(change.dtype) * (variance.to(change.dtype) + eps).rsqrt()
     inner = change - change.mean(0) - normed * (change * normed).mean(0) if of_batch else change
     grad_weight = (change * normed).sum(0).to(weight.dtype) if affine else x.new_empty(0)
-    return (inner * factor).to(x.dtype), grad_weight
+    return (inner * factor).to(x.dtype).contiguous(), grad_weight

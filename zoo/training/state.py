@@ -16,11 +16,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from zoo.weights import reading
+
 if TYPE_CHECKING:
     from zoo.training.step import TrainingStep
 
 WEIGHTS, REST = "model.safetensors", "training.pt"
 _FORMAT = 1
+_REMEDY = ": go on from another folder"
 
 
 def save(step: TrainingStep, folder: Path, others: Mapping[str, Any]) -> None:
@@ -37,6 +40,7 @@ def save(step: TrainingStep, folder: Path, others: Mapping[str, Any]) -> None:
         "steps": step.steps,
         "seen": step._watch.count,
         "optimizer": step.optimizer.state_dict(),
+        "parameters": _parameters_of(step),
         "scaler": None if step.scaler is None else step.scaler.state_dict(),
         "random": _random_state(step.device),
         "others": states,
@@ -55,7 +59,8 @@ def load(step: TrainingStep, folder: Path, others: Mapping[str, Any]) -> None:
     for name in (WEIGHTS, REST):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name} is missing; step.save(folder) writes {WEIGHTS} and {REST}")
-    rest = torch.load(folder / REST, map_location=step.device, weights_only=True)
+    with reading(folder / REST, _REMEDY):
+        rest = torch.load(folder / REST, map_location=step.device, weights_only=True)
     if rest.get("format") != _FORMAT:
         raise ValueError(f"{folder / REST} has format {rest.get('format')}, this release reads {_FORMAT}")
     if set(rest["others"]) != set(others):
@@ -69,6 +74,7 @@ def load(step: TrainingStep, folder: Path, others: Mapping[str, Any]) -> None:
         was, now = ("without", "with") if rest["scaler"] is None else ("with", "without")
         raise ValueError(f"{folder} was saved {was} float16 loss scaling, this step trains {now} it")
     _check_weights(step.model, folder / WEIGHTS, rest.get("pair"))
+    _check_order(step, rest, folder / REST)
     _load_optimizer(step.optimizer, rest["optimizer"], folder / REST)
     load_model(step.model, str(folder / WEIGHTS), strict=True, device=str(step.device))
     if step.scaler is not None:
@@ -99,6 +105,26 @@ def _state_of(name: str, other: Any) -> Any:
     return state
 
 
+def _parameters_of(step: TrainingStep) -> list[tuple[str, int]]:
+    """Name and group of the optimizer's parameters, whose states it numbers in this order."""
+    names = {parameter: name for name, parameter in step.model.named_parameters()}
+    groups = enumerate(step.optimizer.param_groups)
+    return [(names.get(param, "none of the model's"), index) for index, group in groups for param in group["params"]]
+
+
+def _check_order(step: TrainingStep, rest: Mapping[str, Any], file: Path) -> None:
+    """ValueError if states would be given to other parameters, beyond whose memory fused optimizers would write."""
+    now = _parameters_of(step)
+    # Older files do not say.
+    for number, (was, given) in enumerate(zip(rest.get("parameters", now), now, strict=False)):
+        if tuple(was) != given:
+            raise ValueError(
+                f"{file} was saved from another optimizer than this {type(step.optimizer).__name__}: parameter "
+                f"{number} was {was[0]} in group {was[1]}, and is {given[0]} in group {given[1]}; give it the "
+                "parameters in the same order and groups"
+            )
+
+
 def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], file: Path) -> None:
     """Load, or ValueError and the optimizer is as it was."""
     before = dict(vars(optimizer))
@@ -117,7 +143,7 @@ def _check_weights(model: nn.Module, file: Path, pair: str | None) -> None:
     """ValueError unless the file holds this model's tensors, shared ones once, and is of the same save as the rest."""
     from safetensors import safe_open
 
-    with safe_open(str(file), framework="pt") as tensors:
+    with reading(file, _REMEDY), safe_open(str(file), framework="pt") as tensors:
         if (tensors.metadata() or {}).get("pair") != pair:
             raise ValueError(
                 f"{file} and {REST} beside it are of different saves, one of which was cut off: go on from another "

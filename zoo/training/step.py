@@ -194,8 +194,8 @@ class TrainingStep:
 
         Raises:
             FileNotFoundError: If a file is missing.
-            ValueError: If what was saved is of another model, optimizer or precision, or has other names. Nothing is
-                changed then.
+            ValueError: If what was saved is of another model, optimizer or precision, is cut off, or has other names.
+                Nothing is changed then.
         """
         from zoo.training.state import load
 

@@ -105,7 +105,8 @@ def upsample(x: Tensor) -> Tensor:
     """[B, H, W, C] -> [B, 2 H, 2 W, C], each pixel four times."""
     count, height, width, channels = x.shape
     wide = x[:, :, None, :, None].expand(count, height, 2, width, 2, channels)
-    return wide.reshape(count, 2 * height, 2 * width, channels)
+    # Also of no images a copy: an operator may not return what it was given.
+    return wide.clone(memory_format=torch.contiguous_format).view(count, 2 * height, 2 * width, channels)
 
 
 def windows(x: Tensor, stride: int) -> Tensor:
