@@ -72,7 +72,7 @@ class Worker:
         self._requests, self._replies = self._process.stdin, self._process.stdout
         self._unread = b""
         self._pending: str | None = None
-        self.stopped = False  # the run was stopped, so that the process's end says nothing of its arm
+        self._stopped = False  # with the run, so that the process's end says nothing of its arm
         self._reader = threading.Thread(target=self._drain, args=(self._process.stderr,), daemon=True)
         self._reader.start()
         _alive.add(self)
@@ -147,6 +147,8 @@ class Worker:
 
     def _death(self) -> WorkerFailure:
         """What killed the process, which has closed its pipe."""
+        if self._stopped:
+            return WorkerFailure("interrupted", f"stopped during {self._pending}", self._pending)
         try:
             code = self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
@@ -211,5 +213,5 @@ class Worker:
 def kill_all() -> None:
     """End every worker that is still alive: the run has been stopped."""
     for worker in list(_alive):
-        worker.stopped = True
+        worker._stopped = True
         worker.kill()

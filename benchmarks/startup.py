@@ -247,7 +247,7 @@ class failures_of:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         if isinstance(error, WorkerFailure):
-            if self.arm.worker is not None and self.arm.worker.stopped:
+            if error.status == "interrupted":
                 return False  # Ctrl-C is told to another thread; what was measured before it stays
             reason = error.reason
             if self.phase == RACE and error.operation == "first_call" and self.arm.result.cold is not None:
