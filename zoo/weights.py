@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +112,25 @@ def open_tensors(path: Path) -> Iterator[Tensors]:
                     raise ValueError(f"{path}: two shards hold {key}")
                 readers[key] = reader
         yield Tensors(readers)
+
+
+@contextlib.contextmanager
+def replacing(folder: Path, *patterns: str) -> Iterator[Path]:
+    """A folder to write a checkpoint into; its files take the place of an earlier one's when all of them are written.
+
+    Args:
+        folder: Where the checkpoint belongs. Made if it is not there; left as it was if writing ends in an error.
+        patterns: Of files that an earlier checkpoint may have left, and that would be read in place of the new ones:
+            its index and shards. What matches and is not written anew is deleted.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as made:
+        yield Path(made)
+        written = sorted(Path(made).iterdir())
+        for file in written:
+            file.replace(folder / file.name)
+        for old in {old for pattern in patterns for old in folder.glob(pattern)} - {folder / f.name for f in written}:
+            old.unlink()
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from zoo.bert.config import USE_FIELDS, BertConfig
 from zoo.bert.heads import make_head
 from zoo.bert.model import Bert
 from zoo.layers import initialise
-from zoo.weights import Placement, fill, locate, open_tensors, refuse_other_config
+from zoo.weights import Placement, fill, locate, open_tensors, refuse_other_config, replacing
 
 # {theirs: ours} of modules that are the same in both; {} is the layer's index.
 _EMBEDDINGS = {
@@ -191,7 +191,7 @@ def save(model: Bert, folder: str | Path) -> None:
 
     Args:
         model: An encoder of the zoo.
-        folder: Made if it is not there; its weights and config are overwritten.
+        folder: Made if it is not there; its weights and config are replaced once the new ones are written.
 
     Raises:
         TypeError: If the model is not of this family.
@@ -204,15 +204,11 @@ def save(model: Bert, folder: str | Path) -> None:
         raise TypeError(f"{type(model).__name__} is not an encoder of the zoo")
     config = upstream_config(model.config)
     config.dtype = model.embeddings.word_embeddings.weight.dtype
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    # An index or shards of an earlier model would be read in place of what is written now.
-    for old in [*folder.glob("model*.safetensors"), folder / "model.safetensors.index.json"]:
-        old.unlink(missing_ok=True)
-    config.save_pretrained(folder)
     # Rows of one tensor share its memory, which the format refuses.
     tensors = {key: tensor.detach().cpu().clone() for key, tensor in upstream_tensors(model)}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with replacing(Path(folder), "model*.safetensors*") as new:
+        config.save_pretrained(new)
+        save_file(tensors, new / "model.safetensors", metadata={"format": "pt"})
 
 
 def check_folder(folder: Path, config: BertConfig, overridden: Collection[str]) -> None:

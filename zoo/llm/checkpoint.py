@@ -16,7 +16,7 @@ from torch import Tensor
 from zoo.llm.config import USE_FIELDS, LLMConfig
 from zoo.llm.model import LLM
 from zoo.llm.quantize import refuse_quantized
-from zoo.weights import Placement, fill, locate, open_tensors, refuse_other_config
+from zoo.weights import Placement, fill, locate, open_tensors, refuse_other_config, replacing
 
 # {theirs: ours} of tensors that are the same in both; {} is the layer's index.
 _LAYER = {
@@ -111,7 +111,7 @@ def save(model: LLM, folder: str | Path, *, max_shard_size: int | str = "5GB") -
 
     Args:
         model: A language model of the zoo.
-        folder: Made if it is not there; its weights and config are overwritten.
+        folder: Made if it is not there; its weights and config are replaced once the new ones are written.
         max_shard_size: Bytes of a file, or a number with KB, MB or GB. A larger tensor gets a file of its own.
 
     Raises:
@@ -136,27 +136,23 @@ def save(model: LLM, folder: str | Path, *, max_shard_size: int | str = "5GB") -
             shards.append([])
         shards[-1].append(key)
         sizes[key] = tensor.nbytes
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    # An index or shards of an earlier, larger model would be read in place of what is written now.
-    for old in [*folder.glob("model*.safetensors"), folder / "model.safetensors.index.json"]:
-        old.unlink(missing_ok=True)
-    config.save_pretrained(folder)
     names = (
         ["model.safetensors"]
         if len(shards) == 1
         else [f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors" for index in range(len(shards))]
     )
     views = dict(upstream_tensors(model))
-    for name, keys in zip(names, shards, strict=True):
-        # Rows of one tensor share its memory, which the format refuses: a shard at a time is copied.
-        save_file({key: views[key].detach().cpu().clone() for key in keys}, folder / name, metadata={"format": "pt"})
-    if len(shards) > 1:
-        index = {
-            "metadata": {"total_size": sum(sizes.values())},
-            "weight_map": {key: name for name, keys in zip(names, shards, strict=True) for key in keys},
-        }
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    with replacing(Path(folder), "model*.safetensors*") as new:
+        config.save_pretrained(new)
+        for name, keys in zip(names, shards, strict=True):
+            # Rows of one tensor share its memory, which the format refuses: a shard at a time is copied.
+            save_file({key: views[key].detach().cpu().clone() for key in keys}, new / name, metadata={"format": "pt"})
+        if len(shards) > 1:
+            index = {
+                "metadata": {"total_size": sum(sizes.values())},
+                "weight_map": {key: name for name, keys in zip(names, shards, strict=True) for key in keys},
+            }
+            (new / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def check_folder(folder: Path, config: LLMConfig, overridden: Collection[str]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zoo.unet.config import BlockShape, UNetConfig
 from zoo.unet.model import UNet
-from zoo.weights import Placement, fill, locate, open_tensors, refuse_other_config
+from zoo.weights import Placement, fill, locate, open_tensors, refuse_other_config, replacing
 
 CLASS = "UNet2DConditionModel"
 # {theirs: ours} of modules that are the same in both.
@@ -246,8 +246,8 @@ def save(model: UNet, folder: str | Path) -> None:
 
     Args:
         model: A UNet of the zoo.
-        folder: Made if it is not there; its weights and config are overwritten. ``<pipeline>/unet`` replaces a
-            pipeline's.
+        folder: Made if it is not there; its weights and config are replaced once the new ones are written.
+            ``<pipeline>/unet`` replaces a pipeline's.
 
     Raises:
         TypeError: If the model is not of this family.
@@ -256,19 +256,15 @@ def save(model: UNet, folder: str | Path) -> None:
 
     if not isinstance(model, UNet):
         raise TypeError(f"{type(model).__name__} is not a UNet of the zoo")
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    # An index, shards or another precision of an earlier model would be read in place of what is written now.
-    for old in folder.glob("diffusion_pytorch_model*"):
-        old.unlink()
     options = {"_class_name": CLASS, **upstream_config(model.config)}
-    (folder / "config.json").write_text(json.dumps(options, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     # Rows of one tensor share its memory, which the format refuses, as it does tensors that are not contiguous.
     tensors = {
         key: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for key, tensor in upstream_tensors(model)
     }
-    save_file(tensors, folder / "diffusion_pytorch_model.safetensors", metadata={"format": "pt"})
+    with replacing(Path(folder), "diffusion_pytorch_model*") as new:
+        (new / "config.json").write_text(json.dumps(options, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        save_file(tensors, new / "diffusion_pytorch_model.safetensors", metadata={"format": "pt"})
 
 
 def read_config(folder: Path) -> UNetConfig:
