@@ -186,6 +186,8 @@ def test_a_curve_that_is_stopped_while_it_is_drawn_loses_no_row(settings: Settin
         time.sleep(0.5)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
+    # Whoever was started in the background ignores it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=press_ctrl_c, daemon=True).start()
     case = replace(CASE, strategy="eager", workload="train")
     rows: dict[str, Result] = {}
@@ -198,6 +200,7 @@ def test_a_curve_that_is_stopped_while_it_is_drawn_loses_no_row(settings: Settin
             memory_bytes=lambda case: 1,
             peaks={},
         )
+    signal.signal(signal.SIGINT, before)
     row = rows[case.arm]
     assert row.status == "ok" and row.steady is not None and len(row.steady.rounds) == 6
     assert not row.curve

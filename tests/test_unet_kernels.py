@@ -84,7 +84,6 @@ def glue_calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         "every other window": (operators.windows, (torch.randn(2, 5, 4, 8).transpose(1, 2), 2)),
         "bias": (operators.conv_bias, (half, bias)),
         "upsample": (operators.upsample, (torch.randn(2, 3, 5, 8),)),
-        "upsample no images": (operators.upsample, (torch.randn(0, 3, 5, 8),)),
         "attention": (attention.short_attention, torch.randn(3, 2, 5, 3, 8).bfloat16().unbind()),
         "attention in a product": (attention.short_attention, torch.randn(2, 5, 3, 3, 8).half().unbind(2)),
         "no rows": (operators.add_norm, (x[:0], residual[:0], weight, bias, bias, 1e-5)),
@@ -550,3 +549,7 @@ def test_importing_and_running_the_family_brings_no_triton() -> None:
         "assert 'diffusers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
+
+
+def test_the_upsample_of_no_images_is_no_alias() -> None:
+    torch.library.opcheck(torch.ops.zoo_unet.upsample.default, (torch.randn(0, 3, 5, 8),))
