@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import re
 import secrets
@@ -16,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from zoo.weights import reading
+from zoo.weights import reading, replacing
 
 if TYPE_CHECKING:
     from zoo.training.step import TrainingStep
@@ -31,7 +30,6 @@ def save(step: TrainingStep, folder: Path, others: Mapping[str, Any]) -> None:
     from safetensors.torch import save_model
 
     states = {name: _state_of(name, other) for name, other in others.items()}
-    folder.mkdir(parents=True, exist_ok=True)
     # Two files cannot be replaced at once: each says which save it is of.
     pair = secrets.token_hex(8)
     rest = {
@@ -45,11 +43,9 @@ def save(step: TrainingStep, folder: Path, others: Mapping[str, Any]) -> None:
         "random": _random_state(step.device),
         "others": states,
     }
-    new_weights, new_rest = folder / f".{WEIGHTS}", folder / f".{REST}"
-    save_model(step.model, str(new_weights), metadata={"pair": pair})
-    torch.save(rest, new_rest)
-    os.replace(new_weights, folder / WEIGHTS)
-    os.replace(new_rest, folder / REST)
+    with replacing(folder) as new:
+        save_model(step.model, str(new / WEIGHTS), metadata={"pair": pair})
+        torch.save(rest, new / REST)
 
 
 def load(step: TrainingStep, folder: Path, others: Mapping[str, Any]) -> None:
