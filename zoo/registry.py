@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.weights import Placement, fill, locate, open_tensors
+from zoo.weights import Placement, check_dtype, fill, locate, open_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,8 +209,7 @@ def _load(
 
 
 def _build(family: Family, config: Any, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Module:
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"dtype is {dtype!r}, but parameters need a floating-point torch.dtype")
+    check_dtype(dtype)
     before = torch.get_default_dtype()
     try:
         if dtype is not None:

@@ -114,6 +114,12 @@ def open_tensors(path: Path) -> Iterator[Tensors]:
         yield Tensors(readers)
 
 
+def check_dtype(dtype: Any) -> None:
+    """ValueError unless parameters can be of this dtype; None leaves theirs as it is."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype is {dtype!r}, but parameters need a floating-point torch.dtype")
+
+
 @contextlib.contextmanager
 def replacing(folder: Path, *patterns: str) -> Iterator[Path]:
     """A folder to write a checkpoint into; its files take the place of an earlier one's when all of them are written.

@@ -19,7 +19,7 @@ from zoo.bert.config import USE_FIELDS, BertConfig
 from zoo.bert.heads import make_head
 from zoo.bert.model import Bert
 from zoo.layers import initialise
-from zoo.weights import Placement, fill, locate, open_tensors, refuse_other_config, replacing
+from zoo.weights import Placement, check_dtype, fill, locate, open_tensors, refuse_other_config, replacing
 
 # {theirs: ours} of modules that are the same in both; {} is the layer's index.
 _EMBEDDINGS = {
@@ -171,8 +171,7 @@ def load(
     """
     from zoo.bert.upstream import read_config
 
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"dtype is {dtype!r}, but parameters need a floating-point torch.dtype")
+    check_dtype(dtype)
     path = locate(source)
     if not (path / "config.json").exists():
         raise FileNotFoundError(f"{path} has no config.json; zoo.create(name, weights=...) takes weights alone")

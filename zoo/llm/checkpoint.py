@@ -16,7 +16,7 @@ from torch import Tensor
 from zoo.llm.config import USE_FIELDS, LLMConfig
 from zoo.llm.model import LLM
 from zoo.llm.quantize import refuse_quantized
-from zoo.weights import Placement, fill, locate, open_tensors, refuse_other_config, replacing
+from zoo.weights import Placement, check_dtype, fill, locate, open_tensors, refuse_other_config, replacing
 
 # {theirs: ours} of tensors that are the same in both; {} is the layer's index.
 _LAYER = {
@@ -87,8 +87,7 @@ def load(source: str | Path, *, device: torch.device | str | None = None, dtype:
     """
     from zoo.llm.upstream import read_config
 
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"dtype is {dtype!r}, but parameters need a floating-point torch.dtype")
+    check_dtype(dtype)
     path = locate(source)
     if not (path / "config.json").exists():
         raise FileNotFoundError(f"{path} has no config.json; zoo.create(name, weights=...) takes weights alone")

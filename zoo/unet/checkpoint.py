@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zoo.unet.config import BlockShape, UNetConfig
 from zoo.unet.model import UNet
-from zoo.weights import Placement, fill, locate, open_tensors, refuse_other_config, replacing
+from zoo.weights import Placement, check_dtype, fill, locate, open_tensors, refuse_other_config, replacing
 
 CLASS = "UNet2DConditionModel"
 # {theirs: ours} of modules that are the same in both.
@@ -227,8 +227,7 @@ def load(
         ValueError: If the config has an option that the zoo does not support, or a tensor is missing, left over or of
             another shape.
     """
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"dtype is {dtype!r}, but parameters need a floating-point torch.dtype")
+    check_dtype(dtype)
     path = find_weights("", source) or locate(source)
     if not (path / "config.json").exists():
         raise FileNotFoundError(f"{path} has no config.json; zoo.create(name, weights=...) takes weights alone")
