@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
@@ -52,6 +53,27 @@ def test_long_rows_are_checked_by_two_steps(monkeypatch: pytest.MonkeyPatch):
     losses = arm.losses(arm.eager())
     assert len(losses) == 2
     torch.testing.assert_close(losses, prepared.reference(), rtol=1e-4, atol=0)
+
+
+class _Attention(TorchFunctionMode):
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int, bool]] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            self.calls.append((args[0].shape[1], args[1].shape[1], kwargs.get("attn_mask") is None))
+        return function(*args, **kwargs)
+
+
+def test_the_reference_holds_no_scores():
+    # In float32 torch's kernels take neither grouped queries nor, without a copy of it, a mask.
+    prepared = WORKLOAD.prepare(CASE, data_root=None, seed=0)
+    config = PRESETS["llm-debug"]
+    assert config.num_key_value_heads < config.num_attention_heads
+    with _Attention() as attention:
+        prepared.reference()
+    assert set(attention.calls) == {(config.num_attention_heads, config.num_attention_heads, True)}
 
 
 def test_the_loss_in_parts_is_the_library_s(monkeypatch: pytest.MonkeyPatch):

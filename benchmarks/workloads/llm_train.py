@@ -123,6 +123,7 @@ def prepare(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
     def reference() -> Tensor:
         # In float32, and with nothing but the layers' inputs kept: float64 and all activations would not fit.
         theirs = upstream(config, weights)
+        llm_upstream.without_scores(theirs)
         checkpoint_upstream(theirs)
         training = Training(loss=loss_in_parts, batch=batch, learning_rate=learning_rate, checked=checked)
         return reference_losses(theirs, training, torch.float32)

@@ -15,6 +15,7 @@ from zoo.llm import LLMConfig
 
 # The name of torch's attention without transformers' masks, among transformers' own.
 _UNMASKED = "sdpa_without_mask"
+_UNGROUPED = "sdpa_without_groups"
 
 
 def skeleton(config: LLMConfig) -> nn.Module:
@@ -64,6 +65,26 @@ def without_mask(model: Any) -> None:
 
     AttentionInterface.register(_UNMASKED, sdpa_attention_forward)
     model.set_attn_implementation(_UNMASKED)
+
+
+def without_scores(model: Any) -> None:
+    """:func:`without_mask` for training in float32: never hold a layer's scores [B, H, T, T], 128 GiB of 32k tokens.
+
+    transformers hands grouped queries over as they are, and of those torch has kernels for 16-bit types alone; in
+    float32 it falls back to the one that holds all scores. Here each key and value is repeated for its queries first.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(_UNGROUPED, _ungrouped_attention)
+    model.set_attn_implementation(_UNGROUPED)
+
+
+def _ungrouped_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, scaling: float | None = None, **__: Any
+) -> tuple[Tensor, None]:
+    key, value = (x.repeat_interleave(module.num_key_value_groups, dim=1) for x in (key, value))
+    out = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    return out.transpose(1, 2).contiguous(), None
 
 
 def compile_layers(step: nn.Module, *, raised_limit: bool, **options: Any) -> None:
