@@ -271,21 +271,24 @@ def _case(race: Race, **options: object) -> Case:
 
 
 def _losses(race: Race) -> str:
-    """Loss curves at some of their steps, an arm a column, and how far each is from the reference's at most."""
+    """Loss curves at some of their steps, an arm a row, and how far each is from the reference's at most."""
     curves = {arm.name: arm.result.curve for arm in race.arms if arm.result.curve}
     if not curves:
         return "No curves; give `--curve` steps."
     steps = min(map(len, curves.values()))
     shown = [step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if step < steps] + [steps]
-    rows = [(str(step), *(numbers.significant(curve[step - 1]) for curve in curves.values())) for step in shown]
     told = race.reference.name if race.reference else ""
-    if (eager := curves.get(told)) is not None:
-        apart = [
-            max(abs(ours - theirs) / max(abs(theirs), 1e-30) for ours, theirs in zip(curve, eager, strict=False))
-            for curve in curves.values()
-        ]
-        rows.append((f"farthest from {told}", *map(numbers.percent, apart)))
-    return markdown.table(("step", *curves), rows)
+    reference = curves.get(told)
+    rows = []
+    for name, curve in curves.items():
+        losses = [numbers.significant(curve[step - 1]) for step in shown]
+        if reference is not None:
+            pairs = zip(curve, reference, strict=False)
+            apart = max(abs(ours - theirs) / max(abs(theirs), 1e-30) for ours, theirs in pairs)
+            losses.append(numbers.percent(apart))
+        rows.append((name, *losses))
+    farthest = [] if reference is None else [f"farthest from {told}"]
+    return markdown.table(("loss after step", *map(str, shown), *farthest), rows)
 
 
 # Kernels -----------------------------------------------------------------------------------------------------------
