@@ -124,10 +124,10 @@ def _groups(
     memory_bytes: Callable[[Case], int],
     running_bytes: Callable[[Case], int],
 ) -> list[list[Arm]]:
-    """Arms that fit in memory side by side, while one of them computes the reference that all are checked by.
+    """Arms that fit in memory side by side, in the first group while one computes what all are checked by.
 
-    Where not all do, each group holds the reference arm again, to be paired. An arm that does not fit alone fails here,
-    saying what it needs.
+    Where not all do, each group holds the reference arm again, to be paired, unless an arm does not fit beside that
+    either: it races alone. One that does not fit alone fails here, saying what it needs.
     """
     free = free_memory(arms[0].case.device, settings.monitor)
     needs: dict[str, int] = {}
@@ -150,21 +150,21 @@ def _groups(
     reference = next(arm for arm in fitting if arm.case == reference_case)
     room = float("inf") if free is None else MEMORY_SHARE * free
 
-    def fit(group: Sequence[Arm]) -> bool:
-        checking = max(needs[arm.case.key] - running[arm.case.key] for arm in group)
+    def fit(group: Sequence[Arm], *, first: bool) -> bool:
+        checking = max(needs[arm.case.key] - running[arm.case.key] for arm in group) if first else 0
         return sum(running[arm.case.key] for arm in group) + checking <= room
 
-    if fit(fitting):
+    if fit(fitting, first=True):
         return [fitting]
-    groups: list[list[Arm]] = []
+    groups = [[reference]]
     for arm in fitting:
         if arm is reference:
             continue
-        if groups and fit([*groups[-1], arm]):
+        if fit([*groups[-1], arm], first=len(groups) == 1):
             groups[-1].append(arm)
         else:
-            groups.append([reference, arm])
-    return groups or [[reference]]
+            groups.append([reference, arm] if fit([reference, arm], first=False) else [arm])
+    return groups
 
 
 def _side_by_side(groups: Sequence[Sequence[Arm]]) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 ROUND_MS = 20.0  # a round is at least this long, so that the clocks' own grain and one stray interrupt do not matter
+_NO_STALL = 20  # rounds: what takes longer than so many is a long step, not one that was held up
 SETTLE_MS = 5.0  # what runs before it, unmeasured: another process had the device, caches and clocks in between
 
 Step = Callable[[], Any]
@@ -78,8 +79,13 @@ def calibrate(step: Step, device: str, milliseconds: float = ROUND_MS) -> int:
     calls = 1
     while True:
         # The fastest of three: one stalled call would otherwise pass for a slow step, and rounds would be too short.
-        tries = [back_to_back(step, device, calls) for _ in range(3)]
-        each = min(t.wall_ms if t.device_ms is None else min(t.wall_ms, t.device_ms) for t in tries)
+        # No stall is long enough for a first call of many rounds' length, and steps of seconds are dear.
+        each = float("inf")
+        for _ in range(3):
+            timed = back_to_back(step, device, calls)
+            each = min(each, timed.wall_ms, float("inf") if timed.device_ms is None else timed.device_ms)
+            if each * calls >= _NO_STALL * milliseconds:
+                break
         if each * calls >= milliseconds:
             return calls
         # A tenth more than needed: the next round may be a little faster than this one.

@@ -263,8 +263,26 @@ def test_one_reference_at_a_time_is_all_that_memory_must_hold(settings: Settings
     arms = arms_of(settings, *cases)
     assert _groups(arms, settings, lambda case: 60, lambda case: 10) == [arms]  # 4 * 10 and 50 more
     assert len(_groups(arms, settings, lambda case: 61, lambda case: 10)) == 2  # 91 is more than its share
-    (alone,) = {len(group) for group in _groups(arms, settings, lambda case: 90, lambda case: 45)}
-    assert alone == 2, "an arm and the one that it is paired with"
+    # The first computes it, and the others have it: 45 + 45 fits, 45 + 45 and 45 more does not.
+    assert [len(group) for group in _groups(arms, settings, lambda case: 90, lambda case: 45)] == [1, 2, 2, 2]
+
+
+def test_an_arm_that_does_not_fit_beside_the_reference_arm_races_alone(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+):
+    from benchmarks.race import _groups
+
+    def needs(case: Case) -> int:
+        return 80 if case.impl == "upstream" else 20
+
+    monkeypatch.setattr("benchmarks.race.free_memory", lambda device, monitor: 100)
+    cases = [replace(CASE, impl=impl, strategy=s) for impl in ("zoo", "upstream") for s in ("eager", "regional")]
+    groups = _groups(arms_of(settings, *cases), settings, needs, needs)
+    assert [[arm.case.arm for arm in group] for group in groups] == [
+        ["zoo regional", "zoo eager"],
+        ["upstream eager"],
+        ["upstream regional"],
+    ]
 
 
 def test_nobody_works_while_another_does_or_imports(settings: Settings):

@@ -44,6 +44,12 @@ def test_a_slow_step_is_called_once_a_round():
     assert calibrate(Counted(0.03), "cpu", 20) == 1
 
 
+def test_a_step_of_many_rounds_is_not_tried_again():
+    step = Counted(0.12)
+    assert calibrate(step, "cpu", 5) == 1
+    assert step.calls == 2, "one to settle, one to time"
+
+
 def test_settling_calls_at_least_once():
     step = Counted(0.01)
     assert settle(step, "cpu", 0.0) == step.calls == 1
