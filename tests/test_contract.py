@@ -118,5 +118,9 @@ def test_example_inputs_are_seeded_and_refuse_unknown_sizes(name: str) -> None:
     tensors = [[t for t in pytree.tree_leaves(i) if isinstance(t, torch.Tensor)] for i in (first, second, other)]
     torch.testing.assert_close(tensors[0], tensors[1], rtol=0, atol=0)
     assert any(not torch.equal(a, b) for a, b in zip(tensors[0], tensors[2], strict=True))
-    with pytest.raises(TypeError, match="no_such_size"):
-        zoo.example_inputs(model, no_such_size=1)
+    with pytest.raises(TypeError, match="have no size 'sead', did you mean 'seed'.*they have .*seed"):
+        zoo.example_inputs(model, sead=1)
+    with pytest.raises(TypeError, match="seed is '1', expected an integer"):
+        zoo.example_inputs(model, seed="1")
+    with pytest.raises(ValueError, match=f"seed is {2**64}, expected .* fits into 64 bits"):
+        zoo.example_inputs(model, seed=2**64)

@@ -428,6 +428,19 @@ def test_what_is_out_of_range_is_refused(options: dict[str, Any], message: str):
         NeighborSampler(graph(), **{"fanouts": (4, 3), "batch_size": 16, "num_nodes": NODES} | options)
 
 
+def test_neither_samplers_nor_batches_move_to_a_dtype():
+    sampler = NeighborSampler(graph(), fanouts=(4, 3), batch_size=16, num_nodes=NODES)
+    for what, moves in {
+        "a sampler": sampler,
+        "a batch": next(sampler.epoch(0)),
+        "a graph": CSRGraph.from_edge_index(graph()),
+    }.items():
+        with pytest.raises(TypeError, match=f"device is torch.bfloat16: {what} moves to devices alone"):
+            moves.to(torch.bfloat16)
+    with pytest.raises(TypeError, match="seed is 1.5, expected an integer"):
+        NeighborSampler(graph(), fanouts=(4, 3), batch_size=16, seed=1.5)
+
+
 @pytest.mark.skipif(
     not (importlib.util.find_spec("pyg_lib") or importlib.util.find_spec("torch_sparse")),
     reason="torch-geometric's NeighborLoader needs pyg-lib or torch-sparse",

@@ -155,6 +155,15 @@ def test_errors() -> None:
             other(ids(2, 4), cache=cache)
         with pytest.raises(ValueError, match="2 heads of width 16, but the model 1 of 16"):
             zoo.create("llm-debug", num_key_value_heads=1)(ids(2, 4), cache=cache)
+        narrow = model.make_cache(2, 8, dtype=torch.bfloat16)
+        with pytest.raises(
+            ValueError, match=r"cache is torch.bfloat16 on cpu, but the model computes in torch.float32"
+        ):
+            model(ids(2, 4), cache=narrow)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model(ids(2, 4), cache=narrow).isfinite().all()
+            with pytest.raises(ValueError, match=r"the model computes in torch.bfloat16 .*dtype=torch.bfloat16"):
+                model(ids(2, 4), cache=cache)
         with pytest.raises(ValueError, match="attention_mask and cache"):
             model(ids(2, 4), attention_mask=torch.ones(2, 4), cache=cache)
     with pytest.raises(ValueError, match="passes no gradients on"):

@@ -286,6 +286,9 @@ def test_the_largest_uniform_number_stays_among_the_kept() -> None:
         ({"eos": list(range(17))}, ValueError, "eos has 17 tokens"),
         ({"stride": 0}, ValueError, "stride is 0"),
         ({"buckets": ()}, ValueError, "buckets is"),
+        ({"seed": "a"}, TypeError, "seed is 'a', expected an integer"),
+        ({"seed": -(2**63) - 1}, ValueError, "fits into 64 bits"),
+        ({"cache": "static"}, TypeError, "cache is a str, expected a KVCache"),
     ],
 )
 def test_bad_calls_are_named_before_anything_runs(

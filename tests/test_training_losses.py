@@ -134,6 +134,12 @@ def test_it_agrees_with_torchs_own_chunked_loss():
             TypeError,
             r"float32 and weight torch\.bfloat16; convert",
         ),
+        (
+            {"labels": torch.full((20,), 37)},
+            ValueError,
+            "from 37 to 37, but weight has 37 classes: pass 0 to 36, or -100",
+        ),
+        ({"labels": torch.full((20,), -1)}, ValueError, "labels are from -1 to -1"),
         ({"x": torch.ones(0, 16), "labels": torch.zeros(0, dtype=torch.int64)}, ValueError, "there are no rows"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,9 +179,21 @@ def example_inputs(model: nn.Module, **sizes: Any) -> dict[str, Any]:
         sizes: What the family lets you choose: ``num_nodes``, ``batch``, ... and ``seed``.
 
     Raises:
-        TypeError: If the model is not the zoo's, or a size is not one of its family's.
+        TypeError: If the model is not the zoo's, a size is not one of its family's, or it is no integer.
+        ValueError: If a size is out of range.
     """
-    return family_of(model).example_inputs(model, **sizes)
+    family = family_of(model)
+    parameters = list(inspect.signature(family.example_inputs).parameters.values())
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+        for name in sizes:
+            if name not in known:
+                near = _did_you_mean(name, known)
+                raise TypeError(f"inputs of {family.name} have no size {name!r}{near}; they have {', '.join(known)}")
+    for name, size in sizes.items():
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
+            raise TypeError(f"{name} is {size!r}, expected an integer")
+    return family.example_inputs(model, **sizes)
 
 
 def _load(

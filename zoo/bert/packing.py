@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from zoo.arguments import check_device
 from zoo.bert.checks import check_ids, check_mask
 from zoo.bert.config import BertConfig
 from zoo.bert.outputs import Output, TokenScores
@@ -51,11 +52,7 @@ class PackedBatch(NamedTuple):
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedBatch:
         """The batch on another device."""
-        if isinstance(device, torch.dtype):
-            # Tensors would take it, and token ids become floats.
-            raise TypeError(
-                f"device is {device}: a batch moves to devices alone, and fits whatever the dtype of the model"
-            )
+        check_device(device, "a batch")
         moved: dict[str, Any] = {
             name: value.to(device, non_blocking=non_blocking)
             for name, value in self._asdict().items()

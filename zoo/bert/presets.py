@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zoo.arguments import seeded
 from zoo.bert.config import BertConfig
 from zoo.bert.model import Bert
 
@@ -73,7 +74,7 @@ def example_inputs(model: nn.Module, *, batch: int = 2, tokens: int = 16, seed: 
         raise ValueError(
             f"batch is {batch} and tokens {tokens}: both must be positive, and tokens at most {config.positions}"
         )
-    generator = torch.Generator("cpu").manual_seed(seed)
+    generator = seeded(seed)
     column = torch.arange(tokens, device="cpu")
     lengths = torch.randint((tokens + 1) // 2, tokens + 1, (batch, 1), generator=generator, device="cpu")
     lengths[-1:] = lengths[-1:].clamp(max=max(1, tokens - 1))

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zoo.arguments import check_device
 from zoo.gnn.csr import GraphTensors, Transpose
 
 
@@ -60,6 +61,7 @@ class SampledBatch(NamedTuple):
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> SampledBatch:
         """The batch on a device; from pinned memory without waiting."""
+        check_device(device, "a batch")
         return SampledBatch(*map_tensors(self, lambda tensor: tensor.to(device, non_blocking=non_blocking)))
 
     def pin_memory(self) -> SampledBatch:

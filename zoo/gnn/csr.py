@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zoo.arguments import check_device
 from zoo.gnn import operators
 from zoo.gnn.checks import check_edge_weight, check_edges, node_counts
 from zoo.gnn.outside import outside_compile
@@ -344,11 +345,7 @@ class CSRGraph:
 
     def to(self, device: torch.device | str) -> CSRGraph:
         """The graph on another device; this one stays."""
-        if isinstance(device, torch.dtype):
-            # Tensors would take it, and node numbers become floats.
-            raise TypeError(
-                f"device is {device}: a graph moves to devices alone, and fits whatever the dtype of the model"
-            )
+        check_device(device, "a graph")
         with torch.inference_mode(False):
             weight = None if self._edge_weight is None else self._edge_weight.to(device)
             structure = self._structure.to(device)

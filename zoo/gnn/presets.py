@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zoo.arguments import seeded
 from zoo.gnn.config import GATConfig, GCNConfig, GNNConfig, SAGEConfig
 from zoo.gnn.model import GAT, GCN, GraphSAGE
 
@@ -53,7 +54,7 @@ def example_inputs(model: nn.Module, *, num_nodes: int = 64, num_edges: int = 25
     weight, config = next(model.parameters()), model.config
     if not isinstance(config, GNNConfig):
         raise TypeError(f"{type(model).__name__} is not a GCN, GAT or GraphSAGE of the zoo")
-    generator = torch.Generator("cpu").manual_seed(seed)
+    generator = seeded(seed)
     on_cpu: dict[str, Any] = {"generator": generator, "device": "cpu"}
     x = torch.randn(num_nodes, config.in_channels, dtype=torch.float32, **on_cpu)
     source = torch.randint(max(num_nodes, 1), (num_edges,), **on_cpu)

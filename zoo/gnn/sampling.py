@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zoo.arguments import check_device, check_seed
 from zoo.gnn.batches import Bucket, Drawn, SampledBatch, Subgraph, map_tensors
 from zoo.gnn.csr import CSRGraph
 from zoo.operators import launcher, triton_runs_on
@@ -77,6 +78,7 @@ class NeighborSampler:
             raise ValueError(f"batch_size is {batch_size}; at least one seed is needed")
         if workers < 0:
             raise ValueError(f"workers is {workers}; 0 samples when a batch is asked for")
+        check_seed(seed)
         self.device = _device(device)
         self._stream: torch.cuda.Stream | None = None
         with torch.no_grad():
@@ -111,6 +113,7 @@ class NeighborSampler:
 
     def to(self, device: torch.device | str) -> NeighborSampler:
         """The same on another device, in the same buckets; this one stays."""
+        check_device(device, "a sampler")
         other = copy.copy(self)
         other.device, other._stream = _device(device), None
         other._rowptr, other._source = self._rowptr.to(device), self._source.to(device)

@@ -57,7 +57,7 @@ def check_call(
     if position_ids is not None:
         check_values("position_ids", position_ids, limit, f"the model has {limit} positions", seen=attention_mask)
     if cache is not None:
-        check_cache(model.config, cache, batch, tokens, position_ids is None)
+        check_cache(model, cache, batch, tokens, position_ids is None)
         if position_ids is not None:
             held = f"the cache has {cache.slots} slots"
             check_values("position_ids", position_ids, cache.slots, held, ", or make a cache with more slots")
@@ -88,10 +88,23 @@ def check_values(
         raise ValueError(f"{name} has values from {low} to {high}, but {why}: pass 0 to {limit - 1}{otherwise}")
 
 
-def check_cache(config: LLMConfig, cache: KVCache, batch: int, tokens: int, from_zero: bool) -> None:
-    """Whether a cache is of this model and large enough."""
+def check_is_cache(cache: KVCache) -> None:
+    """Whether it is one at all."""
     if not isinstance(cache, KVCache):
         raise TypeError(f"cache is a {type(cache).__name__}, expected a KVCache from model.make_cache(batch, slots)")
+
+
+def check_cache(model: LLM, cache: KVCache, batch: int, tokens: int, from_zero: bool) -> None:
+    """Whether a cache is of this model and large enough."""
+    check_is_cache(cache)
+    config, weight = model.config, model.embed_tokens.weight
+    kind = weight.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    if (cache.dtype, cache.device) != (dtype, weight.device):
+        raise ValueError(
+            f"cache is {cache.dtype} on {cache.device}, but the model computes in {dtype} on {weight.device}: "
+            f"model.make_cache(batch, slots, dtype={dtype}) makes one that fits"
+        )
     if len(cache.layers) != config.num_hidden_layers:
         raise ValueError(f"cache has {len(cache.layers)} layers, but the model has {config.num_hidden_layers}")
     heads, width = cache.layers[0].shape[2], cache.layers[0].shape[4]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from zoo.llm.cache import KVCache
+from zoo.llm.checks import check_is_cache
 from zoo.llm.model import LLM
 from zoo.llm.prompts import Prompts, prompt_rows
 from zoo.llm.session import Session
@@ -124,6 +125,7 @@ def _session(
             )
         slots = fitting_slots(longest, limit)
     else:
+        check_is_cache(cache)
         slots = cache.slots
         if cache.batch != len(rows):
             raise ValueError(f"tokens has {len(rows)} rows, but the cache {cache.batch}")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zoo.arguments import seeded
 from zoo.llm.config import LLMConfig, RopeScaling
 from zoo.llm.model import LLM
 
@@ -110,6 +111,6 @@ def example_inputs(model: nn.Module, *, batch: int = 2, tokens: int = 16, seed: 
     limit = model.config.max_position_embeddings
     if batch < 1 or not 1 <= tokens <= limit:
         raise ValueError(f"batch is {batch} and tokens {tokens}: both must be positive, and tokens at most {limit}")
-    generator = torch.Generator("cpu").manual_seed(seed)
+    generator = seeded(seed)
     drawn = torch.randint(model.config.vocab_size, (batch, tokens), generator=generator, device="cpu")
     return {"input_ids": drawn.to(model.embed_tokens.weight.device)}

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zoo.arguments import check_seed
 from zoo.cudagraph import GraphedStep
 from zoo.cudagraph import cuda_graph as capture
 from zoo.llm.cache import KVCache
+from zoo.llm.checks import check_is_cache
 from zoo.llm.decode import MOST_ENDS, DecodeState, accept, decode_step
 from zoo.llm.model import LLM
 from zoo.llm.prompts import Prompts, from_start, pieces, prompt_rows
@@ -72,10 +74,12 @@ class Session:
         self.buckets = BUCKETS if buckets is None else tuple(sorted(set(buckets)))
         if not self.buckets or not all(isinstance(bucket, int) and bucket > 0 for bucket in self.buckets):
             raise ValueError(f"buckets is {buckets!r}, expected positive lengths")
-        if cache is not None and (cache.batch, cache.slots) != (batch, slots):
-            raise ValueError(
-                f"cache has {cache.batch} rows of {cache.slots} slots, but batch is {batch} and slots {slots}"
-            )
+        if cache is not None:
+            check_is_cache(cache)
+            if (cache.batch, cache.slots) != (batch, slots):
+                raise ValueError(
+                    f"cache has {cache.batch} rows of {cache.slots} slots, but batch is {batch} and slots {slots}"
+                )
         self.model = model
         self.cache = model.make_cache(batch, slots) if cache is None else cache
         self.state = DecodeState(batch, slots, self.cache.device)
@@ -147,6 +151,8 @@ class Session:
                     f"row {index} has {length + len(row)} tokens and max_new_tokens is {max_new_tokens}, but the cache "
                     f"has {self.cache.slots} slots: take a larger one, or fewer tokens"
                 )
+        if seed is not None:
+            check_seed(seed)
         ends = end_tokens(eos, model.eos_token_id, model.vocab_size, MOST_ENDS)
         pad = model.pad_token_id if model.pad_token_id is not None else next(iter(ends), 0)
         self._turn += 1

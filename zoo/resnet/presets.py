@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zoo.arguments import seeded
 from zoo.resnet.config import ResNetConfig
 from zoo.resnet.model import ResNet
 
@@ -47,7 +48,7 @@ def example_inputs(model: nn.Module, *, batch: int = 2, size: int = 64, seed: in
         raise TypeError(f"{type(model).__name__} is not a ResNet of the zoo")
     if batch < 1 or size < 1:
         raise ValueError(f"batch is {batch} and size {size}; both must be positive")
-    generator = torch.Generator("cpu").manual_seed(seed)
+    generator = seeded(seed)
     shape = (batch, model.config.in_channels, size, size)
     images = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
     weight = model.head.fc.weight

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from zoo.layers import bounds_outside, on_host
 from zoo.operators import differentiable_once
 from zoo.regions import Region
 from zoo.training.fallback import cross_entropy_rows
@@ -75,7 +76,7 @@ class LinearCrossEntropy(nn.Module):
             Float32 scalar. It can be differentiated once.
 
         Raises:
-            TypeError, ValueError: If shapes or dtypes do not fit.
+            TypeError, ValueError: If shapes or dtypes do not fit, or on a CPU if a label is none.
         """
         _check(x, weight, labels)
         if not torch.is_grad_enabled():
@@ -156,3 +157,9 @@ def _check(x: Tensor, weight: Tensor, labels: Tensor) -> None:
         raise TypeError(f"x is {x.dtype} and weight {weight.dtype}; convert one, or run under autocast")
     if not labels.numel():
         raise ValueError("there are no rows: the mean of nothing is no loss")
+    if on_host(labels) and (bounds := bounds_outside(labels[labels != IGNORED], len(weight))) is not None:
+        low, high = bounds
+        raise ValueError(
+            f"labels are from {low} to {high}, but weight has {len(weight)} classes: pass 0 to {len(weight) - 1}, or "
+            f"{IGNORED} for a row without a loss"
+        )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zoo.arguments import seeded
 from zoo.unet.config import UNetConfig
 from zoo.unet.model import UNet
 
@@ -108,7 +109,7 @@ def example_inputs(
             f"batch is {batch}, tokens {tokens} and size {size}: all must be positive, and size divisible by "
             f"{config.reduction}"
         )
-    generator = torch.Generator("cpu").manual_seed(seed)
+    generator = seeded(seed)
 
     def normal(*shape: int) -> Tensor:
         drawn = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zoo.arguments import seeded
 from zoo.unet.checks import check_condition
 from zoo.unet.model import UNet
 from zoo.unet.schedule import Schedule
@@ -86,10 +87,7 @@ def initial_noise(shape: tuple[int, int, int, int], latents: Tensor | None, seed
         TypeError, ValueError: If what is given does not fit.
     """
     if latents is None:
-        if not isinstance(seed, int) or isinstance(seed, bool):
-            raise TypeError(f"seed is {seed!r}, expected an integer")
-        generator = torch.Generator("cpu").manual_seed(seed)
-        return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
+        return torch.randn(shape, generator=seeded(seed), device="cpu", dtype=torch.float32)
     if not isinstance(latents, Tensor) or not latents.dtype.is_floating_point:
         found = latents.dtype if isinstance(latents, Tensor) else type(latents).__name__
         raise TypeError(f"latents is {found}, expected a tensor of floating-point numbers")
