@@ -160,8 +160,9 @@ def _groups(
     for arm in fitting:
         if arm is reference:
             continue
-        if fit([*groups[-1], arm], first=len(groups) == 1):
-            groups[-1].append(arm)
+        beside = next((group for group in groups if fit([*group, arm], first=group is groups[0])), None)
+        if beside is not None:
+            beside.append(arm)
         else:
             groups.append([reference, arm] if fit([reference, arm], first=False) else [arm])
     return groups

@@ -12,7 +12,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def run_checks(file: str, *arguments: str, interpret: bool) -> None:
-    """Fail unless every check of ``tests/<file>`` that pytest's arguments select passes, and at least one does."""
+    """Fail unless every check of ``tests/<file>`` that pytest's arguments select passes, and at least one does.
+
+    In the interpreter most cases are run in one dtype, see ``tests/dtypes_in_turn.py``. To run all:
+    ``TRITON_INTERPRET=1 python -m pytest tests/<file>``.
+    """
+    if interpret:
+        arguments = ("-p", "tests.dtypes_in_turn", *arguments)
     # Of its own, even where pytest runs in several processes: its plugins know that by the environment.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(

@@ -283,6 +283,10 @@ def test_an_arm_that_does_not_fit_beside_the_reference_arm_races_alone(
         ["upstream eager"],
         ["upstream regional"],
     ]
+    cases.insert(1, replace(cases[1], control=True))
+    cases.sort(key=lambda case: case.control)  # last of all, and beside its twin all the same
+    groups = _groups(arms_of(settings, *cases), settings, needs, needs)
+    assert [arm.case.arm for arm in groups[0]] == ["zoo regional", "zoo eager", "zoo regional (A/A)"]
 
 
 def test_nobody_works_while_another_does_or_imports(settings: Settings):
