@@ -1,6 +1,6 @@
 """A pytest plugin: of a check's cases that differ by dtype alone one is run, the dtypes in turn.
 
-Triton's interpreter computes all dtypes by the same code of NumPy: there a kernel is tested by shapes and options, and a
+Triton's interpreter computes all dtypes by one code of NumPy: there a kernel is tested by shapes and options, and a
 dtype by some of them. The first case of each check is run in all. On a GPU dtypes are different code, and nothing is
 left out.
 """
