@@ -234,8 +234,10 @@ def test_a_cache_costs_upstream_a_graph_a_layer(small: None, impl: str, graphs: 
     expected = first_call(prepared)
     counter = CompileCounter()
     assert prepared.compile_regions is not None
-    prepared.compile_regions(prepared.model, backend=counter, dynamic=False)
-    assert error(first_call(prepared), expected) < 1e-6
+    # Before torch 2.13 who raises the limit raises it for the process, other tests too.
+    with torch._dynamo.config.patch(recompile_limit=8):
+        prepared.compile_regions(prepared.model, backend=counter, dynamic=False)
+        assert error(first_call(prepared), expected) < 1e-6
     # As shipped, layers above the limit stay eager.
     assert counter.frame_count == graphs
 
@@ -392,7 +394,7 @@ def test_products_are_those_counted_on_eager(small: None, input: str, impl: str)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         prepared.model(**prepared.inputs)
     counted = sum(
-        count for name, count in counter.get_flop_counts()["Global"].items() if str(name) in ("aten.mm", "aten.addmm")
+        count for name, count in counter.get_flop_counts()["Global"].items() if str(name) in ("aten.mm", "aten.addmm", "aten.bmm")
     )
     task = llm_work.task(input)
     attention = 4 * round(task.batch * task.tokens * task.seen) * 10 * 4 * 16
