@@ -394,7 +394,9 @@ def test_products_are_those_counted_on_eager(small: None, input: str, impl: str)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         prepared.model(**prepared.inputs)
     counted = sum(
-        count for name, count in counter.get_flop_counts()["Global"].items() if str(name) in ("aten.mm", "aten.addmm", "aten.bmm")
+        count
+        for name, count in counter.get_flop_counts()["Global"].items()
+        if str(name) in ("aten.mm", "aten.addmm", "aten.bmm")
     )
     task = llm_work.task(input)
     attention = 4 * round(task.batch * task.tokens * task.seen) * 10 * 4 * 16
