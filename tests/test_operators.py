@@ -8,10 +8,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zoo
 from zoo import operators
@@ -170,6 +172,29 @@ def test_a_second_derivative_is_right_or_refused(library: operators.OperatorLibr
         (grad,) = torch.autograd.grad(ops.double(x).sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="differentiate twice"):
             grad.square().sum().backward()
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_second_derivative_of_an_input_alone_is_refused(
+    library: operators.OperatorLibrary, checkpointed: bool
+) -> None:
+    ops = getattr(torch.ops, library.namespace)
+
+    def keep(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    library.autograd("double", lambda ctx, grad: ops.double_backward(grad) * ctx.saved_tensors[0].sign() ** 2, keep)
+    x = torch.randn(3, requires_grad=True)
+
+    def both(x: Tensor) -> Tensor:
+        return ops.double(x) + x.square()
+
+    out = checkpoint(both, x, use_reentrant=False) if checkpointed else both(x)
+    for loss in (out.sum(), out.square().sum()):
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        # Autograd runs only what leads to x, and there is another way to it than through the operator.
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            torch.autograd.grad(grad.sum(), x)
 
 
 def test_an_operator_without_a_gradient_says_so_and_what_to_do(library: operators.OperatorLibrary) -> None:

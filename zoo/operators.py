@@ -104,21 +104,42 @@ def differentiable_once(backward: Function) -> Function:
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        ctx = _UnpackedOnce(ctx)
         with torch.no_grad():
             outputs = backward(ctx, *grads)
-        if not torch.is_grad_enabled():
-            return outputs
         many = outputs if isinstance(outputs, tuple) else (outputs,)
         marker = torch.ones((), requires_grad=True)
-        many = tuple(_Refused.apply(each, marker) if isinstance(each, Tensor) else each for each in many)
+        # Autograd goes along paths that lead to what it is asked for, and passes the marker by: these lead there.
+        paths = [each for each in (*grads, *ctx.saved_tensors) if isinstance(each, Tensor) and each.requires_grad]
+        many = tuple(_Refused.apply(each, marker, *paths) if isinstance(each, Tensor) else each for each in many)
         return many if isinstance(outputs, tuple) else many[0]
 
     return run
 
 
+class _UnpackedOnce:
+    """A context that keeps its saved tensors: a checkpoint gives them no second time."""
+
+    def __init__(self, ctx: Any) -> None:
+        self.__dict__["_ctx"] = ctx
+
+    @functools.cached_property
+    def saved_tensors(self) -> tuple[Tensor | None, ...]:
+        saved: tuple[Tensor | None, ...] = self._ctx.saved_tensors
+        return saved
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._ctx, name, value)
+
+
 class _Refused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, marker: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, *paths: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
