@@ -14,9 +14,10 @@ from torch import Tensor, nn
 import zoo
 from tests.gnn_reference import attend, edge_softmax
 from zoo.cudagraph import synchronising_raises
-from zoo.gnn import CSRGraph, GATConv, GCNConv, SAGEConv
+from zoo.gnn import CSRGraph, GATConv, GCNConv, SAGEConv, prepare
 from zoo.gnn.aggregate import max_neighbours, mean_neighbours, sum_neighbours
 from zoo.gnn.csr import Recipe
+from zoo.gnn.prepare import GraphMemory
 
 GRAPHS: dict[str, tuple[list[list[int]], tuple[int, int]]] = {
     "square": ([[0, 1, 2, 3, 1, 4], [1, 0, 1, 4, 3, 3]], (5, 5)),
@@ -245,6 +246,28 @@ def test_in_place_changes_are_seen() -> None:
         after = model(x, edge_index, weight)
         assert not torch.allclose(before, after)
         torch.testing.assert_close(after, fresh(), rtol=0, atol=0)
+
+
+def test_weights_of_another_thread_are_never_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, (edge_index, sizes) = GraphMemory(), edges("square")
+    weights = [torch.rand(6), torch.rand(6)]
+
+    def given(weight: Tensor) -> Tensor | None:
+        return memory.graph(edge_index, weight, sizes, Recipe(), torch.float32).tensors.weight
+
+    expected = given(weights[0])
+    is_still = prepare._Seen.is_still
+
+    def interrupted(seen: prepare._Seen, tensor: Tensor) -> bool:
+        known = is_still(seen, tensor)
+        if tensor is weights[0]:
+            given(weights[1])  # as another thread might, once this one has found its own
+        return known
+
+    monkeypatch.setattr(prepare._Seen, "is_still", interrupted)
+    found = given(weights[0])
+    assert found is not None
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_inference_tensors_are_never_remembered_across_a_change() -> None:

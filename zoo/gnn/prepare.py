@@ -42,8 +42,8 @@ class _Entry:
         self.edges = edges
         self.num_nodes = num_nodes
         self.plain = plain
-        self.weights: _Seen | None = None
-        self.weighted: CSRGraph | None = None
+        # Read and written as one: another thread may call with other weights.
+        self.weighted: tuple[_Seen, CSRGraph] | None = None
 
 
 class GraphMemory:
@@ -102,9 +102,10 @@ class GraphMemory:
             return entry.plain.prepared(recipe, dtype)
         if edge_weight.requires_grad:
             return entry.plain.with_weights(edge_weight).prepared(recipe, dtype)
-        if entry.weighted is None or entry.weights is None or not entry.weights.is_still(edge_weight):
-            entry.weights, entry.weighted = _Seen(edge_weight), entry.plain.with_weights(edge_weight)
-        return entry.weighted.prepared(recipe, dtype)
+        weighted = entry.weighted
+        if weighted is None or not weighted[0].is_still(edge_weight):
+            weighted = entry.weighted = _Seen(edge_weight), entry.plain.with_weights(edge_weight)
+        return weighted[1].prepared(recipe, dtype)
 
 
 def _forget(entries: dict[int, _Entry], key: int, _: Any) -> None:
