@@ -335,6 +335,28 @@ def test_graphs_of_another_model_or_another_batch_are_refused():
         model()(x, batch.graphs[:1] * 2)
 
 
+@pytest.mark.parametrize(
+    ("norm", "options", "training", "refused"),
+    [
+        ("batch", {}, True, True),
+        ("batch", {}, False, False),
+        ("batch", {"track_running_stats": False}, False, True),
+        ("layer", {}, False, True),
+        ("layer", {"mode": "node"}, True, False),
+    ],
+)
+def test_norms_never_count_padding(norm: str, options: dict[str, Any], training: bool, refused: bool):
+    net, x = model(norm=norm, norm_kwargs=options).train(training), torch.randn(NODES, 6)
+    sampler = NeighborSampler(graph(), fanouts=(3, 2), batch_size=8, num_nodes=NODES)
+    batch, drawn = sampler.batch(0, 0), sampler.subgraph(0, 0)
+    expected = net(x[drawn.nodes], drawn.edge_index)[:8]
+    if refused:
+        with pytest.raises(ValueError, match=rf"norm='{norm}' .* would count the padding .* sampler.subgraphs"):
+            net(x[batch.nodes], batch.graphs)
+    else:
+        torch.testing.assert_close(net(x[batch.nodes], batch.graphs), expected)
+
+
 def test_labels_of_missing_seeds_are_ignored():
     sampler = NeighborSampler(graph(), fanouts=(2,), batch_size=150, num_nodes=NODES, shuffle=False)
     *_, last = sampler.epoch(0)

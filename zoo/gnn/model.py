@@ -222,6 +222,7 @@ class _Model(nn.Module):
                 )
             graphs = cast("Graphs", edge_index)  # a single one is a tuple as well, and was returned above
             check_layers(x, graphs, self.config.num_layers)
+            self._refuse_padding_in_norms()
             return graphs
         if (
             isinstance(edge_index, CSRGraph)
@@ -247,6 +248,17 @@ class _Model(nn.Module):
             raise ValueError(
                 f"{type(self).__name__} was given prepared tensors (of a sampled batch), which do not say whether "
                 "self-loops and weights are in them; pass a CSRGraph, or use GraphSAGE"
+            )
+
+    def _refuse_padding_in_norms(self) -> None:
+        """Rows of padding change nothing for the others, unless a mean over all rows counts them."""
+        norms = (layer.epilogue.norm for layer in self.layers if layer.epilogue is not None)  # type: ignore[union-attr]
+        if any(getattr(norm, "over_nodes", False) for norm in norms):
+            config = self.config
+            raise ValueError(
+                f"norm={config.norm!r} with norm_kwargs={dict(config.norm_kwargs)} takes means over all rows, and "
+                "would count the padding of a sampled batch; pass what sampler.subgraphs(epoch) gives, which has none, "
+                "or use norm='layer' with norm_kwargs={'mode': 'node'}"
             )
 
     def dry_call(

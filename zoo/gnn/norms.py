@@ -53,6 +53,11 @@ class GraphBatchNorm(nn.BatchNorm1d):
         super().__init__(channels, eps, momentum, affine, track_running_stats)
         self.allow_single_element = allow_single_element
 
+    @property
+    def over_nodes(self) -> bool:
+        """Whether what a node gets depends on the others, so that padding would count."""
+        return self.training or self.running_mean is None
+
     def forward(self, x: Tensor) -> Tensor:
         """Features [N, C] -> [N, C]."""
         if self.allow_single_element and x.shape[0] <= 1:
@@ -75,13 +80,13 @@ class GraphLayerNorm(nn.Module):
         if mode not in ("graph", "node"):
             raise ValueError(f"norm_kwargs has mode={mode!r}, expected 'graph' or 'node'")
         self.eps = eps
-        self.over_graph = mode == "graph"
+        self.over_nodes = mode == "graph"
         node = nn.LayerNorm(channels, eps=eps, elementwise_affine=affine)
         self.weight, self.bias = node.weight, node.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """Features [N, C] -> [N, C]."""
-        if not self.over_graph:
+        if not self.over_nodes:
             return F.layer_norm(x, (x.shape[1],), self.weight, self.bias, self.eps)
         x = x - x.mean()
         x = x / (x.std(unbiased=False) + self.eps)
