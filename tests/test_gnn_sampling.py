@@ -362,6 +362,10 @@ def test_labels_of_missing_seeds_are_ignored():
     *_, last = sampler.epoch(0)
     labels = last.labels(torch.arange(NODES))
     assert labels.tolist() == [*range(150, 200), *[-100] * 100]
+    # Several a node: as many as seeds would pass for a row.
+    several = last.labels(torch.arange(NODES)[:, None].expand(-1, 150))
+    torch.testing.assert_close(several, labels[:, None].expand(-1, 150), rtol=0, atol=0)
+    assert last.labels(torch.arange(NODES)[:, None]).shape == (150, 1)
 
 
 @pytest.mark.gpu

@@ -69,8 +69,9 @@ class SampledBatch(NamedTuple):
         return SampledBatch(*map_tensors(self, lambda tensor: tensor.pin_memory()))
 
     def labels(self, labels: Tensor) -> Tensor:
-        """Labels [B] of the seeds out of those of all nodes; -100, which a loss leaves out, where padded."""
-        return torch.where(self.seeds < 0, -100, labels[self.seeds.clamp(min=0)])
+        """Labels [B, ...] of the seeds out of [N, ...] of all nodes; -100, which a loss leaves out, where padded."""
+        missing = (self.seeds < 0).view(-1, *(1,) * (labels.dim() - 1))
+        return torch.where(missing, -100, labels[self.seeds.clamp(min=0)])
 
 
 class Subgraph(NamedTuple):
