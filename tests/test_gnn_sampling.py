@@ -106,6 +106,11 @@ def test_any_batch_can_be_had_alone_and_in_any_bucket():
     sampler = NeighborSampler(graph(), fanouts=(4, 3), batch_size=25, num_nodes=NODES)
     *_, last = sampler.epoch(2)
     torch.testing.assert_close(sampler.batch(2, len(sampler) - 1), last, rtol=0, atol=0)
+    torch.testing.assert_close(sampler.batch(2, -1), last, rtol=0, atol=0)
+    assert torch.equal(sampler.subgraph(2, -1).edge_index, sampler.edges_of(last))
+    for index in (len(sampler), -len(sampler) - 1):
+        with pytest.raises(IndexError, match=f"index is {index}, but an epoch has 8 batches; use 0 to 7"):
+            sampler.batch(2, index)
     for bucket in sampler.buckets:
         batch = sampler.padded_to(bucket)
         assert (len(batch.nodes), len(batch.graphs[0].source), len(batch.seeds)) == (bucket.nodes, bucket.edges, 25)

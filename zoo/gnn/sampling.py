@@ -190,12 +190,20 @@ class NeighborSampler:
             yield batch
 
     def batch(self, epoch: int, index: int) -> SampledBatch:
-        """One batch of an epoch, as :meth:`epoch` gives it."""
+        """One batch of an epoch, as :meth:`epoch` gives it; -1 is the last one."""
+        index = self._place(index)
         return self._batch(self.seeds_of(epoch)[index], epoch, index)
 
     def subgraph(self, epoch: int, index: int) -> Subgraph:
-        """One batch of an epoch, as :meth:`subgraphs` gives it."""
+        """One batch of an epoch, as :meth:`subgraphs` gives it; -1 is the last one."""
+        index = self._place(index)
         return self._subgraph(self.seeds_of(epoch)[index], epoch, index)
+
+    def _place(self, index: int) -> int:
+        """Counted from the first batch: neighbours are drawn by that number."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"index is {index}, but an epoch has {len(self)} batches; use 0 to {len(self) - 1}")
+        return index % len(self)
 
     def padded_to(self, bucket: Bucket) -> SampledBatch:
         """A batch of this bucket's shape, to compile and capture it before it comes up.
