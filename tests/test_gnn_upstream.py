@@ -172,6 +172,12 @@ def test_copies_share_nothing_and_keep_what_is_frozen() -> None:
     assert not torch.equal(ours.layers[1].conv.bias, theirs.convs[1].bias)
 
 
+@pytest.mark.parametrize("cls", [pyg.GCN, pyg.GAT, pyg.GraphSAGE])
+def test_activations_in_place_train(cls: type[nn.Module]) -> None:
+    # Without a bias and a norm it would write into what the aggregation returned.
+    assert_same(make(cls, {"act": "relu", "act_kwargs": {"inplace": True}, "bias": False}), training=True)
+
+
 def test_lazy_width_is_read_from_the_weights() -> None:
     theirs = make(pyg.GraphSAGE, {"in_channels": -1})
     with pytest.raises(ValueError, match=r"in_channels=-1.*call the model once"):

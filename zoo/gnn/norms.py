@@ -102,6 +102,9 @@ def make_activation(name: str | None, options: Mapping[str, Any]) -> nn.Module:
         return nn.Identity()
     if name not in ACTIVATIONS:
         raise ValueError(f"act is {name!r}, expected None or one of {', '.join(ACTIVATIONS)}")
+    if "inplace" in options:
+        # It changes where, not what is computed; and what an operator returned is not always ours to write to.
+        options = {**options, "inplace": False}
     return _make("act_kwargs", ACTIVATIONS[name], options)
 
 
