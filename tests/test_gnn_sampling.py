@@ -119,6 +119,16 @@ def test_any_batch_can_be_had_alone_and_in_any_bucket():
         sampler.padded_to(Bucket(1, ((1, 1), (1, 1))))
 
 
+def test_a_bucket_too_small_for_one_seed_can_be_compiled_all_the_same():
+    sampler = NeighborSampler(graph(), fanouts=(4, 3), batch_size=8, num_nodes=NODES, buckets=[(8, 1), (NODES, 3000)])
+    small, _ = sampler.buckets
+    batch = sampler.padded_to(small)
+    assert shapes_of(batch) == small.layers and not len(sampler.edges_of(batch)[0])
+    x = torch.randn(NODES, 6)
+    alone = model()(x[batch.seeds[:1]], torch.zeros(2, 0, dtype=torch.int64))
+    torch.testing.assert_close(model()(x[batch.nodes], batch.graphs)[:1], alone)
+
+
 def test_the_random_state_of_the_caller_is_left_alone():
     torch.manual_seed(5)
     expected = torch.rand(3)
@@ -451,6 +461,7 @@ def test_other_models_refuse_sampled_tensors():
         ({"seeds": torch.tensor([3, 5, 5])}, "node 5 is 2 times among the seeds"),
         ({"buckets": [Bucket(200, ((80, 500), (15, 64)))]}, "does not have 2 layers, one a hop, the last of 16 rows"),
         ({"buckets": [Bucket(200, ((80, 50), (16, 64)))]}, "has a layer with more rows or edges than the one before"),
+        ({"buckets": [(15, 64)]}, r"bucket \(15, 64\) has 15 nodes, fewer than the 16 seeds of a batch"),
         ({"buckets": [(64, 64)]}, r"up to 200 nodes and .*; the largest bucket is Bucket\(nodes=64"),
     ],
 )

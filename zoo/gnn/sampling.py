@@ -214,7 +214,14 @@ class NeighborSampler:
         if bucket not in self.buckets:
             raise ValueError(f"{bucket} is none of the buckets {self.buckets}")
         seeds = self.seeds_of(0)[0][:1]
-        return self._sample(seeds, self._random(0, 0, self.device)).padded(seeds, bucket)
+        drawn = self._sample(seeds, self._random(0, 0, self.device))
+        if not bucket.holds(drawn.sizes):
+            # Of the seed alone: this one's neighbours are too many.
+            none = self._source[:0]
+            drawn = Drawn(
+                seeds, none.new_zeros(1, dtype=torch.int64), none.int(), Bucket(1, ((1, 0),) * len(self.fanouts))
+            )
+        return drawn.padded(seeds, bucket)
 
     def edges_of(self, batch: SampledBatch) -> Tensor:
         """The batch's edges as an ``edge_index`` [2, edges] of its own numbering, without padding."""
@@ -350,6 +357,8 @@ def _bucket(given: Bucket | tuple[int, int], most: Bucket, seeds: int) -> Bucket
     """As it was given; of nodes and edges alone one whose layers hold all that comes up."""
     if not isinstance(given, Bucket):
         nodes, edges = given
+        if nodes < seeds:
+            raise ValueError(f"bucket {(nodes, edges)} has {nodes} nodes, fewer than the {seeds} seeds of a batch")
         first, *others = most.layers
         return Bucket(nodes, ((min(first[0], nodes), edges), *((min(r, nodes), min(e, edges)) for r, e in others)))
     rows, edges_of = [given.nodes, *(r for r, _ in given.layers)], [e for _, e in given.layers]
