@@ -470,6 +470,26 @@ def test_what_is_out_of_range_is_refused(options: dict[str, Any], message: str):
         NeighborSampler(graph(), **{"fanouts": (4, 3), "batch_size": 16, "num_nodes": NODES} | options)
 
 
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"seeds": torch.ones(NODES, dtype=torch.bool)}, TypeError, r"seeds are torch.bool.*mask.nonzero\(\)"),
+        ({"seeds": torch.tensor([1.0])}, TypeError, r"seeds are torch.float32, expected torch.int64; use seeds.long"),
+        ({"seeds": torch.tensor([1], dtype=torch.int32)}, TypeError, "seeds are torch.int32"),
+        ({"seeds": [1, 2]}, TypeError, r"seeds are a list.*torch.tensor\(seeds\)"),
+        ({"seeds": torch.tensor([[1]])}, ValueError, r"seeds have shape \(1, 1\), expected \[n\]"),
+        ({"fanouts": 4}, ValueError, "fanouts are 4; one a hop"),
+        ({"fanouts": (4.0, 3)}, ValueError, r"fanouts are \[4.0, 3\]; one a hop, an integer"),
+        ({"batch_size": 16.0}, ValueError, "batch_size is 16.0; an integer"),
+        ({"workers": None}, ValueError, "workers is None; an integer"),
+        ({"device": torch.float32}, TypeError, "device is torch.float32"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_by_name(options: dict[str, Any], kind: type[Exception], message: str):
+    with pytest.raises(kind, match=message):
+        NeighborSampler(graph(), **{"fanouts": (4, 3), "batch_size": 16, "num_nodes": NODES} | options)
+
+
 def test_neither_samplers_nor_batches_move_to_a_dtype():
     sampler = NeighborSampler(graph(), fanouts=(4, 3), batch_size=16, num_nodes=NODES)
     for what, moves in {

@@ -55,6 +55,7 @@ class NeighborSampler:
             host's threads and the copy of each batch.
 
     Raises:
+        TypeError: If seeds are no int64 tensor, or the device or the seed is none.
         ValueError: If a size is out of range, or a bucket list cannot hold every batch.
     """
 
@@ -72,12 +73,13 @@ class NeighborSampler:
         workers: int = 2,
         device: torch.device | str = "cpu",
     ) -> None:
-        if not fanouts or any(fanout == 0 or fanout < -1 for fanout in fanouts):
-            raise ValueError(f"fanouts are {list(fanouts)}; one a hop, at least 1, or -1 for all neighbours")
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}; at least one seed is needed")
-        if workers < 0:
-            raise ValueError(f"workers is {workers}; 0 samples when a batch is asked for")
+        if not isinstance(fanouts, Sequence) or not fanouts or any(not _is_fanout(fanout) for fanout in fanouts):
+            found = list(fanouts) if isinstance(fanouts, Sequence) else fanouts
+            raise ValueError(f"fanouts are {found}; one a hop, an integer of at least 1, or -1 for all neighbours")
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; an integer, and at least one seed is needed")
+        if not isinstance(workers, int) or workers < 0:
+            raise ValueError(f"workers is {workers}; an integer, and 0 samples when a batch is asked for")
         check_seed(seed)
         self.device = _device(device)
         self._stream: torch.cuda.Stream | None = None
@@ -86,7 +88,7 @@ class NeighborSampler:
             tensors = CSRGraph.from_edge_index(edge_index, num_nodes=num_nodes).tensors
         self._rowptr, self._source = tensors.rowptr.to(self.device), tensors.source.to(self.device)
         self.num_nodes = len(self._rowptr) - 1
-        self.seeds = torch.arange(self.num_nodes) if seeds is None else seeds.cpu()
+        self.seeds = torch.arange(self.num_nodes) if seeds is None else _check_seeds(seeds).cpu()
         if not len(self.seeds) or int(self.seeds.min()) < 0 or int(self.seeds.max()) >= self.num_nodes:
             raise ValueError(f"seeds must be nodes of the graph, 0 to {self.num_nodes - 1}, and at least one")
         distinct, times = self.seeds.unique(return_counts=True)
@@ -347,7 +349,25 @@ def _run_alone() -> None:
             thread.join()
 
 
+def _is_fanout(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= -1 and value != 0
+
+
+def _check_seeds(seeds: Tensor) -> Tensor:
+    """Numbers of nodes, whatever they are."""
+    if not isinstance(seeds, Tensor):
+        raise TypeError(f"seeds are a {type(seeds).__name__}, expected an int64 tensor [n]; use torch.tensor(seeds)")
+    if seeds.dtype == torch.bool:
+        raise TypeError("seeds are torch.bool, expected the numbers of nodes; use mask.nonzero().view(-1)")
+    if seeds.dtype != torch.int64:
+        raise TypeError(f"seeds are {seeds.dtype}, expected torch.int64; use seeds.long()")
+    if seeds.dim() != 1:
+        raise ValueError(f"seeds have shape {tuple(seeds.shape)}, expected [n]; use seeds.view(-1)")
+    return seeds
+
+
 def _device(device: torch.device | str) -> torch.device:
+    check_device(device, "a sampler")
     if torch.device(device).type not in ("cpu", "cuda"):
         raise ValueError(f"device is {device}; batches are sampled on the host, 'cpu', or on a GPU, 'cuda'")
     return torch.device(device)
