@@ -25,10 +25,15 @@ def check_features(x: Tensor, channels: int, weight: Tensor, what: str = "x") ->
         raise ValueError(f"{what} is on {x.device} and the weights are on {weight.device}; move one of them")
     if not x.dtype.is_floating_point:
         raise TypeError(f"{what} is {x.dtype}, expected {weight.dtype}; use {what}.to({weight.dtype})")
-    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-        raise TypeError(
-            f"{what} is {x.dtype} and the weights are {weight.dtype}; use {what}.to({weight.dtype}), or torch.autocast"
-        )
+    if x.dtype != weight.dtype:
+        if torch.float64 in (x.dtype, weight.dtype):
+            # Autocast leaves it as it is.
+            raise TypeError(f"{what} is {x.dtype} and the weights are {weight.dtype}; use {what}.to({weight.dtype})")
+        if not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(
+                f"{what} is {x.dtype} and the weights are {weight.dtype}; use {what}.to({weight.dtype}), or "
+                "torch.autocast"
+            )
 
 
 def check_nodes(x: Tensor, count: int, device: torch.device, what: str = "x") -> None:

@@ -257,7 +257,7 @@ class SAGEConv(_Conv):
             out = self._aggregate(F.linear(sources, self.lin_l.weight), graph)
         if self.lin_r is None:
             return out
-        if out.dtype != self.lin_r.weight.dtype:
+        if not out.dtype == root.dtype == self.lin_r.weight.dtype:
             return out + self.lin_r(root)  # under autocast, which casts nothing for an in-place product
         # The second product adds to the first as it goes; out of place it would copy the first before.
         return out.addmm_(root, self.lin_r.weight.t())
