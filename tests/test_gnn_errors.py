@@ -107,6 +107,13 @@ def calls() -> dict[str, tuple[Callable[[], object], str]]:
         "gat own width": (lambda: GATConv((12, 4), 3)((X, X), graph), r"shape \(5, 12\), expected \[N, 4\]"),
         "aggregation": (lambda: SAGEConv(3, 3, aggr="median"), "aggr is 'median', expected"),
         "self-loops alone": (lambda: GCNConv(3, 3, add_self_loops=True, normalize=False), "normalize False"),
+        **{
+            f"weights beside tensors, {type(conv).__name__}": (
+                lambda conv=conv: conv(X, graph.tensors, weights),
+                r"edge_weight was given beside prepared tensors.*with_weights",
+            )
+            for conv in (GCNConv(12, 3), SAGEConv(12, 3, aggr="sum"), GATConv(12, 3))
+        },
         "mean without degrees": (lambda: mean_neighbours(X, graph.tensors), "needs the graph's inverse degrees"),
         "no nodes to draw from": (lambda: zoo.example_inputs(gcn, num_nodes=0), "num_nodes is 0 and num_edges 256"),
     }

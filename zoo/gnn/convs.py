@@ -69,6 +69,14 @@ class _Conv(nn.Module):
         """A parameter whose dtype and device the features must have."""
         return next(self.parameters())
 
+    def _refuse_weights(self, edge_weight: Tensor | None) -> None:
+        """Prepared tensors have theirs in them."""
+        if edge_weight is not None:
+            raise ValueError(
+                "edge_weight was given beside prepared tensors; put it into the graph they are of: "
+                "graph.with_weights(edge_weight)"
+            )
+
     def _tensors(
         self, features: Sequence[Tensor], graph: CSRGraph | Tensor, edge_weight: Tensor | None
     ) -> GraphTensors:
@@ -126,6 +134,8 @@ class GCNConv(_Conv):
             check_features(x, self.lin.in_features, self.lin.weight)
             sizes = (x, x.new_empty(graph.num_destinations, 0)) if isinstance(graph, CSRGraph) else (x,)
             graph = self._tensors(sizes, graph, edge_weight)
+        else:
+            self._refuse_weights(edge_weight)
         return self.second(self.first(x, graph), graph, self.bias)
 
     def first(self, x: Tensor, graph: GraphTensors) -> Tensor:
@@ -198,6 +208,8 @@ class SAGEConv(_Conv):
             if self.lin_r is not None:
                 check_features(root, self.lin_r.in_features, self.lin_r.weight)
             graph = self._tensors((sources, root), graph, edge_weight)
+        else:
+            self._refuse_weights(edge_weight)
         if isinstance(x, Tensor):
             out = self.second(self.first(x, graph), graph, self.bias)
         else:
@@ -337,6 +349,8 @@ class GATConv(_Conv):
             for features, linear in ((sources, of_sources), (own, of_own)):
                 check_features(features, linear.in_features, linear.weight)
             graph = self._tensors((sources, own), graph, edge_weight)
+        else:
+            self._refuse_weights(edge_weight)
         if own is sources and of_own is of_sources:
             return self.second(self.first(sources, graph), graph, self.bias)
         table = F.linear(sources, torch.cat([of_sources.weight, _score_weights(of_sources.weight, self.att_src)]))
