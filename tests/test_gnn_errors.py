@@ -96,6 +96,10 @@ def calls() -> dict[str, tuple[Callable[[], object], str]]:
         "weights twice": (lambda: gcn(X, graph, weights), r"beside a CSRGraph.*with_weights"),
         "fewer nodes in the graph": (lambda: gcn(torch.randn(6, 12), graph), r"x has 6 rows.*5 nodes.*num_nodes=6"),
         "prepared for fewer nodes": (lambda: gat(X, gat.prepare(EDGES, num_nodes=7)), "x has 5 rows.*7 nodes"),
+        "prepared with another number of nodes": (
+            lambda: gcn.prepare(graph, num_nodes=6),
+            r"num_nodes is 6, but the CSRGraph has 5 nodes; build it with .*num_nodes=6\)",
+        ),
         "rectangular model": (lambda: sage(X, rectangular), "5 sources and 6 destinations.*SAGEConv on their own"),
         "rectangular normalisation": (lambda: rectangular.gcn_normalized(), "normalisation needs a square graph"),
         "negative num_nodes": (lambda: CSRGraph.from_edge_index(EDGES, num_nodes=-1), "num_nodes is -1"),

@@ -194,8 +194,14 @@ class _Model(nn.Module):
             if edge_weight is not None and not self.recipe.weighted:
                 raise ValueError(f"edge_weight was given, but {type(self).__name__} does not use edge weights")
             edge_index = CSRGraph.from_edge_index(edge_index, edge_weight, num_nodes)
-        elif edge_weight is not None:
-            edge_index = edge_index.with_weights(edge_weight)
+        else:
+            if num_nodes not in (None, edge_index.num_sources):
+                raise ValueError(
+                    f"num_nodes is {num_nodes}, but the CSRGraph has {edge_index.num_sources} nodes; build it with "
+                    f"CSRGraph.from_edge_index(edge_index, num_nodes={num_nodes})"
+                )
+            if edge_weight is not None:
+                edge_index = edge_index.with_weights(edge_weight)
         return edge_index.prepared(self.recipe, weight_dtype(self._first_conv.weight))
 
     @property
