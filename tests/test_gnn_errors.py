@@ -110,6 +110,8 @@ def calls() -> dict[str, tuple[Callable[[], object], str]]:
         ),
         "gat own width": (lambda: GATConv((12, 4), 3)((X, X), graph), r"shape \(5, 12\), expected \[N, 4\]"),
         "aggregation": (lambda: SAGEConv(3, 3, aggr="median"), "aggr is 'median', expected"),
+        "heads": (lambda: GATConv(3, 3, heads=0), "heads is 0, expected a positive integer"),
+        "dropout": (lambda: GATConv(3, 3, dropout=2.0), "dropout is 2.0, expected a probability"),
         "self-loops alone": (lambda: GCNConv(3, 3, add_self_loops=True, normalize=False), "normalize False"),
         **{
             f"weights beside tensors, {type(conv).__name__}": (
@@ -131,6 +133,10 @@ def test_misuse(name: str) -> None:
 
 
 def test_foreign_objects() -> None:
+    conv, rectangular = SAGEConv((12, 4), 3, root_weight=False), torch.tensor([[0, 4, 2], [0, 1, 2]])
+    with pytest.raises(TypeError, match=r"of the destinations is a NoneType.*torch.empty\(D, 0\)"):
+        conv((X, None), rectangular)  # type: ignore[arg-type]
+    assert conv((X, torch.empty(3, 0)), rectangular).shape == (3, 3)
     with pytest.raises(TypeError, match="config is a dict"):
         build({})  # type: ignore[arg-type]
 

@@ -207,6 +207,11 @@ class SAGEConv(_Conv):
             check_features(sources, self.lin_l.in_features, self.lin_l.weight)
             if self.lin_r is not None:
                 check_features(root, self.lin_r.in_features, self.lin_r.weight)
+            elif not isinstance(root, Tensor):
+                raise TypeError(
+                    f"x of the destinations is a {type(root).__name__}, expected a tensor; without root weight its "
+                    "rows are counted and nothing is read: torch.empty(D, 0)"
+                )
             graph = self._tensors((sources, root), graph, edge_weight)
         else:
             self._refuse_weights(edge_weight)
@@ -310,6 +315,10 @@ class GATConv(_Conv):
         residual: bool = False,
     ) -> None:
         super().__init__()
+        if not isinstance(heads, int) or heads < 1:
+            raise ValueError(f"heads is {heads!r}, expected a positive integer")
+        if not 0.0 <= dropout <= 1.0:
+            raise ValueError(f"dropout is {dropout!r}, expected a probability, 0 to 1")
         self.recipe = Recipe(self_loops=add_self_loops, weighted=False)
         self.concat = concat
         self.negative_slope = negative_slope
