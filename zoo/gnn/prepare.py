@@ -31,7 +31,10 @@ class _Seen:
 
 
 def _stamp(tensor: Tensor) -> tuple[Any, ...] | None:
-    """Changes with every in-place operation. Inference tensors keep no count, so nothing is known of them."""
+    """Changes with every in-place operation that torch counts, which it does not through ``.data`` or NumPy.
+
+    Inference tensors keep no count, so nothing is known of them.
+    """
     if tensor.is_inference():
         return None
     return tensor._version, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
