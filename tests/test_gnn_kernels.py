@@ -188,6 +188,19 @@ def test_dropout_leaves_out_the_asked_share_and_keeps_the_mean() -> None:
     assert 0.7 < drawn.std() / (0.3 / 0.7 / 4000) ** 0.5 < 1.3
 
 
+@pytest.mark.parametrize(
+    "options", [("gcn-debug", {}), ("gat-debug", {}), ("graphsage-debug", {"aggr": "max"})], ids=str
+)
+def test_forward_mode_is_refused_and_not_zero(options: tuple[str, dict[str, Any]]) -> None:
+    model = zoo.create(options[0], **options[1])
+    x, edge_index = zoo.example_inputs(model).values()
+    with pytest.raises(NotImplementedError, match="no derivative in forward mode.*torch.autograd.grad"):
+        torch.func.jvp(lambda x: model(x, edge_index), (x,), (x,))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward mode"):
+        model(torch.autograd.forward_ad.make_dual(x, x), edge_index)
+    model(x, edge_index)
+
+
 def test_gradients_without_a_transpose_say_what_to_do() -> None:
     with torch.no_grad():
         graph = random_graph(weight=True).tensors

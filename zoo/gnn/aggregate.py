@@ -14,7 +14,7 @@ from torch import Tensor
 from zoo.gnn import operators
 from zoo.gnn.csr import GraphTensors, Transpose
 from zoo.gnn.split import Split
-from zoo.operators import differentiated
+from zoo.operators import differentiated, forward_mode
 
 _NO_SPLIT: tuple[None, None] = (None, None)
 
@@ -43,6 +43,7 @@ def mean_neighbours(x: Tensor, graph: GraphTensors, root: Tensor | None = None, 
 
 def max_neighbours(x: Tensor, graph: GraphTensors) -> Tensor:
     """Greatest value over incoming edges, zero where there are none; ties share the gradient. x [S, C] -> [D, C]."""
+    _refuse_forward_mode()
     count_ties = differentiated(x)
     pointers, index, _, _, *t_split = _transposed(graph.transpose)
     values, _ = operators.csr_max(
@@ -76,6 +77,7 @@ def attention(
     Returns:
         [D, H C] or, with ``average``, [D, C]; zero where there is no neighbour.
     """
+    _refuse_forward_mode()
     channels = table.shape[1] // heads - (2 if a_destination is None else 1)
     # The seed is drawn on the device, so that each replay of a CUDA graph draws another.
     seed = torch.randint(2**62, (1,), device=table.device) if dropout > 0.0 else None
@@ -95,11 +97,21 @@ def _csr_sum(
     root: Tensor | None,
     beside: bool,
 ) -> Tensor:
+    _refuse_forward_mode()
     pointers, index, _, t_weight, *t_split = _transposed(graph.transpose)
     return operators.csr_sum(
         x, graph.rowptr, graph.source, weight, None, row_scale, root, beside, *_split(graph.split),
         graph.destination, pointers, index, t_weight, *t_split,
     )  # fmt: skip
+
+
+def _refuse_forward_mode() -> None:
+    """An operator without such a derivative passes for a constant."""
+    if forward_mode():
+        raise NotImplementedError(
+            "sums over neighbours have no derivative in forward mode (torch.func.jvp, torch.autograd.forward_ad); use "
+            "reverse mode, torch.autograd.grad"
+        )
 
 
 def _split(tables: Split | None) -> tuple[Tensor | None, Tensor | None]:
