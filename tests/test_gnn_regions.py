@@ -124,6 +124,30 @@ def test_outer_cuda_graph_refuses_raw_edges_that_it_would_copy_in(name: str) -> 
         zoo.cuda_graph(model, args=(x, edge_index), static=(1,))(x, edge_index)
 
 
+def test_edge_weights_that_a_captured_step_copies_in_are_never_remembered() -> None:
+    model = zoo.create("gcn-debug")
+    x, edge_index = zoo.example_inputs(model).values()
+    first, second = torch.rand(256), torch.rand(256)
+    with torch.no_grad():
+        step = zoo.cuda_graph(model, args=(x, edge_index, first), static=(1,))
+        # From a warm-up to the capture they do not change: what is remembered would not be captured.
+        (entry,) = model._memory._entries.values()
+        assert entry.weighted is None
+        for weight in (second, first):
+            torch.testing.assert_close(step(x, edge_index, weight), model(x, edge_index, weight))
+
+
+@pytest.mark.gpu
+def test_a_replay_normalises_the_edge_weights_of_its_call() -> None:
+    model = zoo.create("gcn-debug", device="cuda")
+    x, edge_index = zoo.example_inputs(model).values()
+    first, second = torch.rand(256, device="cuda"), torch.rand(256, device="cuda")
+    with torch.no_grad():
+        step = zoo.cuda_graph(model, args=(x, edge_index, first), static=(1,))
+        for weight in (second, first):
+            torch.testing.assert_close(step(x, edge_index, weight), model(x, edge_index, weight))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_outer_cuda_graph_takes_a_prepared_graph_as_static(name: str) -> None:
     model = zoo.create(name)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zoo.gnn.checks import check_edges
 from zoo.gnn.csr import CSRGraph, Recipe
+from zoo.step_buffers import is_step_input
 
 
 def weight_dtype(x: Tensor) -> torch.dtype:
@@ -103,7 +104,9 @@ class GraphMemory:
             del self._entries[next(iter(self._entries))]
         if edge_weight is None:
             return entry.plain.prepared(recipe, dtype)
-        if edge_weight.requires_grad:
+        if edge_weight.requires_grad or is_step_input(edge_weight):
+            # Anew at each call: of what is learned for its gradient, and of an input of a captured step because every
+            # replay brings other values.
             return entry.plain.with_weights(edge_weight).prepared(recipe, dtype)
         weighted = entry.weighted
         if weighted is None or not weighted[0].is_still(edge_weight):
