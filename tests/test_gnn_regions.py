@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 import zoo
-from zoo.gnn import CSRGraph
+from zoo.gnn import CSRGraph, convs
 
 MODELS = ["gcn-debug", "gat-debug", "graphsage-debug"]
 # Hidden layers end in the same epilogue, whatever depth and widths; a jumping-knowledge head is one graph more.
@@ -122,6 +124,25 @@ def test_outer_cuda_graph_refuses_raw_edges_that_it_would_copy_in(name: str) -> 
         with pytest.raises(ValueError, match=r"bake in .*model\.prepare\(edge_index, num_nodes=N\)"):
             zoo.cuda_graph(model, args=(x, edge_index))
         zoo.cuda_graph(model, args=(x, edge_index), static=(1,))(x, edge_index)
+
+
+def test_a_captured_step_keeps_what_was_prepared_from_raw_edges(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.create("graphsage-debug")
+    x, edge_index = zoo.example_inputs(model).values()
+    model(x, edge_index)
+    # Stands in for a capture, which the CPU does not have.
+    monkeypatch.setattr(convs, "is_captured", lambda device: True)
+    model(x, edge_index)
+    (entry,) = model._memory._entries.values()
+    pointers = weakref.ref(entry.plain.tensors.rowptr)
+    monkeypatch.undo()
+    del entry
+    for shift in range(8):
+        model(x, (edge_index + shift) % 64)
+    edge_index.copy_(edge_index.flip(0))
+    model(x, edge_index)
+    gc.collect()
+    assert pointers() is not None, "a replay would read freed memory"
 
 
 def test_edge_weights_that_a_captured_step_copies_in_are_never_remembered() -> None:

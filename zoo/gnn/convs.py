@@ -20,7 +20,7 @@ from zoo.gnn.aggregate import attention, max_neighbours, mean_neighbours, sum_ne
 from zoo.gnn.checks import check_features, check_nodes
 from zoo.gnn.csr import CSRGraph, GraphTensors, Recipe
 from zoo.gnn.outside import outside_compile
-from zoo.gnn.prepare import GraphMemory, weight_dtype
+from zoo.gnn.prepare import GraphMemory, is_captured, weight_dtype
 from zoo.step_buffers import is_step_input
 
 Graph: TypeAlias = GraphTensors | CSRGraph | Tensor
@@ -48,7 +48,10 @@ def prepare_graph(
         raise ValueError(
             f"edge_index is on {graph.device} and x on {features[0].device}; use edge_index.to({features[0].device})"
         )
-    return memory.graph(graph, edge_weight, nodes, recipe, weight_dtype(features[0]))
+    prepared = memory.graph(graph, edge_weight, nodes, recipe, weight_dtype(features[0]))
+    if isinstance(graph, Tensor) and is_captured(prepared.device):
+        memory.keep(prepared)
+    return prepared
 
 
 class _Conv(nn.Module):

@@ -60,6 +60,11 @@ class GraphMemory:
     def __init__(self, size: int = 8) -> None:
         self._size = size
         self._entries: dict[int, _Entry] = {}
+        self._captured: list[CSRGraph] = []
+
+    def keep(self, graph: CSRGraph) -> None:
+        """Hold a graph that went into a CUDA graph as long as the model lives: replays read its memory."""
+        self._captured.append(graph)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphMemory:
         return GraphMemory(self._size)
@@ -112,6 +117,11 @@ class GraphMemory:
         if weighted is None or not weighted[0].is_still(edge_weight):
             weighted = entry.weighted = _Seen(edge_weight), entry.plain.with_weights(edge_weight)
         return weighted[1].prepared(recipe, dtype)
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether what runs on the device goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _forget(entries: dict[int, _Entry], key: int, _: Any) -> None:
