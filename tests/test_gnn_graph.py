@@ -91,6 +91,14 @@ def test_attention_is_a_softmax_that_does_not_overflow(name: str) -> None:
     torch.testing.assert_close(attend(x, *scores, graph, 0.2), torch.stack(heads, dim=1), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("size", [1e4, 1e8, 1e20])
+def test_attention_sums_to_one_however_large_the_scores(size: float) -> None:
+    graph = CSRGraph.from_edge_index(torch.tensor([[0, 1, 2], [0, 0, 0]]), None, (3, 1)).tensors
+    scores = torch.full((3, 1), size), torch.zeros(1, 1)
+    out = attend(torch.tensor([1.0, 2.0, 6.0]).view(3, 1, 1), *scores, graph, 0.2)
+    torch.testing.assert_close(out.view(1), torch.tensor([3.0]))
+
+
 @pytest.mark.parametrize("name", [name for name, (_, sizes) in GRAPHS.items() if sizes[0] == sizes[1]])
 @pytest.mark.parametrize("improved", [False, True])
 def test_gcn_normalisation(name: str, improved: bool) -> None:

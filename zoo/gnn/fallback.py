@@ -107,9 +107,11 @@ def gat(
     where = row.long().unsqueeze(-1).expand_as(score)
     zeros = score.new_zeros(rows.number, heads)
     greatest = zeros.scatter_reduce(0, where, score, "amax", include_self=False)
-    exponents = _sum_rows((score - greatest.index_select(0, row)).exp(), rows.pointers)
+    share = (score - greatest.index_select(0, row)).exp()
+    exponents = _sum_rows(share, rows.pointers)
     lse = torch.where((rows.pointers.diff() > 0).unsqueeze(-1), greatest + exponents.log(), 0.0)
-    share = (score - lse.index_select(0, row)).exp()
+    # Not by the log: of a large greatest score it is lost in rounding.
+    share = share / exponents.index_select(0, row)
     if seed is not None:
         share = share * _kept(seed, torch.arange(rows.nodes.shape[0], device=x.device), heads, dropout)
     out = _sum_heads(x, rows.nodes, rows.pointers, share)
