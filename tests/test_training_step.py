@@ -623,6 +623,39 @@ def test_what_learns_may_not_change_unnoticed(frozen: bool):
     assert torch.equal(model[0].weight, before) == frozen
 
 
+@pytest.mark.parametrize("captures", [False, True], ids=["uncaptured", "captured"])
+def test_what_is_unfrozen_later_begins_with_a_momentum_of_its_own(device: str, captures: bool):
+    batches = draw(12, device=device)
+
+    def train(fused: bool) -> list[float]:
+        model = build(device)
+        model[0].requires_grad_(False)
+        rate = torch.tensor(1e-2, device=device) if fused else 1e-2
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, fused=fused)
+        step = TrainingStep(model, loss_of, optimizer, cuda_graph=captures and fused)
+        losses = [step(batch).item() for batch in batches[:5]]
+        model[0].requires_grad_(True)
+        step.release()
+        return losses + [step(batch).item() for batch in batches[5:]]
+
+    assert train(True) == pytest.approx(train(False), rel=1e-5)
+
+
+def test_what_is_unfrozen_for_a_bad_loss_has_no_undefined_momentum(device: str):
+    model = build(device)
+    model[0].requires_grad_(False)
+    optimizer = optimizer_of(model, "sgd")
+    step = TrainingStep(model, loss_of, optimizer, cuda_graph=False)
+    first, second, third = draw(3, device=device)
+    step(first)
+    model[0].requires_grad_(True)
+    step((second[0] * float("nan"), second[1]))
+    with pytest.raises(NonFiniteError, match="step 2"):
+        step.check()
+    assert not optimizer.state[model[0].weight]["momentum_buffer"].any()
+    assert step(third).isfinite()
+
+
 def test_a_replaced_weight_is_an_error():
     model = build()
     step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=True)

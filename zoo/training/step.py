@@ -324,7 +324,9 @@ class TrainingStep:
         if not self._skips or not self._updated:
             # The first time anyway: it compiles, so that waiting costs nothing.
             self._refuse_now()
-        defined = self._updated or starts_defined(self.optimizer)
+        # In a capture nothing is begun: each replay would begin it again.
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        defined = capturing or starts_defined(self.optimizer) or self._updated
         if self.scaler is not None:
             before = None if defined else self.scaler.get_scale()
             self.scaler.step(self.optimizer)

@@ -27,17 +27,18 @@ def wants_closure(optimizer: Optimizer) -> bool:
 def starts_defined(optimizer: Optimizer) -> bool:
     """Whether the optimizer's state is defined if its first update is skipped. Makes it so where that can be done.
 
-    Torch's fused SGD takes momentum of memory as it is, and writes it in the first update, unless that is skipped.
+    Torch's fused SGD takes momentum of memory as it is, and writes it in the first update, unless that is skipped; and
+    it takes no parameter without momentum beside others that have one, as one that was unfrozen later.
     """
-    if optimizer.state or not can_skip(optimizer):
+    if not can_skip(optimizer):
         return True
     if isinstance(optimizer, torch.optim.SGD):
         with_momentum = [group for group in optimizer.param_groups if group["momentum"]]
         if any(group["dampening"] for group in with_momentum):
-            return False  # whose first update is unlike all later ones
+            return bool(optimizer.state)  # whose first update is unlike all later ones
         for group in with_momentum:
             for param in group["params"]:
-                if param.requires_grad:
+                if param.requires_grad and optimizer.state[param].get("momentum_buffer") is None:
                     optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
         return True
-    return isinstance(optimizer, (torch.optim.Adam, torch.optim.Adagrad))
+    return bool(optimizer.state) or isinstance(optimizer, (torch.optim.Adam, torch.optim.Adagrad))
