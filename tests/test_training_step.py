@@ -14,6 +14,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from training_models import build, draw, loss_of, optimizer_of, plain_losses
 
 import zoo
@@ -358,6 +359,16 @@ def test_a_cpu_is_not_captured_unless_asked():
     assert capture_obstacles(model, optimizer_of(model)) == [
         "the parameters are on cpu; CUDA graphs need a GPU: model.to('cuda')"
     ]
+
+
+@pytest.mark.parametrize(("where", "found"), [("cpu", ["on the CPU"]), ("cuda", [])])
+def test_a_learning_rate_that_is_a_tensor_on_the_cpu_stands_in_the_way(where: str, found: list[str]):
+    with FakeTensorMode():  # a GPU need not be there
+        model = nn.Linear(4, 4, device="cuda")
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)
+        optimizer.param_groups[0]["lr"] = torch.tensor(1e-3, device=where)
+        obstacles = capture_obstacles(model, optimizer)
+    assert len(obstacles) == len(found) and all(map(str.__contains__, obstacles, found))
 
 
 @pytest.mark.gpu

@@ -39,6 +39,12 @@ def capture_obstacles(model: nn.Module, optimizer: Optimizer) -> list[str]:
                 f"the learning rate {rate} of parameter group {index} is a number, which would be baked in: "
                 f"lr=torch.tensor({rate}, device='cuda'); schedulers of torch.optim write into it"
             )
+        elif rate.device.type == "cpu":
+            # Torch reads a number from it, once.
+            obstacles.append(
+                f"the learning rate of parameter group {index} is a tensor on the CPU, whose number would be baked in: "
+                "put it on the device, lr=torch.tensor(..., device='cuda')"
+            )
     if restores_random_state(model):
         obstacles.append(
             "checkpointed regions restore the random state for their second run, which cannot be captured: "
