@@ -617,6 +617,21 @@ def test_an_option_that_was_baked_in_may_not_change(change: str):
     assert step(batches[6]).isfinite() and not step.captured
 
 
+@pytest.mark.parametrize(("kind", "option"), [("adamw", "betas"), ("sgd", "momentum")])
+def test_a_schedule_that_cycles_the_momentum_is_told_not_to(kind: str, option: str):
+    model = build()
+    optimizer = optimizer_of(model, kind)
+    optimizer.param_groups[0]["lr"] = torch.tensor(1e-2)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
+    step = TrainingStep(model, loss_of, optimizer, cuda_graph=True)
+    batches = draw(5)
+    for batch in batches[:4]:
+        step(batch)
+        schedule.step()
+    with pytest.raises(RuntimeError, match=rf"{option} of parameter group 0 was .*cycle_momentum=False"):
+        step(batches[4])
+
+
 @pytest.mark.parametrize("frozen", [True, False])
 def test_what_learns_may_not_change_unnoticed(frozen: bool):
     model = build()

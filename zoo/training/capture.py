@@ -71,9 +71,14 @@ class FrozenOptions:
                 was = seen.get(name)
                 if value is was or (not isinstance(value, torch.Tensor) and value == was):
                     continue
+                remedy = "write into the tensor (group['lr'].fill_(...))"
+                if name in ("momentum", "betas"):
+                    remedy = f"a schedule that cycles {name} cannot be captured: give it cycle_momentum=False"
+                elif name != "lr":
+                    remedy = "keep it as it was"
                 raise RuntimeError(
                     f"{name} of parameter group {index} was {was} when the step was captured and is {value} now; "
-                    "write into the tensor (group['lr'].fill_(...)), or call step.release() to capture anew"
+                    f"{remedy}, or call step.release() to capture anew"
                 )
 
         if (learning := self._which_learn()) != self._learning:
