@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from training_models import build, draw, loss_of, optimizer_of
 
-from zoo.training import AdamW, NonFiniteError, TrainingStep
+from zoo.training import AdamW, NonFiniteError, TrainingStep, state
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -160,6 +160,44 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path):
     torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
     with pytest.raises(ValueError, match=r"schedule is a int without state_dict\(\)"):
         step.save(tmp_path / "other", schedule=3)
+
+
+def test_tensors_go_to_the_steps_device_but_for_those_of_the_cpu():
+    storage = torch.ones(2).untyped_storage()
+    assert state._restored_on(torch.device("cuda"))(storage, "cpu") is storage
+    assert state._restored_on(torch.device("meta"))(storage, "cuda:0").device.type == "meta"
+
+
+@pytest.mark.gpu
+def test_the_state_of_a_generator_is_loaded_on_a_gpu(tmp_path: Path):
+    class Sampler:
+        def __init__(self) -> None:
+            self.generator = torch.Generator()
+
+        def state_dict(self) -> dict[str, torch.Tensor]:
+            return {"generator": self.generator.get_state()}
+
+        def load_state_dict(self, given: dict[str, torch.Tensor]) -> None:
+            self.generator.set_state(given["generator"])
+
+    sampler, again = Sampler(), Sampler()
+    step, _ = make("cuda")
+    step(draw(1, device="cuda")[0])
+    sampler.generator.manual_seed(5)
+    step.save(tmp_path, sampler=sampler)
+    make("cuda")[0].load(tmp_path, sampler=again)
+    assert torch.equal(torch.rand(3, generator=again.generator), torch.rand(3, generator=sampler.generator))
+
+
+def test_a_learning_rate_goes_to_where_the_optimizers_is(tmp_path: Path):
+    model = build("cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3))
+    step = TrainingStep(model, loss_of, optimizer)
+    step(draw(1)[0])
+    step.save(tmp_path)
+    optimizer.param_groups[0]["lr"] = torch.tensor(1e-3, device="meta")
+    step.load(tmp_path)
+    assert optimizer.param_groups[0]["lr"].device.type == "meta"
 
 
 @pytest.mark.parametrize("device", DEVICES)

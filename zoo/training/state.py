@@ -6,7 +6,7 @@ import io
 import pickle
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +56,7 @@ def load(step: TrainingStep, folder: Path, others: Mapping[str, Any]) -> None:
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name} is missing; step.save(folder) writes {WEIGHTS} and {REST}")
     with reading(folder / REST, _REMEDY):
-        rest = torch.load(folder / REST, map_location=step.device, weights_only=True)
+        rest = torch.load(folder / REST, map_location=_restored_on(step.device), weights_only=True)
     if rest.get("format") != _FORMAT:
         raise ValueError(f"{folder / REST} has format {rest.get('format')}, this release reads {_FORMAT}")
     if set(rest["others"]) != set(others):
@@ -80,6 +80,15 @@ def load(step: TrainingStep, folder: Path, others: Mapping[str, Any]) -> None:
     step.steps = rest["steps"]
     step._watch.begin_at(rest["seen"])
     _set_random_state(step.device, rest["random"])
+
+
+def _restored_on(device: torch.device) -> Callable[[Any, str], Any]:
+    """For torch.load: tensors to this device, but for those that were on the CPU, as a generator's state is."""
+
+    def restore(storage: Any, location: str) -> Any:
+        return storage if location == "cpu" else torch.serialization.default_restore_location(storage, str(device))
+
+    return restore
 
 
 def _state_of(name: str, other: Any) -> Any:
@@ -124,6 +133,11 @@ def _check_order(step: TrainingStep, rest: Mapping[str, Any], file: Path) -> Non
 def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], file: Path) -> None:
     """Load, or ValueError and the optimizer is as it was."""
     before = dict(vars(optimizer))
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
+        for option, value in saved.items():
+            if isinstance(value, torch.Tensor) and isinstance(group.get(option), torch.Tensor):
+                # Torch moves states to where their parameters are, and leaves a learning rate where it was saved.
+                saved[option] = value.to(group[option].device)
     try:
         optimizer.load_state_dict(state)
         missing = {option for group in optimizer.param_groups for option in optimizer.defaults if option not in group}
