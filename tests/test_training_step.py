@@ -617,6 +617,21 @@ def test_an_option_that_was_baked_in_may_not_change(change: str):
     assert step(batches[6]).isfinite() and not step.captured
 
 
+def test_a_group_that_is_added_is_captured_anew():
+    model, more = build(), nn.Parameter(torch.ones(()))
+    optimizer = optimizer_of(model)
+    step = TrainingStep(model, lambda model, batch: loss_of(model, batch) * more, optimizer, cuda_graph=True)
+    batches = draw(8)
+    for batch in batches[:4]:
+        step(batch)
+    optimizer.add_param_group({"params": [more]})
+    with pytest.raises(RuntimeError, match=r"has 2 parameter groups, 1 were captured: call step.release\(\)"):
+        step(batches[4])
+    step.release()
+    step(batches[5])
+    assert more != 1
+
+
 @pytest.mark.parametrize(("kind", "option"), [("adamw", "betas"), ("sgd", "momentum")])
 def test_a_schedule_that_cycles_the_momentum_is_told_not_to(kind: str, option: str):
     model = build()

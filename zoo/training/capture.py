@@ -65,7 +65,10 @@ class FrozenOptions:
         """Raise RuntimeError if a number changed, a tensor (the learning rate) was replaced, or others learn now."""
         groups = self._optimizer.param_groups
         if len(groups) != len(self._seen):
-            raise RuntimeError(f"the optimizer has {len(groups)} parameter groups, {len(self._seen)} were captured")
+            raise RuntimeError(
+                f"the optimizer has {len(groups)} parameter groups, {len(self._seen)} were captured: call "
+                "step.release() to capture anew"
+            )
         for index, (group, seen) in enumerate(zip(groups, self._seen, strict=True)):
             for name, value in self._options(group).items():
                 was = seen.get(name)
