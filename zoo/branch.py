@@ -12,6 +12,8 @@ from contextlib import contextmanager
 
 import torch
 
+from zoo.step_buffers import is_captured
+
 
 @contextmanager
 def branch(device: torch.device) -> Iterator[Callable[[], None] | None]:
@@ -23,7 +25,7 @@ def branch(device: torch.device) -> Iterator[Callable[[], None] | None]:
     Args:
         device: Of the block's work.
     """
-    if torch.compiler.is_compiling() or device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+    if torch.compiler.is_compiling() or not is_captured(device):
         yield None
         return
     main, side = torch.cuda.current_stream(device), _side(device)

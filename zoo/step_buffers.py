@@ -21,6 +21,11 @@ def is_step_input(tensor: torch.Tensor) -> bool:
     return getattr(tensor, "_is_step_input", False)
 
 
+def is_captured(device: torch.device) -> bool:
+    """Whether what runs on the device now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def static_value(call: tuple[tuple[Any, ...], Mapping[str, Any]], place: int | str) -> Any:
     """The argument at a position or of a name; ValueError if the call has none there."""
     args, kwargs = call

@@ -20,8 +20,8 @@ from zoo.gnn.aggregate import attention, max_neighbours, mean_neighbours, sum_ne
 from zoo.gnn.checks import check_features, check_nodes
 from zoo.gnn.csr import CSRGraph, GraphTensors, Recipe
 from zoo.gnn.outside import outside_compile
-from zoo.gnn.prepare import GraphMemory, is_captured, weight_dtype
-from zoo.step_buffers import is_step_input
+from zoo.gnn.prepare import GraphMemory, weight_dtype
+from zoo.step_buffers import is_captured, is_step_input
 
 Graph: TypeAlias = GraphTensors | CSRGraph | Tensor
 # A sampled batch's, one a layer.

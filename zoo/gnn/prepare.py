@@ -119,10 +119,5 @@ class GraphMemory:
         return weighted[1].prepared(recipe, dtype)
 
 
-def is_captured(device: torch.device) -> bool:
-    """Whether what runs on the device goes into a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 def _forget(entries: dict[int, _Entry], key: int, _: Any) -> None:
     entries.pop(key, None)

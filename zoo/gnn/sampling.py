@@ -115,7 +115,6 @@ class NeighborSampler:
 
     def to(self, device: torch.device | str) -> NeighborSampler:
         """The same on another device, in the same buckets; this one stays."""
-        check_device(device, "a sampler")
         other = copy.copy(self)
         other.device, other._stream = _device(device), None
         other._rowptr, other._source = self._rowptr.to(device), self._source.to(device)

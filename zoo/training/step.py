@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from zoo.cudagraph import CaptureError, GraphedStep, synchronisations
-from zoo.step_buffers import check_leaves, describe, shapes_of
+from zoo.step_buffers import check_leaves, describe, is_captured, shapes_of
 from zoo.training.capture import FrozenOptions, capture_obstacles
 from zoo.training.finite import FiniteWatch, NonFiniteError
 from zoo.training.optimizers import AdamW
@@ -325,8 +325,7 @@ class TrainingStep:
             # The first time anyway: it compiles, so that waiting costs nothing.
             self._refuse_now()
         # In a capture nothing is begun: each replay would begin it again.
-        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        defined = capturing or starts_defined(self.optimizer) or self._updated
+        defined = is_captured(self.device) or starts_defined(self.optimizer) or self._updated
         if self.scaler is not None:
             before = None if defined else self.scaler.get_scale()
             self.scaler.step(self.optimizer)
