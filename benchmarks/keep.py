@@ -2,14 +2,17 @@
 
 python -m benchmarks.keep runs/today                              every race of the run
 python -m benchmarks.keep runs/today --model gcn --input arxiv    of these alone
+python -m benchmarks.keep runs/today --beside claim-30            beside the race of before, which stays
 
-They go to benchmarks/results/<gpu>-torch<version>/<family>-<workload>-<dtype>.jsonl. Then
+They go to benchmarks/results/<gpu>-torch<version>/<family>-<workload>-<dtype>.jsonl. Beside, they go to the same file
+in beside/<name>/: a family's tables are made without them, claims and decompositions look there first. Then
 ``python -m benchmarks.report --update`` makes the tables anew.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 from collections import defaultdict
@@ -21,7 +24,7 @@ import typer
 
 from benchmarks.case import Case
 from benchmarks.report import RESULTS
-from benchmarks.result import Result, Rows, Store, device_name, load
+from benchmarks.result import BESIDE, Result, Rows, Store, device_name, load
 from benchmarks.usage import UsageError, did_you_mean, run_command
 
 Race = tuple[str, ...]
@@ -29,16 +32,26 @@ Race = tuple[str, ...]
 NOT_KEPT = ("interrupted", "device-busy")
 
 
-def keep(rows: Rows, results: Path) -> dict[Path, list[Race]]:
+def keep(rows: Rows, results: Path, *, beside: str | None = None) -> dict[Path, list[Race]]:
     """Put all rows into their files below ``results``; the races of each file that were written.
 
+    Args:
+        rows: What was measured.
+        results: Where committed rows are.
+        beside: What they answer, if they are to stand beside the races of before instead of replacing them. Rows of
+            the same name are replaced.
+
     Raises:
-        UsageError: If rows are of code that was not committed, or tell of a stopped run; nothing is written then.
+        UsageError: If rows are of code that was not committed, or tell of a stopped run, or ``beside`` is no name of a
+            folder; nothing is written then.
     """
+    if beside is not None and not re.fullmatch(r"[a-z0-9][a-z0-9-]*", beside):
+        raise UsageError(f"--beside {beside!r} names a folder: small letters, digits and hyphens, as in claim-30")
     files: dict[Path, list[Result]] = defaultdict(list)
     for result in rows.results:
         _refuse(result, rows.environment(result))
-        files[results / _file(result.case, rows.environment(result))].append(result)
+        file = _file(result.case, rows.environment(result))
+        files[results / (file if beside is None else file.parent / BESIDE / beside / file.name)].append(result)
     for file, new in files.items():
         _write(file, new, rows.environments)
     return {file: list(dict.fromkeys(result.case.race for result in new)) for file, new in files.items()}
@@ -95,6 +108,9 @@ def command(
     run: Annotated[Path, typer.Argument(help="A run's folder or .jsonl file.")],
     model: Annotated[list[str] | None, typer.Option(help="Races of these models alone.")] = None,
     input: Annotated[list[str] | None, typer.Option(help="Races on these inputs alone.")] = None,
+    beside: Annotated[
+        str | None, typer.Option(help="Leave the races of before, put these beside them under this name.")
+    ] = None,
     results: Annotated[Path, typer.Option(help="Where committed rows are.")] = RESULTS,
 ) -> int:
     """Put a run's rows among the committed ones, in place of older rows of the same races."""
@@ -105,7 +121,7 @@ def command(
     found = _only(_only(rows.results, "model", model or []), "input", input or [])
     if not found:
         raise UsageError(f"{run} holds no such rows")
-    for file, races in keep(Rows(found, rows.environments), results).items():
+    for file, races in keep(Rows(found, rows.environments), results, beside=beside).items():
         for race in races:
             print(f"{file}: {' · '.join(race[1:])}")
     return 0

@@ -15,6 +15,8 @@ from typing import IO, Any
 from benchmarks.case import Case
 
 SCHEMA = 1
+# The folder among committed rows of races that were run for one question each.
+BESIDE = "beside"
 
 # Everything that can become of an arm. Only "ok" carries times; the others carry a reason.
 STATUSES = ("ok", "crashed", "out-of-memory", "timeout", "failed", "does-not-fit", "device-busy", "interrupted")
@@ -324,10 +326,18 @@ class Store:
 
 @dataclass(frozen=True)
 class Rows:
-    """What one file or a folder of files holds: results, and the environments that they name by id."""
+    """What one file or a folder of files holds: results, and the environments that they name by id.
+
+    Args:
+        results: Of each race the rows that tables of its family are made from.
+        environments: By the id that rows name.
+        beside: By a name, rows of races that were run for one question beside those: arms that a claim or a
+            decomposition needs, and nobody else.
+    """
 
     results: list[Result]
     environments: dict[str, dict[str, Any]]
+    beside: dict[str, list[Result]] = field(default_factory=dict)
 
     def environment(self, result: Result) -> dict[str, Any]:
         """The environment of a result; empty where the row names none."""
@@ -343,19 +353,21 @@ def load(path: Path) -> Rows:
     """The rows of a JSONL file, or of every ``*.jsonl`` below a folder in the order of their paths.
 
     Where two files hold the same case on the same device and torch version, the environment's later ``time`` wins, or
-    the later path where times agree or are missing, as the later line does within a file.
+    the later path where times agree or are missing, as the later line does within a file. Rows below the folder's
+    ``beside/<name>`` stand apart under that name.
 
     Raises:
         FileNotFoundError: Where there is no such file or folder.
-        ValueError: Naming file and line, where a row cannot be read.
+        ValueError: Naming file and line, where a row cannot be read; or a file in ``beside`` itself.
     """
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; give a .jsonl file of rows or a folder that holds some")
     files = [path] if path.is_file() else sorted(path.rglob("*.jsonl"))
     environments: dict[str, dict[str, Any]] = {}
-    newest: dict[tuple[str, ...], Result] = {}
+    newest: dict[str, dict[tuple[str, ...], Result]] = {"": {}}
     for file in files:
+        found = newest.setdefault(_beside(file, path), {})
         store = Store(file)
         ids = {}
         for name, environment in store.environments().items():
@@ -366,10 +378,22 @@ def load(path: Path) -> Rows:
             result.environment = ids.get(result.environment or "")
             environment = environments.get(result.environment or "", {})
             what = (device_name(environment, result.case.device), str(environment.get("torch")), result.case.key)
-            known = newest.get(what)
+            known = found.get(what)
             if known is None or _time(environment) >= _time(environments.get(known.environment or "", {})):
-                newest[what] = result
-    return Rows(list(newest.values()), environments)
+                found[what] = result
+    results = list(newest.pop("").values())
+    return Rows(results, environments, {name: list(found.values()) for name, found in newest.items()})
+
+
+def _beside(file: Path, folder: Path) -> str:
+    """The name under which a file's rows stand apart; empty where they do not."""
+    folders = file.relative_to(folder).parts[:-1]
+    if BESIDE not in folders:
+        return ""
+    name = "/".join(folders[folders.index(BESIDE) + 1 :])
+    if not name:
+        raise ValueError(f"{file}: rows in {BESIDE}/ stand in a folder of their own there, named for what they answer")
+    return name
 
 
 def _time(environment: Mapping[str, Any]) -> str:

@@ -36,7 +36,7 @@ from benchmarks.result import Check, Memory, Result, Rows, Work, load
 from tests.rows import ENVIRONMENT, failure, row, write
 
 ENVIRONMENTS = {"e1": ENVIRONMENT}
-EAGER, FULL = Way(strategy="eager"), Way()
+EAGER, FULL, TUNED = Way(strategy="eager"), Way(), Way(impl="upstream-tuned")
 CORA = Where(family="gnn", model="gcn", input="cora", dtype="float32")
 ARXIV = replace(CORA, input="arxiv")
 SPEED = Speed(FULL, EAGER)
@@ -173,6 +173,28 @@ def test_two_gpus_are_two_races_and_of_torch_the_newest_counts() -> None:
     newer = {"e1": ENVIRONMENT, "e2": {**ENVIRONMENT, "torch": "2.13.0"}}
     found = verdicts.places(part(between(1.4, 1.6)), races(results, newer))
     assert [place.outcome for place in found] == ["fails"]
+
+
+def test_a_race_that_was_run_for_the_claim_counts_before_its_familys() -> None:
+    eager = row(1.0, impl="upstream", strategy="eager")
+    one, other = replace(CLAIMS[10], parts=(part(between(1.4, 1.6)),)), part(at_least(3.0), figure=Speed(TUNED, EAGER))
+
+    def said(rows: Rows) -> str:
+        return claims.claim_table(Spec.parse("claim id=10"), rows, {10: replace(one, parts=(*one.parts, other))})
+
+    tuned = row(0.25, seed=3, impl="upstream-tuned", strategy="full")
+    again = said(Rows(pair(1.1), ENVIRONMENTS, {"claim-10": [*pair(1.5), tuned]}))
+    assert "fails for" not in again and again.count("holds") == 3  # both parts, and the verdict
+    # The family's where the race beside lacks the arms.
+    apart = said(Rows(pair(1.1), ENVIRONMENTS, {"claim-10": [eager, tuned]}))
+    assert "fails: less" in apart and apart.count("| holds |") == 1
+    # And where it is of a newer torch.
+    newer = {**ENVIRONMENTS, "e2": {**ENVIRONMENT, "torch": "2.13.0"}}
+    assert "fails: less" in said(Rows(pair(1.1, environment="e2"), newer, {"claim-10": pair(1.5)}))
+    mean = part(around(2.0), CORA, ARXIV, mean=True)
+    main, beside = shown(*pair(1.0), *pair(2.0, input="arxiv")), shown(*pair(4.0, input="arxiv"))
+    found = verdicts.places(mean, [*(replace(race, beside="a mean") for race in beside), *main])
+    assert [len(place.races) for place in found] == [2] and found[0].outcome == "holds"
 
 
 def test_races_of_other_models_do_not_count() -> None:

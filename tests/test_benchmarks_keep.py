@@ -84,3 +84,31 @@ def test_the_command_takes_some_races_and_names_what_it_wrote(
     assert main([*arguments, "--model", "gnc"]) == 2
     assert "did you mean 'gcn'" in capsys.readouterr().err
     assert main([str(tmp_path / "nothing")]) == 2
+
+
+def test_a_race_for_a_question_stands_beside_and_replaces_its_own_name_alone(tmp_path: Path) -> None:
+    keep(rows(row(1.0, impl="zoo"), row(2.0, impl="upstream")), tmp_path)
+    for name, ms in (("claim-30", 3.0), ("claim-20", 4.0), ("claim-30", 5.0)):
+        keep(rows(row(ms, impl="upstream"), id=f"e{ms}"), tmp_path, beside=name)
+    assert set(written(tmp_path)) == {"gcn cora zoo eager", "gcn cora upstream eager"}
+    found = load(tmp_path)
+    assert {result.case.impl for result in found.results} == {"zoo", "upstream"}
+    medians = {name: [float(str(r.environment)[1:]) for r in results] for name, results in found.beside.items()}
+    assert medians == {"claim-20": [4.0], "claim-30": [5.0]}
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "Claim 30"])
+def test_a_name_that_is_no_folder_is_refused(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run.jsonl"
+    Store(run).append(ENVIRONMENT)
+    Store(run).append(row().to_json())
+    assert main([str(run), "--results", str(tmp_path / "results"), "--beside", name]) == 2
+    assert repr(name) in capsys.readouterr().err
+    assert not (tmp_path / "results").exists()
+
+
+def test_rows_in_beside_itself_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / "rows.jsonl").write_text("")
+    with pytest.raises(ValueError, match="a folder of their own"):
+        load(tmp_path)

@@ -532,6 +532,9 @@ def test_merged_commands_are_ones_that_the_harness_takes() -> None:
 # Tables of the docs
 
 
+OURS = "zoo regional + CUDA graph"
+
+
 def _table(text: str, results: list[Result]) -> str:
     return tables.make_table(Spec.parse(text), Rows(results, ENVIRONMENTS))
 
@@ -693,6 +696,20 @@ def test_decomposition_ends_with_own_kernels_where_the_zoo_was_raced_without_the
     shown = _one(results)
     assert shown.ours is not None and shown.ours.result.case.kernels
     assert not any(arm.result.case.kernels is False for arm in advice.comparable(shown))
+
+
+def test_what_own_kernels_bring_may_stand_beside_and_other_tables_do_not_see_it() -> None:
+    apart = race(dict.fromkeys(("zoo eager", "zoo regional", "zoo regional + CUDA graph"), 4.0))
+    apart = [replace(r, case=replace(r.case, kernels=False)) if r.case.impl == "zoo" else r for r in apart]
+    alone = Rows(race(), ENVIRONMENTS)
+    both = Rows(race(), ENVIRONMENTS, {"own-kernels": [*apart, *(r for r in race() if r.case.arm == OURS)]})
+    decomposition = Spec.parse("decomposition model=gcn input=cora")
+    assert "+ own kernels" in tables.make_table(decomposition, both)
+    assert "+ own kernels" not in tables.make_table(decomposition, alone)
+    for other in ("race model=gcn input=cora", "headline"):
+        assert tables.make_table(Spec.parse(other), both) == tables.make_table(Spec.parse(other), alone)
+    elsewhere = Rows(race(), ENVIRONMENTS, {"own-kernels": [row(impl="zoo", model="gat", kernels=False)]})
+    assert tables.make_table(decomposition, elsewhere) == tables.make_table(decomposition, alone)
 
 
 def test_newest_torch_is_shown_and_two_gpus_need_a_choice() -> None:

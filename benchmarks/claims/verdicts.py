@@ -17,7 +17,7 @@ from benchmarks.claims.claim import Claim, Part, Where
 from benchmarks.claims.figures import Broken, Measured, quotient
 from benchmarks.rendering import numbers
 from benchmarks.rendering.race import Race
-from benchmarks.rendering.selection import newest, option
+from benchmarks.rendering.selection import newest, option, torch_version
 
 Outcome = Literal["holds", "fails", "open"]
 NOT_MEASURED = "not measured yet"
@@ -71,15 +71,22 @@ class Verdict:
 
 
 def places(part: Part, races: Sequence[Race]) -> list[Place]:
-    """Where the part was measured, of each race the newest torch; the mean of all where it speaks of that."""
+    """Where the part was measured, of each race the newest torch; the mean of all where it speaks of that.
+
+    Of a race that was run again for a question, beside the one of its family's tables, the first that has the part's
+    arms counts, in the order of ``races``.
+    """
     shown = newest(races)
-    found: list[tuple[Race, Measured | Broken]] = []
+    first: dict[tuple[str, ...], tuple[Race, Measured | Broken]] = {}
     for race in _in(part.where, shown):
         measured = part.figure.of(race)
         if measured is not None and part.against is not None:
             measured = _against(part, race, measured, shown)
         if measured is not None:
-            found.append((race, measured))
+            what = (option(race, "gpu"), *race.case.race)
+            if what not in first or torch_version(race) > torch_version(first[what][0]):
+                first[what] = (race, measured)
+    found = list(first.values())
     if not part.mean:
         return [_place(part, (race,), measured) for race, measured in found]
     kept = [(race, measured) for race, measured in found if isinstance(measured, Measured)]
@@ -102,9 +109,7 @@ def _in(where: Iterable[Where], shown: Sequence[Race]) -> list[Race]:
 def _against(part: Part, race: Race, measured: Measured | Broken, shown: Sequence[Race]) -> Measured | Broken | None:
     assert part.against is not None
     others = [other for other in _in([part.against], shown) if option(other, "gpu") == option(race, "gpu")]
-    if not others:
-        return None
-    second = part.figure.of(others[0])
+    second = next((figure for other in others if (figure := part.figure.of(other)) is not None), None)
     if second is None or isinstance(second, Broken) or isinstance(measured, Broken):
         return second if isinstance(measured, Measured) else measured
     return quotient(measured, second)

@@ -12,7 +12,7 @@ from benchmarks.claims.figures import Broken
 from benchmarks.claims.verdicts import NOT_MEASURED, Place, Verdict, claimed, of_claim, of_part, places
 from benchmarks.rendering import markdown, numbers
 from benchmarks.rendering.blocks import Spec
-from benchmarks.rendering.race import races
+from benchmarks.rendering.race import Race, races, races_beside
 from benchmarks.rendering.selection import machines
 from benchmarks.result import Rows
 
@@ -31,7 +31,7 @@ def claim_table(spec: Spec, rows: Rows, claims: Mapping[int, Claim] = CLAIMS) ->
         ValueError: On an option other than ``id``, or a claim that does not exist.
     """
     claim = _claim(spec, claims)
-    shown = races(rows.results, rows.environments)
+    shown = _all_races(rows)
     parts = [f"> {claim.text}"]
     looked = [(part, places(part, shown)) for part in claim.parts]
     if looked:
@@ -51,7 +51,7 @@ def overview(spec: Spec, rows: Rows, claims: Mapping[int, Claim] = CLAIMS) -> st
     """All claims with their verdicts in few words, each linked to its section: ``claims``."""
     if spec.options:
         raise ValueError("the overview shows all claims; it takes no options")
-    shown = races(rows.results, rows.environments)
+    shown = _all_races(rows)
     lines = [
         (f"[{claim.number}](#{slug(heading(claim))})", claim.title, of_claim(claim, shown).brief)
         for _, claim in sorted(claims.items())
@@ -61,7 +61,7 @@ def overview(spec: Spec, rows: Rows, claims: Mapping[int, Claim] = CLAIMS) -> st
 
 def verdict_value(spec: Spec, rows: Rows, claims: Mapping[int, Claim] = CLAIMS) -> str:
     """A claim's verdict in running text: ``verdict id=10``."""
-    return of_claim(_claim(spec, claims), races(rows.results, rows.environments)).text
+    return of_claim(_claim(spec, claims), _all_races(rows)).text
 
 
 def heading(claim: Claim) -> str:
@@ -72,6 +72,11 @@ def heading(claim: Claim) -> str:
 def slug(title: str) -> str:
     """What the documentation's generator makes of a heading, for links to it."""
     return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower())
+
+
+def _all_races(rows: Rows) -> list[Race]:
+    """First those that were run for a question: they have its arms, and enough rounds for it."""
+    return [*races_beside(rows), *races(rows.results, rows.environments)]
 
 
 def _claim(spec: Spec, claims: Mapping[int, Claim]) -> Claim:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from benchmarks import stats
 from benchmarks.case import Case
 from benchmarks.rendering.numbers import exponent, percent
-from benchmarks.result import Compile, Result, device_name
+from benchmarks.result import Compile, Result, Rows, device_name
 from benchmarks.stats import Ratio, Utilisation, Verdict
 
 # What users of the upstream library run today. Whatever else an upstream arm does to be fast counts as tuned.
@@ -120,6 +120,7 @@ class Race:
         clock: ``device`` events, or ``wall`` clock where an arm has no device times.
         noise: The A/A noise floor as a fraction; None where no control ran beside its twin.
         noise_arm: Name of the arm that the noise was measured with.
+        beside: The question for which it was run beside the race of its family's tables; empty for that race itself.
     """
 
     case: Case
@@ -129,6 +130,7 @@ class Race:
     clock: Literal["device", "wall"]
     noise: float | None
     noise_arm: str | None
+    beside: str = ""
 
     @property
     def title(self) -> str:
@@ -336,6 +338,15 @@ def races(results: Iterable[Result], environments: Mapping[str, Mapping[str, Any
         where = (device_name(environment, result.case.device), str(environment.get("torch")))
         groups.setdefault((*where, *result.case.race), []).append(result)
     return [_race(group, environments.get(group[0].environment or "", {})) for group in groups.values()]
+
+
+def races_beside(rows: Rows) -> list[Race]:
+    """Races that were run for one question each, beside those of the families' tables."""
+    return [
+        replace(race, beside=name)
+        for name, results in sorted(rows.beside.items())
+        for race in races(results, rows.environments)
+    ]
 
 
 def _proven(result: Result) -> Result:

@@ -37,9 +37,9 @@ def newest(shown: Iterable[Race]) -> list[Race]:
     """Of races that differ in nothing but torch the one of the newest."""
     found: dict[tuple[str, ...], Race] = {}
     for race in shown:
-        key = (option(race, "gpu"), *race.case.race)
+        key = (option(race, "gpu"), race.beside, *race.case.race)
         known = found.get(key)
-        if known is None or _version(option(race, "torch")) >= _version(option(known, "torch")):
+        if known is None or torch_version(race) >= torch_version(known):
             found[key] = race
     return list(found.values())
 
@@ -53,8 +53,9 @@ def option(race: Race, key: str) -> str:
     return str(getattr(race.case, key))
 
 
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", text.partition("+")[0])))
+def torch_version(race: Race) -> tuple[int, ...]:
+    """What it ran on, so that newer is greater."""
+    return tuple(map(int, re.findall(r"\d+", option(race, "torch").partition("+")[0])))
 
 
 def machines(shown: Iterable[Race]) -> str:

@@ -9,7 +9,7 @@ from benchmarks.case import Case
 from benchmarks.rendering import cells, claims, markdown, numbers
 from benchmarks.rendering.blocks import Spec
 from benchmarks.rendering.commands import commands_of
-from benchmarks.rendering.race import Arm, Race, races
+from benchmarks.rendering.race import Arm, Race, races, races_beside
 from benchmarks.rendering.selection import SELECTING, machines, option, select
 from benchmarks.result import Compile, Kernel, Result, Rows
 from benchmarks.stats import Ratio
@@ -52,7 +52,11 @@ def make_table(spec: Spec, rows: Rows) -> str:
         raise ValueError('kernels are those of one arm; give model=... input=... arm="zoo regional"')
     if spec.kind != "headline" and not {"model", "input"} <= spec.options.keys():
         raise ValueError(f"a {spec.kind} table shows one race; give model=... input=...")
-    return makers[spec.kind](spec, races(rows.results, rows.environments))
+    shown = races(rows.results, rows.environments)
+    if spec.kind == "decomposition":
+        apart = [race for race in races_beside(rows) if _tells_own_kernels(race)]
+        shown = apart if _select(spec, apart) else shown
+    return makers[spec.kind](spec, shown)
 
 
 def make_value(spec: Spec, rows: Rows) -> str:
@@ -225,12 +229,17 @@ def _decomposition(race: Race) -> str:
     return markdown.table(DECOMPOSITION, decomposition_rows(race))
 
 
+def _tells_own_kernels(race: Race) -> bool:
+    """Whether the zoo was raced without its own kernels too, so that what they bring can be told."""
+    return any(not result.case.kernels for result in (*(arm.result for arm in race.arms), *race.failures))
+
+
 def decomposition_rows(race: Race) -> list[tuple[str, ...]]:
     """A win taken apart, in the columns of ``DECOMPOSITION``; a step that failed or was not run says so.
 
     What own kernels bring comes last where the zoo was raced without them, and else is in all steps of ours.
     """
-    apart = any(not result.case.kernels for result in (*(arm.result for arm in race.arms), *race.failures))
+    apart = _tells_own_kernels(race)
     ours = {"impl": "zoo", "kernels": not apart}
     steps = [
         ("upstream eager", _case(race, impl="upstream", strategy="eager")),
