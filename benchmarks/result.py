@@ -324,7 +324,7 @@ class Store:
         return {row["id"]: row for row in self.rows() if row.get("kind") == "environment"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rows:
     """What one file or a folder of files holds: results, and the environments that they name by id.
 

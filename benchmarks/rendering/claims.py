@@ -12,7 +12,7 @@ from benchmarks.claims.figures import Broken
 from benchmarks.claims.verdicts import NOT_MEASURED, Place, Verdict, claimed, of_claim, of_part, places
 from benchmarks.rendering import markdown, numbers
 from benchmarks.rendering.blocks import Spec
-from benchmarks.rendering.race import Race, races, races_beside
+from benchmarks.rendering.race import Race, races_beside, races_of
 from benchmarks.rendering.selection import machines
 from benchmarks.result import Rows
 
@@ -74,9 +74,9 @@ def slug(title: str) -> str:
     return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower())
 
 
-def _all_races(rows: Rows) -> list[Race]:
+def _all_races(rows: Rows) -> tuple[Race, ...]:
     """First those that were run for a question: they have its arms, and enough rounds for it."""
-    return [*races_beside(rows), *races(rows.results, rows.environments)]
+    return (*races_beside(rows), *races_of(rows))
 
 
 def _claim(spec: Spec, claims: Mapping[int, Claim]) -> Claim:

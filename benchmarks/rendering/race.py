@@ -340,13 +340,20 @@ def races(results: Iterable[Result], environments: Mapping[str, Mapping[str, Any
     return [_race(group, environments.get(group[0].environment or "", {})) for group in groups.values()]
 
 
-def races_beside(rows: Rows) -> list[Race]:
+@functools.lru_cache(maxsize=4)  # a page asks for them again with every table and figure
+def races_of(rows: Rows) -> tuple[Race, ...]:
+    """The races that tables of their families are made from; of rows that nobody changes any more."""
+    return tuple(races(rows.results, rows.environments))
+
+
+@functools.lru_cache(maxsize=4)
+def races_beside(rows: Rows) -> tuple[Race, ...]:
     """Races that were run for one question each, beside those of the families' tables."""
-    return [
+    return tuple(
         replace(race, beside=name)
         for name, results in sorted(rows.beside.items())
         for race in races(results, rows.environments)
-    ]
+    )
 
 
 def _proven(result: Result) -> Result:

@@ -9,7 +9,7 @@ from benchmarks.case import Case
 from benchmarks.rendering import cells, claims, markdown, numbers
 from benchmarks.rendering.blocks import Spec
 from benchmarks.rendering.commands import commands_of
-from benchmarks.rendering.race import Arm, Race, races, races_beside
+from benchmarks.rendering.race import Arm, Race, races_beside, races_of
 from benchmarks.rendering.selection import SELECTING, machines, option, select
 from benchmarks.result import Compile, Kernel, Result, Rows
 from benchmarks.stats import Ratio
@@ -37,7 +37,7 @@ def make_table(spec: Spec, rows: Rows) -> str:
     """
     if spec.kind in CLAIMS:
         return CLAIMS[spec.kind](spec, rows)
-    makers: dict[str, Callable[[Spec, list[Race]], str]] = {
+    makers: dict[str, Callable[[Spec, Sequence[Race]], str]] = {
         "headline": _headline,
         "race": _of_one(markdown.race_table),
         "compile": _of_one(markdown.compile_table),
@@ -52,9 +52,9 @@ def make_table(spec: Spec, rows: Rows) -> str:
         raise ValueError('kernels are those of one arm; give model=... input=... arm="zoo regional"')
     if spec.kind != "headline" and not {"model", "input"} <= spec.options.keys():
         raise ValueError(f"a {spec.kind} table shows one race; give model=... input=...")
-    shown = races(rows.results, rows.environments)
+    shown = races_of(rows)
     if spec.kind == "decomposition":
-        apart = [race for race in races_beside(rows) if _tells_own_kernels(race)]
+        apart = tuple(race for race in races_beside(rows) if _tells_own_kernels(race))
         shown = apart if _select(spec, apart) else shown
     return makers[spec.kind](spec, shown)
 
@@ -72,7 +72,7 @@ def make_value(spec: Spec, rows: Rows) -> str:
     _refuse_options(spec, (*SELECTING, "arm", "against"))
     if not {"model", "input", "arm"} <= spec.options.keys():
         raise ValueError('a value belongs to one arm; give model=... input=... arm="zoo regional"')
-    race = _single(spec, races(rows.results, rows.environments))
+    race = _single(spec, races_of(rows))
     if race is None:
         return "not measured yet"
     found = _arm(race, spec.options["arm"])
@@ -90,22 +90,22 @@ def _refuse_options(spec: Spec, known: Sequence[str]) -> None:
 # Which rows --------------------------------------------------------------------------------------------------------
 
 
-def _select(spec: Spec, shown: list[Race], *, ignore: tuple[str, ...] = ()) -> list[Race]:
+def _select(spec: Spec, shown: Sequence[Race], *, ignore: tuple[str, ...] = ()) -> list[Race]:
     said = {**DEFAULTS, **spec.options}
     return select({key: said[key] for key in SELECTING if key in said and key not in ignore}, shown)
 
 
-def _single(spec: Spec, shown: list[Race]) -> Race | None:
+def _single(spec: Spec, shown: Sequence[Race]) -> Race | None:
     chosen = _select(spec, shown)
     if len(chosen) > 1:
         raise ValueError(f"{len(chosen)} races match: {'; '.join(race.title for race in chosen)}; give more options")
     return chosen[0] if chosen else None
 
 
-def _of_one(make: Callable[[Race], str], *, alone: bool = True) -> Callable[[Spec, list[Race]], str]:
+def _of_one(make: Callable[[Race], str], *, alone: bool = True) -> Callable[[Spec, Sequence[Race]], str]:
     """A table of a race; not ``alone``, below another of the same race that says where it comes from."""
 
-    def table(spec: Spec, shown: list[Race]) -> str:
+    def table(spec: Spec, shown: Sequence[Race]) -> str:
         race = _single(spec, shown)
         if race is None:
             return _nothing(spec)
@@ -168,7 +168,7 @@ def with_worst(chosen: Sequence[Race], worst: tuple[Race, Arm, Ratio] | None) ->
     return rows if worst is None or worst[:2] in rows else [*rows, worst[:2]]
 
 
-def _headline(spec: Spec, shown: list[Race]) -> str:
+def _headline(spec: Spec, shown: Sequence[Race]) -> str:
     chosen = _select(spec, shown)
     if not chosen:
         return _nothing(spec)
@@ -303,7 +303,7 @@ def _losses(race: Race) -> str:
 # Kernels -----------------------------------------------------------------------------------------------------------
 
 
-def _kernels(spec: Spec, shown: list[Race]) -> str:
+def _kernels(spec: Spec, shown: Sequence[Race]) -> str:
     """The kernels that a call of one arm spends its time in, longest first."""
     race = _single(spec, shown)
     if race is None:
