@@ -59,7 +59,7 @@ def named(name: str, weight: bool = False, **recipe: bool) -> CSRGraph:
     return make(edge_index, sizes, torch.rand(edge_index.shape[1]) if weight else None, **recipe)
 
 
-def hub(weight: bool = False, edges: int = 90, **recipe: bool) -> CSRGraph:
+def hub(weight: bool = False, edges: int = 48 if DEVICE == "cpu" else 90, **recipe: bool) -> CSRGraph:
     """11 sources and 9 destinations; a third of the edges ends in node 2, another third starts in node 5."""
     edge_index = torch.stack([torch.randint(11, (edges,)), torch.randint(9, (edges,))])
     edge_index[1, : edges // 3] = 2
@@ -204,7 +204,7 @@ def test_maxima_of_every_width_with_rows_whole_and_split(
 
 
 @pytest.mark.parametrize("size", [512, 8])
-@pytest.mark.parametrize(("heads", "channels"), [(1, 1), (8, 5), (3, 40), (1, 100), (2, 256)])
+@pytest.mark.parametrize(("heads", "channels"), [(1, 1), (8, 5), (3, 40), (1, 100), (1, 256)])
 def test_attention_of_every_width_with_rows_whole_and_split(
     heads: int, channels: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,10 +217,11 @@ def test_long_rows_of_more_chunks_than_a_step_adds_up(chunks: int, monkeypatch: 
     monkeypatch.setattr(split, "EDGES_PER_CHUNK", 4)
     for module in (attention, maxima, sums):
         monkeypatch.setattr(module, "merge_tile", lambda channels: (chunks, 16, 1))
-    check_sum(hub(weight=True), values(11, 20))
-    check_max(hub(), values(11, 20))
-    check_max(hub(), values(11, 20, ties=True))
-    check_attention(hub(), 3, 20)
+    edges = 60  # a third of them in one row
+    check_sum(hub(weight=True, edges=edges), values(11, 20))
+    check_max(hub(edges=edges), values(11, 20))
+    check_max(hub(edges=edges), values(11, 20, ties=True))
+    check_attention(hub(edges=edges), 3, 7)
 
 
 def test_sums_of_many_columns() -> None:

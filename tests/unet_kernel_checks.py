@@ -23,8 +23,11 @@ DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
 RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 # Channels of a group in the models: 10, 20, 30, 40, 60, 80, and more groups than a program takes. Others: one alone,
-# odd widths, wider than a block.
-WIDTHS = [(130, 13), (140, 7), (150, 5), (160, 4), (180, 3), (160, 2), (8, 8), (21, 3), (30, 5), (6, 1), (300, 2)]
+# odd widths, wider than a block. The first, which the interpreter computes in all dtypes, is a small one.
+WIDTHS = [(21, 3), (130, 13), (140, 7), (150, 5), (160, 4), (180, 3), (160, 2), (8, 8), (30, 5), (6, 1), (300, 2)]
+
+# Of an image, that no chunk divides.
+SIZE = (5, 7) if DEVICE == "cpu" else (7, 11)
 
 
 def in_dtypes(cases: list[tuple[int, ...]]) -> list[tuple[Any, ...]]:
@@ -72,8 +75,8 @@ def wide(*tensors: Tensor | None) -> list[Tensor | None]:
 @both_ways
 @pytest.mark.parametrize(("channels", "groups", "dtype"), in_dtypes(WIDTHS))
 def test_norms(channels: int, groups: int, dtype: torch.dtype) -> None:
-    # Sizes that no chunk divides; a shift that is a slice of all blocks' and one that is the same for all rows.
-    x = values(2, channels, 7, 11, dtype=dtype, mean=0.5)
+    # A shift that is a slice of all blocks' and one that is the same for all rows.
+    x = values(2, channels, *SIZE, dtype=dtype, mean=0.5)
     weight, bias = values(channels, dtype=dtype, mean=1.0), values(channels, dtype=dtype)
     shifts = values(2, 3 * channels, dtype=dtype)
     for shift, silu in (
@@ -89,7 +92,7 @@ def test_norms(channels: int, groups: int, dtype: torch.dtype) -> None:
 @both_ways
 @pytest.mark.parametrize(
     ("own", "skip", "groups", "dtype"),
-    in_dtypes([(80, 40, 4), (80, 40, 2), (160, 200, 12), (80, 80, 2), (16, 8, 8), (5, 9, 2), (1, 20, 3)]),
+    in_dtypes([(16, 8, 8), (80, 40, 4), (80, 40, 2), (160, 200, 12), (80, 80, 2), (5, 9, 2), (1, 20, 3)]),
 )
 def test_norms_of_two_side_by_side(own: int, skip: int, groups: int, dtype: torch.dtype) -> None:
     x, other = values(2, own, 5, 9, dtype=dtype, mean=-1.0), values(2, skip, 5, 9, dtype=dtype, mean=2.0)
@@ -247,7 +250,7 @@ def test_the_same_bits_every_time() -> None:
 
 def test_a_model_predicts_as_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     model = zoo.create("unet-xl-debug", device=DEVICE)
-    inputs = zoo.example_inputs(model, batch=1, size=8)
+    inputs = zoo.example_inputs(model, batch=1, size=4)
     found = {}
     for kernels_on in (True, False):
         if not kernels_on:
@@ -268,9 +271,9 @@ def test_compilations_do_not_depend_on_sizes() -> None:
 
 
 @both_ways
-@pytest.mark.parametrize(("channels", "groups", "dtype"), in_dtypes([(130, 13), (21, 3), (6, 1), (300, 2)]))
+@pytest.mark.parametrize(("channels", "groups", "dtype"), in_dtypes([(21, 3), (130, 13), (6, 1), (300, 2)]))
 def test_statistics(channels: int, groups: int, dtype: torch.dtype) -> None:
-    x, shift = values(2, channels, 7, 11, dtype=dtype, mean=2.0), values(2, channels, dtype=dtype)
+    x, shift = values(2, channels, *SIZE, dtype=dtype, mean=2.0), values(2, channels, dtype=dtype)
     weight = values(channels)
     _, found = operators.native_group_norm(x, shift, weight, weight, groups, 1e-5, True)
     moved = (x.double() + shift.double()[:, :, None, None]).reshape(2, groups, -1)
@@ -295,12 +298,12 @@ def gradients(kind: Any, *given: Any, shift: Tensor | None, groups: int, first: 
 
 
 @pytest.mark.parametrize(
-    ("channels", "groups", "dtype"), in_dtypes([(130, 13), (160, 4), (21, 3), (6, 1), (300, 2), (8, 8)])
+    ("channels", "groups", "dtype"), in_dtypes([(21, 3), (130, 13), (160, 4), (6, 1), (300, 2), (8, 8)])
 )
 def test_gradients(channels: int, groups: int, dtype: torch.dtype) -> None:
-    x = values(2, channels, 7, 11, dtype=dtype, mean=0.5)
+    x = values(2, channels, *SIZE, dtype=dtype, mean=0.5)
     weight, bias = values(channels, dtype=dtype, mean=1.0), values(channels, dtype=dtype)
-    grad, more = values(2, channels, 7, 11, dtype=dtype, mean=0.2), values(2, channels, 7, 11, dtype=dtype)
+    grad, more = values(2, channels, *SIZE, dtype=dtype, mean=0.2), values(2, channels, *SIZE, dtype=dtype)
     shifts = values(2, 3 * channels, dtype=dtype)
     for shift, silu, added, first in (
         (None, False, None, channels),
