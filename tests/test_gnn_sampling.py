@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import importlib.util
 import itertools
 from collections import Counter
@@ -350,26 +352,82 @@ def test_graphs_of_another_model_or_another_batch_are_refused():
         model()(x, batch.graphs[:1] * 2)
 
 
-@pytest.mark.parametrize(
-    ("norm", "options", "training", "refused"),
-    [
-        ("batch", {}, True, True),
-        ("batch", {}, False, False),
-        ("batch", {"track_running_stats": False}, False, True),
-        ("layer", {}, False, True),
-        ("layer", {"mode": "node"}, True, False),
-    ],
-)
-def test_norms_never_count_padding(norm: str, options: dict[str, Any], training: bool, refused: bool):
-    net, x = model(norm=norm, norm_kwargs=options).train(training), torch.randn(NODES, 6)
-    sampler = NeighborSampler(graph(), fanouts=(3, 2), batch_size=8, num_nodes=NODES)
+NORMS: list[dict[str, Any]] = [
+    {"norm": "batch"},
+    {"norm": "batch", "norm_kwargs": {"affine": False, "momentum": 0.3}, "act_first": True},
+    {"norm": "batch", "norm_kwargs": {"track_running_stats": False}, "jk": "cat"},
+    {"norm": "batch", "norm_kwargs": {"allow_single_element": True}},
+    {"norm": "layer"},
+    {"norm": "layer", "norm_kwargs": {"affine": False}, "jk": "last"},
+    {"norm": "layer", "norm_kwargs": {"mode": "node"}},
+]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("options", NORMS, ids=str)
+def test_norms_never_count_padding(options: dict[str, Any], dtype: torch.dtype, training: bool):
+    net, x = model(**options).train(training).to(dtype), torch.randn(NODES, 6, dtype=dtype)
+    recipe: dict[str, Any] = {"fanouts": (3, 2), "batch_size": 8, "num_nodes": NODES}
+    sampler = NeighborSampler(graph(), **recipe)
     batch, drawn = sampler.batch(0, 0), sampler.subgraph(0, 0)
-    expected = net(x[drawn.nodes], drawn.edge_index)[:8]
-    if refused:
-        with pytest.raises(ValueError, match=rf"norm='{norm}' .* would count the padding .* sampler.subgraphs"):
-            net(x[batch.nodes], batch.graphs)
-    else:
-        torch.testing.assert_close(net(x[batch.nodes], batch.graphs), expected)
+    (rows, edges) = (list(itertools.accumulate(each)) for each in (drawn.hop_nodes, drawn.hop_edges))
+    sizes = Bucket(rows[-1], tuple(zip(rows[-2::-1], edges[::-1], strict=True)))
+    exact = NeighborSampler(graph(), **recipe, buckets=[*sampler.buckets, sizes]).batch(0, 0)
+    assert shapes_of(exact) == sizes.layers and shapes_of(batch)[0] > sizes.layers[0]
+
+    def results(batch: SampledBatch) -> list[Tensor]:
+        ours = copy.deepcopy(net)
+        output = ours(x[batch.nodes], batch.graphs)[:8]
+        gradients = torch.autograd.grad(output.square().sum() + output.sum(), list(ours.parameters()))
+        return [output, *gradients, *ours.buffers()]
+
+    # Nothing there is padding, and the norms are torch's own.
+    expected = results(exact._replace(graphs=tuple(each._replace(rows=None) for each in exact.graphs)))
+    exactly = 1e-4 if dtype == torch.float32 else 1e-10
+    for found in (results(batch), results(exact)):
+        torch.testing.assert_close(found, expected, rtol=exactly, atol=exactly)
+
+
+@pytest.mark.parametrize("options", NORMS, ids=str)
+def test_norms_of_a_single_node_are_finite(options: dict[str, Any]):
+    net = model(**options)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.fill_(0.5)  # all of a row alike, without a deviation
+    alone, few = torch.tensor([3]), torch.tensor([[0, 1], [1, 0]])
+    sampler = NeighborSampler(few, fanouts=(2, 2), batch_size=8, num_nodes=4, seeds=alone)
+    batch = sampler.batch(0, 0)
+    before = [buffer.clone() for buffer in net.buffers()]
+    output = net(torch.ones(len(batch.nodes), 6), batch.graphs)[0]
+    gradients = torch.autograd.grad(output.sum(), list(net.parameters()))
+    assert all(tensor.isfinite().all() for tensor in (output, *gradients, *net.buffers()))
+    if options.get("norm_kwargs", {}).get("allow_single_element"):
+        torch.testing.assert_close(list(net.buffers()), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("options", [{"norm": "batch"}, {"norm": "layer"}], ids=str)
+def test_norms_over_nodes_add_no_graph_and_train_in_a_captured_step(options: dict[str, Any]):
+    torch.manual_seed(0)
+    x = torch.randn(NODES, 6)
+    labels = x[:, :3].argmax(dim=1)
+    sampler = NeighborSampler(graph(), fanouts=(3, 2), batch_size=64, num_nodes=NODES)
+
+    def loss(net: Any, batch: SampledBatch) -> Tensor:
+        return F.cross_entropy(net(x[batch.nodes], batch.graphs), batch.labels(labels))
+
+    found = []
+    for compiled in (False, True):
+        net = model(layers=2, **options).train()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        if compiled:
+            zoo.compile_regions(net, backend="aot_eager")
+        step = TrainingStep(net, loss, optimizer, cuda_graph=compiled)
+        with zoo.enforce_budget(net) if compiled else contextlib.nullcontext():
+            losses = [step(batch).item() for epoch in range(4) for batch in sampler.epoch(epoch)]
+        found.append([torch.tensor(losses), *(value.detach().clone() for value in net.state_dict().values())])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    assert found[0][0][-1] < found[0][0][0]
 
 
 def test_labels_of_missing_seeds_are_ignored():

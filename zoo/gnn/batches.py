@@ -133,8 +133,8 @@ class Drawn(NamedTuple):
             inverse_degree=rowptr.diff().clamp(min=1).float().reciprocal(),
         )
         graphs, sources = [], bucket.nodes
-        for (_, drawn), (rows, edges) in zip(self.sizes.layers, bucket.layers, strict=True):
-            graphs.append(_first_rows(first, rows, edges, drawn, sources))
+        for sizes, (rows, edges) in zip(self.sizes.layers, bucket.layers, strict=True):
+            graphs.append(_first_rows(first, rows, edges, sizes, sources))
             sources = rows
         return SampledBatch(_pad(self.nodes, bucket.nodes), _pad(seeds, bucket.layers[-1][0], -1), tuple(graphs))
 
@@ -144,17 +144,19 @@ def _destinations(counts: Tensor, edges: int) -> Tensor:
     return rows.repeat_interleave(counts, output_size=edges)
 
 
-def _first_rows(graph: GraphTensors, rows: int, edges: int, drawn: int, sources: int) -> GraphTensors:
+def _first_rows(graph: GraphTensors, rows: int, edges: int, sizes: tuple[int, int], sources: int) -> GraphTensors:
     """The part of a graph that a layer needs, with a transpose of its own.
 
     Args:
         graph: With the edges of these rows and of more behind.
         rows: R.
         edges: How many edges to keep, padded.
-        drawn: Of these the ones that a layer may walk. The rows behind theirs are padding, though nodes may be there.
+        sizes: Of both the ones that were drawn: edges that a layer may walk, into rows that it is for. The rows behind
+            them are padding, though nodes may be there.
         sources: Rows of what the layer reads.
     """
     assert graph.inverse_degree is not None
+    nodes, drawn = sizes
     # Of one source's edges those to the first rows come first, but all of the transpose moves up.
     source = graph.source[:drawn]
     order = source.sort(stable=True).indices.int()
@@ -172,6 +174,7 @@ def _first_rows(graph: GraphTensors, rows: int, edges: int, drawn: int, sources:
             destination=_pad(graph.destination[order], edges),
             permutation=_pad(order, edges),
         ),
+        rows=torch.full((), nodes, device=source.device),
     )
 
 

@@ -49,6 +49,7 @@ class GraphTensors(NamedTuple):
         inverse_degree: [D], one over the number of incoming edges (1 where there are none), or None.
         split: Long rows in pieces, where kernels run on the graph's device and it has any; see split.py.
         transpose: For backward passes, where gradients are enabled.
+        rows: [] int64, how many of the D stand for nodes, where the ones behind are padding; None for all.
     """
 
     rowptr: Tensor
@@ -58,6 +59,7 @@ class GraphTensors(NamedTuple):
     inverse_degree: Tensor | None = None
     split: Split | None = None
     transpose: Transpose | None = None
+    rows: Tensor | None = None
 
 
 class Recipe(NamedTuple):

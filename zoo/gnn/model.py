@@ -59,14 +59,20 @@ class GNNEpilogue(nn.Module):
         self.unit_rows = isinstance(config, SAGEConfig) and config.normalize
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Sums of a convolution [N, C] and its bias [C] -> [N, C]."""
+    def forward(self, x: Tensor, bias: Tensor | None, rows: Tensor | None = None) -> Tensor:
+        """Sums of a convolution [N, C] and its bias [C] -> [N, C].
+
+        ``rows`` [] int64: a norm over nodes counts the first so many; None for all N.
+        """
         if bias is not None:
             x = x + bias.to(x.dtype)
         if self.unit_rows:
             x = F.normalize(x, p=2.0, dim=-1)
-        x = self.norm(self.act(x)) if self.act_first else self.act(self.norm(x))
+        x = self._norm(self.act(x), rows) if self.act_first else self.act(self._norm(x, rows))
         return self.dropout(x)
+
+    def _norm(self, x: Tensor, rows: Tensor | None) -> Tensor:
+        return self.norm(x) if rows is None else self.norm(x, rows)
 
 
 class GNNLayer(nn.Module):
@@ -106,7 +112,9 @@ class GNNLayer(nn.Module):
 
     def _end(self, x: Tensor, graph: GraphTensors) -> Tensor:
         if self.epilogue is not None:
-            return self.epilogue(x, self.conv.bias)
+            # Padding changes nothing for the others, unless a mean over all rows counts it.
+            over_nodes = graph.rows is not None and getattr(self.epilogue.norm, "over_nodes", False)
+            return self.epilogue(x, self.conv.bias, graph.rows) if over_nodes else self.epilogue(x, self.conv.bias)
         return F.normalize(x, p=2.0, dim=-1) if self.unit_rows else x
 
 
@@ -228,7 +236,6 @@ class _Model(nn.Module):
                 )
             graphs = cast("Graphs", edge_index)  # a single one is a tuple as well, and was returned above
             check_layers(x, graphs, self.config.num_layers)
-            self._refuse_padding_in_norms()
             return graphs
         if (
             isinstance(edge_index, CSRGraph)
@@ -254,17 +261,6 @@ class _Model(nn.Module):
             raise ValueError(
                 f"{type(self).__name__} was given prepared tensors (of a sampled batch), which do not say whether "
                 "self-loops and weights are in them; pass a CSRGraph, or use GraphSAGE"
-            )
-
-    def _refuse_padding_in_norms(self) -> None:
-        """Rows of padding change nothing for the others, unless a mean over all rows counts them."""
-        norms = (layer.epilogue.norm for layer in self.layers if layer.epilogue is not None)  # type: ignore[union-attr]
-        if any(getattr(norm, "over_nodes", False) for norm in norms):
-            config = self.config
-            raise ValueError(
-                f"norm={config.norm!r} with norm_kwargs={dict(config.norm_kwargs)} takes means over all rows, and "
-                "would count the padding of a sampled batch; pass what sampler.subgraphs(epoch) gives, which has none, "
-                "or use norm='layer' with norm_kwargs={'mode': 'node'}"
             )
 
     def dry_call(

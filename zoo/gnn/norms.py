@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -30,6 +31,9 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 
 class GraphBatchNorm(nn.BatchNorm1d):
     """Batch normalisation over nodes, torch-geometric's ``BatchNorm``. [N, C] -> [N, C].
+
+    Over the first ``rows`` nodes alone, where the ones behind are padding: their number is not known to the host, so
+    that a single one is not refused there. It becomes the bias.
 
     Args:
         channels: C.
@@ -58,11 +62,37 @@ class GraphBatchNorm(nn.BatchNorm1d):
         """Whether what a node gets depends on the others, so that padding would count."""
         return self.training or self.running_mean is None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Features [N, C] -> [N, C]."""
+    def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Features [N, C] -> [N, C]; ``rows`` [] int64, how many of them are nodes, or None for all."""
+        if rows is not None and self.over_nodes:
+            return self._over_first(x, rows)
         if self.allow_single_element and x.shape[0] <= 1:
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
         return super().forward(x)
+
+    def _over_first(self, x: Tensor, rows: Tensor) -> Tensor:
+        wide, counts = _wide(x), _counts(x, rows)
+        rows = rows.to(wide.dtype)
+        mean = torch.where(counts, wide, 0).sum(dim=0) / rows
+        variance = torch.where(counts, wide - mean, 0).square().sum(dim=0) / rows
+        if self.training and self.running_mean is not None:
+            assert self.running_var is not None and self.num_batches_tracked is not None and self.momentum is not None
+            if self.allow_single_element:
+                alone = rows < 2
+                mean = torch.where(alone, self.running_mean, mean)
+                variance = torch.where(alone, self.running_var, variance)
+            with torch.no_grad():
+                # Of nodes in general, which these are a sample of.
+                unbiased = variance * (rows / (rows - 1).clamp(min=1))
+                if self.allow_single_element:
+                    unbiased = torch.where(alone, self.running_var, unbiased)
+                self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
+                self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)
+                self.num_batches_tracked.add_(rows > 1 if self.allow_single_element else 1)
+        out = (wide - mean) * torch.rsqrt(variance + self.eps)
+        if self.weight is not None:
+            out = out * self.weight + self.bias
+        return out.to(x.dtype)
 
 
 class GraphLayerNorm(nn.Module):
@@ -84,13 +114,33 @@ class GraphLayerNorm(nn.Module):
         node = nn.LayerNorm(channels, eps=eps, elementwise_affine=affine)
         self.weight, self.bias = node.weight, node.bias
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Features [N, C] -> [N, C]."""
+    def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Features [N, C] -> [N, C]; ``rows`` [] int64, how many of them are nodes, or None for all."""
         if not self.over_nodes:
             return F.layer_norm(x, (x.shape[1],), self.weight, self.bias, self.eps)
-        x = x - x.mean()
-        x = x / (x.std(unbiased=False) + self.eps)
+        if rows is None:
+            x = x - x.mean()
+            x = x / (x.std(unbiased=False) + self.eps)
+        else:
+            x = self._over_first(x, rows)
         return x if self.weight is None else x * self.weight + self.bias
+
+    def _over_first(self, x: Tensor, rows: Tensor) -> Tensor:
+        wide, counts, numbers = _wide(x), _counts(x, rows), rows * x.shape[1]
+        wide = wide - torch.where(counts, wide, 0).sum() / numbers
+        variance = torch.where(counts, wide, 0).square().sum() / numbers
+        deviation = variance.clamp(min=torch.finfo(wide.dtype).tiny).sqrt()  # the root of zero has no derivative
+        return (wide / (deviation + self.eps)).to(x.dtype)
+
+
+def _counts(x: Tensor, rows: Tensor) -> Tensor:
+    """[N, 1], whether a row is one of the first."""
+    return (torch.arange(x.shape[0], device=x.device) < rows)[:, None]
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In what sums over many rows are taken in."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 NORMS: dict[str, type[nn.Module]] = {"batch": GraphBatchNorm, "layer": GraphLayerNorm}
