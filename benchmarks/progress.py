@@ -10,6 +10,8 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
 WIDTH = 80
+# Between two plain lines on one long piece.
+LINE_SECONDS = 60.0
 
 
 class Progress:
@@ -27,8 +29,10 @@ class Progress:
         self.planned = max(planned, 1.0)
         self.done = 0.0
         self._current = 0.0
+        self._part = 0.0
+        self._what = ""
         self._context = ""
-        self._began = time.monotonic()
+        self._began = self._told = time.monotonic()
         self._bar: Bar | None = None
         if console.is_terminal:
             # Once a second: drawing must not be what a measurement on two cores measures.
@@ -62,22 +66,36 @@ class Progress:
     def begin(self, what: str, seconds: float) -> None:
         """What was going on is over; this starts, planned to take ``seconds``."""
         self.done = min(self.done + self._current, self.planned)
-        self._current = seconds
-        left = f"about {words(self.left())} left"
-        if self._bar is not None:
-            where = self._context.partition(",")[0]
-            text = f"{where}: {what}" if where else what
-            self._bar.update(self._task, description=_cut(text, 44), completed=self.done, left=left)
-        else:
-            line = f"  [{100 * self.done / self.planned:3.0f} %] {what}"
-            self.console.print(f"{_cut(line, WIDTH - len(left) - 2)}, {left}", markup=False, highlight=False)
+        self._what, self._current, self._part = what, seconds, 0.0
+        self._tell()
+
+    def partway(self, share: float, seconds: float) -> None:
+        """Of what is going on ``share`` (0 to 1) is over, and took ``seconds``: so long will the rest take too."""
+        now = seconds / share
+        self.planned += now - self._current
+        self._current, self._part = now, seconds
+        if self._bar is not None or (share < 1 and time.monotonic() - self._told >= LINE_SECONDS):
+            self._tell(f", {100 * share:.0f} %")
 
     def left(self) -> float:
         """Seconds that the rest may take, by what was planned and what that took so far."""
-        elapsed = time.monotonic() - self._began
+        elapsed, done = time.monotonic() - self._began, self.done + self._part
+        going = self._current - self._part if self._part else 0.0  # measured, not planned
         # The plan counts for half a minute of its own, so that the first processes do not swing the estimate.
-        pace = (elapsed + 30.0) / (self.done + 30.0)
-        return max(0.0, self.planned - self.done) * pace
+        pace = (elapsed + 30.0) / (done + 30.0)
+        return going + max(0.0, self.planned - done - going) * pace
+
+    def _tell(self, share: str = "") -> None:
+        done, what = self.done + self._part, self._what + share
+        left = f"about {words(self.left())} left"
+        self._told = time.monotonic()
+        if self._bar is not None:
+            where = self._context.partition(",")[0]
+            text = f"{where}: {what}" if where else what
+            self._bar.update(self._task, description=_cut(text, 44), completed=done, total=self.planned, left=left)
+        else:
+            line = f"  [{100 * done / self.planned:3.0f} %] {what}"
+            self.console.print(f"{_cut(line, WIDTH - len(left) - 2)}, {left}", markup=False, highlight=False)
 
     def note(self, text: str) -> None:
         """Print something that stays."""

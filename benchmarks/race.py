@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -198,12 +199,14 @@ def _race_group(
     seconds = estimate_rounds(len(racing), settings)
     report.begin(f"race: arms {len(racing)}, rounds {settings.rounds}", seconds)
     with settings.turns.alone():
+        began = time.monotonic()  # what was waited for others is no measure of the rounds
         race(
             racing,
             rounds=settings.rounds,
             first_round=first_round,
             seed=settings.seed + first_round,
             monitor=settings.monitor,
+            on_round=lambda number: report.partway(number / settings.rounds, time.monotonic() - began),
         )
     if last:
         report.begin("what is counted and profiled", 1.0)

@@ -47,6 +47,9 @@ class Reporter(Protocol):
     def begin(self, what: str, seconds: float) -> None:
         """Something starts that was planned to take so long."""
 
+    def partway(self, share: float, seconds: float) -> None:
+        """Of what is going on so much is over, and took so long."""
+
     def note(self, text: str) -> None:
         """Something that the user should see."""
 

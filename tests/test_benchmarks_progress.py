@@ -43,12 +43,51 @@ def test_the_estimate_follows_the_pace(monkeypatch: pytest.MonkeyPatch):
     assert progress.left() == 0
 
 
+def test_rounds_that_take_longer_than_planned_say_so(monkeypatch: pytest.MonkeyPatch):
+    now = [0.0]
+    monkeypatch.setattr("benchmarks.progress.time.monotonic", lambda: now[0])
+    console, text = plain()
+    progress = Progress(console, 12)
+    progress.begin("race: arms 3, rounds 40", 2)
+    for number in range(1, 41):
+        now[0] += 6.0  # four minutes in all, and nobody had known
+        progress.partway(number / 40, now[0])
+        if number < 40:
+            assert progress.left() >= 240 - now[0]
+    progress.begin("what is counted and profiled", 10)
+    assert progress.done == pytest.approx(240)
+    first, *later, last = text.getvalue().splitlines()
+    assert first.startswith("  [  0 %] race: arms 3, rounds 40, about ")
+    assert [line.partition(", about")[0] for line in later] == [
+        "  [ 24 %] race: arms 3, rounds 40, 25 %",
+        "  [ 48 %] race: arms 3, rounds 40, 50 %",
+        "  [ 72 %] race: arms 3, rounds 40, 75 %",
+    ]
+    assert [line.rpartition(", ")[2] for line in later] == ["about 3 min left", "about 2 min left", "about 70 s left"]
+    assert last.startswith("  [ 96 %] what is counted")
+
+
+def test_short_rounds_are_no_lines_and_no_longer_than_planned(monkeypatch: pytest.MonkeyPatch):
+    now = [0.0]
+    monkeypatch.setattr("benchmarks.progress.time.monotonic", lambda: now[0])
+    console, text = plain()
+    progress = Progress(console, 30)
+    progress.begin("race", 20)
+    for number in range(1, 11):
+        now[0] += 0.5
+        progress.partway(number / 10, now[0])
+    progress.begin("counting", 10)
+    assert progress.planned == 15 and progress.done == 5
+    assert len(text.getvalue().splitlines()) == 2
+
+
 def test_a_terminal_gets_a_live_bar():
     text = io.StringIO()
     console = Console(file=text, force_terminal=True, width=80)
     with Progress(console, 10) as progress:
         progress.race("gcn on karate")
         progress.begin("zoo full", 5)
+        progress.partway(0.5, 2.0)
         progress.note("an arm failed")
     assert "an arm failed" in text.getvalue()
 

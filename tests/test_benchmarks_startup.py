@@ -48,6 +48,9 @@ class Notes:
         assert seconds > 0
         self.begun.append(what)
 
+    def partway(self, share: float, seconds: float) -> None:
+        assert 0 < share <= 1 and seconds > 0
+
     def note(self, text: str) -> None:
         self.notes.append(text)
 

@@ -156,21 +156,30 @@ def test_a_race_is_ready_together_and_timed_alone(
             steady_only=steady_only,
             curve=curve,
         ),
-        _Silent(),
+        _Rounds(log),
         rows.append,
         memory_bytes=lambda case: 1,
         peaks={},
     )
     assert rows[0].status == "ok", rows[0].reason
     before = ["together", "compile", "apart"] if steady_only else ["together", "apart", "alone", "compile", "over"]
-    timed = ["alone", "calibrate", "round", "over"]
+    timed = ["alone", "calibrate", "round", "round 1.0", "over"]
     profiled = ["alone", "kernels", "over"]
     drawn = ["together", "curve", "apart"] if curve else []
     assert log == [*before, *timed, *profiled, *drawn]
     assert len(rows[0].curve or []) == curve
 
 
-class _Silent:
+class _Rounds:
+    """A reporter that writes down how far a race is."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
     def begin(self, what: str, seconds: float) -> None: ...
+
+    def partway(self, share: float, seconds: float) -> None:
+        assert seconds > 0
+        self.log.append(f"round {share}")
 
     def note(self, text: str) -> None: ...
