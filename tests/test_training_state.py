@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from training_models import build, draw, loss_of, optimizer_of
 
-from zoo.training import AdamW, NonFiniteError, TrainingStep, state
+from zoo.cudagraph import CaptureError
+from zoo.training import AdamW, NonFiniteError, TrainingStep, TrainingWarning, state
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -138,6 +139,51 @@ def test_loading_the_optimizer_alone_captures_anew():
         step(batch)
     assert step.captured
     step.optimizer.load_state_dict(step.optimizer.state_dict())
+    assert not step.captured
+
+
+@pytest.mark.parametrize("wanted", [None, True])
+def test_what_a_loaded_state_brings_is_looked_at_before_the_next_capture(
+    monkeypatch: pytest.MonkeyPatch, wanted: bool | None
+) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(TrainingStep, "_obstacles", lambda step: found)
+    step, _ = make(cuda_graph=True)
+    step._must_capture = wanted is True
+    batches = draw(10)
+    for batch in batches[:6]:
+        step(batch)
+    assert step.captured
+    step.optimizer.load_state_dict(step.optimizer.state_dict())
+    found.append("the learning rate is a tensor on the CPU")
+    for batch in batches[6:9]:
+        step(batch)
+    if wanted:
+        with pytest.raises(CaptureError, match="cannot be captured: the learning rate is a tensor on the CPU"):
+            step(batches[9])
+    else:
+        with pytest.warns(TrainingWarning, match="without a CUDA graph: .*: the learning rate is a tensor on the CPU"):
+            step(batches[9])
+    assert not step.captured
+    found.clear()
+    step.release()
+    for batch in batches[:4]:
+        step(batch)
+    assert step.captured
+
+
+@pytest.mark.gpu
+def test_a_learning_rate_that_was_loaded_to_the_cpu_is_not_baked_in(tmp_path: Path) -> None:
+    step, _ = make("cuda")
+    batches = draw(10, device="cuda")
+    for batch in batches[:5]:
+        step(batch)
+    assert step.captured
+    torch.save(step.optimizer.state_dict(), tmp_path / "optimizer.pt")
+    step.optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt", map_location="cpu"))
+    with pytest.warns(TrainingWarning, match="tensor on the CPU, whose number would be baked in"):
+        for batch in batches[5:]:
+            step(batch)
     assert not step.captured
 
 

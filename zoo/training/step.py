@@ -106,14 +106,16 @@ class TrainingStep:
     def _decide(self, wanted: bool | None) -> bool:
         if wanted is False or (wanted is None and self.device.type == "cpu"):
             return False
-        if self.device.type == "cpu":
-            return True
-        obstacles = capture_obstacles(self.model, self.optimizer)
+        obstacles = self._obstacles()
         if obstacles and wanted:
             raise ValueError("the step cannot be captured: " + "; ".join(obstacles))
         if obstacles:
             warnings.warn("the step runs without a CUDA graph: " + "; ".join(obstacles), TrainingWarning, stacklevel=3)
         return not obstacles
+
+    def _obstacles(self) -> list[str]:
+        # On a CPU nothing is baked in.
+        return [] if self.device.type == "cpu" else capture_obstacles(self.model, self.optimizer)
 
     @property
     def captured(self) -> list[str]:
@@ -238,6 +240,11 @@ class TrainingStep:
 
     def _capture(self, batches: tuple[Any, ...], structure: Any) -> str | None:
         """Capture a shape; or why it is not, and nothing of it is held."""
+        # Since the last look a state may have been loaded, with a learning rate that it brought.
+        if self._options is None and (obstacles := self._obstacles()):
+            if self._must_capture:
+                raise CaptureError("the step cannot be captured: " + "; ".join(obstacles))
+            return "; ".join(obstacles)
         if len(self.captured) >= self._most_graphs:
             return f"{self._most_graphs} shapes are captured already (most_graphs); pad batches to fewer shapes"
         try:
