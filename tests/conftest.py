@@ -19,6 +19,9 @@ if _OWN_CACHE:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="regional-zoo-tests-")
     os.environ["TRITON_CACHE_DIR"] = os.path.join(os.environ["TORCHINDUCTOR_CACHE_DIR"], "triton")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Or Inductor asks the C++ compiler what vector instructions there are, ten seconds in every new cache folder, and many
+# tests begin with one. What the processor says of itself is enough.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import torch  # noqa: E402
 

@@ -146,7 +146,8 @@ class Tour:
         return [(result.case.model, result.status, result.reason or "") for result in results]
 
 
-@pytest.fixture(scope="module")
+# Of the session: where processes take tests from each other, a module may be entered twice.
+@pytest.fixture(scope="session")
 def tour(tmp_path_factory: pytest.TempPathFactory) -> Tour:
     """One run: its worker is killed, a second run comes, it is killed itself, and is resumed."""
     tour = Tour(tmp_path_factory.mktemp("tour") / "run")
