@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from blocks import Block, Stack
@@ -37,7 +39,7 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(model(x).square().sum(), list(model.parameters())))
 
 
-def kept_bytes(model: nn.Module, x: Tensor) -> int:
+def kept_bytes(model: nn.Module, *args: Tensor, **inputs: Tensor) -> int:
     """What the forward keeps for the backward, weights apart."""
     weights = {p.data_ptr() for p in model.parameters()}
     kept = {}
@@ -48,7 +50,7 @@ def kept_bytes(model: nn.Module, x: Tensor) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = model(x)
+        output = model(*args, **inputs)
     del output
     return sum(kept.values())
 
@@ -62,6 +64,94 @@ def test_gradients_do_not_change(device: str, every: int, block: type[nn.Module]
     expected = gradients(model, x)
     checkpoint_regions(model, block, every=every)
     torch.testing.assert_close(gradients(model, x), expected)
+
+
+BLOCKS = {
+    "bert-debug": "BertLayer",
+    "llm-debug": "LLMLayer",
+    "gcn-debug": "GNNLayer",
+    "gat-debug": "GNNLayer",
+    "resnet-debug": "Bottleneck",
+    "unet-debug": "TransformerBlock",
+    "unet-xl-debug": "ResnetBlock",
+}
+
+
+@pytest.mark.parametrize(("name", "block"), BLOCKS.items())
+def test_blocks_of_every_family_are_checkpointed_whether_regions_or_around_some(name: str, block: str) -> None:
+    found = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        model = zoo.create(name).train().requires_grad_(True)
+        inputs = zoo.example_inputs(model)
+        zoo.compile_regions(model, backend="aot_eager")
+        if checkpointed:
+            cls = next(type(module) for module in model.modules() if type(module).__name__ == block)
+            assert checkpoint_regions(model, cls) is model
+        for _ in range(2):
+            torch.manual_seed(1)
+            with zoo.enforce_budget(model):
+                output = model(**inputs)
+                output = output if isinstance(output, Tensor) else output[0]
+                output.float().square().mean().backward()
+        found.append(([p.grad for p in model.parameters()], {n: b.clone() for n, b in model.named_buffers()}))
+        torch.compiler.reset()
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_running_statistics_are_moved_once_and_where_they_are() -> None:
+    model = zoo.create("resnet-debug").train().requires_grad_(True)
+    inputs, reference = zoo.example_inputs(model), copy.deepcopy(model)
+    zoo.compile_regions(model, backend="aot_eager")
+    regions = {type(module) for module in model.modules() if module._compiled_call_impl is not None}
+    assert len(regions) > 2
+    for cls in regions:
+        checkpoint_regions(model, cls, preserve_rng_state=False)
+    before = [buffer.data_ptr() for buffer in model.buffers()]
+    for each in (model, reference):
+        each(**inputs).square().mean().backward()
+    torch.testing.assert_close(dict(model.named_buffers()), dict(reference.named_buffers()))
+    assert [buffer.data_ptr() for buffer in model.buffers()] == before
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("name", "block"), [("resnet-debug", "Bottleneck"), ("unet-debug", "ResnetBlock")])
+def test_a_captured_step_is_the_same_with_blocks_around_regions(device: str, name: str, block: str) -> None:
+    found = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        model = zoo.create(name, device=device).train().requires_grad_(True)
+        batch = zoo.example_inputs(model)
+        zoo.compile_regions(model, backend="aot_eager")
+        if checkpointed:
+            cls = next(type(module) for module in model.modules() if type(module).__name__ == block)
+            checkpoint_regions(model, cls, preserve_rng_state=False)
+        rate = torch.tensor(1e-3, device=device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=device == "cuda")
+        step = TrainingStep(model, squares, optimizer, cuda_graph=True)
+        losses = [step(batch).item() for _ in range(8)]
+        assert step.captured
+        found.append((losses, dict(model.named_buffers())))
+        torch.compiler.reset()
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+def squares(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    output = model(**batch)
+    return (output if isinstance(output, Tensor) else output[0]).float().square().mean()
+
+
+def test_less_is_kept_of_blocks_around_regions() -> None:
+    model = zoo.create("unet-debug").train().requires_grad_(True)
+    inputs = zoo.example_inputs(model)
+    zoo.compile_regions(model, backend="aot_eager")
+    kept = [kept_bytes(model, **inputs)]
+    for block in ("ResnetBlock", "TransformerBlock"):
+        checkpoint_regions(model, next(type(m) for m in model.modules() if type(m).__name__ == block))
+        kept.append(kept_bytes(model, **inputs))
+    assert kept[0] > kept[1] > kept[2]
+    zoo.uncompile(model)
+    assert not any(module._compiled_call_impl for module in model.modules())
 
 
 def test_less_is_kept():
@@ -125,7 +215,9 @@ def test_random_state_that_is_restored_stands_in_the_way_of_a_capture(preserves:
 def test_what_cannot_be_checkpointed_is_refused():
     with pytest.raises(ValueError, match=r"Stack has no compiled regions: call zoo\.compile_regions"):
         checkpoint_regions(Stack(), Block)
-    with pytest.raises(ValueError, match="no compiled region is a DroppingBlock; there are Block"):
+    with pytest.raises(
+        ValueError, match="no compiled region is a DroppingBlock, and no DroppingBlock has one in it; there are Block"
+    ):
         checkpoint_regions(compiled(), DroppingBlock)
     with pytest.raises(ValueError, match="every is 0; 1 checkpoints each block"):
         checkpoint_regions(compiled(), Block, every=0)

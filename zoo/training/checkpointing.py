@@ -1,12 +1,15 @@
-"""Activation checkpointing of whole regions: keep a block's input only, run the block again in the backward."""
+"""Activation checkpointing of whole blocks: keep a block's input only, run the block again in the backward."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from zoo.compile import plan_of
@@ -19,10 +22,11 @@ def checkpoint_regions(
     every: int = 1,
     preserve_rng_state: bool = True,
 ) -> nn.Module:
-    """Keep only the inputs of compiled blocks for the backward, which runs them a second time.
+    """Keep only the inputs of blocks for the backward, which runs them a second time.
 
-    The second run is the compiled one, so that no graph is added. Call this after ``zoo.compile_regions``;
-    ``zoo.uncompile`` undoes both.
+    A block is a compiled region, or a module around some: then its regions and all between them run again. The second
+    run is compiled as the first one is, so that no graph is added, and moves no running statistics. Call this after
+    ``zoo.compile_regions``; ``zoo.uncompile`` undoes both.
 
     Args:
         model: A model with compiled regions.
@@ -35,29 +39,35 @@ def checkpoint_regions(
         The same model.
 
     Raises:
-        ValueError: If the model is not compiled, no compiled region is of this class, ``every`` is not positive, its
-            blocks are checkpointed already, or some are compiled no more.
+        ValueError: If the model is not compiled, neither a region nor a module around one is of this class, ``every``
+            is not positive, its blocks are checkpointed already, or some are compiled no more.
     """
     plan = plan_of(model)
     if plan is None:
         raise ValueError(f"{type(model).__name__} has no compiled regions: call zoo.compile_regions(model) first")
     if every < 1:
         raise ValueError(f"every is {every}; 1 checkpoints each block, n each n-th")
-    blocks = [module for module in plan.modules_of(model).values() if type(module) is cls]
+    regions = list(plan.modules_of(model).values())
+    blocks = [module for module in regions if type(module) is cls]
+    around = not blocks
+    if around:
+        held = set(regions)
+        blocks = [each for each in model.modules() if type(each) is cls and not held.isdisjoint(each.modules())]
     if not blocks:
-        names = sorted({type(module).__name__ for module in plan.modules_of(model).values()})
-        raise ValueError(f"no compiled region is a {cls.__name__}; there are {', '.join(names)}")
+        names = sorted({type(module).__name__ for module in regions})
+        raise ValueError(
+            f"no compiled region is a {cls.__name__}, and no {cls.__name__} has one in it; there are {', '.join(names)}"
+        )
     if any(isinstance(block._compiled_call_impl, _Checkpointed) for block in blocks):
         raise ValueError(f"regions of {cls.__name__} are checkpointed already; zoo.uncompile(model) undoes it")
-    if eager := sum(block._compiled_call_impl is None for block in blocks):
+    if not around and (eager := sum(block._compiled_call_impl is None for block in blocks)):
         raise ValueError(
             f"{eager} of {len(blocks)} regions of {cls.__name__} are eager now, replaced or uncompiled on their own: "
             "call zoo.uncompile(model) and zoo.compile_regions(model) again"
         )
     for block in blocks[::every]:
-        call = block._compiled_call_impl
-        assert call is not None  # none is eager
-        block._compiled_call_impl = _Checkpointed(call, preserve_rng_state)
+        call = block._compiled_call_impl or block._call_impl
+        block._compiled_call_impl = _Checkpointed(call, block, model, preserve_rng_state)
     return model
 
 
@@ -74,12 +84,68 @@ def restores_random_state(model: nn.Module) -> bool:
 
 
 class _Checkpointed:
-    """A compiled call that is run again in the backward."""
+    """A call of a block that is run again in the backward."""
 
-    def __init__(self, call: Callable[..., Any], preserve_rng_state: bool) -> None:
+    def __init__(self, call: Callable[..., Any], block: nn.Module, model: nn.Module, preserve_rng_state: bool) -> None:
         self._call = call
         self.preserve_rng_state = preserve_rng_state
+        # Held strongly, each would hold the other until the garbage is collected.
+        self._block, self._model = weakref.ref(block), weakref.ref(model)
+        self._has_buffers = any(True for _ in model.buffers())
         functools.update_wrapper(self, call, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(self._call, *args, use_reentrant=False, preserve_rng_state=self.preserve_rng_state, **kwargs)
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self.preserve_rng_state}
+        call, block, model = self._call, self._block(), self._model()
+        if self._has_buffers and block is not None and model is not None:
+            call = again = _Again(call, block, model)
+            options["context_fn"] = again.contexts
+        return checkpoint(call, *args, **options, **kwargs)
+
+
+class _Again:
+    """A call in whose second run buffers are copies: a step moves running statistics once, and the first run has."""
+
+    def __init__(self, call: Callable[..., Any], block: nn.Module, model: nn.Module) -> None:
+        self._call, self._block, self._model = call, block, model
+        self._copies: _Copies | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._copies is not None:
+            # Some buffers are in the block; others are handed to it.
+            args, kwargs = pytree.tree_map_only(Tensor, self._copies.of, (args, kwargs))
+        return self._call(*args, **kwargs)
+
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Of the first run and of the second."""
+        return nullcontext(), self._copied()
+
+    @contextmanager
+    def _copied(self) -> Iterator[None]:
+        copies = self._copies = _Copies(self._model)
+        places = [module._buffers for module in self._block.modules()]
+        held = [buffers.copy() for buffers in places]
+        for buffers in places:
+            buffers.update({name: each if each is None else copies.of(each) for name, each in buffers.items()})
+        try:
+            yield
+        finally:
+            self._copies = None
+            for buffers, own in zip(places, held, strict=True):
+                buffers.update(own)
+
+
+class _Copies:
+    """Of a model's buffers, each made when it is asked for."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = set(model.buffers())
+        self._made: dict[Tensor, Tensor] = {}
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The copy of a buffer, always the same one; whatever is none as it is."""
+        if tensor not in self._buffers:
+            return tensor
+        if tensor not in self._made:
+            self._made[tensor] = tensor.detach().clone()
+        return self._made[tensor]
