@@ -279,6 +279,22 @@ def test_the_state_of_another_optimizer_is_refused_and_changes_nothing(tmp_path:
     assert losses + [other(batch).item() for batch in batches[2:]] == pytest.approx(expected, rel=1e-6)
 
 
+def test_an_optimizer_whose_groups_lack_an_option_of_torchs_goes_on_each_time(tmp_path: Path):
+    def begin() -> TrainingStep:
+        model = build()
+        return TrainingStep(model, loss_of, torch.optim.Adafactor(model.parameters(), lr=1e-2))
+
+    batches = draw(4)
+    step = begin()
+    step(batches[0])
+    step.save(tmp_path)
+    expected = [step(batch).item() for batch in batches[1:]]
+    again = begin()
+    for _ in range(2):
+        again.load(tmp_path)
+        assert [again(batch).item() for batch in batches[1:]] == pytest.approx(expected, rel=1e-6)
+
+
 def test_an_optimizer_of_parameters_in_another_order_is_refused_and_changes_nothing(tmp_path: Path):
     step, _ = make("cpu", "adamw")
     step(draw(1)[0])

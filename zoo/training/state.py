@@ -133,6 +133,8 @@ def _check_order(step: TrainingStep, rest: Mapping[str, Any], file: Path) -> Non
 def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], file: Path) -> None:
     """Load, or ValueError and the optimizer is as it was."""
     before = dict(vars(optimizer))
+    # Torch gives every optimizer that loads a default "differentiable", also one whose groups never had it.
+    options = {option for option in optimizer.defaults if all(option in group for group in optimizer.param_groups)}
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
         for option, value in saved.items():
             if isinstance(value, torch.Tensor) and isinstance(group.get(option), torch.Tensor):
@@ -140,7 +142,7 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], file: Path) -> 
                 saved[option] = value.to(group[option].device)
     try:
         optimizer.load_state_dict(state)
-        missing = {option for group in optimizer.param_groups for option in optimizer.defaults if option not in group}
+        missing = {option for group in optimizer.param_groups for option in options if option not in group}
         if missing:
             raise ValueError(f"its groups have no {', '.join(sorted(missing))}")
     except Exception as error:  # whatever an optimizer makes of another's state
