@@ -136,6 +136,38 @@ def test_a_captured_step_is_the_same_with_blocks_around_regions(device: str, nam
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
 
 
+class ScaledBlock(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.register_buffer("scale", torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x) * self.scale
+
+
+def test_two_losses_of_one_forward_have_a_backward_each() -> None:
+    found = []
+    for checkpointed in (False, True):
+        model = compiled(block=ScaledBlock)
+        if checkpointed:
+            checkpoint_regions(model, ScaledBlock)
+        output = model(torch.ones(2, 4))
+        output.sum().backward(retain_graph=True)
+        output.square().sum().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_block_that_uses_up_what_it_is_handed_is_refused() -> None:
+    model = zoo.create("unet-debug").train()
+    zoo.compile_regions(model, backend="aot_eager")
+    level = next(type(module) for module in model.modules() if type(module).__name__ == "DownLevel")
+    checkpoint_regions(model, level)
+    with pytest.raises(ValueError, match=r"a DownLevel cannot be checkpointed: it is handed an iterator.*blocks in it"):
+        model(**zoo.example_inputs(model))
+
+
 def squares(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     output = model(**batch)
     return (output if isinstance(output, Tensor) else output[0]).float().square().mean()
@@ -219,6 +251,8 @@ def test_what_cannot_be_checkpointed_is_refused():
         ValueError, match="no compiled region is a DroppingBlock, and no DroppingBlock has one in it; there are Block"
     ):
         checkpoint_regions(compiled(), DroppingBlock)
+    with pytest.raises(ValueError, match="a ModuleList is never called, only what it holds"):
+        checkpoint_regions(compiled(), nn.ModuleList)
     with pytest.raises(ValueError, match="every is 0; 1 checkpoints each block"):
         checkpoint_regions(compiled(), Block, every=0)
     model = checkpoint_regions(compiled(), Block)

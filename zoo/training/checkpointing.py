@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -39,8 +40,9 @@ def checkpoint_regions(
         The same model.
 
     Raises:
-        ValueError: If the model is not compiled, neither a region nor a module around one is of this class, ``every``
-            is not positive, its blocks are checkpointed already, or some are compiled no more.
+        ValueError: If the model is not compiled, neither a region nor a module around one is of this class, it is a
+            container that is never called, ``every`` is not positive, its blocks are checkpointed already, or some
+            are compiled no more. In the first call, if a block is handed an iterator, which its first run uses up.
     """
     plan = plan_of(model)
     if plan is None:
@@ -58,6 +60,8 @@ def checkpoint_regions(
         raise ValueError(
             f"no compiled region is a {cls.__name__}, and no {cls.__name__} has one in it; there are {', '.join(names)}"
         )
+    if cls.forward is nn.Module.forward:
+        raise ValueError(f"a {cls.__name__} is never called, only what it holds: name the class of that")
     if any(isinstance(block._compiled_call_impl, _Checkpointed) for block in blocks):
         raise ValueError(f"regions of {cls.__name__} are checkpointed already; zoo.uncompile(model) undoes it")
     if not around and (eager := sum(block._compiled_call_impl is None for block in blocks)):
@@ -97,10 +101,21 @@ class _Checkpointed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self.preserve_rng_state}
         call, block, model = self._call, self._block(), self._model()
+        if _has_iterator((args, kwargs)):
+            raise ValueError(
+                f"a {type(block).__name__} cannot be checkpointed: it is handed an iterator, which its first run uses "
+                "up; call zoo.uncompile(model) and zoo.compile_regions(model), and checkpoint the blocks in it"
+            )
         if self._has_buffers and block is not None and model is not None:
             call = again = _Again(call, block, model)
             options["context_fn"] = again.contexts
         return checkpoint(call, *args, **options, **kwargs)
+
+
+def _has_iterator(arguments: Any) -> bool:
+    """Whether an argument is an iterator or, as a dataclass may, has one."""
+    held = ((leaf, *getattr(leaf, "__dict__", {}).values()) for leaf in pytree.tree_leaves(arguments))
+    return any(isinstance(each, Iterator) for each in chain.from_iterable(held))
 
 
 class _Again:
@@ -118,7 +133,7 @@ class _Again:
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Of the first run and of the second."""
-        return nullcontext(), self._copied()
+        return nullcontext(), _Anew(self._copied)
 
     @contextmanager
     def _copied(self) -> Iterator[None]:
@@ -133,6 +148,19 @@ class _Again:
             self._copies = None
             for buffers, own in zip(places, held, strict=True):
                 buffers.update(own)
+
+
+class _Anew(AbstractContextManager[None]):
+    """A context that is made when it is entered: each backward of one forward enters it, and runs the block again."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make, self._entered = make, ExitStack()
+
+    def __enter__(self) -> None:
+        self._entered.enter_context(self._make())
+
+    def __exit__(self, *error: object) -> None:
+        self._entered.close()
 
 
 class _Copies:
