@@ -15,10 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.utils.data import DataLoader
 
 import zoo
 from zoo.gnn import Bucket, CSRGraph, GNNEpilogue, GraphSAGE, NeighborSampler, SAGEConfig, SampledBatch
 from zoo.gnn.aggregate import mean_neighbours
+from zoo.gnn.batches import Subgraph, map_tensors
 from zoo.gnn.sampling import _distinct
 from zoo.training import TrainingStep
 
@@ -495,6 +497,22 @@ def test_a_batch_moves_to_a_device():
     assert moved.nodes.is_cuda
     assert all(graph.transpose is not None and graph.transpose.colptr.is_cuda for graph in moved.graphs)
     torch.testing.assert_close(moved.to("cpu"), batch, rtol=0, atol=0)
+
+
+def test_a_batch_that_came_through_torchs_loader_moves_as_a_whole():
+    sampler = NeighborSampler(graph(), fanouts=(2, 2), batch_size=8, num_nodes=NODES, workers=0)
+    expected = sampler.batch(0, 0)
+    # Which makes lists of tuples.
+    loaded = next(iter(DataLoader([expected], batch_size=None)))  # type: ignore[arg-type]
+    assert isinstance(loaded.graphs, list)
+    moved = loaded.to("meta")
+    assert {graph.source.device.type for graph in moved.graphs} == {"meta"}
+    net, x = model(), torch.randn(NODES, 6)
+    with pytest.raises(TypeError, match=r"edge_index is a list of GraphTensors.*tuple\(batch\.graphs\).*batch\.to"):
+        net(x[loaded.nodes], loaded.graphs)
+    torch.testing.assert_close(net(x[loaded.nodes], loaded.to("cpu").graphs), net(x[expected.nodes], expected.graphs))
+    drawn = sampler.subgraph(0, 0)
+    assert Subgraph(*map_tensors(drawn, lambda tensor: tensor)).hop_nodes == drawn.hop_nodes
 
 
 def test_other_models_refuse_sampled_tensors():

@@ -185,12 +185,12 @@ def _pad(values: Tensor, size: int, fill: int = 0) -> Tensor:
 
 
 def map_tensors(item: Any, function: Callable[[Tensor], Any]) -> list[Any]:
-    """Fields of a tuple, its tensors changed, tuples in it likewise."""
+    """Fields of a tuple, its tensors changed, tuples in it likewise, as lists that torch's DataLoader makes of them."""
 
     def field(value: Any) -> Any:
         if isinstance(value, Tensor):
             return function(value)
-        if value is None or isinstance(value, list):
+        if value is None or (isinstance(value, list) and not any(isinstance(each, (Tensor, tuple)) for each in value)):
             return value
         fields = map_tensors(value, function)
         return type(value)(*fields) if hasattr(value, "_fields") else tuple(fields)

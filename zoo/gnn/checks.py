@@ -74,6 +74,13 @@ def _sources(graph: GraphTensors, default: int) -> int:
 def check_edges(edge_index: Tensor, edge_weight: Tensor | None) -> None:
     """Kinds and shapes of a raw graph, checked without reading a value."""
     if not isinstance(edge_index, Tensor):
+        from zoo.gnn.csr import GraphTensors
+
+        if isinstance(edge_index, list) and any(isinstance(each, GraphTensors) for each in edge_index):
+            raise TypeError(
+                "edge_index is a list of GraphTensors, as torch's DataLoader makes of a batch's graphs; pass "
+                "tuple(batch.graphs), or move the batch by batch.to(device), which makes them a tuple again"
+            )
         raise TypeError(
             f"edge_index is a {type(edge_index).__name__}, expected an int64 tensor [2, E] or a CSRGraph; build one "
             "with CSRGraph.from_edge_index"
