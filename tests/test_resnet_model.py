@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torchvision
 from torch import Tensor, nn
+from torch.optim.swa_utils import update_bn
 
 import zoo
 from zoo.compile import plan_of
@@ -318,3 +320,36 @@ def test_zero_init_residual_starts_blocks_as_their_shortcuts() -> None:
     with torch.no_grad():
         assert torch.equal(model.stages[0].blocks[1](x), x)
         assert not torch.equal(debug(layers=(2, 1, 1, 1)).stages[0].blocks[1](x), x)
+
+
+def test_a_norm_of_another_mode_or_momentum_than_the_model_is_refused() -> None:
+    model = zoo.create("resnet-debug").train()
+    images = torch.randn(4, *zoo.example_inputs(model)["images"].shape[1:])
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    norms[3].eval()
+    with pytest.raises(ValueError, match=r"a norm is in eval mode, and what is around it in training mode.*'frozen'"):
+        model(images)
+    model.eval()
+    norms[3].train()
+    with pytest.raises(ValueError, match="a norm is in training mode, and what is around it in eval mode"):
+        model(images)
+    model.train()
+    norms[3].momentum = 0.01
+    with pytest.raises(ValueError, match=r"the momentum of a norm is 0\.01, and was 0\.1 .*norm_kwargs"):
+        model(images)
+    norms[3].momentum = 0.1
+    with pytest.raises(ValueError, match=r"the momentum of a norm is None.*update_bn.*zoo\.to_upstream\(model\)"):
+        update_bn([images], model)
+    with pytest.raises(ValueError, match="a norm is a SyncBatchNorm"):
+        nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))(images)
+
+
+def test_statistics_of_a_loader_come_by_way_of_the_upstream_model() -> None:
+    theirs = torchvision.models.resnet18(num_classes=5)
+    model = zoo.from_upstream(theirs)
+    loader = [torch.randn(2, 3, 64, 64) + 1 for _ in range(2)]
+    update_bn(loader, theirs)
+    averaged = zoo.to_upstream(model)
+    update_bn(loader, averaged)
+    model = zoo.from_upstream(averaged).eval()
+    torch.testing.assert_close(model(loader[0]), theirs.eval()(loader[0]), rtol=1e-4, atol=1e-4)

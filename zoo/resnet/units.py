@@ -12,6 +12,7 @@ Shape legend: R rows (pixels of all images), C channels, N images, H height, W w
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -44,16 +45,38 @@ def make_norm(config: ResNetConfig, channels: int) -> nn.Module:
     return nn.BatchNorm2d(channels, **config.norm_options)
 
 
-def tensors_of(norm: nn.Module) -> NormTensors:
+def tensors_of(norm: nn.Module, glue: nn.Module) -> NormTensors:
     """The tensors that glue is handed. In training the batch is counted, as a call of the norm would."""
-    if norm.training and isinstance(norm, nn.BatchNorm2d) and norm.num_batches_tracked is not None:
-        norm.num_batches_tracked.add_(1)
+    if isinstance(norm, nn.modules.batchnorm._BatchNorm) and norm.running_mean is not None:
+        _check_norm(norm, glue)
+        if norm.training and norm.num_batches_tracked is not None:
+            norm.num_batches_tracked.add_(1)
     return (
         norm.running_mean,  # type: ignore[return-value]
         norm.running_var,
         untracked(norm.weight),  # type: ignore[arg-type]
         untracked(norm.bias),  # type: ignore[arg-type]
     )
+
+
+def _check_norm(norm: nn.modules.batchnorm._BatchNorm, glue: nn.Module) -> None:
+    """ValueError if a norm was given another mode or momentum than the glue, which computes in its place, knows of."""
+    if isinstance(norm, nn.SyncBatchNorm):
+        raise ValueError("a norm is a SyncBatchNorm, but statistics are those of one process: keep BatchNorm2d")
+    if norm.training != glue.training:
+        modes = [f"in {'training' if module.training else 'eval'} mode" for module in (norm, glue)]
+        raise ValueError(
+            f"a norm is {modes[0]}, and what is around it {modes[1]}, which decides: call train() or eval() of the "
+            "module that holds the norm; norm='frozen' makes a model whose statistics stay in training too"
+        )
+    # A compiler of the whole model would make a tensor of the number.
+    compiling = torch.compiler.is_compiling()
+    if norm.training and (norm.momentum is None or not (compiling or norm.momentum == glue.momentum)):
+        raise ValueError(
+            f"the momentum of a norm is {norm.momentum}, and was {glue.momentum} when the model was made, which stays: "
+            "make it with norm_kwargs={'momentum': ...}. Of torch's update_bn, which sets None, the statistics come "
+            "by way of zoo.to_upstream(model), to be loaded back"
+        )
 
 
 class ConvNormAct(nn.Module):
@@ -68,7 +91,7 @@ class ConvNormAct(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[N, C_in, H, W] -> [N, C_out, H', W']."""
         x = self.conv(x)
-        return to_images(self.glue(to_rows(x), tensors_of(self.norm)), x)
+        return to_images(self.glue(to_rows(x), tensors_of(self.norm, self.glue)), x)
 
 
 class ConvNormJoin(nn.Module):
@@ -85,11 +108,11 @@ class ConvNormJoin(nn.Module):
     def forward(self, x: Tensor, block_input: Tensor) -> Tensor:
         """[N, C_in, H, W] inside the block, and the block's input -> [N, C_out, H, W]."""
         x = self.conv(x)
-        rows, norm = to_rows(x), tensors_of(self.norm)
+        rows, norm = to_rows(x), tensors_of(self.norm, self.glue)
         if self.shortcut is None or self.shortcut_norm is None:
             rows = self.glue(rows, norm, to_rows(block_input))
         else:
-            rows = self.glue(rows, norm, to_rows(self.shortcut(block_input)), tensors_of(self.shortcut_norm))
+            rows = self.glue(rows, norm, to_rows(self.shortcut(block_input)), tensors_of(self.shortcut_norm, self.glue))
         return to_images(rows, x)
 
 
@@ -104,7 +127,7 @@ class Stem(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Images [N, C_in, H, W] -> [N, 64, ⌈H / 4⌉, ⌈W / 4⌉]."""
-        return self.glue(convolve_images(self.conv, x), tensors_of(self.norm))
+        return self.glue(convolve_images(self.conv, x), tensors_of(self.norm, self.glue))
 
 
 class FoldedConvAct(nn.Module):
