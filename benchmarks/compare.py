@@ -271,6 +271,9 @@ def command(
     bound = fraction(max_regression)
     try:
         before, after = load(old), load(new)
+        for path, rows in ((old, before), (new, after)):
+            if not rows.results:
+                raise UsageError(f"{path} holds no rows; give the folder that benchmarks.run --out wrote to")
         changes = compare(before, after, across_devices=across_devices)
     except (ValueError, FileNotFoundError) as error:
         raise UsageError(str(error)) from error

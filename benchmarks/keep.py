@@ -118,9 +118,9 @@ def command(
         rows = load(run)
     except (ValueError, FileNotFoundError) as error:
         raise UsageError(str(error)) from error
+    if not rows.results:
+        raise UsageError(f"{run} holds no rows; give the folder that benchmarks.run --out wrote to")
     found = _only(_only(rows.results, "model", model or []), "input", input or [])
-    if not found:
-        raise UsageError(f"{run} holds no such rows")
     for file, races in keep(Rows(found, rows.environments), results, beside=beside).items():
         for race in races:
             print(f"{file}: {' · '.join(race[1:])}")

@@ -283,14 +283,15 @@ def prepare_race(
     """Bring every arm to where it can race, its process alive."""
     jobs = [Job(arm, RACE) for arm in arms if arm.ok]
     if settings.steady_only:
-        report.begin(f"{len(jobs)} arms start together", sum(cost(job) for job in jobs) / settings.ahead)
+        planned = sum(cost(_as_planned(job, settings)) for job in jobs) / settings.ahead
+        report.begin(f"{len(jobs)} arms start together", planned)
         # All of them compile at the same time, each in as many processes as there are cores if it is not told.
         threads = max(1, cores() // max(1, min(len(jobs), settings.ahead)))
         with settings.turns.together():
             in_parallel(lambda job: _start_alone(job, settings, reference, threads), jobs, settings.ahead)
         return
     for job, worker in processes(jobs, settings):
-        report.begin(f"{job.arm.case.arm}: {job.phase}", cost(job))
+        report.begin(f"{job.arm.case.arm}: {job.phase}", cost(_as_planned(job, settings)))
         _start_racing(job.arm, worker, settings, reference)
 
 
@@ -368,12 +369,18 @@ def estimate(job: Job) -> float:
     return imports + whole * table[device][job.phase]
 
 
+def _as_planned(job: Job, settings: Settings) -> Job:
+    """A racing process as the plan counts it: where none came before it, it compiles as a cold one does."""
+    cold = settings.steady_only or (settings.quick and not job.arm.case.control)  # the copy finds its twin's caches
+    return Job(job.arm, COLD) if cold else job
+
+
 def estimate_race(cases: Sequence[Case], settings: Settings) -> float:
     """Seconds that a whole race is likely to take."""
     arms = [Arm(case=case, folder=settings.scratch) for case in cases]
     before = sum(map(estimate, jobs_before_the_race(arms, settings)))
-    phase = COLD if settings.quick else RACE
-    starts = sum(estimate(Job(arm, phase)) for arm in arms) / (settings.ahead if settings.steady_only else 1)
+    starts = sum(estimate(_as_planned(Job(arm, RACE), settings)) for arm in arms)
+    starts /= settings.ahead if settings.steady_only else 1
     return before + settings.sets * (starts + estimate_rounds(len(arms), settings))
 
 

@@ -146,7 +146,8 @@ def test_one_folder_with_two_devices_is_ambiguous(tmp_path: Path, capsys: pytest
         (["{rows}", "{rows}", "--max-regression", "five"], "got 'five'; write 5%"),
         (["{rows}", "{rows}", "--max-regression", "-1%"], "at least 0, got '-1%'"),
         (["{rows}", "{rows}.gz"], "does not exist; give a .jsonl file"),
-        (["{rows}", "{empty}"], "no arm is in both: the old run has gcn on cora on NVIDIA H200, the new one no rows"),
+        (["{rows}", "{empty}"], "empty holds no rows; give the folder that benchmarks.run --out wrote to"),
+        (["{empty}", "{rows}"], "empty holds no rows; give the folder that benchmarks.run --out wrote to"),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_2(

@@ -84,6 +84,11 @@ def test_the_command_takes_some_races_and_names_what_it_wrote(
     assert main([*arguments, "--model", "gnc"]) == 2
     assert "did you mean 'gcn'" in capsys.readouterr().err
     assert main([str(tmp_path / "nothing")]) == 2
+    (tmp_path / "empty").mkdir()
+    capsys.readouterr()
+    for options in ([], ["--model", "gcn"]):
+        assert main([str(tmp_path / "empty"), *options]) == 2
+        assert "empty holds no rows; give the folder that" in capsys.readouterr().err
 
 
 def test_a_race_for_a_question_stands_beside_and_replaces_its_own_name_alone(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from benchmarks.case import Case
 from benchmarks.environment import Monitor
 from benchmarks.process import kill_all
 from benchmarks.race import run_race
-from benchmarks.result import Result
+from benchmarks.result import Compile, Result
 from benchmarks.startup import (
     COLD,
     FIRST_RESULT,
@@ -28,6 +28,7 @@ from benchmarks.startup import (
     Settings,
     estimate,
     estimate_race,
+    estimate_rounds,
     jobs_before_the_race,
     measure_compilation,
     prepare_race,
@@ -53,6 +54,28 @@ class Notes:
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+
+
+class Told(Notes):
+    """A reporter that adds up what it is told to expect."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+
+    def begin(self, what: str, seconds: float) -> None:
+        super().begin(what, seconds)
+        self.seconds.append(seconds)
+
+
+class NoWorker:
+    """A process that is none."""
+
+    def ask(self, operation: str) -> dict[str, float]:
+        return {"seconds": 0.0}
+
+    def stop(self) -> None:
+        pass
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +117,23 @@ def test_estimates_grow_with_what_is_asked_for(settings: Settings):
     assert estimate_race(cases, replace(settings, quick=True)) < whole
     assert estimate_race(cases, replace(settings, sets=3)) > whole
     assert estimate(Job(Arm(case=cases[0], folder=settings.scratch), RACE)) > 0
+
+
+@pytest.mark.parametrize("options", [{"quick": True}, {"steady_only": True}, {}], ids=["quick", "steady-only", "plain"])
+def test_what_is_told_to_take_how_long_adds_up_to_the_plan(
+    settings: Settings, options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+):
+    """Where no process comes before the race's own, those compile from nothing, and are told to take as long."""
+    monkeypatch.setattr("benchmarks.startup._start_racing", lambda *_: None)
+    monkeypatch.setattr("benchmarks.startup._start_alone", lambda *_: None)
+    monkeypatch.setattr("benchmarks.startup.processes", lambda jobs, _: ((job, NoWorker()) for job in jobs))
+    monkeypatch.setattr("benchmarks.startup.bring_up", lambda *_: Compile())
+    settings = replace(settings, **options)
+    cases = [replace(CASE, strategy="eager"), CASE, replace(CASE, control=True)]
+    arms, told = arms_of(settings, *cases), Told()
+    measure_compilation(arms, settings, told, estimate)
+    prepare_race(arms, settings, told, estimate, settings.scratch / "reference.pt")
+    assert sum(told.seconds) + estimate_rounds(len(arms), settings) == pytest.approx(estimate_race(cases, settings))
 
 
 @pytest.mark.slow
