@@ -317,6 +317,7 @@ def _weight_bytes(model: nn.Module) -> int:
 
 def _regions(loaded: Loaded) -> dict[str, Any]:
     import zoo
+    from zoo.regions import nothing_repeats
 
     try:
         report = zoo.find_regions(loaded.model, inputs=loaded.inputs)
@@ -325,7 +326,8 @@ def _regions(loaded: Loaded) -> dict[str, Any]:
     found = [f"{each.name}: {len(each.modules)} module(s), {each.graphs_needed} graph(s)" for each in report.regions]
     none = None
     if not found:
-        none = "no module class occurs twice with the same weights, so there is no block to compile once and use again"
+        # A declared model may have none of its regions in this configuration, or leave them eager on this device.
+        none = "none that it declares is compiled here" if report.declared else nothing_repeats(loaded.model)
     obstacles = [str(obstacle) for obstacle in report.obstacles]
     return {"found": found, "declared": report.declared, "obstacles": obstacles, "none": none}
 

@@ -98,6 +98,10 @@ def lonely():
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(4, 8)
 
 
+def of_torch():
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(4, 8)
+
+
 def broken():
     return Model(), {"x": torch.randn(4, 9)}
 
@@ -236,6 +240,7 @@ def test_a_look_says_what_stands_in_the_way(models: str) -> None:
     (obstacle,) = look(f"{models}:indexed")["obstacles"]
     assert "forward reads index" in obstacle
     assert "no module class occurs twice" in look(f"{models}:lonely")["none"]
+    assert "its forward in torch.nn (Linear); wrap it" in look(f"{models}:of_torch")["none"]
 
 
 def test_positional_inputs_get_their_names_and_plain_values_stay(models: str) -> None:

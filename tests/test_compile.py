@@ -61,8 +61,15 @@ def test_compiling_twice_is_refused() -> None:
 
 
 def test_a_model_without_regions_is_refused() -> None:
-    with pytest.raises(ValueError, match="no repeated module class"):
+    with pytest.raises(ValueError, match="no module class occurs twice with weights of the same shapes"):
         compiled(Sequence(Block(2), Block(4)))
+
+
+def test_a_model_whose_layers_are_of_torch_nn_says_so() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16)
+    model = nn.TransformerEncoder(layer, num_layers=3, enable_nested_tensor=False)
+    with pytest.raises(ValueError, match=r"\(TransformerEncoderLayer\); wrap it in a class with a forward of its own"):
+        compiled(model)
 
 
 def test_a_per_layer_int_is_an_error_in_a_declared_model_and_a_warning_in_another() -> None:

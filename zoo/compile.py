@@ -17,7 +17,7 @@ from zoo.compat import compile_limit_kwargs
 from zoo.dry_run import before_first_call
 from zoo.ledger import LEDGER, Entry
 from zoo.observe import undisturbed
-from zoo.regions import FoundRegion, Region, RegionReport, declares, report_on, resolve
+from zoo.regions import FoundRegion, Region, RegionReport, declares, nothing_repeats, report_on, resolve
 from zoo.signature import mode as mode_in_words
 from zoo.step_buffers import tensors_in
 
@@ -104,8 +104,8 @@ def compile_regions(
     chosen = resolve(model, regions, exclude)
     if not chosen and not getattr(type(model), "regions", ()):
         raise ValueError(
-            f"{type(model).__name__} declares no regions and has no repeated module class to discover; "
-            "name classes with regions=[...]"
+            f"{type(model).__name__} declares no regions and none is discovered: {nothing_repeats(model)}; or name "
+            "classes with regions=[...]"
         )
     if not chosen:
         warnings.warn(

@@ -298,13 +298,26 @@ def _refuse_lazy(chosen: Mapping[Region, Mapping[str, nn.Module]]) -> None:
                     )
 
 
-def _discover(model: nn.Module) -> list[type[nn.Module]]:
-    """The outermost repeated classes with forwards of their own, at least two copies of which share a signature."""
+def nothing_repeats(model: nn.Module) -> str:
+    """Why no region is discovered in this model: for a message that goes on with what to do."""
+    if of_torch := _discover(model, of_torch=True):
+        names = ", ".join(cls.__name__ for cls in of_torch)
+        return f"what repeats in it has its forward in torch.nn ({names}); wrap it in a class with a forward of its own"
+    return "no module class occurs twice with weights of the same shapes, so there is no block to compile once"
+
+
+def _discover(model: nn.Module, *, of_torch: bool = False) -> list[type[nn.Module]]:
+    """The outermost repeated classes, at least two copies of which share a signature.
+
+    Args:
+        model: Where to look.
+        of_torch: Look at classes whose forward lives in ``torch.nn``, which are no regions, instead of all others.
+    """
     modules = dict(model.named_modules())
     signatures: dict[type[nn.Module], list[Hashable]] = defaultdict(list)
     for name, module in modules.items():
         has_weights = next(module.parameters(), None) is not None
-        if name and has_weights and not forward_in_torch_nn(type(module)):
+        if name and has_weights and forward_in_torch_nn(type(module)) == of_torch:
             signatures[type(module)].append(structure(module))
     repeated = {cls for cls, all_of_it in signatures.items() if len(set(all_of_it)) < len(all_of_it)}
     found: list[type[nn.Module]] = []
