@@ -63,7 +63,7 @@ def command(
     results: Annotated[Path, typer.Option(help="The rows that blocks are made from.")] = RESULTS,
     out: Annotated[
         Path | None,
-        typer.Option(help="The Markdown report, the HTML one beside it; report.md by the rows if left out."),
+        typer.Option(help="A folder for the reports, or the name of one (.md, .html); by the rows if left out."),
     ] = None,
 ) -> int:
     """Show rows as tables, or make the tables in Markdown files from them."""
@@ -97,7 +97,7 @@ def _show(paths: list[Path], out: Path | None) -> int:
     if not rows.results:
         raise UsageError(f"{paths[0]} holds no rows; run python -m benchmarks.run --out {paths[0]} first")
     target = out or folder_of_reports(paths[0]) / "report.md"
-    if target.is_dir():
+    if target.is_dir() or target.suffix not in (".md", ".html"):  # a folder, as --out of benchmarks.run is one
         target /= "report.md"
     page = target.with_suffix(".html")
     target = target.with_suffix(".md") if target == page else target

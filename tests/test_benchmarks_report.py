@@ -38,9 +38,10 @@ def test_report_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "zoo regional + CUDA graph" in page and "zoo hierarchical: timeout" in page
     assert (tmp_path / "other.html").read_text() == page
     (tmp_path / "there").mkdir()
-    for out in ("there", "page.html"):
+    for out in ("there", "new", "page.html"):
         assert main([str(tmp_path / "run"), "--out", str(tmp_path / out)]) == 0
-    assert sorted(path.name for path in (tmp_path / "there").iterdir()) == ["report.html", "report.md"]
+    for folder in ("there", "new"):
+        assert sorted(path.name for path in (tmp_path / folder).iterdir()) == ["report.html", "report.md"]
     assert (tmp_path / "page.md").read_text() == text and (tmp_path / "page.html").read_text() == page
 
 
