@@ -136,6 +136,28 @@ def test_a_captured_step_is_the_same_with_blocks_around_regions(device: str, nam
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
 
 
+def test_blocks_around_regions_that_stay_eager_are_blocks_all_the_same() -> None:
+    """As a ResNet's are in training on a GPU, where all glue between convolutions but the stem's is a kernel."""
+    gradients_of = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        model = zoo.create("resnet-debug").train().requires_grad_(True)
+        inputs = zoo.example_inputs(model)
+        eager = [region.cls for region in model.regions if region.cls.__name__ != "NormActPool"]
+        zoo.compile_regions(model, backend="aot_eager", exclude=eager)
+        block = next(type(module) for module in model.modules() if type(module).__name__ == "Bottleneck")
+        if checkpointed:
+            checkpoint_regions(model, block, preserve_rng_state=False)
+        runs = []
+        first = next(module for module in model.modules() if type(module) is block)
+        first.conv1.conv.register_forward_hook(lambda *_: runs.append(1))  # noqa: B023 (of this round)
+        model(**inputs).square().mean().backward()
+        assert len(runs) == 1 + checkpointed
+        gradients_of.append([parameter.grad for parameter in model.parameters()])
+        torch.compiler.reset()
+    torch.testing.assert_close(gradients_of[1], gradients_of[0])
+
+
 class ScaledBlock(nn.Module):
     def __init__(self, width: int = 8) -> None:
         super().__init__()

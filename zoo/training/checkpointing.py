@@ -25,9 +25,9 @@ def checkpoint_regions(
 ) -> nn.Module:
     """Keep only the inputs of blocks for the backward, which runs them a second time.
 
-    A block is a compiled region, or a module around some: then its regions and all between them run again. The second
-    run is compiled as the first one is, so that no graph is added, and moves no running statistics. Call this after
-    ``zoo.compile_regions``; ``zoo.uncompile`` undoes both.
+    A block is a compiled region, or a module around some (or around such as the model leaves eager on this device): all
+    in it runs again then. The second run is compiled as the first one is, so that no graph is added, and moves no
+    running statistics. Call this after ``zoo.compile_regions``; ``zoo.uncompile`` undoes both.
 
     Args:
         model: A model with compiled regions.
@@ -51,9 +51,11 @@ def checkpoint_regions(
         raise ValueError(f"every is {every}; 1 checkpoints each block, n each n-th")
     regions = list(plan.modules_of(model).values())
     blocks = [module for module in regions if type(module) is cls]
+    # Where our kernels run a region may be nothing but them, and stay eager; what is around it is a block all the same.
+    declared = {region.cls for region in getattr(type(model), "regions", ())}
     around = not blocks
     if around:
-        held = set(regions)
+        held = set(regions).union(module for module in model.modules() if type(module) in declared)
         blocks = [each for each in model.modules() if type(each) is cls and not held.isdisjoint(each.modules())]
     if not blocks:
         names = sorted({type(module).__name__ for module in regions})
