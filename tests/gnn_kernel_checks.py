@@ -18,6 +18,7 @@ from zoo.gnn import CSRGraph, fallback, operators, sampling, split
 from zoo.gnn.aggregate import max_neighbours, mean_neighbours, sum_neighbours
 from zoo.gnn.csr import GraphTensors, Recipe
 from zoo.gnn.kernels import attention, maxima, sums
+from zoo.gnn.kernels.common import readable_columns
 from zoo.operators import next_power
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -370,6 +371,24 @@ def test_sums_of_features_that_are_not_contiguous() -> None:
     for x in (values(3, 5).t(), values(5, 6)[:, ::2], values(1, 3).expand(5, 3)):
         expected = edge_sum(x.double(), *exact(graph.tensors), graph.tensors.weight.double())  # type: ignore[union-attr]
         torch.testing.assert_close(sum_neighbours(x, graph.tensors).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_lies_behind_the_columns_of_a_row_is_read_and_not_summed(dtype: torch.dtype) -> None:
+    graph = named("square", weight=True)
+    weight = graph.tensors.weight.double()  # type: ignore[union-attr]
+    table = values(5, 16, dtype=dtype)
+    table[:, 5:8] = float("nan")
+    table[:, 13:] = float("inf")
+    for x in (table[:, :5], table[:, 8:13], table[:, 1:5]):
+        assert x.shape[1] <= readable_columns(x) <= 8
+        expected = edge_sum(x.double(), *exact(graph.tensors), weight)
+        error = (sum_neighbours(x, graph.tensors).double() - expected).abs().max()
+        assert error <= 4 * RELATIVE[dtype] * expected.abs().max()
+    assert readable_columns(table[:, :5]) == 8
+    # A dense table has nothing behind its last row, and another's last row may be cut short.
+    assert readable_columns(values(5, 13, dtype=dtype)) == 13
+    assert readable_columns(values(37, dtype=dtype).as_strided((3, 5), (16, 1))) == 5
 
 
 # --- draws ---

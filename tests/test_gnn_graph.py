@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -285,6 +286,23 @@ def test_inference_tensors_are_never_remembered_across_a_change() -> None:
         before = model(x, edge_index)
         edge_index.copy_(edge_index.flip(0))
         assert not torch.equal(model(x, edge_index), before)
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_edges_alone_are_let_go_of_once_self_loops_were_added(loop: bool) -> None:
+    """Who holds a graph of a hundred million edges holds it once; what was let go of can be had again."""
+    edge_index = torch.tensor([[3, 0, 1, 2, 3, 1], [0, 1, 1 if loop else 2, 1, 0, 0]])
+    graph = CSRGraph.from_edge_index(edge_index, None, 5)
+    edges = weakref.ref(graph._structure.source)
+    looped = graph.gcn_normalized()
+    assert (edges() is None) != loop
+    assert (looped.num_edges, graph.num_edges, graph.device) == (10 if loop else 11, 6, edge_index.device)
+    fresh, weight = CSRGraph.from_edge_index(edge_index, None, 5), torch.rand(6)
+    for again in (graph.to("cpu"), copy.deepcopy(graph), graph):
+        for one, other in ((again, fresh), (again.with_weights(weight), fresh.with_weights(weight))):
+            for recipe in (Recipe(), Recipe(self_loops=True, normalize=True), Recipe(mean=True)):
+                for a, b in zip(one.prepared(recipe).tensors, other.prepared(recipe).tensors, strict=True):
+                    assert torch.equal(a, b) if isinstance(b, Tensor) else type(a) is type(b)
 
 
 def test_another_number_of_nodes_is_another_graph() -> None:

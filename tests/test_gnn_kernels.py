@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import zoo
 from tests.gnn_reference import attend, edge_attention, edge_max, edge_sum
 from tests.kernel_runs import run_checks
-from zoo.gnn import CSRGraph, operators, split
+from zoo.gnn import CSRGraph, convs, operators, split
 from zoo.gnn.aggregate import attention, max_neighbours, mean_neighbours, sum_neighbours
 from zoo.gnn.csr import GraphTensors, Recipe
 from zoo.gnn.split import split_rows
@@ -271,6 +271,31 @@ def test_short_rows_have_no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert graph.tensors.split is not None
     moved = graph.to("cpu").tensors.split
     assert moved is not None and moved.chunks.equal(graph.tensors.split.chunks)
+
+
+@pytest.mark.parametrize("name", ["gcn-debug", "graphsage-debug"])
+def test_rows_of_many_nodes_start_at_whole_vectors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The values and gradients are the same, in rows that lie a multiple of 16 bytes apart."""
+    model = zoo.create(name, out_channels=11).train().requires_grad_(True)
+    inputs = zoo.example_inputs(model)
+    strides, aggregate = [], operators.csr_sum
+
+    def watched(x: Tensor, *rest: Any) -> Tensor:
+        strides.append((x.shape[1], x.stride(0)))
+        return aggregate(x, *rest)
+
+    monkeypatch.setattr(operators, "csr_sum", watched)
+    found = []
+    for many in (2**16, 16):
+        monkeypatch.setattr(convs, "MANY_NODES", many)
+        monkeypatch.setattr(operators, "DEVICES", ("cpu",))
+        strides.clear()
+        out = model(**inputs)
+        assert out.is_contiguous()
+        found.append([out, *torch.autograd.grad(out.sin().sum(), list(model.parameters()))])
+        last = next(stride for channels, stride in strides if channels == 11)
+        assert last == (1 if "gcn" in name else 2) * (11 if many > 16 else 16)
+    torch.testing.assert_close(found[1], found[0])
 
 
 # --- regions ---

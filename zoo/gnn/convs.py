@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zoo.gnn import operators
 from zoo.gnn.aggregate import attention, max_neighbours, mean_neighbours, sum_neighbours
 from zoo.gnn.checks import check_features, check_nodes
 from zoo.gnn.csr import CSRGraph, GraphTensors, Recipe
@@ -27,6 +28,9 @@ Graph: TypeAlias = GraphTensors | CSRGraph | Tensor
 # A sampled batch's, one a layer.
 Graphs: TypeAlias = tuple[GraphTensors, ...]
 Features: TypeAlias = Tensor | tuple[Tensor, Tensor]
+# Values of 16 bytes in half precision; and the nodes from which on padding the weights, a launch, is nothing.
+VECTOR = 8
+MANY_NODES = 2**16
 
 
 @outside_compile
@@ -143,7 +147,7 @@ class GCNConv(_Conv):
 
     def first(self, x: Tensor, graph: GraphTensors) -> Tensor:
         """Features [N, C_in], summed over neighbours or transformed, whichever comes first."""
-        return sum_neighbours(x, graph) if self.aggregate_first else self.lin(x)
+        return sum_neighbours(x, graph) if self.aggregate_first else _product(x, self.lin.weight)
 
     def second(self, x: Tensor, graph: GraphTensors, bias: Tensor | None) -> Tensor:
         """The other of the two, [N, C_out], and the bias unless whoever follows adds it."""
@@ -232,13 +236,14 @@ class SAGEConv(_Conv):
     def first(self, x: Tensor, graph: GraphTensors) -> Tensor:
         """Features [N, C_in], for neighbours and for the node itself, summed or transformed: [N, 2 C_in or 2 C_out].
 
-        With a projection, with a maximum and without root weight this is all there is to do: [N, C_out].
+        Of many nodes each transformed half ends in zeros, to a multiple of ``VECTOR``. With a projection, with a
+        maximum and without root weight this is all there is to do: [N, C_out].
         """
         if not self.in_one:
             return self._apart(x, x, graph)
         if self.aggregate_first:
             return self._aggregate(x, graph, x, beside=True)
-        return F.linear(x, torch.cat(self._weights))
+        return _product(x, *self._weights)
 
     def second(self, x: Tensor, graph: GraphTensors, bias: Tensor | None) -> Tensor:
         """What ``first`` left to do, [N, C_out], and the bias unless whoever follows adds it."""
@@ -246,7 +251,7 @@ class SAGEConv(_Conv):
             return _add(x, bias)
         if self.aggregate_first:
             return F.linear(x, torch.cat(self._weights, dim=1), bias)
-        neighbours, root = x.chunk(2, dim=1)
+        neighbours, root = (half[:, : self.lin_l.out_features] for half in x.chunk(2, dim=1))
         return _add(self._aggregate(neighbours, graph, root), bias)
 
     def first_of_fewer(self, x: Tensor, graph: GraphTensors) -> Tensor:
@@ -405,6 +410,20 @@ def _score_weights(weight: Tensor, *vectors: Tensor) -> Tensor:
     stacked = torch.cat(vectors).transpose(0, 1)  # [H, K, C]
     by_head = torch.bmm(stacked, weight.view(stacked.shape[0], stacked.shape[2], -1))  # [H, K, C_in]
     return by_head.transpose(0, 1).reshape(-1, weight.shape[1])
+
+
+def _product(x: Tensor, *weights: Tensor) -> Tensor:
+    """Features x [N, C_in] times weights [C_out, C_in] each, side by side: [N, C_out] for one, else [N, K C].
+
+    Of many nodes on a GPU the rows, and each weight's part of them, start at whole vectors, which the product writes
+    and the edges read several times faster than value by value: C is C_out and the zeros up to the next multiple.
+    """
+    channels = weights[0].shape[0]
+    missing = -channels % VECTOR
+    if missing and x.shape[0] >= MANY_NODES and x.device.type in operators.DEVICES:
+        weights = tuple(F.pad(weight, (0, 0, 0, missing)) for weight in weights)
+    x = F.linear(x, weights[0] if len(weights) == 1 else torch.cat(weights))
+    return x[:, :channels] if len(weights) == 1 else x
 
 
 def _add(x: Tensor, bias: Tensor | None) -> Tensor:

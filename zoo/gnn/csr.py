@@ -82,22 +82,50 @@ class Recipe(NamedTuple):
 
 
 class _Structure:
-    """Sorted edges without weights. ``origin`` [E] is each edge's place in the input; past its end for an added one."""
+    """Sorted edges without weights. ``origin`` [E] is each edge's place in the input; past its end for an added one.
+
+    Once self-loops were added to edges without any, the edges alone are let go of: the others hold them.
+    """
 
     def __init__(self, source: Tensor, destination: Tensor, origin: Tensor | None, inputs: int, sizes: tuple[int, int]):
-        self.destination, order = torch.sort(destination, stable=True)
+        destination, order = torch.sort(destination, stable=True)
         order = order.to(source.dtype)
-        self.source = source.index_select(0, order)
-        self.origin = order if origin is None else origin.index_select(0, order)
+        source = source.index_select(0, order)
+        self._sorted: tuple[Tensor, Tensor, Tensor] | None = (
+            source,
+            destination,
+            order if origin is None else origin.index_select(0, order),
+        )
+        self.count = source.shape[0]
         self.inputs = inputs
         self.sizes = sizes
-        self.rowptr = _pointers(self.destination, sizes[1])
-        self.split = _split(self.rowptr, self.source)
+        self.rowptr = _pointers(destination, sizes[1])
+        self.split = _split(self.rowptr, self.count)
         self.transposed: Transpose | None = None
         self._looped: _Structure | None = None
         # Places in the input of self-loops that another of the same node replaced, and of those others.
         self.passed_over: tuple[Tensor, Tensor] | None = None
         self.unweighted: dict[tuple[Recipe, torch.dtype, bool], GraphTensors] = {}
+
+    @property
+    def source(self) -> Tensor:
+        return self._edges()[0]
+
+    @property
+    def destination(self) -> Tensor:
+        return self._edges()[1]
+
+    @property
+    def origin(self) -> Tensor:
+        return self._edges()[2]
+
+    def _edges(self) -> tuple[Tensor, Tensor, Tensor]:
+        if self._sorted is None:
+            assert self._looped is not None
+            source, destination, origin = self._looped._edges()
+            given = (origin < self.inputs).nonzero().view(-1)
+            self._sorted = source[given], destination[given], origin[given]
+        return self._sorted
 
     def looped(self) -> _Structure:
         """The same graph with exactly one self-loop a node, if the node is both a source and a destination."""
@@ -120,6 +148,8 @@ class _Structure:
             )
             if passed_over.numel():
                 self._looped.passed_over = self.origin[here][passed_over], kept[passed_over]
+            if not here.numel():
+                self._sorted = None
         return self._looped
 
     def transpose(self) -> Transpose:
@@ -129,15 +159,16 @@ class _Structure:
             permutation = order.to(source.dtype)
             colptr = _pointers(source, self.sizes[0])
             destination = self.destination.index_select(0, permutation)
-            self.transposed = Transpose(colptr, destination, permutation, None, _split(colptr, source))
+            self.transposed = Transpose(colptr, destination, permutation, None, _split(colptr, self.count))
         return self.transposed
 
     def to(self, device: torch.device | str) -> _Structure:
         moved = _Structure.__new__(_Structure)
-        for name in ("source", "destination", "origin", "rowptr"):
-            setattr(moved, name, getattr(self, name).to(device))
-        moved.inputs, moved.sizes = self.inputs, self.sizes
-        moved.split = _split(moved.rowptr, moved.source)
+        edges = self._sorted
+        moved._sorted = None if edges is None else (edges[0].to(device), edges[1].to(device), edges[2].to(device))
+        moved.rowptr = self.rowptr.to(device)
+        moved.count, moved.inputs, moved.sizes = self.count, self.inputs, self.sizes
+        moved.split = _split(moved.rowptr, moved.count)
         moved.transposed = None
         moved._looped = None if self._looped is None else self._looped.to(device)
         moved.passed_over = None
@@ -152,8 +183,8 @@ def _pointers(ascending: Tensor, nodes: int) -> Tensor:
     return torch.searchsorted(ascending, torch.arange(nodes + 1, dtype=ascending.dtype, device=ascending.device))
 
 
-def _split(pointers: Tensor, edges: Tensor) -> Split | None:
-    return split_rows(pointers, edges.shape[0]) if pointers.device.type in operators.DEVICES else None
+def _split(pointers: Tensor, edges: int) -> Split | None:
+    return split_rows(pointers, edges) if pointers.device.type in operators.DEVICES else None
 
 
 class CSRGraph:
@@ -217,7 +248,8 @@ class CSRGraph:
             with torch.inference_mode(False):
                 edge_weight = edge_weight.clone()
         dtype = torch.float64 if edge_weight is not None and edge_weight.dtype == torch.float64 else torch.float32
-        return cls(structure, edge_weight, Recipe(), dtype)._fill()
+        # Most graphs are never used without what a recipe adds, and would hold both.
+        return cls(structure, edge_weight, Recipe(), dtype)
 
     def with_weights(self, edge_weight: Tensor | None) -> CSRGraph:
         """The graph without self-loops or normalisation and with other weights, [E] in the order of the input."""
@@ -238,7 +270,7 @@ class CSRGraph:
             )
         derived = CSRGraph(self._structure, self._edge_weight, recipe, weight_dtype)
         derived._siblings = self._siblings
-        return derived._fill()._ready()
+        return derived._ready()
 
     def with_self_loops(self, *, improved: bool = False) -> CSRGraph:
         """The graph with exactly one self-loop a node; see ``Recipe``."""
@@ -251,6 +283,8 @@ class CSRGraph:
     @property
     def tensors(self) -> GraphTensors:
         """What a region is given: with the transpose if gradients are enabled."""
+        if self._tensors is None and not self._differentiable and not torch.compiler.is_compiling():
+            self._fill()
         if not torch.is_grad_enabled():
             return self._tensors if self._tensors is not None else self._build(False)
         if self._edges.transposed is None or (self._tensors is not None and self._tensors_for_grad is None):
@@ -259,6 +293,8 @@ class CSRGraph:
 
     def _ready(self) -> CSRGraph:
         """Whoever prepares a graph with gradients enabled will train on it."""
+        if self._tensors is None:
+            self._fill()
         if torch.is_grad_enabled():
             self._add_transpose()
         return self
@@ -338,12 +374,12 @@ class CSRGraph:
     @property
     def num_edges(self) -> int:
         """Edges after self-loops were added."""
-        return self._edges.source.shape[0]
+        return self._edges.count
 
     @property
     def device(self) -> torch.device:
         """Where the tensors are."""
-        return self._structure.source.device
+        return self._structure.rowptr.device
 
     def to(self, device: torch.device | str) -> CSRGraph:
         """The graph on another device; this one stays."""

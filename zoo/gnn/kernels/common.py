@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.operators import next_power
+from zoo.operators import ceil_div, next_power
 
 # Of an H200, about. Strips of half precision that do not stay in it are better gathered wider.
 L2_BYTES = 50 * 2**20
@@ -67,7 +67,7 @@ class Blocks(NamedTuple):
 
 
 def choose_blocks(channels: int, itemsize: int, nodes: int = 0) -> Blocks:
-    """Block sizes by width, bytes a value and gathered nodes. No autotuning: a first call must be quick.
+    """Block sizes by readable columns, bytes a value and gathered nodes. No autotuning: a first call must be quick.
 
     Measured on an H200. Wide features are taken in strips of 128 bytes, all rows before the next strip: a strip of some
     hundred thousand nodes stays in the L2 cache, and is gathered at twice the speed of memory. Very wide ones are taken
@@ -79,9 +79,9 @@ def choose_blocks(channels: int, itemsize: int, nodes: int = 0) -> Blocks:
     small = next_power(channels)
     if nodes * 128 > L2_BYTES and channels >= 32:
         if small <= 64:
-            return Blocks(2, 4, small, 1)
-        edges = 4 if itemsize > 2 else (8 if channels < 256 else 2)
-        return Blocks(1, edges, 128, 1)
+            return Blocks(2, 2 if small == strip else 4, small, 1)
+        # In half precision a row that is not whole vectors of 16 bytes takes more loads, and those want to be in flight.
+        return Blocks(1, 4 if itemsize > 2 or channels * itemsize % 16 else 2, 128, 1)
     if channels * itemsize > 1024:
         return Blocks(2, 4, 64, 1) if itemsize > 2 else Blocks(1, 8, 128, 1)
     columns = small if channels < 2 * strip else strip
@@ -108,6 +108,18 @@ def merge_grid(long_rows: Tensor) -> int:
 def with_rows(x: Tensor) -> Tensor:
     """Features [N, C], copied unless the values of a row lie side by side; rows may be any distance apart."""
     return x if x.stride(1) == 1 else x.contiguous()
+
+
+def readable_columns(x: Tensor) -> int:
+    """Columns to load of each row of x [N, C]: C, or a few more that complete a vector of 16 bytes, if they are there.
+
+    A load whose last vector is cut short is done value by value, all of it.
+    """
+    channels, vector = x.shape[1], 16 // x.element_size()
+    columns = ceil_div(channels, vector) * vector
+    behind = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+    whole = x.stride(0) % vector == 0 and (x.shape[0] - 1) * x.stride(0) + columns <= behind
+    return columns if whole else channels
 
 
 def warps_for(elements: int) -> int:

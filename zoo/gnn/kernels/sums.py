@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.ahead import Kernel
-from zoo.gnn.kernels.common import Blocks, choose_blocks, merge_grid, merge_tile, span, with_rows
+from zoo.gnn.kernels.common import Blocks, choose_blocks, merge_grid, merge_tile, readable_columns, span, with_rows
 from zoo.gnn.split import Rows, edges_per_chunk
 from zoo.operators import ceil_div, next_power
 
@@ -36,11 +36,12 @@ def _finish(
 @triton.jit(do_not_specialize=["rows", "num_chunks", "chunk_size"])
 def _csr_sum(
     x, index, pointers, weight, gather_scale, row_scale, root, chunks, out, partial, rows, num_chunks, chunk_size,
-    CHANNELS: tl.constexpr, STRIDE: tl.constexpr, ROOT_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr,
-    BESIDE: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr,
+    CHANNELS: tl.constexpr, READABLE: tl.constexpr, STRIDE: tl.constexpr, ROOT_STRIDE: tl.constexpr,
+    OUT_STRIDE: tl.constexpr, BESIDE: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < CHANNELS
+    readable = column < READABLE
     program = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, ROWS)
     row, first, end, whole, _used, piece = span(program, slot, pointers, chunks, rows, num_chunks, chunk_size, ROWS)
@@ -54,7 +55,7 @@ def _csr_sum(
         else:
             node = tl.load(index + edge, mask=live, other=0).to(tl.int64)
         place = (node * STRIDE)[:, :, None] + column[None, None, :]
-        value = tl.load(x + place, mask=live[:, :, None] & inside[None, None, :], other=0.0).to(tl.float32)
+        value = tl.load(x + place, mask=live[:, :, None] & readable[None, None, :], other=0.0).to(tl.float32)
         if weight is not None:
             value *= tl.load(weight + edge, mask=live, other=0.0).to(tl.float32)[:, :, None]
         if gather_scale is not None:
@@ -143,14 +144,15 @@ def csr_sum(
     out = x.new_empty(number, 2 * channels if beside else channels)
     if not out.numel():
         return out
-    blocks = blocks or choose_blocks(channels, x.element_size(), x.shape[0])
+    readable = readable_columns(x)
+    blocks = blocks or choose_blocks(readable, x.element_size(), x.shape[0])
     partial = None if rows.chunks is None else x.new_empty(rows.num_chunks, channels, dtype=torch.float32)
     tiles = ceil_div(channels, blocks.columns)
     _csr_sum[(rows.num_chunks + ceil_div(number, blocks.rows), tiles)](
         x, rows.nodes, rows.pointers, weight, gather_scale, row_scale, root, rows.chunks, out, partial,
         number, rows.num_chunks, edges_per_chunk(edges, number),
-        CHANNELS=channels, STRIDE=x.stride(0), ROOT_STRIDE=0 if root is None else root.stride(0),
-        OUT_STRIDE=out.stride(0), BESIDE=beside,
+        CHANNELS=channels, READABLE=readable, STRIDE=x.stride(0),
+        ROOT_STRIDE=0 if root is None else root.stride(0), OUT_STRIDE=out.stride(0), BESIDE=beside,
         ROWS=blocks.rows, EDGES=blocks.edges, COLUMNS=blocks.columns, num_warps=blocks.warps,
     )  # fmt: skip
     if partial is not None:
