@@ -80,7 +80,7 @@ def choose_blocks(channels: int, itemsize: int, nodes: int = 0) -> Blocks:
     if nodes * 128 > L2_BYTES and channels >= 32:
         if small <= 64:
             return Blocks(2, 2 if small == strip else 4, small, 1)
-        # In half precision a row that is not whole vectors of 16 bytes takes more loads, and those want to be in flight.
+        # In half precision a row that is no whole vectors of 16 bytes takes more loads, which want to be in flight.
         return Blocks(1, 4 if itemsize > 2 or channels * itemsize % 16 else 2, 128, 1)
     if channels * itemsize > 1024:
         return Blocks(2, 4, 64, 1) if itemsize > 2 else Blocks(1, 8, 128, 1)
