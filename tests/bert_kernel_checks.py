@@ -102,7 +102,8 @@ def test_the_norm_of_a_sum_and_its_gradients(
     found = gradients(outputs, given, grads)
     for ours, theirs, like in zip(found, expected, given, strict=True):
         close(ours, theirs, like.dtype)
-    assert all(torch.equal(*both) for both in zip(found, gradients(outputs, given, grads), strict=True))
+    if DEVICE == "cuda":  # the interpreter runs one program after the other
+        assert all(torch.equal(*both) for both in zip(found, gradients(outputs, given, grads), strict=True))
     if low_dtype is not None:
         # The copy alone is wanted, or the norm alone.
         for one in (0, 1):
@@ -166,7 +167,8 @@ def test_gelu_and_its_gradients(shape: tuple[int, ...], dtype: torch.dtype, low:
     found = gradients(out, [x, bias], grad)
     for ours, theirs, like in zip(found, gradients(wanted, exact, grad.double()), (x, bias), strict=True):
         close(ours, theirs, like.dtype)
-    assert all(torch.equal(*both) for both in zip(found, gradients(out, [x, bias], grad), strict=True))
+    if DEVICE == "cuda":
+        assert all(torch.equal(*both) for both in zip(found, gradients(out, [x, bias], grad), strict=True))
 
 
 def test_gelu_of_numbers_that_are_none() -> None:

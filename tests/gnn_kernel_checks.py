@@ -88,7 +88,7 @@ def with_gradients(function: Callable[..., Tensor], *inputs: Tensor) -> list[Ten
 def agree(
     ours: Callable[..., Tensor], reference: Callable[..., Tensor], *inputs: Tensor, factor: float = 1.0
 ) -> list[Tensor]:
-    """Output and gradients within rounding of float64, in the dtypes of the inputs, and the same bits twice."""
+    """Output and gradients within rounding of float64, in the dtypes of the inputs, and on a GPU the same bits twice."""
     found = with_gradients(ours, *inputs)
     expected = with_gradients(reference, *(tensor.double() for tensor in inputs))
     for index, (a, b) in enumerate(zip(found, expected, strict=True)):
@@ -97,8 +97,9 @@ def agree(
         # Inputs are of the order of one; what cancels is as wrong as its parts.
         allowed = factor * RELATIVE[inputs[0].dtype] * max(b.abs().max() if b.numel() else 0.0, 0.1)
         assert a.isfinite().all() and error <= allowed, (index, error, allowed)
-    for a, b in zip(found, with_gradients(ours, *inputs), strict=True):
-        assert torch.equal(a, b)
+    if DEVICE == "cuda":  # the interpreter runs one program after the other
+        for a, b in zip(found, with_gradients(ours, *inputs), strict=True):
+            assert torch.equal(a, b)
     return found
 
 

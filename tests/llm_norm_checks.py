@@ -60,8 +60,9 @@ def test_norms_of_the_residual_stream_and_their_gradients(shape: tuple[int, ...]
     found = torch.autograd.grad((total, normed), given, (above, grad), retain_graph=True)
     for ours, theirs in zip(found, expected, strict=True):
         close(ours, theirs, dtype)
-    again = torch.autograd.grad((total, normed), given, (above, grad))
-    assert all(torch.equal(*both) for both in zip(found, again, strict=True))
+    if DEVICE == "cuda":  # the interpreter runs one program after the other
+        again = torch.autograd.grad((total, normed), given, (above, grad))
+        assert all(torch.equal(*both) for both in zip(found, again, strict=True))
     # Where nothing is added, with and without a gradient past the norm.
     norm = RMSNorm(shape[-1], 1e-5)
     norm.weight = nn.Parameter(weight.detach())
