@@ -481,6 +481,28 @@ def _both_ways(function: Callable[[], Tensor], leaf: Tensor, cotangent: Tensor) 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["gcn-debug", "graphsage-debug"])
+def test_widths_that_are_no_whole_vectors_train_on_many_nodes(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of 48 of which 47 are summed give what rows of 47 do."""
+    model = zoo.create(name, out_channels=47, device="cuda", dtype=dtype).train().requires_grad_(True)
+    nodes = 600_000  # no strip of such a table stays in the cache
+    edges = torch.randint(nodes, (2, 5 * nodes), device="cuda")
+    edges[1, :300_000] = 7
+    x = torch.randn(nodes, zoo.example_inputs(model)["x"].shape[1], device="cuda", dtype=dtype)
+    found = []
+    for many in (convs.MANY_NODES, 2**40):
+        monkeypatch.setattr(convs, "MANY_NODES", many)
+        out = model(x, model.prepare(edges, num_nodes=nodes))
+        found.append([out, *torch.autograd.grad(out.float().sin().mean(), list(model.parameters()))])
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    for ours, plain in zip(*found, strict=True):
+        assert (ours.double() - plain.double()).norm() <= tolerance * plain.double().norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("channels", [64, 256])
 def test_a_hub_costs_at_most_half_more(channels: int, dtype: torch.dtype) -> None:
     """200,000 neighbours each way, among nodes with 6, against a uniform graph of as many edges."""
