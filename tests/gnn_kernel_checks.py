@@ -88,7 +88,7 @@ def with_gradients(function: Callable[..., Tensor], *inputs: Tensor) -> list[Ten
 def agree(
     ours: Callable[..., Tensor], reference: Callable[..., Tensor], *inputs: Tensor, factor: float = 1.0
 ) -> list[Tensor]:
-    """Output and gradients within rounding of float64, in the dtypes of the inputs, and on a GPU the same bits twice."""
+    """Output and gradients within rounding of float64, in the dtypes of the inputs; on a GPU the same bits twice."""
     found = with_gradients(ours, *inputs)
     expected = with_gradients(reference, *(tensor.double() for tensor in inputs))
     for index, (a, b) in enumerate(zip(found, expected, strict=True)):
