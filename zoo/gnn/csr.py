@@ -109,23 +109,26 @@ class _Structure:
 
     @property
     def source(self) -> Tensor:
-        return self._edges()[0]
+        return self._all()[0]
 
     @property
     def destination(self) -> Tensor:
-        return self._edges()[1]
+        return self._all()[1]
 
     @property
     def origin(self) -> Tensor:
-        return self._edges()[2]
+        return self._all()[2]
 
-    def _edges(self) -> tuple[Tensor, Tensor, Tensor]:
-        if self._sorted is None:
+    def _all(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Source, destination and origin."""
+        edges = self._sorted
+        if edges is None:
             assert self._looped is not None
-            source, destination, origin = self._looped._edges()
-            given = (origin < self.inputs).nonzero().view(-1)
-            self._sorted = source[given], destination[given], origin[given]
-        return self._sorted
+            with torch.inference_mode(False), torch.no_grad():
+                source, destination, origin = self._looped._all()
+                given = (origin < self.inputs).nonzero().view(-1)
+                edges = self._sorted = source[given], destination[given], origin[given]
+        return edges
 
     def looped(self) -> _Structure:
         """The same graph with exactly one self-loop a node, if the node is both a source and a destination."""
@@ -387,7 +390,8 @@ class CSRGraph:
         with torch.inference_mode(False):
             weight = None if self._edge_weight is None else self._edge_weight.to(device)
             structure = self._structure.to(device)
-        return CSRGraph(structure, weight, self.recipe, self.weight_dtype)._fill()
+        moved = CSRGraph(structure, weight, self.recipe, self.weight_dtype)
+        return moved if self._tensors is None and not self._differentiable else moved._fill()
 
     def __repr__(self) -> str:
         nodes = self.num_sources if self.is_square else self._structure.sizes
