@@ -24,12 +24,14 @@ help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
 # The stamp is older than pyproject.toml when the dependencies may have changed. All packages are named in one call, so
-# that the installer picks torch and torchvision wheels that belong together.
+# that the installer picks torch and torchvision wheels that belong together. It would compile them file by file: that is
+# done on all cores instead. Some files are for other Pythons and do not compile.
 $(INSTALLED): pyproject.toml
 	@test -x $(RUN) || $(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else \
 		"Python 3.11 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + "; say make PYTHON=python3.12")'
 	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --editable ".[dev]"
+	$(RUN) -m pip install --no-compile --editable ".[dev]"
+	@$(RUN) -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
 bench: $(INSTALLED)
