@@ -416,7 +416,7 @@ def _product(x: Tensor, *weights: Tensor) -> Tensor:
     """Features x [N, C_in] times weights [C_out, C_in] each, side by side: [N, C_out] for one, else [N, K C].
 
     Of many nodes on a GPU the rows, and each weight's part of them, start at whole vectors, which the product writes
-    and the edges read several times faster than value by value: C is C_out and the zeros up to the next multiple.
+    and the edges read faster than value by value: C is C_out and the zeros up to the next multiple.
     """
     channels = weights[0].shape[0]
     missing = -channels % VECTOR
