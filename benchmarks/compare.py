@@ -25,7 +25,7 @@ from rich.text import Text
 from benchmarks import stats
 from benchmarks.rendering import cells, numbers
 from benchmarks.rendering.race import Race, races
-from benchmarks.result import Compile, Result, Rows, device_name, load
+from benchmarks.result import Compile, Result, Rows, device_name, load_run
 from benchmarks.stats import Ratio, Verdict
 from benchmarks.usage import UsageError, run_command
 
@@ -270,10 +270,7 @@ def command(
     """Say of each arm whether it got faster or slower, and what else changed; exit 1 past the given regression."""
     bound = fraction(max_regression)
     try:
-        before, after = load(old), load(new)
-        for path, rows in ((old, before), (new, after)):
-            if not rows.results:
-                raise UsageError(f"{path} holds no rows; give the folder that benchmarks.run --out wrote to")
+        before, after = load_run(old), load_run(new)
         changes = compare(before, after, across_devices=across_devices)
     except (ValueError, FileNotFoundError) as error:
         raise UsageError(str(error)) from error

@@ -24,7 +24,7 @@ import typer
 
 from benchmarks.case import Case
 from benchmarks.report import RESULTS
-from benchmarks.result import BESIDE, Result, Rows, Store, device_name, load
+from benchmarks.result import BESIDE, Result, Rows, Store, device_name, load_run
 from benchmarks.usage import UsageError, did_you_mean, run_command
 
 Race = tuple[str, ...]
@@ -115,11 +115,9 @@ def command(
 ) -> int:
     """Put a run's rows among the committed ones, in place of older rows of the same races."""
     try:
-        rows = load(run)
+        rows = load_run(run)
     except (ValueError, FileNotFoundError) as error:
         raise UsageError(str(error)) from error
-    if not rows.results:
-        raise UsageError(f"{run} holds no rows; give the folder that benchmarks.run --out wrote to")
     found = _only(_only(rows.results, "model", model or []), "input", input or [])
     for file, races in keep(Rows(found, rows.environments), results, beside=beside).items():
         for race in races:

@@ -385,6 +385,18 @@ def load(path: Path) -> Rows:
     return Rows(results, environments, {name: list(found.values()) for name, found in newest.items()})
 
 
+def load_run(path: Path) -> Rows:
+    """The rows of a run that somebody names, as ``load`` finds them.
+
+    Raises:
+        FileNotFoundError, ValueError: As ``load``; and where there are no rows.
+    """
+    rows = load(path)
+    if not rows.results:
+        raise ValueError(f"{path} holds no rows; give the folder that benchmarks.run --out wrote to")
+    return rows
+
+
 def _beside(file: Path, folder: Path) -> str:
     """The name under which a file's rows stand apart; empty where they do not."""
     folders = file.relative_to(folder).parts[:-1]

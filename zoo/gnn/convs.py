@@ -147,7 +147,9 @@ class GCNConv(_Conv):
 
     def first(self, x: Tensor, graph: GraphTensors) -> Tensor:
         """Features [N, C_in], summed over neighbours or transformed, whichever comes first."""
-        return sum_neighbours(x, graph) if self.aggregate_first else _product(x, self.lin.weight)
+        if self.aggregate_first:
+            return sum_neighbours(x, graph)
+        return _product(x, self.lin.weight)[:, : self.lin.out_features]
 
     def second(self, x: Tensor, graph: GraphTensors, bias: Tensor | None) -> Tensor:
         """The other of the two, [N, C_out], and the bias unless whoever follows adds it."""
@@ -413,17 +415,15 @@ def _score_weights(weight: Tensor, *vectors: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, *weights: Tensor) -> Tensor:
-    """Features x [N, C_in] times weights [C_out, C_in] each, side by side: [N, C_out] for one, else [N, K C].
+    """Features x [N, C_in] times K weights [C_out, C_in], side by side: [N, K C], where C is C_out or a little more.
 
     Of many nodes on a GPU the rows, and each weight's part of them, start at whole vectors, which the product writes
-    and the edges read faster than value by value: C is C_out and the zeros up to the next multiple.
+    and the edges read faster than value by value: zeros follow up to the next multiple.
     """
-    channels = weights[0].shape[0]
-    missing = -channels % VECTOR
+    missing = -weights[0].shape[0] % VECTOR
     if missing and x.shape[0] >= MANY_NODES and x.device.type in operators.DEVICES:
         weights = tuple(F.pad(weight, (0, 0, 0, missing)) for weight in weights)
-    x = F.linear(x, weights[0] if len(weights) == 1 else torch.cat(weights))
-    return x[:, :channels] if len(weights) == 1 else x
+    return F.linear(x, weights[0] if len(weights) == 1 else torch.cat(weights))
 
 
 def _add(x: Tensor, bias: Tensor | None) -> Tensor:

@@ -51,10 +51,10 @@ def checkpoint_regions(
         raise ValueError(f"every is {every}; 1 checkpoints each block, n each n-th")
     regions = list(plan.modules_of(model).values())
     blocks = [module for module in regions if type(module) is cls]
-    # Where our kernels run a region may be nothing but them, and stay eager; what is around it is a block all the same.
-    declared = {region.cls for region in getattr(type(model), "regions", ())}
     around = not blocks
     if around:
+        # Where our kernels run a region may be nothing but them, and stay eager: what is around it is a block as well.
+        declared = {region.cls for region in getattr(type(model), "regions", ())}
         held = set(regions).union(module for module in model.modules() if type(module) in declared)
         blocks = [each for each in model.modules() if type(each) is cls and not held.isdisjoint(each.modules())]
     if not blocks:
