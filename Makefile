@@ -9,16 +9,19 @@
 #   make bench ARGS="--model gcn --input cora"    options of benchmarks.run
 #   make test ARGS="-k regions"                   options of pytest; "-m gpu" for the tests that need a GPU
 #   make test PYTHON=python3.12                   the interpreter that .venv is made of
+#   make test VERSIONS=oldest                     the oldest releases that pyproject.toml allows, in .venv-oldest
 
 PYTHON ?= python3
-VENV ?= .venv
+VERSIONS ?= newest
+VENV ?= $(if $(filter oldest,$(VERSIONS)),.venv-oldest,.venv)
 ARGS ?=
+$(if $(filter newest oldest,$(VERSIONS)),,$(error VERSIONS is "$(VERSIONS)"; say newest or oldest))
 
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help bench test lint format docs clean
+.PHONY: help bench test versions lint format docs clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -30,7 +33,7 @@ $(INSTALLED): pyproject.toml
 	@test -x $(RUN) || $(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else \
 		"Python 3.11 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + "; say make PYTHON=python3.12")'
 	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --no-compile --editable ".[dev]"
+	$(RUN) -m pip install --no-compile --editable ".[dev]" $(if $(filter oldest,$(VERSIONS)),--constraint tests/oldest.txt)
 	@$(RUN) -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
@@ -42,6 +45,10 @@ test: export OMP_NUM_THREADS ?= 1
 test: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
 test: $(INSTALLED)
 	$(RUN) -m pytest --numprocesses 2 --dist worksteal $(ARGS)
+
+versions: $(INSTALLED)
+	@$(RUN) -c 'import platform; from importlib.metadata import version; print("python", platform.python_version()); \
+		[print(name, version(name)) for name in "torch triton numpy transformers torch-geometric diffusers".split()]'
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .
@@ -57,5 +64,5 @@ docs: $(INSTALLED)
 	$(RUN) -m mkdocs build --strict --quiet
 
 clean:
-	rm -rf .venv site build dist .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv .venv-oldest site build dist .mypy_cache .pytest_cache .ruff_cache *.egg-info
 	find zoo benchmarks tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -25,6 +25,9 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import torch  # noqa: E402
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    import tests.interpreter  # noqa: F401
+
 if TYPE_CHECKING:
     from tests.fake_gpu import Gpu
 

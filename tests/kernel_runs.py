@@ -18,7 +18,7 @@ def run_checks(file: str, *arguments: str, interpret: bool) -> None:
     ``TRITON_INTERPRET=1 python -m pytest tests/<file>``.
     """
     if interpret:
-        arguments = ("-p", "tests.dtypes_in_turn", "-p", "tests.quick_interpreter", *arguments)
+        arguments = ("-p", "tests.dtypes_in_turn", *arguments)
     # Of its own, even where pytest runs in several processes: its plugins know that by the environment.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
