@@ -60,9 +60,17 @@ def test_the_distribution_and_what_it_requires(metadata: Message) -> None:
     assert metadata["Name"] == "regional-zoo"
     assert metadata["Requires-Python"] == ">=3.11"
     required = [entry for entry in metadata.get_all("Requires-Dist") if "extra ==" not in entry]
-    # One installer call resolves a torch and a torchvision that belong together: only torch has a lower bound.
+    # One installer call resolves a torch and a torchvision that belong together: only torch's has a lower bound.
     assert "torch>=2.11" in required
     assert "torchvision" in required
+
+
+def test_the_oldest_releases_tested_are_the_oldest_allowed() -> None:
+    pinned = dict(line.split("==") for line in (ROOT / "tests/oldest.txt").read_text().splitlines() if "==" in line)
+    allowed = dict(each.split(">=") for each in PYPROJECT["project"]["dependencies"] if ">=" in each)
+    assert allowed and {name: pinned[name].startswith(oldest) for name, oldest in allowed.items()} == dict.fromkeys(
+        allowed, True
+    )
 
 
 def test_nothing_points_the_installer_at_a_host() -> None:
