@@ -317,7 +317,7 @@ def _weight_bytes(model: nn.Module) -> int:
 
 def _regions(loaded: Loaded) -> dict[str, Any]:
     import zoo
-    from zoo.regions import nothing_repeats
+    from zoo.engine.discover import nothing_repeats
 
     try:
         report = zoo.find_regions(loaded.model, inputs=loaded.inputs)

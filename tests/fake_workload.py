@@ -14,7 +14,7 @@ from torch import nn
 from benchmarks.case import Case
 from benchmarks.training import reference_losses
 from benchmarks.workloads.base import Prepared, Training
-from zoo.regions import Region
+from zoo.engine.discover import Region
 
 WIDTH = 8
 

@@ -27,9 +27,9 @@ from benchmarks.workloads.bert_texts import LABELS, Task, task
 from benchmarks.workloads.llm_weights import SeededWeights
 from zoo.bert import PackedBatch
 from zoo.bert.presets import PRESETS
-from zoo.compile import plan_of
-from zoo.ledger import LEDGER
-from zoo.step_buffers import shapes_of
+from zoo.engine.compile import plan_of
+from zoo.engine.graph_log import LEDGER
+from zoo.engine.step_buffers import shapes_of
 
 EPOCH = "epoch-4x32"
 STATIC = "epoch-static-4x32"

@@ -21,8 +21,8 @@ from benchmarks.worker import Arm
 from benchmarks.workloads import resnet_train, resnet_work
 from benchmarks.workloads.jpegs import CLASSES, Files, Loader
 from benchmarks.workloads.resnet import WORKLOAD
-from zoo.compile import plan_of
-from zoo.ledger import LEDGER
+from zoo.engine.compile import plan_of
+from zoo.engine.graph_log import LEDGER
 from zoo.resnet import ResNetConfig
 from zoo.resnet.presets import PRESETS
 from zoo.training import TrainingStep

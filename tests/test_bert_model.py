@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import zoo
 from zoo.bert import CUTS, Bert, BertConfig, BertLayer, cut, pack
 from zoo.bert.presets import PRESETS
-from zoo.ledger import LEDGER
+from zoo.engine.graph_log import LEDGER
 
 
 def graphs_of(region: str, since: int = 0) -> int:

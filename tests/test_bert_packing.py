@@ -15,7 +15,7 @@ import zoo
 from zoo.bert import CUTS, Bert, Encoding, attention, cut, pack, token_buckets, unpack
 from zoo.bert.attention import Rows, attend, key_mask, rows_of
 from zoo.bert.packing import filling_rows
-from zoo.ledger import LEDGER
+from zoo.engine.graph_log import LEDGER
 
 
 def model_of(kind: str, head: str, **options: Any) -> Any:

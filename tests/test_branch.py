@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import zoo
-from zoo.branch import branch
+from zoo.engine.side_stream import branch
 from zoo.unet import blocks, cut
 
 

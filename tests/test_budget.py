@@ -163,10 +163,10 @@ def test_a_second_model_of_the_same_shapes_compiles_nothing_and_is_within_budget
     first, second, x = compiled(Stack().eval()), compiled(Stack().eval()), torch.randn(2, 4)
     with torch.no_grad():
         first(x)
-        entries = len(zoo.ledger.LEDGER.entries)
+        entries = len(zoo.engine.graph_log.LEDGER.entries)
         with zoo.enforce_budget(second):
             second(x)
-    assert len(zoo.ledger.LEDGER.entries) == entries
+    assert len(zoo.engine.graph_log.LEDGER.entries) == entries
 
 
 def test_a_block_that_was_taken_out_is_named() -> None:

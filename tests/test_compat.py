@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from zoo import compat
+from zoo.engine import compat
 
 
 class Unreadable:

@@ -17,9 +17,9 @@ from torch import nn
 
 import zoo
 from zoo import Region
-from zoo.compile import _mode_and_options, plan_of
-from zoo.ledger import LEDGER
-from zoo.regions import in_process_on_gpus
+from zoo.engine.compile import _mode_and_options, plan_of
+from zoo.engine.discover import in_process_on_gpus
+from zoo.engine.graph_log import LEDGER
 
 
 def compiled(model: nn.Module, **kwargs: object) -> nn.Module:
@@ -40,9 +40,9 @@ def test_uncompile_restores_eager() -> None:
     model(torch.randn(2, 4))
     assert zoo.uncompile(model) is model
     assert plan_of(model) is None and all(m._compiled_call_impl is None for m in model.modules())
-    before = len(zoo.ledger.LEDGER.entries)
+    before = len(zoo.engine.graph_log.LEDGER.entries)
     model(torch.randn(7, 4))
-    assert len(zoo.ledger.LEDGER.entries) == before
+    assert len(zoo.engine.graph_log.LEDGER.entries) == before
     compiled(model)  # and it can be compiled again
 
 
@@ -161,9 +161,9 @@ def test_warm_up_in_training_compiles_the_backward_and_leaves_state_alone() -> N
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(buffers[name], buffer) for name, buffer in model.named_buffers())
     assert all(p.grad is None for p in model.parameters())
-    entries = len(zoo.ledger.LEDGER.entries)
+    entries = len(zoo.engine.graph_log.LEDGER.entries)
     model(x).sum().backward()
-    assert len(zoo.ledger.LEDGER.entries) == entries, "the backward was compiled by warm_up"
+    assert len(zoo.engine.graph_log.LEDGER.entries) == entries, "the backward was compiled by warm_up"
 
 
 def test_warm_up_of_an_eager_model_is_an_error() -> None:
@@ -259,7 +259,7 @@ def test_a_region_of_symbolic_sizes_is_one_graph(dynamic: bool | None, graphs: i
         assert zoo.warm_up(model, x=torch.randn(7, 2)).graphs == (0 if dynamic else 3)
     plan = plan_of(model)
     assert plan is not None
-    assert sum(entry.graphs for entry in zoo.ledger.LEDGER.of(plan.ledger_id)) == (1 if dynamic else 6)
+    assert sum(entry.graphs for entry in zoo.engine.graph_log.LEDGER.of(plan.ledger_id)) == (1 if dynamic else 6)
 
 
 def test_what_the_caller_asks_of_sizes_comes_before_what_a_region_declares() -> None:

@@ -13,7 +13,7 @@ from blocks import Dropping, Stack
 from torch import Tensor, nn
 
 import zoo
-from zoo.cudagraph import CaptureError
+from zoo.engine.cuda_graph import CaptureError
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -41,7 +41,7 @@ from benchmarks.startup import COLD, RACE, Arm, Job, Settings, bring_up, failure
 from benchmarks.usage import UsageError, run_command
 from tests.fake_workload import WORKLOAD
 from tests.rows import ENVIRONMENT, row
-from zoo.compat import refuse_old_torch
+from zoo.engine.compat import refuse_old_torch
 
 FAKE = "tests.fake_workload"
 LIGHT = {"BENCHMARKS_BACKEND": "eager", "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import zoo
-from zoo.ledger import LEDGER
+from zoo.engine.graph_log import LEDGER
 
 
 def bert() -> tuple[nn.Module, dict[str, Any]]:

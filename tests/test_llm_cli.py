@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import zoo
-from zoo.compile import plan_of
+from zoo.engine.compile import plan_of
 from zoo.llm import LLM, generate, load, save
 from zoo.llm import __main__ as cli
 from zoo.llm.bandwidth import bytes_per_token, read_bandwidth

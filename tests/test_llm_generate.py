@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import zoo
-from zoo.compile import plan_of
-from zoo.ledger import LEDGER
+from zoo.engine.compile import plan_of
+from zoo.engine.graph_log import LEDGER
 from zoo.llm import LLM, Session, generate, stream
 from zoo.llm.prompts import from_start, pieces
 from zoo.llm.sampling import sample

@@ -11,8 +11,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import zoo
-from zoo.compile import plan_of
-from zoo.ledger import LEDGER
+from zoo.engine.compile import plan_of
+from zoo.engine.graph_log import LEDGER
 from zoo.llm import LLM, LLMConfig, LLMHead, LLMLayer, RopeScaling
 
 SIZES = {

@@ -11,7 +11,7 @@ from torch import nn
 
 import zoo
 from zoo import Region
-from zoo.signature import mode
+from zoo.engine.signature import mode
 
 
 def test_declared_regions_are_grouped_by_signature() -> None:

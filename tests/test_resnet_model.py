@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
 import zoo
-from zoo.compile import plan_of
-from zoo.ledger import LEDGER
+from zoo.engine.compile import plan_of
+from zoo.engine.graph_log import LEDGER
 from zoo.resnet import CUTS, BasicBlock, NormAct, NormActPool, NormsAddAct, ResNet, ResNetConfig, ResNetHead, cut
 
 MODES: dict[str, tuple[bool, Any]] = {

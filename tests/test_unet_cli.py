@@ -17,7 +17,7 @@ from PIL import Image
 from test_unet_pipelines import pipeline
 
 import zoo
-from zoo.compile import plan_of
+from zoo.engine.compile import plan_of
 from zoo.unet import UNet
 from zoo.unet import __main__ as cli
 from zoo.unet.images import decode, load_vae

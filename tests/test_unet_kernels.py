@@ -20,9 +20,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 import zoo
 from tests.dispatched import Dispatched
 from tests.kernel_runs import run_checks
-from zoo.compile import plan_of
+from zoo.engine.compile import plan_of
+from zoo.engine.graph_log import LEDGER
 from zoo.gradients import operators as gradients
-from zoo.ledger import LEDGER
 from zoo.operators import KERNEL_DTYPES
 from zoo.training import checkpoint_regions
 from zoo.unet import (

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import zoo
 from tests.dispatched import Dispatched
-from zoo.compile import plan_of
-from zoo.ledger import LEDGER
+from zoo.engine.compile import plan_of
+from zoo.engine.graph_log import LEDGER
 from zoo.unet import CUTS, AddNorm, ConvAdd, ResnetBlock, TextKeysValues, TimeShifts, TransformerBlock, UNet, cut
 from zoo.unet.presets import PRESETS
 

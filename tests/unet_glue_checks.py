@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zoo
-from zoo.compile import plan_of
-from zoo.ledger import LEDGER
+from zoo.engine.compile import plan_of
+from zoo.engine.graph_log import LEDGER
 from zoo.unet import AddNorm, ConvAdd, GatedGelu, fallback, operators
 from zoo.unet.glue import RowNorm, conv, upsample
 from zoo.unet.kernels import glue as kernels

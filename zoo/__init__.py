@@ -4,22 +4,22 @@
 """
 
 # First of all: it refuses a torch that is too old for the rest.
-import zoo.compat as compat  # noqa: F401
+import zoo.engine.compat as compat  # noqa: F401
 from zoo import bert as bert
 from zoo import gnn as gnn
 from zoo import llm as llm
 from zoo import resnet as resnet
 from zoo import training as training
 from zoo import unet as unet
-from zoo.budget import BudgetError as BudgetError
-from zoo.budget import enforce_budget as enforce_budget
-from zoo.compile import RegionWarning as RegionWarning
-from zoo.compile import compile_regions as compile_regions
-from zoo.compile import uncompile as uncompile
-from zoo.compile import warm_up as warm_up
-from zoo.cudagraph import cuda_graph as cuda_graph
-from zoo.regions import Region as Region
-from zoo.regions import find_regions as find_regions
+from zoo.engine.budget import BudgetError as BudgetError
+from zoo.engine.budget import enforce_budget as enforce_budget
+from zoo.engine.compile import RegionWarning as RegionWarning
+from zoo.engine.compile import compile_regions as compile_regions
+from zoo.engine.compile import uncompile as uncompile
+from zoo.engine.compile import warm_up as warm_up
+from zoo.engine.cuda_graph import cuda_graph as cuda_graph
+from zoo.engine.discover import Region as Region
+from zoo.engine.discover import find_regions as find_regions
 from zoo.registry import create as create
 from zoo.registry import example_inputs as example_inputs
 from zoo.registry import from_upstream as from_upstream

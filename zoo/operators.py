@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zoo import ahead
-from zoo.compat import name_fallbacks_alone
+from zoo.engine.compat import name_fallbacks_alone
 
 Function = Callable[..., Any]
 

@@ -18,10 +18,10 @@ from benchmarks.case import Case
 from benchmarks.timing import synchronise
 from benchmarks.workloads import gnn_upstream, graphs
 from benchmarks.workloads.base import Prepared, dtype_of, refuses_unknown
+from zoo.engine.discover import Region
 from zoo.gnn import CSRGraph
 from zoo.gnn.aggregate import sum_neighbours
 from zoo.gnn.csr import GraphTensors
-from zoo.regions import Region
 
 BYTES_FORMULA = (
     "For every edge a row is gathered, without reuse, and a 4-byte source index read; the edge offsets of every node "

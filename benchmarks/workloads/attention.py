@@ -16,7 +16,7 @@ from benchmarks.case import Case
 from benchmarks.workloads import bert_work
 from benchmarks.workloads.attention_choices import CHOICES, DECODE, PACKED, Choice, offsets_of
 from benchmarks.workloads.base import Prepared, dtype_of, refuses_unknown
-from zoo.regions import Region
+from zoo.engine.discover import Region
 
 DECODE_BYTES_FORMULA = (
     "Of every layer the new tokens are read, keys and values of the slots that are seen are read once, and mixed "

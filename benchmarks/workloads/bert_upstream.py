@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.bert import BertConfig
-from zoo.compat import compile_limit_kwargs
+from zoo.engine.compat import compile_limit_kwargs
 
 # Rows that the reference takes at once: it writes scores out.
 REFERENCE_ROWS = 16

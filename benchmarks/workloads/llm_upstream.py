@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from benchmarks.workloads.llm_steps import Past
 from benchmarks.workloads.llm_work import Task
-from zoo.compat import compile_limit_kwargs
+from zoo.engine.compat import compile_limit_kwargs
 from zoo.llm import LLMConfig
 
 # The name of torch's attention without transformers' masks, among transformers' own.

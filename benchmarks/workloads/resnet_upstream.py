@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from benchmarks.workloads.resnet_work import REFERENCE_IMAGES
-from zoo.compat import compile_limit_kwargs
+from zoo.engine.compat import compile_limit_kwargs
 from zoo.resnet import ResNetConfig
 
 

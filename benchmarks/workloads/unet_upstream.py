@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.workloads.llm_weights import SeededWeights
-from zoo.compat import compile_limit_kwargs
+from zoo.engine.compat import compile_limit_kwargs
 from zoo.unet import UNetConfig
 
 # Ends of residual branches, which add a little to what goes by, as trained ones do.

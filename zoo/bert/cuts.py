@@ -10,7 +10,7 @@ from torch import nn
 from zoo.bert.heads import PoolerHead, SequenceHead, SpanHead, TokenHead
 from zoo.bert.layer import BertEmbeddings
 from zoo.bert.model import REGIONS
-from zoo.regions import Region, choose_cut
+from zoo.engine.discover import Region, choose_cut
 
 CUTS: dict[str, tuple[Region, ...]] = {
     "layers": REGIONS,

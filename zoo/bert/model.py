@@ -26,8 +26,8 @@ from zoo.bert.heads import MaskedLMHead, PoolerHead, SequenceHead, SpanHead, Tok
 from zoo.bert.layer import BertEmbeddings, BertLayer
 from zoo.bert.outputs import Encoding, Output
 from zoo.bert.packing import PackedBatch, counted_positions, pack, unpack
+from zoo.engine.discover import Region, in_process_on_gpus
 from zoo.layers import initialise, on_host
-from zoo.regions import Region, in_process_on_gpus
 
 
 def _in_process(device: torch.device | None, training: bool) -> int | None:

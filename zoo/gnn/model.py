@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zoo.engine.discover import Region
 from zoo.gnn.checks import check_features, check_layers, check_nodes
 from zoo.gnn.config import GATConfig, GCNConfig, GNNConfig, SAGEConfig
 from zoo.gnn.convs import GATConv, GCNConv, Graph, Graphs, SAGEConv, prepare_graph
@@ -27,7 +28,6 @@ from zoo.gnn.csr import CSRGraph, GraphTensors, Recipe
 from zoo.gnn.norms import make_activation, make_norm
 from zoo.gnn.outside import outside_compile
 from zoo.gnn.prepare import GraphMemory, weight_dtype
-from zoo.regions import Region
 
 Step: TypeAlias = Callable[[Tensor, GraphTensors], Tensor]
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zoo.engine.step_buffers import is_step_input
 from zoo.gnn.checks import check_edges
 from zoo.gnn.csr import CSRGraph, Recipe
-from zoo.step_buffers import is_step_input
 
 
 def weight_dtype(x: Tensor) -> torch.dtype:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zoo.compile import compile_regions
+from zoo.engine.compile import compile_regions
 from zoo.llm.bandwidth import bytes_per_token, read_bandwidth
 from zoo.llm.checkpoint import load
 from zoo.llm.generate import fitting_slots

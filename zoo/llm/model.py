@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.dry_run import whole_call
+from zoo.engine.discover import Region, in_process_on_gpus
 from zoo.layers import initialise
 from zoo.llm.attention import token_mask
 from zoo.llm.cache import KVCache, make_cache
@@ -26,7 +27,6 @@ from zoo.llm.config import LLMConfig
 from zoo.llm.layer import LLMHead, LLMLayer
 from zoo.llm.rope import RotaryTable
 from zoo.llm.tied import look_up
-from zoo.regions import Region, in_process_on_gpus
 
 REGIONS = (
     Region(

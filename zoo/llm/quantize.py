@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zoo.compile import plan_of
+from zoo.engine.compile import plan_of
 from zoo.llm.model import LLM
 
 

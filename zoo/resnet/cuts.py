@@ -10,7 +10,7 @@ import dataclasses
 
 from torch import nn
 
-from zoo.regions import Region, choose_cut
+from zoo.engine.discover import Region, choose_cut
 from zoo.resnet.glue import BiasAct, BiasActPool, BiasAddAct, NormAct, NormActPool, NormAddAct, NormsAddAct, ResNetHead
 from zoo.resnet.model import REGIONS, BasicBlock, Bottleneck, ResNetStage
 

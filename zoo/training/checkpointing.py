@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from zoo.compile import plan_of
+from zoo.engine.compile import plan_of
 
 
 def checkpoint_regions(

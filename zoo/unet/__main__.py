@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zoo.compile import compile_regions
+from zoo.engine.compile import compile_regions
 from zoo.unet.checkpoint import load
 from zoo.unet.images import decode, image_paths, load_vae, save_images
 from zoo.unet.pipeline import PipelineFolder, read_pipeline

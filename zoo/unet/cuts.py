@@ -9,7 +9,7 @@ import dataclasses
 
 from torch import nn
 
-from zoo.regions import Region, choose_cut
+from zoo.engine.discover import Region, choose_cut
 from zoo.unet.blocks import ResnetBlock
 from zoo.unet.glue import ConvAdd
 from zoo.unet.model import REGIONS

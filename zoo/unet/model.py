@@ -20,10 +20,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zoo.branch import branch
 from zoo.dry_run import whole_call
+from zoo.engine.discover import Region
+from zoo.engine.side_stream import branch
 from zoo.layers import channels_last
-from zoo.regions import Region
 from zoo.unet.blocks import DownLevel, MiddleLevel, Supply, UpLevel
 from zoo.unet.checks import (
     as_timesteps,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.signature import names_in
+from zoo.engine.signature import names_in
 
 
 def reachable_modules(*roots: Any) -> list[nn.Module]:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from zoo.observe import Observed, device_shares, observe_call
-from zoo.signature import Attribute, forward_in_torch_nn, read_attributes, signature, structure
+from zoo.engine.observe import Observed, device_shares, observe_call
+from zoo.engine.signature import Attribute, forward_in_torch_nn, read_attributes, signature, structure
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zoo.signature import input_kinds, is_torch_class
+from zoo.engine.signature import input_kinds, is_torch_class
 
 if TYPE_CHECKING:
-    from zoo.regions import Region
+    from zoo.engine.discover import Region
 
 
 @contextlib.contextmanager

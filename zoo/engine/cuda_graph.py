@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from zoo.reachable import Weights, reachable_modules
-from zoo.step_buffers import (
+from zoo.engine.reachable import Weights, reachable_modules
+from zoo.engine.step_buffers import (
     check_leaves,
     describe,
     flatten_outputs,

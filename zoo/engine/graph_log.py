@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from zoo.signature import input_signature, mode, signature, structure
+from zoo.engine.signature import input_signature, mode, signature, structure
 
 
 @dataclass(frozen=True, kw_only=True)

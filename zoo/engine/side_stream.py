@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from zoo.step_buffers import is_captured
+from zoo.engine.step_buffers import is_captured
 
 
 @contextmanager

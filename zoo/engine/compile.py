@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from zoo.compat import compile_limit_kwargs
 from zoo.dry_run import before_first_call
-from zoo.ledger import LEDGER, Entry
-from zoo.observe import undisturbed
-from zoo.regions import FoundRegion, Region, RegionReport, declares, nothing_repeats, report_on, resolve
-from zoo.signature import mode as mode_in_words
-from zoo.step_buffers import tensors_in
+from zoo.engine.compat import compile_limit_kwargs
+from zoo.engine.discover import FoundRegion, Region, RegionReport, declares, nothing_repeats, report_on, resolve
+from zoo.engine.graph_log import LEDGER, Entry
+from zoo.engine.observe import undisturbed
+from zoo.engine.signature import mode as mode_in_words
+from zoo.engine.step_buffers import tensors_in
 
 _CUDA_GRAPH_MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from zoo.compile import Plan, plan_of
-from zoo.ledger import LEDGER, Entry, recompile_reason
-from zoo.signature import mode
+from zoo.engine.compile import Plan, plan_of
+from zoo.engine.graph_log import LEDGER, Entry, recompile_reason
+from zoo.engine.signature import mode
 
 
 class BudgetError(RuntimeError):
