@@ -88,7 +88,7 @@ def begin_kernels(model: nn.Module, *args: Any, **kwargs: Any) -> None:
     fake = functools.partial(pytree.tree_map_only, torch.Tensor, mode.from_tensor)
     run = _Run(model)
     tensors = fake(dict(itertools.chain(run.named_parameters(), run.named_buffers())))
-    with _eager_inside(model), _no_casts_kept(), _saved_as_it_is(), mode, ahead.only_compiling():
+    with _no_casts_kept(), _saved_as_it_is(), mode, ahead.only_compiling():
         # The model's own would be written to: running statistics, say.
         outputs = torch.func.functional_call(run, tensors, (call.func, fake(call.args), fake(call.keywords)))
         if not (model.training and torch.is_grad_enabled()):
@@ -110,20 +110,6 @@ class _Run(nn.Module):
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return function(*args, **kwargs)
-
-
-@contextmanager
-def _eager_inside(model: nn.Module) -> Iterator[None]:
-    """Regions are run and not compiled. Not by the compiler's stance, which is that of all threads."""
-    inside = (module for module in model.modules() if module is not model)  # the model's own call holds the lock
-    compiled = [(module, module._compiled_call_impl) for module in inside if module._compiled_call_impl is not None]
-    for module, _ in compiled:
-        module._compiled_call_impl = None
-    try:
-        yield
-    finally:
-        for module, call in compiled:
-            module._compiled_call_impl = call
 
 
 def _saved_as_it_is() -> torch.autograd.graph.saved_tensors_hooks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from zoo.engine.call import RegionCall
 from zoo.engine.compile import Plan, plan_of
 from zoo.engine.graph_log import LEDGER, Entry, recompile_reason
 from zoo.engine.signature import mode
@@ -66,26 +66,16 @@ def enforce_budget(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _noting_calls(modules: Mapping[str, nn.Module], modes: dict[str, set[str]]) -> Iterator[None]:
-    """Note the modes that each region's compiled call ran in. Hooks would be traced and cost a graph."""
-    originals = {name: module._compiled_call_impl for name, module in modules.items()}
-
-    def noted(name: str, module: nn.Module, call: Any) -> Any:
-        @functools.wraps(call)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            result = call(*args, **kwargs)
-            modes[name].add(mode(module))
-            return result
-
-        return run
-
-    for name, module in modules.items():
-        if originals[name] is not None:
-            module._compiled_call_impl = noted(name, module, originals[name])
+    """Note the modes that each region's compiled call ran in."""
+    calls = {name: module._compiled_call_impl for name, module in modules.items()}
+    noted = {name: call for name, call in calls.items() if isinstance(call, RegionCall)}
+    for name, call in noted.items():
+        call.on_call = lambda module, seen=modes[name]: seen.add(mode(module))  # type: ignore[misc]
     try:
         yield
     finally:
-        for name, module in modules.items():
-            module._compiled_call_impl = originals[name]
+        for call in noted.values():
+            call.on_call = None
 
 
 def _over_budget(plan: Plan) -> Iterator[str]:

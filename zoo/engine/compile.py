@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from zoo.dry_run import before_first_call
+from zoo.engine.call import RegionCall
 from zoo.engine.compat import compile_limit_kwargs
 from zoo.engine.discover import FoundRegion, Region, RegionReport, declares, nothing_repeats, report_on, resolve
 from zoo.engine.graph_log import LEDGER, Entry
@@ -132,7 +133,7 @@ def compile_regions(
     for (region, group), how in zip(chosen.items(), hows, strict=True):
         how["dynamic"] = region.dynamic if dynamic is False and region.dynamic is not None else dynamic
         for module in group.values():
-            module.compile(fullgraph=fullgraph, backend=backend, **how, **limit)
+            module._compiled_call_impl = RegionCall(module, fullgraph=fullgraph, backend=backend, **how, **limit)
     modules = {name: module for group in chosen.values() for name, module in group.items()}
     _PLANS[model] = Plan(report, LEDGER.watch(model, modules))
     before_first_call(model)

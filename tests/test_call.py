@@ -1,0 +1,270 @@
+"""The call of a compiled region: by its kept code where that is right, by Dynamo where anything changed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zoo
+from zoo.engine.call import RegionCall
+
+
+class Inner(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.scale = 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.inner = Inner(width)
+        self.norm = nn.BatchNorm1d(width)
+        self.flag = True
+
+    def forward(self, x: torch.Tensor, add: torch.Tensor | None = None, *, factor: float = 1.0) -> torch.Tensor:
+        y = self.norm(self.inner(x)) * factor
+        if self.flag:
+            y = y + x
+        return y if add is None else y + add
+
+
+@pytest.fixture
+def by_dynamo(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[nn.Module]]:
+    """Modules whose calls went through Dynamo, in order."""
+    seen: list[nn.Module] = []
+    original = RegionCall._by_dynamo
+
+    def noted(self: RegionCall, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        seen.append(module)
+        return original(self, module, args, kwargs)
+
+    monkeypatch.setattr(RegionCall, "_by_dynamo", noted)
+    yield seen
+
+
+def blocks(*widths: int, backend: Any = "eager") -> nn.ModuleList:
+    model = nn.ModuleList(Block(width) for width in widths or (8,)).eval()
+    zoo.compile_regions(model, regions=[Block], backend=backend)
+    return model
+
+
+def test_later_calls_are_direct(by_dynamo: list[nn.Module]) -> None:
+    model = blocks(8, 8)
+    x = torch.randn(3, 8)
+    with torch.no_grad():
+        for block in model:
+            expected = block._call_impl(x, x, factor=0.5)
+            for _ in range(3):
+                torch.testing.assert_close(block(x, x, factor=0.5), expected)
+                torch.testing.assert_close(block(x, add=x, factor=0.5), expected)
+    assert len(by_dynamo) == 4  # each block's first call in each of two forms
+
+
+def _replace(block: Any) -> None:
+    block.inner = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+
+
+def _narrow(block: Any) -> None:
+    block.inner, block.norm = Inner(4), nn.BatchNorm1d(4).eval()
+
+
+def _patch_forward(block: Any) -> None:
+    block.forward = functools.partial(Block.forward, block, factor=3.0)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "flag": lambda block: setattr(block, "flag", False),
+    "float inside": lambda block: setattr(block.inner, "scale", 3.0),
+    "width": _narrow,
+    "dtype": lambda block: block.double(),
+    "replaced submodule": _replace,
+    "hook": lambda block: block.register_forward_hook(lambda module, args, output: output + 1),
+    "pre-hook": lambda block: block.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+    "hook inside": lambda block: block.inner.register_forward_hook(lambda module, args, output: output + 1),
+    "hook of torch's module": lambda block: block.norm.register_forward_hook(lambda module, args, output: output + 1),
+    "training": lambda block: block.train(),
+    "new values": lambda block: nn.init.ones_(block.inner.linear.weight),
+    "assigned parameter": lambda block: setattr(block.inner.linear, "bias", nn.Parameter(torch.ones(8))),
+    "no bias": lambda block: setattr(block.inner.linear, "bias", None),
+    "frozen": lambda block: block.requires_grad_(False),
+    "forward of its own": _patch_forward,
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_noticed(name: str, grad: bool, by_dynamo: list[nn.Module]) -> None:
+    (block,) = blocks()
+    x = torch.randn(3, 8)
+    with torch.set_grad_enabled(grad):
+        block(x)
+        block(x)
+        assert len(by_dynamo) == 1
+        CHANGES[name](block)
+        x = {"dtype": x.double(), "width": x[:, :4].contiguous()}.get(name, x)
+        expected = copy.deepcopy(block)._call_impl(x)
+        output = block(x)
+    torch.testing.assert_close(output, expected)
+    assert output.requires_grad == expected.requires_grad and output.dtype == expected.dtype
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        lambda: torch.enable_grad(),
+        lambda: torch.inference_mode(),
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.compiler.set_stance("force_eager"),
+        lambda: torch.utils.flop_counter.FlopCounterMode(display=False),
+    ],
+    ids=["grad", "inference", "autocast", "stance", "dispatch mode"],
+)
+def test_a_mode_is_noticed(mode: Callable[[], Any], by_dynamo: list[nn.Module]) -> None:
+    (block,) = blocks(backend="aot_eager")
+    x = torch.randn(3, 8)
+    with torch.no_grad():
+        for context in (nullcontext, mode, nullcontext, mode):
+            before = len(by_dynamo)
+            with context():
+                output, expected = block(x), block._call_impl(x)
+            torch.testing.assert_close(output, expected, rtol=1e-2, atol=1e-2)
+            assert (output.dtype, output.requires_grad, output.is_inference()) == (
+                expected.dtype,
+                expected.requires_grad,
+                expected.is_inference(),
+            )
+            if context is nullcontext:
+                assert len(by_dynamo) == max(before, 1)  # compiled in the first call alone
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(5, 8),
+        torch.randn(8, 3).t(),
+        torch.randn(3, 8, requires_grad=True),
+        torch.randn(3, 8, dtype=torch.float64),
+        nn.Parameter(torch.randn(3, 8)),
+    ],
+    ids=["shape", "strides", "requires grad", "dtype", "parameter"],
+)
+def test_another_kind_of_input_is_noticed(x: torch.Tensor, by_dynamo: list[nn.Module]) -> None:
+    (block,) = blocks()
+    block(torch.randn(3, 8))
+    if x.dtype == torch.float64:
+        with pytest.raises(RuntimeError):
+            block(x)
+        return
+    output = block(x)
+    assert len(by_dynamo) == 2
+    torch.testing.assert_close(output, block._call_impl(x))
+    assert output.requires_grad
+
+
+def test_many_shapes_of_one_module(by_dynamo: list[nn.Module]) -> None:
+    (block,) = blocks()
+    inputs = [torch.randn(rows, 8) for rows in range(2, 14)]
+    with torch.no_grad():
+        for _ in range(3):
+            for x in inputs:
+                torch.testing.assert_close(block(x), block._call_impl(x))
+    assert len(by_dynamo) == len(inputs)
+
+
+def test_a_reset_forgets(by_dynamo: list[nn.Module]) -> None:
+    (block,) = blocks()
+    x = torch.randn(3, 8)
+    for _ in range(2):
+        block(x)
+        block(x)
+        torch.compiler.reset()
+    assert len(by_dynamo) == 2
+
+
+def test_wrong_arguments_fail_as_in_eager() -> None:
+    (block,) = blocks()
+    x = torch.randn(3, 8)
+    block(x)
+    for args, kwargs in (((), {}), ((x, x, x), {}), ((x,), {"unknown": 1}), ((x,), {"x": x})):
+        with pytest.raises(TypeError):
+            block(*args, **kwargs)
+
+
+def test_inside_a_model_compiled_as_a_whole(by_dynamo: list[nn.Module]) -> None:
+    (block,) = blocks()
+    x = torch.randn(3, 8)
+    whole = torch.compile(lambda x: block(x) + 1, backend="eager", fullgraph=True)
+    torch.testing.assert_close(whole(x), block._call_impl(x) + 1)
+    assert by_dynamo == []
+
+
+def doubled(forward: Any) -> Any:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return 2 * forward(*args, **kwargs)
+
+    return run
+
+
+class Decorated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.power = 1
+
+    @doubled
+    def forward(self, x: torch.Tensor, *more: torch.Tensor, bias: float = 0.0, **named: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) ** self.power + sum(more) + bias + sum(named.values())
+
+
+def test_a_decorated_forward_with_any_arguments(by_dynamo: list[nn.Module]) -> None:
+    model = nn.ModuleList(Decorated() for _ in range(2)).eval()
+    zoo.compile_regions(model, regions=[Decorated], backend="eager")
+    block, x = model[0], torch.randn(2, 4)
+    with torch.no_grad():
+        for args, kwargs in (((x, x, x), {}), ((x,), {"bias": 1.0, "y": x})):
+            for _ in range(3):
+                torch.testing.assert_close(block(*args, **kwargs), block._call_impl(*args, **kwargs))
+        assert len(by_dynamo) == 2
+        block.power = 2
+        torch.testing.assert_close(block(x), block._call_impl(x))
+        torch.testing.assert_close(block(x, bias=2.0), block._call_impl(x, bias=2.0))
+
+
+def test_gradients_and_running_statistics_of_direct_calls(by_dynamo: list[nn.Module]) -> None:
+    model = blocks(backend="aot_eager").train()
+    reference = copy.deepcopy(model)
+    for step in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        for each in (model, reference):
+            each.zero_grad()
+            each[0](x).square().sum().backward()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+        for ours, theirs in zip(model.buffers(), reference.buffers(), strict=True):
+            torch.testing.assert_close(ours, theirs)
+    # Whatever is compiled again while statistics settle, the last step ran directly.
+    assert len(by_dynamo) < 3
+
+
+def test_a_hook_that_was_removed_leaves_the_direct_call(by_dynamo: list[nn.Module]) -> None:
+    (block,) = blocks()
+    x = torch.randn(3, 8)
+    block(x)
+    handle = block.register_forward_hook(lambda module, args, output: output + 1)
+    block(x)
+    handle.remove()
+    block(x)
+    assert len(by_dynamo) == 2

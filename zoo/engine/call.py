@@ -1,0 +1,139 @@
+"""The call of a compiled region.
+
+Dynamo compiles a region, guards the code and shares it between copies of the class. At run time its own way to that
+code costs the host more than the guards do: it enters frame evaluation and tries every entry of the class in turn.
+Here each module keeps the entries that served it. A later call checks one entry's guards, all of them, and runs its
+code. Whatever does not pass goes to Dynamo, which finds, compiles or refuses as always.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+# Calls that Dynamo may serve without leaving an entry whose guards pass, before no more are looked for: a module that
+# changes an attribute in every call has none.
+_MOST_MISSES = 8
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+class RegionCall:
+    """What ``module(...)`` runs once ``module`` is compiled as a region.
+
+    Args:
+        module: The region.
+        fullgraph: As ``torch.compile`` takes it. Regions that may break run in several frames, always by Dynamo.
+        options: Other keyword arguments of ``torch.compile``.
+    """
+
+    def __init__(self, module: nn.Module, *, fullgraph: bool, **options: Any) -> None:
+        from torch._dynamo import eval_frame
+
+        self._module = module
+        self._compiled = torch.compile(module._call_impl, fullgraph=fullgraph, **options)
+        self._dynamo = eval_frame
+        self._forward = type(module).forward
+        # Shapes of positional tensors -> guards and code, for all modes that were met.
+        self._entries: dict[Any, list[tuple[Any, Callable[..., Any]]]] = {}
+        # Set by enforce_budget: called with the module after each call.
+        self.on_call: Callable[[nn.Module], None] | None = None
+        self._code: Any = getattr(self._forward, "__code__", None)
+        self._misses = 0 if fullgraph and self._code is not None else _MOST_MISSES
+        if self._code is not None:
+            parameters = inspect.signature(self._forward, follow_wrapped=False).parameters.values()
+            self._names = [each.name for each in parameters if each.kind <= each.POSITIONAL_OR_KEYWORD]
+            self._known = {each.name for each in parameters}
+            self._rest = {each.kind: each.name for each in parameters if each.kind in _VARIADIC}
+            cells = zip(self._code.co_freevars, self._forward.__closure__ or (), strict=True)
+            self._fixed = {each.name: each.default for each in parameters if each.default is not each.empty}
+            self._fixed |= {name: cell.cell_contents for name, cell in cells}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run compiled code on the arguments of ``module.forward``."""
+        module = self._module
+        if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack():
+            # Traced into a larger graph; or watched operator by operator (FLOP counters, fake tensors): eagerly.
+            return module._call_impl(*args, **kwargs)
+        result = self._direct(module, args, kwargs) if self._entries else _NOT_RUN
+        if result is _NOT_RUN:
+            result = self._by_dynamo(module, args, kwargs)
+        if self.on_call is not None:
+            self.on_call(module)
+        return result
+
+    def _direct(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        entries = self._entries.get(_shapes(args))
+        if entries is None or self._needs_dynamo(module):
+            return _NOT_RUN
+        arguments = self._bind(module, args, kwargs)
+        for guards, run in entries:
+            # Dynamo empties what it has dropped: after a reset, or when an object that it compared by identity is gone.
+            if guards.cache_entry is not None and guards.check(arguments):
+                return run(module, *args, **kwargs)
+        return _NOT_RUN
+
+    def _by_dynamo(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from torch._dynamo import config
+
+        # Hooks inside of a region are guarded, which Dynamo leaves out by default; and the code that it makes does not
+        # ask for a profiler five times in each call.
+        with config.patch(skip_nnmodule_hook_guards=False, record_runtime_overhead=False):
+            result = self._compiled(*args, **kwargs)
+        if self._misses < _MOST_MISSES and not self._needs_dynamo(module):
+            self._keep(module, args, kwargs)
+        return result
+
+    def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the entry that served this call: the first whose guards pass, as Dynamo looks for it."""
+        arguments = self._bind(module, args, kwargs)
+        for entry in self._dynamo._debug_get_cache_entry_list(self._code):
+            guards = entry.guard_manager
+            if guards.cache_entry is not None and guards.check(arguments):
+                f = self._forward
+                run = types.FunctionType(entry.code, f.__globals__, f.__name__, f.__defaults__, f.__closure__)
+                run.__kwdefaults__ = f.__kwdefaults__
+                kept = self._entries.setdefault(_shapes(args), [])
+                kept[:] = [each for each in kept if each[0].cache_entry is not None]
+                kept.append((guards, run))
+                return
+        self._misses += 1
+
+    def _bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Arguments by name, as guards look them up. What does not fit the signature fails in the call itself."""
+        given = (module, *args)
+        bound = {**self._fixed, **dict(zip(self._names, given, strict=False)), **kwargs}
+        for kind, name in self._rest.items():
+            if kind is inspect.Parameter.VAR_POSITIONAL:
+                bound[name] = given[len(self._names) :]
+            else:
+                bound[name] = {key: value for key, value in kwargs.items() if key not in self._known}
+        return bound
+
+    def _needs_dynamo(self, module: nn.Module) -> bool:
+        """Whether something that guards do not see changes what a call runs: hooks, another forward, a stance."""
+        return bool(
+            module._forward_hooks
+            or module._forward_pre_hooks
+            or module._backward_hooks
+            or module._backward_pre_hooks
+            or torch_module._global_forward_hooks
+            or torch_module._global_forward_pre_hooks
+            or torch_module._global_backward_hooks
+            or torch_module._global_backward_pre_hooks
+            or "forward" in module.__dict__
+            or type(module).forward is not self._forward
+            or self._dynamo._stance.stance != "default"
+        )
+
+
+_NOT_RUN = object()
+
+
+def _shapes(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple([each.shape if isinstance(each, torch.Tensor) else None for each in args])
