@@ -13,7 +13,7 @@ from blocks import Dropping, Stack
 from torch import Tensor, nn
 
 import zoo
-from zoo.engine.cuda_graph import CaptureError
+from zoo.engine.graphed_step import CaptureError
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

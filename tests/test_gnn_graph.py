@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import zoo
 from tests.gnn_reference import attend, edge_softmax
-from zoo.engine.cuda_graph import synchronising_raises
+from zoo.engine.graphed_step import synchronising_raises
 from zoo.gnn import CSRGraph, GATConv, GCNConv, SAGEConv, prepare
 from zoo.gnn.aggregate import max_neighbours, mean_neighbours, sum_neighbours
 from zoo.gnn.csr import Recipe

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from training_models import build, draw, loss_of, optimizer_of
 
-from zoo.engine.cuda_graph import CaptureError
+from zoo.engine.graphed_step import CaptureError
 from zoo.training import AdamW, NonFiniteError, TrainingStep, TrainingWarning, state
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

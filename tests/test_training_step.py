@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from training_models import build, draw, loss_of, optimizer_of, plain_losses
 
 import zoo
-from zoo.engine.cuda_graph import CaptureError
+from zoo.engine.graphed_step import CaptureError
 from zoo.training import NonFiniteError, TrainingStep, TrainingWarning, capture_obstacles
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -534,7 +534,7 @@ def test_a_shape_whose_capture_fails_leaves_the_others_captured(monkeypatch: pyt
     def add(*arguments: Any, **options: Any) -> None:
         raise CaptureError("capture failed: out of memory")
 
-    monkeypatch.setattr("zoo.engine.cuda_graph.GraphedStep.add_bucket", add)
+    monkeypatch.setattr("zoo.engine.graphed_step.GraphedStep.add_bucket", add)
     with pytest.warns(TrainingWarning, match=r"5, .*: capture failed: out of memory") as caught:
         for batch in [large, small] * 6:
             assert step(batch).isfinite()

@@ -17,6 +17,7 @@ from zoo.engine.compile import RegionWarning as RegionWarning
 from zoo.engine.compile import compile_regions as compile_regions
 from zoo.engine.compile import uncompile as uncompile
 from zoo.engine.compile import warm_up as warm_up
+from zoo.engine.cuda_graph import captures as captures
 from zoo.engine.cuda_graph import cuda_graph as cuda_graph
 from zoo.engine.discover import Region as Region
 from zoo.engine.discover import find_regions as find_regions

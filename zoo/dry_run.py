@@ -46,14 +46,18 @@ def before_first_call(model: nn.Module) -> None:
             before_first_call(child)
         return
     lock = threading.Lock()
+    waiting = True
 
     def first_call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal waiting
         # A forward that calls itself is run without data once.
         if not (torch.compiler.is_compiling() or ahead.only_compiles()):
             with lock:  # nobody else calls a model whose weights have no data
-                if model._compiled_call_impl is first_call:
+                if waiting:
+                    waiting = False
                     _try_to_begin(model, args, kwargs)
-                    model._compiled_call_impl = None
+                    if model._compiled_call_impl is first_call:
+                        model._compiled_call_impl = None
         return model._call_impl(*args, **kwargs)
 
     model._compiled_call_impl = first_call

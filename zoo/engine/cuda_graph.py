@@ -1,40 +1,220 @@
-"""One outer CUDA graph around a whole step: the launch and guard cost of every block, paid once.
-
-On a CPU the same interface copies inputs in and overwrites outputs in the same way, so that code which would alias on
-a GPU is seen to alias in tests.
-"""
+"""Outer CUDA graphs: of a step by an example, or of a module when its calls repeat."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
-import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from zoo.engine.reachable import Weights, reachable_modules
-from zoo.engine.step_buffers import (
-    check_leaves,
-    describe,
-    flatten_outputs,
-    make_buffer,
-    may_write,
-    one_device,
-    shapes_of,
-    static_value,
-    tensors_in,
-)
+from zoo.engine.compile import RegionWarning
+from zoo.engine.graphed_step import CaptureError, GraphedStep
+from zoo.engine.reachable import WeightsMovedError
+from zoo.engine.step_buffers import is_captured, is_constant, shapes_of
+
+Model = TypeVar("Model", bound=nn.Module)
+# Kinds of call that were seen once and may be captured when seen again. The oldest is forgotten first.
+_MOST_REMEMBERED = 64
 
 
-class CaptureError(RuntimeError):
-    """The step cannot be captured; the message names the operation and the line it was called from."""
+@dataclass
+class Captures:
+    """What the calls of a module given to ``cuda_graph`` did.
+
+    Args:
+        shapes: The captured shapes, in words.
+        replays: Calls that replayed a CUDA graph.
+        uncaptured: Reason -> calls that ran without one. First calls of a kind, which compile, are in neither.
+    """
+
+    shapes: list[str] = field(default_factory=list)
+    replays: int = 0
+    uncaptured: Counter[str] = field(default_factory=Counter)
 
 
+class CapturingCall:
+    """What ``module(...)`` runs after ``cuda_graph(module)``.
+
+    The first call of a kind runs as before, and compiles. The second one captures, later ones replay. A kind is the
+    shapes, dtypes and devices of all tensors, the values of all else, and the grad, inference, autocast and training
+    modes. Arguments that the module's class names in ``static_arguments`` are not copied in: a kind is that object.
+
+    Args:
+        module: The module; its present call is what is captured.
+        most_graphs: Kinds that are captured at most.
+        clone_outputs: Whether outputs are safe from the next call.
+    """
+
+    def __init__(self, module: nn.Module, most_graphs: int, clone_outputs: bool) -> None:
+        self.captures = Captures()
+        self._module = module
+        self._call: Callable[..., Any] = module._compiled_call_impl or module._call_impl
+        self._most_graphs = most_graphs
+        self._clone_outputs = clone_outputs
+        self._lock = threading.Lock()
+        self._positions = {name: place for place, name in enumerate(inspect.signature(module.forward).parameters)}
+        self._static_names = tuple(getattr(type(module), "static_arguments", ()))
+        self._steps: dict[Any, GraphedStep] = {}
+        self._seen: dict[Any, Any] = {}  # with the static arguments, whose identity must not be reused
+        self._refused: dict[Any, str] = {}
+        self._pool: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Replay, capture or run the module on the arguments of ``module.forward``."""
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+            return self._call(*args, **kwargs)
+        if not self._lock.acquire(blocking=False):
+            return self._plainly("another call was running", args, kwargs)
+        try:
+            return self._replay(args, kwargs)
+        except _Uncapturable as reason:
+            return self._plainly(str(reason), args, kwargs)
+        finally:
+            self._lock.release()
+
+    def _plainly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if reason not in self.captures.uncaptured:
+            warnings.warn(
+                f"{type(self._module).__name__} runs without a CUDA graph: {reason}", RegionWarning, stacklevel=4
+            )
+        self.captures.uncaptured[reason] += 1
+        return self._call(*args, **kwargs)
+
+    def _replay(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        device = self._device()
+        if is_captured(device):
+            return self._call(*args, **kwargs)  # part of a larger CUDA graph
+        static = {place: value for place, value in self._static(args, kwargs) if value is not None}
+        rest = [None if place in static else value for place, value in enumerate(args)]
+        leaves, spec = pytree.tree_flatten((rest, {k: v for k, v in kwargs.items() if k not in static}))
+        self._check(leaves)
+        kind = (
+            spec,
+            shapes_of(leaves),
+            tuple((place, id(value)) for place, value in static.items()),
+            self._mode(device),
+        )
+        step = self._steps.get(kind)
+        if step is None:
+            if kind in self._refused:
+                raise _Uncapturable(self._refused[kind])
+            if kind not in self._seen:
+                self._seen[kind] = static
+                if len(self._seen) > _MOST_REMEMBERED:
+                    del self._seen[next(iter(self._seen))]
+                return self._call(*args, **kwargs)
+            if len(self._steps) >= self._most_graphs:
+                raise _Uncapturable(f"{self._most_graphs} kinds of call are captured; raise most_graphs for more")
+        if any(isinstance(each, Tensor) and each.device != device for each in leaves):
+            # A tensor of the host would be read when it is captured, and never again.
+            args = tuple(_to(value, device) if place not in static else value for place, value in enumerate(args))
+            kwargs = {name: _to(value, device) if name not in static else value for name, value in kwargs.items()}
+        try:
+            if step is None:
+                step = self._capture(kind, args, kwargs, tuple(static))
+            outputs = step(*args, **kwargs)
+        except WeightsMovedError:
+            # What was captured reads memory that the weights have left.
+            self._steps.clear()
+            self.captures.shapes.clear()
+            step = self._capture(kind, args, kwargs, tuple(static))
+            outputs = step(*args, **kwargs)
+        self.captures.replays += 1
+        return outputs
+
+    def _capture(
+        self, kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any], static: tuple[int | str, ...]
+    ) -> GraphedStep:
+        try:
+            with _buffers_restored(self._module):
+                calls = [(args, kwargs)]
+                step = GraphedStep(self._call, calls, self._clone_outputs, static, warmup=2, pool=self._pool)
+            step.check_repeatable()
+        except Exception as error:
+            # An error of the call itself is raised again by the plain run.
+            self._refused[kind] = str(error).partition("\n")[0]
+            raise _Uncapturable(self._refused[kind]) from (error if isinstance(error, CaptureError) else None)
+        self._pool = step.pool
+        self._steps[kind] = step
+        self.captures.shapes += step.shapes
+        return step
+
+    def _device(self) -> torch.device:
+        weight = next(self._module.parameters(), None)
+        return torch.device("cpu") if weight is None else weight.device
+
+    def _static(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[int | str, Any]]:
+        for name in self._static_names:
+            place = self._positions[name]
+            if place < len(args):
+                yield place, args[place]
+            elif name in kwargs:
+                yield name, kwargs[name]
+
+    def _check(self, leaves: list[Any]) -> None:
+        module = self._module
+        if "forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks:
+            raise _Uncapturable("it has hooks or a forward of its own, which a replay would leave out")
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                if leaf.layout is not torch.strided:
+                    raise _Uncapturable(f"an argument is {leaf.layout}, and only strided tensors are copied in")
+            elif not is_constant(leaf):
+                raise _Uncapturable(f"an argument is a {type(leaf).__name__}, which cannot be copied in")
+        if torch.is_grad_enabled() and any(
+            each.requires_grad for each in (*module.parameters(), *leaves) if isinstance(each, Tensor)
+        ):
+            raise _Uncapturable("gradients are recorded; call it under torch.no_grad() or torch.inference_mode()")
+
+    def _mode(self, device: torch.device) -> tuple[Any, ...]:
+        autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+        stance = torch._dynamo.eval_frame._stance.stance
+        return torch.is_inference_mode_enabled(), torch.is_grad_enabled(), autocast, self._module.training, stance
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    return pytree.tree_map_only(Tensor, lambda each: each.to(device), value)
+
+
+class _Uncapturable(Exception):
+    """Why a call runs as the module does by itself."""
+
+
+@contextlib.contextmanager
+def _buffers_restored(module: nn.Module) -> Iterator[None]:
+    """The runs before a capture leave no trace in running statistics, counters or caches."""
+    contents = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.inference_mode(), torch.no_grad():
+            for buffer, content in contents:
+                buffer.copy_(content)
+
+
+@overload
+def cuda_graph(  # type: ignore[overload-overlap]
+    fn: Model, *, clone_outputs: bool = ..., most_graphs: int = ...
+) -> Model: ...
+@overload
+def cuda_graph(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...] = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    *,
+    clone_outputs: bool = ...,
+    static: Iterable[int | str] = ...,
+    buckets: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]] | None = ...,
+    warmup: int = ...,
+) -> GraphedStep: ...
 def cuda_graph(
     fn: Callable[..., Any],
     args: tuple[Any, ...] = (),
@@ -44,12 +224,21 @@ def cuda_graph(
     static: Iterable[int | str] = (),
     buckets: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]] | None = None,
     warmup: int = 3,
-) -> GraphedStep:
-    """Capture ``fn(*args, **kwargs)`` once; the returned step copies new inputs in and replays it.
+    most_graphs: int = 8,
+) -> Any:
+    """Capture ``fn(*args, **kwargs)`` in a CUDA graph; or, given a module alone, its calls whenever they repeat.
 
-    The step is run ``warmup`` times on a side stream first, and whatever is lazily compiled compiles then. Grad mode,
-    inference mode and autocast are those of this call, as is the device of the inputs. Random state is registered:
-    each replay draws new dropout, and a seed gives what eager would.
+    ``cuda_graph(module)`` returns the same module. The first call of a kind (shapes and dtypes of tensors, values of
+    other arguments, modes) runs as before, the second one is captured, later ones replay. Calls that cannot be captured
+    run as before, with a RegionWarning for each reason: gradients are recorded, an argument or output is of an unknown
+    type, the module writes to an argument, an operation waits for the device, ``most_graphs`` kinds are captured.
+    ``zoo.captures`` counts them. Weights that are moved or replaced are captured again. Python attributes that the
+    module reads keep the values of the capture. ``zoo.uncompile`` undoes it; a deep copy or a pickle is without it.
+
+    With an example, a step is returned that copies new inputs in and replays. It is run ``warmup`` times on a side
+    stream first, and whatever is lazily compiled compiles then. Grad mode, inference mode and autocast are those of
+    this call, as is the device of the inputs. Random state is registered: each replay draws new dropout, and a seed
+    gives what eager would.
 
     Args:
         fn: A module or function whose work has static shapes and never synchronises.
@@ -63,17 +252,27 @@ def cuda_graph(
             replays the bucket of its exact shapes; padding to a bucket is the caller's.
         warmup: Runs before capture, at least 2: the last one is watched for synchronising operations. 0 if the caller
             has run the step at these shapes itself, on a side stream.
+        most_graphs: Of a module alone: kinds of call that are captured at most. They share one memory pool.
 
     Returns:
-        A callable with the signature of ``fn``. It is not reentrant.
+        The module; or, with an example, a callable with the signature of ``fn``, which is not reentrant.
 
     Raises:
         CaptureError: If an operation synchronises or the capture fails; the process stays usable.
         TypeError: If an argument is neither a tensor, a plain value, nor a container of them, and is not static; if
             ``args``, ``static`` or a bucket has another form than above.
         ValueError: If an input requires grad, two buckets have the same shapes, or nothing that the step is given says
-            on which device it runs.
+            on which device it runs; if the module's calls are captured already, or ``most_graphs`` is not positive.
     """
+    if isinstance(fn, nn.Module) and not args and kwargs is None and buckets is None and not static:
+        if most_graphs < 1:
+            raise ValueError(f"most_graphs is {most_graphs}, but at least one kind of call is to be captured")
+        if isinstance(fn._compiled_call_impl, CapturingCall):
+            raise ValueError(
+                f"the calls of this {type(fn).__name__} are captured already; call zoo.uncompile(model) first"
+            )
+        fn._compiled_call_impl = CapturingCall(fn, most_graphs, clone_outputs)
+        return fn
     if warmup < 2 and warmup != 0:
         raise ValueError(f"warmup is {warmup}; at least 2 runs are needed, one to compile and one to watch")
     if not callable(fn):
@@ -88,386 +287,15 @@ def cuda_graph(
     return GraphedStep(fn, [(tuple(args), dict(kwargs or {})), *(buckets or ())], clone_outputs, tuple(static), warmup)
 
 
-@dataclass(eq=False)
-class _Bucket:
-    """One captured shape: static input buffers (None where the leaf is a constant), outputs, and the replay."""
+def captures(module: nn.Module) -> Captures:
+    """What the calls of a module given to ``zoo.cuda_graph`` did so far.
 
-    leaves: list[Any]
-    buffers: list[torch.Tensor | None]
-    outputs: list[Any] = field(default_factory=list)
-    output_spec: Any = None
-    graph: torch.cuda.CUDAGraph | None = None
-
-
-class _Mode:
-    """Grad mode, inference mode and autocast as they were when this was made."""
-
-    def __init__(self, device: str) -> None:
-        self._device = device
-        self._inference = torch.is_inference_mode_enabled()
-        self._grad = torch.is_grad_enabled()
-        self._autocast = torch.is_autocast_enabled(device)
-        self._dtype = torch.get_autocast_dtype(device)
-
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        autocast = torch.autocast(self._device, self._dtype, enabled=self._autocast)
-        with torch.inference_mode(self._inference), torch.set_grad_enabled(self._grad), autocast:
-            yield
-
-
-class GraphedStep:
-    """A captured step, made by ``cuda_graph`` and called as its function is.
-
-    A call copies its inputs in, replays the bucket of their shapes and gives the outputs; it is not reentrant.
-    ``device`` is what it runs on, ``pool`` what its graphs keep their memory in: another step may have the same, if the
-    two never run at once and give clones.
+    Raises:
+        ValueError: If its calls are not captured; a deep copy's and an unpickled module's are not.
     """
-
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        calls: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]],
-        clone_outputs: bool,
-        static: tuple[int | str, ...],
-        warmup: int,
-        pool: Any = None,
-    ) -> None:
-        self._fn = fn
-        self._clone = clone_outputs
-        self._lock = threading.Lock()
-        self._static = {place: static_value(calls[0], place) for place in static}
-        flat = [self._flatten(args, dict(kwargs), spec=None) for args, kwargs in calls]
-        self._spec = flat[0][1]
-        for index, (_, spec) in enumerate(flat):
-            if spec != self._spec:
-                raise ValueError(f"bucket {index} is called with another structure of arguments than the first call")
-        for leaves, _ in flat:
-            check_leaves(leaves)
-        tensors = [leaf for leaves, _ in flat for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        modules = reachable_modules(fn, *self._static.values())
-        self._weights = Weights(modules)
-        self.device = one_device([*tensors, *self._weights.tensors(), *tensors_in(self._static.values())])
-        self._mode = _Mode(self.device.type)
-        self._buckets: dict[tuple[Any, ...], _Bucket] = {}
-        self.pool = pool
-        if pool is None and self.device.type == "cuda":
-            self.pool = torch.cuda.graph_pool_handle()
-        # The largest first: later captures then fit into the pool that it reserved.
-        for leaves, _ in sorted(flat, key=lambda item: -sum(t.numel() for t in item[0] if isinstance(t, torch.Tensor))):
-            self._add(leaves, warmup)
-        self._weights.remember()
-
-    def add_bucket(
-        self, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *, warmup: int = 3
-    ) -> None:
-        """Capture a further shape, into the same memory pool.
-
-        Args:
-            args: Example positional arguments.
-            kwargs: Example keyword arguments.
-            warmup: As ``cuda_graph`` takes it.
-
-        Raises:
-            CaptureError: As ``cuda_graph`` does.
-            ValueError: If the shape was captured before, or the call has another structure.
-        """
-        leaves, _ = self._flatten(args, dict(kwargs or {}), spec=self._spec)
-        check_leaves(leaves)
-        self._weights.check()
-        self._add(leaves, warmup)
-
-    def __contains__(self, shapes: tuple[Any, ...]) -> bool:
-        """Whether a call of these shapes, as ``shapes_of`` gives them, was captured."""
-        return shapes in self._buckets
-
-    def _add(self, leaves: list[Any], warmup: int) -> None:
-        if (key := shapes_of(leaves)) in self._buckets:
-            raise ValueError(f"two buckets have the same shapes: {describe(leaves)}")
-        bucket = _Bucket(leaves, [make_buffer(leaf) for leaf in leaves])
-        if self.pool is not None:
-            self._capture(bucket, warmup)
-        else:
-            self._imitate(bucket, warmup)
-        self._buckets[key] = bucket
-        self._only = bucket if len(self._buckets) == 1 else None
-
-    @property
-    def shapes(self) -> list[str]:
-        """The captured buckets, in words."""
-        return [describe(bucket.leaves) for bucket in self._buckets.values()]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Replay on new inputs.
-
-        Raises:
-            TypeError: If a tensor is not a strided one.
-            ValueError: If a shape, dtype, device or constant differs from what was captured, a static argument is
-                another object, or an input requires grad.
-            RuntimeError: If weights were moved or replaced since capture, or the step is already running.
-        """
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError("this step is running already (it is not reentrant): capture a second one for each user")
-        try:
-            leaves, _ = self._flatten(args, kwargs, spec=self._spec)
-            bucket = self._match(leaves)
-            self._weights.check()
-            _copy_in(bucket, leaves)
-            if bucket.graph is not None:
-                bucket.graph.replay()
-            else:
-                self._run_imitation(bucket)
-            outputs = bucket.outputs
-            if self._clone:
-                outputs = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in outputs]
-            return pytree.tree_unflatten(outputs, bucket.output_spec)
-        finally:
-            self._lock.release()
-
-    def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any], spec: Any) -> tuple[list[Any], Any]:
-        """Leaves without the static arguments, which must be the very objects of the first call."""
-        positional: tuple[Any, ...] | list[Any] = args
-        for place, value in self._static.items():
-            given: Any
-            if isinstance(place, int):
-                given = args[place] if place < len(args) else None
-                positional = list(positional)
-                if place < len(args):
-                    positional[place] = None
-            else:
-                given = kwargs.get(place)
-                kwargs = {key: item for key, item in kwargs.items() if key != place}
-            if given is not value:
-                raise ValueError(
-                    f"static argument {place!r} is another object than the one captured; capture again, or leave it "
-                    "out of static= to have it copied in"
-                )
-        names = tuple(kwargs)
-        if not any(isinstance(value, (dict, list, tuple)) for value in (*positional, *kwargs.values())):
-            # Nothing is nested: a sorted walk costs a microsecond, a general one ten.
-            names = tuple(sorted(names))
-            flat_spec: Any = (len(positional), names)
-            leaves = [*positional, *(kwargs[name] for name in names)]
-        else:
-            leaves, flat_spec = pytree.tree_flatten((tuple(positional), dict(sorted(kwargs.items()))))
-        if spec is not None and flat_spec != spec:
-            raise ValueError(f"called with another structure of arguments ({flat_spec}) than captured ({spec})")
-        return leaves, flat_spec
-
-    def _match(self, leaves: list[Any]) -> _Bucket:
-        bucket = self._only if self._only is not None else self._buckets.get(shapes_of(leaves))
-        if bucket is None:
-            raise ValueError(f"no bucket for {describe(leaves)}; captured: {'; '.join(self.shapes)}")
-        for index, (leaf, buffer) in enumerate(zip(leaves, bucket.buffers, strict=True)):
-            if buffer is None:
-                # 1 is not True, nor 1.0: what was captured may have asked.
-                if type(leaf) is not type(bucket.leaves[index]) or leaf != bucket.leaves[index]:
-                    raise ValueError(
-                        f"input {index} is {leaf!r}, but {bucket.leaves[index]!r} was captured as a constant; pass a "
-                        "tensor for what changes"
-                    )
-            elif (
-                not isinstance(leaf, torch.Tensor)
-                or leaf.shape != buffer.shape
-                or leaf.dtype != buffer.dtype
-                or leaf.device != buffer.device
-            ):
-                raise ValueError(
-                    f"input {index} is {describe([leaf])}, but {describe([buffer])} was captured; capture this "
-                    "shape as one of buckets=, or pad to a captured one"
-                )
-            elif leaf.requires_grad or leaf.layout is not torch.strided:
-                check_leaves([leaf])  # as when it was captured
-        return bucket
-
-    def _call(self, bucket: _Bucket) -> Any:
-        leaves = [
-            leaf if buffer is None else buffer for leaf, buffer in zip(bucket.leaves, bucket.buffers, strict=True)
-        ]
-        if isinstance(self._spec, tuple):
-            count, names = self._spec
-            args, kwargs = list(leaves[:count]), dict(zip(names, leaves[count:], strict=True))
-        else:
-            positional, kwargs = pytree.tree_unflatten(leaves, self._spec)
-            args = list(positional)
-        for place, value in self._static.items():
-            if isinstance(place, int):
-                args[place] = value
-            else:
-                kwargs[place] = value
-        return self._fn(*args, **kwargs)
-
-    def _capture(self, bucket: _Bucket, warmup: int) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            raise CaptureError("another CUDA graph is being captured on this stream; capture steps one after the other")
-        index = self.device.index if self.device.index is not None else torch.cuda.current_device()
-        with torch.cuda.device(index), _own_autocast_cache(), _own_workspaces():
-            if warmup:
-                with torch.random.fork_rng(devices=[index]):
-                    self._warm_up(bucket, warmup)
-            torch.clear_autocast_cache()
-            torch._C._cuda_clearCublasWorkspaces()
-            generator = torch.cuda.default_generators[index]
-            # A failed capture leaves the generator believing that it still records; only a clone can be put back.
-            state = generator.clone_state()
-            graph = torch.cuda.CUDAGraph()
-            failure: Exception | None = None
-            try:
-                with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-                    try:
-                        outputs = self._call(bucket)
-                    except Exception as error:
-                        failure = error
-                        raise
-            except Exception as error:
-                generator.graphsafe_set_state(state)
-                with contextlib.suppress(RuntimeError):
-                    torch.cuda.synchronize(index)
-                cause = failure or error
-                try:
-                    raise CaptureError(
-                        f"capture failed: {_first_line(cause)}{_where(cause)}{_remedy(cause)}"
-                    ) from cause
-                finally:
-                    # Its traceback holds this frame: a circle that would keep what the step computed in memory.
-                    failure = cause = None  # type: ignore[assignment]
-        bucket.graph = graph
-        bucket.outputs, bucket.output_spec = flatten_outputs(outputs)
-
-    def _warm_up(self, bucket: _Bucket, warmup: int) -> None:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(warmup - 1):
-                self._call(bucket)
-            torch.cuda.synchronize()
-            # Synchronising is found here, where it raises and harms nothing, not in a capture that it would poison.
-            with synchronising_raises():
-                self._call(bucket)
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-
-    def _imitate(self, bucket: _Bucket, warmup: int) -> None:
-        with _own_autocast_cache(), torch.random.fork_rng(devices=[]):
-            for _ in range(warmup):
-                _keep_outputs(bucket, self._call(bucket))
-
-    def _run_imitation(self, bucket: _Bucket) -> None:
-        # A replay runs in the mode of its capture, whatever the caller's.
-        with self._mode.restored(), _own_autocast_cache():
-            outputs = self._call(bucket)
-        if bucket.output_spec is None:
-            _keep_outputs(bucket, outputs)
-            return
-        leaves, _ = flatten_outputs(outputs)
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor):
-                with may_write(bucket.outputs[index]):
-                    bucket.outputs[index].copy_(leaf)
-
-
-def _keep_outputs(bucket: _Bucket, outputs: Any) -> None:
-    leaves, bucket.output_spec = flatten_outputs(outputs)
-    bucket.outputs = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-
-
-def _copy_in(bucket: _Bucket, leaves: list[Any]) -> None:
-    pairs = [
-        (buffer, leaf)
-        for buffer, leaf in zip(bucket.buffers, leaves, strict=True)
-        if buffer is not None and leaf is not buffer
-    ]
-    if not pairs:
-        return
-    with may_write(*(buffer for buffer, _ in pairs)), torch.no_grad():
-        for buffer, leaf in pairs:
-            buffer.copy_(leaf)
-
-
-@contextlib.contextmanager
-def synchronising_raises() -> Iterator[None]:
-    """A CaptureError for any operation that waits for the device and is noticed doing so."""
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        # Torch says on every use that it does not notice all of them; the capture itself finds the rest.
-        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    except RuntimeError as error:
-        if "synchronizing" not in str(error):
-            raise
-        raise CaptureError(
-            f"the step synchronises with the host, which no CUDA graph can hold: {_first_line(error)}"
-            f"{_where(error)}; move it out of the step"
-        ) from error
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
-@contextlib.contextmanager
-def synchronisations() -> Iterator[list[str]]:
-    """The operations that wait for the device and are noticed doing so, with their places; nothing is raised."""
-    before = torch.cuda.get_sync_debug_mode()
-    found: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield found
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-    for warning in caught:
-        if "called a synchronizing" in str(warning.message):
-            found.append(f"{warning.filename}, line {warning.lineno}")
-        elif "Synchronization debug mode" not in str(warning.message):
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-
-
-@contextlib.contextmanager
-def _own_autocast_cache() -> Iterator[None]:
-    """Autocast keeps casts until its outermost context ends: none from before may be baked in, none may leave the pool.
-
-    Switching the cache off instead would change a global state that Dynamo guards on, and recompile every region.
-    """
-    torch.clear_autocast_cache()
-    try:
-        yield
-    finally:
-        torch.clear_autocast_cache()
-
-
-@contextlib.contextmanager
-def _own_workspaces() -> Iterator[None]:
-    """The matrix library keeps tens of MiB for each stream that it ran on: warming up and capturing would leave both.
-
-    What a capture used stays in the graphs' pool, as its other temporary memory does.
-    """
-    torch._C._cuda_clearCublasWorkspaces()
-    try:
-        yield
-    finally:
-        torch._C._cuda_clearCublasWorkspaces()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _remedy(error: BaseException) -> str:
-    """What to do about an error whose words do not say it."""
-    if "legacy stream" not in str(error):
-        return ""
-    # Autograd adds up a parameter's gradient on the stream where the parameter was first used, for as long as anything
-    # keeps that use. Other work on the default stream gives the same error.
-    return (
-        "; if it is in a backward, something from before the capture mostly still holds the history of a parameter, "
-        "whose gradient is on another stream then: keep losses and copies of parameters with .detach(), or drop them"
-    )
-
-
-def _where(error: BaseException) -> str:
-    """The innermost line outside torch that the error came through."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
-    own = [frame for frame in frames if frame.filename != __file__] or frames
-    return f" (in {own[-1].name}, line {own[-1].lineno}: {own[-1].line})" if own else ""
+    call = module._compiled_call_impl
+    if not isinstance(call, CapturingCall):
+        raise ValueError(
+            f"the calls of this {type(module).__name__} are not captured: call zoo.cuda_graph(model) first"
+        )
+    return call.captures

@@ -26,6 +26,11 @@ def is_captured(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def is_constant(value: Any) -> bool:
+    """Whether this is a plain value, which a CUDA graph can only hold as it was."""
+    return isinstance(value, _CONSTANTS)
+
+
 def static_value(call: tuple[tuple[Any, ...], Mapping[str, Any]], place: int | str) -> Any:
     """The argument at a position or of a name; ValueError if the call has none there."""
     args, kwargs = call
@@ -48,7 +53,7 @@ def check_leaves(leaves: Iterable[Any]) -> None:
                 raise TypeError(
                     f"input {describe([leaf])} is {leaf.layout}; only strided tensors are copied in: name it static="
                 )
-        elif not isinstance(leaf, _CONSTANTS):
+        elif not is_constant(leaf):
             raise TypeError(f"an input is a {type(leaf).__name__}, which cannot be copied in; name it in static=")
 
 
@@ -115,7 +120,7 @@ def _shape_of(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.dtype
     # 1 is not True, nor 1.0: what is captured may ask.
-    return (type(leaf), leaf) if isinstance(leaf, _CONSTANTS) else type(leaf)
+    return (type(leaf), leaf) if is_constant(leaf) else type(leaf)
 
 
 def describe(leaves: Iterable[Any]) -> str:

@@ -172,6 +172,7 @@ class _Model(nn.Module):
 
     config: GNNConfig
     regions: ClassVar[tuple[Region, ...]] = REGIONS
+    static_arguments: ClassVar[tuple[str, ...]] = ("edge_index",)
 
     def __init__(self, config: GNNConfig) -> None:
         super().__init__()

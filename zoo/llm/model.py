@@ -52,6 +52,7 @@ class LLM(nn.Module):
     """
 
     regions: ClassVar[tuple[Region, ...]] = REGIONS
+    static_arguments: ClassVar[tuple[str, ...]] = ("cache",)
     dry_call = whole_call
 
     def __init__(self, config: LLMConfig) -> None:

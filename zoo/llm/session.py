@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from zoo.arguments import check_seed
-from zoo.engine.cuda_graph import GraphedStep
 from zoo.engine.cuda_graph import cuda_graph as capture
+from zoo.engine.graphed_step import GraphedStep
 from zoo.llm.cache import KVCache
 from zoo.llm.checks import check_is_cache
 from zoo.llm.decode import MOST_ENDS, DecodeState, accept, decode_step

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from zoo.engine.cuda_graph import CaptureError, GraphedStep, synchronisations
+from zoo.engine.graphed_step import CaptureError, GraphedStep, synchronisations
 from zoo.engine.step_buffers import check_leaves, describe, is_captured, shapes_of
 from zoo.training.capture import FrozenOptions, capture_obstacles
 from zoo.training.finite import FiniteWatch, NonFiniteError

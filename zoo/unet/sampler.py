@@ -15,8 +15,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from zoo.engine.cuda_graph import GraphedStep
 from zoo.engine.cuda_graph import cuda_graph as capture
+from zoo.engine.graphed_step import GraphedStep
 from zoo.unet.denoise import DenoiseState, denoise_step
 from zoo.unet.model import UNet
 from zoo.unet.sampler_inputs import (
