@@ -53,7 +53,34 @@ def test_untied_weights(tmp_path: Path) -> None:
         model = load(tmp_path / kind)
         same(model, theirs, kind)
         save(model, tmp_path / f"{kind}-ours")
-        same(model, transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / f"{kind}-ours").eval(), kind)
+        again = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / f"{kind}-ours").eval()
+        same(model, again, kind)
+        torch.testing.assert_close(again.state_dict(), theirs.state_dict(), rtol=0, atol=0)
+
+
+def test_own_files_from_before_the_unused_bias_was_kept(tmp_path: Path) -> None:
+    options = {"head": "masked-lm", "tie_word_embeddings": False}
+    source = zoo.create("bert-debug", **options)
+    state = source.state_dict()
+    del state["head.unused_bias"]
+    save_file(state, tmp_path / "own.safetensors")
+    model = zoo.create("bert-debug", weights=tmp_path / "own.safetensors", **options, dtype=torch.bfloat16)
+    assert model.head.unused_bias.dtype is torch.bfloat16 and not model.head.unused_bias.any()
+    del state["head.bias"]
+    save_file(state, tmp_path / "own.safetensors")
+    with pytest.raises(ValueError, match=r"missing tensors \['head.bias'\], unexpected tensors \[\]"):
+        zoo.create("bert-debug", weights=tmp_path / "own.safetensors", **options)
+
+
+@pytest.mark.parametrize("kind", reference.KINDS)
+def test_an_encoder_without_a_pooler(kind: str, tmp_path: Path) -> None:
+    theirs = reference.make(kind, "pooled", add_pooling_layer=False)
+    theirs.save_pretrained(tmp_path / "theirs")
+    save(zoo.from_upstream(theirs), tmp_path / "ours")
+    for folder in ("theirs", "ours"):
+        model = load(tmp_path / folder)
+        assert model.config.head == "none"
+        same(model, theirs, kind)
 
 
 @pytest.mark.parametrize("kind", reference.KINDS)
