@@ -101,7 +101,7 @@ def check_finite(model: nn.Module, source: str, *, strict: bool) -> None:
 
 def _finite(tensor: Tensor) -> bool:
     """Whether all values are finite. Both extremes are, and finding them takes no memory, as torch.isfinite would."""
-    return tensor.numel() == 0 or all(extreme.isfinite() for extreme in tensor.detach().aminmax())
+    return tensor.is_meta or tensor.numel() == 0 or all(extreme.isfinite() for extreme in tensor.detach().aminmax())
 
 
 def locate(source: str | Path) -> Path:
