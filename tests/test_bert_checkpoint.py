@@ -87,9 +87,9 @@ def test_an_encoder_without_a_pooler(kind: str, tmp_path: Path) -> None:
 def test_a_new_head_on_a_pretrained_encoder(kind: str, tmp_path: Path) -> None:
     theirs = reference.make(kind, "masked-lm")
     theirs.save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match="starts from random weights and needs training") as caught:
+    with pytest.warns(zoo.WeightsWarning, match="starts from random weights and needs training") as caught:
         model = load(tmp_path, head="token-classification", num_labels=5)
-    assert len(caught) == 1 and model.head.classifier.weight.shape == (5, 32)
+    assert [warning.filename for warning in caught] == [__file__] and model.head.classifier.weight.shape == (5, 32)
     assert 0.01 < float(model.head.classifier.weight.detach().std()) < 0.03
     encoder = getattr(theirs, kind)
     batch = reference.batch(kind)

@@ -148,7 +148,7 @@ def fit(tensors: Mapping[str, Tensor], config: BertConfig, *, source: str) -> di
                 f"{source} has no {'pooler' if of_pooler else config.head + ' head'}: it starts from random weights "
                 "and needs training",
                 WeightsWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
     return fitted
 
