@@ -53,16 +53,43 @@ def test_untied_weights(tmp_path: Path) -> None:
         model = load(tmp_path / kind)
         same(model, theirs, kind)
         save(model, tmp_path / f"{kind}-ours")
-        same(model, transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / f"{kind}-ours").eval(), kind)
+        again = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / f"{kind}-ours").eval()
+        same(model, again, kind)
+        torch.testing.assert_close(again.state_dict(), theirs.state_dict(), rtol=0, atol=0)
+
+
+def test_own_files_from_before_the_unused_bias_was_kept(tmp_path: Path) -> None:
+    options = {"head": "masked-lm", "tie_word_embeddings": False}
+    source = zoo.create("bert-debug", **options)
+    state = source.state_dict()
+    del state["head.unused_bias"]
+    save_file(state, tmp_path / "own.safetensors")
+    model = zoo.create("bert-debug", weights=tmp_path / "own.safetensors", **options, dtype=torch.bfloat16)
+    assert model.head.unused_bias.dtype is torch.bfloat16 and not model.head.unused_bias.any()
+    del state["head.bias"]
+    save_file(state, tmp_path / "own.safetensors")
+    with pytest.raises(ValueError, match=r"missing tensors \['head.bias'\], unexpected tensors \[\]"):
+        zoo.create("bert-debug", weights=tmp_path / "own.safetensors", **options)
+
+
+@pytest.mark.parametrize("kind", reference.KINDS)
+def test_an_encoder_without_a_pooler(kind: str, tmp_path: Path) -> None:
+    theirs = reference.make(kind, "pooled", add_pooling_layer=False)
+    theirs.save_pretrained(tmp_path / "theirs")
+    save(zoo.from_upstream(theirs), tmp_path / "ours")
+    for folder in ("theirs", "ours"):
+        model = load(tmp_path / folder)
+        assert model.config.head == "none"
+        same(model, theirs, kind)
 
 
 @pytest.mark.parametrize("kind", reference.KINDS)
 def test_a_new_head_on_a_pretrained_encoder(kind: str, tmp_path: Path) -> None:
     theirs = reference.make(kind, "masked-lm")
     theirs.save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match="starts from random weights and needs training") as caught:
+    with pytest.warns(zoo.WeightsWarning, match="starts from random weights and needs training") as caught:
         model = load(tmp_path, head="token-classification", num_labels=5)
-    assert len(caught) == 1 and model.head.classifier.weight.shape == (5, 32)
+    assert [warning.filename for warning in caught] == [__file__] and model.head.classifier.weight.shape == (5, 32)
     assert 0.01 < float(model.head.classifier.weight.detach().std()) < 0.03
     encoder = getattr(theirs, kind)
     batch = reference.batch(kind)

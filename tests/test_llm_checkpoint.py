@@ -47,13 +47,15 @@ def test_folders_that_transformers_wrote(kind: str, size: str, tmp_path: Path) -
 @pytest.mark.parametrize("size", ["5GB", 20_000], ids=["one-file", "shards"])
 @pytest.mark.parametrize("kind", reference.KINDS)
 def test_folders_that_transformers_reads(kind: str, size: Any, tmp_path: Path) -> None:
-    model = zoo.from_upstream(reference.make(kind))
+    source = reference.make(kind)
+    model = zoo.from_upstream(source)
     assert isinstance(model, LLM)
     save(model, tmp_path / "new", max_shard_size=size)
     written = files(tmp_path / "new")
     assert (len(written) > 2) == (size == 20_000)
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new", output_loading_info=True)
     assert not any(report.get(key) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    assert type(theirs) is type(source)
     same(model, theirs.eval())
     again = load(tmp_path / "new")
     assert again.config == model.config

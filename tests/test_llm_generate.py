@@ -255,9 +255,10 @@ def test_draws_have_the_distribution_of_transformers_processors(temperature: flo
     torch.testing.assert_close(got, expected, rtol=0, atol=1.5e-4)
 
 
-def test_the_largest_uniform_number_stays_among_the_kept() -> None:
+@pytest.mark.parametrize("uniform", [1 - 2**-24, 1 - 2**-26], ids=["largest", "rounded to one"])
+def test_the_largest_uniform_number_stays_among_the_kept(uniform: float) -> None:
     logits = torch.tensor([[0.0, 3.0, -50.0, 2.0]])
-    most = torch.tensor([1 - 2**-24])
+    most = torch.tensor([uniform])
     scalars = torch.tensor(1.0), torch.tensor(2), torch.tensor(2.0)
     assert int(sample(logits, *scalars, most)) == 3
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from torch import nn
 
 import zoo
 from zoo.registry import families
+
+DEBUG = [name for name in zoo.list_models() if name.endswith("-debug")]
 
 
 def test_every_family_has_a_debug_preset() -> None:
@@ -84,8 +87,7 @@ def test_wrong_weights_are_named(tmp_path: Path) -> None:
     state = zoo.create("gcn-debug").state_dict()
     first = next(iter(state))
     for name, broken, words in [
-        ("missing", {k: v for k, v in state.items() if k != first}, f"{first}|convs"),
-        ("extra", {**state, "surplus": torch.ones(2)}, "surplus"),
+        ("neither", {"surplus": torch.ones(2)}, "missing .*convs"),
         ("shape", {**state, first: torch.ones(2, 3, 4)}, rf"{first} has shape \(2, 3, 4\), expected"),
     ]:
         save_file(broken, tmp_path / f"{name}.safetensors")
@@ -101,16 +103,84 @@ def test_wrong_weights_are_named(tmp_path: Path) -> None:
         zoo.create("gcn-debug", weights=tmp_path / "x.txt")
 
 
+@pytest.mark.parametrize("name", DEBUG)
+def test_upstream_keys_are_told_from_own_ones_though_some_are_the_same(tmp_path: Path, name: str) -> None:
+    source = zoo.create(name)
+    torch.save(zoo.to_upstream(source).state_dict(), tmp_path / "weights.pt")
+    loaded = zoo.create(name, weights=tmp_path / "weights.pt")
+    torch.testing.assert_close(loaded.state_dict(), source.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", DEBUG)
+def test_one_key_too_few_or_too_many_is_named_alone(tmp_path: Path, name: str) -> None:
+    state = zoo.create(name).state_dict()
+    gone = list(state)[len(state) // 2]
+    for broken, words in [
+        ({key: tensor for key, tensor in state.items() if key != gone}, f"missing tensors ['{gone}'], unexpected []"),
+        ({**state, "surplus": torch.ones(2)}, "missing tensors [], unexpected tensors ['surplus']"),
+    ]:
+        torch.save(broken, tmp_path / "weights.pt")
+        with pytest.raises(ValueError, match=re.escape(words.replace("unexpected []", "unexpected tensors []"))):
+            zoo.create(name, weights=tmp_path / "weights.pt")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", DEBUG)
+def test_weights_that_are_not_finite_are_named(tmp_path: Path, name: str, value: float) -> None:
+    source = zoo.create(name)
+    key, tensor = next(iter(source.named_parameters()))
+    with torch.no_grad():
+        tensor[(-1,) * tensor.dim()] = value
+    torch.save(source.state_dict(), tmp_path / "weights.pt")
+    theirs = zoo.to_upstream(source)
+    message = f"1 tensor.s. with NaN or infinite values: {re.escape(key)};"
+    with pytest.warns(zoo.WeightsWarning, match=f"weights.pt: {message}") as caught:
+        zoo.create(name, weights=tmp_path / "weights.pt")
+    assert [warning.filename for warning in caught] == [__file__]
+    with pytest.raises(ValueError, match=message):
+        zoo.create(name, weights=tmp_path / "weights.pt", strict=True)
+    with pytest.warns(zoo.WeightsWarning, match=f"{type(theirs).__name__}: {message}") as caught:
+        zoo.from_upstream(theirs)
+    assert [warning.filename for warning in caught] == [__file__]
+    with pytest.raises(ValueError, match=message):
+        zoo.from_upstream(theirs, strict=True)
+
+
+def test_weights_that_a_smaller_dtype_cannot_hold_are_named(tmp_path: Path) -> None:
+    source = zoo.create("gcn-debug")
+    with torch.no_grad():
+        source.layers[0].conv.bias.fill_(1e5)
+    torch.save(source.state_dict(), tmp_path / "weights.pt")
+    zoo.create("gcn-debug", weights=tmp_path / "weights.pt", strict=True)
+    with pytest.raises(ValueError, match="NaN or infinite values: layers.0.conv.bias;"):
+        zoo.create("gcn-debug", weights=tmp_path / "weights.pt", dtype=torch.float16, strict=True)
+
+
 class Payload:
     def __reduce__(self) -> tuple[object, ...]:
         return os.mkdir, ("/tmp/should-not-exist-from-weights",)
 
 
 def test_weights_that_hold_code_are_refused(tmp_path: Path) -> None:
-    torch.save({"a": Payload()}, tmp_path / "evil.pt")
-    with pytest.raises(Exception, match="(?i)weights.only"):
-        zoo.create("gcn-debug", weights=tmp_path / "evil.pt")
+    for new_format in (True, False):
+        torch.save({"a": Payload()}, tmp_path / "evil.pt", _use_new_zipfile_serialization=new_format)
+        with pytest.raises(ValueError, match=r"evil\.pt refers to posix\.mkdir; .* as \.safetensors"):
+            zoo.create("gcn-debug", weights=tmp_path / "evil.pt")
     assert not Path("/tmp/should-not-exist-from-weights").exists()
+    (tmp_path / "evil.pt").write_bytes(b"garbage" * 20)
+    with pytest.raises(ValueError, match=r"evil\.pt cannot be unpickled"):
+        zoo.create("gcn-debug", weights=tmp_path / "evil.pt")
+
+
+def test_two_shards_with_one_key_are_refused(tmp_path: Path) -> None:
+    state = zoo.create("gcn-debug").state_dict()
+    names = list(state)
+    save_file(state, tmp_path / "a.safetensors")
+    save_file({names[-1]: state[names[-1]] + 1}, tmp_path / "b.safetensors")
+    index = {"weight_map": dict.fromkeys(names[:-1], "a.safetensors") | {names[-1]: "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=f"two shards hold {names[-1]}"):
+        zoo.create("gcn-debug", weights=tmp_path)
 
 
 def test_foreign_modules_are_refused_by_name() -> None:

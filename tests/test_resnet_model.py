@@ -17,6 +17,7 @@ import zoo
 from zoo.engine.compile import plan_of
 from zoo.engine.graph_log import LEDGER
 from zoo.resnet import CUTS, BasicBlock, NormAct, NormActPool, NormsAddAct, ResNet, ResNetConfig, ResNetHead, cut
+from zoo.resnet.norms import batch_statistics
 
 MODES: dict[str, tuple[bool, Any]] = {
     "train": (True, nullcontext),
@@ -264,6 +265,11 @@ def test_too_small_for_training_and_large_enough_for_evaluation() -> None:
     without_statistics = debug(norm_kwargs={"track_running_stats": False})
     with pytest.raises(ValueError, match=r"one value a channel.*larger ones than 32 pixels$"):
         without_statistics(torch.zeros(1, 3, 32, 32))
+
+
+def test_statistics_of_one_row_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"x has shape \(1, 3\): one row has no variance"):
+        batch_statistics(torch.zeros(1, 3), None, None, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,11 @@ def test_other_classes_of_the_library_are_refused() -> None:
         zoo.from_upstream(ResNet(BasicBlock, [1, 1, 1, 1], norm_layer=nn.SyncBatchNorm))
 
 
+def test_a_model_without_memory_converts() -> None:
+    model = zoo.from_upstream(build("basic").to("meta"))
+    assert all(tensor.is_meta for tensor in model.state_dict().values())
+
+
 def test_state_dicts_are_strict_but_for_counters() -> None:
     theirs = build("basic")
     config, state = config_of(theirs), theirs.state_dict()

@@ -66,6 +66,14 @@ def test_gradients_do_not_change(device: str, every: int, block: type[nn.Module]
     torch.testing.assert_close(gradients(model, x), expected)
 
 
+def test_the_first_block_of_every_n_is_checkpointed() -> None:
+    x = torch.randn(2, 4)
+    models = [zoo.compile_regions(Stack(depth=1).train(), backend="aot_eager") for _ in range(2)]
+    checkpoint_regions(models[1], Block, every=2)
+    kept, kept_when_checkpointed = (kept_bytes(model, x) for model in models)
+    assert kept_when_checkpointed < kept
+
+
 BLOCKS = {
     "bert-debug": "BertLayer",
     "llm-debug": "LLMLayer",

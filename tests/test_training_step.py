@@ -265,8 +265,10 @@ def test_scaled_and_clipped_training_goes_on_after_a_bad_first_loss(kind: str):
     model = build()
     step = TrainingStep(model, loss_of, optimizer_of(model, kind), autocast=torch.float16, clip_norm=1.0)
     x, y = draw(1)[0]
+    scale = step.scaler.get_scale()
     with pytest.raises(NonFiniteError):
         step((x * torch.nan, y))
+    assert step.scaler.get_scale() == scale
     weights = next(iter(model.parameters())).clone()
     assert step((x, y)).isfinite()
     assert not torch.equal(next(iter(model.parameters())), weights)

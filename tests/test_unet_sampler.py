@@ -122,6 +122,10 @@ def test_what_changes_a_shape_is_captured_again() -> None:
     sampler(text, negative, schedule=make_schedule(DPM, 4))
     sampler(text, negative)
     assert sampler.captures == 6
+    # More steps of a solver that remembers less: the one before still fits.
+    sampler(text, negative, schedule=make_schedule(EULER, 7))
+    sampler(text, negative, schedule=make_schedule(DPM, 4))
+    assert sampler.captures == 7
 
 
 def test_a_capture_that_failed_is_made_again() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.weights import Placement, check_dtype, fill, locate, open_tensors
+from zoo.weights import Placement, check_dtype, check_finite, fill, locate, open_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +103,7 @@ def create(
     weights: Any = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    strict: bool = False,
     **overrides: Any,
 ) -> nn.Module:
     """Build a model by its preset's name, in eval mode, nothing compiled.
@@ -114,12 +115,17 @@ def create(
             Keys may be the zoo's or the upstream library's.
         device: Where to build; torch's default device when left out.
         dtype: Floating-point dtype of the parameters; torch's default dtype when left out.
+        strict: Refuse weights that are NaN or infinite.
         overrides: Fields of the preset's config to replace.
 
     Raises:
         ValueError: If the name or an override does not exist, if a folder describes other weights than the preset's,
-            or if a tensor of ``weights`` is missing, left over or of another shape.
+            if a tensor of ``weights`` is missing, left over or of another shape, or if one is NaN or infinite and
+            ``strict`` is True.
         FileNotFoundError: If ``weights`` looks like a path and is not there.
+
+    Warns:
+        WeightsWarning: If a tensor of ``weights`` is NaN or infinite; the message names it.
     """
     family = next((each for each in _FAMILIES.values() if name in each.presets), None)
     if family is None:
@@ -135,15 +141,25 @@ def create(
     with torch.inference_mode(False):
         if weights is None:
             return _build(family, config, device, dtype).eval()
-        return _load(family, config, name, weights, overrides, device, dtype).eval()
+        model = _load(family, config, name, weights, overrides, device, dtype).eval()
+    check_finite(model, str(weights), strict=strict)
+    return model
 
 
-def from_upstream(module: nn.Module) -> nn.Module:
+def from_upstream(module: nn.Module, *, strict: bool = False) -> nn.Module:
     """The zoo's model with the weights, configuration and mode of an upstream library's: same outputs.
+
+    Args:
+        module: A model of torchvision, transformers, torch-geometric or diffusers.
+        strict: Refuse weights that are NaN or infinite.
 
     Raises:
         TypeError: If no family takes this class.
-        ValueError: If the module uses an option that the zoo does not support; the message names it.
+        ValueError: If the module uses an option that the zoo does not support, or ``strict`` is True and a tensor is
+            NaN or infinite; the message names it.
+
+    Warns:
+        WeightsWarning: If a tensor is NaN or infinite; the message names it.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}, expected an nn.Module of an upstream library")
@@ -154,6 +170,7 @@ def from_upstream(module: nn.Module) -> nn.Module:
                 model: nn.Module = family.upstream().from_upstream(module)
             except NotImplementedError:
                 continue
+            check_finite(model, type(module).__name__, strict=strict)
             return model.train(module.training)
     taken = {family.name: "/".join(family.upstream_packages) for family in _FAMILIES.values()}
     raise TypeError(
@@ -236,14 +253,13 @@ def _build(family: Family, config: Any, device: torch.device | str | None, dtype
 def _placed(
     family: Family, config: Any, tensors: Mapping[str, torch.Tensor], own: set[str]
 ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Placement | None]]:
-    """The tensors, and where they go: by the zoo's keys if most are, else by the upstream library's."""
+    """The tensors, and where they go: by the zoo's keys if most of these are there, else by the upstream library's."""
     ours: dict[str, Placement | None] = {key: Placement(key) for key in own}
-    if set(tensors) == own:
+    if 2 * len(tensors.keys() & own) > len(own):
         return tensors, ours
     if family.placements is None:
         return family.upstream().convert_state_dict(dict(tensors), config), ours
-    theirs = family.placements(config)
-    return tensors, ours if len(tensors.keys() & own) > len(tensors.keys() & theirs.keys()) else theirs
+    return tensors, family.placements(config)
 
 
 def _did_you_mean(wrong: str, known: Any) -> str:

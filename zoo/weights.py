@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import pickle
+import re
 import tempfile
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +26,12 @@ _WHOLE = (
     "model.pth",
     "pytorch_model.bin",
 )
+# No output depends on it, and the zoo's own files did not always have it: zero where it is missing.
+_UNUSED = "unused_bias"
+
+
+class WeightsWarning(UserWarning):
+    """Weights were loaded that are probably not what was meant: NaN or infinite, or random for lack of stored ones."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +89,21 @@ def refuse_other_config(folder: Path, stored: Any, config: Any, free: Collection
             )
 
 
+def check_finite(model: nn.Module, source: str, *, strict: bool) -> None:
+    """Warn the caller of the public function that calls this if a weight is NaN or infinite; ValueError if strict."""
+    broken = [name for name, tensor in model.state_dict().items() if tensor.is_floating_point() and not _finite(tensor)]
+    message = f"{source}: {len(broken)} tensor(s) with NaN or infinite values: {', '.join(broken[:8])}"
+    if broken and strict:
+        raise ValueError(f"{message}; load other weights, or leave out strict=True to be warned only")
+    if broken:
+        warnings.warn(f"{message}; strict=True makes this an error", WeightsWarning, stacklevel=3)
+
+
+def _finite(tensor: Tensor) -> bool:
+    """Whether all values are finite. Both extremes are, and finding them takes no memory, as torch.isfinite would."""
+    return tensor.is_meta or tensor.numel() == 0 or all(extreme.isfinite() for extreme in tensor.detach().aminmax())
+
+
 def locate(source: str | Path) -> Path:
     """The file or folder; a hub id ``"owner/name"`` is downloaded first.
 
@@ -95,12 +119,12 @@ def open_tensors(path: Path) -> Iterator[Tensors]:
     """Open all tensors of a file or folder; they are on the CPU and mapped from disk where the format allows.
 
     Args:
-        path: A ``.safetensors`` file, a ``.pt``/``.pth``/``.bin`` file (read with ``weights_only=True``: a file that
-            holds code is refused), or a folder with ``model.safetensors`` or its sharded index.
+        path: A ``.safetensors`` file, a ``.pt``/``.pth``/``.bin`` file (read with ``weights_only=True``: nothing in it
+            is run), or a folder with ``model.safetensors`` or its sharded index.
 
     Raises:
         FileNotFoundError: If a folder holds no weights, or lacks a shard.
-        ValueError: If a file is of an unknown kind, is cut off, or does not hold a flat dict of tensors.
+        ValueError: If a file is of an unknown kind, is cut off, or does not hold a flat dict of tensors and no code.
     """
     with contextlib.ExitStack() as stack:
         readers: dict[str, Callable[[], Tensor]] = {}
@@ -179,7 +203,9 @@ def fill(
         ValueError: If a tensor is missing, left over, of another shape or of whole numbers; the message names it.
     """
     wanted = {key for key, place in placements.items() if place is not None and not place.repeated}
-    missing, extra = sorted(wanted - set(tensors)), sorted(set(tensors) - set(placements))
+    absent = wanted - set(tensors)
+    missing = sorted(key for key in absent if not key.endswith(_UNUSED))
+    extra = sorted(set(tensors) - set(placements))
     if missing or extra:
         raise ValueError(f"{source}: missing tensors {missing[:8]}, unexpected tensors {extra[:8]}")
     expected = model.state_dict()
@@ -203,8 +229,11 @@ def fill(
                 raise ValueError(f"{source}: {key} is {tensor.dtype}, but {part.dtype} is beside it in {place.name}")
             if not place.repeated:
                 part.copy_(tensor)
-            elif not torch.equal(part, tensor.to(part)):
+                continue
+            second = tensor.to(part)
+            if not (torch.equal(part, second) or torch.allclose(part, second, rtol=0, atol=0, equal_nan=True)):
                 raise ValueError(f"{source}: {key} differs from {place.name}, but the model has one tensor for both")
+        made |= {key: torch.zeros_like(expected[key], dtype=dtype, device=device) for key in absent}
     model.load_state_dict(made, strict=True, assign=True)
     for module in model.modules():
         reset: Callable[[torch.device], None] | None = getattr(module, "reset_buffers", None)
@@ -239,19 +268,32 @@ def _readers(file: Path, stack: contextlib.ExitStack) -> dict[str, Callable[[], 
         handle: Any = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
         return {key: lambda key=key: handle.get_tensor(key) for key in handle.keys()}  # type: ignore[misc]  # noqa: SIM118
     if file.suffix in _PICKLED:
-        try:
-            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError as error:
-            # Files in the format from before torch 1.6 cannot be mapped.
-            if "mmap" not in str(error):
-                raise
-            state = torch.load(file, map_location="cpu", weights_only=True)
+        state = _unpickled(file)
         if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
             state = state["state_dict"]
         if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
             raise ValueError(f"{file} does not hold a dict of tensors; save model.state_dict() instead")
         return {key: lambda key=key: state[key] for key in state}  # type: ignore[misc]
     raise ValueError(f"{file}: unknown kind of weights {file.suffix!r}; use .safetensors, {', '.join(_PICKLED)}")
+
+
+def _unpickled(file: Path) -> Any:
+    """What a pickled file holds; ValueError if it is more than tensors in plain containers."""
+    try:
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as error:
+            # Files in the format from before torch 1.6 cannot be mapped.
+            if "mmap" not in str(error):
+                raise
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        raise ValueError(
+            f"{file} {f'refers to {named[1]}' if named else 'cannot be unpickled'}; nothing in it was run: only "
+            "tensors are read from pickled files. If you trust it, open it by torch.load(..., weights_only=False) and "
+            "save its state dict as .safetensors"
+        ) from error
 
 
 def _from_hub(name: str) -> Path:

@@ -19,7 +19,17 @@ from zoo.bert.config import USE_FIELDS, BertConfig
 from zoo.bert.heads import make_head
 from zoo.bert.model import Bert
 from zoo.layers import initialise
-from zoo.weights import Placement, check_dtype, fill, locate, open_tensors, refuse_other_config, replacing
+from zoo.weights import (
+    Placement,
+    WeightsWarning,
+    check_dtype,
+    check_finite,
+    fill,
+    locate,
+    open_tensors,
+    refuse_other_config,
+    replacing,
+)
 
 # {theirs: ours} of modules that are the same in both; {} is the layer's index.
 _EMBEDDINGS = {
@@ -60,9 +70,9 @@ def prefix(config: BertConfig) -> str:
     return "" if config.head in ("none", "pooled") else config.kind + "."
 
 
-def placements(config: BertConfig) -> dict[str, Placement | None]:
+def placements(config: BertConfig) -> dict[str, Placement]:
     """Where each tensor of a transformers checkpoint goes that was saved with this head."""
-    places: dict[str, Placement | None] = {}
+    places: dict[str, Placement] = {}
     base, width = prefix(config), config.hidden_size
 
     def module(theirs: str, ours: str) -> None:
@@ -93,7 +103,7 @@ def placements(config: BertConfig) -> dict[str, Placement | None]:
             places[f"{theirs}.decoder.bias"] = Placement("head.bias", repeated=True)
         else:
             # Untied, their product has a bias of its own, and the other one is not used.
-            places[f"{theirs}.bias"] = None
+            places[f"{theirs}.bias"] = Placement("head.unused_bias")
             places[f"{theirs}.decoder.weight"] = Placement("decoder.weight")
             places[f"{theirs}.decoder.bias"] = Placement("head.bias")
     return places
@@ -103,9 +113,7 @@ def upstream_tensors(model: Bert) -> Iterator[tuple[str, Tensor]]:
     """A model's tensors under transformers' names, as views; tied weights once."""
     ours = model.state_dict()
     for key, place in placements(model.config).items():
-        if place is None:
-            yield key, ours["head.bias"]
-        elif not place.repeated:
+        if not place.repeated:
             whole = ours[place.name]
             yield key, whole if place.rows is None else whole[place.start : place.start + place.rows]
 
@@ -125,7 +133,7 @@ def fit(tensors: Mapping[str, Tensor], config: BertConfig, *, source: str) -> di
             fitted[name] = tensors[key]
         elif not bare.startswith(_OTHERS) and bare not in _OLD_BUFFERS:
             fitted[key] = tensors[key]  # unknown: fill() names it
-    needed = {key: place.name for key, place in wanted.items() if place is not None and not place.repeated}
+    needed = {key: place.name for key, place in wanted.items() if not place.repeated}
     for of_pooler in (True, False):
         group = {
             key: ours
@@ -139,7 +147,8 @@ def fit(tensors: Mapping[str, Tensor], config: BertConfig, *, source: str) -> di
             warnings.warn(
                 f"{source} has no {'pooler' if of_pooler else config.head + ' head'}: it starts from random weights "
                 "and needs training",
-                stacklevel=4,
+                WeightsWarning,
+                stacklevel=3,
             )
     return fitted
 
@@ -150,24 +159,28 @@ def load(
     head: str | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    strict: bool = False,
     **overrides: Any,
 ) -> Bert:
     """A model of any size from a folder or hub id in transformers' format, in eval mode.
 
     Args:
         source: A folder with ``config.json`` and safetensors, or a hub id ``"owner/name"``.
-        head: Of ``BertConfig``; the one that the checkpoint was saved with when left out.
+        head: Of ``BertConfig``; the one that the checkpoint was saved with when left out: ``none`` if it is an encoder
+            alone, without a pooler.
         device: Where to; torch's default device when left out.
         dtype: Of the parameters; as they are stored when left out.
+        strict: Refuse weights that are NaN or infinite.
         overrides: Further fields of the config to replace: ``num_labels``, ...
 
     Raises:
         FileNotFoundError: If there is no such folder, or no config or weights in it.
-        ValueError: If the config has an option that the zoo does not support, or a tensor is missing, left over or of
-            another shape.
+        ValueError: If the config has an option that the zoo does not support, a tensor is missing, left over or of
+            another shape, or one is NaN or infinite and ``strict`` is True.
 
     Warns:
-        UserWarning: If the checkpoint has no such head, which then starts from random weights.
+        WeightsWarning: If the checkpoint has no such head, which then starts from random weights, or a tensor is NaN
+            or infinite.
     """
     from zoo.bert.upstream import read_config
 
@@ -175,13 +188,18 @@ def load(
     path = locate(source)
     if not (path / "config.json").exists():
         raise FileNotFoundError(f"{path} has no config.json; zoo.create(name, weights=...) takes weights alone")
-    config = dataclasses.replace(read_config(path, head), **overrides)
-    with torch.device("meta"):
-        model = Bert(config)
+    config = read_config(path, head)
     with open_tensors(path) as tensors:
+        if head is None and config.head == "pooled" and not any("pooler." in key for key in tensors):
+            # transformers' class is the same with and without a pooler.
+            overrides = {"head": "none", **overrides}
+        config = dataclasses.replace(config, **overrides)
+        with torch.device("meta"):
+            model = Bert(config)
         fitted = fit(tensors, config, source=str(source))
         where = device or torch.get_default_device()
         fill(model, fitted, placements(config), device=where, dtype=dtype, source=str(source))
+    check_finite(model, str(source), strict=strict)
     return model.eval()
 
 

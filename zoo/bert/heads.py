@@ -37,6 +37,9 @@ class MaskedLMHead(nn.Module):
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+        if not config.tie_word_embeddings:
+            # transformers' untied head has a second bias that no output depends on; kept for the way back.
+            self.unused_bias = nn.Parameter(torch.zeros(config.vocab_size))
 
     def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None = None) -> TokenScores:
         """X [..., C], weight [V, C], which may be the word table's, labels [...], -100 where none is -> scores."""

@@ -69,8 +69,6 @@ def from_upstream(module: nn.Module) -> Bert:
     trained: dict[str, bool] = {}
     for their_name, parameter in module.named_parameters():
         place = places[their_name]
-        if place is None:
-            continue
         if trained.setdefault(place.name, parameter.requires_grad) != parameter.requires_grad:
             raise ValueError(
                 f"{name}: {their_name}.requires_grad is {parameter.requires_grad}, but what shares {place.name} with "
@@ -102,8 +100,7 @@ def to_upstream(model: nn.Module) -> nn.Module:
     reset_buffers(module)
     ours, places = dict(model.named_parameters()), placements(model.config)
     for their_name, parameter in module.named_parameters():
-        place = places[their_name]
-        parameter.requires_grad_(place is not None and ours[place.name].requires_grad)
+        parameter.requires_grad_(ours[places[their_name].name].requires_grad)
     result: nn.Module = module.train(model.training)
     return result
 
@@ -115,7 +112,7 @@ def convert_state_dict(state_dict: Mapping[str, Tensor], config: BertConfig) -> 
         ValueError: If a tensor is missing, left over or of another shape.
 
     Warns:
-        UserWarning: If there is no tensor of the head at all, which then gets random weights.
+        WeightsWarning: If there is no tensor of the head at all, which then gets random weights.
     """
     with torch.device("meta"):
         model = Bert(config)
@@ -194,9 +191,6 @@ def upstream_config(config: BertConfig) -> Any:
 
 def _tied(config: BertConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Their second names of tied weights."""
-    named = {place.name: key for key, place in placements(config).items() if place is not None and not place.repeated}
-    return {
-        key: state[named[place.name]]
-        for key, place in placements(config).items()
-        if place is not None and place.repeated
-    }
+    places = placements(config)
+    named = {place.name: key for key, place in places.items() if not place.repeated}
+    return {key: state[named[place.name]] for key, place in places.items() if place.repeated}

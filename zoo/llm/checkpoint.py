@@ -16,7 +16,7 @@ from torch import Tensor
 from zoo.llm.config import USE_FIELDS, LLMConfig
 from zoo.llm.model import LLM
 from zoo.llm.quantize import refuse_quantized
-from zoo.weights import Placement, check_dtype, fill, locate, open_tensors, refuse_other_config, replacing
+from zoo.weights import Placement, check_dtype, check_finite, fill, locate, open_tensors, refuse_other_config, replacing
 
 # {theirs: ours} of tensors that are the same in both; {} is the layer's index.
 _LAYER = {
@@ -70,7 +70,13 @@ def upstream_tensors(model: LLM) -> Iterator[tuple[str, Tensor]]:
             yield key, whole if place.rows is None else whole[place.start : place.start + place.rows]
 
 
-def load(source: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LLM:
+def load(
+    source: str | Path,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    strict: bool = False,
+) -> LLM:
     """A model of any size from a folder or hub id in transformers' format, in eval mode.
 
     It is built without memory and filled shard by shard, tensor by tensor: the weights are never in memory twice.
@@ -79,11 +85,15 @@ def load(source: str | Path, *, device: torch.device | str | None = None, dtype:
         source: A folder with ``config.json`` and safetensors, or a hub id ``"owner/name"``.
         device: Where to; torch's default device when left out.
         dtype: Of the parameters; as they are stored when left out.
+        strict: Refuse weights that are NaN or infinite.
 
     Raises:
         FileNotFoundError: If there is no such folder, or no config or weights in it.
-        ValueError: If the config has an option that the zoo does not support, or a tensor is missing, left over or of
-            another shape.
+        ValueError: If the config has an option that the zoo does not support, a tensor is missing, left over or of
+            another shape, or one is NaN or infinite and ``strict`` is True.
+
+    Warns:
+        WeightsWarning: If a tensor is NaN or infinite; the message names it.
     """
     from zoo.llm.upstream import read_config
 
@@ -102,6 +112,7 @@ def load(source: str | Path, *, device: torch.device | str | None = None, dtype:
             dtype=dtype,
             source=str(source),
         )
+    check_finite(model, str(source), strict=strict)
     return model.eval()
 
 

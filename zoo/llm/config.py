@@ -7,7 +7,7 @@ from dataclasses import dataclass
 ROPE_KINDS = ("linear", "llama3")
 
 # What describes how a model is used and not what it computes: a checkpoint may differ from a preset in these.
-USE_FIELDS = ("max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")
+USE_FIELDS = ("max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "model_type")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +64,8 @@ class LLMConfig:
         pad_token_id: Gets no gradient, and fills rows that have ended.
         bos_token_id: Kept for the way back to transformers.
         eos_token_id: Tokens that end a text. ``generate`` takes its own.
+        model_type: ``"mistral"`` for a Mistral without a window, which has Llama's options; None where the options say
+            which class of transformers the model is converted to.
     """
 
     vocab_size: int
@@ -84,6 +86,7 @@ class LLMConfig:
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: tuple[int, ...] = ()
+    model_type: str | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -107,6 +110,8 @@ class LLMConfig:
                 f"num_attention_heads is {self.num_attention_heads} and num_key_value_heads is "
                 f"{self.num_key_value_heads}: the first must be a multiple of the second, so that groups are equal"
             )
+        if self.model_type not in (None, "mistral"):
+            raise ValueError(f"model_type is {self.model_type!r}, expected 'mistral' or None: options say the rest")
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}, but rotary embeddings turn pairs: it must be even")
         for name in ("rope_theta", "rms_norm_eps"):

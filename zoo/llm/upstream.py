@@ -147,28 +147,31 @@ def convert_config(theirs: Any) -> LLMConfig:
     if pad is not None and not 0 <= pad < theirs.vocab_size:
         # Some checkpoints say -1 for "none".
         shared["pad_token_id"] = None
+    window = _window(kind, theirs)
     return LLMConfig(
         **shared,
         head_dim=getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads,
         **_rope(kind, theirs.rope_parameters),
         qkv_bias=kind == "qwen2",
         qk_norm=kind == "qwen3",
-        sliding_window=_window(kind, theirs),
+        sliding_window=window,
         eos_token_id=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+        model_type="mistral" if kind == "mistral" and window is None else None,
     )
 
 
 def upstream_config(config: LLMConfig) -> Any:
     """The zoo's config as transformers': Qwen2 with a bias, Qwen3 with norms, Mistral with a window, else Llama.
 
+    ``model_type`` makes it Mistral without a window.
+
     Raises:
         ValueError: If no class has both a bias and norms.
     """
     if config.qkv_bias and config.qk_norm:
         raise ValueError("qkv_bias and qk_norm are both True, and no class of transformers has both")
-    kind = (
-        "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "mistral" if config.sliding_window else "llama"
-    )
+    mistral = config.sliding_window is not None or config.model_type == "mistral"
+    kind = "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "mistral" if mistral else "llama"
     options: dict[str, Any] = {name: getattr(config, name) for name in _SHARED}
     eos = config.eos_token_id
     options["eos_token_id"] = None if not eos else eos[0] if len(eos) == 1 else list(eos)
@@ -181,10 +184,10 @@ def upstream_config(config: LLMConfig) -> Any:
     # Qwen2 has no such field of its own, and divides the width among the heads unless it is told otherwise.
     if kind != "qwen2" or config.head_dim != config.hidden_size // config.num_attention_heads:
         options["head_dim"] = config.head_dim
-    if config.sliding_window is not None:
+    if kind == "mistral" or config.sliding_window is not None:
         options["sliding_window"] = config.sliding_window
-        if kind != "mistral":
-            options |= {"use_sliding_window": True, "max_window_layers": 0}
+    if kind != "mistral" and config.sliding_window is not None:
+        options |= {"use_sliding_window": True, "max_window_layers": 0}
     architecture = _CLASSES[kind]
     made = getattr(transformers, architecture).config_class(**options)
     made.architectures = [architecture]

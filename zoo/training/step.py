@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from zoo.engine.graphed_step import CaptureError, GraphedStep, synchronisations
 from zoo.engine.step_buffers import check_leaves, describe, is_captured, shapes_of
 from zoo.training.capture import FrozenOptions, capture_obstacles
-from zoo.training.finite import FiniteWatch, NonFiniteError
+from zoo.training.finite import FiniteWatch
 from zoo.training.optimizers import AdamW
 from zoo.training.updates import can_skip, starts_defined, wants_closure
 
@@ -330,7 +330,7 @@ class TrainingStep:
         """Let the optimizer step, unless the loss was not finite."""
         if not self._skips or not self._updated:
             # The first time anyway: it compiles, so that waiting costs nothing.
-            self._refuse_now()
+            self._watch.check()
         # In a capture nothing is begun: each replay would begin it again.
         defined = is_captured(self.device) or starts_defined(self.optimizer) or self._updated
         if self.scaler is not None:
@@ -349,14 +349,6 @@ class TrainingStep:
         else:
             self.optimizer.step()
         self._updated = True
-
-    def _refuse_now(self) -> None:
-        try:
-            self._watch.check()
-        except NonFiniteError:
-            if self.scaler is not None and self._clip_norm is not None:
-                self.scaler.update()  # which clipping began
-            raise
 
     def _clear_gradients(self) -> None:
         """Gradients exist inside a step only: between steps they would take memory, and captured ones go stale."""

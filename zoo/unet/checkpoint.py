@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zoo.unet.config import BlockShape, UNetConfig
 from zoo.unet.model import UNet
-from zoo.weights import Placement, check_dtype, fill, locate, open_tensors, refuse_other_config, replacing
+from zoo.weights import Placement, check_dtype, check_finite, fill, locate, open_tensors, refuse_other_config, replacing
 
 CLASS = "UNet2DConditionModel"
 # {theirs: ours} of modules that are the same in both.
@@ -211,6 +211,7 @@ def load(
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    strict: bool = False,
     **overrides: Any,
 ) -> UNet:
     """A model of any size from a folder or hub id in diffusers' format, in eval mode.
@@ -220,12 +221,16 @@ def load(
             the hub id ``"owner/name"`` of either.
         device: Where to; torch's default device when left out.
         dtype: Of the parameters; as they are stored when left out.
+        strict: Refuse weights that are NaN or infinite.
         overrides: Fields of the config to replace.
 
     Raises:
         FileNotFoundError: If there is no such folder, or no config or weights in it.
-        ValueError: If the config has an option that the zoo does not support, or a tensor is missing, left over or of
-            another shape.
+        ValueError: If the config has an option that the zoo does not support, a tensor is missing, left over or of
+            another shape, or one is NaN or infinite and ``strict`` is True.
+
+    Warns:
+        WeightsWarning: If a tensor is NaN or infinite; the message names it.
     """
     check_dtype(dtype)
     path = find_weights("", source) or locate(source)
@@ -237,6 +242,7 @@ def load(
     with open_tensors(path) as tensors:
         where = device or torch.get_default_device()
         fill(model, tensors, placements(config), device=where, dtype=dtype, source=str(source))
+    check_finite(model, str(source), strict=strict)
     return model.eval()
 
 
