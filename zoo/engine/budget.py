@@ -11,6 +11,7 @@ from torch import nn
 
 from zoo.engine.call import RegionCall
 from zoo.engine.compile import Plan, plan_of
+from zoo.engine.cuda_graph import Captures, CapturingCall
 from zoo.engine.graph_log import LEDGER, Entry, recompile_reason
 from zoo.engine.signature import mode
 
@@ -51,6 +52,9 @@ def enforce_budget(model: nn.Module) -> Iterator[None]:
     breaks = _breaks()
     modules = plan.modules_of(model)
     modes: dict[str, set[str]] = {name: set() for name in modules}
+    call = model._compiled_call_impl
+    captures = call.captures if isinstance(call, CapturingCall) else Captures()
+    replays = captures.replays
     with _noting_calls(modules, modes):
         yield
     new = [entry for entry in LEDGER.entries[first:] if entry.model == plan.ledger_id]
@@ -58,7 +62,7 @@ def enforce_budget(model: nn.Module) -> Iterator[None]:
         *_over_budget(plan),
         *_recompiled(plan, new),
         *(f"graph break: {reason}" for reason in _breaks() - breaks),
-        *_not_compiled(modules, modes),
+        *_not_compiled(modules, modes, replayed=captures.replays > replays),
     ]
     if violations:
         raise BudgetError(violations)
@@ -103,9 +107,10 @@ def _recompiled(plan: Plan, new: list[Entry]) -> Iterator[str]:
             seen.add(entry.key)
 
 
-def _not_compiled(modules: Mapping[str, nn.Module], modes: dict[str, set[str]]) -> Iterator[str]:
+def _not_compiled(modules: Mapping[str, nn.Module], modes: dict[str, set[str]], *, replayed: bool) -> Iterator[str]:
+    """Regions that did not run compiled. A replay of a CUDA graph calls none of them."""
     for name, module in modules.items():
-        if not modes[name]:
+        if not modes[name] and not replayed:
             yield (
                 f"{type(module).__name__} ({name}): its compiled call never ran; it was bypassed (block.forward(x), "
                 "checkpoint(block.forward)) or not reached: call the module itself"

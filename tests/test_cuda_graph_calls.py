@@ -1,0 +1,323 @@
+"""cuda_graph(module) without an example: what is captured, what runs plainly and why, and the libraries around it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blocks import Sequence, Stack
+from torch import Tensor, nn
+
+import zoo
+from zoo import RegionWarning
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+
+
+def stack(device: str = "cpu", **options: Any) -> Any:
+    backend = "eager" if device == "cpu" else "inductor"
+    model = zoo.compile_regions(Stack().eval().to(device), backend=backend)
+    return zoo.cuda_graph(model, **options)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients(request: pytest.FixtureRequest) -> Any:
+    with torch.set_grad_enabled("wants_gradients" in request.node.name):
+        yield
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_each_shape_is_captured_at_its_second_call_and_outputs_are_kept(device: str) -> None:
+    model = stack(device)
+    reference = copy.deepcopy(model)
+    kept, expected = [], []
+    for _ in range(4):
+        for rows in (2, 5):
+            x = torch.randn(rows, 4, device=device)
+            kept.append(model(x))
+            expected.append(reference(x))
+    for ours, theirs in zip(kept, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    seen = zoo.captures(model)
+    assert len(seen.shapes) == 2 and seen.replays == 6 and not seen.uncaptured
+
+
+def test_it_is_the_same_module() -> None:
+    model = Stack().eval()
+    keys = list(model.state_dict())
+    graphed = zoo.cuda_graph(model)
+    assert graphed is model and type(graphed) is Stack and list(graphed.state_dict()) == keys
+    with pytest.raises(ValueError, match="captured already; call zoo.uncompile"):
+        zoo.cuda_graph(model)
+    with pytest.raises(ValueError, match="most_graphs is 0"):
+        zoo.cuda_graph(Stack(), most_graphs=0)
+    zoo.uncompile(model)
+    with pytest.raises(ValueError, match="not captured: call zoo.cuda_graph"):
+        zoo.captures(model)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_are_without_it(copied: Callable[[Any], Any]) -> None:
+    model = zoo.cuda_graph(nn.Sequential(nn.Linear(4, 4)))
+    x = torch.randn(2, 4)
+    for _ in range(3):
+        model(x)
+    other = copied(model)
+    with pytest.raises(ValueError, match="not captured"):
+        zoo.captures(other)
+    torch.testing.assert_close(other(x), model(x))
+    torch.testing.assert_close(zoo.cuda_graph(other)(x), model(x))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()}),
+        lambda model: model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()}, assign=True),
+        lambda model: model.bfloat16().float(),
+        lambda model: setattr(model, "blocks", nn.ModuleList(reversed(model.blocks))),
+        lambda model: setattr(model, "stem", nn.Linear(4, 8, device=model.stem.weight.device)),
+        lambda model: model.train(),
+    ],
+    ids=["loaded", "assigned", "moved", "reordered", "replaced", "training"],
+)
+def test_changed_weights_and_submodules_are_followed(change: Callable[[Any], Any], device: str) -> None:
+    model = stack(device)
+    x = torch.randn(2, 4, device=device)
+    for _ in range(3):
+        model(x)
+    change(model)
+    for _ in range(3):
+        torch.testing.assert_close(model(x), copy.deepcopy(model)(x))
+    assert zoo.captures(model).replays >= 3
+
+
+def test_kinds_beyond_the_most_run_plainly() -> None:
+    model = stack(most_graphs=2)
+    with pytest.warns(RegionWarning, match="2 kinds of call are captured; raise most_graphs") as caught:
+        for rows in (1, 2, 3, 4) * 3:
+            x = torch.randn(rows, 4)
+            torch.testing.assert_close(model(x), copy.deepcopy(model)(x))
+    assert len(caught) == 1 and Path(caught[0].filename) == Path(__file__)
+    assert sum(zoo.captures(model).uncaptured.values()) == 4
+
+
+def test_a_call_that_wants_gradients_has_them() -> None:
+    model = stack()
+    x = torch.randn(2, 4)
+    with pytest.warns(RegionWarning, match=r"gradients are recorded; call it under torch.no_grad\(\)"):
+        for _ in range(3):
+            model(x).sum().backward()
+    assert all(each.grad is not None for each in model.parameters())
+    model.zero_grad()
+    with torch.no_grad():
+        for _ in range(3):
+            model(x)
+    assert zoo.captures(model).replays == 2
+
+
+class Writes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(1)
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + self.calls
+
+
+class Opaque(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return type("Result", (), {"x": x})()
+
+
+class Takes(nn.Module):
+    def forward(self, x: Tensor, other: Any = None) -> Tensor:
+        return x + 1
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "reason"),
+    [
+        (Writes(), {}, r"writes to input 0 \(float32\[3\] on cpu\).*static="),
+        (Opaque(), {}, "its output holds a Result, which the next replay overwrites"),
+        (Takes(), {"other": {1, 2}}, "an argument is a set, which cannot be copied in"),
+        (Takes(), {"other": torch.ones(2, 2).to_sparse()}, "torch.sparse_coo, and only strided"),
+    ],
+    ids=["writes", "opaque output", "opaque argument", "sparse argument"],
+)
+def test_calls_that_cannot_be_captured_run_as_before(module: nn.Module, arguments: Any, reason: str) -> None:
+    model = zoo.cuda_graph(copy.deepcopy(module))
+    with pytest.warns(RegionWarning, match=reason) as caught:
+        for _ in range(4):
+            x, y = torch.zeros(3), torch.zeros(3)
+            ours, theirs = model(x, **arguments), copy.deepcopy(module)(y, **arguments)
+            torch.testing.assert_close(getattr(ours, "x", ours), getattr(theirs, "x", theirs))
+            torch.testing.assert_close(x, y)
+    assert len(caught) == 1 and zoo.captures(model).replays == 0
+
+
+def test_buffers_are_written_once_a_call() -> None:
+    model = zoo.cuda_graph(Counts())
+    for call in range(1, 6):
+        assert model(torch.zeros(1)).item() == call
+    assert zoo.captures(model).replays == 4
+
+
+def test_hooks_and_errors_are_those_of_the_module() -> None:
+    model = stack()
+    x = torch.randn(2, 4)
+    for _ in range(2):
+        model(x)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied|size mismatch|must match"):
+        for _ in range(3):
+            model(torch.randn(2, 5))
+    seen = []
+    handle = model.register_forward_hook(lambda *_: seen.append(1))
+    with pytest.warns(RegionWarning, match="it has hooks"):
+        model(x)
+        model(x)
+    handle.remove()
+    model(x)
+    assert len(seen) == 2
+
+
+def test_two_threads_get_their_own_results() -> None:
+    model = stack()
+    x = torch.randn(2, 4)
+    for _ in range(2):
+        model(x)
+    inputs = [torch.randn(2, 4) for _ in range(40)]
+    results: list[Any] = [None] * len(inputs)
+
+    def run(first: int) -> None:
+        with torch.no_grad():
+            for place in range(first, len(inputs), 2):
+                results[place] = model(inputs[place])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RegionWarning)
+        threads = [threading.Thread(target=run, args=(first,)) for first in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for given, got in zip(inputs, results, strict=True):
+        torch.testing.assert_close(got, copy.deepcopy(model)(given))
+
+
+def test_a_captured_model_is_within_its_budget() -> None:
+    model = stack()
+    x = torch.randn(2, 4)
+    with zoo.enforce_budget(model):
+        for _ in range(3):
+            model(x)
+    with zoo.enforce_budget(model):
+        model(x)
+
+
+def test_modes_are_kinds_of_their_own() -> None:
+    model = zoo.cuda_graph(Sequence(nn.Linear(4, 4)))
+    x = torch.randn(2, 4)
+    for context in (torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)):
+        for _ in range(3):
+            with context():
+                output, expected = model(x), copy.deepcopy(model)(x)
+            assert (output.dtype, output.is_inference()) == (expected.dtype, expected.is_inference())
+            torch.testing.assert_close(output, expected)
+    assert len(zoo.captures(model).shapes) == 3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["sd", "xl"])
+@pytest.mark.parametrize("adapted", [False, True], ids=["", "lora"])
+def test_inside_diffusers_pipelines(kind: str, adapted: bool, device: str, tmp_path: Path) -> None:
+    from test_unet_pipelines import lora, pipeline
+
+    pipe = pipeline(kind, tmp_path).to(device)
+    if adapted:
+        pipe.load_lora_weights(lora(pipe.unet, 1))
+    backend = "eager" if device == "cpu" else "inductor"
+
+    def images(size: int, guidance: float) -> Any:
+        generator = torch.Generator().manual_seed(1)
+        return pipe(
+            "a cat", height=size, width=size, guidance_scale=guidance, num_inference_steps=4, generator=generator,
+            output_type="np",
+        ).images  # fmt: skip
+
+    pipe.set_progress_bar_config(disable=True)
+    calls = [(32, 5.0), (16, 5.0), (32, 1.0), (32, 5.0)]
+    expected = [images(*call) for call in calls]
+    pipe.unet = zoo.cuda_graph(zoo.compile_regions(zoo.from_upstream(pipe.unet), backend=backend))
+    for call, images_expected in zip(calls, expected, strict=True):
+        assert abs(images(*call) - images_expected).max() < 2e-3
+    seen = zoo.captures(pipe.unet)
+    assert len(seen.shapes) == 3 and seen.replays == 4 * 4 - 3 and not seen.uncaptured
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_inside_a_pipeline_of_transformers(device: str, tmp_path: Path) -> None:
+    import transformers
+
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh"]))
+    config = transformers.BertConfig(
+        vocab_size=13, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32
+    )
+    torch.manual_seed(0)
+    pipe = transformers.pipeline(
+        "text-classification",
+        model=transformers.BertForSequenceClassification(config).eval(),
+        tokenizer=transformers.BertTokenizer(str(tmp_path / "vocab.txt")),
+        device=device,
+    )
+    texts = ["a b c", "d", "a b c d e f", "c b a"] * 3
+    expected = [pipe(text)[0] for text in texts]
+    layer = type(pipe.model.bert.encoder.layer[0])
+    backend = "eager" if device == "cpu" else "inductor"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RegionWarning)
+        pipe.model = zoo.cuda_graph(zoo.compile_regions(pipe.model, regions=[layer], backend=backend))
+    for text, answer in zip(texts, expected, strict=True):
+        ours = pipe(text)[0]
+        assert ours["label"] == answer["label"] and abs(ours["score"] - answer["score"]) < 1e-3
+    assert zoo.captures(pipe.model).replays > 0 and not zoo.captures(pipe.model).uncaptured
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_in_an_evaluation_loop_of_torch_geometric(device: str) -> None:
+    from torch_geometric.data import Data
+    from torch_geometric.nn import GCN
+
+    torch.manual_seed(0)
+    data = Data(x=torch.randn(20, 8), edge_index=torch.randint(20, (2, 60)), y=torch.randint(3, (20,))).to(device)
+    upstream = GCN(8, 16, num_layers=3, out_channels=3).eval().to(device)
+    backend = "eager" if device == "cpu" else "inductor"
+    model = zoo.cuda_graph(zoo.compile_regions(zoo.from_upstream(upstream), backend=backend))
+    for _ in range(4):
+        with torch.no_grad():
+            logits = model(data.x, data.edge_index)
+        torch.testing.assert_close(logits, upstream(data.x, data.edge_index), rtol=1e-4, atol=1e-4)
+        for each in (model, upstream):  # as training between two evaluations leaves them
+            for weight in each.parameters():
+                weight.mul_(1.1)
+    assert zoo.captures(model).replays == 3
+    other = torch.randint(20, (2, 60), device=device)  # another graph of the same size is another kind
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(model(data.x, other), upstream(data.x, other), rtol=1e-4, atol=1e-4)
+    assert len(zoo.captures(model).shapes) == 2
