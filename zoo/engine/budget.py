@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from zoo.engine.call import RegionCall
+from zoo.engine.call import region_call
 from zoo.engine.compile import Plan, plan_of
 from zoo.engine.cuda_graph import Captures, CapturingCall
 from zoo.engine.graph_log import LEDGER, Entry, recompile_reason
@@ -71,8 +71,8 @@ def enforce_budget(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _noting_calls(modules: Mapping[str, nn.Module], modes: dict[str, set[str]]) -> Iterator[None]:
     """Note the modes that each region's compiled call ran in."""
-    calls = {name: module._compiled_call_impl for name, module in modules.items()}
-    noted = {name: call for name, call in calls.items() if isinstance(call, RegionCall)}
+    calls = {name: region_call(module) for name, module in modules.items()}
+    noted = {name: call for name, call in calls.items() if call is not None}
     for name, call in noted.items():
         call.on_call = lambda module, seen=modes[name]: seen.add(mode(module))  # type: ignore[misc]
     try:

@@ -137,3 +137,11 @@ _NOT_RUN = object()
 
 def _shapes(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple([each.shape if isinstance(each, torch.Tensor) else None for each in args])
+
+
+def region_call(module: nn.Module) -> RegionCall | None:
+    """The compiled call of a region, also where a checkpoint is around it; None for an eager module."""
+    call = module._compiled_call_impl
+    while call is not None and not isinstance(call, RegionCall):
+        call = getattr(call, "__wrapped__", None)
+    return call
