@@ -54,7 +54,7 @@ format: $(INSTALLED)
 
 docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(INSTALLED)
-	$(RUN) -m mkdocs build --strict --quiet
+	$(RUN) -m mkdocs build --strict
 
 clean:
 	rm -rf .venv site build dist .mypy_cache .pytest_cache .ruff_cache *.egg-info
