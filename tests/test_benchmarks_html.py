@@ -344,14 +344,14 @@ def test_a_family_is_led_by_its_range_its_worst_row_and_what_to_run() -> None:
         r"faster in 1, slower in 1 \(gcn, arxiv\)\. "
         r"Against its best tuned, 0\.05\d\d× to 1\.085× \(median 0\.5\d+×\) over 2 races: "
         r"faster in 1, slower in 1 \(gcn, arxiv\)\. "
-        r"Our worst regional row, by rule: zoo regional on gcn, arxiv, 5\.\d+× slower\. "
+        r"Our worst result: zoo regional on gcn, arxiv, 5\.\d+× slower\. "
         r"In a new process, run eager up to 1,000 calls \(in 2 of 2 races\), .*",
         said,
     ), said
     page = _page([*wins, *loses])
     assert said in page.text
-    assert "gcn · arxiv · our worst row, by rule" in page.text
-    assert page.text.index(said) < page.text.index("our worst row, by rule") < page.text.index(advice.lead(_one(wins)))
+    assert "gcn · arxiv · our worst result" in page.text
+    assert page.text.index(said) < page.text.index("our worst result") < page.text.index(advice.lead(_one(wins)))
 
 
 def test_what_a_family_is_told_to_run_is_what_advise_chooses() -> None:

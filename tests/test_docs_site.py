@@ -43,7 +43,9 @@ def test_the_build_fails_on_what_is_broken(tmp_path: Path) -> None:
     (tmp_path / "docs/faults.md").unlink()
     source = module.read_text("utf-8")
     assert source.count("    Args:\n") > 1
-    module.write_text(source.replace("    Args:\n", "    Args:\n        not_there: No such argument.\n"), encoding="utf-8")
+    module.write_text(
+        source.replace("    Args:\n", "    Args:\n        not_there: No such argument.\n"), encoding="utf-8"
+    )
     code, printed = build(tmp_path, tmp_path / "site")
     warnings = [line for line in printed.splitlines() if "WARNING" in line]
     assert code != 0, printed
