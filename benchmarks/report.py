@@ -69,15 +69,17 @@ def command(
     paths: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="A folder or file of rows; with --update or --check Markdown, README.md and docs if left out."
+            help="Folder or file of rows. With --update or --check: Markdown files; README.md and docs if omitted."
         ),
     ] = None,
     update_blocks: Annotated[bool, typer.Option("--update", help="Rewrite the generated blocks.")] = False,
-    check_blocks: Annotated[bool, typer.Option("--check", help="Exit 1 if a generated block has drifted.")] = False,
-    results: Annotated[Path, typer.Option(help="The rows that blocks are made from.")] = RESULTS,
+    check_blocks: Annotated[
+        bool, typer.Option("--check", help="Exit with 1 if a block differs from the rows.")
+    ] = False,
+    results: Annotated[Path, typer.Option(help="Rows that the blocks are made from.")] = RESULTS,
     out: Annotated[
         Path | None,
-        typer.Option(help="A folder for the reports, or the name of one (.md, .html); by the rows if left out."),
+        typer.Option(help="Folder or file name (.md, .html) of the reports; beside the rows if omitted."),
     ] = None,
 ) -> int:
     """Show rows as tables, or make the tables in Markdown files from them."""

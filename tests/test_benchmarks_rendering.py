@@ -356,7 +356,7 @@ def test_the_terminal_begins_and_ends_with_the_answer() -> None:
     text = _printed([*race(), *loses], 80)
     words = " ".join(text.split())
     said = " ".join(summary.sentences(races([*race(), *loses], ENVIRONMENTS)))
-    assert words.startswith(f"gnn {said} Ours over upstream's best; ms a call race theirs ours")
+    assert words.startswith(f"gnn {said} Our speed-up over upstream's best; ms a call race theirs ours")
     assert words.endswith(f"gnn: {said}")
     assert "gcn · arxiv · our worst result" in _printed([*race(), *loses], 140)
     assert max(map(len, text.splitlines())) <= 80

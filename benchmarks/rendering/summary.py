@@ -62,7 +62,7 @@ def _over_reference(races: Sequence[Race], best: str) -> list[str]:
     found = _held([(race, _fastest_of(race, "zoo"), _fastest_of(race, "upstream")) for race in races])
     if found:
         return [f"Ours is {_range(found)} as fast as {best} {_outcomes(found, races)}."]
-    return ["Nothing here was held against an upstream library."]
+    return ["No upstream library was measured here."]
 
 
 def _fastest_of(race: Race, impl: str) -> Arm | None:
@@ -88,7 +88,7 @@ def what_to_run(races: Sequence[Race]) -> list[str]:
     # The choice is that of ``advise``. Races without compile figures of their fastest arm cannot say what it costs.
     told = [race for race in races if _costs_known(race)]
     if not told:
-        return ["What compiling costs was not measured here: no number of calls from which it pays."]
+        return ["Compile times were not measured here, so the break-even is unknown."]
     runs: list[tuple[str, list[int], list[int]]] = []  # an arm, the numbers of calls that it is for, races that say so
     for calls in CALLS:
         chosen = Counter(_name(picked.arm) for race in told if (picked := choice.choose(race, calls, "cold")))
