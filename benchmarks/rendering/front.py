@@ -167,8 +167,8 @@ def picture(shown: Iterable[Race]) -> str:
     across = _axis([s for found in points.values() for s, _, _ in found], LEFT + NAMES, RIGHT)
     up = _axis([p50 for found in points.values() for _, p50, _ in found], BOTTOM, TOP)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-family="sans-serif" '
-        f'font-size="12" fill="{INK}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="520" role="img" '
+        f'font-family="sans-serif" font-size="12" fill="{INK}">',
         "<title>Cold compile seconds against milliseconds a call</title>",
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
     ]
