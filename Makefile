@@ -1,14 +1,14 @@
-# make bench   race the GNN models here: eager, full and regional, ours against torch-geometric's
-# make test    the test suite
-# make lint    ruff and mypy
-# make docs    the documentation, strictly
-# make clean   what the commands above left behind
+# make bench   measure the GNN models: eager, full and regional, ours and torch-geometric's
+# make test    run the tests
+# make lint    run ruff and mypy
+# make docs    build the documentation; a warning is an error
+# make clean   remove what the commands above created
 #
-# Each creates .venv and installs into it where that has not happened yet.
+# Each command but clean first creates .venv and installs the packages, if needed.
 #
 #   make bench ARGS="--model gcn --input cora"    options of benchmarks.run
 #   make test ARGS="-k regions"                   options of pytest; "-m gpu" for the tests that need a GPU
-#   make test PYTHON=python3.12                   the interpreter that .venv is made of
+#   make test PYTHON=python3.12                   the interpreter for .venv
 #   make test VERSIONS=oldest                     the oldest releases that pyproject.toml allows, in .venv-oldest
 
 PYTHON ?= python3
@@ -31,7 +31,7 @@ help:
 # done on all cores instead. Some files are for other Pythons and do not compile.
 $(INSTALLED): pyproject.toml
 	@test -x $(RUN) || $(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else \
-		"Python 3.11 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + "; say make PYTHON=python3.12")'
+		"Python 3.11 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + "; run make PYTHON=python3.12")'
 	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --no-compile --editable ".[dev]" $(if $(filter oldest,$(VERSIONS)),--constraint tests/oldest.txt)
 	@$(RUN) -m compileall -qq -j 0 $(VENV)/lib || true
@@ -61,7 +61,7 @@ format: $(INSTALLED)
 
 docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(INSTALLED)
-	$(RUN) -m mkdocs build --strict --quiet
+	$(RUN) -m mkdocs build --strict
 
 clean:
 	rm -rf .venv .venv-oldest site build dist .mypy_cache .pytest_cache .ruff_cache *.egg-info

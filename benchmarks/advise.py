@@ -44,18 +44,18 @@ ARMS = (
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="A preset of the zoo, or module:function returning (model, inputs).")],
-    calls: Annotated[int, typer.Option(help="How often the model will be called in one process.")],
-    size: Annotated[list[str] | None, typer.Option(help="Of a preset's inputs: batch=8,tokens=128.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32 for a preset, your own model's if left out.")] = None,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is one.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that one step of an arm may take.")] = 900.0,
-    resume: Annotated[bool, typer.Option("--resume", help="Skip what --out holds, whatever its --calls.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder or .jsonl file; runs/<date-time> if left out.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="One process an arm, fewer rounds, no warm start.")] = False,
-    seed: Annotated[int, typer.Option(help="Of weights, inputs and drawn orders.")] = 0,
+    model: Annotated[str, typer.Argument(help="Preset of the zoo, or module:function that returns (model, inputs).")],
+    calls: Annotated[int, typer.Option(help="Number of calls in one process.")],
+    size: Annotated[list[str] | None, typer.Option(help="Sizes of a preset's inputs: batch=8,tokens=128.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 for a preset, the model's own if omitted.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda by default if there is a GPU.")] = None,
+    timeout: Annotated[float, typer.Option(help="Time limit in seconds for one step of an arm.")] = 900.0,
+    resume: Annotated[bool, typer.Option("--resume", help="Skip arms done in --out, for any --calls.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder or .jsonl file; runs/<date-time> if omitted.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="One process per arm, fewer rounds, no warm start.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of weights, inputs and the order of arms.")] = 0,
 ) -> int:
-    """Measure a model eagerly and compiled in every way, and say which is best for so many calls."""
+    """Measure a model eager and compiled, and say which way takes the least time for a number of calls."""
     require_zoo()
     if calls < 1:
         raise UsageError(f"--calls is {calls}, expected at least 1")
@@ -70,7 +70,7 @@ def main(
         pick("--dtype", [dtype], DTYPES)
     console = Console(soft_wrap=False)
     with settings_of(WORKLOAD, timeout=timeout, quick=quick, seed=seed) as settings:
-        console.print(f"looking at {model}", markup=False, highlight=False)
+        console.print(f"inspecting {model}", markup=False, highlight=False)
         facts = _look(settings, model=model, device=on, dtype=dtype, seed=seed, sizes=sizes)
         workload = advised.AdvisedWorkload()
         workload.memory = facts["memory"]

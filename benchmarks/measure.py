@@ -20,6 +20,7 @@ from benchmarks.folder import Keeper, Unwritable, held, scratch, sweep
 from benchmarks.process import Worker, WorkerFailure, kill_all
 from benchmarks.progress import Progress, words
 from benchmarks.race import ROUNDS_OF_A_SET, run_race
+from benchmarks.rendering import numbers
 from benchmarks.report import folder_of_reports, write_html
 from benchmarks.result import Result, Store, load
 from benchmarks.startup import Settings, estimate_race
@@ -139,7 +140,7 @@ def measure(plan: Plan, settings: Settings, console: Console, conclude: Conclude
     except KeyboardInterrupt:
         kill_all()
         conclude(plan, console, measured)
-        console.print(f"stopped; what was done is kept. Continue with --resume --out {plan.out}", markup=False)
+        console.print(f"stopped; finished rows are kept. Continue with --resume --out {plan.out}", markup=False)
         return INTERRUPTED
     except Unwritable as error:
         kill_all()
@@ -194,11 +195,11 @@ def _measure_race(
 def _announce(plan: Plan, races: Sequence[Sequence[Case]], seconds: float, console: Console) -> None:
     arms = sum(len(race) for race in races)
     skipped = f", {len(plan.done & {case.key for case in plan.cases})} done before" if plan.done else ""
-    lines = [f"{len(races)} race(s), {arms} arms{skipped}, on {plan.device}; about {words(seconds)}"]
+    lines = [f"{numbers.races(len(races))}, {arms} arms{skipped}, on {plan.device}: about {words(seconds)}"]
     for race in races:
         lines.append(f"  {race[0].model} on {race[0].input}, {race[0].workload}, {race[0].dtype}")
         lines += [f"    {case.arm}" for case in race]
-    lines.append(f"rows go to {plan.out}")
+    lines.append(f"rows are written to {plan.out}")
     for line in lines:
         console.print(line, markup=False, highlight=False)
 
@@ -206,7 +207,7 @@ def _announce(plan: Plan, races: Sequence[Sequence[Case]], seconds: float, conso
 def _environment(plan: Plan, settings: Settings, progress: Progress) -> tuple[dict[str, Any], Settings]:
     """The environment's row, measured in a process of its own; and the settings with a monitor of that very GPU."""
     seconds = PEAKS_SECONDS * (0.2 if settings.quick else 1)
-    progress.begin("what this device does at best", seconds)
+    progress.begin("peak rates of the device", seconds)
     folder = settings.scratch / "start-up"
     compiles = any(case.strategy != "eager" for case in plan.cases) and not settings.steady_only
     worker = Worker(cache_environment(folder), timeout=settings.timeout)

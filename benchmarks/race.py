@@ -197,7 +197,7 @@ def _race_group(
     if not racing:
         return
     seconds = estimate_rounds(len(racing), settings)
-    report.begin(f"race: arms {len(racing)}, rounds {settings.rounds}", seconds)
+    report.begin(f"race of {len(racing)} arms, {settings.rounds} rounds", seconds)
     with settings.turns.alone():
         began = time.monotonic()  # what was waited for others is no measure of the rounds
         race(
@@ -209,7 +209,7 @@ def _race_group(
             on_round=lambda number: report.partway(number / settings.rounds, time.monotonic() - began),
         )
     if last:
-        report.begin("what is counted and profiled", 1.0)
+        report.begin("kernel counts and profile", 1.0)
         with settings.turns.alone():  # beside another process a kernel takes longer
             for arm in racing:
                 _count(arm)

@@ -14,17 +14,25 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.rendering import blocks, document, html, tables, terminal
+from benchmarks.rendering import blocks, document, front, html, tables, terminal
+from benchmarks.rendering.race import races_of
 from benchmarks.result import Rows, load
 from benchmarks.usage import UsageError, run_command
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+PICTURE = "compile-and-call.svg"
 
 
 def regenerated(file: Path, rows: Rows) -> tuple[str, str]:
-    """A Markdown file's text as it is, and as the rows would have it. ValueError naming file and line."""
+    """The text of a Markdown file or the picture, as it is and as it follows from the rows.
+
+    Raises:
+        ValueError: Naming file and line, if a block cannot be made.
+    """
     text = file.read_text(encoding="utf-8")
+    if file.name == PICTURE:
+        return text, front.picture(races_of(rows))
     try:
         return text, blocks.rewrite(
             text, lambda spec: tables.make_table(spec, rows), lambda spec: tables.make_value(spec, rows)
@@ -33,9 +41,15 @@ def regenerated(file: Path, rows: Rows) -> tuple[str, str]:
         raise ValueError(f"{file}: {error}") from error
 
 
+def generated_files(paths: list[Path]) -> list[Path]:
+    """Markdown files, and the picture where a folder holds it."""
+    pictures = [path / PICTURE for path in paths if (path / PICTURE).exists()]
+    return [*blocks.markdown_files(paths), *pictures]
+
+
 def update(paths: list[Path], rows: Rows) -> list[Path]:
-    """Rewrite the generated blocks of Markdown files and folders of them; the files that changed."""
-    made = [(file, *regenerated(file, rows)) for file in blocks.markdown_files(paths)]  # all or none
+    """Rewrite the generated blocks and the picture in files and folders; return the files that changed."""
+    made = [(file, *regenerated(file, rows)) for file in generated_files(paths)]  # all or none
     changed = [(file, after) for file, before, after in made if before != after]
     for file, after in changed:
         file.write_text(after, encoding="utf-8")
@@ -43,9 +57,9 @@ def update(paths: list[Path], rows: Rows) -> list[Path]:
 
 
 def drift(paths: list[Path], rows: Rows) -> str:
-    """A diff of every generated block that is not what the rows say; empty where all agree."""
+    """A diff of what is generated and differs from the rows; empty if nothing does."""
     parts: list[str] = []
-    for file in blocks.markdown_files(paths):
+    for file in generated_files(paths):
         before, after = (text.splitlines(keepends=True) for text in regenerated(file, rows))
         parts += difflib.unified_diff(before, after, str(file), f"{file} from the rows")
     return "".join(parts)
@@ -55,15 +69,17 @@ def command(
     paths: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="A folder or file of rows; with --update or --check Markdown, README.md and docs if left out."
+            help="Folder or file of rows. With --update or --check: Markdown files; README.md and docs if omitted."
         ),
     ] = None,
     update_blocks: Annotated[bool, typer.Option("--update", help="Rewrite the generated blocks.")] = False,
-    check_blocks: Annotated[bool, typer.Option("--check", help="Exit 1 if a generated block has drifted.")] = False,
-    results: Annotated[Path, typer.Option(help="The rows that blocks are made from.")] = RESULTS,
+    check_blocks: Annotated[
+        bool, typer.Option("--check", help="Exit with 1 if a block differs from the rows.")
+    ] = False,
+    results: Annotated[Path, typer.Option(help="Rows that the blocks are made from.")] = RESULTS,
     out: Annotated[
         Path | None,
-        typer.Option(help="A folder for the reports, or the name of one (.md, .html); by the rows if left out."),
+        typer.Option(help="Folder or file name (.md, .html) of the reports; beside the rows if omitted."),
     ] = None,
 ) -> int:
     """Show rows as tables, or make the tables in Markdown files from them."""

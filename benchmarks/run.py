@@ -89,34 +89,37 @@ def _command(family: str, case: Case, settings: Settings) -> str:
 
 
 def main(
-    family: Annotated[str, typer.Option(help="Family to race; --list without it names them.")] = "",
-    model: Annotated[list[str] | None, typer.Option(help="Models; 'all' for every one.")] = None,
-    input: Annotated[list[str] | None, typer.Option(help="Inputs; 'all' for every one.")] = None,
-    strategy: Annotated[list[str] | None, typer.Option(help=f"{', '.join(STRATEGY_NAMES)}.")] = None,
-    impl: Annotated[list[str] | None, typer.Option(help=f"{', '.join(IMPLEMENTATION_NAMES)}.")] = None,
-    mode: Annotated[list[str] | None, typer.Option(help=f"{', '.join(MODES)}.")] = None,
-    arm: Annotated[list[str] | None, typer.Option(help="Of these only such as match a pattern: 'zoo *'.")] = None,
-    workload: Annotated[str, typer.Option(help=f"{', '.join(WORKLOADS)}.")] = WORKLOADS[0],
-    dtype: Annotated[list[str] | None, typer.Option(help="The family's default if left out.")] = None,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is one.")] = None,
-    dynamic: Annotated[bool, typer.Option("--dynamic", help="Beside each compiled arm a dynamic one.")] = False,
-    data_root: Annotated[Path | None, typer.Option(help="Folder of real data sets.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that one step of an arm may take.")] = 900.0,
-    resume: Annotated[bool, typer.Option("--resume", help="Skip what is done in --out (newest run).")] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder or .jsonl file; runs/<date-time> if left out.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="One process an arm, fewer rounds.")] = False,
-    steady_only: Annotated[bool, typer.Option("--steady-only", help="No compile figures; start together.")] = False,
+    family: Annotated[str, typer.Option(help="Family to measure; --list alone names the families.")] = "",
+    model: Annotated[list[str] | None, typer.Option(help="Models, separated by commas; 'all' for every model.")] = None,
+    input: Annotated[list[str] | None, typer.Option(help="Inputs, separated by commas; 'all' for every input.")] = None,
+    strategy: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(STRATEGY_NAMES)}.")] = None,
+    impl: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(IMPLEMENTATION_NAMES)}.")] = None,
+    mode: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(MODES)}.")] = None,
+    arm: Annotated[list[str] | None, typer.Option(help="Keep only arms that match a pattern, as 'zoo *'.")] = None,
+    workload: Annotated[str, typer.Option(help=f"{' or '.join(WORKLOADS)}.")] = WORKLOADS[0],
+    dtype: Annotated[list[str] | None, typer.Option(help="The family's default if omitted.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda by default if there is a GPU.")] = None,
+    dynamic: Annotated[
+        bool, typer.Option("--dynamic", help="Add an arm with dynamic shapes per compiled arm.")
+    ] = False,
+    data_root: Annotated[Path | None, typer.Option(help="Folder with real data sets.")] = None,
+    timeout: Annotated[float, typer.Option(help="Time limit in seconds for one step of an arm.")] = 900.0,
+    resume: Annotated[bool, typer.Option("--resume", help="Skip arms done in --out or the newest run.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder or .jsonl file; runs/<date-time> if omitted.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Use one process per arm and fewer rounds.")] = False,
+    steady_only: Annotated[bool, typer.Option("--steady-only", help="No compile times; arms start together.")] = False,
     first_result: Annotated[
-        bool, typer.Option("--first-result/--no-first-result", help="Compile once more for the time to first result.")
+        bool,
+        typer.Option("--first-result/--no-first-result", help="Compile once more for the time to first result."),
     ] = True,
-    rounds: Annotated[int | None, typer.Option(help="Rounds of a race: 30, with --quick 10.")] = None,
-    sets: Annotated[int, typer.Option(help="Sets of processes; 3 for a headline.")] = 1,
-    curve: Annotated[int, typer.Option(help="With --workload train: steps of each arm's loss curve.")] = 0,
-    seed: Annotated[int, typer.Option(help="Of weights, generated inputs and drawn orders.")] = 0,
-    trace: Annotated[bool, typer.Option("--trace", help="A profiler trace an arm, into traces/ of --out.")] = False,
-    list_: Annotated[bool, typer.Option("--list", help="Show models, inputs and arms; measure nothing.")] = False,
+    rounds: Annotated[int | None, typer.Option(help="Rounds of a race; 30 by default, 10 with --quick.")] = None,
+    sets: Annotated[int, typer.Option(help="Repeat the race in this many sets of processes.")] = 1,
+    curve: Annotated[int, typer.Option(help="Steps of each arm's loss curve; needs --workload train.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights, generated inputs and the order of arms.")] = 0,
+    trace: Annotated[bool, typer.Option("--trace", help="Write profiler traces to traces/ in --out.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="Show models, inputs and arms without measuring.")] = False,
 ) -> int:
-    """Race a family's models: eager, full and regional, ours against the upstream library's own."""
+    """Measure the models of a family, ours and the upstream library's: eager, compiled whole and by regions."""
     require_zoo()
     console = Console(soft_wrap=False)
     if not family:

@@ -38,7 +38,7 @@ COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 # Where all arms start together (--steady-only), threads that spin while they wait keep those from running that they
 # wait for, and a preparation takes many times as long. Where the CPU is what is measured they may.
 WAITING = "OMP_WAIT_POLICY"
-COLD, FIRST_RESULT, RACE = "cold process", "first result", "start of the racing process"
+COLD, FIRST_RESULT, RACE = "cold process", "first result", "process for the race"
 
 
 class Reporter(Protocol):

@@ -390,7 +390,7 @@ def test_the_verdict_depends_on_the_calls(calls: int, said: str) -> None:
     lines = choice.verdict(shown(measured()), calls)
     assert re.fullmatch(said, lines[0]), lines[0]
     assert re.fullmatch(
-        r"From a cold start eager is the soonest done, from 5\d\d calls on regional, from 9,\d\d\d calls on full\.",
+        r"From a cold start eager finishes first, from 5\d\d calls on regional, from 9,\d\d\d calls on full\.",
         lines[1],
     )
     assert "With warm caches" in lines[2]
@@ -409,7 +409,7 @@ def _agree(race: Race) -> int:
     """Every number of calls that advise names for a new process stands in the report's sentence; how many there are."""
     lead = advice.lead(race)
     new = choice.choose(race, 10**12, "cold")
-    if new is None or "was not measured here" in lead:  # the fastest has no compile figures: steady state alone
+    if new is None or "not measured here" in lead:  # the fastest has no compile figures: steady state alone
         return 0
     said = [numbers.calls(step.calls) for step in new.steps[1:]]
     for calls in said:
@@ -448,7 +448,7 @@ def test_compiling_that_brings_nothing_is_said_plainly() -> None:
     results = [own(5.0, 1), own(6.0, 2, strategy="full", cold=9.0), own(5.0, 3, control=True)]
     race = shown(results)
     lines = choice.verdict(race, 10**9)
-    assert "do not compile." in lines[0] and lines[0].endswith("and nothing compiled is measurably faster.")
+    assert "do not compile." in lines[0] and lines[0].endswith("and no compiled arm is measurably faster.")
     assert rendering.how_to(race, 10**9) == []
 
 
@@ -458,7 +458,7 @@ def test_a_machine_too_loud_to_tell_is_named() -> None:
         return " ".join(choice.verdict(shown(results), 10**6))
 
     assert "do not compile." in lines(0.5) and "No measurable difference to eager: full." in lines(0.5)
-    assert "Two copies of eager stand 50" in lines(0.5) and "while the machine does nothing else" in lines(0.5)
+    assert "Two copies of eager differ by 50" in lines(0.5) and "measure again on an idle machine" in lines(0.5)
     assert "Two copies" not in lines(0.04)
 
 
@@ -475,14 +475,14 @@ def test_without_warm_figures_it_says_so() -> None:
     results = measured()
     for result in results:
         result.warm = None
-    assert choice.verdict(shown(results), 2000)[-1] == "What a warm start takes was not measured."
+    assert choice.verdict(shown(results), 2000)[-1] == "Warm starts were not measured."
 
 
 @pytest.mark.parametrize(
     ("results", "said"),
     [
-        (lambda: [failure("crashed", "signal 11", family="advise", impl="own")], "nothing can be advised"),
-        (lambda: [own(1.0, 1)], "nothing to hold it against"),
+        (lambda: [failure("crashed", "signal 11", family="advise", impl="own")], "no advice is possible"),
+        (lambda: [own(1.0, 1)], "no other arm to compare it with"),
         (lambda: [own(1.0, 1, rounds=4), own(0.5, 2, rounds=4, strategy="full", cold=1.0)], "Too few rounds"),
         (
             lambda: [own(1.0, 1, strategy="regional", cold=1.0), own(0.5, 2, strategy="full", cold=1.0)],
@@ -511,20 +511,20 @@ def test_the_page_fits_80_columns_and_begins_with_the_verdict() -> None:
     assert all(len(line) <= 80 for line in text.splitlines())
     assert text.lstrip().startswith("For 12,345,678 calls: full: 2.00 s to start the compiler")
     assert "model = torch.compile(model, dynamic=False)" in text
-    assert "Seconds for 12,345,678 calls" in text and "full reduce-overhead: out-of-memory: 7 GiB" in text
+    assert "Total seconds for 12,345,678 calls" in text and "full reduce-overhead: out-of-memory: 7 GiB" in text
     assert "own full" not in text and "own regional" not in text
     head = next(line for line in text.splitlines() if line.startswith("arm") and "start-up" in line)
     assert head.split() == ["arm", "start-up", "cold", "s", "warm", "s", "capture", "g/b/r", "MiB", "error"]
 
 
 def test_the_page_says_what_stands_in_the_way_of_regions() -> None:
-    assert "Nothing was found that stands in the way" in printed(measured(), 10, FOUND)
+    assert "No obstacle to regional compilation was found." in printed(measured(), 10, FOUND)
     results = measured()
     assert results[1].cold is not None
     results[1].cold.recompiles = ["forward: tensor 'x' dispatch key set mismatch"]
     text = " ".join(printed(results, 10, FOUND).split())
     assert (
-        "- recompile: forward: tensor 'x' dispatch key set mismatch (the first block gets a tensor from outside" in text
+        "- recompile: forward: tensor 'x' dispatch key set mismatch (the first block gets a tensor made outside" in text
     )
     text = printed(results, 10, Regions(found=[], declared=False, obstacles=[], none="no class occurs twice"))
     assert "No regions: no class occurs twice." in text
@@ -604,4 +604,4 @@ def test_a_users_model_from_the_command_to_the_verdict(models: str, tmp_path: Pa
     # Other calls need no other measurement.
     again = advise("--calls", "7", "--out", str(out), "--resume")
     assert again.returncode == 0, again.stdout + again.stderr
-    assert "0 race(s)" in again.stdout and "\nFor 7 calls: " in again.stdout
+    assert "0 races, 0 arms, 4 done before" in again.stdout and "\nFor 7 calls: " in again.stdout

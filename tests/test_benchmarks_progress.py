@@ -54,7 +54,7 @@ def test_rounds_that_take_longer_than_planned_say_so(monkeypatch: pytest.MonkeyP
         progress.partway(number / 40, now[0])
         if number < 40:
             assert progress.left() >= 240 - now[0]
-    progress.begin("what is counted and profiled", 10)
+    progress.begin("kernel counts and profile", 10)
     assert progress.done == pytest.approx(240)
     first, *later, last = text.getvalue().splitlines()
     assert first.startswith("  [  0 %] race: arms 3, rounds 40, about ")
@@ -64,7 +64,7 @@ def test_rounds_that_take_longer_than_planned_say_so(monkeypatch: pytest.MonkeyP
         "  [ 72 %] race: arms 3, rounds 40, 75 %",
     ]
     assert [line.rpartition(", ")[2] for line in later] == ["about 3 min left", "about 2 min left", "about 70 s left"]
-    assert last.startswith("  [ 96 %] what is counted")
+    assert last.startswith("  [ 96 %] kernel counts")
 
 
 def test_short_rounds_are_no_lines_and_no_longer_than_planned(monkeypatch: pytest.MonkeyPatch):

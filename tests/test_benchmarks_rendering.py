@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from benchmarks.rendering import (
     commands,
     curves,
     document,
+    front,
     markdown,
     numbers,
     selection,
@@ -346,7 +348,7 @@ def test_a_family_in_words_tells_a_race_from_the_same_in_another_dtype() -> None
     ]
     said = " ".join(summary.sentences(races(results, ENVIRONMENTS)))
     assert "slower in 3 (gcn, cora, training, float32; gcn, cora, training, bfloat16; gcn, arxiv)." in said
-    assert "by rule: zoo regional + CUDA graph on gcn, cora, training, float32, 2.34× slower." in said
+    assert "Our worst result: zoo regional + CUDA graph on gcn, cora, training, float32, 2.34× slower." in said
 
 
 def test_the_terminal_begins_and_ends_with_the_answer() -> None:
@@ -354,9 +356,9 @@ def test_the_terminal_begins_and_ends_with_the_answer() -> None:
     text = _printed([*race(), *loses], 80)
     words = " ".join(text.split())
     said = " ".join(summary.sentences(races([*race(), *loses], ENVIRONMENTS)))
-    assert words.startswith(f"gnn {said} Ours over upstream's best; ms a call race theirs ours")
+    assert words.startswith(f"gnn {said} Our speed-up over upstream's best; ms a call race theirs ours")
     assert words.endswith(f"gnn: {said}")
-    assert "gcn · arxiv · our worst row, by rule" in _printed([*race(), *loses], 140)
+    assert "gcn · arxiv · our worst result" in _printed([*race(), *loses], 140)
     assert max(map(len, text.splitlines())) <= 80
     for shown in races([*race(), *loses], ENVIRONMENTS):
         assert f"{shown.title} {advice.lead(shown)} {cells.subject(shown)}" in words
@@ -616,7 +618,7 @@ def test_headline_tells_rows_of_one_model_and_input_apart() -> None:
     assert "| gcn, cora | upstream full" in _table("headline family=gnn", results)
     text = _table("headline family=gnn dtype=float32,bfloat16", results)
     assert "| gcn, cora, float32 | upstream full" in text and "| gcn, cora, bfloat16 | upstream full" in text
-    assert "among all 2 races: gcn, cora, bfloat16: zoo regional, " in text
+    assert "Our worst result in 2 races: gcn, cora, bfloat16, zoo regional: " in text
     text = _table("headline family=gnn workload=inference,train", results)
     assert "| gcn, cora, inference | upstream full" in text and "| gcn, cora, train | upstream full" in text
 
@@ -629,14 +631,14 @@ def test_a_table_without_rows_says_so(text: str) -> None:
     assert made.startswith("No rows measured yet; run `python -m benchmarks.run --")
 
 
-def test_headline_adds_our_worst_row_by_rule() -> None:
+def test_headline_always_shows_our_worst_result() -> None:
     wins = race()
     loses = race({"zoo regional + CUDA graph": 20.0}, input="arxiv")
     text = _table("headline family=gnn input=cora", [*wins, *loses])
     rows = [line for line in text.splitlines() if line.startswith("| gcn")]
     assert [line.split(" | ")[0] for line in rows] == ["| gcn, cora", "| gcn, arxiv"]
     assert "8.53×" in rows[0] and "slower" in rows[1]
-    assert re.search(r"Our worst row, .* all 2 races: gcn, arxiv: zoo regional \+ CUDA graph, 0\.4\d+× .* slower", text)
+    assert re.search(r"Our worst result in 2 races: gcn, arxiv, zoo regional \+ CUDA graph: 0\.4\d+× .* slower", text)
 
 
 def test_a_wrong_output_is_a_worse_row_than_a_slow_one_and_is_said_to_be() -> None:
@@ -645,7 +647,7 @@ def test_a_wrong_output_is_a_worse_row_than_a_slow_one_and_is_said_to_be() -> No
     assert wrong.check is not None
     wrong.check.error = 3e-3
     text = _table("headline family=gnn", results)
-    assert re.search(r"races: gcn, cora: zoo regional, .* faster, with a wrong output\.", text)
+    assert re.search(r"races: gcn, cora, zoo regional: .* faster, with a wrong output\.", text)
     shown = races(results, {"e1": ENVIRONMENT})
     assert any("zoo regional on gcn, cora, with a wrong output, " in line for line in summary.sentences(shown))
 
@@ -668,6 +670,40 @@ def test_headline_shows_a_race_that_upstream_cannot_run() -> None:
     ours = [result for result in race() if result.case.impl == "zoo"]
     text = _table("headline", [*ours, failure("crashed", "misaligned address", impl="upstream", strategy="full")])
     assert "| upstream full: crashed | zoo regional + CUDA graph: 0.0492 | – |" in text
+
+
+def test_the_front_table_compares_six_races_with_the_best_upstream_arm() -> None:
+    arxiv = race(input="arxiv")
+    lost = race({OURS: 1.8}, model="gat")
+    llama = race(family="llm", model="llama-3.2-1b", input="decode-1x1024", dtype="bfloat16")
+    no_regions = [r for r in llama if r.case.arm != "upstream regional"]
+    text = _table("front", [*arxiv, *lost, *no_regions])
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")][2:]
+    assert lines[0][:2] == ["GCN, arxiv, float32", "5.30 / 3.10 / 1.42"]  # reduce-overhead calls are faster
+    assert lines[0][2].split(" / ")[0].startswith("0.053")  # tuned, not as shipped
+    assert lines[0][3].startswith("1.0") and lines[1][1] == "5.30 / not measured / 1.42"
+    assert lines[2][1:] == ["not measured"] * 3
+    assert lines[5][0] == "gat, cora, float32: our worst" and lines[5][3].startswith("0.60")
+    assert len(lines) == 6 and text.endswith("NVIDIA H200, torch 2.11.0+cu130; bfloat16 unless a name says float32.")
+    assert len(_table("front", arxiv).split("\n| ")) == 2 + 5  # nothing is lost
+
+
+def _with_cold(results: list[Result], seconds: Mapping[str, float | None]) -> list[Result]:
+    for result in results:
+        if result.case.arm in seconds:
+            assert result.cold is not None
+            result.cold.seconds = seconds[result.case.arm]
+    return results
+
+
+def test_the_cold_range_is_taken_over_races_that_measured_both() -> None:
+    slow = _with_cold(race(input="arxiv"), {OURS: 3.8, "upstream full reduce-overhead": 96.2})
+    alone = _with_cold(race(input="reddit"), {OURS: None, "upstream full reduce-overhead": 500.0})
+    rows = Rows([*race(), *slow, *alone], ENVIRONMENTS)
+    assert tables.make_value(Spec.parse("cold-range of=ours"), rows) == "1 to 4 s"
+    assert tables.make_value(Spec.parse("cold-range of=whole"), rows) == "5 to 96 s"
+    with pytest.raises(ValueError, match="of=whole or of=ours"):
+        tables.make_value(Spec.parse("cold-range of=mine"), rows)
 
 
 def test_decomposition_walks_from_upstream_to_the_cuda_graph() -> None:
@@ -877,3 +913,12 @@ def test_a_cold_figure_whose_caches_were_not_empty_is_not_shown():
     assert shown.arms[0].paid("cold") is None and shown.arms[0].paid("warm") is not None
     assert any("no cold figure: zoo regional" in note for note in shown.notes)
     assert arms[1].cold.seconds == 0.7, "the row itself keeps it"
+
+
+def test_the_picture_draws_a_point_for_each_arm_and_skips_a_model_without_ours() -> None:
+    llama = race(family="llm", model="llama-3.2-1b", input="decode-1x1024", dtype="bfloat16")
+    shown = races([*race(input="arxiv"), *_with_cold(llama, {OURS: None})], ENVIRONMENTS)
+    drawn = front.picture(shown)
+    assert ">GCN<" in drawn and "Llama" not in drawn
+    assert drawn.count("<circle") == 3 + 3  # the legend's and the arms'
+    assert front.picture([]).count("<circle") == 3

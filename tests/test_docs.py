@@ -82,9 +82,17 @@ def test_the_first_page_starts_before_it_shows_figures() -> None:
     tables_of_page = re.findall(r"(?:^\|.*\n)+", shown, re.MULTILINE)
     assert 0 < shown.index("pip install") < shown.index("benchmarks.advise") < shown.index(tables_of_page[0])
     first = tables_of_page[0].splitlines()
-    assert len(first) <= 2 + 5 and "tuned" in first[0]
+    assert len(first) <= 2 + 6 and "theirs / ours" in first[0]
     blank = [line for table in tables_of_page for line in table.splitlines() if re.search(r"\|\s*\|", line)]
     assert blank == []
+
+
+def test_the_readme_is_short_and_shows_no_interval_and_no_benchmark_command() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 130
+    assert not re.search(r"\d \[\d", text) and "benchmarks.run" not in text
+    first = text[: text.index("\n## ")]
+    assert len(blocks(ROOT / "README.md", "python")) == 1 and "```python" in first and "benchmarks.advise" in first
 
 
 def commands() -> dict[str, set[tuple[str, str]]]:
@@ -131,7 +139,7 @@ def test_every_value_that_a_page_can_ask_for_is_documented() -> None:
         if line.startswith("| `value: ")
         for name in re.findall(r"`([\w :-]+)`", line.split("|")[1])
     }
-    assert {name.removeprefix("value: ") for name in listed} == {*tables.VALUES, "verdict"}
+    assert {name.removeprefix("value: ") for name in listed} == {*tables.VALUES, "verdict", "cold-range"}
 
 
 def test_every_field_of_a_row_is_documented() -> None:

@@ -1,13 +1,14 @@
-"""The tables in the README and the docs are what the committed rows say."""
+"""The tables and the picture in the README and the docs equal what the committed rows give."""
 
 from __future__ import annotations
 
 import functools
 import re
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 from benchmarks.rendering.blocks import markdown_files
-from benchmarks.report import RESULTS, drift
+from benchmarks.report import PICTURE, RESULTS, drift, update
 from benchmarks.result import Rows, load
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,11 +26,11 @@ def test_tables_are_made_from_the_committed_rows() -> None:
     assert not found, f"run python -m benchmarks.report --update README.md docs\n{found}"
 
 
-def test_the_readme_names_the_training_that_is_measured_and_no_other() -> None:
+def test_the_docs_name_the_training_that_is_measured_and_no_other() -> None:
     rows = [r for r in committed().results if (r.case.workload, r.case.impl, r.status) == ("train", "zoo", "ok")]
     measured = {f"{r.case.model} {r.case.input}" for r in rows}
     curves = {f"{r.case.model} {r.case.input}" for r in rows if len(r.curve or []) >= 200}
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/training.md").read_text(encoding="utf-8")
     table = text[text.index("| Family | A step and its peak memory |") :].split("\n\n")[0]
     cells = [line.split("|")[2:5] for line in table.splitlines()[2:]]
     named = [{name for line in cells for name in re.findall("`([^`]+)`", line[column])} for column in range(3)]
@@ -42,6 +43,17 @@ def test_the_readme_links_every_page() -> None:
     pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"api.md"}
     linked = set(re.findall(r"\]\(docs/([\w-]+\.md)\)", (ROOT / "README.md").read_text(encoding="utf-8")))
     assert pages <= linked
+
+
+def test_the_picture_is_checked_against_the_rows(tmp_path: Path) -> None:
+    picture = tmp_path / PICTURE
+    (tmp_path / "page.md").write_text("no tables\n", encoding="utf-8")
+    drawn = (ROOT / "docs" / PICTURE).read_text(encoding="utf-8")
+    ElementTree.fromstring(drawn)  # well-formed
+    picture.write_text(drawn.replace("<circle", "<circle ", 1), encoding="utf-8")
+    assert PICTURE in drift([tmp_path], committed())
+    assert update([tmp_path], committed()) == [picture]
+    assert picture.read_text(encoding="utf-8") == drawn
 
 
 def test_results_hold_rows_and_nothing_else() -> None:

@@ -204,7 +204,7 @@ def test_the_workers_of_a_run_that_is_killed_end_with_it(tour: Tour) -> None:
 def test_a_run_that_was_killed_loses_no_row_and_is_resumed(tour: Tour) -> None:
     resumed = tour.resumed
     assert resumed is not None and resumed.returncode == 0, resumed
-    assert "2 race(s), 2 arms, 1 done before" in resumed.stdout
+    assert "2 races, 2 arms, 1 done before" in resumed.stdout
     store = Store(tour.out / "fake-inference-float32.jsonl")
     assert store.path.read_bytes().startswith(tour.after_the_kill)
     assert {r.case.model: r.status for r in store.results()} == {"hang": "ok", "good": "ok", "hang-too": "ok"}

@@ -97,6 +97,13 @@ def test_import_zoo_imports_torch_and_nothing_heavier() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_the_citation_and_the_changelog_name_the_version() -> None:
+    import zoo
+
+    assert f"version: {zoo.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert zoo.__version__ in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
 def test_the_public_names_are_there_and_documented() -> None:
     import zoo
 

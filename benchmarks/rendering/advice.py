@@ -32,7 +32,7 @@ def lead(race: Race) -> str:
     if fastest.paid("cold") is None:
         words = f"In steady state {fastest.name} is the fastest, {_milliseconds(fastest)} a call"
         parts = [f"{words}{_against_upstream(race, fastest)}.", *alike(race, timed, fastest)]
-        return " ".join([*parts, "What compiling costs was not measured here."])
+        return " ".join([*parts, "Compile times were not measured here."])
     cold, new = (at(race, timed, "cold") for at in (steps, steps_of_a_new_process))
     last = cold[-1].arm
     parts = [f"{_in_words(timed, cold, new)}{_against_upstream(race, last)}."]
@@ -66,10 +66,12 @@ def why_not(race: Race) -> str | None:
     """Why nothing can be advised, in a sentence; None where something can."""
     timed = comparable(race)
     if not timed:
-        return "No arm has a steady time and a right output: nothing can be advised."
+        return "No arm has a steady time and a correct output, so no advice is possible."
     fastest = timed[0]
     if len(timed) == 1:
-        return f"Only {fastest.name} has a steady time: {_milliseconds(fastest)} a call, nothing to hold it against."
+        return (
+            f"Only {fastest.name} has a steady time: {_milliseconds(fastest)} a call; no other arm to compare it with."
+        )
     ratios = [race.speedup(arm, fastest) for arm in timed[1:]]
     if race.noise == math.inf or not any(ratio is not None and ratio.has_interval for ratio in ratios):
         return f"Too few rounds to tell the arms apart; measure again with at least {stats.MIN_ROUNDS} rounds."
@@ -133,7 +135,7 @@ def _in_words(timed: Sequence[Arm], chosen: Sequence[Step], new: Sequence[Step] 
         if not is_eager(first.arm):
             return f"Run {first.arm.name} from the first call on"
         if all(arm.result.case.strategy == "eager" for arm in timed):
-            return f"Run {first.arm.name}, the fastest arm of a race in which nothing is compiled"
+            return f"No arm of this race is compiled: run {first.arm.name}"
         return f"Do not compile: no compiled arm is measurably faster than {first.arm.name}"
     calls = [numbers.calls(step.calls) for step in others]
     later = [numbers.calls(step.calls) for step in new[1:]] if _same_arms(chosen, new) else calls
@@ -171,7 +173,7 @@ def _against_upstream(race: Race, arm: Arm) -> str:
     whose = library + ("'" if library.endswith("s") else "'s")
     bests = [(race.best_shipped, "as shipped"), (race.best_tuned, "tuned")]
     said = [f"{_compared(race, arm, best)} {whose} best {how}" for best, how in bests if best is not None]
-    return f", {', '.join(said)}" if said else f"; no arm of {library} ran to hold it against"
+    return f", which is {' and '.join(said)}" if said else f"; no arm of {library} ran, so there is no comparison"
 
 
 def _compared(race: Race, arm: Arm, over: Arm) -> str:

@@ -17,8 +17,8 @@ from benchmarks.result import Result
 # The commonest recompile of a model that was not written for regions, and what the compiler says of it.
 KIND_DIFFERS = "dispatch key set mismatch"
 RAW_INPUT = (
-    " (the first block gets a tensor from outside inference mode, the others one from inside; x = x + 0 before the "
-    "blocks makes one graph of two)"
+    " (the first block gets a tensor made outside inference mode, the others get one made inside; x = x + 0 before the "
+    "blocks avoids the second graph)"
 )
 # Outputs of equal weights differ by rounding; by this many times that, the weights were not equal.
 OTHER_WEIGHTS = 1e4
@@ -46,7 +46,7 @@ def render(race: Race, calls: int, regions: Regions, console: Console) -> None:
     say(verdict, style="bold")
     say(*more)
     if lines := how_to(race, calls):
-        say("", "To run it so:", *(f"  {line}" for line in lines))
+        say("", "To run it this way:", *(f"  {line}" for line in lines))
     say("", cells.subject(race), style="dim")
     if race.arms:
         for table in (_times(race, calls), _costs(race)):
@@ -74,12 +74,12 @@ def how_to(race: Race, calls: int) -> list[str]:
 
 def _times(race: Race, calls: int) -> object:
     shown = arms_table(
-        f"Seconds for {numbers.count(calls)} calls; calls until paid back",
+        f"Total seconds for {numbers.count(calls)} calls; break-even calls",
         "ms a call",
         "95 % interval",
         "cold s",
         "warm s",
-        "paid back",
+        "break-even",
     )
     for arm in race.arms:
         interval = race.interval(arm) if arm.p50 is not None else None
@@ -99,7 +99,7 @@ def _times(race: Race, calls: int) -> object:
 
 def _costs(race: Race) -> object:
     shown = arms_table(
-        "Seconds that are paid first; memory; relative error",
+        "Seconds before the first call; memory; relative error",
         "start-up",
         "cold s",
         "warm s",
@@ -136,8 +136,8 @@ def _in_the_way(race: Race, regions: Regions) -> list[str]:
             obstacles += [line + (RAW_INPUT if KIND_DIFFERS in line else "") for line in lines_of]
     obstacles += [_failure(r) for r in race.failures if r.case.strategy == "regional" and not r.case.cuda_graph]
     if not obstacles:
-        return [*lines, "Nothing was found that stands in the way of compiling by regions."]
-    return [*lines, "What stands in the way of compiling by regions:", *(f"- {obstacle}" for obstacle in obstacles)]
+        return [*lines, "No obstacle to regional compilation was found."]
+    return [*lines, "Obstacles to regional compilation:", *(f"- {obstacle}" for obstacle in obstacles)]
 
 
 def _failure(result: Result) -> str:
@@ -151,13 +151,13 @@ def _notes(race: Race) -> list[str]:
     if apart > OTHER_WEIGHTS * EPSILON[race.case.dtype]:
         notes.insert(
             0,
-            "Eager outputs of the model differ between processes, so no error here means anything: let the function "
-            "load its weights and inputs, or draw them by torch's seed, which is set before each call of it.",
+            "Eager outputs of the model differ between processes, so the errors here mean nothing: load the weights "
+            "and inputs in the function, or draw them with torch's generator, which is seeded before each call of it.",
         )
     if any(arm.result.memory is not None and arm.result.memory.allocated is None for arm in race.arms):
         notes.append("Memory is measured on a GPU only.")
     notes.append(
-        "g/b/r: graphs, graph breaks, recompiles. Totals count one new process, imports and model set-up apart, with "
-        "the compiler's start-up, as the report's \"in a new process\" does; its tables leave start-up out."
+        "g/b/r: graphs, graph breaks, recompiles. Totals are for one new process: they include the compiler's start-up "
+        "and exclude imports and model set-up. The tables of the report exclude the start-up too."
     )
     return notes

@@ -54,24 +54,24 @@ def verdict(race: Race, calls: int) -> list[str]:
     """What to run and why, a sentence or two each: the verdict from cold caches first, then from warm ones."""
     cold = choose(race, calls, "cold")
     if cold is None:
-        return [advice.why_not(race) or "No arm says what it costs: nothing can be advised."]
+        return [advice.why_not(race) or "No arm has compile times, so no advice is possible."]
     lines = [f"For {numbers.count(calls)} calls: {_chosen(race, cold, calls)}"]
     alike = advice.alike(race, advice.comparable(race), cold.arm, short_name)
     lines += alike
     if alike and race.noise is not None and race.noise > QUIET:
         lines.append(
-            f"Two copies of eager stand {numbers.percent(race.noise)} apart here, which hides smaller differences: "
-            "measure again while the machine does nothing else."
+            f"Two copies of eager differ by {numbers.percent(race.noise)} here, so smaller differences cannot be seen: "
+            "measure again on an idle machine."
         )
     if len(cold.steps) > 1:
         lines.append(f"From a cold start {_in_turn(cold.steps)}.")
     warm = choose(race, calls, "warm")
     if warm is None:
-        lines.append("What a warm start takes was not measured.")
+        lines.append("Warm starts were not measured.")
     elif warm.arm is not cold.arm:
-        lines.append(f"With warm caches, as a second process has them: {_chosen(race, warm, calls)}")
+        lines.append(f"With warm caches, as in a second process: {_chosen(race, warm, calls)}")
     elif len(warm.steps) > 1:
-        lines.append(f"With warm caches, as a second process has them, {_in_turn(warm.steps)}.")
+        lines.append(f"With warm caches, as in a second process, {_in_turn(warm.steps)}.")
     return lines
 
 
@@ -86,13 +86,13 @@ def _chosen(race: Race, choice: Choice, calls: int) -> str:
                 f"do not compile. Eager takes {in_all}; {short_name(later[0].arm)} pays back only from "
                 f"{numbers.calls(later[0].calls)} calls on."
             )
-        return f"do not compile. Eager takes {in_all}, and nothing compiled is measurably faster."
+        return f"do not compile. Eager takes {in_all}, and no compiled arm is measurably faster."
     caches = choice.caches
     in_all = seconds(total(race, arm, calls, caches))
     words = f"{short_name(arm)}: {_costs(race, arm, caches)} first, then {a_call}, {in_all} in all"
     eager = race.own_eager(arm)
     if eager is None:
-        return f"{words}; eager did not run, so there is nothing to pay back."
+        return f"{words}; eager did not run, so the break-even is unknown."
     back = numbers.calls(pays_back(race, arm, caches))
     return f"{words} against eager's {seconds(total(race, eager, calls, caches))}. It pays back after {back} calls."
 
@@ -111,7 +111,7 @@ def _costs(race: Race, arm: Arm, caches: Caches) -> str:
 
 def _in_turn(steps: tuple[Step, ...]) -> str:
     first, *others = steps
-    return f"{short_name(first.arm)} is the soonest done, " + ", ".join(
+    return f"{short_name(first.arm)} finishes first, " + ", ".join(
         f"from {numbers.calls(step.calls)} calls on {short_name(step.arm)}" for step in others
     )
 

@@ -8,7 +8,7 @@ from benchmarks.rendering import cells, numbers, tables
 from benchmarks.rendering.race import Arm, Race
 from benchmarks.rendering.selection import UPSTREAM
 
-WORST = " · our worst row, by rule"
+WORST = " · our worst result"
 LAST = ("attention", "patterns", "claims")  # what explains the families, below all that can be used
 
 

@@ -72,3 +72,8 @@ def calls(number: float | None) -> str:
 def count(number: int | None) -> str:
     """A whole number in full: ``10,556``."""
     return NOTHING if number is None else f"{number:,}"
+
+
+def races(number: int) -> str:
+    """``1 race``, ``20 races``."""
+    return f"{number} race{'s' * (number != 1)}"

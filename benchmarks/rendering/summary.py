@@ -57,13 +57,12 @@ def _over_reference(races: Sequence[Race], best: str) -> list[str]:
     """
     over_eager = _held([(race, fastest(race), race.reference) for race in races])
     if over_eager:
-        return [
-            f"The fastest arm of each race is {_range(over_eager)} as fast as eager over {_races(len(over_eager))}."
-        ]
+        said, of = _range(over_eager), numbers.races(len(over_eager))
+        return [f"The fastest arm of each race is {said} as fast as eager over {of}."]
     found = _held([(race, _fastest_of(race, "zoo"), _fastest_of(race, "upstream")) for race in races])
     if found:
         return [f"Ours is {_range(found)} as fast as {best} {_outcomes(found, races)}."]
-    return ["Nothing here was held against an upstream library."]
+    return ["No upstream library was measured here."]
 
 
 def _fastest_of(race: Race, impl: str) -> Arm | None:
@@ -79,9 +78,9 @@ def _worst(races: Sequence[Race]) -> list[str]:
     verdict = race.verdict(arm, race.best_shipped)
     said = f"{arm.name} on {_place(race, races)}{cells.but_wrong(arm)}"
     if verdict == "undetermined":
-        return [f"Our worst regional row, by rule, is level with upstream's best as shipped: {said}."]
+        return [f"Our worst result is level with upstream's best as shipped: {said}."]
     times = ratio.value if verdict == "faster" else ratio.inverse.value
-    return [f"Our worst regional row, by rule: {said}, {numbers.times(times)} {verdict}."]
+    return [f"Our worst result: {said}, {numbers.times(times)} {verdict}."]
 
 
 def what_to_run(races: Sequence[Race]) -> list[str]:
@@ -89,7 +88,7 @@ def what_to_run(races: Sequence[Race]) -> list[str]:
     # The choice is that of ``advise``. Races without compile figures of their fastest arm cannot say what it costs.
     told = [race for race in races if _costs_known(race)]
     if not told:
-        return ["What compiling costs was not measured here: no number of calls from which it pays."]
+        return ["Compile times were not measured here, so the break-even is unknown."]
     runs: list[tuple[str, list[int], list[int]]] = []  # an arm, the numbers of calls that it is for, races that say so
     for calls in CALLS:
         chosen = Counter(_name(picked.arm) for race in told if (picked := choice.choose(race, calls, "cold")))
@@ -107,7 +106,7 @@ def what_to_run(races: Sequence[Race]) -> list[str]:
         else:
             when = f"for {numbers.count(calls_of[0])} or more"
         # The last run is long, and what is chosen at its start is what is least sure.
-        parts.append(f"{name} {when} (in {counts[0] if index else min(counts)} of {_races(len(told))})")
+        parts.append(f"{name} {when} (in {counts[0] if index else min(counts)} of {numbers.races(len(told))})")
     return [f"In a new process, run {', '.join(parts)}."]
 
 
@@ -133,7 +132,7 @@ def _outcomes(found: Sequence[Held], family: Sequence[Race]) -> str:
         if verdict == "faster" or races:
             named = f" ({_named(races, family)})" if races and verdict != "faster" else ""
             parts.append(f"{word} in {len(races) or 'none'}{named}")
-    return f"over {_races(len(found))}: {', '.join(parts)}"
+    return f"over {numbers.races(len(found))}: {', '.join(parts)}"
 
 
 def _named(races: Sequence[Race], family: Sequence[Race]) -> str:
@@ -147,7 +146,3 @@ def _place(race: Race, family: Sequence[Race]) -> str:
     dtypes = {other.case.dtype for other in family if other.case.race[1:4] == race.case.race[1:4]}
     words = [model, input] + ["training"] * (workload == "train") + [race.case.dtype] * (len(dtypes) > 1)
     return ", ".join(words)
-
-
-def _races(count: int) -> str:
-    return f"{count} race{'s' * (count != 1)}"

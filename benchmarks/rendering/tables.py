@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Sequence
 
 from benchmarks.case import Case
-from benchmarks.rendering import cells, claims, markdown, numbers
+from benchmarks.rendering import cells, claims, front, markdown, numbers
 from benchmarks.rendering.blocks import Spec
 from benchmarks.rendering.commands import commands_of
 from benchmarks.rendering.race import Arm, Race, races_beside, races_of
@@ -26,6 +26,7 @@ HEADLINE = (
 DECOMPOSITION = ("step", "p50 ms", "over the row above", "over the first row", "kernels")
 KERNELS = ("kernel", "launches a call", "µs a call", "share")
 CLAIMS: dict[str, Callable[[Spec, Rows], str]] = {"claim": claims.claim_table, "claims": claims.overview}
+MACHINE = ("gpu", "torch")
 DEFAULTS = {"workload": "inference", "dtype": "float32"}
 
 
@@ -37,6 +38,9 @@ def make_table(spec: Spec, rows: Rows) -> str:
     """
     if spec.kind in CLAIMS:
         return CLAIMS[spec.kind](spec, rows)
+    if spec.kind == "front":
+        _refuse_options(spec, MACHINE)
+        return front.front_table(spec.options, races_of(rows))
     makers: dict[str, Callable[[Spec, Sequence[Race]], str]] = {
         "headline": _headline,
         "race": _of_one(markdown.race_table),
@@ -46,7 +50,7 @@ def make_table(spec: Spec, rows: Rows) -> str:
         "kernels": _kernels,
     }
     if spec.kind not in makers:
-        raise ValueError(f"there is no table {spec.kind!r}; {did_you_mean(spec.kind, (*makers, *CLAIMS))}")
+        raise ValueError(f"there is no table {spec.kind!r}; {did_you_mean(spec.kind, ('front', *makers, *CLAIMS))}")
     _refuse_options(spec, (*SELECTING, "arm") if spec.kind == "kernels" else SELECTING)
     if spec.kind == "kernels" and not {"model", "input", "arm"} <= spec.options.keys():
         raise ValueError('kernels are those of one arm; give model=... input=... arm="zoo regional"')
@@ -67,8 +71,12 @@ def make_value(spec: Spec, rows: Rows) -> str:
     """
     if spec.kind == "verdict":
         return claims.verdict_value(spec, rows)
+    if spec.kind == "cold-range":
+        _refuse_options(spec, ("of", *MACHINE))
+        return front.cold_range(spec.options, races_of(rows))
     if spec.kind not in VALUES:
-        raise ValueError(f"there is no value {spec.kind!r}; {did_you_mean(spec.kind, (*VALUES, 'verdict'))}")
+        known = (*VALUES, "verdict", "cold-range")
+        raise ValueError(f"there is no value {spec.kind!r}; {did_you_mean(spec.kind, known)}")
     _refuse_options(spec, (*SELECTING, "arm", "against"))
     if not {"model", "input", "arm"} <= spec.options.keys():
         raise ValueError('a value belongs to one arm; give model=... input=... arm="zoo regional"')
@@ -186,9 +194,7 @@ def _headline(spec: Spec, shown: Sequence[Race]) -> str:
     if worst is not None:
         race, arm, _ = worst
         said = cells.speedup_and_verdict(race, arm, race.best_shipped) + cells.but_wrong(arm)
-        notes.append(
-            f"Our worst row, chosen by rule among all {len(everything)} races: {named(race)}: {arm.name}, {said}."
-        )
+        notes.append(f"Our worst result in {numbers.races(len(everything))}: {named(race)}, {arm.name}: {said}.")
     notes.append("Intervals are 95 % bootstrap over rounds; a difference within the A/A noise is undetermined.")
     body = markdown.table(HEADLINE, [(named(race), *headline_row(race, arm)) for race, arm in rows])
     return "\n\n".join([body, " ".join(notes), _origin(list(dict.fromkeys(race for race, _ in rows)))])

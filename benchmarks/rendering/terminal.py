@@ -80,7 +80,7 @@ def _headline(chosen: Sequence[Race], named: Mapping[Race, str]) -> Table:
         over = [_over_best(race, arm, best) if arm else Text(numbers.NOTHING) for best in (best, tuned)]
         rows.append([Text(title), *map(Text, times), *over])
     columns = ("theirs", "ours", "× as shipped", "× tuned")
-    return _filled("Ours over upstream's best; ms a call", columns, rows, first="race")
+    return _filled("Our speed-up over upstream's best; ms a call", columns, rows, first="race")
 
 
 def _ways(chosen: Sequence[Race]) -> Table:
@@ -183,7 +183,7 @@ def _against_upstream(race: Race) -> Table:
         for arm in race.arms
         if arm.result.case.impl == "zoo"
     ]
-    return _filled("Ours over upstream's best", ("× best as shipped", "× best tuned"), rows)
+    return _filled("Our speed-up over upstream's best", ("× best as shipped", "× best tuned"), rows)
 
 
 def _over_best(race: Race, arm: Arm, best: Arm | None) -> Text:

@@ -23,7 +23,7 @@ from zoo.layers import compute_dtype
 class Rows(NamedTuple):
     """Where the rows of a packed batch begin and end, as the layers need it.
 
-    Args:
+    Attributes:
         longest: No row has more tokens: a bound that holds for all batches, not this batch's own maximum.
         offsets: [S + 1] int32, where each row begins, and the end of the last; for the kernel, else None.
         table: [S, longest] int64, the token of each place; without the kernel, else None.

@@ -16,7 +16,7 @@ from torch import Tensor
 class Encoding(NamedTuple):
     """Of heads ``none`` and ``pooled``.
 
-    Args:
+    Attributes:
         last_hidden_state: [B, T, C].
         pooler_output: [B, C], of each row's first token; None without a pooler.
     """
@@ -28,7 +28,7 @@ class Encoding(NamedTuple):
 class SequenceScores(NamedTuple):
     """Of head ``sequence-classification``.
 
-    Args:
+    Attributes:
         logits: [B, L].
         loss: A scalar where labels were given.
     """
@@ -40,7 +40,7 @@ class SequenceScores(NamedTuple):
 class TokenScores(NamedTuple):
     """Of heads ``masked-lm`` and ``token-classification``.
 
-    Args:
+    Attributes:
         logits: [B, T, V or L].
         loss: A scalar where labels were given.
     """
@@ -52,7 +52,7 @@ class TokenScores(NamedTuple):
 class Spans(NamedTuple):
     """Of head ``question-answering``.
 
-    Args:
+    Attributes:
         start_logits: [B, T].
         end_logits: [B, T].
         loss: A scalar where both positions were given.

@@ -30,7 +30,7 @@ _Packed = TypeVar("_Packed", bound=Tensor | Output)
 class PackedBatch(NamedTuple):
     """What ``pack`` makes and a model takes in place of padded ids.
 
-    Args:
+    Attributes:
         input_ids: [N].
         position_ids: [N].
         token_type_ids: [N], or None for type 0.

@@ -22,7 +22,7 @@ from zoo.gnn.csr import GraphTensors, Transpose
 class Bucket(NamedTuple):
     """What a batch is padded to.
 
-    Args:
+    Attributes:
         nodes: N.
         layers: (rows, edges into them) of each layer, the first layer first. The first one's edges are all, E; the last
             one's rows are B, and its edges those of the first hop.
@@ -47,7 +47,7 @@ class Bucket(NamedTuple):
 class SampledBatch(NamedTuple):
     """A sampled part of a graph, padded; tensors only, so that a captured step takes it as it is.
 
-    Args:
+    Attributes:
         nodes: [N] int64, which nodes of the large graph they are, the seeds first; 0 where padded.
         seeds: [B] int64, the nodes to learn from; -1 where the last batch of an epoch has fewer.
         graphs: For a model in place of ``edge_index``: the edges of each layer, the first layer first. It takes the
@@ -77,7 +77,7 @@ class SampledBatch(NamedTuple):
 class Subgraph(NamedTuple):
     """A sampled part of a graph as it was drawn, n nodes and e edges.
 
-    Args:
+    Attributes:
         nodes: [n] int64, which nodes of the large graph they are, the seeds first.
         seeds: [B] int64, the nodes to learn from; fewer at the end of an epoch.
         edge_index: [2, e] int64, sources above destinations, in the numbers of ``nodes``.
@@ -95,7 +95,7 @@ class Subgraph(NamedTuple):
 class Drawn(NamedTuple):
     """A batch before it is padded.
 
-    Args:
+    Attributes:
         nodes: Those that were met, the seeds first.
         counts: How many edges come into each of them but those met last, which have none.
         source: Where each edge comes from, in that order.
