@@ -236,7 +236,7 @@ def test_threads_never_meet_weights_without_data(resnet: Any, monkeypatch: pytes
 
 def test_a_graph_that_is_captured_is_left_alone(resnet: Any, begun: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = resnet
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda.graphs, "is_current_stream_capturing", lambda: True)
     run(zoo.compile_regions(model, backend="eager"), inputs)
     assert not begun
 

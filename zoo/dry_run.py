@@ -74,7 +74,7 @@ def _try_to_begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 def _can_begin(model: nn.Module) -> bool:
     """Whether there are kernels, and nobody else would be shown tensors without data."""
     first = next(model.parameters(), None)
-    if first is None or not triton_runs_on(first.device) or torch.cuda.is_current_stream_capturing():
+    if first is None or not triton_runs_on(first.device) or torch.cuda.graphs.is_current_stream_capturing():
         return False
     return not any(getattr(torch_modules, f"_global{name}") for name in _HOOKS) and not any(
         getattr(module, name) for module in model.modules() for name in _HOOKS

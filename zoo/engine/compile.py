@@ -269,10 +269,13 @@ def _mode_and_options(
     if callable(region.compile_threads) and _tries_kernels(mode, options):
         # It reckons with a few kernels, and these are many: each one's candidates.
         threads = None
-    own: dict[str, Any] = {} if threads is None else {"compile_threads": threads}
+    # The sizes that compiled code would compare in every call, Dynamo's guards have compared already.
+    own: dict[str, Any] = {"size_asserts": False}
+    if threads is not None:
+        own["compile_threads"] = threads
     if region.autotune_pointwise is not None:
         own["triton.autotune_pointwise"] = region.autotune_pointwise
-    if backend != "inductor" or not own:
+    if backend != "inductor":
         return {"mode": mode, "options": None if options is None else dict(options)}
     if mode is not None:
         if options is not None:

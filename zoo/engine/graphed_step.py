@@ -298,7 +298,7 @@ class GraphedStep:
     def _warm_up(self, bucket: _Bucket, warmup: int) -> None:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        with torch.cuda.stream(side), _as_when_capturing():
             for _ in range(warmup - 1):
                 self._call(bucket)
             torch.cuda.synchronize()
@@ -347,6 +347,17 @@ def _copy_in(bucket: _Bucket, leaves: list[Any]) -> None:
     with may_write(*(buffer for buffer, _ in pairs)), torch.no_grad():
         for buffer, leaf in pairs:
             buffer.copy_(leaf)
+
+
+@contextlib.contextmanager
+def _as_when_capturing() -> Iterator[None]:
+    """Code that asks whether it is captured is told so: transformers then builds a mask that it else reads on the host."""
+    asked = torch.cuda.is_current_stream_capturing
+    torch.cuda.is_current_stream_capturing = lambda: True
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = asked
 
 
 @contextlib.contextmanager
