@@ -162,4 +162,5 @@ def test_sampler(options: dict[str, Any], steps: int, guidance: float, seed: int
         event("not finite in diffusers")
         return
     error = float((found - latents).norm() / latents.norm())
-    assert error < 1e-3, f"relative error {error:.1e}"
+    # diffusers' Euler subtracts latents as large as the first sigma, up to 4096, from each other in float32.
+    assert error < 1e-3 + 2e-6 * float(scheduler.init_noise_sigma), f"relative error {error:.1e}"
