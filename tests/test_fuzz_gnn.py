@@ -44,6 +44,8 @@ def models(draw: Any) -> tuple[str, dict[str, Any]]:
         "jk": "lstm" if draw(rarely) else draw(one_of(None, "last", "cat", "max")),
         "bias": draw(st.booleans()),
     }
+    if options["jk"] == "lstm":
+        options["num_layers"] = 2  # or it may have no width in torch-geometric
     if options["out_channels"] is not None and name == "GAT":
         options["out_channels"] *= heads
     if name == "GCN":
