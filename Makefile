@@ -8,6 +8,7 @@
 #
 #   make bench ARGS="--model gcn --input cora"    options of benchmarks.run
 #   make test ARGS="-k regions"                   options of pytest; "-m gpu" for the tests that need a GPU
+#   ZOO_FUZZ_EXAMPLES=300 make test ARGS="-k fuzz --timeout 0"    that many random cases a test, not the same 20
 #   make test PYTHON=python3.12                   the interpreter that .venv is made of
 
 PYTHON ?= python3
