@@ -10,6 +10,7 @@
 #   make test ARGS="-k regions"                   options of pytest; "-m gpu" for the tests that need a GPU
 #   make test PYTHON=python3.12                   the interpreter for .venv
 #   make test VERSIONS=oldest                     the oldest releases that pyproject.toml allows, in .venv-oldest
+#   ZOO_FUZZ_EXAMPLES=300 make test ARGS="-k fuzz --timeout 0"    new random models, that many a test
 
 PYTHON ?= python3
 VERSIONS ?= newest

@@ -125,7 +125,8 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(triton.compiler, "compile", found.compile)
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", found.note)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for module in (torch.cuda, torch.cuda.graphs):
+        monkeypatch.setattr(module, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(overlap, "_can_overlap", lambda device: True)
     for module in (zoo.operators, dry_run, *MODULES):
         if hasattr(module, "triton_runs_on"):

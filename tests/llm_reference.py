@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
@@ -54,6 +57,22 @@ def make(kind: str, seed: int = 0, **options: Any) -> nn.Module:
         for parameter in module.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if parameter.dim() == 1 else 0.0))
     return module
+
+
+@contextmanager
+def exact_norms() -> Iterator[None]:
+    """transformers rounds its norms to float32 in every dtype; in here its models in float64 are float64 throughout."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * scaled.to(x.dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("llama", "mistral", "qwen2", "qwen3"):
+            module = getattr(getattr(transformers.models, name), f"modeling_{name}")
+            patch.setattr(getattr(module, f"{name.capitalize()}RMSNorm"), "forward", forward)
+        yield
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:

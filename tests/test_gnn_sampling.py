@@ -169,6 +169,16 @@ def test_with_all_neighbours_seeds_get_what_the_whole_graph_gives():
         torch.testing.assert_close(output[:count], whole[batch.seeds[:count]])
 
 
+def test_a_mean_in_float64_divides_in_float64():
+    # Three neighbours each: a third in float32 is off by 1e-8.
+    source, node = torch.arange(1, 4), torch.arange(20)
+    edge_index = torch.stack([(node + source[:, None]).flatten() % 20, node.repeat(3)])
+    net, x = model().double(), torch.randn(20, 6, dtype=torch.float64)
+    whole = net(x, net.prepare(edge_index, num_nodes=20))
+    batch = NeighborSampler(edge_index, fanouts=(-1, -1), batch_size=20, num_nodes=20, shuffle=False).batch(0, 0)
+    torch.testing.assert_close(net(x[batch.nodes], batch.graphs)[:20], whole, rtol=1e-13, atol=1e-13)
+
+
 @pytest.mark.parametrize("aggr", ["mean", "sum", "max"])
 def test_gradients_are_those_of_the_same_edges_without_padding(aggr: str):
     edge_index, net = graph(), model(aggr=aggr)

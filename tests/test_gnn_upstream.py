@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -134,6 +135,40 @@ def test_matches_torch_geometric(cls: type[nn.Module], options: dict[str, Any]) 
 @pytest.mark.parametrize("options", [{}, {"improved": True}, {"normalize": False}, {"add_self_loops": False}])
 def test_gcn_without_edge_weights(options: dict[str, Any]) -> None:
     assert_same(make(pyg.GCN, options), training=False)
+
+
+@pytest.mark.parametrize("options", OPTIONS[pyg.GAT], ids=str)
+def test_gat_in_float64_rounds_nothing_to_float32(options: dict[str, Any]) -> None:
+    theirs = make(pyg.GAT, options).double().eval()
+    x, edge_index, _ = graph()
+    assert error(from_upstream(theirs)(x.double(), edge_index), theirs(x.double(), edge_index)) < 1e-14
+
+
+def test_gat_gradients_keep_their_digits_where_scores_are_large() -> None:
+    errors = torch.zeros(2)
+    for _ in range(10):
+        theirs = make(pyg.GAT, {"num_layers": 1, "heads": 4})
+        x, edge_index, _ = graph()
+        exact = (100 * x).double().requires_grad_()
+        copy.deepcopy(theirs).double()(exact, edge_index).square().sum().backward()
+        for number, model in enumerate((from_upstream(theirs), theirs)):
+            features = (100 * x).requires_grad_()
+            model(features, edge_index).square().sum().backward()
+            errors[number] += error(features.grad.double(), exact.grad)
+    assert errors[0] < 3 * errors[1]
+
+
+def test_a_weighted_degree_of_zero_gives_no_gradient_where_torch_geometric_gives_nan() -> None:
+    theirs = make(pyg.GCN, {"num_layers": 1})
+    x, edge_index = torch.randn(2, IN), torch.tensor([[0, 1], [1, 1]])
+    outputs, gradients = [], []
+    for model in (from_upstream(theirs), theirs):
+        weight = torch.tensor([1.0, -1.0], requires_grad=True)
+        outputs.append(model(x, edge_index, weight))
+        outputs[-1].sum().backward()
+        gradients.append(weight.grad)
+    torch.testing.assert_close(*outputs)
+    assert torch.equal(gradients[0], torch.zeros(2)) and gradients[1].isnan().all()
 
 
 @pytest.mark.parametrize("cls", [pyg.GCN, pyg.GAT, pyg.GraphSAGE])

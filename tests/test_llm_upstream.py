@@ -40,6 +40,22 @@ def test_whole_prompts(kind: str) -> None:
         )
 
 
+@pytest.mark.parametrize("kind", [kind for kind in reference.KINDS if "llama3" not in kind])
+def test_nothing_but_the_rotary_table_is_rounded_to_float32_in_float64(kind: str) -> None:
+    theirs = reference.make(kind).double()
+    ids = reference.tokens(2, 17)
+    with torch.inference_mode(), reference.exact_norms():
+        assert reference.relative_error(convert(theirs)(ids), theirs(ids).logits) < 1e-13
+
+
+def test_a_padding_token_of_minus_one_freezes_no_row() -> None:
+    # torch counts padding_idx=-1 from the end: transformers' last token would get no gradient.
+    model = convert(reference.make("llama", pad_token_id=-1))
+    last = model.config.vocab_size - 1
+    model(torch.tensor([[3, last]])).sum().backward()
+    assert model.config.pad_token_id is None and model.embed_tokens.weight.grad[last].norm() > 0
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", reference.KINDS)
 def test_padded_batches(kind: str, side: str) -> None:

@@ -122,6 +122,18 @@ def test_the_same_with_options(name: str, options: dict[str, Any]) -> None:
         assert_same(theirs, steps)
 
 
+@pytest.mark.parametrize("steps", [2, 5, 20])
+def test_a_last_step_of_no_width_changes_nothing(steps: int) -> None:
+    # Karras' sigmas end where sigma_min ends. diffusers divides zero by zero there; by the midpoint it does not.
+    ends = {"use_karras_sigmas": True, "final_sigmas_type": "sigma_min", "lower_order_final": False}
+    ends |= {"beta_schedule": "linear", "beta_start": 0.0001}
+    heun, midpoint = (scheduler(DPM, solver_type=kind, **ends) for kind in ("heun", "midpoint"))
+    assert run_theirs(heun, steps).isnan().all()
+    last = [make_schedule(each, steps).transitions[-1, 0] for each in (heun, midpoint)]
+    torch.testing.assert_close(*last)
+    assert run(make_schedule(heun, steps)).isfinite().all()
+
+
 def test_a_folders_options_are_read_as_diffusers_does() -> None:
     # What SDXL's folder holds: options of three schedulers.
     config = {

@@ -351,7 +351,7 @@ def _copy_in(bucket: _Bucket, leaves: list[Any]) -> None:
 
 @contextlib.contextmanager
 def _as_when_capturing() -> Iterator[None]:
-    """Code that asks whether it is captured is told so: transformers then builds a mask that it else reads on the host."""
+    """Code that asks is told that it is captured: transformers builds a mask then, and reads it on the host else."""
     asked = torch.cuda.is_current_stream_capturing
     torch.cuda.is_current_stream_capturing = lambda: True
     try:

@@ -38,7 +38,11 @@ def mean_neighbours(x: Tensor, graph: GraphTensors, root: Tensor | None = None, 
     """Mean over incoming edges, zero where there are none; as ``sum_neighbours``. Needs ``inverse_degree``."""
     if graph.inverse_degree is None:
         raise ValueError("a mean needs the graph's inverse degrees: graph.prepared(Recipe(mean=True))")
-    return _csr_sum(x, graph, None, graph.inverse_degree, root, beside)
+    scale = graph.inverse_degree
+    if x.dtype == torch.float64 != scale.dtype:
+        # A sampled batch has them in float32, whatever its model.
+        scale = graph.rowptr.diff().clamp(min=1).to(x.dtype).reciprocal()
+    return _csr_sum(x, graph, None, scale, root, beside)
 
 
 def max_neighbours(x: Tensor, graph: GraphTensors) -> Tensor:

@@ -383,7 +383,8 @@ class GATConv(_Conv):
         """
         weight = self._linears[0].weight
         # A score is a product with the transformed features, so of the features with a product of the weights: it comes
-        # out of the same pass.
+        # out of the same pass. Under torch.set_float32_matmul_precision("high") a GPU rounds its factors to TF32, where
+        # torch-geometric rounds those of the features alone: the two differ by 1e-4, and are equally far from float64.
         table = F.linear(x, torch.cat([weight, _score_weights(weight, self.att_src, self.att_dst)]))
         return table if self.res is None else self._attend(table, None, x, graph)
 

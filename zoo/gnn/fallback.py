@@ -143,11 +143,13 @@ def gat_backward(
     node, end = _rows_of(transpose), transpose.nodes
     score, steepness = _scores(a_source, a_target, slope, node, end)
     share = (score - lse.index_select(0, end)).exp()
+    place = permutation.long()
+    # The log of a sum of large scores is rounded by more than the shares may be, and by the same for a whole row.
+    share = share / _sum_rows(torch.empty_like(share).index_copy(0, place, share), rows.pointers).index_select(0, end)
     kept = share
     if seed is not None:
         kept = share * _kept(seed, permutation, heads, dropout)
     moved = kept * _dots(x, grad, node, end)
-    place = permutation.long()
     delta = _sum_rows(torch.empty_like(moved).index_copy(0, place, moved), rows.pointers)
     change = (moved - share * delta.index_select(0, end)) * steepness
     grad_source = _sum_rows(change, transpose.pointers)
@@ -218,7 +220,7 @@ def _scores(a_source: Tensor, a_destination: Tensor, slope: float, node: Tensor,
     """Leaky scores [E, H] in at least float32, and their slopes."""
     accumulate = wide(a_source.dtype)
     raw = a_source.index_select(0, node).to(accumulate) + a_destination.index_select(0, row).to(accumulate)
-    steepness = torch.where(raw > 0, 1.0, slope).to(accumulate)
+    steepness = torch.full_like(raw, slope).masked_fill(raw > 0, 1.0)
     return raw * steepness, steepness
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from zoo.operators import wide
+
 
 class RMSNorm(nn.Module):
-    """Division by the root mean square, in float32 (https://arxiv.org/abs/1910.07467)."""
+    """Division by the root mean square, in at least float32 (https://arxiv.org/abs/1910.07467)."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -20,6 +22,6 @@ class RMSNorm(nn.Module):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """X [..., C], weight [C] -> [..., C]: normed in float32, rounded to the dtype of x, then weighted."""
-    wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    """X [..., C], weight [C] -> [..., C]: normed in at least float32, rounded to the dtype of x, then weighted."""
+    normed = x.to(wide(x.dtype))
+    return weight * (normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + eps)).to(x.dtype)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.llm.config import LLMConfig
+from zoo.operators import wide
 
 
 def inverse_frequencies(config: LLMConfig, device: torch.device | None = None) -> Tensor:
@@ -63,8 +64,8 @@ class RotaryTable(nn.Module):
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
     """Turn the two halves of each head against each other.
 
-    x [B, T, H, D], rotary [B or 1, T, D] -> [B, T, H, D] in the dtype of x, computed in float32.
+    x [B, T, H, D], rotary [B or 1, T, D] -> [B, T, H, D] in the dtype of x, computed in at least float32.
     """
     cos, sin = rotary.unsqueeze(2).chunk(2, dim=-1)
-    first, second = x.float().chunk(2, dim=-1)
+    first, second = x.to(wide(x.dtype)).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

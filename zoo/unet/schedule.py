@@ -137,7 +137,8 @@ def dpm_multistep(
         share, image = level.towards(following)
         latents, output = level.image(prediction)
         before = 0.0
-        if second[step]:
+        # A step from a level to itself, at which Karras' sigmas may end, changes nothing in either order.
+        if second[step] and following != level:
             width, width_before = _log_ratio(level, following), _log_ratio(levels[step - 1], level)
             slope = following.signal + (following.noise / level.sigma - following.signal) / width if heun else image / 2
             slope *= width / width_before

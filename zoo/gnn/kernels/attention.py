@@ -3,7 +3,8 @@
 
 Features and scores of a node lie in one row of a table, so that an edge gathers both together. The softmax is an online
 one: a running greatest score, a running sum of exponents, and a weighted sum that is scaled down whenever the greatest
-grows. Only the log of the sum of exponents, [D, H], is kept for the backward, which computes the weights anew.
+grows. Only the log of the sum of exponents, [D, H], is kept for the backward, which computes the weights anew. Rounding
+that log costs the gradients digits where scores are large: at scores of 100 they have four or five.
 
 The backward walks the transpose: a source's features stay in registers and each edge gathers one row of the gradient,
 which serves the gradient of the features and of the edge's weight alike. What is left of the softmax's backward is
