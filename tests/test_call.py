@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 import zoo
-from zoo.engine.call import RegionCall
+from zoo.engine.call import IdleWatch, RegionCall
 
 
 class Inner(nn.Module):
@@ -268,3 +269,49 @@ def test_a_hook_that_was_removed_leaves_the_direct_call(by_dynamo: list[nn.Modul
     handle.remove()
     block(x)
     assert len(by_dynamo) == 2
+
+
+class Stream:
+    """A stream that has run out of work in some of its looks."""
+
+    def __init__(self, idle: list[bool]) -> None:
+        self.idle = iter(idle)
+
+    def query(self) -> bool:
+        return next(self.idle)
+
+
+@pytest.mark.parametrize(("idle", "warned"), [(0.8, True), (0.7, False)])
+def test_a_gpu_that_waits_for_the_host_is_warned_of_once(
+    idle: float, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = blocks(8, 8)
+    watch = IdleWatch(model, list(model))
+    looks = [place < idle * watch.SAMPLES for place in range(watch.SAMPLES)]
+    stream, x = Stream(looks), torch.randn(3, 8)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("always", zoo.RegionWarning)
+        for _ in range(watch.SAMPLES):
+            for block in model:
+                block(x)
+    messages = [str(each.message) for each in caught if issubclass(each.category, zoo.RegionWarning)]
+    assert [("model = zoo.cuda_graph(model)" in each) for each in messages] == [True] * warned
+    assert list(stream.idle) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 4096])
+def test_only_small_blocks_leave_a_gpu_idle(width: int) -> None:
+    model = nn.ModuleList(Inner(width) for _ in range(4)).cuda()
+    zoo.compile_regions(model, regions=[Inner])
+    x = torch.randn(4096, width, device="cuda")
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("always", zoo.RegionWarning)
+        for _ in range(40):
+            y = x
+            for block in model:
+                y = block(y)
+            torch.cuda.synchronize()
+    assert any("GPU was idle" in str(each.message) for each in caught) == (width == 64)

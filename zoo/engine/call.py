@@ -10,12 +10,18 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
+
+
+class RegionWarning(UserWarning):
+    """Something about a model, or the way it is called, will cost graphs or speed."""
+
 
 # Calls that Dynamo may serve without leaving an entry whose guards pass, before no more are looked for: a module that
 # changes an attribute in every call has none.
@@ -41,6 +47,7 @@ class RegionCall:
         self._forward = type(module).forward
         # Shapes of positional tensors -> guards and code, for all modes that were met.
         self._entries: dict[Any, list[tuple[Any, Callable[..., Any]]]] = {}
+        self.idle_watch: IdleWatch | None = None
         # Set by enforce_budget: called with the module after each call.
         self.on_call: Callable[[nn.Module], None] | None = None
         self._code: Any = getattr(self._forward, "__code__", None)
@@ -63,6 +70,8 @@ class RegionCall:
         result = self._direct(module, args, kwargs) if self._entries else _NOT_RUN
         if result is _NOT_RUN:
             result = self._by_dynamo(module, args, kwargs)
+        elif self.idle_watch is not None:
+            self.idle_watch.note()
         if self.on_call is not None:
             self.on_call(module)
         return result
@@ -137,6 +146,48 @@ _NOT_RUN = object()
 
 def _shapes(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple([each.shape if isinstance(each, torch.Tensor) else None for each in args])
+
+
+class IdleWatch:
+    """Asks at some region calls whether the GPU has run out of work, and warns once where it mostly has.
+
+    Args:
+        model: The compiled model, named in the warning.
+        regions: Its regions. One alone has no call before it in the same step that could keep the GPU busy.
+    """
+
+    SAMPLES = 64
+    IDLE = 0.75
+
+    def __init__(self, model: nn.Module, regions: Sequence[nn.Module]) -> None:
+        self._name = type(model).__name__
+        self._calls = [call for call in map(region_call, regions) if call is not None]
+        self._seen = -2 * len(regions)  # two steps may still compile kernels
+        self._idle = 0
+        if len(regions) > 1:
+            for call in self._calls:
+                call.idle_watch = self
+
+    def note(self) -> None:
+        """Look at the stream, unless it is being captured, and warn after the last look."""
+        if torch.cuda.is_current_stream_capturing():
+            return
+        self._seen += 1
+        if self._seen <= 0:
+            return
+        self._idle += torch.cuda.current_stream().query()
+        if self._seen < self.SAMPLES:
+            return
+        for call in self._calls:
+            call.idle_watch = None
+        if self._idle >= self.IDLE * self.SAMPLES:
+            line = "zoo.training.TrainingStep(...)" if torch.is_grad_enabled() else "model = zoo.cuda_graph(model)"
+            warnings.warn(
+                f"{self._name}: the GPU was idle at {self._idle} of {self.SAMPLES} region calls, so the host sets the "
+                f"pace; one CUDA graph around the step takes that away: {line}",
+                RegionWarning,
+                stacklevel=2,
+            )
 
 
 def region_call(module: nn.Module) -> RegionCall | None:

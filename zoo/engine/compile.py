@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from zoo.dry_run import before_first_call
-from zoo.engine.call import RegionCall
+from zoo.engine.call import IdleWatch, RegionCall, RegionWarning
 from zoo.engine.compat import compile_limit_kwargs
 from zoo.engine.discover import FoundRegion, Region, RegionReport, declares, nothing_repeats, report_on, resolve
 from zoo.engine.graph_log import LEDGER, Entry
@@ -23,10 +23,6 @@ from zoo.engine.signature import mode as mode_in_words
 from zoo.engine.step_buffers import tensors_in
 
 _CUDA_GRAPH_MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
-
-
-class RegionWarning(UserWarning):
-    """Something about a model that the zoo did not write will cost graphs or speed."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +131,8 @@ def compile_regions(
         for module in group.values():
             module._compiled_call_impl = RegionCall(module, fullgraph=fullgraph, backend=backend, **how, **limit)
     modules = {name: module for group in chosen.values() for name, module in group.items()}
+    if any(parameter.is_cuda for parameter in model.parameters()):
+        IdleWatch(model, list(modules.values()))
     _PLANS[model] = Plan(report, LEDGER.watch(model, modules))
     before_first_call(model)
     return model

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from zoo.engine.compile import RegionWarning
+from zoo.engine.call import RegionWarning
 from zoo.engine.graphed_step import CaptureError, GraphedStep
 from zoo.engine.reachable import WeightsMovedError
 from zoo.engine.step_buffers import is_captured, is_constant, shapes_of
