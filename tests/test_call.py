@@ -271,6 +271,31 @@ def test_a_hook_that_was_removed_leaves_the_direct_call(by_dynamo: list[nn.Modul
     assert len(by_dynamo) == 2
 
 
+def test_a_closure_is_read_at_each_call(by_dynamo: list[nn.Module]) -> None:
+    factor = 2.0
+
+    class Scaled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * factor
+
+    model = nn.ModuleList([Scaled(), Scaled()])
+    zoo.compile_regions(model, regions=[Scaled], backend="eager")
+    x = torch.randn(3)
+    for value in (2.0, 2.0, 3.0, 3.0):
+        factor = value
+        torch.testing.assert_close(model[0](x), x * value)
+    assert len(by_dynamo) == 2
+
+
+def test_entries_of_many_shapes_are_bounded(monkeypatch: pytest.MonkeyPatch, by_dynamo: list[nn.Module]) -> None:
+    monkeypatch.setattr("zoo.engine.call._MOST_SHAPES", 4)
+    (block,) = blocks()
+    with torch.no_grad():
+        for rows in [*range(2, 10), 9, 2]:
+            block(torch.randn(rows, 8))
+    assert len(block._compiled_call_impl._entries) == 4 and len(by_dynamo) == 9
+
+
 class Stream:
     """A stream that has run out of work in some of its looks."""
 

@@ -101,7 +101,11 @@ def check_finite(model: nn.Module, source: str, *, strict: bool) -> None:
 
 def _finite(tensor: Tensor) -> bool:
     """Whether all values are finite. Both extremes are, and finding them takes no memory, as torch.isfinite would."""
-    return tensor.is_meta or tensor.numel() == 0 or all(extreme.isfinite() for extreme in tensor.detach().aminmax())
+    if tensor.is_meta or tensor.numel() == 0:
+        return True
+    if tensor.element_size() == 1:
+        tensor = tensor.bfloat16()  # aminmax takes no float8, and bfloat16 holds all of it
+    return all(extreme.isfinite() for extreme in tensor.detach().aminmax())
 
 
 def locate(source: str | Path) -> Path:

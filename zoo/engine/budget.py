@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,14 +73,21 @@ def enforce_budget(model: nn.Module) -> Iterator[None]:
 def _noting_calls(modules: Mapping[str, nn.Module], modes: dict[str, set[str]]) -> Iterator[None]:
     """Note the modes that each region's compiled call ran in."""
     calls = {name: region_call(module) for name, module in modules.items()}
-    noted = {name: call for name, call in calls.items() if call is not None}
-    for name, call in noted.items():
-        call.on_call = lambda module, seen=modes[name]: seen.add(mode(module))  # type: ignore[misc]
+    before = [(call, call.on_call) for call in calls.values() if call is not None]
+
+    def note(name: str, further: Callable[[nn.Module], None] | None, module: nn.Module) -> None:
+        modes[name].add(mode(module))
+        if further is not None:
+            further(module)
+
+    for name, call in calls.items():
+        if call is not None:
+            call.on_call = functools.partial(note, name, call.on_call)
     try:
         yield
     finally:
-        for call in noted.values():
-            call.on_call = None
+        for noted, on_call in before:
+            noted.on_call = on_call
 
 
 def _over_budget(plan: Plan) -> Iterator[str]:

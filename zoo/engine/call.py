@@ -9,6 +9,7 @@ code. Whatever does not pass goes to Dynamo, which finds, compiles or refuses as
 from __future__ import annotations
 
 import inspect
+import threading
 import types
 import warnings
 from collections.abc import Callable, Sequence
@@ -26,6 +27,10 @@ class RegionWarning(UserWarning):
 # Calls that Dynamo may serve without leaving an entry whose guards pass, before no more are looked for: a module that
 # changes an attribute in every call has none.
 _MOST_MISSES = 8
+# Shapes of its inputs whose entries a module keeps; the oldest is forgotten first, and found again by Dynamo.
+_MOST_SHAPES = 256
+# Dynamo's configuration is the process's: a second thread would put back what the first one had set.
+_patching = threading.RLock()
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -57,9 +62,9 @@ class RegionCall:
             self._names = [each.name for each in parameters if each.kind <= each.POSITIONAL_OR_KEYWORD]
             self._known = {each.name for each in parameters}
             self._rest = {each.kind: each.name for each in parameters if each.kind in _VARIADIC}
-            cells = zip(self._code.co_freevars, self._forward.__closure__ or (), strict=True)
-            self._fixed = {each.name: each.default for each in parameters if each.default is not each.empty}
-            self._fixed |= {name: cell.cell_contents for name, cell in cells}
+            self._cells = list(zip(self._code.co_freevars, self._forward.__closure__ or (), strict=True))
+            self._defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
+            self._default_values = self._forward.__defaults__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run compiled code on the arguments of ``module.forward``."""
@@ -92,7 +97,7 @@ class RegionCall:
 
         # Hooks inside of a region are guarded, which Dynamo leaves out by default; and the code that it makes does not
         # ask for a profiler five times in each call.
-        with config.patch(skip_nnmodule_hook_guards=False, record_runtime_overhead=False):
+        with _patching, config.patch(skip_nnmodule_hook_guards=False, record_runtime_overhead=False):
             result = self._compiled(*args, **kwargs)
         if self._misses < _MOST_MISSES and not self._needs_dynamo(module):
             self._keep(module, args, kwargs)
@@ -108,6 +113,8 @@ class RegionCall:
                 run = types.FunctionType(entry.code, f.__globals__, f.__name__, f.__defaults__, f.__closure__)
                 run.__kwdefaults__ = f.__kwdefaults__
                 kept = self._entries.setdefault(_shapes(args), [])
+                if len(self._entries) > _MOST_SHAPES:
+                    del self._entries[next(iter(self._entries))]
                 kept[:] = [each for each in kept if each[0].cache_entry is not None]
                 kept.append((guards, run))
                 return
@@ -116,7 +123,9 @@ class RegionCall:
     def _bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Arguments by name, as guards look them up. What does not fit the signature fails in the call itself."""
         given = (module, *args)
-        bound = {**self._fixed, **dict(zip(self._names, given, strict=False)), **kwargs}
+        bound = {**self._defaults, **dict(zip(self._names, given, strict=False)), **kwargs}
+        for name, cell in self._cells:
+            bound[name] = cell.cell_contents
         for kind, name in self._rest.items():
             if kind is inspect.Parameter.VAR_POSITIONAL:
                 bound[name] = given[len(self._names) :]
@@ -137,7 +146,9 @@ class RegionCall:
             or torch_module._global_backward_pre_hooks
             or "forward" in module.__dict__
             or type(module).forward is not self._forward
+            or self._forward.__defaults__ is not self._default_values
             or self._dynamo._stance.stance != "default"
+            or self._dynamo._stance.backend is not None
         )
 
 

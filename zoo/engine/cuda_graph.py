@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import threading
 import warnings
 from collections import Counter
@@ -17,12 +18,12 @@ from torch.utils import _pytree as pytree
 
 from zoo.engine.call import RegionWarning
 from zoo.engine.graphed_step import CaptureError, GraphedStep
-from zoo.engine.reachable import WeightsMovedError
+from zoo.engine.reachable import Weights, WeightsMovedError
 from zoo.engine.step_buffers import is_captured, is_constant, shapes_of
 
 Model = TypeVar("Model", bound=nn.Module)
 # Kinds of call that were seen once and may be captured when seen again. The oldest is forgotten first.
-_MOST_REMEMBERED = 64
+_MOST_REMEMBERED = 16
 
 
 @dataclass
@@ -57,6 +58,7 @@ class CapturingCall:
         self.captures = Captures()
         self._module = module
         self._call: Callable[..., Any] = module._compiled_call_impl or module._call_impl
+        self.__wrapped__ = self._call  # where the regions' calls are looked for
         self._most_graphs = most_graphs
         self._clone_outputs = clone_outputs
         self._lock = threading.Lock()
@@ -69,14 +71,18 @@ class CapturingCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay, capture or run the module on the arguments of ``module.forward``."""
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        if torch.compiler.is_compiling() or _is_watched():
             return self._call(*args, **kwargs)
         if not self._lock.acquire(blocking=False):
             return self._plainly("another call was running", args, kwargs)
         try:
             return self._replay(args, kwargs)
         except _Uncapturable as reason:
-            return self._plainly(str(reason), args, kwargs)
+            outputs = self._plainly(str(reason), args, kwargs)
+            if reason.kind is not None:  # the call itself is right
+                self._refused[reason.kind] = str(reason)
+                _forget_oldest(self._refused)
+            return outputs
         finally:
             self._lock.release()
 
@@ -89,12 +95,13 @@ class CapturingCall:
         return self._call(*args, **kwargs)
 
     def _replay(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        device = self._device()
-        if is_captured(device):
-            return self._call(*args, **kwargs)  # part of a larger CUDA graph
+        kwargs = dict(sorted(kwargs.items()))
         static = {place: value for place, value in self._static(args, kwargs) if value is not None}
         rest = [None if place in static else value for place, value in enumerate(args)]
         leaves, spec = pytree.tree_flatten((rest, {k: v for k, v in kwargs.items() if k not in static}))
+        device = self._device(leaves)
+        if is_captured(device):
+            return self._call(*args, **kwargs)  # part of a larger CUDA graph
         self._check(leaves)
         kind = (
             spec,
@@ -108,13 +115,12 @@ class CapturingCall:
                 raise _Uncapturable(self._refused[kind])
             if kind not in self._seen:
                 self._seen[kind] = static
-                if len(self._seen) > _MOST_REMEMBERED:
-                    del self._seen[next(iter(self._seen))]
+                _forget_oldest(self._seen)
                 return self._call(*args, **kwargs)
             if len(self._steps) >= self._most_graphs:
                 raise _Uncapturable(f"{self._most_graphs} kinds of call are captured; raise most_graphs for more")
-        if any(isinstance(each, Tensor) and each.device != device for each in leaves):
-            # A tensor of the host would be read when it is captured, and never again.
+        if any(isinstance(each, Tensor) and (each.device != device or each.requires_grad) for each in leaves):
+            # A tensor of the host would be read when it is captured, and never again. Nobody wants gradients here.
             args = tuple(_to(value, device) if place not in static else value for place, value in enumerate(args))
             kwargs = {name: _to(value, device) if name not in static else value for name, value in kwargs.items()}
         try:
@@ -133,23 +139,27 @@ class CapturingCall:
     def _capture(
         self, kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any], static: tuple[int | str, ...]
     ) -> GraphedStep:
+        if Weights([self._module]).hooked():
+            raise _Uncapturable("a module of it has hooks or a forward of its own, which a replay would leave out")
         try:
             with _buffers_restored(self._module):
                 calls = [(args, kwargs)]
                 step = GraphedStep(self._call, calls, self._clone_outputs, static, warmup=2, pool=self._pool)
             step.check_repeatable()
+        except CaptureError as error:
+            raise _Uncapturable(str(error).partition("\n")[0], kind) from error
         except Exception as error:
-            # An error of the call itself is raised again by the plain run.
-            self._refused[kind] = str(error).partition("\n")[0]
-            raise _Uncapturable(self._refused[kind]) from (error if isinstance(error, CaptureError) else None)
+            # The plain run raises it again if it is the call's own.
+            raise _Uncapturable(f"{type(error).__name__}: {error}".partition("\n")[0], kind) from error
         self._pool = step.pool
         self._steps[kind] = step
         self.captures.shapes += step.shapes
         return step
 
-    def _device(self) -> torch.device:
-        weight = next(self._module.parameters(), None)
-        return torch.device("cpu") if weight is None else weight.device
+    def _device(self, leaves: list[Any]) -> torch.device:
+        tensors = itertools.chain(self._module.parameters(), self._module.buffers(), leaves)
+        found = (each.device for each in tensors if isinstance(each, Tensor))
+        return next(found, torch.device("cpu"))
 
     def _static(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[int | str, Any]]:
         for name in self._static_names:
@@ -161,10 +171,10 @@ class CapturingCall:
 
     def _check(self, leaves: list[Any]) -> None:
         module = self._module
-        if "forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks:
-            raise _Uncapturable("it has hooks or a forward of its own, which a replay would leave out")
         for leaf in leaves:
             if isinstance(leaf, Tensor):
+                if type(leaf) not in (Tensor, nn.Parameter):
+                    raise _Uncapturable(f"an argument is a {type(leaf).__name__}, a tensor of another class")
                 if leaf.layout is not torch.strided:
                     raise _Uncapturable(f"an argument is {leaf.layout}, and only strided tensors are copied in")
             elif not is_constant(leaf):
@@ -176,25 +186,55 @@ class CapturingCall:
 
     def _mode(self, device: torch.device) -> tuple[Any, ...]:
         autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-        stance = torch._dynamo.eval_frame._stance.stance
-        return torch.is_inference_mode_enabled(), torch.is_grad_enabled(), autocast, self._module.training, stance
+        modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled(), self._module.training
+        return *modes, autocast, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
 
 
 def _to(value: Any, device: torch.device) -> Any:
-    return pytree.tree_map_only(Tensor, lambda each: each.to(device), value)
+    return pytree.tree_map_only(Tensor, lambda each: each.detach().to(device), value)
+
+
+def _is_watched() -> bool:
+    """Whether somebody looks at each operator, transforms it, or asked the compiler to stand aside."""
+    stance = torch._dynamo.eval_frame._stance
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+        or stance.stance != "default"
+        or stance.backend is not None
+    )
+
+
+def _forget_oldest(kinds: dict[Any, Any]) -> None:
+    if len(kinds) > _MOST_REMEMBERED:
+        del kinds[next(iter(kinds))]
 
 
 class _Uncapturable(Exception):
-    """Why a call runs as the module does by itself."""
+    """Why a call runs as the module does by itself; with the kind, if it always will."""
+
+    def __init__(self, reason: str, kind: Any = None) -> None:
+        super().__init__(reason)
+        self.kind = kind
 
 
 @contextlib.contextmanager
 def _buffers_restored(module: nn.Module) -> Iterator[None]:
-    """The runs before a capture leave no trace in running statistics, counters or caches."""
+    """The runs before a capture leave no trace in buffers. CaptureError if one was replaced, or a parameter written."""
+    stores = [(each._buffers, dict(each._buffers)) for each in module.modules()]
     contents = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    versions = [(each, each._version) for each in module.parameters() if not each.is_inference()]
     try:
         yield
+        if any(store.get(name) is not buffer for store, before in stores for name, buffer in before.items()):
+            raise CaptureError("it assigns a buffer, which a replay would leave out; write to it in place")
+        if any(each._version != version for each, version in versions):
+            raise CaptureError("it writes to a parameter; make it a buffer")
     finally:
+        for store, before in stores:
+            store.clear()
+            store.update(before)
         with torch.inference_mode(), torch.no_grad():
             for buffer, content in contents:
                 buffer.copy_(content)

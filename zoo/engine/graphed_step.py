@@ -26,6 +26,7 @@ from zoo.engine.step_buffers import (
     make_buffer,
     may_write,
     one_device,
+    shape_of,
     shapes_of,
     static_value,
     tensors_in,
@@ -126,13 +127,13 @@ class GraphedStep:
         self._add(leaves, warmup)
 
     def check_repeatable(self) -> None:
-        """Raise CaptureError if a replay loses what the step does: it writes to an input, or gives what has no copy."""
+        """Raise CaptureError if a replay loses what the step does: writes to inputs, outputs without copies."""
         for bucket in self._buckets.values():
             for index, (leaf, buffer) in enumerate(zip(bucket.leaves, bucket.buffers, strict=True)):
                 if buffer is not None and not torch.equal(_bytes(leaf), _bytes(buffer)):
                     raise CaptureError(
-                        f"it writes to input {index} ({describe([leaf])}), of which a replay has a copy; give an "
-                        "example, zoo.cuda_graph(model, args, static=...), and name that input in static="
+                        f"it writes to input {index}, of which a replay has a copy; give an example, "
+                        "zoo.cuda_graph(model, args, static=...), and name that input in static="
                     )
             for leaf in bucket.outputs:
                 if not (isinstance(leaf, torch.Tensor) or is_constant(leaf)):
@@ -221,8 +222,7 @@ class GraphedStep:
             raise ValueError(f"no bucket for {describe(leaves)}; captured: {'; '.join(self.shapes)}")
         for index, (leaf, buffer) in enumerate(zip(leaves, bucket.buffers, strict=True)):
             if buffer is None:
-                # 1 is not True, nor 1.0: what was captured may have asked.
-                if type(leaf) is not type(bucket.leaves[index]) or leaf != bucket.leaves[index]:
+                if shape_of(leaf) != shape_of(bucket.leaves[index]):
                     raise ValueError(
                         f"input {index} is {leaf!r}, but {bucket.leaves[index]!r} was captured as a constant; pass a "
                         "tensor for what changes"
@@ -251,12 +251,18 @@ class GraphedStep:
         else:
             positional, kwargs = pytree.tree_unflatten(leaves, self._spec)
             args = list(positional)
+        given = [list(each) for each in (args, kwargs.values())]
         for place, value in self._static.items():
             if isinstance(place, int):
                 args[place] = value
             else:
                 kwargs[place] = value
-        return self._fn(*args, **kwargs)
+        outputs = self._fn(*args, **kwargs)
+        if not isinstance(self._spec, tuple):
+            after = pytree.tree_leaves(given)
+            if len(after) != len(leaves) or any(one is not other for one, other in zip(after, leaves, strict=True)):
+                raise CaptureError("it changes a list or a dict that it is given, which a replay would leave out")
+        return outputs
 
     def _capture(self, bucket: _Bucket, warmup: int) -> None:
         if torch.cuda.is_current_stream_capturing():
@@ -349,15 +355,20 @@ def _copy_in(bucket: _Bucket, leaves: list[Any]) -> None:
             buffer.copy_(leaf)
 
 
+_warming_up = threading.RLock()
+
+
 @contextlib.contextmanager
 def _as_when_capturing() -> Iterator[None]:
     """Code that asks is told that it is captured: transformers builds a mask then, and reads it on the host else."""
-    asked = torch.cuda.is_current_stream_capturing
-    torch.cuda.is_current_stream_capturing = lambda: True
-    try:
-        yield
-    finally:
-        torch.cuda.is_current_stream_capturing = asked
+    thread = threading.get_ident()
+    with _warming_up:
+        asked = torch.cuda.is_current_stream_capturing
+        torch.cuda.is_current_stream_capturing = lambda: threading.get_ident() == thread or asked()
+        try:
+            yield
+        finally:
+            torch.cuda.is_current_stream_capturing = asked
 
 
 @contextlib.contextmanager

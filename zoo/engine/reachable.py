@@ -63,42 +63,70 @@ class WeightsMovedError(RuntimeError):
 
 
 class Weights:
-    """Submodules of some modules, and addresses of all their parameters and buffers, at one moment."""
+    """Submodules, their modes and hooks, and addresses of all parameters and buffers of some modules, at one moment."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._places: list[tuple[dict[str, Any], str, str]] = []
-        self._children: list[tuple[dict[str, Any], str, nn.Module | None]] = []
-        seen: set[int] = set()
+        self._modules: dict[int, tuple[str, nn.Module]] = {}
         for root in modules:
             for prefix, module in root.named_modules():
-                if id(module) in seen:
+                if id(module) in self._modules:
                     continue
-                seen.add(id(module))
-                self._children += [(module._modules, name, child) for name, child in module._modules.items()]
+                self._modules[id(module)] = prefix, module
                 for store in (module._parameters, module._buffers):
                     for name, tensor in store.items():
-                        if tensor is not None and tensor.layout is torch.strided:
+                        if tensor is None or tensor.layout is torch.strided:
                             self._places.append((store, name, f"{prefix}.{name}" if prefix else name))
-        self._remembered: list[tuple[dict[str, Any], str, int]] = []
+        self._remembered: list[tuple[dict[str, Any], str, int | None]] = []
+        self._states: list[tuple[str, nn.Module, Any, list[nn.Module | None]]] = []
+        self._held: list[Any] = []
 
     def tensors(self) -> list[torch.Tensor]:
         """The weights themselves."""
-        return [store[name] for store, name, _ in self._places]
+        return [store[name] for store, name, _ in self._places if store[name] is not None]
+
+    def hooked(self) -> bool:
+        """Whether a module has forward hooks, or a forward of its own, whose Python a replay would leave out."""
+        return any(any(_state(module)[1:]) for _, module in self._modules.values())
 
     def remember(self) -> None:
-        """Take the addresses of this moment as the ones to check against."""
-        self._remembered = [(store, name, store[name].data_ptr()) for store, name, _ in self._places]
+        """Take what is there at this moment as what to check against."""
+        self._remembered = [(store, name, _address(store[name])) for store, name, _ in self._places]
+        self._states = [
+            (label, module, _state(module), list(module._modules.values())) for label, module in self._modules.values()
+        ]
+        # Tensors that are plain attributes are not checked: the CUDA graph goes on reading those of its capture.
+        values = [value for _, module in self._modules.values() for value in vars(module).values()]
+        self._held = [value for value in values if isinstance(value, torch.Tensor | list | tuple)]
 
     def check(self) -> None:
-        """Raise WeightsMovedError if anything is no longer what it was; a fraction of a microsecond a weight."""
-        for store, name, child in self._children:
-            if store.get(name) is not child:
-                raise WeightsMovedError(f"submodule {name} was replaced since capture; capture again")
+        """Raise WeightsMovedError if anything is no longer what it was; a fraction of a microsecond each."""
+        for label, module, state, children in self._states:
+            if _state(module) != state:
+                raise WeightsMovedError(
+                    f"{label or 'the model'} changed its training mode, hooks or forward since capture; capture again"
+                )
+            if list(module._modules.values()) != children:
+                raise WeightsMovedError(
+                    f"a submodule of {label or 'the model'} was replaced since capture; capture again"
+                )
         for store, name, address in self._remembered:
-            tensor = store.get(name)
-            if tensor is None or tensor.data_ptr() != address:
+            if _address(store.get(name)) != address:
                 label = next(label for where, key, label in self._places if where is store and key == name)
                 raise WeightsMovedError(
                     f"{label} was moved or replaced since capture (.to(), load_state_dict(assign=True), an assigned "
                     "parameter), so a replay would read stale memory; capture again. Loading in place is fine"
                 )
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _state(module: nn.Module) -> tuple[bool, int, int, bool]:
+    return (
+        module.training,
+        len(module._forward_hooks),
+        len(module._forward_pre_hooks),
+        "forward" in module.__dict__,
+    )

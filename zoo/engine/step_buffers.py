@@ -113,14 +113,15 @@ def one_device(tensors: list[torch.Tensor]) -> torch.device:
 
 def shapes_of(leaves: list[Any]) -> tuple[Any, ...]:
     """What tells buckets apart: shape and dtype of tensors, type and value of constants, the type of whatever else."""
-    return tuple(map(_shape_of, leaves))
+    return tuple(map(shape_of, leaves))
 
 
-def _shape_of(leaf: Any) -> Any:
+def shape_of(leaf: Any) -> Any:
+    """``shapes_of`` of one leaf."""
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.dtype
-    # 1 is not True, nor 1.0: what is captured may ask.
-    return (type(leaf), leaf) if is_constant(leaf) else type(leaf)
+    # 1 is not True, nor 1.0, and 0.0 is not -0.0: what is captured may ask. A NaN is itself.
+    return (type(leaf), repr(leaf)) if is_constant(leaf) else type(leaf)
 
 
 def describe(leaves: Iterable[Any]) -> str:
