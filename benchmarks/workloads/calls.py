@@ -147,7 +147,7 @@ def _loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def _compiled(case: Case, width: int) -> Blocks:
-    """A model of this width whose blocks are compiled, as the case's will be."""
+    """A model of this width, called once with its blocks compiled in the default mode."""
     model = _model(case, width, seed=0)
     zoo.compile_regions(model, backend=strategies.backend())
     autocast = autocast_of(dtype_of(case)) if case.workload == "train" else None
