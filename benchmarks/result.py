@@ -50,7 +50,7 @@ class Compile:
 
 @dataclass(kw_only=True)
 class Steady:
-    """Steady state, raced. Milliseconds a call; one sample a round."""
+    """Steady state, raced. Milliseconds a call; one sample a round, but for ``host_ms``."""
 
     device_ms: list[float] = field(default_factory=list)  # by device events; empty on a CPU
     wall_ms: list[float] = field(default_factory=list)
@@ -58,6 +58,8 @@ class Steady:
     calls_per_round: int = 0
     sm_clock_mhz: list[float] = field(default_factory=list)
     power_w: list[float] = field(default_factory=list)
+    # Median time from a call with the device's queue empty to its return; None on a CPU, and in older rows.
+    host_ms: float | None = None
 
     @property
     def samples(self) -> list[float]:
@@ -106,6 +108,13 @@ class Work:
     unit: str | None = None
     peak_flops: float | None = None  # FLOP/s of a large matrix product in the case's dtype
     peak_bandwidth: float | None = None  # byte/s
+
+    @property
+    def kernel_microseconds(self) -> float | None:
+        """What the kernels of one call take together; None where they were not profiled."""
+        if self.longest is None:
+            return None
+        return sum(kernel.microseconds for kernel in (*self.longest, *([self.others] if self.others else [])))
 
 
 @dataclass(kw_only=True)

@@ -385,4 +385,4 @@ def estimate_race(cases: Sequence[Case], settings: Settings) -> float:
 
 
 def estimate_rounds(arms: int, settings: Settings) -> float:
-    return 1.0 + 0.04 * arms * settings.rounds
+    return 1.0 + 0.055 * arms * settings.rounds

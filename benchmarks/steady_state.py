@@ -23,7 +23,8 @@ def race(
 ) -> None:
     """Pass the token round: in every round each arm works once, in an order drawn for that round.
 
-    An arm that fails drops out with its reason; the others go on. Samples are appended to what the arm has already,
+    Before the rounds each arm measures once how many calls fill a turn and how long a call keeps the host busy. An arm
+    that fails drops out with its reason; the others go on. Samples are appended to what the arm has already,
     under round numbers from ``first_round`` on, so that sets of processes do not mix.
 
     Args:
@@ -40,6 +41,8 @@ def race(
         with failures_of(arm):
             if arm.ok:
                 arm.calls = arm.ask("calibrate", milliseconds=milliseconds)["calls"]
+                steady = arm.result.steady = arm.result.steady or Steady()
+                steady.host_ms = arm.ask("host")["host_ms"]
     for number in range(rounds):
         order = [arm for arm in arms if arm.ok]
         draw.shuffle(order)
@@ -53,7 +56,8 @@ def _turn(arm: Arm, number: int, monitor: Monitor) -> None:
     timed = arm.ask("round", calls=arm.calls)
     # Read right after the work and outside of it: the query itself would disturb the clocks.
     clock, power = (monitor.sm_clock(), monitor.power()) if arm.case.device != "cpu" else (None, None)
-    steady = arm.result.steady = arm.result.steady or Steady()
+    steady = arm.result.steady
+    assert steady is not None
     steady.calls_per_round = arm.calls
     steady.rounds.append(number)
     steady.wall_ms.append(timed["wall_ms"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ import torch
 
 ROUND_MS = 20.0  # a round is at least this long, so that the clocks' own grain and one stray interrupt do not matter
 _NO_STALL = 20  # rounds: what takes longer than so many is a long step, not one that was held up
-SETTLE_MS = 5.0  # what runs before it, unmeasured: another process had the device, caches and clocks in between
+# Unmeasured calls before a round, as long as the round: another process had the device, the caches and the clocks.
+SETTLE_MS = ROUND_MS
+HOST_CALLS, HOST_MS = 30, 300.0  # at most so many calls, and no new one after so long, measure the host's time
 
 Step = Callable[[], Any]
 
@@ -60,6 +63,25 @@ def back_to_back(step: Step, device: str, calls: int) -> Timed:
     torch.cuda.synchronize()
     wall = (time.perf_counter() - began) * 1e3 / calls
     return Timed(calls, wall, start.elapsed_time(end) / calls)
+
+
+def host(step: Step, device: str) -> float | None:
+    """Median milliseconds from a call with the device's queue empty until the call returned; None on a CPU.
+
+    A call that launches more than the queue holds waits for the device, and this wait is part of its time.
+    """
+    if device == "cpu":
+        return None
+    settle(step, device)
+    taken: list[float] = []
+    until = time.perf_counter() + HOST_MS / 1e3
+    while not taken or (len(taken) < HOST_CALLS and time.perf_counter() < until):
+        synchronise(device)
+        began = time.perf_counter()
+        step()
+        taken.append(time.perf_counter() - began)
+    synchronise(device)
+    return statistics.median(taken) * 1e3
 
 
 def settle(step: Step, device: str, milliseconds: float = SETTLE_MS) -> int:

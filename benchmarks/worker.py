@@ -376,6 +376,13 @@ class Arm:
         with strategies.execution_mode(self.case):
             return {"calls": timing.calibrate(self.step, self.device, milliseconds)}
 
+    def host(self) -> Reply:
+        """How long the host is busy with one call."""
+        from benchmarks import strategies, timing
+
+        with strategies.execution_mode(self.case):
+            return {"host_ms": timing.host(self.step, self.device)}
+
     def round(self, *, calls: int) -> Reply:
         """Back-to-back calls after a few unmeasured ones."""
         from benchmarks import strategies, timing

@@ -316,6 +316,53 @@ def test_nothing_is_cut_off(width: int) -> None:
             assert cells.speedup(shown, arm, shown.best_tuned) in text
 
 
+def _with_host(results: list[Result]) -> list[Result]:
+    for result in results:
+        if result.status == "ok":
+            assert result.steady is not None and result.work is not None
+            times = result.steady.device_ms
+            result.steady.host_ms = 12.3456
+            result.work.longest = [Kernel(name="a", launches=2.0, microseconds=0.5e3 * times[0])]
+            result.work.others = Kernel(name="1 other", launches=1.0, microseconds=0.25e3 * times[0])
+            times[:] = [times[0]] * len(times)
+    return results
+
+
+@pytest.mark.parametrize("width", [80, 240])
+def test_tables_show_the_hosts_time_and_the_idle_device(width: int) -> None:
+    shown = _one(_with_host(_extreme()))
+    assert all(arm.idle == pytest.approx(0.25) for arm in shown.arms)
+    head, rows = cells.speeds(shown)
+    assert head[-2:] == ["host ms", "device idle"] and all(line[-2:] == ["12.3", "25 %"] for line in rows)
+    text = _printed(_with_host(_extreme()), width)
+    assert max(map(len, text.splitlines())) <= width and "…" not in text
+    assert text.count("host ms") == 1 and text.count("25 %") == len(shown.arms)
+
+
+def test_rows_without_the_hosts_time_have_no_column_of_it() -> None:
+    head, _ = cells.speeds(_one(race()))
+    assert not set(cells.HOST_HEAD) & set(head)
+    profiled = _with_host(race())
+    for result in profiled:
+        assert result.steady is not None
+        result.steady.host_ms = None  # as in rows of before it was measured
+    assert cells.speeds(_one(profiled))[0] == head
+    assert "host ms" not in _printed(profiled, 80) + _printed(profiled, 240)
+
+
+@pytest.mark.parametrize(
+    ("device_ms", "microseconds", "idle"), [([2.0, 1.0, 8.0], 500.0, 0.75), ([1.0], 1100.0, 0.0), ([], 500.0, None)]
+)
+def test_the_share_of_idle_device_time(device_ms: list[float], microseconds: float, idle: float | None) -> None:
+    result = row(1.0)
+    assert result.steady is not None and result.work is not None
+    result.steady.device_ms, result.steady.host_ms = device_ms, 1.0
+    result.work.longest = [Kernel(name="a", launches=1.0, microseconds=microseconds)]
+    assert Arm(result, 1.0, 1.0).idle == idle
+    result.work.longest = None
+    assert Arm(result, 1.0, 1.0).idle is None
+
+
 def test_terminal_names_failures_bests_and_noise() -> None:
     text = " ".join(_printed(_extreme(), 80).split())
     assert "zoo hierarchical: failed: Unsupported: [bold]nested[/bold] and so on" in text

@@ -38,6 +38,13 @@ def test_rows_of_before_kernels_were_named_are_read() -> None:
     assert read.work is not None and read.work.longest is None and read.work.others is None
 
 
+def test_rows_of_before_the_hosts_time_was_measured_are_read() -> None:
+    old = row(1.0).to_json()
+    del old["steady"]["host_ms"]
+    read = Result.from_json(old)
+    assert read.steady is not None and read.steady.host_ms is None
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -26,6 +26,9 @@ class Runner:
     def ask(self, operation: str, **payload: Any) -> dict[str, Any]:
         if operation == "calibrate":
             return {"calls": 7}
+        if operation == "host":
+            assert self.rounds == 0, "before the rounds"
+            return {"host_ms": 0.5}
         assert operation == "round" and payload == {"calls": 7}
         if self.rounds == self.fails_at:
             raise WorkerFailure("crashed", "killed by SIGSEGV during round")
@@ -70,6 +73,8 @@ def test_the_order_is_that_of_the_seed():
 def test_samples_carry_their_round_and_sets_do_not_mix():
     arms = start(Runner("a"), Runner("b"))
     go(arms, rounds=2)
+    for arm in arms:
+        arm.worker.rounds = 0  # type: ignore[union-attr]
     go(arms, rounds=2, first_round=1000)
     for arm in arms:
         steady = arm.result.steady
@@ -78,6 +83,7 @@ def test_samples_carry_their_round_and_sets_do_not_mix():
         assert steady.wall_ms == [2.0] * 4
         assert steady.device_ms == [1.0] * 4
         assert steady.calls_per_round == 7
+        assert steady.host_ms == 0.5
 
 
 def test_an_arm_that_crashes_drops_out_and_the_others_go_on():

@@ -7,7 +7,8 @@ import time
 import pytest
 import torch
 
-from benchmarks.timing import back_to_back, calibrate, once, settle
+from benchmarks import timing
+from benchmarks.timing import back_to_back, calibrate, host, once, settle
 
 
 class Counted:
@@ -59,6 +60,49 @@ def test_once_is_the_time_of_one_call():
     step = Counted(0.002)
     assert once(step, "cpu") >= 0.002
     assert step.calls == 1
+
+
+class Queued(Counted):
+    """A step that takes the host 2 ms and leaves 10 ms of work to a device."""
+
+    def __init__(self) -> None:
+        super().__init__(0.002)
+        self.waiting = 0
+
+    def __call__(self) -> None:
+        assert not self.waiting, "the queue is empty before each call"
+        super().__call__()
+        self.waiting += 1
+
+    def synchronise(self, device: str) -> None:
+        time.sleep(0.01 * self.waiting)
+        self.waiting = 0
+
+
+def test_the_hosts_time_ends_when_the_call_returns(monkeypatch: pytest.MonkeyPatch):
+    step = Queued()
+    monkeypatch.setattr(timing, "synchronise", step.synchronise)
+    monkeypatch.setattr(timing, "HOST_MS", 1e4)
+    taken = host(step, "cuda")
+    assert taken is not None and 2 <= taken < 8
+    assert timing.HOST_CALLS < step.calls <= timing.HOST_CALLS + 3, "what settles comes before"
+    assert not step.waiting
+    step.calls = 0
+    monkeypatch.setattr(timing, "HOST_MS", 0.0)
+    host(step, "cuda")
+    assert step.calls <= 4, "a slow step is called once"
+
+
+def test_on_a_cpu_host_and_device_are_one():
+    step = Counted(0.001)
+    assert host(step, "cpu") is None and step.calls == 0
+
+
+@pytest.mark.gpu
+def test_the_host_does_not_wait_for_the_device():
+    x = torch.randn(8192, 8192, device="cuda")
+    taken, whole = host(lambda: x @ x, "cuda"), back_to_back(lambda: x @ x, "cuda", 5).device_ms
+    assert taken is not None and whole is not None and 0 < taken < whole / 2
 
 
 @pytest.mark.gpu

@@ -163,7 +163,7 @@ def test_a_race_is_ready_together_and_timed_alone(
     )
     assert rows[0].status == "ok", rows[0].reason
     before = ["together", "compile", "apart"] if steady_only else ["together", "apart", "alone", "compile", "over"]
-    timed = ["alone", "calibrate", "round", "round 1.0", "over"]
+    timed = ["alone", "calibrate", "host", "round", "round 1.0", "over"]
     profiled = ["alone", "kernels", "over"]
     drawn = ["together", "curve", "apart"] if curve else []
     assert log == [*before, *timed, *profiled, *drawn]

@@ -22,6 +22,7 @@ COST_HEAD = (
     "error",
     "break-even calls, cold / warm",
 )
+HOST_HEAD = ("host ms", "device idle")
 COMPILE_HEAD = (
     "arm",
     "compile s, cold / warm",
@@ -126,6 +127,11 @@ def utilisation(arm: Arm) -> str:
     return f"{numbers.percent(use.bandwidth)} / {numbers.percent(use.flops)}"
 
 
+def host(arm: Arm) -> tuple[str, str]:
+    """The host's time of a call and the share of device time left idle, in the columns of ``HOST_HEAD``."""
+    return numbers.significant(arm.host_ms), numbers.percent(arm.idle)
+
+
 def shortened(reason: str) -> str:
     """A reason on one line; rows keep it in full."""
     reason = " ".join(reason.split())
@@ -204,6 +210,7 @@ def speed_head(race: Race) -> tuple[str, ...]:
         "over best tuned",
         "times the floor",
         "of peak bandwidth / FLOP/s",
+        *HOST_HEAD,
     )
 
 
@@ -217,6 +224,7 @@ def speed_row(race: Race, arm: Arm) -> tuple[str, ...]:
         *(speedup_and_verdict(race, arm, best) for best in (race.reference, race.best_shipped, race.best_tuned)),
         times_floor(arm),
         utilisation(arm),
+        *host(arm),
     )
 
 

@@ -95,6 +95,23 @@ class Arm:
         return work.count / self.p50 * 1e3
 
     @property
+    def host_ms(self) -> float | None:
+        """How long a call keeps the host busy; None where that was not measured."""
+        return None if self.result.steady is None else self.result.steady.host_ms
+
+    @property
+    def idle(self) -> float | None:
+        """Share of a call's device time, 0 to 1, in which no kernel runs; copies and fills are none.
+
+        None where times of the device or of its kernels are missing, or the host's time beside them.
+        """
+        steady, work = self.result.steady, self.result.work
+        busy = None if work is None else work.kernel_microseconds
+        if self.host_ms is None or steady is None or not steady.device_ms or busy is None:
+            return None
+        return min(1.0, max(0.0, 1 - busy / 1e3 / stats.median(steady.device_ms)))
+
+    @property
     def utilisation(self) -> Utilisation | None:
         work = self.result.work
         if work is None or self.p50 is None:

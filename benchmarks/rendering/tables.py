@@ -320,7 +320,7 @@ def _kernels(spec: Spec, shown: Sequence[Race]) -> str:
     command, work = arm.result.command, arm.result.work
     if work is None or not work.longest:
         return f"Not measured yet; run `{command}`." if command else "Not measured yet."
-    total = sum(kernel.microseconds for kernel in (*work.longest, *([work.others] if work.others else [])))
+    total = work.kernel_microseconds or 0.0
     rows = [_kernel_row(f"`{kernel.name}`", kernel, total) for kernel in work.longest]
     if work.others is not None:
         rows.append(_kernel_row(work.others.name, work.others, total))

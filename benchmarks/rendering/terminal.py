@@ -117,6 +117,8 @@ def _print_race(race: Race, console: Console) -> None:
         tables = [times if _fits(times, console) else _times(race, wide=False)]
         if not _fits(times, console) and any(arm.result.case.impl == "zoo" for arm in race.arms):
             tables.append(_against_upstream(race))
+        if not _fits(times, console) and any(arm.host_ms is not None for arm in race.arms):
+            tables.append(_host(race))
         tables.append(costs if _fits(costs, console) else _costs(race, wide=False))
         for table in tables:
             console.print()
@@ -160,7 +162,7 @@ def _times(race: Race, wide: bool) -> Table:
     title = f"Speed-up over {reference.name}" if reference else "Times; no eager arm to compare with"
     columns = ["p50 ms", "p95 ms", "speed-up", "verdict", "× floor"]
     if wide:
-        columns += ["× best as shipped", "× best tuned"]
+        columns += ["× best as shipped", "× best tuned", *cells.HOST_HEAD]
     rows = []
     for arm in race.arms:
         row = [
@@ -173,6 +175,7 @@ def _times(race: Race, wide: bool) -> Table:
         ]
         if wide:
             row += [_over_best(race, arm, best) for best in (race.best_shipped, race.best_tuned)]
+            row += map(Text, cells.host(arm))
         rows.append(row)
     return _filled(title, columns, rows)
 
@@ -184,6 +187,11 @@ def _against_upstream(race: Race) -> Table:
         if arm.result.case.impl == "zoo"
     ]
     return _filled("Our speed-up over upstream's best", ("× best as shipped", "× best tuned"), rows)
+
+
+def _host(race: Race) -> Table:
+    rows = [list(map(Text, (cells.name(arm), *cells.host(arm)))) for arm in race.arms]
+    return _filled("How long a call keeps the host busy, and device time without a kernel", cells.HOST_HEAD, rows)
 
 
 def _over_best(race: Race, arm: Arm, best: Arm | None) -> Text:
