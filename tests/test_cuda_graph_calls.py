@@ -203,7 +203,8 @@ def test_calls_that_cannot_be_captured_run_as_before(module: nn.Module, argument
             assert not isinstance(own.get("other"), list) or len(own["other"]) == 1
             torch.testing.assert_close(getattr(ours, "x", ours), getattr(theirs, "x", theirs))
             torch.testing.assert_close(x, y)
-    assert len(caught) == 1 and zoo.captures(model).replays == 0
+    assert len([each for each in caught if issubclass(each.category, RegionWarning)]) == 1
+    assert zoo.captures(model).replays == 0
 
 
 def test_buffers_are_written_once_a_call() -> None:
