@@ -358,7 +358,7 @@ def test_a_failed_capture_leaves_the_process_usable(compiled: bool) -> None:
 
     def fails(x: Tensor) -> Tensor:
         x = model(x)
-        if torch.cuda.is_current_stream_capturing():
+        if torch.cuda.graphs.is_current_stream_capturing():
             raise ArithmeticError("only while capturing")
         return x
 
@@ -367,7 +367,7 @@ def test_a_failed_capture_leaves_the_process_usable(compiled: bool) -> None:
 
     def invalidates(x: Tensor) -> Tensor:
         x = model(x)
-        if torch.cuda.is_current_stream_capturing():
+        if torch.cuda.graphs.is_current_stream_capturing():
             torch.cuda.synchronize()
         return x
 

@@ -78,7 +78,7 @@ class Weights:
                         if tensor is None or tensor.layout is torch.strided:
                             self._places.append((store, name, f"{prefix}.{name}" if prefix else name))
         self._remembered: list[tuple[dict[str, Any], str, int | None]] = []
-        self._states: list[tuple[str, nn.Module, Any, list[nn.Module | None]]] = []
+        self._states: list[tuple[Any, ...]] = []
         self._held: list[Any] = []
 
     def tensors(self) -> list[torch.Tensor]:
@@ -87,13 +87,14 @@ class Weights:
 
     def hooked(self) -> bool:
         """Whether a module has forward hooks, or a forward of its own, whose Python a replay would leave out."""
-        return any(any(_state(module)[1:]) for _, module in self._modules.values())
+        return any(_python(module) for _, module in self._modules.values())
 
     def remember(self) -> None:
         """Take what is there at this moment as what to check against."""
         self._remembered = [(store, name, _address(store[name])) for store, name, _ in self._places]
         self._states = [
-            (label, module, _state(module), list(module._modules.values())) for label, module in self._modules.values()
+            (module, label, module.training, _python(module), list(module._modules.values()))
+            for label, module in self._modules.values()
         ]
         # Tensors that are plain attributes are not checked: the CUDA graph goes on reading those of its capture.
         values = [value for _, module in self._modules.values() for value in vars(module).values()]
@@ -101,15 +102,13 @@ class Weights:
 
     def check(self) -> None:
         """Raise WeightsMovedError if anything is no longer what it was; a fraction of a microsecond each."""
-        for label, module, state, children in self._states:
-            if _state(module) != state:
+        for module, label, training, python, children in self._states:
+            if module.training is not training or _python(module) != python:
                 raise WeightsMovedError(
                     f"{label or 'the model'} changed its training mode, hooks or forward since capture; capture again"
                 )
-            if list(module._modules.values()) != children:
-                raise WeightsMovedError(
-                    f"a submodule of {label or 'the model'} was replaced since capture; capture again"
-                )
+            if [*module._modules.values()] != children:
+                raise WeightsMovedError(f"{label or 'the model'} has other submodules than at capture; capture again")
         for store, name, address in self._remembered:
             if _address(store.get(name)) != address:
                 label = next(label for where, key, label in self._places if where is store and key == name)
@@ -123,10 +122,6 @@ def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _state(module: nn.Module) -> tuple[bool, int, int, bool]:
-    return (
-        module.training,
-        len(module._forward_hooks),
-        len(module._forward_pre_hooks),
-        "forward" in module.__dict__,
-    )
+def _python(module: nn.Module) -> int:
+    """How many hooks, and forward of its own, run in Python beside the forward of the module's class."""
+    return len(module._forward_hooks) + len(module._forward_pre_hooks) + ("forward" in module.__dict__)
