@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import sys
 import threading
 import warnings
 from collections import Counter
@@ -196,13 +197,12 @@ def _to(value: Any, device: torch.device) -> Any:
 
 def _is_watched() -> bool:
     """Whether somebody looks at each operator, transforms it, or asked the compiler to stand aside."""
-    stance = torch._dynamo.eval_frame._stance
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # importing it takes seconds that an eager model need not pay
     return bool(
         torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
-        or stance.stance != "default"
-        or stance.backend is not None
+        or (dynamo is not None and (dynamo._stance.stance != "default" or dynamo._stance.backend is not None))
     )
 
 
