@@ -127,9 +127,6 @@ def schedulers(draw: Any) -> dict[str, Any]:
         if supported is not None and any(value is not None for value in supported)
     }
     options |= {"num_train_timesteps": draw(one_of(20, 100, 1000)), "beta_end": draw(one_of(0.012, 0.02))}
-    if name != "DDIMScheduler" and "rescale_betas_zero_snr" in options:
-        # The first sigma is 4096 then: diffusers' latents move by a tenth when the noise moves by a rounding.
-        options["rescale_betas_zero_snr"] = False
     return {"_class_name": name, **options, "steps_offset": draw(one_of(0, 1))}
 
 
