@@ -147,11 +147,10 @@ class CapturingCall:
                 calls = [(args, kwargs)]
                 step = GraphedStep(self._call, calls, self._clone_outputs, static, warmup=2, pool=self._pool)
             step.check_repeatable()
-        except CaptureError as error:
-            raise _Uncapturable(str(error).partition("\n")[0], kind) from error
         except Exception as error:
-            # The plain run raises it again if it is the call's own.
-            raise _Uncapturable(f"{type(error).__name__}: {error}".partition("\n")[0], kind) from error
+            # The plain run raises an error of the call's own again.
+            reason = str(error) if isinstance(error, CaptureError) else f"{type(error).__name__}: {error}"
+            raise _Uncapturable(reason.partition("\n")[0], kind) from error
         self._pool = step.pool
         self._steps[kind] = step
         self.captures.shapes += step.shapes
