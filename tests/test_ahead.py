@@ -256,6 +256,72 @@ def test_a_launcher_of_descriptors_is_built_once_its_kernel_is_known(
     assert builders == ["zoo-build-launcher"] * alone + ["zoo-compile-ahead"]
 
 
+def norm_launches() -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Launches of one kernel, each compiled otherwise by Triton, but for the last two."""
+    x, low = torch.randn(2, 32), torch.randn(2, 32, dtype=torch.bfloat16)
+    vector, shifted, part = torch.randn(32), torch.randn(33)[1:], torch.empty(2, 32)
+    options = {"COLUMNS": 32, "num_warps": 1}
+    given = [
+        ((x, x, vector, vector, None, x, part, 2, 32), options),
+        ((x, x, vector, vector, x, x, part, 2, 32), options),
+        ((low, low, vector, vector, None, low, part, 2, 32), options),
+        ((x, x, shifted, vector, None, x, part, 2, 32), options),
+        ((x, x, vector, vector, None, x, part, 2, 31), options),
+        ((x, x, vector, vector, None, x, part, 2, 1), options),
+        ((x, x, vector, vector, None, x, part, 2**31, 32), options),
+        ((x, x, vector, vector, None, x, part, 2, 32), {**options, "COLUMNS": 64}),
+        ((x, x, vector, vector, None, x, part, 2, 32), {**options, "num_warps": 2}),
+    ]
+    # Triton compiles these as the first: a size that is not specialised, and other tensors of the same kind.
+    return [*given, ((x, x, vector, vector, None, x, part, 7, 32), options), ((x + 1, *given[0][0][1:]), options)]
+
+
+def test_a_launch_like_an_earlier_one_runs_what_triton_would_run(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zoo.llm.kernels.rms_norm import _backward as kernel
+
+    launched: list[tuple[str, tuple[Any, ...]]] = []
+    launcher = lambda source, _: lambda x, y, z, *given: launched.append((source.hash(), (x, y, z, *given[6:])))  # noqa: E731
+    monkeypatch.setattr(gpu, "launcher_cls", launcher)
+    monkeypatch.setattr(kernel, "_keeps", True)
+    for arguments, options in norm_launches():
+        kernel.jit[(2,)](*arguments, **options)
+    by_triton, kernels = launched[:], len(gpu.compiled)
+    for arguments, options in norm_launches():
+        kernel[(2,)](*arguments, **options)
+    monkeypatch.setattr(kernel.jit, "run", lambda *_, **__: pytest.fail("Triton looked the kernel up again"))
+    launched.clear()
+    for arguments, options in norm_launches():
+        kernel[(2,)](*arguments, **options)
+    assert len(gpu.compiled) == kernels == len(norm_launches()) - 2
+    assert [each for each, _ in launched] == [each for each, _ in by_triton]
+    for (_, ours), (_, tritons) in zip(launched, by_triton, strict=True):
+        assert [each if not isinstance(each, torch.Tensor) else each.shape for each in ours] == [
+            each if not isinstance(each, torch.Tensor) else each.shape for each in tritons
+        ]
+
+
+def test_a_launch_is_not_kept_where_somebody_watches_launches(
+    gpu: Gpu, swiglu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zoo.llm.kernels.swiglu import _swiglu as kernel
+
+    operator, arguments = swiglu
+    operator(*arguments)
+    watched: list[str] = []
+    monkeypatch.setattr(kernel.jit, "pre_run_hooks", [lambda *_, **__: watched.append("launch")])
+    operator(*arguments)
+    assert watched == ["launch"]
+
+
+def test_launches_that_were_kept_end_with_tritons_cache(gpu: Gpu, swiglu: Any) -> None:
+    operator, arguments = swiglu
+    for _ in range(2):
+        operator(*arguments)
+    forget_compiled()
+    operator(*arguments)
+    assert gpu.compiled == ["_swiglu"] * 2
+
+
 def test_a_launch_compiles_what_no_thread_has_begun(gpu: Gpu, swiglu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "MOST_THREADS", 0)
     trace([swiglu])

@@ -14,6 +14,7 @@ Weights may not be written by kernels right before a step. In a model a lookup s
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ def overlapped(x: Tensor) -> dict[str, Any]:
     return {"OVERLAP": True, "launch_pdl": True}
 
 
+@functools.cache
 def _can_overlap(device: torch.device) -> bool:
     """Whether the GPU has it, and this Triton (from 3.4 on)."""
     if device.type != "cuda" or torch.version.hip is not None:
