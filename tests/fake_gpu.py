@@ -12,7 +12,6 @@ import torch
 
 import zoo.operators
 from zoo import ahead, dry_run
-from zoo.ahead import Kernel
 from zoo.bert import operators as bert
 from zoo.gnn import operators as gnn
 from zoo.gradients import operators as gradients
@@ -89,8 +88,14 @@ def lower(source: Any, options: Any) -> None:
     source.make_ir(target, parsed, functions, modules, context)
 
 
-def kernels() -> list[Kernel]:
-    found = [module for name, module in sys.modules.items() if name.startswith("zoo.") and ".kernels" in name]
+def kernels() -> list[Any]:
+    from zoo.ops.triton.kernel import Kernel
+
+    found = [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith("zoo.") and (".kernels" in name or ".triton" in name)
+    ]
     return [value for module in found for value in vars(module).values() if isinstance(value, Kernel)]
 
 
@@ -98,7 +103,7 @@ def forget_compiled() -> None:
     """As before the clock of a cold case."""
     settle()
     for kernel in kernels():
-        kernel.jit.device_caches.clear()
+        kernel.device_caches.clear()
 
 
 def wait_for_threads() -> None:

@@ -150,7 +150,7 @@ def test_triton_takes_every_kernel(gpu: Gpu) -> None:
         launched_by(*call)
     settle()
     seen = {(source.fn.fn.__module__, source.fn.fn.__name__) for source, _ in gpu.sources.values()}
-    assert seen >= {(each.jit.fn.__module__, each.jit.fn.__name__) for each in kernels()}, "an example is missing"
+    assert seen >= {(each.fn.__module__, each.fn.__name__) for each in kernels()}, "an example is missing"
     for source, options in gpu.sources.values():
         lower(source, options)
 
@@ -282,13 +282,12 @@ def test_a_launch_like_an_earlier_one_runs_what_triton_would_run(gpu: Gpu, monke
     launched: list[tuple[str, tuple[Any, ...]]] = []
     launcher = lambda source, _: lambda x, y, z, *given: launched.append((source.hash(), (x, y, z, *given[6:])))  # noqa: E731
     monkeypatch.setattr(gpu, "launcher_cls", launcher)
-    monkeypatch.setattr(kernel, "_keeps", True)
     for arguments, options in norm_launches():
-        kernel.jit[(2,)](*arguments, **options)
+        kernel.run(*arguments, grid=(2,), warmup=False, **options)
     by_triton, kernels = launched[:], len(gpu.compiled)
     for arguments, options in norm_launches():
         kernel[(2,)](*arguments, **options)
-    monkeypatch.setattr(kernel.jit, "run", lambda *_, **__: pytest.fail("Triton looked the kernel up again"))
+    monkeypatch.setattr(kernel, "run", lambda *_, **__: pytest.fail("Triton looked the kernel up again"))
     launched.clear()
     for arguments, options in norm_launches():
         kernel[(2,)](*arguments, **options)
@@ -308,7 +307,7 @@ def test_a_launch_is_not_kept_where_somebody_watches_launches(
     operator, arguments = swiglu
     operator(*arguments)
     watched: list[str] = []
-    monkeypatch.setattr(kernel.jit, "pre_run_hooks", [lambda *_, **__: watched.append("launch")])
+    monkeypatch.setattr(kernel, "pre_run_hooks", [lambda *_, **__: watched.append("launch")])
     operator(*arguments)
     assert watched == ["launch"]
 
@@ -418,7 +417,7 @@ def test_triton_really_compiles_in_a_thread(
     trace([swiglu])
     settle()
     assert list(tmp_path.rglob("_swiglu.cubin"))
-    monkeypatch.setattr(type(kernels()[0].jit), "_do_compile", None)
+    monkeypatch.setattr(type(kernels()[0]), "_do_compile", None)
     operator, arguments = swiglu
     operator(*arguments)
     assert gpu.launches == ["_swiglu"]

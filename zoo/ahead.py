@@ -13,11 +13,9 @@ Threads touch no GPU. The launch loads what they compiled: loading would break a
 from __future__ import annotations
 
 import atexit
-import functools
 import inspect
 import logging
 import os
-import sys
 import threading
 import weakref
 from collections import deque
@@ -32,8 +30,6 @@ from torch import Tensor
 # Triton's interpreter has nothing to compile.
 ENABLED = os.environ.get("ZOO_COMPILE_AHEAD") != "0" and os.environ.get("TRITON_INTERPRET") != "1"
 MOST_THREADS = 8
-# Different launches of a kernel that are kept: a size that changes in every call would fill the memory.
-MOST_LAUNCHES = 1024
 # A compilation that hangs does not keep the process from ending.
 LAST_SECONDS = 10.0
 
@@ -49,93 +45,21 @@ _here = _Thread()
 _begun: dict[str, Any] = {}
 
 
-class Kernel:
-    """A Triton kernel that is launched from Python: a decorator above ``triton.jit``.
-
-    Triton finds the compiled kernel of a launch anew each time, which takes the host two to three times as long as the
-    launch. Here a launch like an earlier one goes to the kernel that Triton returned then.
+def finish(begin: Callable[[], Any]) -> None:
+    """Wait for the thread that compiles a kernel, if one does.
 
     Args:
-        jit: What ``triton.jit`` made.
+        begin: Asks Triton for that kernel.
     """
-
-    def __init__(self, jit: Any) -> None:
-        self.jit = jit
-        # Triton's cache of a device, and of what is in it: everything that Triton compiles a kernel for -> the kernel,
-        # and its arguments after the positional ones. Whoever clears Triton's cache clears this.
-        self._kept: dict[int, tuple[Any, dict[Any, Any]]] = {}
-        # Triton's interpreter compiles nothing; on AMD GPUs it also looks at the size of a tensor's memory.
-        self._keeps = os.environ.get("TRITON_INTERPRET") != "1" and torch.version.hip is None
-        # Of sizes that are not specialised Triton only asks whether they fit 32 bits, and of fractions nothing.
-        self._sized = [getattr(each, "do_not_specialize", False) for each in getattr(jit, "params", ())]
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        return self._begin if _here.only_compiles else functools.partial(self._launch, grid)
-
-    def _begin(self, *arguments: Any, **options: Any) -> None:
-        given = [_Pointer(each) if isinstance(each, Tensor) else each for each in arguments]
-        self.jit.warmup(*given, grid=(1,), **options)
-
-    def _launch(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-        if not self._keeps or _launches_are_watched(self.jit):
-            self._launch_first(grid, *arguments, **options)
-            return
-        driver = sys.modules["triton"].runtime.driver.active
-        device = driver.get_current_device()
-        key: list[Any] = [*options.items()]
-        for value, sized in zip(arguments, self._sized, strict=False):
-            if isinstance(value, Tensor):
-                key.append(value.dtype)
-                key.append(value.data_ptr() % 16 == 0)
-            elif isinstance(value, float):
-                key.append(float)
-            elif value is None or isinstance(value, int):
-                key.append(-(2**31) <= value < 2**31 if sized and value is not None else value)
-            else:  # a descriptor of a tensor is made for one launch
-                self._launch_first(grid, *arguments, **options)
-                return
-        cache, kept = self._kept.get(device, (None, {}))
-        found = kept.get(tuple(key)) if cache is self.jit.device_caches.get(device) else None
-        if found is None:
-            kernel = self._launch_first(grid, *arguments, **options)
-            self._keep(device, tuple(key), kernel, len(arguments), options)
-            return
-        kernel, rest = found
-        stream = driver.get_current_stream(device)
-        x, y, z = (*grid, 1, 1)[:3]
-        kernel.run(x, y, z, stream, kernel.function, kernel.packed_metadata, None, None, None, *arguments, *rest)
-
-    def _keep(self, device: int, key: Any, kernel: Any, positional: int, options: dict[str, Any]) -> None:
-        """Keep a kernel that was launched. Tensors are arguments of one launch, and are not kept."""
-        if not hasattr(kernel, "packed_metadata") or any(isinstance(each, Tensor) for each in options.values()):
-            return
-        cache, kept = self._kept.get(device, (None, {}))
-        if cache is not self.jit.device_caches[device] or len(kept) >= MOST_LAUNCHES:
-            kept = {}
-        rest = tuple(options.get(each.name, each.default) for each in self.jit.params[positional:])
-        self._kept[device] = self.jit.device_caches[device], {**kept, key: (kernel, rest)}
-
-    def _launch_first(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Any:
-        """Launch by Triton, but have a thread that compiles just this kernel finish first."""
-        if not _begun:
-            return self.jit[grid](*arguments, **options)
-        # Whatever is wrong there, the launch itself compiles, and raises what there is to raise.
-        with suppress(Exception):
-            _keep_finished()
-            if _begun:
-                with _asynchronously():
-                    kernel = self.jit.warmup(*arguments, grid=grid, **options)
-                # Older Tritons forget it otherwise.
-                if hasattr(kernel, "result"):
-                    kernel.result()
-        return self.jit[grid](*arguments, **options)
-
-
-def _launches_are_watched(jit: Any) -> bool:
-    """Whether a profiler of Triton's, or a hook of the kernel's, asks to be called at each launch."""
-    runtime = sys.modules["triton"].knobs.runtime
-    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook, jit.pre_run_hooks
-    return any(getattr(each, "calls", each) for each in hooks)
+    if not _begun:
+        return
+    _keep_finished()
+    if _begun:
+        with _asynchronously():
+            kernel = begin()
+        # Older Tritons forget it otherwise.
+        if hasattr(kernel, "result"):
+            kernel.result()
 
 
 @contextmanager
@@ -164,7 +88,7 @@ def _keep_finished() -> None:
                 kernel.result()
 
 
-class _Pointer:
+class Pointer:
     """What Triton asks of a tensor, of one that has no data: allocators align what views are cut from."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -173,9 +97,11 @@ class _Pointer:
         self._bytes = tensor.untyped_storage().nbytes()
 
     def data_ptr(self) -> int:
+        """Bytes from where the memory begins."""
         return self._offset
 
     def ptr_range(self) -> int:
+        """Bytes of the memory."""
         return self._bytes
 
 

@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.ahead import Kernel
 from zoo.gradients.kernels.erf import erf_form
 from zoo.gradients.kernels.sums import COLUMNS, ROWS, add_parts, parts_of
 from zoo.operators import ceil_div
+from zoo.ops.triton.kernel import kernel
 
 
 @triton.jit
@@ -25,8 +25,7 @@ def _tanh_form(x):
     return tl.sigmoid(within), 1.5957691216 * x * (1.0 + 0.134145 * square)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=["rows"])
 def _bias_gelu(x, bias, out, rows, columns, TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     # Rows lie along the axis that has no limit.
     first = tl.program_id(0).to(tl.int64) * ROWS
@@ -45,8 +44,7 @@ def _bias_gelu(x, bias, out, rows, columns, TANH: tl.constexpr, ROWS: tl.constex
     tl.store(out + place, value.to(out.dtype.element_ty), mask=seen)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=["rows"])
 def _bias_gelu_backward(
     grad, x, bias, out, part, rows, columns, TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):

@@ -15,13 +15,12 @@ Shape legend: R rows, C columns, P programs, S sums.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.ahead import Kernel
 from zoo.gradients.kernels.sums import add_parts
 from zoo.operators import next_power
+from zoo.ops.triton.kernel import kernel
 
 # Numbers of a row that a thread holds: 32 bytes of each tensor in float32.
 NUMBERS = 8
@@ -29,8 +28,7 @@ NUMBERS = 8
 PROGRAMS = 512
 
 
-@Kernel
-@triton.jit
+@kernel
 def _forward(
     x, added, shift, weight, bias, total, out, low, mean, scale, columns, copied, eps, COLUMNS: tl.constexpr
 ):  # fmt: skip
@@ -61,8 +59,7 @@ def _forward(
     tl.store(low + place, value.to(low.dtype.element_ty), mask=column < copied)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=["rows"])
 def _backward(
     total, mean, scale, weight, grad, low_grad, out, low_out, part, rows, columns, copied,
     COLUMNS: tl.constexpr, SUMS: tl.constexpr,

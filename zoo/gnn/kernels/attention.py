@@ -26,11 +26,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.ahead import Kernel
 from zoo.gnn.kernels.common import choose_blocks, merge_grid, merge_tile, span, with_rows
 from zoo.gnn.kernels.sums import csr_sum, merge_sums
 from zoo.gnn.split import Rows, edges_per_chunk
 from zoo.operators import ceil_div, next_power
+from zoo.ops.triton.kernel import kernel
 
 
 @triton.jit
@@ -71,8 +71,7 @@ def _write(
         tl.store(out + row * STRIDE + lane, result.to(out.dtype.element_ty), mask=mask)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["rows", "num_chunks", "chunk_size"])
+@kernel(do_not_specialize=["rows", "num_chunks", "chunk_size"])
 def _gat(
     table, a_source, a_destination, index, pointers, seed, chunks, out, lse, partial, partial_stats,
     rows, num_chunks, chunk_size, slope, dropout, keep_scale,
@@ -138,8 +137,7 @@ def _gat(
     tl.store(lse + row * HEADS + head, greatest + tl.log(exponents), mask=in_whole)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def _merge_attention(
     partial, partial_stats, long_rows, out, lse, num_rows,
     HEADS: tl.constexpr, CHANNELS: tl.constexpr, AVERAGE: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -186,8 +184,7 @@ def _merge_attention(
         row = tl.load(long_rows + number * 3, mask=number < num_rows, other=-1)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["rows", "num_chunks", "chunk_size"])
+@kernel(do_not_specialize=["rows", "num_chunks", "chunk_size"])
 def _gat_backward(
     table, grad, a_source, a_destination, lse, index, permutation, pointers, seed, chunks,
     grad_table, moved, partial, rows, num_chunks, chunk_size, slope, dropout, keep_scale, grad_scale,
@@ -246,8 +243,7 @@ def _gat_backward(
                 _write(partial, item, result_rest, inside, head, rest, HEADS, CHANNELS, HEADS * CHANNELS, False)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["rows", "num_chunks", "chunk_size"])
+@kernel(do_not_specialize=["rows", "num_chunks", "chunk_size"])
 def _softmax_backward(
     a_source, a_destination, lse, delta, index, permutation, pointers, chunks, moved, grad_a, partial,
     rows, num_chunks, chunk_size, slope,

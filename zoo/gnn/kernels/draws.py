@@ -4,20 +4,18 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.ahead import Kernel
 from zoo.gnn.sampling import MOST_AT_ONCE
 from zoo.operators import ceil_div, next_power
+from zoo.ops.triton.kernel import kernel
 
 # Places that a program holds in registers, 16 a thread: of two nodes at least.
 _HELD = 2 * MOST_AT_ONCE
 
 
-@Kernel
-@triton.jit(do_not_specialize=["nodes"])
+@kernel(do_not_specialize=["nodes"])
 def _distinct(
     degree, uniform, out, nodes, COUNT: tl.constexpr, COLUMNS: tl.constexpr, NODES: tl.constexpr
 ):  # fmt: skip

@@ -4,19 +4,17 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.ahead import Kernel
 from zoo.gnn.kernels.common import Blocks, choose_blocks, greater, merge_grid, merge_tile, span
 from zoo.gnn.kernels.sums import merge_sums
 from zoo.gnn.split import Rows, edges_per_chunk
 from zoo.operators import ceil_div
+from zoo.ops.triton.kernel import kernel
 
 
-@Kernel
-@triton.jit(do_not_specialize=["rows", "num_chunks", "chunk_size"])
+@kernel(do_not_specialize=["rows", "num_chunks", "chunk_size"])
 def _csr_max(
     x, index, pointers, chunks, out, ties, partial, partial_ties, rows, num_chunks, chunk_size,
     CHANNELS: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr,
@@ -59,8 +57,7 @@ def _csr_max(
     tl.store(out + place, result.to(out.dtype.element_ty), mask=whole[:, None] & inside[None, :])
 
 
-@Kernel
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def _merge_maxima(
     partial, partial_ties, long_rows, out, ties, num_rows,
     CHANNELS: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -94,8 +91,7 @@ def _merge_maxima(
         row = tl.load(long_rows + number * 3, mask=number < num_rows, other=-1)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["rows", "num_chunks", "chunk_size"])
+@kernel(do_not_specialize=["rows", "num_chunks", "chunk_size"])
 def _csr_max_backward(
     x, values, shares, index, pointers, chunks, out, partial, rows, num_chunks, chunk_size,
     CHANNELS: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr,

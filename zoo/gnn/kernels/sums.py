@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.ahead import Kernel
 from zoo.gnn.kernels.common import Blocks, choose_blocks, merge_grid, merge_tile, readable_columns, span, with_rows
 from zoo.gnn.split import Rows, edges_per_chunk
 from zoo.operators import ceil_div, next_power
+from zoo.ops.triton.kernel import kernel
 
 
 @triton.jit
@@ -32,8 +32,7 @@ def _finish(
     tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["rows", "num_chunks", "chunk_size"])
+@kernel(do_not_specialize=["rows", "num_chunks", "chunk_size"])
 def _csr_sum(
     x, index, pointers, weight, gather_scale, row_scale, root, chunks, out, partial, rows, num_chunks, chunk_size,
     CHANNELS: tl.constexpr, READABLE: tl.constexpr, STRIDE: tl.constexpr, ROOT_STRIDE: tl.constexpr,
@@ -70,8 +69,7 @@ def _csr_sum(
     _finish(result, row, column, mask, row_scale, root, out, CHANNELS, ROOT_STRIDE, OUT_STRIDE, BESIDE)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def _merge_sums(
     partial, long_rows, row_scale, root, out, num_rows,
     CHANNELS: tl.constexpr, ROOT_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, BESIDE: tl.constexpr,
@@ -98,8 +96,7 @@ def _merge_sums(
         row = tl.load(long_rows + number * 3, mask=number < num_rows, other=-1)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["edges"])
+@kernel(do_not_specialize=["edges"])
 def _edge_dot(
     x, grad, source, destination, gather_scale, row_scale, out, edges,
     CHANNELS: tl.constexpr, X_STRIDE: tl.constexpr, GRAD_STRIDE: tl.constexpr, EDGES: tl.constexpr,

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.ahead import Kernel
 from zoo.operators import ceil_div
+from zoo.ops.triton.kernel import kernel
 
 # Rows and columns of a tile, 8 warps: 32 bytes a thread in half precision, where a warp reads lines as they are.
 ROWS, COLUMNS = 8, 512
@@ -26,8 +26,7 @@ PARTS_AT_ONCE, LAST_COLUMNS = 128, 16
 NUMBERS = 2048
 
 
-@Kernel
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=["rows"])
 def _column_sums(x, part, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     mine = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -51,8 +50,7 @@ def total_of(part, parts, columns, column, live, PARTS: tl.constexpr, COLUMNS: t
     return tl.sum(total, 0)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["parts"])
+@kernel(do_not_specialize=["parts"])
 def _add_parts(part, first, second, third, parts, columns, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     which = tl.program_id(1)
@@ -69,8 +67,7 @@ def _add_parts(part, first, second, third, parts, columns, PARTS: tl.constexpr, 
     tl.store(third + column, value.to(third.dtype.element_ty), mask=live & (which == 2))
 
 
-@Kernel
-@triton.jit
+@kernel
 def _add_low(x, low, out, numbers, NUMBERS: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
     seen = place < numbers

@@ -7,18 +7,16 @@ Shape legend: B rows, V vocabulary, P parts of it.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.ahead import Kernel
 from zoo.operators import ceil_div, next_power
+from zoo.ops.triton.kernel import kernel
 
 BLOCK = 1024
 
 
-@Kernel
-@triton.jit
+@kernel
 def _best_of_parts(logits, values, indices, V: tl.constexpr, BLOCK: tl.constexpr):
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -32,8 +30,7 @@ def _best_of_parts(logits, values, indices, V: tl.constexpr, BLOCK: tl.constexpr
     tl.store(indices + place, index)
 
 
-@Kernel
-@triton.jit
+@kernel
 def _accept(
     values, indices, tokens, positions, finished, step, output, ends, pad,
     B: tl.constexpr, V: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, ENDS: tl.constexpr,

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.ahead import Kernel
 from zoo.llm.kernels.overlap import overlapped
 from zoo.operators import ceil_div, next_power
+from zoo.ops.triton.kernel import kernel
 
 # Slots that a program takes at a step.
 BLOCK = 64
@@ -38,8 +38,7 @@ def _turned(source, norm, cos, sin, half, inside, eps, D: tl.constexpr, COUNT: t
     return first * cos[None, :] - second * sin[None, :], second * cos[None, :] + first * sin[None, :]
 
 
-@Kernel
-@triton.jit
+@kernel
 def _attend(
     qkv, q_norm, k_norm, rotary, positions, cache, partial, stats, eps, scale, slots, window,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
@@ -110,8 +109,7 @@ def _attend(
     tl.store(stats + place * 2 + 1, exponents, mask=real)
 
 
-@Kernel
-@triton.jit
+@kernel
 def _merge(partial, stats, out, D: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, OVERLAP: tl.constexpr):
     if OVERLAP:
         tl.extra.cuda.gdc_wait()

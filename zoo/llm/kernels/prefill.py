@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.ahead import Kernel
 from zoo.operators import ceil_div, next_power
+from zoo.ops.triton.kernel import kernel
 
 
 @triton.jit
@@ -48,8 +48,7 @@ def _step(
     return top, exponents, total
 
 
-@Kernel
-@triton.jit(do_not_specialize=["tokens"])
+@kernel(do_not_specialize=["tokens"])
 def _prefill(
     query, cache, positions, out, scale, tokens, slots, window,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,

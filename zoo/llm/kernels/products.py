@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.ahead import Kernel
 from zoo.llm.kernels.overlap import overlapped
 from zoo.operators import ceil_div, next_power
+from zoo.ops.triton.kernel import kernel
 
 
 @triton.jit
@@ -51,8 +51,7 @@ def _dots(x, norm, first, weight, row, live, m, eps, C: tl.constexpr, BLOCK_C: t
     return result
 
 
-@Kernel
-@triton.jit
+@kernel
 def _linear(
     x, norm, weight, bias, residual, out, eps,
     M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -76,8 +75,7 @@ def _linear(
         tl.store(out + m * N + row, result.to(out.dtype.element_ty), mask=live)
 
 
-@Kernel
-@triton.jit
+@kernel
 def _gate(
     x, norm, weight, out, eps,
     M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,

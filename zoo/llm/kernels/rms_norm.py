@@ -15,12 +15,11 @@ Shape legend: R rows, C columns, P programs.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.ahead import Kernel
 from zoo.operators import ceil_div, next_power
+from zoo.ops.triton.kernel import kernel
 
 # Numbers of a row that a thread holds, 16 bytes in half precision: of each summand, and of what the gradient reads.
 FORWARD, BACKWARD = 8, 8
@@ -30,8 +29,7 @@ PROGRAMS = 512
 SUMS, SUM_COLUMNS = 128, 16
 
 
-@Kernel
-@triton.jit
+@kernel
 def _forward(x, residual, weight, total, out, scale, columns, eps, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
@@ -51,8 +49,7 @@ def _forward(x, residual, weight, total, out, scale, columns, eps, COLUMNS: tl.c
     tl.store(out + place, (unit * factor).to(out.dtype.element_ty), mask=live)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=["rows"])
 def _backward(grad, x, weight, scale, above, out, part, rows, columns, COLUMNS: tl.constexpr):
     first = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
@@ -86,8 +83,7 @@ def _backward(grad, x, weight, scale, above, out, part, rows, columns, COLUMNS: 
     tl.store(part + first * columns + column, total, mask=live)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["sums"])
+@kernel(do_not_specialize=["sums"])
 def _total(part, out, sums, columns, SUMS: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([SUMS, BLOCK], tl.float32)

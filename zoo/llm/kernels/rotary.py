@@ -10,19 +10,17 @@ Shape legend: B rows, T tokens, H query heads, K key and value heads, S slots, D
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.ahead import Kernel
 from zoo.operators import ceil_div
+from zoo.ops.triton.kernel import kernel
 
 # Heads of a program.
 COUNT = 16
 
 
-@Kernel
-@triton.jit(do_not_specialize=["tokens", "rotary_stride"])
+@kernel(do_not_specialize=["tokens", "rotary_stride"])
 def _rotate_into(
     qkv, cache, positions, rotary, q_norm, k_norm, query, eps, tokens, rotary_stride, slots, batches,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, COUNT: tl.constexpr,
@@ -86,8 +84,7 @@ def rotate_into(
     return query
 
 
-@Kernel
-@triton.jit(do_not_specialize=["tokens", "rotary_stride"])
+@kernel(do_not_specialize=["tokens", "rotary_stride"])
 def _apart(
     qkv, rotary, query, key, value, tokens, rotary_stride,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, COUNT: tl.constexpr, BACK: tl.constexpr,

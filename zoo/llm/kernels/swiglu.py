@@ -9,19 +9,17 @@ Shape legend: R rows, I columns of a half.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.ahead import Kernel
 from zoo.operators import ceil_div
+from zoo.ops.triton.kernel import kernel
 
 # Columns that a program takes.
 BLOCK = 2048
 
 
-@Kernel
-@triton.jit
+@kernel
 def _swiglu(x, out, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -31,8 +29,7 @@ def _swiglu(x, out, width, BLOCK: tl.constexpr):
     tl.store(out + row * width + column, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
 
 
-@Kernel
-@triton.jit
+@kernel
 def _swiglu_backward(grad, x, out, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.ahead import Kernel
 from zoo.gradients.kernels.sums import total_of
 from zoo.operators import ceil_div
+from zoo.ops.triton.kernel import kernel
 from zoo.resnet.kernels import tiles
 from zoo.resnet.kernels.tiles import norm_of, of_channels, of_rows, span
 
@@ -37,8 +37,7 @@ def _passed(grad, out, place, inner, seen, centred, scale, offset):
     return tl.where(before <= 0.0, 0.0, change)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["rows", "share", "chunks"])
+@kernel(do_not_specialize=["rows", "share", "chunks"])
 def _sums(
     grad, x, mean, variance, weight, bias, out, other, other_mean, other_variance, part, rows, channels, share, chunks,
     eps, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -69,8 +68,7 @@ def _sums(
         tl.store(place + 2 * chunks * channels, tl.sum(other_along, 0) * other_spread, mask=live)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["chunks"])
+@kernel(do_not_specialize=["chunks"])
 def _total(
     part, totals, grad_weight, grad_bias, grad_other_weight, grad_other_bias, channels, chunks,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -90,8 +88,7 @@ def _total(
         tl.store(grad_other_weight + channel, along.to(grad_other_weight.dtype.element_ty), mask=live)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["rows", "share"])
+@kernel(do_not_specialize=["rows", "share"])
 def _gradients(
     grad, x, mean, variance, weight, bias, out, other, other_mean, other_variance, other_weight, totals, grad_x,
     grad_other, rows, channels, share, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr,

@@ -6,19 +6,17 @@ Shape legend: N images, C channels, D channels of the result, H and W height and
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.ahead import Kernel
 from zoo.operators import ceil_div
+from zoo.ops.triton.kernel import kernel
 
 # Pixels of the result that a program writes.
 PIXELS = 128
 
 
-@Kernel
-@triton.jit
+@kernel
 def _space_to_depth(
     x, out, stride_n, stride_c, stride_y, stride_x, height, width, pixels, H, W, offset,
     C: tl.constexpr, D: tl.constexpr, PIXELS: tl.constexpr,

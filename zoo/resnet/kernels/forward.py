@@ -14,18 +14,16 @@ Shape legend: R rows, C channels, K chunks of rows.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.ahead import Kernel
 from zoo.operators import ceil_div
+from zoo.ops.triton.kernel import kernel
 from zoo.resnet.kernels import tiles
 from zoo.resnet.kernels.tiles import norm_of, of_channels, of_rows, span
 
 
-@Kernel
-@triton.jit(do_not_specialize=["rows", "share"])
+@kernel(do_not_specialize=["rows", "share"])
 def _apply(
     x, mean, variance, weight, bias, other, other_mean, other_variance, other_weight, other_bias, out, rows, channels,
     share, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -58,8 +56,7 @@ def _apply(
         tl.store(out + place + inner, value.to(out.dtype.element_ty), mask=seen)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["rows", "share", "chunks"])
+@kernel(do_not_specialize=["rows", "share", "chunks"])
 def _moments(x, part, rows, channels, share, chunks, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     chunk, channel, live, begin, end = span(rows, channels, share, BLOCK)
     row = tl.arange(0, ROWS)
@@ -84,8 +81,7 @@ def _moments(x, part, rows, channels, share, chunks, ROWS: tl.constexpr, BLOCK: 
     tl.store(place + chunks * channels, total, mask=live)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["rows", "share", "chunks"])
+@kernel(do_not_specialize=["rows", "share", "chunks"])
 def _combine(
     part, mean, variance, running_mean, running_variance, rows, channels, share, chunks, momentum,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,

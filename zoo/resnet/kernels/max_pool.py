@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.ahead import Kernel
+from zoo.ops.triton.kernel import kernel
 from zoo.resnet.kernels import tiles
 from zoo.resnet.kernels.tiles import strip
 
@@ -43,8 +43,7 @@ def _best_of_row(x, place, column, channel, width, channels, live):
     return _best(value, index, last, 2)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["height", "width", "share"])
+@kernel(do_not_specialize=["height", "width", "share"])
 def _forward(
     x, out, which, height, width, channels, share, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -86,8 +85,7 @@ def _given(window, index: tl.constexpr):
     return tl.where(chosen == index, change, 0.0)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["height", "width", "share"])
+@kernel(do_not_specialize=["height", "width", "share"])
 def _backward(
     grad, which, grad_x, height, width, channels, share, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip

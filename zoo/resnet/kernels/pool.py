@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.ahead import Kernel
+from zoo.ops.triton.kernel import kernel
 from zoo.resnet.kernels import tiles
 from zoo.resnet.kernels.tiles import norm_of, of_channels, of_rows, strip
 
@@ -43,8 +43,7 @@ def _greatest_of_row(x, place, left, centre, right, sign, seen):
     return _greater(_greater(before, value), _turned(of_rows(x, place, right, seen), sign))
 
 
-@Kernel
-@triton.jit(do_not_specialize=["height", "width", "share"])
+@kernel(do_not_specialize=["height", "width", "share"])
 def _pool(
     x, mean, variance, weight, bias, out, height, width, channels, share, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip

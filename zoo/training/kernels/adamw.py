@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.ahead import Kernel
 from zoo.operators import ceil_div
+from zoo.ops.triton.kernel import kernel
 from zoo.training.optimizers import TOGETHER
 
 # Numbers of a program, and its warps: 8 numbers of each tensor for a thread, a vector of half precision.
@@ -48,8 +48,7 @@ def _one_of(index, a, b, c, d, e, f, g, h):
 
 
 # One counter that lies elsewhere is no reason to compile another.
-@Kernel
-@triton.jit(do_not_specialize_on_alignment=[f"count{index}" for index in range(TOGETHER)])
+@kernel(do_not_specialize_on_alignment=[f"count{index}" for index in range(TOGETHER)])
 def _adamw(
     param0, param1, param2, param3, param4, param5, param6, param7,
     grad0, grad1, grad2, grad3, grad4, grad5, grad6, grad7,

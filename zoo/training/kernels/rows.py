@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.ahead import Kernel
 from zoo.operators import ceil_div
+from zoo.ops.triton.kernel import kernel
 
 # Bytes of a row that a program takes at once (16 two-byte logits a thread), readings under way and what is computed
 # with, and warps: as many as a program can have, of 64 threads each on AMD's GPUs, which hold less that is under way.
@@ -48,8 +48,7 @@ def _slope(x, column, hit, norm, factor):
     return ((tl.exp(x.to(tl.float32) - norm) - tl.where(column == hit, 1.0, 0.0)) * factor).to(x.dtype)
 
 
-@Kernel
-@triton.jit
+@kernel
 def _cross_entropy(
     logits, labels, scale, losses, columns,
     IGNORED: tl.constexpr, VECTORS: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
@@ -93,8 +92,7 @@ def _cross_entropy(
             tl.store(logits + column, slope, eviction_policy="evict_first")
 
 
-@Kernel
-@triton.jit
+@kernel
 def _scale(x, factor, numbers, programs, BLOCK: tl.constexpr):
     by = tl.load(factor).to(tl.float32)
     if by != 1.0:

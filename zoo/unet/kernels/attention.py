@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.ahead import Kernel
 from zoo.operators import ceil_div, next_power
+from zoo.ops.triton.kernel import kernel
 
 # Queries of a program, and keys that it looks at at once: the fastest of some for texts of 77 on an H200.
 QUERIES, KEYS, WARPS, STAGES = 64, 64, 4, 2
@@ -36,8 +36,7 @@ def _read(x, stride, row, units, limit, VECTOR: tl.constexpr, WIDTH: tl.constexp
     return tl.load(x + row[:, None] * (stride * VECTOR) + column[None, :], mask=seen, other=0.0)
 
 
-@Kernel
-@triton.jit(
+@kernel(
     do_not_specialize=[
         *("query_image", "query_row", "key_image", "key_row", "value_image", "value_row"),
         *("units", "queries", "keys", "scale"),

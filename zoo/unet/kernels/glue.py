@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.ahead import Kernel
 from zoo.operators import ceil_div, next_power
+from zoo.ops.triton.kernel import kernel
 
 # Rows and columns of a tile. Widths in the models are multiples of 64, inside the MLP of 256: no lane is idle. A
 # thread reads 16 numbers of each half, or 8 of each summand.
@@ -61,8 +61,7 @@ def _tile(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return first, row, column, seen
 
 
-@Kernel
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=["rows"])
 def _gated_gelu(x, bias, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     first, row, column, seen = _tile(rows, columns, ROWS, COLUMNS)
     x += first * (2 * columns)
@@ -76,8 +75,7 @@ def _gated_gelu(x, bias, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.con
     tl.store(out + first * columns + place, (value * _gelu(gate)).to(out.dtype.element_ty), mask=seen)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=["rows"])
 def _conv_add(x, bias, residual, out, rows, columns, added, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     first, row, column, seen = _tile(rows, columns, ROWS, COLUMNS)
     place = row[:, None] * columns + column[None, :]
@@ -89,8 +87,7 @@ def _conv_add(x, bias, residual, out, rows, columns, added, ROWS: tl.constexpr, 
     tl.store(out + first * columns + place, value.to(out.dtype.element_ty), mask=seen)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["rows", "width"])
+@kernel(do_not_specialize=["rows", "width"])
 def _upsample(x, out, rows, width, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     first, row, column, seen = _tile(rows, columns, ROWS, COLUMNS)
     value = tl.load(x + first * columns + row[:, None] * columns + column[None, :], mask=seen, other=0.0)
@@ -105,8 +102,7 @@ def _upsample(x, out, rows, width, columns, ROWS: tl.constexpr, COLUMNS: tl.cons
     tl.store(out + below + columns, value, mask=seen)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["rows", "height", "width", "lines", "across", "stride"])
+@kernel(do_not_specialize=["rows", "height", "width", "lines", "across", "stride"])
 def _windows(
     x, out, rows, height, width, lines, across, stride, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
@@ -124,8 +120,7 @@ def _windows(
     tl.store(out + first * columns + row[:, None] * columns + column[None, :], value, mask=seen)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=["rows"])
 def _norm(
     x, residual, weight, bias, shift, total, out, kept, mean, scale, rows, columns, added, shifted, eps,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,

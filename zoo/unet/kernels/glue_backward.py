@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.ahead import Kernel
 from zoo.gradients.kernels.erf import erf_form
 from zoo.gradients.kernels.sums import add_parts
 from zoo.operators import ceil_div, next_power
+from zoo.ops.triton.kernel import kernel
 
 # Rows and columns of a tile, 8 warps: a vector of 8 numbers a thread of each of the three that are read. Widths inside
 # the MLP are multiples of 256: no lane is idle.
@@ -31,8 +31,7 @@ NORM_TILE, NORM_ROWS = 2048, 4
 NORM_PROGRAMS = 256
 
 
-@Kernel
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=["rows"])
 def _gated_gelu_backward(grad, x, bias, out, part, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     mine = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -80,8 +79,7 @@ def _read(grad, more, summed, mean, scale, first, row, column, rows, columns, jo
     return change, value, beside, middle, root
 
 
-@Kernel
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=["rows"])
 def _norm_backward(
     grad, more, summed, mean, scale, weight, out, part, rows, columns, joined,
     WEIGHTED: tl.constexpr, SHIFTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,

@@ -26,8 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.ahead import Kernel
 from zoo.operators import ceil_div, next_power
+from zoo.ops.triton.kernel import kernel
 from zoo.unet.kernels import group_norm_small as small
 from zoo.unet.kernels.group_norm_small import activated
 
@@ -59,8 +59,7 @@ def _load(x, skip, row, end, channel, live, first, channels, begin, both):
     return value
 
 
-@Kernel
-@triton.jit(do_not_specialize=["pixels", "size", "units", "groups", "rows", "chunks"])
+@kernel(do_not_specialize=["pixels", "size", "units", "groups", "rows", "chunks"])
 def _partial(
     x, skip, shift, part, shift_stride, shifted, pixels, channels, first, size, units, groups, rows, chunks,
     UNIT: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
@@ -120,8 +119,7 @@ def _partial(
     tl.store(place + tl.num_programs(2).to(tl.int64) * groups * CHUNKS, total, mask=real)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["pixels", "size", "units", "groups", "rows", "chunks", "silu"])
+@kernel(do_not_specialize=["pixels", "size", "units", "groups", "rows", "chunks", "silu"])
 def _apply(
     x, skip, shift, weight, bias, part, out, joined, stats, shift_stride, shifted, pixels, channels, first, size,
     units, groups, rows, chunks, kept, eps, silu,

@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.ahead import Kernel
 from zoo.gradients.kernels.sums import total_of
 from zoo.operators import ceil_div, next_power
+from zoo.ops.triton.kernel import kernel
 from zoo.unet.kernels.group_norm_small import as_given
 
 # Channels and pixels that a program holds at once, 4 warps: a vector of 8 numbers a thread.
@@ -59,8 +59,7 @@ def _before_affine(change, value, seen, moved, scale, factor, offset, silu):
     return change, value
 
 
-@Kernel
-@triton.jit(do_not_specialize=["shift_stride", "shifted", "pixels", "size", "groups", "rows", "chunks", "silu"])
+@kernel(do_not_specialize=["shift_stride", "shifted", "pixels", "size", "groups", "rows", "chunks", "silu"])
 def _sums(
     grad, x, shift, weight, bias, stats, part, shift_stride, shifted, pixels, channels, size, groups, rows, chunks,
     silu, BLOCK: tl.constexpr, ROWS: tl.constexpr,
@@ -104,8 +103,7 @@ def _sums(
     tl.store(place + 2 * stride, tl.sum(values, 0), mask=live)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["shifted", "pixels", "size", "chunks"])
+@kernel(do_not_specialize=["shifted", "pixels", "size", "chunks"])
 def _finish(
     part, weight, stats, common, grad_shift, grad_weight, grad_bias, shifted, pixels, channels, size, chunks,
     CHUNKS: tl.constexpr, WIDTH: tl.constexpr,
@@ -143,8 +141,7 @@ def _finish(
         tl.store(grad_weight + channel, products.to(grad_weight.dtype.element_ty), mask=live)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["shift_stride", "shifted", "pixels", "size", "groups", "rows", "added", "silu"])
+@kernel(do_not_specialize=["shift_stride", "shifted", "pixels", "size", "groups", "rows", "added", "silu"])
 def _gradients(
     grad, x, shift, weight, bias, stats, common, more, out, other, shift_stride, shifted, pixels, channels, first, size,
     groups, rows, added, silu, BLOCK: tl.constexpr, ROWS: tl.constexpr,

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.ahead import Kernel
 from zoo.operators import ceil_div
+from zoo.ops.triton.kernel import kernel
 
 # Pixels of an image at most, measured on an H200: of more, lines of a few channels each, the whole GPU reads its share
 # in two launches. Of fewer, where a group begins in one image and ends in another: that program reads both.
@@ -62,8 +62,7 @@ def _load(x, skip, ahead, row, channel, unit, pixels, channels, first, left, bot
     return value
 
 
-@Kernel
-@triton.jit(do_not_specialize=["pixels", "units", "rows", "tiles", "joins", "silu"])
+@kernel(do_not_specialize=["pixels", "units", "rows", "tiles", "joins", "silu"])
 def _norm(
     x, skip, shift, weight, bias, out, joined, stats, shift_stride, shifted, pixels, channels, first, units, rows,
     tiles, joins, eps, silu, UNIT: tl.constexpr, VECTORS: tl.constexpr, STEPS: tl.constexpr,

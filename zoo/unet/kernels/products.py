@@ -12,13 +12,12 @@ Shape legend: R rows, C channels, I width inside the MLP.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from zoo.ahead import Kernel
 from zoo.operators import ceil_div
+from zoo.ops.triton.kernel import kernel
 from zoo.unet.kernels.glue import _gelu
 
 # Of a tile: rows, columns of each half, channels at once; and what is under way. The fastest of some on an H200.
@@ -29,8 +28,7 @@ TURNS = 8
 FEW_CHANNELS = 512
 
 
-@Kernel
-@triton.jit(do_not_specialize=["rows", "channels", "columns"])
+@kernel(do_not_specialize=["rows", "channels", "columns"])
 def _gated_gelu(
     x, weight, bias, out, rows, channels, columns,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr, TURNS: tl.constexpr,

@@ -1,0 +1,1 @@
+"""Operators of our own: each a function with its torch reference, and a Triton kernel that the compiler sees."""

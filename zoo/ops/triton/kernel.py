@@ -1,0 +1,114 @@
+"""A Triton kernel that torch's compiler traces, and that an eager call launches fast."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from zoo import ahead
+
+# Different launches of a kernel that are kept: a size that changes in every call would fill the memory.
+MOST_LAUNCHES = 1024
+
+
+def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """``triton.jit``, for kernels that are launched from Python. Takes the same options."""
+    if function is None:
+        return functools.partial(kernel, **options)
+    # The interpreter compiles nothing; on AMD GPUs Triton also looks at the size of a tensor's memory.
+    if triton.knobs.runtime.interpret or torch.version.hip is not None:
+        return triton.jit(function, **options)
+    return Kernel(function, **options)
+
+
+class Kernel(JITFunction):  # type: ignore[misc]
+    """A Triton kernel whose launches are kept.
+
+    Triton finds the compiled kernel of a launch anew each time, which takes the host two to three times as long as the
+    launch. Here a launch like an earlier one goes to the kernel that Triton returned then. It runs on the device of its
+    tensors, whichever is current. Inside a compiled region the compiler traces the launch, and none of this is called.
+    """
+
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        super().__init__(function, **options)
+        # Triton's cache of a device, and of what is in it: everything that Triton compiles a kernel for -> the kernel,
+        # and its arguments after the positional ones. Whoever clears Triton's cache clears this.
+        self._kept: dict[int, tuple[Any, dict[Any, Any]]] = {}
+        # Of sizes that are not specialised Triton only asks whether they fit 32 bits, and of fractions nothing.
+        self._sized = [each.do_not_specialize for each in self.params]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        return self._begin if ahead.only_compiles() else functools.partial(self._launch, grid)
+
+    def _begin(self, *arguments: Any, **options: Any) -> None:
+        given = [ahead.Pointer(each) if isinstance(each, Tensor) else each for each in arguments]
+        self.warmup(*given, grid=(1,), **options)
+
+    def _launch(self, grid: Any, *arguments: Any, **options: Any) -> None:
+        driver = triton.runtime.driver.active
+        device = driver.get_current_device()
+        there = next((each.get_device() for each in arguments if isinstance(each, Tensor)), device)
+        if there not in (device, -1):  # Triton launches on the current device, wherever the tensors are
+            with torch.cuda.device(there):
+                self._launch(grid, *arguments, **options)
+            return
+        key = self._key(arguments, options)
+        if key is None or self._is_watched():
+            self._launch_first(grid, *arguments, **options)
+            return
+        cache, kept = self._kept.get(device, (None, {}))
+        found = kept.get(key) if cache is self.device_caches.get(device) else None
+        if found is None:
+            compiled = self._launch_first(grid, *arguments, **options)
+            self._keep(device, key, compiled, len(arguments), options)
+            return
+        compiled, rest = found
+        stream = driver.get_current_stream(device)
+        x, y, z = (*grid, 1, 1)[:3]
+        compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments, *rest)
+
+    def _key(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...] | None:
+        """What Triton would compile a launch for; None where no launch is kept."""
+        key: list[Any] = [*options.items()]
+        for value, sized in zip(arguments, self._sized, strict=False):
+            if isinstance(value, Tensor):
+                key.append(value.dtype)
+                key.append(value.data_ptr() % 16 == 0)
+            elif isinstance(value, float):
+                key.append(float)
+            elif value is None or isinstance(value, int):
+                key.append(-(2**31) <= value < 2**31 if sized and value is not None else value)
+            else:  # a descriptor of a tensor is made for one launch
+                return None
+        # Tensors are arguments of one launch; an eager backend of the compiler's passes them by name.
+        return None if any(isinstance(each, Tensor) for each in options.values()) else tuple(key)
+
+    def _is_watched(self) -> bool:
+        """Whether a profiler of Triton's, or a hook of the kernel's, asks to be called at each launch."""
+        runtime = triton.knobs.runtime
+        hooks = runtime.launch_enter_hook, runtime.launch_exit_hook, self.pre_run_hooks
+        return any(getattr(each, "calls", each) for each in hooks)
+
+    def _keep(self, device: int, key: Any, compiled: Any, positional: int, options: dict[str, Any]) -> None:
+        if not hasattr(compiled, "packed_metadata"):
+            return
+        cache, kept = self._kept.get(device, (None, {}))
+        if cache is not self.device_caches[device] or len(kept) >= MOST_LAUNCHES:
+            kept = {}
+        rest = tuple(options.get(each.name, each.default) for each in self.params[positional:])
+        self._kept[device] = self.device_caches[device], {**kept, key: (compiled, rest)}
+
+    def _launch_first(self, grid: Any, *arguments: Any, **options: Any) -> Any:
+        """Launch by Triton, but have a thread that compiles just this kernel finish first."""
+        # Whatever is wrong there, the launch itself compiles, and raises what there is to raise.
+        with suppress(Exception):
+            ahead.finish(lambda: self.warmup(*arguments, grid=grid, **options))
+        return self.run(*arguments, grid=grid, warmup=False, **options)
