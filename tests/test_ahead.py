@@ -12,7 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -310,6 +311,30 @@ def test_a_launch_is_not_kept_where_somebody_watches_launches(
     monkeypatch.setattr(kernel, "pre_run_hooks", [lambda *_, **__: watched.append("launch")])
     operator(*arguments)
     assert watched == ["launch"]
+
+
+def test_a_launch_runs_on_the_device_of_its_tensors(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zoo.llm.kernels.rms_norm import _backward as kernel
+
+    class OnTheSecond(torch.Tensor):
+        def get_device(self) -> int:
+            return 1
+
+    current, launched_on = [0], []
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        before, current[0] = current[0], index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(gpu, "get_current_device", lambda: current[0])
+    monkeypatch.setattr(gpu, "launcher_cls", lambda *_: lambda *_: launched_on.append(current[0]))
+    arguments, options = norm_launches()[0]
+    for first in (arguments[0], arguments[0].as_subclass(OnTheSecond)) * 2:
+        kernel[(2,)](first, *arguments[1:], **options)
+    assert launched_on == [0, 1, 0, 1] and current == [0]
 
 
 def test_launches_that_were_kept_end_with_tritons_cache(gpu: Gpu, swiglu: Any) -> None:

@@ -55,8 +55,8 @@ class Kernel(JITFunction):  # type: ignore[misc]
     def _launch(self, grid: Any, *arguments: Any, **options: Any) -> None:
         driver = triton.runtime.driver.active
         device = driver.get_current_device()
-        there = next((each.get_device() for each in arguments if isinstance(each, Tensor)), device)
-        if there not in (device, -1):  # Triton launches on the current device, wherever the tensors are
+        there = arguments[0].get_device() if arguments and isinstance(arguments[0], Tensor) else -1
+        if there != device and there != -1:  # Triton launches on the current device, wherever the tensors are
             with torch.cuda.device(there):
                 self._launch(grid, *arguments, **options)
             return
@@ -88,8 +88,8 @@ class Kernel(JITFunction):  # type: ignore[misc]
                 key.append(-(2**31) <= value < 2**31 if sized and value is not None else value)
             else:  # a descriptor of a tensor is made for one launch
                 return None
-        # Tensors are arguments of one launch; an eager backend of the compiler's passes them by name.
-        return None if any(isinstance(each, Tensor) for each in options.values()) else tuple(key)
+        # An eager backend of the compiler's passes all by name, tensors too, which are arguments of one launch.
+        return tuple(key) if arguments else None
 
     def _is_watched(self) -> bool:
         """Whether a profiler of Triton's, or a hook of the kernel's, asks to be called at each launch."""
@@ -98,7 +98,7 @@ class Kernel(JITFunction):  # type: ignore[misc]
         return any(getattr(each, "calls", each) for each in hooks)
 
     def _keep(self, device: int, key: Any, compiled: Any, positional: int, options: dict[str, Any]) -> None:
-        if not hasattr(compiled, "packed_metadata"):
+        if not hasattr(compiled, "packed_metadata") or any(isinstance(each, Tensor) for each in options.values()):
             return
         cache, kept = self._kept.get(device, (None, {}))
         if cache is not self.device_caches[device] or len(kept) >= MOST_LAUNCHES:
