@@ -81,7 +81,7 @@ class Arm:
         self.case = Case(**case)
         self.device = self.case.device
         if not self.case.kernels:
-            from zoo import operators
+            from zoo.ops import common as operators
 
             operators.ENABLED = False
         if self.device != "cpu":

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-import zoo.operators
+import zoo.ops.common
 from zoo import ahead, dry_run
 from zoo.bert import operators as bert
 from zoo.gnn import operators as gnn
@@ -133,10 +133,50 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     for module in (torch.cuda, torch.cuda.graphs):
         monkeypatch.setattr(module, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(overlap, "_can_overlap", lambda device: True)
-    for module in (zoo.operators, dry_run, *MODULES):
+    for module in (zoo.ops.common, dry_run, *MODULES):
         if hasattr(module, "triton_runs_on"):
             monkeypatch.setattr(module, "triton_runs_on", lambda device: True)
     monkeypatch.setattr(unet, "is_hopper", lambda device: True)
     forget_compiled()
     yield found
     forget_compiled()
+
+
+def traced(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], *arguments: Any) -> list[list[str]]:
+    """What torch's compiler makes of a call on ``FakeTensorMode`` tensors of a GPU: the nodes of each graph.
+
+    Kernels are nodes named ``triton_kernel_wrapper_functional``. The call must be one graph. Use with ``gpu``.
+    """
+    from torch._functorch.aot_autograd import aot_module_simplified
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch.utils import _triton
+    from triton.runtime import driver
+
+    from zoo.ops.triton.kernel import Kernel
+
+    graphs: list[list[str]] = []
+
+    def noted(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op not in ("placeholder", "output")])
+        return graph.forward
+
+    def backend(graph: torch.fx.GraphModule, examples: Any) -> Any:
+        return aot_module_simplified(
+            graph, examples, fw_compiler=noted, bw_compiler=noted, partition_fn=min_cut_rematerialization_partition
+        )
+
+    for name in ("has_triton", "has_triton_package"):
+        monkeypatch.setattr(_triton, name, lambda *_, **__: True)
+    monkeypatch.setattr(driver._active, "get_active_torch_device", lambda: torch.device("cuda", 0), raising=False)
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(Kernel, "_launch", lambda *_, **__: None)
+    torch._dynamo.reset()
+    out = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(*arguments)
+    tensors = [out] if isinstance(out, torch.Tensor) else [each for each in out if isinstance(each, torch.Tensor)]
+    learn = [each for each in tensors if each.requires_grad]
+    if learn:
+        torch.autograd.backward(learn, [torch.empty_like(each) for each in learn])
+    torch._dynamo.reset()
+    return graphs

@@ -19,7 +19,7 @@ from zoo.gnn.aggregate import max_neighbours, mean_neighbours, sum_neighbours
 from zoo.gnn.csr import GraphTensors, Recipe
 from zoo.gnn.kernels import attention, maxima, sums
 from zoo.gnn.kernels.common import readable_columns
-from zoo.operators import next_power
+from zoo.ops.common import next_power
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu

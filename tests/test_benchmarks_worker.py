@@ -16,7 +16,7 @@ import torch
 from benchmarks.case import Case
 from benchmarks.process import ROOT, Worker, WorkerFailure
 from benchmarks.worker import Arm, _relative_error, failure_of, load_workload, serve
-from zoo import operators
+from zoo.ops import common as operators
 
 FAKE = "tests.fake_workload"
 CASE = Case(family="fake", model="good", input="small", strategy="regional")

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zoo
-from zoo import operators
+from zoo.ops import common as operators
+from zoo.ops import opaque
 from zoo.resnet import glue, norms
 from zoo.unet.glue import AddNorm
 
@@ -48,7 +49,7 @@ def test_a_gpu_is_asked_once_what_it_is(asked: list[torch.device]) -> None:
 def test_own_kernels_can_be_left_out(asked: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators, "ENABLED", False)
     assert not operators.triton_runs_on(torch.device("cuda", 0)) and not asked
-    code = "from zoo import operators; print(operators.ENABLED)"
+    code = "from zoo.ops import common; print(common.ENABLED)"
     for value, said in (("0", "False"), ("1", "True")):
         ran = subprocess.run([sys.executable, "-c", code], env={**os.environ, "ZOO_OWN_KERNELS": value}, stdout=-1)
         assert ran.stdout.decode().strip() == said
@@ -136,11 +137,11 @@ NUMBERS = itertools.count()
 
 
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> operators.OperatorLibrary:
+def library(monkeypatch: pytest.MonkeyPatch) -> opaque.OperatorLibrary:
     """Doubling, whose gradient is another operator of the same library, for a test that registers both backwards."""
-    monkeypatch.setattr(operators.ahead, "ENABLED", False)
+    monkeypatch.setattr(opaque.ahead, "ENABLED", False)
     # A namespace of its own for each test: torch may remember an operator after its library is gone.
-    made = operators.OperatorLibrary(f"zoo_test_{next(NUMBERS)}")
+    made = opaque.OperatorLibrary(f"zoo_test_{next(NUMBERS)}")
 
     @made.operator("(Tensor x) -> Tensor")
     def double(x: Tensor) -> Tensor:
@@ -156,7 +157,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> operators.OperatorLibrary:
 
 
 @pytest.mark.parametrize("twice", [False, True])
-def test_a_second_derivative_is_right_or_refused(library: operators.OperatorLibrary, twice: bool) -> None:
+def test_a_second_derivative_is_right_or_refused(library: opaque.OperatorLibrary, twice: bool) -> None:
     ops, keep = getattr(torch.ops, library.namespace), lambda ctx, inputs, output: None
     library.autograd("double", lambda ctx, grad: ops.double_backward(grad), keep, twice=twice)
     library.autograd("double_backward", lambda ctx, grad: grad * 2, keep)
@@ -175,9 +176,7 @@ def test_a_second_derivative_is_right_or_refused(library: operators.OperatorLibr
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_second_derivative_of_an_input_alone_is_refused(
-    library: operators.OperatorLibrary, checkpointed: bool
-) -> None:
+def test_a_second_derivative_of_an_input_alone_is_refused(library: opaque.OperatorLibrary, checkpointed: bool) -> None:
     ops = getattr(torch.ops, library.namespace)
 
     def keep(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
@@ -197,7 +196,7 @@ def test_a_second_derivative_of_an_input_alone_is_refused(
             torch.autograd.grad(grad.sum(), x)
 
 
-def test_an_operator_without_a_gradient_says_so_and_what_to_do(library: operators.OperatorLibrary) -> None:
+def test_an_operator_without_a_gradient_says_so_and_what_to_do(library: opaque.OperatorLibrary) -> None:
     library.no_gradient("double", "multiply by two")
     out = getattr(torch.ops, library.namespace).double(torch.ones(3, requires_grad=True))
     with pytest.raises(RuntimeError, match="double has no gradient; multiply by two"):

@@ -23,7 +23,7 @@ from tests.kernel_runs import run_checks
 from zoo.engine.compile import plan_of
 from zoo.engine.graph_log import LEDGER
 from zoo.gradients import operators as gradients
-from zoo.operators import KERNEL_DTYPES
+from zoo.ops.common import KERNEL_DTYPES
 from zoo.training import checkpoint_regions
 from zoo.unet import (
     CUTS,

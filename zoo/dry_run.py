@@ -26,7 +26,7 @@ from torch.nn.modules import module as torch_modules
 from torch.utils import _pytree as pytree
 
 from zoo import ahead
-from zoo.operators import triton_runs_on
+from zoo.ops.common import triton_runs_on
 
 _log = logging.getLogger(__name__)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -28,7 +28,7 @@ from zoo.bert import operators
 from zoo.gradients import operators as gradients
 from zoo.gradients.linear import low_linear, takes_low
 from zoo.layers import compute_dtype, ordinary, plain
-from zoo.operators import differentiable_once, transformed
+from zoo.ops.common import differentiable_once, transformed
 
 
 def by_operators(x: Tensor) -> bool:

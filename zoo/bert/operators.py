@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from zoo.bert import fallback
-from zoo.operators import KERNEL_DTYPES, OperatorLibrary, launcher, triton_runs_on
+from zoo.ops.common import KERNEL_DTYPES, triton_runs_on
+from zoo.ops.opaque import OperatorLibrary, launcher
 
 # A program holds a whole row of a norm.
 WIDEST_NORM = 8192

@@ -14,7 +14,7 @@ from torch import Tensor
 from zoo.gnn import operators
 from zoo.gnn.csr import GraphTensors, Transpose
 from zoo.gnn.split import Split
-from zoo.operators import differentiated, forward_mode
+from zoo.ops.common import differentiated, forward_mode
 
 _NO_SPLIT: tuple[None, None] = (None, None)
 

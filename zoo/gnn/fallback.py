@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zoo.gnn.split import Rows
-from zoo.operators import wide
+from zoo.ops.common import wide
 
 # Edges whose features are held at once where a dot product of both ends is needed.
 EDGES_AT_ONCE = 1 << 18

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from zoo.gnn import fallback
 from zoo.gnn.split import Rows
-from zoo.operators import KERNEL_DTYPES, OperatorLibrary, launcher, triton_runs_on, wide
+from zoo.ops.common import KERNEL_DTYPES, triton_runs_on, wide
+from zoo.ops.opaque import OperatorLibrary, launcher
 
 # Where kernels may run: long rows are cut for them.
 DEVICES: tuple[str, ...] = ("cuda",)

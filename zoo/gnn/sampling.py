@@ -25,7 +25,8 @@ from torch import Tensor
 from zoo.arguments import check_device, check_seed
 from zoo.gnn.batches import Bucket, Drawn, SampledBatch, Subgraph, map_tensors
 from zoo.gnn.csr import CSRGraph
-from zoo.operators import launcher, triton_runs_on
+from zoo.ops.common import triton_runs_on
+from zoo.ops.opaque import launcher
 
 # Neighbours of a node that the kernel draws, which holds them in registers.
 MOST_AT_ONCE = 512

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zoo.operators import next_power
+from zoo.ops.common import next_power
 
 # Fewest edges worth a chunk. A chunk is walked by one program, a few edges a step: some 20 microseconds on an H200,
 # about as long as the shortest launches that matter.

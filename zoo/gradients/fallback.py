@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zoo.operators import wide
+from zoo.ops.common import wide
 
 
 def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zoo.gradients import operators
 from zoo.layers import compute_dtype, ordinary
-from zoo.operators import differentiable_once
+from zoo.ops.common import differentiable_once
 
 _LOW = (torch.bfloat16, torch.float16)
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from zoo.gradients import fallback
-from zoo.operators import KERNEL_DTYPES, OperatorLibrary, launcher, triton_runs_on
+from zoo.ops.common import KERNEL_DTYPES, triton_runs_on
+from zoo.ops.opaque import OperatorLibrary, launcher
 
 _LIBRARY = OperatorLibrary("zoo_gradients")
 

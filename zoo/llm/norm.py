@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from zoo.operators import wide
+from zoo.ops.common import wide
 
 
 class RMSNorm(nn.Module):

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from zoo.llm import fallback
-from zoo.operators import KERNEL_DTYPES, OperatorLibrary, launcher, triton_runs_on
+from zoo.ops.common import KERNEL_DTYPES, triton_runs_on
+from zoo.ops.opaque import OperatorLibrary, launcher
 
 # From here on a matrix product of the vendor's library reads weights as fast.
 MOST_ROWS = 4

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from zoo.layers import plain
 from zoo.llm import operators
 from zoo.llm.norm import RMSNorm
-from zoo.operators import differentiable_once, transformed
+from zoo.ops.common import differentiable_once, transformed
 
 
 def norm_alone(x: Tensor, norm: RMSNorm) -> Tensor:

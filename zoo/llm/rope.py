@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.llm.config import LLMConfig
-from zoo.operators import wide
+from zoo.ops.common import wide
 
 
 def inverse_frequencies(config: LLMConfig, device: torch.device | None = None) -> Tensor:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.layers import plain
-from zoo.operators import differentiated, transformed
+from zoo.ops.common import differentiated, transformed
 
 _sparse = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zoo.operators import differentiated
+from zoo.ops.common import differentiated
 from zoo.resnet.config import ResNetConfig
 
 

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.operators import KERNEL_DTYPES, OperatorLibrary, differentiated, launcher, triton_runs_on
+from zoo.ops.common import KERNEL_DTYPES, differentiated, triton_runs_on
+from zoo.ops.opaque import OperatorLibrary, launcher
 
 _LIBRARY = OperatorLibrary("zoo_resnet")
 # Where squares of pixels begin, so that the padding of 3 and a tap of zeros before the others come out even.

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoo.operators import wide
+from zoo.ops.common import wide
 
 
 def batch_statistics(

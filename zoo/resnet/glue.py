@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.layers import in_words, to_images, to_rows
-from zoo.operators import differentiated
+from zoo.ops.common import differentiated
 from zoo.resnet.config import ResNetConfig
 from zoo.resnet.norms import batch_statistics, bias_act, kernels_run, norm_act, norms_add_act
 from zoo.resnet.pooling import bias_act_pool, max_pool, norm_act_pool

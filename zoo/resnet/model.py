@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from zoo.dry_run import whole_call
 from zoo.engine.discover import Region
 from zoo.layers import channels_last
-from zoo.operators import triton_runs_on
+from zoo.ops.common import triton_runs_on
 from zoo.resnet.checks import check_images
 from zoo.resnet.config import BlockShape, ResNetConfig
 from zoo.resnet.glue import (

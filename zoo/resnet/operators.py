@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoo.operators import KERNEL_DTYPES, OperatorLibrary
+from zoo.ops.common import KERNEL_DTYPES
+from zoo.ops.opaque import OperatorLibrary
 
 _LIBRARY = OperatorLibrary("zoo_resnet")
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.operators import OperatorLibrary, launcher
+from zoo.ops.opaque import OperatorLibrary, launcher
 from zoo.resnet import fallback, norms
 
 _LIBRARY = OperatorLibrary("zoo_resnet")

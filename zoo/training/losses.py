@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zoo.engine.discover import Region
 from zoo.layers import bounds_outside, on_host
-from zoo.operators import differentiable_once
+from zoo.ops.common import differentiable_once
 from zoo.training.fallback import cross_entropy_rows
 from zoo.training.operators import cross_entropy_rows_, kernels_run, scale_
 

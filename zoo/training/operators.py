@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.operators import KERNEL_DTYPES, OperatorLibrary, launcher, triton_runs_on
+from zoo.ops.common import KERNEL_DTYPES, triton_runs_on
+from zoo.ops.opaque import OperatorLibrary, launcher
 from zoo.training import fallback
 
 _LIBRARY = OperatorLibrary("zoo_training")

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from zoo import ahead
-from zoo.operators import KERNEL_DTYPES, launcher, triton_runs_on
+from zoo.ops.common import KERNEL_DTYPES, triton_runs_on
+from zoo.ops.opaque import launcher
 
 # Least numbers of a launch: its beginning and end are little of it then. On an H200 ResNet-50's step took longer with
 # twice as many, since torch's launch for the rest does.

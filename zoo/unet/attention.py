@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zoo.operators import OperatorLibrary, differentiated, launcher, triton_runs_on
+from zoo.ops.common import differentiated, triton_runs_on
+from zoo.ops.opaque import OperatorLibrary, launcher
 from zoo.unet import fallback
 
 # Attention to more keys than this is the library's, measured on an H200; the widest head that a program holds.

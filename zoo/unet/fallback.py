@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoo.operators import wide
+from zoo.ops.common import wide
 
 
 def group_norm(

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.layers import in_words, plain, to_images, to_rows
-from zoo.operators import ceil_div
+from zoo.ops.common import ceil_div
 from zoo.unet import fallback, learning, operators
 
 

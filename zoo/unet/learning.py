@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from zoo.gradients.linear import low_add_linear, low_linear, takes_low
 from zoo.gradients.operators import column_sums
 from zoo.layers import compute_dtype, ordinary, plain
-from zoo.operators import OperatorLibrary, differentiated, forward_mode, transformed, wide
+from zoo.ops.common import differentiated, forward_mode, transformed, wide
+from zoo.ops.opaque import OperatorLibrary
 from zoo.unet import operators
 
 _LIBRARY = OperatorLibrary("zoo_unet")

@@ -15,16 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoo.operators import (
-    KERNEL_DTYPES,
-    OperatorLibrary,
-    ceil_div,
-    differentiated,
-    is_hopper,
-    launcher,
-    triton_runs_on,
-    wide,
-)
+from zoo.ops.common import KERNEL_DTYPES, ceil_div, differentiated, is_hopper, triton_runs_on, wide
+from zoo.ops.opaque import OperatorLibrary, launcher
 from zoo.unet import fallback
 
 # The kernels hold all channels of a group at once, and those of a row that is normed.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zoo.gradients.kernels.erf import erf_form
 from zoo.gradients.kernels.sums import COLUMNS, ROWS, add_parts, parts_of
-from zoo.operators import ceil_div
+from zoo.ops.common import ceil_div
 from zoo.ops.triton.kernel import kernel
 
 

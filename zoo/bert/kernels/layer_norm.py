@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.gradients.kernels.sums import add_parts
-from zoo.operators import next_power
+from zoo.ops.common import next_power
 from zoo.ops.triton.kernel import kernel
 
 # Numbers of a row that a thread holds: 32 bytes of each tensor in float32.

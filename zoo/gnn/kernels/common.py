@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.operators import ceil_div, next_power
+from zoo.ops.common import ceil_div, next_power
 
 # Of an H200, about. Strips of half precision that do not stay in it are better gathered wider.
 L2_BYTES = 50 * 2**20

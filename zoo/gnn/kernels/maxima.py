@@ -10,7 +10,7 @@ from torch import Tensor
 from zoo.gnn.kernels.common import Blocks, choose_blocks, greater, merge_grid, merge_tile, span
 from zoo.gnn.kernels.sums import merge_sums
 from zoo.gnn.split import Rows, edges_per_chunk
-from zoo.operators import ceil_div
+from zoo.ops.common import ceil_div
 from zoo.ops.triton.kernel import kernel
 
 

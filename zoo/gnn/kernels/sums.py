@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zoo.gnn.kernels.common import Blocks, choose_blocks, merge_grid, merge_tile, readable_columns, span, with_rows
 from zoo.gnn.split import Rows, edges_per_chunk
-from zoo.operators import ceil_div, next_power
+from zoo.ops.common import ceil_div, next_power
 from zoo.ops.triton.kernel import kernel
 
 

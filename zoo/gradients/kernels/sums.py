@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.operators import ceil_div
+from zoo.ops.common import ceil_div
 from zoo.ops.triton.kernel import kernel
 
 # Rows and columns of a tile, 8 warps: 32 bytes a thread in half precision, where a warp reads lines as they are.

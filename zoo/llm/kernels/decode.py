@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.llm.kernels.overlap import overlapped
-from zoo.operators import ceil_div, next_power
+from zoo.ops.common import ceil_div, next_power
 from zoo.ops.triton.kernel import kernel
 
 # Slots that a program takes at a step.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from zoo.operators import ceil_div
+from zoo.ops.common import ceil_div
 from zoo.ops.triton.kernel import kernel
 
 # Heads of a program.

@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from zoo.operators import ceil_div
+from zoo.ops.common import ceil_div
 from zoo.ops.triton.kernel import kernel
 
 # Columns that a program takes.

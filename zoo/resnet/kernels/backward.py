@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.gradients.kernels.sums import total_of
-from zoo.operators import ceil_div
+from zoo.ops.common import ceil_div
 from zoo.ops.triton.kernel import kernel
 from zoo.resnet.kernels import tiles
 from zoo.resnet.kernels.tiles import norm_of, of_channels, of_rows, span

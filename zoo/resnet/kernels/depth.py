@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from zoo.operators import ceil_div
+from zoo.ops.common import ceil_div
 from zoo.ops.triton.kernel import kernel
 
 # Pixels of the result that a program writes.

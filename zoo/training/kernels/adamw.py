@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.operators import ceil_div
+from zoo.ops.common import ceil_div
 from zoo.ops.triton.kernel import kernel
 from zoo.training.optimizers import TOGETHER
 

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.operators import ceil_div, next_power
+from zoo.ops.common import ceil_div, next_power
 from zoo.ops.triton.kernel import kernel
 
 # Queries of a program, and keys that it looks at at once: the fastest of some for texts of 77 on an H200.

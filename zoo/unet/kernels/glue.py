@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.operators import ceil_div, next_power
+from zoo.ops.common import ceil_div, next_power
 from zoo.ops.triton.kernel import kernel
 
 # Rows and columns of a tile. Widths in the models are multiples of 64, inside the MLP of 256: no lane is idle. A

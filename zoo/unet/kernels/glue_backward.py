@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zoo.gradients.kernels.erf import erf_form
 from zoo.gradients.kernels.sums import add_parts
-from zoo.operators import ceil_div, next_power
+from zoo.ops.common import ceil_div, next_power
 from zoo.ops.triton.kernel import kernel
 
 # Rows and columns of a tile, 8 warps: a vector of 8 numbers a thread of each of the three that are read. Widths inside

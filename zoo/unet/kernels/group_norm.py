@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.operators import ceil_div, next_power
+from zoo.ops.common import ceil_div, next_power
 from zoo.ops.triton.kernel import kernel
 from zoo.unet.kernels import group_norm_small as small
 from zoo.unet.kernels.group_norm_small import activated

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.gradients.kernels.sums import total_of
-from zoo.operators import ceil_div, next_power
+from zoo.ops.common import ceil_div, next_power
 from zoo.ops.triton.kernel import kernel
 from zoo.unet.kernels.group_norm_small import as_given
 

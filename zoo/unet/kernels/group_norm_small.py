@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.operators import ceil_div
+from zoo.ops.common import ceil_div
 from zoo.ops.triton.kernel import kernel
 
 # Pixels of an image at most, measured on an H200: of more, lines of a few channels each, the whole GPU reads its share

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from zoo.operators import ceil_div
+from zoo.ops.common import ceil_div
 from zoo.ops.triton.kernel import kernel
 from zoo.unet.kernels.glue import _gelu
 
