@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import zoo.ops.common
+import zoo.ops.opaque
 from zoo import ahead, dry_run
 from zoo.bert import operators as bert
 from zoo.gnn import operators as gnn
@@ -133,7 +134,7 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     for module in (torch.cuda, torch.cuda.graphs):
         monkeypatch.setattr(module, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(overlap, "_can_overlap", lambda device: True)
-    for module in (zoo.ops.common, dry_run, *MODULES):
+    for module in (zoo.ops.common, zoo.ops.opaque, dry_run, *MODULES):
         if hasattr(module, "triton_runs_on"):
             monkeypatch.setattr(module, "triton_runs_on", lambda device: True)
     monkeypatch.setattr(unet, "is_hopper", lambda device: True)
