@@ -144,11 +144,11 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
 
 
 def traced(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], *arguments: Any) -> list[list[str]]:
-    """What torch's compiler makes of a call on ``FakeTensorMode`` tensors of a GPU: the nodes of each graph.
+    """The nodes of each graph that torch's compiler makes of a call; tensors lie on the CPU, and no kernel runs.
 
     Kernels are nodes named ``triton_kernel_wrapper_functional``. The call must be one graph. Use with ``gpu``.
     """
-    from torch._functorch.aot_autograd import aot_module_simplified
+    from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch.utils import _triton
     from triton.runtime import driver
@@ -159,7 +159,7 @@ def traced(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], *argum
 
     def noted(graph: torch.fx.GraphModule, _: Any) -> Any:
         graphs.append([str(node.target) for node in graph.graph.nodes if node.op not in ("placeholder", "output")])
-        return graph.forward
+        return make_boxed_func(graph.forward)
 
     def backend(graph: torch.fx.GraphModule, examples: Any) -> Any:
         return aot_module_simplified(
