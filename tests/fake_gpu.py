@@ -11,8 +11,6 @@ import pytest
 import torch
 
 import zoo.ops.common
-import zoo.ops.opaque
-from zoo import ahead, dry_run
 from zoo.bert import operators as bert
 from zoo.gnn import operators as gnn
 from zoo.gradients import operators as gradients
@@ -37,8 +35,6 @@ class Gpu:
         self.launches: list[str] = []
         self.compiled: list[str] = []
         self.sources: dict[str, tuple[Any, Any]] = {}
-        self.asked: set[tuple[str, str]] = set()
-        self.before_compiling: Callable[[str], None] = lambda name: None
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": 1 << 18},
             load_binary=lambda *_: (1, 2, 3, 4, 1024),
@@ -64,15 +60,10 @@ class Gpu:
         name = source.fn.fn.__name__
         self.compiled.append(name)
         self.sources[source.hash()] = source, options
-        self.before_compiling(name)
         return SimpleNamespace(
             src=source, metadata=None, packed_metadata=None, function=None, launch_metadata=lambda *_: None,
             run=self.launcher_cls(source, None),
         )  # fmt: skip
-
-    def note(self, *, key: str, fn: Any, **_: Any) -> None:
-        """Triton's hook, of whatever is not in its cache."""
-        self.asked.add((fn.name, key))
 
 
 def lower(source: Any, options: Any) -> None:
@@ -101,22 +92,9 @@ def kernels() -> list[Any]:
 
 
 def forget_compiled() -> None:
-    """As before the clock of a cold case."""
-    settle()
+    """Clear Triton's caches of our kernels."""
     for kernel in kernels():
         kernel.device_caches.clear()
-
-
-def wait_for_threads() -> None:
-    for thread in list(ahead._threads._running):
-        thread.join(60)
-    assert not ahead._threads._running and not ahead._threads._waiting
-
-
-def settle() -> None:
-    wait_for_threads()
-    ahead._keep_finished()
-    assert not ahead._begun
 
 
 def in_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
@@ -129,12 +107,11 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     found = Gpu()
     monkeypatch.setattr(driver, "_active", found)
     monkeypatch.setattr(triton.compiler, "compile", found.compile)
-    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", found.note)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     for module in (torch.cuda, torch.cuda.graphs):
         monkeypatch.setattr(module, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(overlap, "_can_overlap", lambda device: True)
-    for module in (zoo.ops.common, zoo.ops.opaque, dry_run, *MODULES):
+    for module in (zoo.ops.common, *MODULES):
         if hasattr(module, "triton_runs_on"):
             monkeypatch.setattr(module, "triton_runs_on", lambda device: True)
     monkeypatch.setattr(unet, "is_hopper", lambda device: True)

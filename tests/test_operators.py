@@ -137,9 +137,8 @@ NUMBERS = itertools.count()
 
 
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> opaque.OperatorLibrary:
+def library() -> opaque.OperatorLibrary:
     """Doubling, whose gradient is another operator of the same library, for a test that registers both backwards."""
-    monkeypatch.setattr(opaque.ahead, "ENABLED", False)
     # A namespace of its own for each test: torch may remember an operator after its library is gone.
     made = opaque.OperatorLibrary(f"zoo_test_{next(NUMBERS)}")
 

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.fake_gpu import Gpu, settle
-from zoo import ahead
+from tests.fake_gpu import Gpu
 from zoo.training import AdamW, TrainingStep, optimizers
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -104,56 +103,6 @@ def test_what_is_not_fused_is_refused(options: dict[str, Any]):
         AdamW(weights(), differentiable=True)
 
 
-@pytest.mark.parametrize("rate", [1e-2, torch.tensor(1e-2)], ids=["a number", "a tensor"])
-def test_the_first_step_begins_its_kernel_before_the_model_is_called(
-    rate: float | Tensor, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(optimizers, "LARGE", 30)
-    monkeypatch.setattr(optimizers, "SMALLEST", 1)
-    monkeypatch.setattr(optimizers, "triton_runs_on", lambda device: True)
-    if isinstance(rate, Tensor):  # as one that is not on the host
-        monkeypatch.setattr(optimizers, "_is_on_host", lambda rate: False)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 2)).train()
-    before: list[set[Any]] = []
-
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        before.append(set(gpu.asked))
-        return model(batch).square().mean()
-
-    step = TrainingStep(model, loss, AdamW(model.parameters(), lr=rate), cuda_graph=False)
-    step(torch.randn(3, 4))
-    settle()
-    assert gpu.launches == ["_adamw"], "the first two weights are of one size"
-    assert before[0] and before[0] == gpu.asked
-    gpu.asked.clear()
-    step(torch.randn(3, 4))
-    assert not gpu.asked, "only the first step begins"
-
-
-def test_one_kernel_is_begun_for_all_that_are_aligned(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizers, "LARGE", 64)
-    monkeypatch.setattr(optimizers, "SMALLEST", 16)
-    monkeypatch.setattr(optimizers, "triton_runs_on", lambda device: True)
-    begun: list[Any] = []
-    begin = optimizers._begin
-    monkeypatch.setattr(optimizers, "_begin", lambda *given: (begun.append(given[1]), begin(*given))[1])
-    shifted = torch.zeros(65)[1:].view(8, 8)
-    # Four of one size in two launches' worth, one by itself, one that is not aligned, and some that are torch's.
-    shapes = [(4, 8), (8, 4), (32,), (2, 16), (8, 8), (3, 3), (16,), (16,), (16,)]
-    params = [nn.Parameter(each) for each in [*map(torch.zeros, shapes), shifted]]
-    optimizer = AdamW([{"params": params}, {"params": [nn.Parameter(torch.zeros(8, 8))], "weight_decay": 0.0}])
-    optimizer.begin_kernels()
-    settle()
-    asked = set(gpu.asked)
-    assert [tuple(each.shape) for each in begun] == [(4, 8), (8, 8), (8, 8)]
-    assert len(asked) == 2 and gpu.compiled == ["_adamw"] * 2 and not gpu.launches
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            param.grad = torch.zeros_like(param)
-    optimizer.step()
-    assert gpu.launches == ["_adamw"] * 4 and gpu.asked == asked
-
-
 def test_what_is_selected_of_aligned_pointers_is_read_16_bytes_at_a_time(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,8 +182,7 @@ def test_large_parameters_train_as_by_torchs_on_a_gpu(
     launch = kernel.adamw
 
     def count(params: list[Tensor], *rest: Any) -> None:
-        if not ahead.only_compiles():
-            sizes.append(tuple(each.numel() for each in params))
+        sizes.append(tuple(each.numel() for each in params))
         launch(params, *rest)
 
     monkeypatch.setattr(kernel, "adamw", count)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.workloads.llm_work import Task
-from zoo.dry_run import whole_call
 from zoo.llm import LLM
 from zoo.llm.decode import DecodeState, accept
 
@@ -66,7 +65,6 @@ class ZooStep(Step):
     """
 
     regions = LLM.regions
-    dry_call = whole_call  # the choice of tokens is a kernel too
 
     def __init__(self, model: LLM, task: Task, tokens: Tensor) -> None:
         super().__init__(task, tokens)

@@ -12,9 +12,8 @@ Shapes: B rows, T tokens of a row, N tokens of a packed batch, C width, V vocabu
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -124,28 +123,6 @@ class Bert(nn.Module):
         mask = _needed(attention_mask)
         x = self._encode(*self._begin_padded(input_ids, mask, token_type_ids, position_ids))
         return self._score(x, labels, start_positions, end_positions, None)
-
-    def dry_call(
-        self,
-        input_ids: Tensor | PackedBatch,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        **labels: Tensor | None,
-    ) -> functools.partial[Tensor] | None:
-        """What a call runs up to the first layer, and that layer; see ``zoo.dry_run``.
-
-        Kernels of our own are in layers alone, and one layer has all of them; outside of training there are none.
-        """
-        if not (self.training and torch.is_grad_enabled()):
-            return None
-        if isinstance(input_ids, PackedBatch):
-            return functools.partial(self._first_layer, self._begin_packed, input_ids)
-        given = input_ids, _needed(attention_mask), token_type_ids, position_ids
-        return functools.partial(self._first_layer, self._begin_padded, *given)
-
-    def _first_layer(self, begin: Callable[..., tuple[Any, ...]], *inputs: Any) -> Tensor:
-        return self.layers[0](*begin(*inputs))
 
     def without_padding(
         self,

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from zoo.dry_run import before_first_call
 from zoo.engine.call import IdleWatch, RegionCall, RegionWarning
 from zoo.engine.compat import compile_limit_kwargs
 from zoo.engine.discover import FoundRegion, Region, RegionReport, declares, nothing_repeats, report_on, resolve
@@ -134,7 +133,6 @@ def compile_regions(
     if any(parameter.is_cuda for parameter in model.parameters()):
         IdleWatch(model, list(modules.values()))
     _PLANS[model] = Plan(report, LEDGER.watch(model, modules))
-    before_first_call(model)
     return model
 
 

@@ -12,7 +12,6 @@ Shape legend: N nodes, E edges, C channels, H heads.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeAlias, cast
 
@@ -263,12 +262,6 @@ class _Model(nn.Module):
                 f"{type(self).__name__} was given prepared tensors (of a sampled batch), which do not say whether "
                 "self-loops and weights are in them; pass a CSRGraph, or use GraphSAGE"
             )
-
-    def dry_call(
-        self, x: Tensor, edge_index: Graph | Graphs, edge_weight: Tensor | None = None
-    ) -> functools.partial[Tensor]:
-        """What ``forward`` does once it has a graph; see ``zoo.dry_run``."""
-        return functools.partial(self._run, x, self._graph(x, edge_index, edge_weight))
 
     def _run(self, x: Tensor, graph: GraphTensors | Graphs) -> Tensor:
         if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):

@@ -17,7 +17,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from zoo.dry_run import whole_call
 from zoo.engine.discover import Region, in_process_on_gpus
 from zoo.layers import initialise
 from zoo.llm.attention import token_mask
@@ -53,7 +52,6 @@ class LLM(nn.Module):
 
     regions: ClassVar[tuple[Region, ...]] = REGIONS
     static_arguments: ClassVar[tuple[str, ...]] = ("cache",)
-    dry_call = whole_call
 
     def __init__(self, config: LLMConfig) -> None:
         super().__init__()

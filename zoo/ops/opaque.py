@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo import ahead
 from zoo.engine.compat import name_fallbacks_alone
-from zoo.ops.common import Function, differentiable_once, triton_runs_on
+from zoo.ops.common import Function, differentiable_once
 
 # Looking for a module that is there already takes the host as long as a small launch.
 _module = functools.cache(importlib.import_module)
@@ -45,22 +44,16 @@ class OperatorLibrary:
         return define
 
     def fake(self, name: str) -> Callable[[Function], Function]:
-        """Register the function that says shapes and dtypes of the outputs.
-
-        Whoever asks it is about to run the operator: kernels are compiled from here on, see ahead.py.
-        """
-        implementation = self._implementations[name]
+        """Register the function that says shapes and dtypes of the outputs."""
 
         def register(shapes: Function) -> Function:
             @functools.wraps(shapes)
-            def shapes_and_kernels(*arguments: Any) -> Any:
-                outputs = shapes(*arguments)
+            def traced(*arguments: Any) -> Any:
+                # Whoever asks is about to compile a graph with the operator in it.
                 name_fallbacks_alone()
-                if ahead.ENABLED and triton_runs_on(arguments[0].device):
-                    ahead.compile_kernels(implementation, arguments)
-                return outputs
+                return shapes(*arguments)
 
-            torch.library.register_fake(f"{self.namespace}::{name}", shapes_and_kernels, lib=self._library)
+            torch.library.register_fake(f"{self.namespace}::{name}", traced, lib=self._library)
             return shapes
 
         return register

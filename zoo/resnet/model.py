@@ -21,7 +21,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from zoo.dry_run import whole_call
 from zoo.engine.discover import Region
 from zoo.layers import channels_last
 from zoo.ops.common import triton_runs_on
@@ -113,7 +112,6 @@ class ResNet(nn.Module):
     """
 
     regions: ClassVar[tuple[Region, ...]] = REGIONS
-    dry_call = whole_call
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()

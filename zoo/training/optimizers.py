@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from zoo import ahead
 from zoo.ops.common import KERNEL_DTYPES, triton_runs_on
 from zoo.ops.opaque import launcher
 
@@ -116,30 +113,6 @@ class AdamW(torch.optim.AdamW):
             self._update(group)
         return loss
 
-    def begin_kernels(self, skip: Tensor | None = None) -> None:
-        """Begin to compile what the first step will launch, in threads, while the model is still being compiled.
-
-        Args:
-            skip: The flag on the device that will be there as ``found_inf``, or None.
-        """
-        if not ahead.ENABLED:
-            return
-        begun = set()
-        for group in self.param_groups:
-            # The gradients and the averages will be like the parameters.
-            params = [param for param in group["params"] if param.requires_grad and not param.is_complex()]
-            plain = [param.detach() for param in params]
-            count_on = {device: torch.zeros((), device=device) for device in {param.device for param in params}}
-            counts = [count_on[param.device] for param in params]
-            for launch in self._launches(group, [params, plain, plain, plain, [], counts], None, skip):
-                # What is compiled for one of them is for all.
-                param, count = plain[launch[0]], counts[launch[0]]
-                kind: Any = _kind(param, param, param, param, count), _are_aligned(param, param, param, param)
-                kind += group["maximize"], _is_on_host(group["lr"])
-                if kind not in begun:
-                    begun.add(kind)
-                    _begin(group, param, count, skip)
-
     def _update(self, group: dict[str, Any]) -> None:
         tensors: list[list[Tensor]] = [[] for _ in range(6)]
         has_complex = self._init_group(group, *tensors)  # type: ignore[no-untyped-call]
@@ -203,14 +176,6 @@ def _refuse_other_than_fused(foreach: bool | None, fused: bool | None) -> None:
 
 def _is_on_host(rate: Tensor | float) -> bool:
     return not isinstance(rate, Tensor) or rate.device.type == "cpu"
-
-
-def _begin(group: dict[str, Any], param: Tensor, count: Tensor, skip: Tensor | None) -> None:
-    with suppress(Exception):  # the launch compiles what was not begun, and says what is wrong with it
-        held, count = ahead.describe((param, count))
-        own = held._replace(offset=0)  # also where the parameter is a view
-        tensors = (held,), (own,), (own,), (own,), (count,)
-        ahead.run_without_data(functools.partial(_launch, group), (tensors, None, ahead.describe(skip)))
 
 
 def _launch(group: dict[str, Any], tensors: list[list[Tensor]], scale: Tensor | None, skip: Tensor | None) -> None:

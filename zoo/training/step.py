@@ -19,7 +19,6 @@ from zoo.engine.graphed_step import CaptureError, GraphedStep, synchronisations
 from zoo.engine.step_buffers import check_leaves, describe, is_captured, shapes_of
 from zoo.training.capture import FrozenOptions, capture_obstacles
 from zoo.training.finite import FiniteWatch
-from zoo.training.optimizers import AdamW
 from zoo.training.updates import can_skip, starts_defined, wants_closure
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -148,8 +147,6 @@ class TrainingStep:
         if not batches:
             raise ValueError("a step needs at least one batch")
         _check_training(self.model)
-        if self.steps == 0 and isinstance(self.optimizer, AdamW) and self.scaler is None:
-            self.optimizer.begin_kernels(self._watch.skip)
         loss = self._replay(batches) if self._captures else self._run(*batches)
         self.steps += 1
         if self.steps % self._report_every == 0:

@@ -20,7 +20,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zoo.dry_run import whole_call
 from zoo.engine.discover import Region
 from zoo.engine.side_stream import branch
 from zoo.layers import channels_last
@@ -79,7 +78,6 @@ class UNet(nn.Module):
     """
 
     regions: ClassVar[tuple[Region, ...]] = REGIONS
-    dry_call = whole_call
 
     def __init__(self, config: UNetConfig) -> None:
         super().__init__()

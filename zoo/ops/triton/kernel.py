@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
-
-from zoo import ahead
 
 # Different launches of a kernel that are kept: a size that changes in every call would fill the memory.
 MOST_LAUNCHES = 1024
@@ -46,11 +43,7 @@ class Kernel(JITFunction):  # type: ignore[misc]
         self._sized = [each.do_not_specialize for each in self.params]
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        return self._begin if ahead.only_compiles() else functools.partial(self._launch, grid)
-
-    def _begin(self, *arguments: Any, **options: Any) -> None:
-        given = [ahead.Pointer(each) if isinstance(each, Tensor) else each for each in arguments]
-        self.warmup(*given, grid=(1,), **options)
+        return functools.partial(self._launch, grid)
 
     def _launch(self, grid: Any, *arguments: Any, **options: Any) -> None:
         driver = triton.runtime.driver.active
@@ -62,12 +55,12 @@ class Kernel(JITFunction):  # type: ignore[misc]
             return
         key = self._key(arguments, options)
         if key is None or self._is_watched():
-            self._launch_first(grid, *arguments, **options)
+            self.run(*arguments, grid=grid, warmup=False, **options)
             return
         cache, kept = self._kept.get(device, (None, {}))
         found = kept.get(key) if cache is self.device_caches.get(device) else None
         if found is None:
-            compiled = self._launch_first(grid, *arguments, **options)
+            compiled = self.run(*arguments, grid=grid, warmup=False, **options)
             self._keep(device, key, compiled, len(arguments), options)
             return
         compiled, rest = found
@@ -105,10 +98,3 @@ class Kernel(JITFunction):  # type: ignore[misc]
             kept = {}
         rest = tuple(options.get(each.name, each.default) for each in self.params[positional:])
         self._kept[device] = self.device_caches[device], {**kept, key: (compiled, rest)}
-
-    def _launch_first(self, grid: Any, *arguments: Any, **options: Any) -> Any:
-        """Launch by Triton, but have a thread that compiles just this kernel finish first."""
-        # Whatever is wrong there, the launch itself compiles, and raises what there is to raise.
-        with suppress(Exception):
-            ahead.finish(lambda: self.warmup(*arguments, grid=grid, **options))
-        return self.run(*arguments, grid=grid, warmup=False, **options)

@@ -1,0 +1,173 @@
+"""Triton kernels that are launched from Python: which launches are kept, and that Triton takes every kernel.
+
+Triton runs here on a GPU that is not there: it compiles for one, and launches are counted.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="torch came without Triton, which GPUs only need")
+
+import triton.language as tl
+
+from benchmarks.compiler import _forget
+from tests import (
+    test_bert_kernels,
+    test_gnn_kernels,
+    test_gradients,
+    test_llm_kernels,
+    test_resnet_kernels,
+    test_training_kernels,
+    test_unet_kernels,
+)
+from tests.fake_gpu import Gpu, kernels, lower
+from zoo.ops.triton.kernel import kernel
+from zoo.resnet import depth
+
+pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
+
+
+@kernel(do_not_specialize=["rows"])
+def _scaled(x, scale, out, rows, columns, COLUMNS: tl.constexpr):
+    row, column = tl.program_id(0), tl.arange(0, COLUMNS)
+    inside = (column < columns) & (row < rows)
+    value = tl.load(x + row * columns + column, inside)
+    if scale is not None:
+        value *= tl.load(scale + column, column < columns)
+    tl.store(out + row * columns + column, value, inside)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_kept() -> None:
+    _scaled.device_caches.clear()
+
+
+def launches() -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Launches of one kernel, each compiled otherwise by Triton, but for the last two."""
+    x, low = torch.randn(2, 32), torch.randn(2, 32, dtype=torch.bfloat16)
+    scale, shifted, out = torch.randn(32), torch.randn(33)[1:], torch.empty(2, 32)
+    options = {"COLUMNS": 32, "num_warps": 1}
+    given = [
+        ((x, scale, out, 2, 32), options),
+        ((x, None, out, 2, 32), options),
+        ((low, scale, out, 2, 32), options),
+        ((x, shifted, out, 2, 32), options),
+        ((x, scale, out, 2, 31), options),
+        ((x, scale, out, 2, 1), options),
+        ((x, scale, out, 2**31, 32), options),
+        ((x, scale, out, 2, 32), {**options, "COLUMNS": 64}),
+        ((x, scale, out, 2, 32), {**options, "num_warps": 2}),
+    ]
+    # Triton compiles these as the first: a size that is not specialised, and other tensors of the same kind.
+    return [*given, ((x, scale, out, 7, 32), options), ((x + 1, scale, out, 2, 32), options)]
+
+
+def launch(index: int = 0) -> None:
+    arguments, options = launches()[index]
+    _scaled[(2,)](*arguments, **options)
+
+
+def test_a_launch_like_an_earlier_one_runs_what_triton_would_run(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[tuple[str, tuple[Any, ...]]] = []
+    launcher = lambda source, _: lambda x, y, z, *given: launched.append((source.hash(), (x, y, z, *given[6:])))  # noqa: E731
+    monkeypatch.setattr(gpu, "launcher_cls", launcher)
+    for arguments, options in launches():
+        _scaled.run(*arguments, grid=(2,), warmup=False, **options)
+    by_triton, compiled = launched[:], len(gpu.compiled)
+    for index in range(len(launches())):
+        launch(index)
+    monkeypatch.setattr(_scaled, "run", lambda *_, **__: pytest.fail("Triton looked the kernel up again"))
+    launched.clear()
+    for index in range(len(launches())):
+        launch(index)
+    assert len(gpu.compiled) == compiled == len(launches()) - 2
+    assert [each for each, _ in launched] == [each for each, _ in by_triton]
+    for (_, ours), (_, tritons) in zip(launched, by_triton, strict=True):
+        assert [each.shape if isinstance(each, Tensor) else each for each in ours] == [
+            each.shape if isinstance(each, Tensor) else each for each in tritons
+        ]
+
+
+def test_a_launch_is_not_kept_where_somebody_watches_launches(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch()
+    watched: list[str] = []
+    monkeypatch.setattr(_scaled, "pre_run_hooks", [lambda *_, **__: watched.append("launch")])
+    launch()
+    assert watched == ["launch"]
+
+
+def test_a_launch_runs_on_the_device_of_its_tensors(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnTheSecond(torch.Tensor):
+        def get_device(self) -> int:
+            return 1
+
+    current, launched_on = [0], []
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        before, current[0] = current[0], index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(gpu, "get_current_device", lambda: current[0])
+    monkeypatch.setattr(gpu, "launcher_cls", lambda *_: lambda *_: launched_on.append(current[0]))
+    arguments, options = launches()[0]
+    for first in (arguments[0], arguments[0].as_subclass(OnTheSecond)) * 2:
+        _scaled[(2,)](first, *arguments[1:], **options)
+    assert launched_on == [0, 1, 0, 1] and current == [0]
+
+
+def test_launches_that_were_kept_end_with_tritons_cache(gpu: Gpu) -> None:
+    for _ in range(2):
+        launch()
+    _forget()
+    launch()
+    assert gpu.compiled == ["_scaled"] * 2
+
+
+# --- kernels of the families ---
+
+
+def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    images, weight = torch.randn(2, 3, 16, 12), torch.randn(8, 3, 7, 7, requires_grad=True)
+    of_families = {
+        "bert": test_bert_kernels.calls(),
+        "gnn": test_gnn_kernels.operator_calls(),
+        "gradients": test_gradients.calls(),
+        "llm": test_llm_kernels.calls(),
+        "resnet": test_resnet_kernels.calls(),
+        "training": test_training_kernels.calls(),
+        "unet": test_unet_kernels.calls(),
+        "stem": {
+            "space_to_depth": (depth.space_to_depth, (images, 4, 11, 9, 16)),
+            "stem_conv": (depth.stem_conv, (images, weight)),
+        },
+    }
+    return {f"{family}: {name}": call for family, each in of_families.items() for name, call in each.items()}
+
+
+def run(operator: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Run an operator and its backward."""
+    out = operator(*arguments)
+    given = [each for each in (out if isinstance(out, tuple) else (out,)) if each is not None and each.requires_grad]
+    wanted = [each for each in arguments if isinstance(each, Tensor) and each.requires_grad]
+    if given:
+        torch.autograd.grad(given, wanted, [torch.ones_like(each) for each in given], allow_unused=True)
+
+
+def test_triton_takes_every_kernel(gpu: Gpu) -> None:
+    for call in calls().values():
+        run(*call)
+    seen = {(source.fn.fn.__module__, source.fn.fn.__name__) for source, _ in gpu.sources.values()}
+    assert seen >= {(each.fn.__module__, each.fn.__name__) for each in kernels()}, "an example is missing"
+    for source, options in gpu.sources.values():
+        lower(source, options)
