@@ -16,8 +16,8 @@ from torch import Tensor
 import zoo
 from zoo.bert import operators
 from zoo.bert.kernels import gelu, layer_norm
-from zoo.gradients import operators as shared
-from zoo.gradients.kernels import sums
+from zoo.ops import common as shared
+from zoo.ops.triton import sums
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu

@@ -13,7 +13,6 @@ import torch
 import zoo.ops.common
 from zoo.bert import operators as bert
 from zoo.gnn import operators as gnn
-from zoo.gradients import operators as gradients
 from zoo.llm import operators as llm
 from zoo.resnet import depth, norms, pooling
 from zoo.resnet import operators as resnet
@@ -23,7 +22,7 @@ from zoo.unet import learning as unet_learning
 from zoo.unet import operators as unet
 
 MODULES: tuple[ModuleType, ...] = (
-    bert, gnn, gradients, llm, norms, depth, pooling, resnet, training, unet, unet_attention,
+    bert, gnn, llm, norms, depth, pooling, resnet, training, unet, unet_attention,
     unet_learning,
 )  # fmt: skip
 

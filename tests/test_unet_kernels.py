@@ -22,7 +22,7 @@ from tests.dispatched import Dispatched
 from tests.kernel_runs import run_checks
 from zoo.engine.compile import plan_of
 from zoo.engine.graph_log import LEDGER
-from zoo.gradients import operators as gradients
+from zoo.ops import products
 from zoo.ops.common import KERNEL_DTYPES
 from zoo.training import checkpoint_regions
 from zoo.unet import (
@@ -441,9 +441,9 @@ def test_products_learn_in_float32_under_autocast(counted: Counter[str], monkeyp
     inputs = zoo.example_inputs(model, size=8, tokens=5)
     ran: Counter[str] = Counter()
     for name in ("weight_gradient", "column_sums"):
-        operator = getattr(gradients, name)
+        operator = getattr(products, name)
         monkeypatch.setattr(
-            gradients, name, lambda *given, name=name, operator=operator: (ran.update([name]), operator(*given))[1]
+            products, name, lambda *given, name=name, operator=operator: (ran.update([name]), operator(*given))[1]
         )
     outputs_and_gradients(model, inputs, False)
     assert not ran, "there is nothing to lower"

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.gradients import operators as gradients
-from zoo.gradients.kernels import sums
+import zoo.ops.common
 from zoo.layers import to_rows
+from zoo.ops.triton import sums
 from zoo.unet import ConvAdd, TransformerBlock, fallback, learning, operators
 from zoo.unet import glue as of_unet
 from zoo.unet.kernels import glue_backward as kernels
@@ -36,7 +36,7 @@ CASES = [*((9, 40, *pair) for pair in PAIRS), *((*size, *PAIRS[-1]) for size in 
 def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     if DEVICE == "cpu":
-        for module in (operators, gradients):
+        for module in (operators, zoo.ops.common):
             monkeypatch.setattr(module, "triton_runs_on", lambda device: True)
 
 

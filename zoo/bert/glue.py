@@ -25,10 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.bert import operators
-from zoo.gradients import operators as gradients
-from zoo.gradients.linear import low_linear, takes_low
 from zoo.layers import compute_dtype, ordinary, plain
 from zoo.ops.common import differentiable_once, transformed
+from zoo.ops.products import low_linear, takes_low
 
 
 def by_operators(x: Tensor) -> bool:
@@ -130,9 +129,9 @@ class _Beside(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, low: torch.dtype) -> tuple[Tensor, Tensor]:
-        return x.view_as(x), gradients.lowered(x, low)
+        return x.view_as(x), x.to(low)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor, low_grad: Tensor) -> tuple[Tensor, None]:
-        return gradients.add_low(grad, low_grad), None
+        return grad + low_grad, None

@@ -4,7 +4,7 @@ On a GPU each runs Triton kernels or one call of the library, elsewhere torch's 
 from torch's functions the norms and the sums of gradients are most of what a compiler writes for a layer; these cost it
 nothing, and their kernels compile while the layer is traced. ``glue.py`` decides where they are used.
 
-Products of float32 weights run in a lower precision under autocast, see ``zoo.gradients``.
+Products of float32 weights run in a lower precision under autocast, see ``zoo.ops.products``.
 
 Shape legend: C columns, I width inside the MLP. All is computed and summed in float32.
 """

@@ -15,11 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.gradients.linear import low_add_linear, low_linear, takes_low
-from zoo.gradients.operators import column_sums
 from zoo.layers import compute_dtype, ordinary, plain
 from zoo.ops.common import differentiated, forward_mode, transformed, wide
 from zoo.ops.opaque import OperatorLibrary
+from zoo.ops.products import column_sums, low_add_linear, low_linear, takes_low
 from zoo.unet import operators
 
 _LIBRARY = OperatorLibrary("zoo_unet")
@@ -252,7 +251,7 @@ _LIBRARY.autograd("conv_bias", _added_gradients, _keep_dtypes)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A product [..., C], [N, C] and [N] or None -> [..., N]; under autocast with gradients of ``zoo.gradients``."""
+    """A product [..., C], [N, C] and [N] or None -> [..., N]; under autocast with gradients of ``zoo.ops.products``."""
     if not runs(x, weight, *(() if bias is None else (bias,))):
         return F.linear(x, weight, bias)
     # As autocast would.

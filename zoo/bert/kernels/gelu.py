@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.gradients.kernels.erf import erf_form
-from zoo.gradients.kernels.sums import COLUMNS, ROWS, add_parts, parts_of
 from zoo.ops.common import ceil_div
+from zoo.ops.triton.gelu import erf_form
 from zoo.ops.triton.kernel import kernel
+from zoo.ops.triton.sums import COLUMNS, ROWS, add_parts, parts_of
 
 
 @triton.jit

@@ -4,7 +4,7 @@
     forward     the sum, its norm, and the norm in the dtype of products, a row a program
     backward    both gradients of the norm's outputs -> of the sum, in both dtypes. Few programs go over all rows, so
                 that each holds what its rows give to weight and biases until the end; the rest is
-                zoo/gradients/kernels/sums.py
+                zoo/ops/triton/sums.py
 
 The two norms of a layer differ in that products read one and not the other. That is no other kernel, which would have
 to be compiled: where there is no copy another tensor of its dtype stands for it, of which nothing is read or written.
@@ -18,9 +18,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from zoo.gradients.kernels.sums import add_parts
 from zoo.ops.common import next_power
 from zoo.ops.triton.kernel import kernel
+from zoo.ops.triton.sums import add_parts
 
 # Numbers of a row that a thread holds: 32 bytes of each tensor in float32.
 NUMBERS = 8

@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.gradients.kernels.sums import total_of
 from zoo.ops.common import ceil_div
 from zoo.ops.triton.kernel import kernel
+from zoo.ops.triton.sums import total_of
 from zoo.resnet.kernels import tiles
 from zoo.resnet.kernels.tiles import norm_of, of_channels, of_rows, span
 

@@ -2,7 +2,7 @@
 """Gradients of the glue: one pass over the rows, and a small kernel that adds what its programs have summed.
 
 A program keeps to its columns and goes over rows at equal distances, so that what the rows give to a bias is held until
-the end; see zoo/gradients/kernels/sums.py. Sizes are no part of the code: one compilation serves all levels of a model.
+the end; see zoo/ops/triton/sums.py. Sizes are no part of the code: one compilation serves all levels of a model.
 Sums that nobody asks for are: with a bias that does not learn the kernel has none.
 
 Shape legend: R rows (pixels of all images), C channels, I width inside the MLP.
@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.gradients.kernels.erf import erf_form
-from zoo.gradients.kernels.sums import add_parts
 from zoo.ops.common import ceil_div, next_power
+from zoo.ops.triton.gelu import erf_form
 from zoo.ops.triton.kernel import kernel
+from zoo.ops.triton.sums import add_parts
 
 # Rows and columns of a tile, 8 warps: a vector of 8 numbers a thread of each of the three that are read. Widths inside
 # the MLP are multiples of 256: no lane is idle.

@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.gradients.kernels.sums import total_of
 from zoo.ops.common import ceil_div, next_power
 from zoo.ops.triton.kernel import kernel
+from zoo.ops.triton.sums import total_of
 from zoo.unet.kernels.group_norm_small import as_given
 
 # Channels and pixels that a program holds at once, 4 warps: a vector of 8 numbers a thread.

@@ -1,6 +1,6 @@
-"""Sums over rows and of two dtypes, against float64. Run by test_gradients.py in Triton's interpreter, and on a GPU.
+"""Sums over rows, against float64. Run by test_ops_products.py in Triton's interpreter, and on a GPU.
 
-TRITON_INTERPRET=1 python -m pytest tests/gradients_kernel_checks.py
+TRITON_INTERPRET=1 python -m pytest tests/products_kernel_checks.py
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from zoo.gradients import operators
-from zoo.gradients.kernels import sums
+import zoo.ops.common
+from zoo.ops.products import column_sums, weight_gradient
+from zoo.ops.triton import sums
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
@@ -24,7 +25,7 @@ SHAPES = [(1, 7), (5, 100), (2, 3, 32)]
 def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     if DEVICE == "cpu":
-        monkeypatch.setattr(operators, "triton_runs_on", lambda device: True)
+        monkeypatch.setattr(zoo.ops.common, "triton_runs_on", lambda device: True)
 
 
 @pytest.fixture
@@ -39,19 +40,17 @@ def values(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def check_sums(x: Tensor) -> None:
-    found, expected = operators.column_sums(x, torch.float32), x.double().flatten(0, -2).sum(0)
+    found, expected = column_sums(x, torch.float32), x.double().flatten(0, -2).sum(0)
     assert found.dtype == torch.float32 and (found.double() - expected).norm() < 1e-6 * expected.norm()
 
 
 @pytest.mark.usefixtures("_programs_go_round")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_sums_of_columns_and_of_two_dtypes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_sums_of_columns(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = values(*shape, dtype=dtype)
     check_sums(x)
-    assert torch.equal(operators.column_sums(x, torch.float32), operators.column_sums(x, torch.float32))
-    wide = values(*shape)
-    assert torch.equal(operators.add_low(wide, x), wide + x.float())
+    assert torch.equal(column_sums(x, torch.float32), column_sums(x, torch.float32))
 
 
 def test_programs_as_they_are() -> None:
@@ -63,12 +62,12 @@ def test_programs_as_they_are() -> None:
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_gradients_of_weights_are_float32_sums(dtype: torch.dtype) -> None:
     grad, x = values(40, 16, dtype=dtype), values(40, 24, dtype=dtype)
-    found, expected = operators.weight_gradient(grad, x), grad.double().t() @ x.double()
+    found, expected = weight_gradient(grad, x), grad.double().t() @ x.double()
     assert found.dtype == torch.float32 and (found.double() - expected).norm() < 1e-5 * expected.norm()
 
 
 def test_no_rows() -> None:
     x = values(0, 32)
-    assert not operators.column_sums(x, torch.float32).any() and operators.add_low(x, x).shape == (0, 32)
-    product = operators.weight_gradient(x.bfloat16(), x.bfloat16())
+    assert not column_sums(x, torch.float32).any()
+    product = weight_gradient(x.bfloat16(), x.bfloat16())
     assert product.shape == (32, 32) and not product.any()

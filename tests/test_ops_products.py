@@ -1,20 +1,20 @@
-"""What several families learn with: kernels by the file of checks, here what layers, compilers and callers need."""
+"""Products in a lower precision than their weights: kernels by the file of checks, here gradients and refusals."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.fake_gpu import Gpu, traced
 from tests.kernel_runs import run_checks
-from zoo.gradients import operators
-from zoo.gradients.linear import low_add_linear, low_linear, takes_low
+from zoo.ops import products
+from zoo.ops.products import column_sums, low_add_linear, low_linear, takes_low
 
-CHECKS = "gradients_kernel_checks.py"
+CHECKS = "products_kernel_checks.py"
+KERNEL = "triton_kernel_wrapper_functional"
 
 
 @pytest.mark.slow
@@ -30,30 +30,9 @@ def test_kernels_on_a_gpu() -> None:
     run_checks(CHECKS, "-m", "gpu", interpret=False)
 
 
-def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    low = torch.randn(2, 3, 8, dtype=torch.bfloat16)
-    return {
-        "sums of columns": (operators.column_sums, (low, torch.float32)),
-        "sum of two dtypes": (operators.add_low, (torch.randn(2, 3, 8), low)),
-    }
-
-
-CALLS = {
-    **calls(),
-    "copy": (operators.lowered, (torch.randn(3, 4).t(), torch.bfloat16)),
-    "weight's gradient": (operators.weight_gradient, tuple(torch.randn(2, 5, 3).bfloat16().unbind())),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_operators_are_what_torch_expects(name: str) -> None:
-    operator, arguments = CALLS[name]
-    torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
-
-
 def test_sums_keep_the_precision_of_doubles() -> None:
     x = torch.randn(5, 7, 3, dtype=torch.float64)
-    torch.testing.assert_close(operators.column_sums(x, torch.float64), x.sum((0, 1)), rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(column_sums(x, torch.float64), x.sum((0, 1)), rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -89,7 +68,7 @@ def test_gradients_of_a_low_product_and_what_it_is_added_to() -> None:
 
 def test_what_does_not_learn_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("weight_gradient", "column_sums"):
-        monkeypatch.setattr(operators, name, lambda *_: pytest.fail("nobody asked"))
+        monkeypatch.setattr(products, name, lambda *_: pytest.fail("nobody asked"))
     x, weight, bias = torch.randn(5, 8).bfloat16().requires_grad_(), torch.randn(8, 8), torch.randn(8)
     (low_linear(x, weight, bias) + low_add_linear(x, x, weight)).sum().backward()
     assert x.grad is not None
@@ -124,3 +103,27 @@ def test_only_what_autocast_would_convert_is_taken_low() -> None:
         assert takes_low(x, weight, bias) and takes_low(x, weight, None)
         assert not takes_low(x.float(), weight, bias) and not takes_low(x.half(), weight, bias)
         assert not takes_low(x, weight.bfloat16(), bias) and not takes_low(x, weight, bias.bfloat16())
+        assert not torch.func.vmap(lambda x: torch.tensor(takes_low(x, weight, bias)))(x).any(), "a transform"
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_low_product_is_one_graph_whose_sums_are_kernels(
+    biased: bool, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight = torch.randn(5, 8).bfloat16().requires_grad_(), torch.randn(6, 8).requires_grad_()
+    bias = torch.randn(6).requires_grad_() if biased else None
+    forward, backward = traced(monkeypatch, low_linear, x, weight, bias)
+    assert KERNEL not in str(forward)
+    # Parts of the sums, and what adds them.
+    assert str(backward).count(KERNEL) == (2 if biased else 0)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_gradients_are_summed_in_float32(backend: str) -> None:
+    x, weight = torch.randn(40, 8).bfloat16().requires_grad_(), torch.randn(6, 8).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = torch.compile(low_linear, fullgraph=True, backend=backend)(x, weight, None)
+    grad = torch.randn_like(out)
+    found = torch.autograd.grad(out, weight, grad)[0]
+    torch.testing.assert_close(found.double(), grad.double().t() @ x.double(), rtol=1e-5, atol=1e-5)

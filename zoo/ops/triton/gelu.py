@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-"""The error function as GELU and its slope need it."""
+"""GELU: the error function as it and its slope need it."""
 
 from __future__ import annotations
 

@@ -22,8 +22,6 @@ ROWS, COLUMNS = 8, 512
 PARTS = 128
 # Parts that the last kernel reads at once, and its columns: many programs, for little is read.
 PARTS_AT_ONCE, LAST_COLUMNS = 128, 16
-# Numbers of a program that adds two tensors, 8 for a thread.
-NUMBERS = 2048
 
 
 @kernel(do_not_specialize=["rows"])
@@ -63,17 +61,10 @@ def _add_parts(part, first, second, third, parts, columns, PARTS: tl.constexpr, 
     value = tl.sum(total, 0)
     live = column < columns
     tl.store(first + column, value.to(first.dtype.element_ty), mask=live & (which == 0))
-    tl.store(second + column, value.to(second.dtype.element_ty), mask=live & (which == 1))
-    tl.store(third + column, value.to(third.dtype.element_ty), mask=live & (which == 2))
-
-
-@kernel
-def _add_low(x, low, out, numbers, NUMBERS: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
-    seen = place < numbers
-    value = tl.load(x + place, mask=seen, other=0.0).to(tl.float32)
-    value += tl.load(low + place, mask=seen, other=0.0).to(tl.float32)
-    tl.store(out + place, value.to(out.dtype.element_ty), mask=seen)
+    if second is not None:
+        tl.store(second + column, value.to(second.dtype.element_ty), mask=live & (which == 1))
+    if third is not None:
+        tl.store(third + column, value.to(third.dtype.element_ty), mask=live & (which == 2))
 
 
 def parts_of(rows: int, most: int | None = None) -> int:
@@ -85,8 +76,7 @@ def add_parts(part: Tensor, *sums: Tensor) -> None:
     """Parts [P, S, C] in float32 -> S sums [C], up to three, each written in its own dtype."""
     parts, _, columns = part.shape
     grid = ceil_div(columns, LAST_COLUMNS), len(sums)
-    # Where there are fewer the first stands for the rest, which no program writes: one kernel for any number of them.
-    first, second, third = (*sums, *sums[:1] * 2)[:3]
+    first, second, third = (*sums, None, None)[:3]
     _add_parts[grid](part, first, second, third, parts, columns, PARTS=PARTS_AT_ONCE, COLUMNS=LAST_COLUMNS, num_warps=8)
 
 
@@ -102,13 +92,4 @@ def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
         x, part, rows, columns, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=8
     )
     add_parts(part, out)
-    return out
-
-
-def add_low(x: Tensor, low: Tensor) -> Tensor:
-    """X plus a tensor of the same shape in another dtype, in the dtype of x."""
-    x, low = x.contiguous(), low.contiguous()
-    out = torch.empty_like(x)
-    if numbers := out.numel():
-        _add_low[(ceil_div(numbers, NUMBERS),)](x, low, out, numbers, NUMBERS=NUMBERS, num_warps=8)
     return out

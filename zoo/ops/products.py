@@ -1,9 +1,9 @@
-"""A product in a lower precision than its float32 weight, as autocast has it, and its gradients.
+"""A product in a lower precision than its float32 weight, as autocast has it, with gradients in float32.
 
 Autocast converts the weight, and autograd what comes back: the gradient of the weight is written in the low dtype, and
 then in float32. Here the product that makes it writes float32, and the bias' is one pass over the rows.
 
-Shape legend: R rows, C columns, N rows of a weight.
+Shape legend: R rows, C columns, N rows of a weight. "Low" is what has the dtype of products.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoo.gradients import operators
 from zoo.layers import compute_dtype, ordinary
-from zoo.ops.common import differentiable_once
+from zoo.ops.common import ENABLED, differentiable_once, forward_mode, kernels_run, transformed, wide
 
 _LOW = (torch.bfloat16, torch.float16)
 
 
 def takes_low(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether autocast would convert weight and bias for x, and ``low_linear`` is for them."""
-    if x.dtype not in _LOW or not ordinary(weight) or weight.dtype != torch.float32:
+    if not ENABLED or x.dtype not in _LOW or not ordinary(weight) or weight.dtype != torch.float32:
         return False
     if bias is not None and not (ordinary(bias) and bias.dtype == torch.float32):
+        return False
+    if transformed() or forward_mode():
         return False
     return torch.is_autocast_enabled(x.device.type) and compute_dtype(x) == x.dtype
 
@@ -42,15 +43,37 @@ def low_add_linear(added: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
+def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """Gradient of a float32 weight [N, C] from those of its product [R, N] and its input [R, C], both low.
+
+    On an NVIDIA GPU from Ampere on the product writes the float32 that it sums in, and no pass converts it.
+    """
+    if x.device.type == "cpu":
+        with torch.autocast("cpu", enabled=False):
+            return grad.float().t() @ x.float()
+    if x.shape[0] and kernels_run(x) and torch.version.hip is None:
+        return torch.mm(grad.t(), x, out_dtype=torch.float32)
+    return (grad.t() @ x).float()
+
+
+def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[..., C] -> [C] in another dtype: the gradient of a product's bias. Summed in float32, without a gradient."""
+    if kernels_run(x):
+        from zoo.ops.triton import sums as kernels
+
+        return kernels.column_sums(x, dtype)
+    return x.reshape(-1, x.shape[-1]).sum(0, dtype=wide(x.dtype)).to(dtype)
+
+
 class _Linear(torch.autograd.Function):
     """Gradients of weight and bias are summed and kept in float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        low = operators.lowered(weight, x.dtype)
+        low = weight.to(x.dtype)
         _keep_factors(ctx, x, low, *ctx.needs_input_grad[:2])
         ctx.biased = bias is not None
-        return F.linear(x, low, None if bias is None else operators.lowered(bias, x.dtype))
+        return F.linear(x, low, None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     @differentiable_once
@@ -60,8 +83,8 @@ class _Linear(torch.autograd.Function):
         wanted = ctx.needs_input_grad
         return (
             grad @ low if wanted[0] else None,
-            operators.weight_gradient(rows, _rows(x)) if wanted[1] else None,
-            operators.column_sums(rows, torch.float32) if ctx.biased and wanted[2] else None,
+            weight_gradient(rows, _rows(x)) if wanted[1] else None,
+            column_sums(rows, torch.float32) if ctx.biased and wanted[2] else None,
         )
 
 
@@ -70,7 +93,7 @@ class _AddLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, added: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        low = operators.lowered(weight, x.dtype)
+        low = weight.to(x.dtype)
         _keep_factors(ctx, x, low, *ctx.needs_input_grad[1:])
         return torch.addmm(added, x, low.t())
 
@@ -79,7 +102,7 @@ class _AddLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, low = ctx.saved_tensors
         wanted = ctx.needs_input_grad
-        return grad, grad @ low if wanted[1] else None, operators.weight_gradient(grad, x) if wanted[2] else None
+        return grad, grad @ low if wanted[1] else None, weight_gradient(grad, x) if wanted[2] else None
 
 
 def _keep_factors(ctx: Any, x: Tensor, low: Tensor, x_learns: bool, weight_learns: bool) -> None:
