@@ -22,7 +22,6 @@ from benchmarks.compiler import _forget
 from tests import (
     test_bert_kernels,
     test_gnn_kernels,
-    test_gradients,
     test_llm_kernels,
     test_resnet_kernels,
     test_training_kernels,
@@ -142,7 +141,6 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     of_families = {
         "bert": test_bert_kernels.calls(),
         "gnn": test_gnn_kernels.operator_calls(),
-        "gradients": test_gradients.calls(),
         "llm": test_llm_kernels.calls(),
         "resnet": test_resnet_kernels.calls(),
         "training": test_training_kernels.calls(),
