@@ -148,7 +148,7 @@ def traced(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], *argum
     properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(Kernel, "_launch", lambda *_, **__: None)
+    monkeypatch.setattr(Kernel, "launch", lambda *_, **__: None)
     torch._dynamo.reset()
     out = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(*arguments)
     tensors = [out] if isinstance(out, torch.Tensor) else [each for each in out if isinstance(each, torch.Tensor)]

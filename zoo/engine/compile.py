@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from zoo.engine.call import IdleWatch, RegionCall, RegionWarning
 from zoo.engine.compat import compile_limit_kwargs
+from zoo.engine.direct import DirectOrInductor
 from zoo.engine.discover import FoundRegion, Region, RegionReport, declares, nothing_repeats, report_on, resolve
 from zoo.engine.graph_log import LEDGER, Entry
 from zoo.engine.observe import undisturbed
@@ -127,8 +128,10 @@ def compile_regions(
     hows = [_mode_and_options(region, model, mode, options, backend) for region in chosen]
     for (region, group), how in zip(chosen.items(), hows, strict=True):
         how["dynamic"] = region.dynamic if dynamic is False and region.dynamic is not None else dynamic
+        if backend == "inductor":
+            how = {"backend": DirectOrInductor(None, how["options"], how["dynamic"]), "dynamic": how["dynamic"]}
         for module in group.values():
-            module._compiled_call_impl = RegionCall(module, fullgraph=fullgraph, backend=backend, **how, **limit)
+            module._compiled_call_impl = RegionCall(module, fullgraph=fullgraph, **{"backend": backend, **how}, **limit)
     modules = {name: module for group in chosen.values() for name, module in group.items()}
     if any(parameter.is_cuda for parameter in model.parameters()):
         IdleWatch(model, list(modules.values()))

@@ -43,15 +43,16 @@ class Kernel(JITFunction):  # type: ignore[misc]
         self._sized = [each.do_not_specialize for each in self.params]
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        return functools.partial(self._launch, grid)
+        return functools.partial(self.launch, grid)
 
-    def _launch(self, grid: Any, *arguments: Any, **options: Any) -> None:
+    def launch(self, grid: Any, *arguments: Any, **options: Any) -> None:
+        """``kernel[grid](*arguments, **options)``."""
         driver = triton.runtime.driver.active
         device = driver.get_current_device()
         there = arguments[0].get_device() if arguments and isinstance(arguments[0], Tensor) else -1
         if there != device and there != -1:  # Triton launches on the current device, wherever the tensors are
             with torch.cuda.device(there):
-                self._launch(grid, *arguments, **options)
+                self.launch(grid, *arguments, **options)
             return
         key = self._key(arguments, options)
         if key is None or self._is_watched():

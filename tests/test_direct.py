@@ -1,0 +1,166 @@
+"""Graphs with nothing to fuse run as they are: same results and gradients, and Inductor never sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+pytest.importorskip("triton", reason="torch came without Triton, which GPUs only need")
+
+import triton.language as tl
+from torch.utils import _triton
+
+from tests.fake_gpu import Gpu
+from zoo.engine import direct
+from zoo.ops.common import differentiable_once
+from zoo.ops.triton.kernel import Kernel, kernel
+
+
+@kernel(do_not_specialize=["rows"])
+def _scaled(x, scale, out, rows, columns, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, column = tl.program_id(0), tl.arange(0, COLUMNS)
+    value = tl.load(x + row * columns + column) * tl.load(scale + column)
+    tl.store(out + row * columns + column, value)
+
+
+def launch(x: Tensor, scale: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    _scaled[(x.shape[0],)](x, scale, out, x.shape[0], x.shape[1], COLUMNS=x.shape[1], num_warps=2)
+    return out
+
+
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return launch(x, scale)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, scale = ctx.saved_tensors
+        return launch(grad.contiguous(), scale), (grad.t() @ x).diagonal()
+
+
+class Block(nn.Module):
+    """Two products, what a kernel computes between them, and a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.scale = nn.Parameter(torch.rand(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        learns = torch.is_grad_enabled() and hidden.requires_grad
+        hidden = Scale.apply(hidden, self.scale) if learns else launch(hidden, self.scale)
+        return x + self.down(hidden)
+
+
+@pytest.fixture
+def launches(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
+    """Grids and options of launches, each of which torch computes in the kernel's place."""
+    seen: list[tuple[Any, dict[str, Any]]] = []
+
+    def compute(_: Kernel, grid: Any, x: Tensor, scale: Tensor, out: Tensor, *sizes: int, **options: Any) -> None:
+        assert sizes == tuple(x.shape)
+        seen.append((grid, options))
+        with torch.no_grad():
+            out.copy_(x * scale)
+
+    monkeypatch.setattr(Kernel, "launch", compute)
+    monkeypatch.setattr(gpu, "get_active_torch_device", lambda: torch.device("cuda", 0), raising=False)
+    for name in ("has_triton", "has_triton_package"):
+        monkeypatch.setattr(_triton, name, lambda *_, **__: True)
+    return seen
+
+
+@pytest.fixture
+def inductor(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
+    """Graphs that Inductor was given; they are run as they are."""
+    given: list[fx.GraphModule] = []
+
+    def compile_fx(_: Any, graph: fx.GraphModule, inputs: Any, **__: Any) -> Callable[..., Any]:
+        given.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch._TorchCompileInductorWrapper, "__call__", compile_fx)
+    return given
+
+
+def compiled(function: Callable[..., Any], options: dict[str, Any] | None = None) -> Callable[..., Any]:
+    torch._dynamo.reset()
+    return torch.compile(function, backend=direct.DirectOrInductor(None, options, False), fullgraph=True)
+
+
+def test_a_block_of_products_and_kernels_runs_as_it_is(launches: list[Any], inductor: list[Any]) -> None:
+    block, x = Block(), torch.randn(3, 8)
+    with torch.no_grad():
+        expected = block(x)
+        step = compiled(block)
+        assert torch.equal(step(x), expected) and torch.equal(step(x), expected)
+    assert not inductor
+    # Eager code leaves the grid as it was written.
+    assert (
+        launches
+        == [((3,), {"COLUMNS": 16, "num_warps": 2})]
+        + [((3, 1, 1), {"COLUMNS": 16, "num_warps": 2, "num_stages": launches[1][1]["num_stages"]})] * 2
+    )
+
+
+def test_gradients_are_those_of_eager_code(launches: list[Any], inductor: list[Any]) -> None:
+    block, x = Block(), torch.randn(3, 8, requires_grad=True)
+    wanted = [x, *block.parameters()]
+    expected = torch.autograd.grad(block(x).square().sum(), wanted)
+    out = compiled(block)(x)
+    found = torch.autograd.grad(out.square().sum(), wanted, create_graph=True)
+    assert not inductor and len(launches) == 4
+    for ours, eager in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, eager)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        torch.autograd.grad(found[0].sum(), block.scale)
+
+
+def test_symbolic_sizes_reach_the_grid(launches: list[Any], inductor: list[Any]) -> None:
+    def double(x: Tensor, scale: Tensor) -> Tensor:
+        return launch(x, scale)
+
+    torch._dynamo.reset()
+    step = torch.compile(double, backend=direct.DirectOrInductor(None, None, True), fullgraph=True, dynamic=True)
+    scale = torch.rand(16)
+    for rows in (3, 5):
+        x = torch.randn(rows, 16)
+        assert torch.equal(step(x, scale), x * scale)
+    assert [grid[0] for grid, _ in launches] == [3, 5] and not inductor
+
+
+def fused(x: Tensor, scale: Tensor) -> Tensor:
+    return F.relu(launch(x, scale) + 1)
+
+
+def no_kernel(x: Tensor, scale: Tensor) -> Tensor:
+    return x @ scale
+
+
+@pytest.mark.parametrize("function", [fused, no_kernel])
+def test_inductor_compiles_every_other_graph(
+    function: Callable[..., Any], launches: list[Any], inductor: list[Any]
+) -> None:
+    compiled(function)(torch.randn(3, 16), torch.rand(16))
+    assert len(inductor) == 1
+
+
+def test_inductor_tries_kernels_where_it_is_asked_to(launches: list[Any], inductor: list[Any]) -> None:
+    with torch.no_grad():
+        compiled(Block(), {"max_autotune_gemm": True})(torch.randn(3, 8))
+    assert len(inductor) == 1
+
+
+def test_blocks_share_their_graph() -> None:
+    first, second = (direct.DirectOrInductor(None, {"size_asserts": False}, False) for _ in range(2))
+    assert first == second and first != direct.DirectOrInductor(None, None, False)

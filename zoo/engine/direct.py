@@ -1,0 +1,168 @@
+"""A graph with nothing to fuse runs as it is: library calls and Triton kernels, in straight-line Python.
+
+Inductor earns its compile time by fusing pointwise operations and reductions. A block of the zoo leaves it none: what
+lies between its products and convolutions is a Triton kernel already. For such a graph Inductor takes half a second or
+more, and emits the same calls. Here Dynamo's graph is run directly, so that a region costs one trace; autograd records
+it as it would record the eager block. Every other graph goes to Inductor.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from zoo.ops.common import differentiable_once
+
+# Products, convolutions and attention, which a library computes whoever calls it.
+_LIBRARY = {
+    torch.conv2d,
+    torch.mm,
+    torch.bmm,
+    torch.matmul,
+    torch.addmm,
+    torch.baddbmm,
+    operator.matmul,
+    F.linear,
+    F.scaled_dot_product_attention,
+    "addmm_",
+}
+# What moves no data: functions, and methods by name. ``contiguous`` copies nothing where the layout is right already.
+_VIEWS = {operator.getitem, torch.empty, torch.empty_like, torch.ops.aten._unsafe_view.default} | {
+    *("chunk", "contiguous", "detach", "expand", "expand_as", "flatten", "narrow", "new_empty", "permute", "reshape"),
+    *("select", "size", "split", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view", "view_as"),
+}
+
+
+class DirectOrInductor(torch._TorchCompileInductorWrapper):
+    """A ``torch.compile`` backend: graphs with nothing to fuse run as they are, Inductor compiles the others.
+
+    Takes the arguments of ``torch.compile(backend="inductor")``.
+    """
+
+    def __call__(self, model_: fx.GraphModule, inputs_: Any, *, config_patches: dict[str, Any] | None = None) -> Any:
+        """Make what runs in place of a graph."""
+        tunes = self.config.get("max_autotune") or self.config.get("max_autotune_gemm")
+        if not tunes and has_nothing_to_fuse(model_):
+            return run_directly(model_)
+        return super().__call__(model_, inputs_, config_patches=config_patches)
+
+
+def has_nothing_to_fuse(graph: fx.GraphModule) -> bool:
+    """True if a graph launches a Triton kernel, and no pointwise operation in it reads another's result."""
+    launches, fusible = _look_at(graph)
+    return launches and not fusible
+
+
+def _look_at(graph: fx.GraphModule) -> tuple[bool, bool]:
+    """Whether a graph launches a Triton kernel, and whether it is for a compiler."""
+    from torch._functorch.autograd_function import autograd_function_apply
+    from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
+
+    launches = False
+    pointwise: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        reads_pointwise = any(each in pointwise for each in node.all_input_nodes)
+        if node.target is triton_kernel_wrapper_mutation:
+            launches = True
+        elif node.target is autograd_function_apply:
+            for body in node.args[:2]:
+                launches_within, fusible = _look_at(getattr(graph, body.target))
+                if fusible:
+                    return launches, True
+                launches |= launches_within
+        elif node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator):
+            return launches, True
+        elif node.target in _VIEWS:
+            if reads_pointwise:
+                pointwise.add(node)
+        elif node.target not in _LIBRARY and isinstance(node.meta.get("example_value"), Tensor):
+            if reads_pointwise:
+                return launches, True
+            pointwise.add(node)
+    return launches, False
+
+
+def run_directly(graph: fx.GraphModule) -> Callable[..., Any]:
+    """Straight-line Python for a graph that :func:`has_nothing_to_fuse`; same results and gradients as eager code."""
+    from torch._functorch.autograd_function import autograd_function_apply
+    from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
+
+    for node in list(graph.graph.nodes):
+        if node.target is triton_kernel_wrapper_mutation:
+            launch, args = _launch(**node.kwargs)
+        elif node.target is autograd_function_apply:
+            forward, backward, *args = node.args
+            bodies = [run_directly(getattr(graph, each.target)) for each in (forward, backward)]
+            launch = _function(bodies[0], bodies[1], node.kwargs["non_differentiable_idx"])
+        else:
+            continue
+        with graph.graph.inserting_before(node):
+            new = graph.graph.call_function(launch, tuple(args))
+        node.replace_all_uses_with(new)
+        graph.graph.erase_node(node)
+    graph.recompile()
+    return graph.forward
+
+
+def _launch(
+    kernel_idx: int, constant_args_idx: int, grid: list[Any], kwargs: dict[str, Any], **_: Any
+) -> tuple[Callable[..., None], list[Any]]:
+    """A function that launches a kernel, and the arguments to call it with: its grid, then the kernel's."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    kernel: Any = kernel_side_table.get_kernel(kernel_idx)
+    options = {}
+    if hasattr(kernel, "configs"):  # Dynamo makes a choice of one configuration of a launch with num_warps=
+        (config,) = kernel.configs
+        options = {name: value for name in ("num_warps", "num_stages") if (value := getattr(config, name)) is not None}
+        kernel = kernel.fn
+    named = {**kernel_side_table.get_constant_args(constant_args_idx), **kwargs}
+    positional = []
+    for parameter in kernel.params:
+        if parameter.is_constexpr or parameter.name not in named:
+            break
+        positional.append(named.pop(parameter.name))
+    options.update(named)
+    start = kernel.launch
+
+    def launch(grid: Any, *arguments: Any) -> None:
+        start(grid, *arguments, **options)
+
+    return launch, [tuple(grid[0]), *positional]
+
+
+def _function(
+    forward: Callable[..., Any], backward: Callable[..., Any], not_differentiable: Iterable[int]
+) -> Callable[..., Any]:
+    """An autograd function of two graphs, as Dynamo makes them of one that a block calls."""
+    constant = tuple(not_differentiable)
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            output, saved = forward(*args)
+            tensors = [each if isinstance(each, Tensor) else None for each in saved]
+            ctx.save_for_backward(*tensors)
+            ctx.numbers = [None if isinstance(each, Tensor) else each for each in saved]
+            if constant:
+                outputs = output if isinstance(output, tuple) else (output,)
+                ctx.mark_non_differentiable(*(outputs[index] for index in constant))
+            return output
+
+        @staticmethod
+        @differentiable_once
+        def backward(ctx: Any, *grads: Any) -> Any:
+            both = zip(ctx.saved_tensors, ctx.numbers, strict=True)
+            return backward(*grads, *(number if tensor is None else tensor for tensor, number in both))
+
+    def apply(*args: Any) -> Any:
+        return Function.apply(*args)
+
+    return apply
