@@ -54,7 +54,7 @@ class Kernel(JITFunction):  # type: ignore[misc]
             with torch.cuda.device(there):
                 self.launch(grid, *arguments, **options)
             return
-        key = self._key(arguments, options)
+        key, values = self._described(arguments, options)
         if key is None or self._is_watched():
             self.run(*arguments, grid=grid, warmup=False, **options)
             return
@@ -67,23 +67,31 @@ class Kernel(JITFunction):  # type: ignore[misc]
         compiled, rest = found
         stream = driver.get_current_stream(device)
         x, y, z = (*grid, 1, 1)[:3]
-        compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments, *rest)
+        compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *values, *rest)
 
-    def _key(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...] | None:
-        """What Triton would compile a launch for; None where no launch is kept."""
+    def _described(
+        self, arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...] | None, list[Any]]:
+        """What Triton would compile a launch for, None where no launch is kept; and the arguments, tensors by address.
+
+        The driver is asked about every tensor that it is handed, and not about addresses.
+        """
         key: list[Any] = [*options.items()]
+        values: list[Any] = []
         for value, sized in zip(arguments, self._sized, strict=False):
             if isinstance(value, Tensor):
-                key.append(value.dtype)
-                key.append(value.data_ptr() % 16 == 0)
+                address = value.data_ptr()
+                key += value.dtype, address % 16 == 0, value.get_device()
+                value = address
             elif isinstance(value, float):
                 key.append(float)
             elif value is None or isinstance(value, int):
                 key.append(-(2**31) <= value < 2**31 if sized and value is not None else value)
             else:  # a descriptor of a tensor is made for one launch
-                return None
+                return None, values
+            values.append(value)
         # An eager backend of the compiler's passes all by name, tensors too, which are arguments of one launch.
-        return tuple(key) if arguments else None
+        return tuple(key) if arguments else None, values
 
     def _is_watched(self) -> bool:
         """Whether a profiler of Triton's, or a hook of the kernel's, asks to be called at each launch."""
