@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import zoo.ops.common
-from zoo.bert import operators as bert
 from zoo.gnn import operators as gnn
 from zoo.llm import operators as llm
 from zoo.resnet import depth, norms, pooling
@@ -22,7 +21,7 @@ from zoo.unet import learning as unet_learning
 from zoo.unet import operators as unet
 
 MODULES: tuple[ModuleType, ...] = (
-    bert, gnn, llm, norms, depth, pooling, resnet, training, unet, unet_attention,
+    gnn, llm, norms, depth, pooling, resnet, training, unet, unet_attention,
     unet_learning,
 )  # fmt: skip
 

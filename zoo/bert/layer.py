@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.bert import glue
 from zoo.bert.attention import Rows, attend
 from zoo.bert.config import BertConfig
-from zoo.layers import plain
+from zoo.layers import compute_dtype, ordinary, plain
+from zoo.ops.common import differentiated, kernels_run
+from zoo.ops.gelu import bias_gelu
+from zoo.ops.norms import add_layer_norm
+from zoo.ops.products import low_linear, takes_low, with_low_copy
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -32,11 +36,6 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def activation(name: str) -> Callable[[Tensor], Tensor]:
     """The function of a ``hidden_act``."""
     return _FUNCTIONS[name]
-
-
-def _is_tanh(function: Callable[[Tensor], Tensor]) -> bool | None:
-    """Which form of GELU a function is, by tanh or by erf; None if it is another."""
-    return True if function is _gelu_tanh else False if function is F.gelu else None
 
 
 class BertEmbeddings(nn.Module):
@@ -76,7 +75,17 @@ class BertEmbeddings(nn.Module):
 
 
 class BertLayer(nn.Module):
-    """Attention and MLP, each with its residual add and the norm after it."""
+    """Attention and MLP, each with its residual add and the norm after it.
+
+    x ─┬─ qkv ── attention ── output product ─┐
+       └──────────────────────────────────── add, norm ─┬─ product ── activation ── product ─┐
+                                                        └───────────────────────────────── add, norm ── x
+
+    Under autocast the residual stream is float32, and products take a copy in a lower precision, which the norm before
+    them writes as well. Where gradients are wanted and kernels of our own run, the operator behind a product adds its
+    bias, and the backward sums the bias' gradient in the same pass. A module that is not what it was built as (an
+    adapter in its place, a hook) is called with the stream.
+    """
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -103,25 +112,46 @@ class BertLayer(nn.Module):
         Returns:
             Like ``x``.
         """
-        if self.training and glue.by_operators(x):
-            return self._learn(x, mask, rows)
         dropout = self.attention_dropout if self.training else 0.0
-        mixed = attend(self.qkv(x), self.heads, mask, rows, dropout)
-        x = self.attention_norm(self.dropout(self.attention_output(mixed)) + x)
-        hidden = self.activation(self.intermediate(x))
-        return self.output_norm(self.dropout(self.output(hidden)) + x)
+        x, low = with_low_copy(x)
+        qkv, _ = _product(x, low, self.qkv)
+        mixed = attend(qkv, self.heads, mask, rows, dropout)
+        x, low = self._add_norm(x, mixed, self.attention_output, self.attention_norm, compute_dtype(x))
+        hidden = self._activated(x, low)
+        x, _ = self._add_norm(x, hidden, self.output, self.output_norm)
+        return x
 
-    def _learn(self, x: Tensor, mask: Tensor | None, rows: Rows | None) -> Tensor:
-        """The same by operators of our own, which have gradients in as few passes; see glue.py."""
-        x, low = glue.beside(x)
-        mixed = attend(glue.linear(x, low, self.qkv), self.heads, mask, rows, self.attention_dropout)
-        x, low = glue.add_norm(x, *self._added(mixed, self.attention_output), self.attention_norm)
-        hidden = glue.activated(x, low, self.intermediate, self.activation, _is_tanh(self.activation))
-        return glue.add_last_norm(x, *self._added(hidden, self.output), self.output_norm)
+    def _activated(self, x: Tensor, low: Tensor) -> Tensor:
+        """The first product of the MLP and its activation: [..., C] -> [..., I]."""
+        gelu = self.activation is F.gelu or self.activation is _gelu_tanh
+        hidden, bias = _product(x, low, self.intermediate, without_bias=gelu)
+        if bias is None:
+            return self.activation(hidden)
+        return bias_gelu(hidden, bias, self.activation is _gelu_tanh)
 
-    def _added(self, x: Tensor, layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
-        """What a product adds to the stream, and the bias that is still to be added."""
-        if plain(self.dropout, nn.Dropout) and self.dropout.p == 0.0:
-            return glue.product(x, x, layer)
-        # The bias is dropped with the rest.
-        return self.dropout(glue.linear(x, x, layer)), None
+    def _add_norm(
+        self, x: Tensor, y: Tensor, layer: nn.Linear, norm: nn.LayerNorm, low_dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """A product of y, dropout, the residual add, and the norm of the sum [..., C], in both dtypes."""
+        # Dropout drops the bias with the rest.
+        dropped = not plain(self.dropout, nn.Dropout) or (self.dropout.training and self.dropout.p > 0.0)
+        added, bias = _product(y, y, layer, without_bias=not dropped)
+        added = self.dropout(added)
+        if plain(norm, nn.LayerNorm) and ordinary(norm.weight) and ordinary(norm.bias):
+            return add_layer_norm(x, added, bias, norm.weight, norm.bias, norm.eps, low_dtype)
+        x = norm(x + (added if bias is None else added + bias))
+        return x, x if low_dtype is None else x.to(low_dtype)
+
+
+def _product(x: Tensor, low: Tensor, layer: nn.Linear, *, without_bias: bool = False) -> tuple[Tensor, Tensor | None]:
+    """A linear layer of x, of which ``low`` is what products take; and the bias, if it is still to be added."""
+    if not plain(layer):
+        return layer(x), None
+    weight, bias = layer.weight, layer.bias
+    if not (ordinary(bias) and kernels_run(low, weight, bias) and differentiated(low, weight, bias)):
+        return layer(low), None
+    if takes_low(low, weight, bias):
+        return low_linear(low, weight, None if without_bias else bias), bias if without_bias else None
+    if without_bias and low.dtype == weight.dtype == bias.dtype == compute_dtype(low):
+        return F.linear(low, weight), bias
+    return layer(low), None

@@ -28,12 +28,6 @@ from zoo.bert.packing import PackedBatch, counted_positions, pack, unpack
 from zoo.engine.discover import Region, in_process_on_gpus
 from zoo.layers import initialise, on_host
 
-
-def _in_process(device: torch.device | None, training: bool) -> int | None:
-    """Operators of our own leave few kernels to the compiler in training, too."""
-    return in_process_on_gpus(device, training=False)
-
-
 # Embeddings and the other heads run once a call and hold little of its time. Regions are compiled one after another, as
 # the first call reaches them, and one of a single kernel takes about as long as one of five: it does not pay for that.
 REGIONS = (
@@ -42,7 +36,7 @@ REGIONS = (
         graphs=2,
         why="equal blocks: one graph for all layers, and one more where a batch on the host turns out to have no "
         "padding, and so no mask",
-        compile_threads=_in_process,
+        compile_threads=in_process_on_gpus,
     ),
     Region(
         MaskedLMHead,

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zoo.layers import compute_dtype, ordinary
-from zoo.ops.common import ENABLED, differentiable_once, forward_mode, kernels_run, transformed, wide
+from zoo.ops.common import ENABLED, differentiable_once, differentiated, forward_mode, kernels_run, transformed, wide
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -29,6 +29,17 @@ def takes_low(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     if transformed() or forward_mode():
         return False
     return torch.is_autocast_enabled(x.device.type) and compute_dtype(x) == x.dtype
+
+
+def with_low_copy(x: Tensor) -> tuple[Tensor, Tensor]:
+    """X, and x in the dtype that products have under autocast. Go on with the x that is returned."""
+    low = compute_dtype(x)
+    if low == x.dtype:
+        return x, x
+    if kernels_run(x) and differentiated(x):
+        both: tuple[Tensor, Tensor] = _WithLowCopy.apply(x, low)
+        return both
+    return x, x.to(low)
 
 
 def low_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -63,6 +74,18 @@ def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
 
         return kernels.column_sums(x, dtype)
     return x.reshape(-1, x.shape[-1]).sum(0, dtype=wide(x.dtype)).to(dtype)
+
+
+class _WithLowCopy(torch.autograd.Function):
+    """One node with both outputs, so that one pass adds both gradients of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, low: torch.dtype) -> tuple[Tensor, Tensor]:
+        return x.view_as(x), x.to(low)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, low_grad: Tensor) -> tuple[Tensor, None]:
+        return (grad + low_grad).to(grad.dtype), None
 
 
 class _Linear(torch.autograd.Function):
@@ -111,4 +134,4 @@ def _keep_factors(ctx: Any, x: Tensor, low: Tensor, x_learns: bool, weight_learn
 
 
 def _rows(x: Tensor) -> Tensor:
-    return torch.atleast_2d(x).flatten(0, -2)
+    return x.reshape(-1, x.shape[-1])

@@ -3,11 +3,7 @@
 
     forward     the sum, its norm, and the norm in the dtype of products, a row a program
     backward    both gradients of the norm's outputs -> of the sum, in both dtypes. Few programs go over all rows, so
-                that each holds what its rows give to weight and biases until the end; the rest is
-                zoo/ops/triton/sums.py
-
-The two norms of a layer differ in that products read one and not the other. That is no other kernel, which would have
-to be compiled: where there is no copy another tensor of its dtype stands for it, of which nothing is read or written.
+                that each holds what its rows give to weight and biases until the end; ``sums.py`` adds the rest
 
 Shape legend: R rows, C columns, P programs, S sums.
 """
@@ -29,9 +25,7 @@ PROGRAMS = 512
 
 
 @kernel
-def _forward(
-    x, added, shift, weight, bias, total, out, low, mean, scale, columns, copied, eps, COLUMNS: tl.constexpr
-):  # fmt: skip
+def _add_layer_norm(x, added, shift, weight, bias, total, out, low, mean, rstd, columns, eps, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     live = column < columns
@@ -53,15 +47,16 @@ def _forward(
     apart = tl.where(live, value - middle, 0.0)
     root = tl.rsqrt(tl.sum(apart * apart, 0) / columns + eps)
     tl.store(mean + row, middle)
-    tl.store(scale + row, root)
+    tl.store(rstd + row, root)
     value = apart * root * factor + offset
     tl.store(out + place, value.to(out.dtype.element_ty), mask=live)
-    tl.store(low + place, value.to(low.dtype.element_ty), mask=column < copied)
+    if low is not None:
+        tl.store(low + place, value.to(low.dtype.element_ty), mask=live)
 
 
 @kernel(do_not_specialize=["rows"])
-def _backward(
-    total, mean, scale, weight, grad, low_grad, out, low_out, part, rows, columns, copied,
+def _add_layer_norm_backward(
+    total, mean, rstd, weight, grad, low_grad, out, low_out, part, rows, columns,
     COLUMNS: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64)
@@ -73,9 +68,11 @@ def _backward(
     shifts = tl.zeros([COLUMNS], tl.float32)
     change = tl.load(grad + first * columns + column, mask=live, other=0.0)
     value = tl.load(total + first * columns + column, mask=live, other=0.0)
-    low = tl.load(low_grad + first * columns + column, mask=column < copied, other=0.0)
+    low = change
+    if low_grad is not None:
+        low = tl.load(low_grad + first * columns + column, mask=live, other=0.0)
     middle = tl.load(mean + first)
-    root = tl.load(scale + first)
+    root = tl.load(rstd + first)
     for row in range(first, rows, tl.num_programs(0)):
         place = row * columns + column
         # The next row is under way while the sums of this one wait for all threads.
@@ -84,10 +81,14 @@ def _backward(
         place_after = following * columns + column
         change_after = tl.load(grad + place_after, mask=seen, other=0.0)
         value_after = tl.load(total + place_after, mask=seen, other=0.0)
-        low_after = tl.load(low_grad + place_after, mask=seen & (column < copied), other=0.0)
+        low_after = change_after
+        if low_grad is not None:
+            low_after = tl.load(low_grad + place_after, mask=seen, other=0.0)
         middle_after = tl.load(mean + following, mask=following < rows, other=0.0)
-        root_after = tl.load(scale + following, mask=following < rows, other=0.0)
-        wide = change.to(tl.float32) + low.to(tl.float32)
+        root_after = tl.load(rstd + following, mask=following < rows, other=0.0)
+        wide = change.to(tl.float32)
+        if low_grad is not None:
+            wide += low.to(tl.float32)
         unit = (value.to(tl.float32) - middle) * root
         biases += wide
         weights += wide * unit
@@ -117,56 +118,49 @@ def add_layer_norm(
     bias: Tensor,
     eps: float,
     low_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The norm, its copy of another dtype, the sum [..., C], and the mean and the factor [...] of each row."""
-    x, added, weight, bias = (each.contiguous() for each in (x, added, weight, bias))
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
+    """The norm, its copy of another dtype, the sum [..., C], and mean and reciprocal deviation [...] of each row."""
+    x, added, weight, bias = x.contiguous(), added.contiguous(), weight.contiguous(), bias.contiguous()
     shift = None if shift is None else shift.contiguous()
     total, out = torch.empty_like(x), torch.empty_like(x)
-    low = x.new_empty(0) if low_dtype is None else torch.empty_like(x, dtype=low_dtype)
-    written, copied = (added, 0) if low_dtype is None else (low, x.shape[-1])
-    mean, scale = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
-    if rows := scale.numel():
-        block = next_power(x.shape[-1])
-        _forward[(rows,)](
-            x, added, shift, weight, bias, total, out, written, mean, scale, x.shape[-1], copied, eps,
+    low = None if low_dtype is None else torch.empty_like(x, dtype=low_dtype)
+    mean, rstd = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
+    if rows := mean.numel():
+        columns = x.shape[-1]
+        block = next_power(columns)
+        _add_layer_norm[(rows,)](
+            x, added, shift, weight, bias, total, out, low, mean, rstd, columns, eps,
             COLUMNS=block, num_warps=_warps(block),
         )  # fmt: skip
-    return out, low, total, mean, scale
+    return out, low, total, mean, rstd
 
 
 def add_layer_norm_backward(
     total: Tensor,
     mean: Tensor,
-    scale: Tensor,
+    rstd: Tensor,
     weight: Tensor,
     grad: Tensor,
     low_grad: Tensor | None,
-    added_dtype: torch.dtype | None,
+    low_dtype: torch.dtype | None,
     shifted: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:
     """Gradients of the sum [..., C], its copy of another dtype, and of weight, bias and shift [C]."""
-    total, mean, scale, weight, grad = (each.contiguous() for each in (total, mean, scale, weight, grad))
+    weight, grad = weight.contiguous(), grad.contiguous()
+    low_grad = None if low_grad is None else low_grad.contiguous()
     out = torch.empty_like(total)
-    low = total.new_empty(0) if added_dtype is None else torch.empty_like(total, dtype=added_dtype)
-    written = None if added_dtype is None else low
-    if low_grad is None:
-        read, copied = out if written is None else low, 0
-    else:
-        read, copied = low_grad.contiguous(), total.shape[-1]
-    grad_weight, grad_bias, grad_shift = (torch.empty_like(weight) for _ in range(3))
-    if not shifted:
-        grad_shift = total.new_empty(0)
-    sums = (grad_weight, grad_bias, grad_shift)[: 3 if shifted else 2]
-    rows, columns = scale.numel(), total.shape[-1]
+    low = None if low_dtype is None else torch.empty_like(total, dtype=low_dtype)
+    rows, columns = mean.numel(), total.shape[-1]
+    sums = [torch.empty_like(weight) for _ in range(3 if shifted else 2)]
     part = total.new_empty(min(rows, PROGRAMS), len(sums), columns, dtype=torch.float32)
     if rows:
         block = next_power(columns)
-        _backward[(part.shape[0],)](
-            total, mean, scale, weight, grad, read, out, written, part, rows, columns, copied,
+        _add_layer_norm_backward[(min(rows, PROGRAMS),)](
+            total, mean, rstd, weight, grad, low_grad, out, low, part, rows, columns,
             COLUMNS=block, SUMS=len(sums), num_warps=_warps(block),
         )  # fmt: skip
     add_parts(part, *sums)
-    return out, low, grad_weight, grad_bias, grad_shift
+    return out, low, sums[0], sums[1], sums[2] if shifted else None
 
 
 def _warps(block: int) -> int:
