@@ -364,6 +364,14 @@ def test_an_adapter_is_given_the_stream(name: str, counted: Counter[str]) -> Non
     assert counted[NORM] == 2
 
 
+def test_forward_mode_is_torchs(counted: Counter[str]) -> None:
+    layer, x = zoo.create("bert-debug", **STILL).layers[0].train(), torch.randn(2, 5, 32, requires_grad=True)
+    with torch.autograd.forward_ad.dual_level(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        out = layer(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+        assert torch.autograd.forward_ad.unpack_dual(out).tangent is not None
+    assert not counted
+
+
 def test_functional_transforms_are_torchs(counted: Counter[str]) -> None:
     layer, x = zoo.create("bert-debug", **STILL).layers[0].train(), torch.randn(2, 5, 32)
     parameters = dict(layer.named_parameters())
