@@ -69,6 +69,17 @@ def test_the_first_cut_is_the_declared_one_and_the_other_has_all_of_it() -> None
     assert all(region.why for region in CUTS["layers-and-ends"])
 
 
+@pytest.mark.parametrize("head", ["none", *reference.NAMES])
+def test_regions_hold_the_weights_that_are_no_tables(head: str) -> None:
+    with torch.device("meta"):
+        model: Any = zoo.create("bert-base", head=head)
+    inside = tuple(region.cls for region in Bert.regions)
+    blocks = [each for each in model.modules() if isinstance(each, inside)]
+    held = sum(parameter.numel() for each in blocks for parameter in each.parameters())
+    tables = sum(parameter.numel() for parameter in model.embeddings.parameters())
+    assert held >= 0.85 * (sum(parameter.numel() for parameter in model.parameters()) - tables)
+
+
 def test_an_unknown_cut_is_named() -> None:
     with pytest.raises(ValueError, match="no cut 'blocks'; choose one of layers, layers-and-ends"):
         cut(zoo.create("bert-debug"), "blocks")

@@ -116,7 +116,7 @@ class BertLayer(nn.Module):
         x, low = with_low_copy(x)
         qkv, _ = _product(x, low, self.qkv)
         mixed = attend(qkv, self.heads, mask, rows, dropout)
-        x, low = self._add_norm(x, mixed, self.attention_output, self.attention_norm, compute_dtype(x))
+        x, low = self._add_norm(x, mixed, self.attention_output, self.attention_norm, low.dtype)
         hidden = self._activated(x, low)
         x, _ = self._add_norm(x, hidden, self.output, self.output_norm)
         return x
