@@ -12,7 +12,6 @@ import torch
 
 import zoo.ops.common
 from zoo.gnn import operators as gnn
-from zoo.llm import operators as llm
 from zoo.resnet import depth, norms, pooling
 from zoo.resnet import operators as resnet
 from zoo.training import operators as training
@@ -21,7 +20,7 @@ from zoo.unet import learning as unet_learning
 from zoo.unet import operators as unet
 
 MODULES: tuple[ModuleType, ...] = (
-    gnn, llm, norms, depth, pooling, resnet, training, unet, unet_attention,
+    gnn, norms, depth, pooling, resnet, training, unet, unet_attention,
     unet_learning,
 )  # fmt: skip
 
@@ -100,7 +99,7 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     import triton
     from triton.runtime import driver
 
-    from zoo.llm.kernels import overlap
+    from zoo.ops.triton import decode_products
 
     found = Gpu()
     monkeypatch.setattr(driver, "_active", found)
@@ -108,7 +107,7 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     for module in (torch.cuda, torch.cuda.graphs):
         monkeypatch.setattr(module, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(overlap, "_can_overlap", lambda device: True)
+    monkeypatch.setattr(decode_products, "can_overlap", lambda device: True)
     for module in (zoo.ops.common, *MODULES):
         if hasattr(module, "triton_runs_on"):
             monkeypatch.setattr(module, "triton_runs_on", lambda device: True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zoo.llm import operators
+import zoo.ops.common
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 MARKS = [] if DEVICE == "cpu" else pytest.mark.gpu
@@ -18,7 +18,7 @@ def let_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter as on a GPU, and the same numbers drawn in every test."""
     torch.manual_seed(0)
     if DEVICE == "cpu":
-        monkeypatch.setattr(operators, "triton_runs_on", lambda device: True)
+        monkeypatch.setattr(zoo.ops.common, "triton_runs_on", lambda device: True)
 
 
 def values(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:

@@ -1,4 +1,6 @@
-"""The kernels of a decode step against float64. Run by test_llm_kernels.py in Triton's interpreter, and on a GPU.
+"""The kernels of the family against float64, for which operators run their references.
+
+Run by test_llm_kernels.py in Triton's interpreter, and on a GPU.
 
 TRITON_INTERPRET=1 python -m pytest tests/llm_kernel_checks.py
 """
@@ -6,14 +8,24 @@ TRITON_INTERPRET=1 python -m pytest tests/llm_kernel_checks.py
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import zoo
+import zoo.ops.common
 from tests.llm_checks import DEVICE, MARKS, check_close, let_kernels_run, values
-from zoo.llm import KVCache, fallback, operators
+from zoo.llm import KVCache
+from zoo.llm.decode import DecodeState, accept
+from zoo.ops.cached_attention import attend, decode_attention
+from zoo.ops.decode import decode_layer, norm_linear
+from zoo.ops.rms_norm import add_rms_norm, rms_norm
+from zoo.ops.rotary import rotate_into, split_rotated
+from zoo.ops.swiglu import swiglu
+from zoo.ops.triton import decode_products as products
 
 pytestmark = MARKS
 # The interpreter multiplies matrices of bfloat16 as if they were integers.
@@ -39,25 +51,31 @@ def wide(*tensors: Tensor | None) -> list[Tensor | None]:
 def test_products(rows: int, columns: int, out: int, dtype: torch.dtype) -> None:
     x, weight = values(rows, columns, dtype=dtype), values(out, columns, dtype=dtype, scale=columns**-0.5)
     norm, bias, residual = values(columns, dtype=dtype), values(out, dtype=dtype), values(rows, out, dtype=dtype)
+    exact, exact_weight = x.double(), weight.double()
+    normed = rms_norm(exact, norm.double(), 1e-5)
     for given in (None, bias):
-        found = operators.norm_linear(x, norm, 1e-5, weight, given)
-        close(found, fallback.norm_linear(x.double(), norm.double(), 1e-5, *wide(weight, given)), dtype)
-    close(operators.linear_add(x, weight, residual), fallback.linear_add(*wide(x, weight, residual)), dtype)
+        found = products.norm_linear(x, norm, 1e-5, weight, given)
+        close(found, F.linear(normed, exact_weight, *wide(given)), dtype)
+    close(products.linear_add(x, weight, residual), residual.double() + F.linear(exact, exact_weight), dtype)
     pair = values(2 * out, columns, dtype=dtype, scale=columns**-0.5)
-    found = operators.norm_gate(x, norm, 1e-5, pair)
-    close(found, fallback.norm_gate(x.double(), norm.double(), 1e-5, pair.double()), dtype)
+    close(products.norm_gate(x, norm, 1e-5, pair), swiglu(F.linear(normed, pair.double())), dtype)
 
 
 @pytest.mark.parametrize("dtype", RELATIVE)
 @pytest.mark.parametrize(("rows", "inner"), [(1, 7), (5, 100), (3, 2048), (2, 2049)])
 def test_swiglu_and_its_gradient(rows: int, inner: int, dtype: torch.dtype) -> None:
-    x, grad = values(rows, 2 * inner, dtype=dtype, scale=3.0), values(rows, inner, dtype=dtype)
-    close(operators.swiglu(x), fallback.swiglu(x.double()), dtype)
-    exact = x.double().requires_grad_()
-    (expected,) = torch.autograd.grad(fallback.swiglu(exact), exact, grad.double())
-    close(operators.swiglu_backward(grad, x), expected, dtype)
-    (found,) = torch.autograd.grad(operators.swiglu(x.requires_grad_()), x, grad)
+    x, grad = values(rows, 2 * inner, dtype=dtype, scale=3.0).requires_grad_(), values(rows, inner, dtype=dtype)
+    exact = x.detach().double().requires_grad_()
+    expected = swiglu(exact)
+    with torch.no_grad():
+        close(swiglu(x), expected, dtype)
+        # Columns apart, as of a tensor that is transposed.
+        close(swiglu(x.t().contiguous().t()), expected, dtype)
+    found = swiglu(x)
     close(found, expected, dtype)
+    (change,) = torch.autograd.grad(found, x, grad)
+    (expected,) = torch.autograd.grad(expected, exact, grad.double())
+    close(change, expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", DOTS)
@@ -72,8 +90,8 @@ def test_attention(heads: int, key_heads: int, width: int, window: int | None, n
     rotary = torch.cat([values(batch, width // 2).cos(), values(batch, width // 2).sin()], dim=1)
     q_norm, k_norm = (values(width, dtype=dtype), values(width, dtype=dtype)) if norms else (None, None)
     ours, theirs = cache.clone(), cache.double()
-    found = operators.decode_attention(qkv, ours, positions, rotary, q_norm, k_norm, 1e-6, heads, window)
-    expected = fallback.decode_attention(
+    found = decode_attention(qkv, ours, positions, rotary, q_norm, k_norm, 1e-6, heads, window)
+    expected = decode_attention(
         qkv.double(), theirs, positions, rotary.double(), *wide(q_norm, k_norm), 1e-6, heads, window
     )
     close(found, expected, dtype)
@@ -102,10 +120,8 @@ def test_rotation_into_the_cache(
     cache = values(2, 2, key_heads, 9, width, dtype=dtype)
     q_norm, k_norm = (values(width, dtype=dtype), values(width, dtype=dtype)) if norms else (None, None)
     ours, theirs = cache.clone(), cache.double()
-    found = operators.rotate_into(qkv, ours, positions, rotary, q_norm, k_norm, 1e-6, heads)
-    expected = fallback.rotate_into(
-        qkv.double(), theirs, positions, rotary.double(), *wide(q_norm, k_norm), 1e-6, heads
-    )
+    found = rotate_into(qkv, ours, positions, rotary, q_norm, k_norm, 1e-6, heads)
+    expected = rotate_into(qkv.double(), theirs, positions, rotary.double(), *wide(q_norm, k_norm), 1e-6, heads)
     close(found, expected, dtype)
     close(ours, theirs, dtype)
     row = torch.arange(2, device=DEVICE)[:, None]
@@ -124,9 +140,9 @@ def test_rotation_of_parts_and_its_gradient(
     qkv.view(2, 3, -1, width)[..., -1, 0] = math.inf
     angle = values(1 if same else 2, 3, width // 2)
     rotary = torch.cat([angle.cos(), angle.sin()], -1)
-    found = operators.split_rotated(qkv.requires_grad_(), rotary, heads, key_heads)
+    found = split_rotated(qkv.requires_grad_(), rotary, None, None, 0.0, heads, key_heads)
     exact = qkv.detach().double().requires_grad_()
-    expected = fallback.split_rotated(exact, rotary.double(), heads, key_heads)
+    expected = split_rotated(exact, rotary.double(), None, None, 0.0, heads, key_heads)
     for part, wanted in zip(found[:2], expected[:2], strict=True):
         close(part, wanted, dtype)
     assert torch.equal(found[2].double(), expected[2]), "values are not turned"
@@ -153,9 +169,9 @@ def test_prefill(tokens: int, heads: int, key_heads: int, width: int, window: in
     cache = values(2, 3, key_heads, slots, width, dtype=dtype)
     # What lies behind the last position is never looked at.
     cache[:, 1, :, 61 + tokens // 2 + 64 :] = float("nan")
-    found = operators.prefill_attention(query, cache, positions, window)
+    found = attend(query, cache, positions, window)
     clean = cache.double().nan_to_num()
-    close(found, fallback.prefill_attention(query.double(), clean, positions, window), dtype)
+    close(found, attend(query.double(), clean, positions, window), dtype)
 
 
 def test_attention_does_not_read_what_is_not_filled() -> None:
@@ -163,7 +179,7 @@ def test_attention_does_not_read_what_is_not_filled() -> None:
     cache[:, :, :, :10] = values(2, 1, 2, 10, 32)
     qkv, rotary = values(1, 8 * 32), values(1, 32)
     position = torch.tensor([10], device=DEVICE)
-    assert operators.decode_attention(qkv, cache, position, rotary, None, None, 1e-6, 4, None).isfinite().all()
+    assert decode_attention(qkv, cache, position, rotary, None, None, 1e-6, 4, None).isfinite().all()
 
 
 def fenced(*shape: int) -> tuple[Tensor, Tensor]:
@@ -178,9 +194,9 @@ def test_a_position_without_a_slot_is_not_written() -> None:
     memory, cache = fenced(2, 4, 2, slots, 32)
     qkv, rotary = values(4, 8 * 32), values(4, 32)
     before, own = memory.clone(), cache[:, :1].clone()
-    found = operators.decode_attention(qkv, cache, positions, rotary, None, None, 1e-6, 4, None)
+    found = decode_attention(qkv, cache, positions, rotary, None, None, 1e-6, 4, None)
     row = qkv[:1].double(), own.double(), positions[:1], rotary[:1].double()
-    close(found[:1], fallback.decode_attention(*row, None, None, 1e-6, 4, None), found.dtype)
+    close(found[:1], decode_attention(*row, None, None, 1e-6, 4, None), found.dtype)
     assert found.isfinite().all()
     cache[:, 0, :, 3] = before[cache.numel() : 2 * cache.numel()].view(cache.shape)[:, 0, :, 3]
     assert torch.equal(memory, before), "a slot was written that is not the token's"
@@ -191,7 +207,7 @@ def test_rotation_skips_a_position_without_a_slot() -> None:
     memory, cache = fenced(2, 2, 2, slots, 32)
     qkv, rotary = values(2, 3, 8 * 32), values(2, 3, 32)
     before = memory.clone()
-    operators.rotate_into(qkv, cache, positions, rotary, None, None, 1e-6, 4)
+    rotate_into(qkv, cache, positions, rotary, None, None, 1e-6, 4)
     kept = before[cache.numel() : 2 * cache.numel()].view(cache.shape)
     for row, position in ((0, 2), (1, 8)):
         assert not torch.equal(cache[:, row, :, position], kept[:, row, :, position])
@@ -206,8 +222,8 @@ def test_prefill_reads_no_slot_that_is_not_there() -> None:
     memory.fill_(float("nan"))
     cache.copy_(held)
     query = values(2, 4, 4, 32)
-    found = operators.prefill_attention(query, cache, positions, None)
-    expected = fallback.prefill_attention(query.double(), cache.double(), positions.clamp(max=slots - 1), None)
+    found = attend(query, cache, positions, None)
+    expected = attend(query.double(), cache.double(), positions.clamp(max=slots - 1), None)
     close(found, expected, query.dtype)
 
 
@@ -234,7 +250,7 @@ def test_a_model_decodes_as_without_kernels(
     with torch.inference_mode():
         for kernels in (True, False):
             if not kernels:
-                monkeypatch.setattr(operators, "triton_runs_on", lambda device: False)
+                monkeypatch.setattr(zoo.ops.common, "triton_runs_on", lambda device: False)
             cache: KVCache = model.make_cache(batch, 32)
             model(tokens[:, :8], cache=cache)
             logits[kernels] = torch.cat(
@@ -255,14 +271,69 @@ def test_the_most_likely_token_and_what_follows(vocabulary: int, dtype: torch.dt
     logits[2, [3, 4]] = 50.0
     best = logits.argmax(-1)
     best[1], best[2] = 0, 3
-    ends = torch.full((16,), -1, device=DEVICE)
-    ends[0] = best[2]
-    finished = torch.tensor([False, False, False, True], device=DEVICE)
-    tokens, positions = torch.zeros(4, 1, dtype=torch.int64, device=DEVICE), torch.tensor([[7], [8], [9], [1]])
-    positions, step = positions.to(DEVICE), torch.tensor([2], device=DEVICE)
-    output = torch.zeros(5, 4, dtype=torch.int64, device=DEVICE)
-    operators.accept_greedy(logits, tokens, positions, finished, step, output, ends, torch.tensor(1, device=DEVICE))
+    state = DecodeState(4, 5, torch.device(DEVICE))
+    state.positions.copy_(torch.tensor([[7], [8], [9], [1]]))
+    state.step.fill_(2), state.pad.fill_(1), state.ends[:1].copy_(best[2]), state.finished[3:].fill_(True)
+    accept(state, logits, greedy=True)
     expected = [best[0].item(), 0, 3, 1]
-    assert tokens.flatten().tolist() == output[2].tolist() == expected and not output[[0, 1, 3, 4]].any()
-    assert positions.flatten().tolist() == [8, 9, 10, 1] and step.tolist() == [3]
-    assert finished.tolist() == [expected[0] == 3, False, True, True]
+    assert state.tokens.flatten().tolist() == state.output[2].tolist() == expected
+    assert not state.output[[0, 1, 3, 4]].any()
+    assert state.positions.flatten().tolist() == [8, 9, 10, 1] and state.step.tolist() == [3]
+    assert state.finished.tolist() == [expected[0] == 3, False, True, True]
+
+
+def test_the_opaque_operators_are_what_torch_expects() -> None:
+    model = zoo.create("llm-debug", head_dim=32, num_attention_heads=2, num_key_value_heads=1, device=DEVICE, **SMALLER)
+    x, positions = values(1, model.config.hidden_size), torch.tensor([[2]], device=DEVICE)
+    layer, cache = model.layers[0], model.make_cache(1, 4).layers[0]
+    calls = []
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(zoo.llm.layer, "decode_layer", lambda *given: calls.append(given) or given[0])
+        layer(x[:, None], model.rotary(positions), positions=positions, cache=cache)
+    norm = model.head.norm.weight.detach()
+    calls.append((x, norm, 1e-6, values(5, len(norm))))
+    for operator, given in zip((decode_layer, norm_linear), calls, strict=True):
+        given = [each.detach() if isinstance(each, Tensor) else each for each in given]
+        torch.library.opcheck(operator, tuple(given), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_second_derivative_is_refused() -> None:
+    x, weight = values(2, 3, 4 * 32).requires_grad_(), values(4 * 32)
+    for run in (
+        lambda: rms_norm(x, weight, 1e-5),
+        lambda: add_rms_norm(x, None, weight, 1e-5)[1],
+        lambda: add_rms_norm(x, x, weight, 1e-5)[0].square(),
+        lambda: swiglu(x),
+        lambda: split_rotated(x, values(1, 3, 32), None, None, 0.0, 2, 1)[0].square(),
+    ):
+        (grad,) = torch.autograd.grad(run().square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            grad.square().sum().backward()
+
+
+def test_functional_transforms_are_torchs() -> None:
+    model = zoo.create("llm-debug", head_dim=32, num_hidden_layers=1, device=DEVICE)
+    layer, parameters = model.layers[0], dict(model.layers[0].named_parameters())
+    x, rotary = values(2, 5, model.config.hidden_size), model.rotary(torch.arange(5, device=DEVICE)[None])
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        out: Tensor = torch.func.functional_call(layer, parameters, (x, rotary))
+        return out.square().mean()
+
+    found = torch.func.grad(loss)(parameters)
+    loss(parameters).backward()
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_hooks_of_norms_and_of_the_last_product_are_heard() -> None:
+    model = zoo.create("llm-debug", device=DEVICE)
+    layer, heard = model.layers[0], Counter[str]()
+    names = "input_layernorm", "post_attention_layernorm", "down_proj"
+    for name in names:
+        getattr(layer, name).register_forward_pre_hook(lambda *_, name=name: heard.update([name]))
+    tokens = torch.randint(model.config.vocab_size, (2, 9), device=DEVICE)
+    model(tokens)
+    with torch.no_grad():
+        model(tokens)
+    assert heard == dict.fromkeys(names, 2)

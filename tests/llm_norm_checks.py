@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import zoo
+import zoo.ops.common
 from tests.llm_checks import DEVICE, MARKS, check_close, let_kernels_run, values
-from zoo.llm import fallback, operators
-from zoo.llm.kernels import rms_norm as kernels
-from zoo.llm.norm import RMSNorm
-from zoo.llm.residual import norm_alone, norm_beside
+from zoo.ops.rms_norm import add_rms_norm, reference_rms_norm, rms_norm
+from zoo.ops.triton import rms_norm as kernels
 
 pytestmark = MARKS
 # The interpreter cuts numbers off where a GPU rounds them to bfloat16.
@@ -28,10 +27,6 @@ def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     check_close(found, expected, dtype, RELATIVE[dtype])
-
-
-def exact_norm(x: Tensor, weight: Tensor) -> Tensor:
-    return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5))
 
 
 @pytest.fixture(params=[4, None], ids=["programs that go round", "programs as they are"])
@@ -50,12 +45,11 @@ def test_norms_of_the_residual_stream_and_their_gradients(shape: tuple[int, ...]
     above, grad = values(*shape, dtype=dtype), values(*shape, dtype=dtype)
     given = [each.requires_grad_() for each in (x, added, weight)]
     exact = [each.detach().double().requires_grad_() for each in given]
-    total, normed, scale = operators.add_rms_norm(*given, 1e-5)
+    total, normed = add_rms_norm(*given, 1e-5)
     sums = exact[0] + exact[1]
-    wanted = exact_norm(sums, exact[2])
+    wanted = rms_norm(sums, exact[2], 1e-5)
     close(total, sums, dtype)
     close(normed, wanted, dtype)
-    close(scale, torch.rsqrt(total.detach().double().square().mean(-1) + 1e-5), torch.float32)
     expected = torch.autograd.grad((sums, wanted), exact, (above.double(), grad.double()))
     found = torch.autograd.grad((total, normed), given, (above, grad), retain_graph=True)
     for ours, theirs in zip(found, expected, strict=True):
@@ -64,39 +58,36 @@ def test_norms_of_the_residual_stream_and_their_gradients(shape: tuple[int, ...]
         again = torch.autograd.grad((total, normed), given, (above, grad))
         assert all(torch.equal(*both) for both in zip(found, again, strict=True))
     # Where nothing is added, with and without a gradient past the norm.
-    norm = RMSNorm(shape[-1], 1e-5)
-    norm.weight = nn.Parameter(weight.detach())
-    beside, normed = norm_beside(x, norm)
-    alone = norm_alone(x, norm)
+    weight = given[2]
+    beside, normed = add_rms_norm(x, None, weight, 1e-5)
+    alone = rms_norm(x, weight, 1e-5)
     assert torch.equal(beside, x) and torch.equal(alone, normed)
-    wanted = exact_norm(exact[0], exact[2])
+    wanted = rms_norm(exact[0], exact[2], 1e-5)
     close(normed, wanted, dtype)
     expected = torch.autograd.grad(
         (exact[0] * 1, wanted), exact[::2], (above.double(), grad.double()), retain_graph=True
     )
-    for ours, theirs in zip(
-        torch.autograd.grad((beside, normed), (x, norm.weight), (above, grad)), expected, strict=True
-    ):
+    for ours, theirs in zip(torch.autograd.grad((beside, normed), (x, weight), (above, grad)), expected, strict=True):
         close(ours, theirs, dtype)
     expected = torch.autograd.grad(wanted, exact[::2], grad.double())
-    for ours, theirs in zip(torch.autograd.grad(alone, (x, norm.weight), grad), expected, strict=True):
+    for ours, theirs in zip(torch.autograd.grad(alone, (x, weight), grad), expected, strict=True):
         close(ours, theirs, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_norms_round_where_torch_rounds(dtype: torch.dtype) -> None:
     x, added, weight = values(20, 96, dtype=dtype), values(20, 96, dtype=dtype), values(96, dtype=dtype)
-    total, normed, _ = operators.add_rms_norm(x, added, weight, 1e-5)
-    expected = fallback.add_rms_norm(x, added, weight, 1e-5)
-    assert torch.equal(total, expected[0])
+    total, normed = add_rms_norm(x, added, weight, 1e-5)
+    expected = reference_rms_norm(x + added, weight, 1e-5)
+    assert torch.equal(total, x + added)
     # Sums in another order move a few numbers by their last digit before they are rounded.
-    assert (normed != expected[1]).float().mean() < (0.5 if dtype is torch.float32 else 0.01)
-    torch.testing.assert_close(normed, expected[1], rtol=RELATIVE[dtype], atol=0)
+    assert (normed != expected).float().mean() < (0.5 if dtype is torch.float32 else 0.01)
+    torch.testing.assert_close(normed, expected, rtol=RELATIVE[dtype], atol=0)
 
 
 def test_norms_of_no_rows() -> None:
     x, weight = values(0, 32).requires_grad_(), values(32).requires_grad_()
-    total, normed, _ = operators.add_rms_norm(x, x.detach(), weight, 1e-5)
+    total, normed = add_rms_norm(x, x.detach(), weight, 1e-5)
     grads = torch.autograd.grad((total, normed), (x, weight), (total.detach(), normed.detach()))
     assert normed.shape == grads[0].shape == (0, 32) and not grads[1].any()
 
@@ -107,7 +98,7 @@ def test_a_model_trains_as_without_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     gradients = {}
     for own in (True, False):
         if not own:
-            monkeypatch.setattr(operators, "triton_runs_on", lambda device: False)
+            monkeypatch.setattr(zoo.ops.common, "triton_runs_on", lambda device: False)
         gradients[own] = torch.autograd.grad(model(tokens).square().mean(), list(model.parameters()))
     for found, expected in zip(gradients[True], gradients[False], strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)

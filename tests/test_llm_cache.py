@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 import zoo
 from zoo.llm import LLM, attend
-from zoo.llm.attention import attend_tokens, token_mask
-from zoo.llm.cache import write
+from zoo.llm.layer import attend_tokens
+from zoo.llm.model import token_mask
 
 
 @pytest.fixture(params=[None, 5], ids=["full", "window"])
@@ -81,11 +81,7 @@ def test_attention_against_a_plain_sum(key_heads: int, window: int | None) -> No
 def test_attention_without_a_cache_is_the_same() -> None:
     torch.manual_seed(0)
     query, key, value = torch.randn(2, 6, 4, 8), torch.randn(2, 6, 2, 8), torch.randn(2, 6, 2, 8)
-    cache = torch.zeros(2, 2, 2, 6, 8)
-    positions = torch.arange(6).repeat(2, 1)
-    write(cache, positions, key, value)
-    torch.testing.assert_close(cache[0], key.transpose(1, 2))
-    torch.testing.assert_close(cache[1], value.transpose(1, 2))
+    cache, positions = torch.stack((key, value)).transpose(2, 3), torch.arange(6).repeat(2, 1)
     for window in (None, 3, 6, 100):
         mask = token_mask(6, None, window, query.device)
         assert (mask is None) == (window != 3)

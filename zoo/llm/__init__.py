@@ -1,6 +1,5 @@
 """Decoder-only language models: Llama, Mistral, Qwen2 and Qwen3 with a static cache."""
 
-from zoo.llm.attention import attend as attend
 from zoo.llm.cache import KVCache as KVCache
 from zoo.llm.checkpoint import check_folder, placements
 from zoo.llm.checkpoint import load as load
@@ -11,11 +10,12 @@ from zoo.llm.generate import generate as generate
 from zoo.llm.generate import stream as stream
 from zoo.llm.layer import LLMHead as LLMHead
 from zoo.llm.layer import LLMLayer as LLMLayer
+from zoo.llm.layer import RMSNorm as RMSNorm
 from zoo.llm.model import LLM as LLM
-from zoo.llm.norm import RMSNorm as RMSNorm
 from zoo.llm.presets import PRESETS, example_inputs
 from zoo.llm.quantize import quantize_int8 as quantize_int8
 from zoo.llm.session import Session as Session
+from zoo.ops.cached_attention import attend as attend
 from zoo.registry import Family, register
 
 FAMILY = register(

@@ -61,19 +61,3 @@ def make_cache(
     with torch.inference_mode(False):
         shape = (2, batch, key_heads, slots, width)
         return KVCache(tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)))
-
-
-def write(cache: Tensor, positions: Tensor, key: Tensor, value: Tensor) -> None:
-    """Put keys and values into the slots of their positions, in place.
-
-    A position may occur twice in a row if it is the same token.
-
-    Args:
-        cache: [2, B, K, S, D].
-        positions: [B, T] int64.
-        key: [B, T, K, D].
-        value: [B, T, K, D].
-    """
-    row = torch.arange(positions.shape[0], device=positions.device)[:, None]
-    # One write to the whole tensor: to keys and values apart it would be a copy of the cache for some compilers.
-    cache[:, row, :, positions] = torch.stack((key, value), dim=2).to(cache.dtype)

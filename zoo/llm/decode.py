@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zoo.llm import fallback, operators
 from zoo.llm.cache import KVCache
 from zoo.llm.model import LLM
 from zoo.llm.sampling import Sampling, sample
+from zoo.ops.common import kernels_run
 
 MOST_ENDS = 16
 
@@ -72,13 +72,25 @@ def decode_step(model: LLM, cache: KVCache, state: DecodeState, greedy: bool) ->
 
 
 def accept(state: DecodeState, logits: Tensor, greedy: bool) -> None:
-    """Choose a token a row from logits [B, V], note it, and move on; rows that have ended get padding and stay."""
-    where = (
-        state.tokens, state.positions, state.finished, state.step, state.output, state.ends, state.pad,
-    )  # fmt: skip
+    """Choose a token a row from logits [B, V], note it, and move on; rows that have ended get padding and stay.
+
+    The greedy choice is the most likely token, the first of equals.
+    """
+    if greedy and kernels_run(logits):
+        from zoo.ops.triton.greedy import accept_greedy
+
+        accept_greedy(
+            logits, state.tokens, state.positions, state.finished, state.step, state.output, state.ends, state.pad
+        )
+        return
     if greedy:
-        operators.accept_greedy(logits, *where)
+        token = logits.argmax(-1)
     else:
         uniform = state.noise.index_select(0, state.step)[0]
         token = sample(logits, state.temperature, state.top_k, state.top_p, uniform)
-        fallback.accept(token, *where)
+    token = torch.where(state.finished, state.pad, token)
+    state.output.index_copy_(0, state.step, token[None])
+    state.positions.add_((~state.finished)[:, None])
+    state.finished.logical_or_((token[:, None] == state.ends).any(-1))
+    state.tokens.copy_(token[:, None])
+    state.step.add_(1)

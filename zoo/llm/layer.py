@@ -1,13 +1,10 @@
-"""The block that a decoder repeats, in five steps that each read and write memory once when they are fused.
+"""The block that a decoder repeats, and the head behind the last one.
 
-    x ─┬─ 1 project ──▶ query, and keys and values into the cache
-       │  2 attend ───▶ mixed
-       ├─ 3 add_attention
-       ├─ 4 gate ─────▶ hidden
-       └─ 5 add_mlp ──▶ x
+    x ─┬─ norm ─ qkv_proj ─ rotary ─ attention ─ o_proj ─ + ─┬─ norm ─ gate_up_proj ─ SwiGLU ─ down_proj ─ + ─▶ x
+       └─────────────── keys, values: cache ──────────────┘  └─────────────────────────────────────────────┘
 
-Shapes: B batch, T tokens, S slots, C width, I width inside the MLP, H query heads, K key and value heads, D width of a
-head.
+Shapes: B batch, T tokens, S slots, V vocabulary, C width, I width inside the MLP, H query heads, K key and value heads,
+D width of a head.
 """
 
 from __future__ import annotations
@@ -16,13 +13,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.llm import operators
-from zoo.llm.attention import attend, attend_tokens
-from zoo.llm.cache import write
+from zoo.layers import ordinary, plain
 from zoo.llm.config import LLMConfig
-from zoo.llm.norm import RMSNorm
-from zoo.llm.residual import add_linear, add_norm, by_operators, norm_alone, norm_beside
-from zoo.llm.rope import rotate
+from zoo.ops.cached_attention import attend, decode_attention
+from zoo.ops.decode import decode_layer, decodes, few_rows, norm_linear
+from zoo.ops.rms_norm import add_rms_norm, rms_norm
+from zoo.ops.rotary import rotate_into, split_rotated
+from zoo.ops.swiglu import swiglu
+
+
+class RMSNorm(nn.Module):
+    """Division by the root mean square, in at least float32 (https://arxiv.org/abs/1910.07467)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """X [..., C] -> [..., C]."""
+        return rms_norm(x, self.weight, self.eps)
 
 
 class LLMLayer(nn.Module):
@@ -64,94 +74,51 @@ class LLMLayer(nn.Module):
         Returns:
             [B, T, C].
         """
-        by_kernels = cache is not None and self._by_kernels(x)
-        if cache is not None and positions is not None and by_kernels and x.shape[1] == 1:
-            return self.decode(x[:, 0], rotary[:, 0], positions[:, 0], cache)[:, None]
-        x, normed = norm_beside(x, self.input_layernorm)
-        if cache is None or positions is None:
-            query, key, value = self.project(normed, rotary)
-            mixed = attend_tokens(query, key, value, mask)
-        else:
-            query = self.project_into(normed, rotary, positions, cache, by_kernels)
-            if from_start:
-                # The library's causal attention is faster than one that looks up where a prompt begins.
-                key, value = cache[:, : x.shape[0], :, : x.shape[1]].transpose(2, 3)
-                mixed = attend_tokens(query, key, value, None)
-            else:
-                attention = operators.prefill_attention if by_kernels else attend
-                mixed = attention(query, cache, positions, self.window)
-        x, normed = self.add_attention(x, mixed.flatten(2))
-        return self.add_mlp(x, self.gate(normed))
+        if cache is not None and positions is not None and x.shape[1] == 1 and self._decodes(x[:, 0], cache):
+            return self._decode(x[:, 0], rotary[:, 0], positions[:, 0], cache)[:, None]
+        x, normed = _add_norm(x, None, self.input_layernorm)
+        mixed = self._attend(self.qkv_proj(normed), rotary, mask, positions, cache, from_start)
+        x, normed = _add_norm(x, self.o_proj(mixed), self.post_attention_layernorm)
+        return _add_linear(x, swiglu(self.gate_up_proj(normed)), self.down_proj)
 
-    def _by_kernels(self, x: Tensor) -> bool:
-        return operators.kernels_run(x) and operators.attention_fits(self.head_dim)
+    def _attend(
+        self,
+        qkv: Tensor,
+        rotary: Tensor,
+        mask: Tensor | None,
+        positions: Tensor | None,
+        cache: Tensor | None,
+        from_start: bool,
+    ) -> Tensor:
+        """Queries, keys and values [B, T, (H + 2 K) D] -> mixed values [B, T, H D]."""
+        norms, window = (*self._head_norms(), self.input_layernorm.eps, self.heads), self.window
+        if cache is None or positions is None:
+            return attend_tokens(*split_rotated(qkv, rotary, *norms, self.key_heads), mask).flatten(2)
+        batch, tokens = positions.shape
+        if tokens == 1:
+            return decode_attention(qkv[:, 0], cache, positions[:, 0], rotary[:, 0], *norms, window)[:, None]
+        query = rotate_into(qkv, cache, positions, rotary, *norms)
+        if not from_start:
+            return attend(query, cache, positions, window).flatten(2)
+        # The library's causal attention is faster than one that looks up where a prompt begins.
+        key, value = cache[:, :batch, :, :tokens].transpose(2, 3)
+        return attend_tokens(query, key, value, None).flatten(2)
 
     def _head_norms(self) -> tuple[Tensor | None, Tensor | None]:
         return (None, None) if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
 
-    def decode(self, x: Tensor, rotary: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
-        """All five steps for one new token a row, by the operators of operators.py.
+    def _decodes(self, x: Tensor, cache: Tensor) -> bool:
+        products = self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj
+        return decodes(x, cache, *(product.weight for product in products))
 
-        x [B, C], rotary [B, D], positions [B], cache [2, B, K, S, D] -> [B, C].
-        """
-        norm, norm_after = self.input_layernorm, self.post_attention_layernorm
-        weights = self.qkv_proj.weight, self.o_proj.weight, self.gate_up_proj.weight, self.down_proj.weight
-        few = operators.few_rows(x, *weights)
-        if few:
-            qkv = operators.norm_linear(x, norm.weight, norm.eps, self.qkv_proj.weight, self.qkv_proj.bias)
-        else:
-            qkv = self.qkv_proj(norm(x))
-        norms = self._head_norms()
-        mixed = operators.decode_attention(qkv, cache, positions, rotary, *norms, norm.eps, self.heads, self.window)
-        if not few:
-            x, normed = self.add_attention(x, mixed)
-            return self.add_mlp(x, self.gate(normed))
-        x = operators.linear_add(mixed, self.o_proj.weight, x)
-        hidden = operators.norm_gate(x, norm_after.weight, norm_after.eps, self.gate_up_proj.weight)
-        return operators.linear_add(hidden, self.down_proj.weight, x)
-
-    def project(self, normed: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Step 1, after its norm: one product, bias, norms of heads, rotation.
-
-        normed [B, T, C], rotary [B or 1, T, D] -> query [B, T, H, D], key and value [B, T, K, D].
-        """
-        qkv = self.qkv_proj(normed)
-        if self.q_norm is None and operators.attention_fits(self.head_dim) and by_operators(qkv):
-            parts: tuple[Tensor, Tensor, Tensor] = operators.split_rotated(qkv, rotary, self.heads, self.key_heads)
-            return parts
-        heads = qkv.unflatten(-1, (-1, self.head_dim))
-        query, key, value = heads.split((self.heads, self.key_heads, self.key_heads), dim=2)
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        return rotate(query, rotary), rotate(key, rotary), value
-
-    def project_into(
-        self, normed: Tensor, rotary: Tensor, positions: Tensor, cache: Tensor, by_kernels: bool
-    ) -> Tensor:
-        """Step 1, after its norm, with a cache [2, B, K, S, D], which gets keys and values: -> query [B, T, H, D]."""
-        if by_kernels:
-            where, eps = (cache, positions, rotary), self.input_layernorm.eps
-            return operators.rotate_into(self.qkv_proj(normed), *where, *self._head_norms(), eps, self.heads)
-        query, key, value = self.project(normed, rotary)
-        write(cache, positions, key, value)
-        return query
-
-    def add_attention(self, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
-        """Step 3: product, residual add and the norm after it. x [B, T, C], mixed [B, T, H D] -> [B, T, C] of both."""
-        return add_norm(x, self.o_proj(mixed), self.post_attention_layernorm)
-
-    def gate(self, normed: Tensor) -> Tensor:
-        """Step 4: one product for both halves, SiLU of one times the other. normed [B, T, C] -> [B, T, I]."""
-        both = self.gate_up_proj(normed)
-        if by_operators(both):
-            # The compiler's gradient of the two halves reads everything twice, and its code takes time to compile.
-            return operators.swiglu(both.flatten(0, -2)).view(*both.shape[:-1], -1)
-        gate, up = both.chunk(2, dim=-1)
-        return F.silu(gate) * up
-
-    def add_mlp(self, x: Tensor, hidden: Tensor) -> Tensor:
-        """Step 5: product and residual add. x [B, T, C], hidden [B, T, I] -> [B, T, C]."""
-        return add_linear(x, hidden, self.down_proj)
+    def _decode(self, x: Tensor, rotary: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
+        """The block for one new token in each of few rows: x [B, C] -> [B, C]."""
+        qkv, norm, norm_after = self.qkv_proj, self.input_layernorm, self.post_attention_layernorm
+        out: Tensor = decode_layer(
+            x, cache, positions, rotary, norm.weight, qkv.weight, qkv.bias, *self._head_norms(), self.o_proj.weight,
+            norm_after.weight, self.gate_up_proj.weight, self.down_proj.weight, norm.eps, self.heads, self.window,
+        )  # fmt: skip
+        return out
 
 
 class LLMHead(nn.Module):
@@ -163,10 +130,50 @@ class LLMHead(nn.Module):
 
     def forward(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """X [B, T, C], weight [V, C], which may be the embedding's -> logits [B, T, V]; without one x normalised."""
-        if weight is None:
-            return norm_alone(x, self.norm)
-        if x.shape[1] == 1 and not torch.is_grad_enabled() and operators.kernels_run(x):
-            rows = x[:, 0]
-            if operators.few_rows(rows, weight):
-                return operators.norm_linear(rows, self.norm.weight, self.norm.eps, weight, None)[:, None]
-        return F.linear(norm_alone(x, self.norm), weight)
+        if weight is not None and x.shape[1] == 1 and few_rows(x[:, 0], self.norm.weight, weight):
+            logits: Tensor = norm_linear(x[:, 0], self.norm.weight, self.norm.eps, weight)[:, None]
+            return logits
+        normed: Tensor = self.norm(x)
+        return normed if weight is None else F.linear(normed, weight)
+
+
+def attend_tokens(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention among the tokens at hand, without a cache: scoring and training.
+
+    Args:
+        query: [B, T, H, D].
+        key: [B, T, K, D].
+        value: [B, T, K, D].
+        mask: [B or 1, 1, T, T] bool, True where a query (row) sees a key; None for all up to the query's own.
+
+    Returns:
+        [B, T, H, D].
+    """
+    out = F.scaled_dot_product_attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=mask is None,
+        enable_gqa=query.shape[2] != key.shape[2],
+    )
+    return out.transpose(1, 2)
+
+
+def _add_norm(x: Tensor, added: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """X [B, T, C] plus what is added, and the norm of that, in one pass unless somebody listens to the norm."""
+    if plain(norm, RMSNorm):
+        return add_rms_norm(x, added, norm.weight, norm.eps)  # type: ignore[arg-type]
+    x = x if added is None else x + added
+    return x, norm(x)
+
+
+def _add_linear(x: Tensor, hidden: Tensor, linear: nn.Module) -> Tensor:
+    """X [B, T, C] plus a linear layer of hidden [B, T, I], in one product where that is the same."""
+    autocast = torch.is_autocast_enabled(x.device.type)
+    if autocast or not plain(linear) or linear.bias is not None or not ordinary(linear.weight):  # type: ignore[arg-type]
+        return x + linear(hidden)  # type: ignore[no-any-return]
+    if not x.dtype == hidden.dtype == linear.weight.dtype:
+        return x + linear(hidden)  # type: ignore[no-any-return]
+    # The compiler finds an add behind a product only where both have two dimensions.
+    return torch.addmm(x.flatten(0, -2), hidden.flatten(0, -2), linear.weight.t()).view_as(x)  # type: ignore[operator]

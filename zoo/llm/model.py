@@ -17,9 +17,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from zoo.engine.discover import Region, in_process_on_gpus
+from zoo.engine.discover import Region
 from zoo.layers import initialise
-from zoo.llm.attention import token_mask
 from zoo.llm.cache import KVCache, make_cache
 from zoo.llm.checks import check_cache_size, check_call
 from zoo.llm.config import LLMConfig
@@ -32,13 +31,11 @@ REGIONS = (
         LLMLayer,
         graphs=1,
         why="equal blocks: one graph for prefill, one for a decode step, one for scoring, any depth",
-        compile_threads=in_process_on_gpus,
     ),
     Region(
         LLMHead,
         graphs=1,
         why="the last norm and the widest product, on the positions that are kept",
-        compile_threads=in_process_on_gpus,
     ),
 )
 
@@ -226,3 +223,28 @@ def _kept(x: Tensor, which: int | Tensor) -> Tensor:
     if which.dim() == 1:
         return x[:, which]
     return x.gather(1, which[..., None].expand(-1, -1, x.shape[-1]))
+
+
+def token_mask(tokens: int, attention_mask: Tensor | None, window: int | None, device: torch.device) -> Tensor | None:
+    """The mask of ``attend_tokens``; None where plain causal attention is meant.
+
+    Args:
+        tokens: T.
+        attention_mask: [B, T], 0 where a token is padding; or None.
+        window: How many last tokens are seen; None for all.
+        device: Where.
+    """
+    if window is not None and window >= tokens:
+        window = None
+    if attention_mask is None and window is None:
+        return None
+    index = torch.arange(tokens, device=device)
+    distance = index[:, None] - index
+    mask = distance >= 0
+    if window is not None:
+        mask = mask & (distance < window)
+    mask = mask[None, None]
+    if attention_mask is not None:
+        # Padding sees itself: a row that sees nothing would be NaN, and poison all rows through its value.
+        mask = (mask & attention_mask.bool()[:, None, None]) | (distance == 0)
+    return mask

@@ -1,4 +1,4 @@
-"""Rotary position embeddings (https://arxiv.org/abs/2104.09864): the table of turns, and the turn.
+"""Rotary position embeddings (https://arxiv.org/abs/2104.09864): the table of turns.
 
 Shapes: P positions, B batch, T tokens, H heads, D width of a head.
 """
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from zoo.llm.config import LLMConfig
-from zoo.ops.common import wide
 
 
 def inverse_frequencies(config: LLMConfig, device: torch.device | None = None) -> Tensor:
@@ -59,13 +58,3 @@ class RotaryTable(nn.Module):
     def forward(self, positions: Tensor) -> Tensor:
         """Positions [B, T] -> [B, T, D]: cosines [D / 2], then sines [D / 2]."""
         return self.table[positions]
-
-
-def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Turn the two halves of each head against each other.
-
-    x [B, T, H, D], rotary [B or 1, T, D] -> [B, T, H, D] in the dtype of x, computed in at least float32.
-    """
-    cos, sin = rotary.unsqueeze(2).chunk(2, dim=-1)
-    first, second = x.to(wide(x.dtype)).chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

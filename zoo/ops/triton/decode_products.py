@@ -1,20 +1,32 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-"""Products of a few rows with a weight: each weight row is read once, all of it at the same time.
+"""The kernels of a step that decodes few rows, of which each begins while the one before it ends.
 
-A program takes a few rows of the weight, whole ones in registers where they fit. The loads of the weight are issued
-before anything else: they do not depend on the kernel before, and are on their way while it ends (overlap.py).
+A step is a chain of kernels of a few microseconds each, and the GPU is idle for about one between two of them. By
+programmatic dependent launch, on Hopper and newer, a kernel starts as soon as all programs of the one before it have
+said that it may (``gdc_launch_dependents``). It waits for that one's end (``gdc_wait``) before it touches anything that
+any kernel writes, so that only loads of weights go ahead. It waits in every program: its own end then means that
+everything before it has ended too. Weights may not be written by kernels right before a step. In a model a lookup
+stands there.
+
+Each product reads every weight row once and takes in what stands around it: the norm, the activation, the residual add.
+A program takes a few rows of the weight, whole ones in registers where they fit, whose loads are issued first. A
+product lets the next kernel start at once. Attention lets it start late: its loads are few, follow one another, and
+would stand in line behind weights that are not needed yet.
 
 Shape legend: M rows of features, a few, N rows of the weight, C columns.
 """
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.llm.kernels.overlap import overlapped
 from zoo.ops.common import ceil_div, next_power
+from zoo.ops.triton.decode_attention import decode_attention
 from zoo.ops.triton.kernel import kernel
 
 
@@ -113,6 +125,18 @@ def _tile(rows: int, columns: int, itemsize: int) -> tuple[int, int, int]:
     return count, block, min(max(warps, 2), 8)
 
 
+@functools.cache
+def can_overlap(device: torch.device) -> bool:
+    """Whether the GPU has programmatic dependent launch, and this Triton (from 3.4 on)."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_properties(device).major >= 9 and hasattr(tl.extra.cuda, "gdc_wait")
+
+
+def _options(x: Tensor) -> dict[str, bool]:
+    return {"OVERLAP": True, "launch_pdl": True} if can_overlap(x.device) else {"OVERLAP": False}
+
+
 def norm_linear(x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
     """RMS norm of x [M, C], unless ``norm`` is None, times weight [N, C], plus bias [N]: [M, N]."""
     return _launch(x, norm, eps, weight, bias, None)
@@ -130,9 +154,8 @@ def _launch(
     out = x.new_empty(x.shape[0], n)
     rows, block, warps = _tile(n, columns, x.element_size())
     _linear[(ceil_div(n, rows),)](
-        x, norm, weight, bias, None if residual is None else residual.contiguous(), out, eps,
-        M=x.shape[0], N=n, C=columns, ROWS=rows, BLOCK_C=block, num_warps=warps,
-        **overlapped(x),
+        x, norm, weight.contiguous(), bias, None if residual is None else residual.contiguous(), out, eps,
+        M=x.shape[0], N=n, C=columns, ROWS=rows, BLOCK_C=block, num_warps=warps, **_options(x),
     )  # fmt: skip
     return out
 
@@ -143,7 +166,33 @@ def norm_gate(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
     out = x.new_empty(x.shape[0], n)
     rows, block, warps = _tile(n, columns, x.element_size())
     _gate[(ceil_div(n, rows),)](
-        x, norm, weight, out, eps,
-        M=x.shape[0], N=n, C=columns, ROWS=rows, BLOCK_C=block, num_warps=warps, **overlapped(x),
+        x, norm, weight.contiguous(), out, eps,
+        M=x.shape[0], N=n, C=columns, ROWS=rows, BLOCK_C=block, num_warps=warps, **_options(x),
     )  # fmt: skip
     return out
+
+
+def decode_layer(
+    x: Tensor,
+    cache: Tensor,
+    positions: Tensor,
+    rotary: Tensor,
+    norm: Tensor,
+    qkv_weight: Tensor,
+    qkv_bias: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    o_weight: Tensor,
+    norm_after: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    eps: float,
+    heads: int,
+    window: int | None,
+) -> Tensor:
+    """See ``zoo/ops/decode.py``."""
+    qkv = norm_linear(x, norm, eps, qkv_weight, qkv_bias)
+    overlap = can_overlap(x.device)
+    mixed = decode_attention(qkv, cache, positions, rotary, q_norm, k_norm, eps, heads, window, overlap)
+    x = linear_add(mixed, o_weight, x)
+    return linear_add(norm_gate(x, norm_after, eps, gate_up_weight), down_weight, x)

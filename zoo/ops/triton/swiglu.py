@@ -45,17 +45,16 @@ def _swiglu_backward(grad, x, out, width, BLOCK: tl.constexpr):
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """[R, 2 I] -> [R, I]."""
-    x, inner = x.contiguous(), x.shape[1] // 2
-    out = x.new_empty(x.shape[0], inner)
-    _swiglu[(x.shape[0], ceil_div(inner, BLOCK))](x, out, inner, BLOCK=BLOCK, num_warps=8)
+    """[..., 2 I] -> [..., I]."""
+    x, inner = x.contiguous(), x.shape[-1] // 2
+    out = x.new_empty(*x.shape[:-1], inner)
+    _swiglu[(x.shape[:-1].numel(), ceil_div(inner, BLOCK))](x, out, inner, BLOCK=BLOCK, num_warps=8)
     return out
 
 
 def swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """Gradient [R, I] and input [R, 2 I] -> gradient of the input."""
+    """Gradient [..., I] and input [..., 2 I] -> gradient of the input."""
     grad, x = grad.contiguous(), x.contiguous()
-    out = torch.empty_like(x)
-    inner = grad.shape[1]
-    _swiglu_backward[(x.shape[0], ceil_div(inner, BLOCK))](grad, x, out, inner, BLOCK=BLOCK, num_warps=8)
+    out, inner = torch.empty_like(x), grad.shape[-1]
+    _swiglu_backward[(x.shape[:-1].numel(), ceil_div(inner, BLOCK))](grad, x, out, inner, BLOCK=BLOCK, num_warps=8)
     return out

@@ -71,7 +71,7 @@ def rotate_into(
     eps: float,
     heads: int,
 ) -> Tensor:
-    """The arguments are those of the operator of the same name."""
+    """See ``zoo/ops/rotary.py``."""
     qkv, positions, rotary = qkv.contiguous(), positions.contiguous(), rotary.contiguous()
     batch, tokens = positions.shape
     _, _, key_heads, slots, width = cache.shape
@@ -138,14 +138,14 @@ def _launch_apart(qkv: Tensor, rotary: Tensor, query: Tensor, key: Tensor, value
 
 
 def split_rotated(qkv: Tensor, rotary: Tensor, heads: int, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The arguments are those of the operator of the same name."""
+    """See ``zoo/ops/rotary.py``."""
     query, key, value = (qkv.new_empty(*qkv.shape[:2], n, rotary.shape[2]) for n in (heads, key_heads, key_heads))
     _launch_apart(qkv.contiguous(), rotary, query, key, value, back=False)
     return query, key, value
 
 
 def join_rotated(query: Tensor, key: Tensor, value: Tensor, rotary: Tensor) -> Tensor:
-    """The arguments are those of the operator of the same name."""
+    """Gradient of what ``split_rotated`` took apart, from those of its outputs."""
     heads = query.shape[2] + key.shape[2] + value.shape[2]
     qkv = query.new_empty(*query.shape[:2], heads * query.shape[3])
     _launch_apart(qkv, rotary, query.contiguous(), key.contiguous(), value.contiguous(), back=True)

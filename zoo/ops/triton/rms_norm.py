@@ -30,7 +30,7 @@ SUMS, SUM_COLUMNS = 128, 16
 
 
 @kernel
-def _forward(x, residual, weight, total, out, scale, columns, eps, COLUMNS: tl.constexpr):
+def _forward(x, residual, weight, total, out, rstds, columns, eps, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     live = column < columns
@@ -43,14 +43,14 @@ def _forward(x, residual, weight, total, out, scale, columns, eps, COLUMNS: tl.c
         tl.store(total + place, value, mask=live)
     factor = tl.load(weight + column, mask=live, other=0.0).to(tl.float32)
     wide = value.to(tl.float32)
-    root = tl.rsqrt(tl.sum(wide * wide, 0) / columns + eps)
-    tl.store(scale + row, root)
-    unit = (wide * root).to(out.dtype.element_ty).to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(wide * wide, 0) / columns + eps)
+    tl.store(rstds + row, rstd)
+    unit = (wide * rstd).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + place, (unit * factor).to(out.dtype.element_ty), mask=live)
 
 
 @kernel(do_not_specialize=["rows"])
-def _backward(grad, x, weight, scale, above, out, part, rows, columns, COLUMNS: tl.constexpr):
+def _backward(grad, x, weight, rstds, past, out, part, rows, columns, COLUMNS: tl.constexpr):
     first = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     live = column < columns
@@ -58,28 +58,28 @@ def _backward(grad, x, weight, scale, above, out, part, rows, columns, COLUMNS: 
     total = tl.zeros([COLUMNS], tl.float32)
     change = tl.load(grad + first * columns + column, mask=live, other=0.0)
     value = tl.load(x + first * columns + column, mask=live, other=0.0)
-    root = tl.load(scale + first)
+    rstd = tl.load(rstds + first)
     for row in range(first, rows, tl.num_programs(0)):
         place = row * columns + column
-        if above is not None:
-            beside = tl.load(above + place, mask=live, other=0.0)
+        if past is not None:
+            beside = tl.load(past + place, mask=live, other=0.0)
         # The next row is under way while the sum of this one waits for all threads.
         following = row + tl.num_programs(0)
         seen = live & (following < rows)
         place_after = following * columns + column
         change_after = tl.load(grad + place_after, mask=seen, other=0.0)
         value_after = tl.load(x + place_after, mask=seen, other=0.0)
-        root_after = tl.load(scale + following, mask=following < rows, other=0.0)
-        unit = value.to(tl.float32) * root
+        rstd_after = tl.load(rstds + following, mask=following < rows, other=0.0)
+        unit = value.to(tl.float32) * rstd
         wide = change.to(tl.float32)
         total += wide * unit.to(x.dtype.element_ty).to(tl.float32)
         wide *= factor.to(tl.float32)
         along = tl.sum(wide * unit, 0) / columns
-        result = (wide - unit * along) * root
-        if above is not None:
+        result = (wide - unit * along) * rstd
+        if past is not None:
             result += beside.to(tl.float32)
         tl.store(out + place, result.to(out.dtype.element_ty), mask=live)
-        change, value, root = change_after, value_after, root_after
+        change, value, rstd = change_after, value_after, rstd_after
     tl.store(part + first * columns + column, total, mask=live)
 
 
@@ -94,36 +94,34 @@ def _total(part, out, sums, columns, SUMS: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + column, tl.sum(total, 0).to(out.dtype.element_ty), mask=column < columns)
 
 
-def rms_norm_rows(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Norm of x [..., C] and its factors [...]."""
+def rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """X [..., C] plus what is added, or x itself; the norm of that; and its factors [...]."""
     x = x.contiguous()
-    out, scale = torch.empty_like(x), _scales(x)
-    _launch_forward(x, None, weight, eps, out, out, scale)
-    return out, scale
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """X [..., C] plus residual, the norm of that, and its factors [...]."""
-    x, residual = x.contiguous(), residual.contiguous()
-    total, out, scale = torch.empty_like(x), torch.empty_like(x), _scales(x)
-    _launch_forward(x, residual, weight, eps, total, out, scale)
-    return total, out, scale
+    out, rstd = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    total = x if added is None else torch.empty_like(x)
+    if rows := rstd.numel():
+        block = next_power(x.shape[-1])
+        _forward[(rows,)](
+            x, None if added is None else added.contiguous(), weight.contiguous(), None if added is None else total,
+            out, rstd, x.shape[-1], eps, COLUMNS=block, num_warps=_warps(block, FORWARD),
+        )  # fmt: skip
+    return total, out, rstd
 
 
 def rms_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, above: Tensor | None
+    grad: Tensor, past: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x [..., C] and of the weight [C]."""
-    grad, x, weight, scale = (each.contiguous() for each in (grad, x, weight, scale))
-    above = None if above is None else above.contiguous()
+    """Gradients of what was normed [..., C], with ``past``, which reached it past the norm; and of the weight [C]."""
+    grad, x, weight, rstd = (each.contiguous() for each in (grad, x, weight, rstd))
+    past = None if past is None else past.contiguous()
     out, grad_weight = torch.empty_like(x), torch.empty_like(weight)
-    rows, columns = scale.numel(), x.shape[-1]
+    rows, columns = rstd.numel(), x.shape[-1]
     programs = min(rows, PROGRAMS)
     part = x.new_empty(programs, columns, dtype=torch.float32)
     block = next_power(columns)
     if rows:
         _backward[(programs,)](
-            grad, x, weight, scale, above, out, part, rows, columns,
+            grad, x, weight, rstd, past, out, part, rows, columns,
             COLUMNS=block, num_warps=_warps(block, BACKWARD),
         )  # fmt: skip
     _total[(ceil_div(columns, SUM_COLUMNS),)](
@@ -132,20 +130,5 @@ def rms_norm_backward(
     return out, grad_weight
 
 
-def _scales(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[:-1], dtype=torch.float32)
-
-
 def _warps(block: int, numbers: int) -> int:
     return min(max(block // (32 * numbers), 1), 32)
-
-
-def _launch_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, total: Tensor, out: Tensor, scale: Tensor
-) -> None:
-    if rows := scale.numel():
-        block = next_power(x.shape[-1])
-        _forward[(rows,)](
-            x, residual, weight.contiguous(), total, out, scale, x.shape[-1], eps,
-            COLUMNS=block, num_warps=_warps(block, FORWARD),
-        )  # fmt: skip

@@ -61,7 +61,7 @@ def accept_greedy(
     ends: Tensor,
     pad: Tensor,
 ) -> None:
-    """The arguments are those of the operator of the same name."""
+    """See ``zoo/llm/decode.py``; ``ends`` are a power of two."""
     logits = logits.contiguous()
     batch, vocabulary = logits.shape
     parts = ceil_div(vocabulary, BLOCK)

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.llm.kernels.overlap import overlapped
 from zoo.ops.common import ceil_div, next_power
 from zoo.ops.triton.kernel import kernel
 
@@ -137,25 +136,24 @@ def decode_attention(
     eps: float,
     heads: int,
     window: int | None,
+    overlap: bool = False,
 ) -> Tensor:
-    """From products qkv [B, (H + 2 K) D] of one token a row to mixed values [B, H D]; the cache gets its key and value.
-
-    The arguments are those of the operator of the same name.
-    """
-    qkv = qkv.contiguous()
+    """See ``zoo/ops/cached_attention.py``; ``overlap`` lets kernels begin early, as in decode_products.py."""
+    qkv, positions, rotary = qkv.contiguous(), positions.contiguous(), rotary.contiguous()
     _, batch, key_heads, slots, width = cache.shape
     parts = max(1, min(ceil_div(slots, BLOCK), ceil_div(ENOUGH, batch * key_heads), 64))
     partial = qkv.new_empty(batch, heads, parts, width, dtype=torch.float32)
     stats = qkv.new_empty(batch, heads, parts, 2, dtype=torch.float32)
     out = qkv.new_empty(batch, heads * width)
+    early = {"launch_pdl": True} if overlap else {}
     _attend[(parts, key_heads, batch)](
         qkv, q_norm, k_norm, rotary, positions, cache, partial, stats, eps, width**-0.5, slots,
         slots if window is None else window,
         HEADS=heads, KEY_HEADS=key_heads, D=width, GROUP=max(next_power(heads // key_heads), 16),
-        PARTS=parts, BLOCK=BLOCK, num_warps=4, **overlapped(qkv),
+        PARTS=parts, BLOCK=BLOCK, OVERLAP=overlap, num_warps=4, **early,
     )  # fmt: skip
     _merge[(batch * heads,)](
         partial, stats, out,
-        D=width, PARTS=parts, BLOCK_PARTS=next_power(parts), num_warps=4, **overlapped(qkv),
+        D=width, PARTS=parts, BLOCK_PARTS=next_power(parts), OVERLAP=overlap, num_warps=4, **early,
     )  # fmt: skip
     return out

@@ -1,0 +1,88 @@
+"""Attention of grouped queries over a cache in which the token of position p lies in slot p.
+
+Shape legend: B batch, T tokens, S slots of the cache, H query heads, K key and value heads, G = H / K, D width of a
+head.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zoo.ops.common import differentiated, kernels_run
+from zoo.ops.rotary import heads_fit, rotate_into
+
+
+def attend(query: Tensor, cache: Tensor, positions: Tensor, window: int | None) -> Tensor:
+    """Attention over the cache, which holds the queries' own tokens already.
+
+    A query at position p sees slots 0 to p, or the last ``window`` of them; what lies behind p is not looked at.
+
+    Args:
+        query: [B, T, H, D].
+        cache: [2, B, K, S, D], keys and values.
+        positions: [B, T] int64, of the queries.
+        window: How many last tokens are seen; None for all.
+
+    Returns:
+        [B, T, H, D].
+    """
+    if _kernels_fit(query, cache) and not differentiated(query, cache):
+        from zoo.ops.triton import prefill_attention as kernels
+
+        return kernels.prefill_attention(query, cache, positions, window)
+    batch, tokens, heads, width = query.shape
+    _, _, key_heads, slots, _ = cache.shape
+    groups = heads // key_heads
+    slot = torch.arange(slots, device=positions.device)
+    seen = slot <= positions[..., None]
+    if window is not None:
+        seen = seen & (slot > positions[..., None] - window)
+    # Queries that share a key head stand below each other: every backend takes that, and no key is copied.
+    rows = query.view(batch, tokens, key_heads, groups, width).permute(0, 2, 3, 1, 4)
+    rows = rows.reshape(batch, key_heads, groups * tokens, width)
+    mask = seen[:, None, None].expand(-1, 1, groups, -1, -1).reshape(batch, 1, groups * tokens, slots)
+    out = F.scaled_dot_product_attention(rows, cache[0], cache[1], attn_mask=mask)
+    return out.view(batch, key_heads, groups, tokens, width).permute(0, 3, 1, 2, 4).reshape(query.shape)
+
+
+def decode_attention(
+    qkv: Tensor,
+    cache: Tensor,
+    positions: Tensor,
+    rotary: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    heads: int,
+    window: int | None,
+) -> Tensor:
+    """``rotate_into`` and ``attend`` of one new token a row.
+
+    Args:
+        qkv: [B, (H + 2 K) D].
+        cache: [2, B, K, S, D], written in place.
+        positions: [B] int64. By kernels one that the cache has no slot for is not written, and sees what the nearest
+            slot would; elsewhere it is an error.
+        rotary: [B, D] float32, cosines and sines of the positions.
+        q_norm: [D], weight of the queries' RMS norm, or None.
+        k_norm: [D], of the keys'.
+        eps: Of both.
+        heads: H.
+        window: How many last tokens are seen; None for all.
+
+    Returns:
+        [B, H D].
+    """
+    if _kernels_fit(qkv, cache):
+        from zoo.ops.triton import decode_attention as kernels
+
+        return kernels.decode_attention(qkv, cache, positions, rotary, q_norm, k_norm, eps, heads, window)
+    where = positions[:, None]
+    query = rotate_into(qkv[:, None], cache, where, rotary[:, None], q_norm, k_norm, eps, heads)
+    return attend(query, cache, where, window).flatten(1)
+
+
+def _kernels_fit(x: Tensor, cache: Tensor) -> bool:
+    return heads_fit(cache.shape[-1]) and kernels_run(x, cache)
