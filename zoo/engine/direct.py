@@ -79,6 +79,8 @@ def _look_at(graph: fx.GraphModule) -> tuple[bool, bool]:
                 launches |= launches_within
         elif node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator):
             return launches, True
+        elif isinstance(node.target, torch._ops.OpOverload) and node.target.namespace.startswith("zoo_"):
+            launches = True  # an opaque operator of ours
         elif node.target in _VIEWS:
             if reads_pointwise:
                 pointwise.add(node)
