@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 import zoo
 from zoo.engine.compile import plan_of
 from zoo.engine.graph_log import LEDGER
 from zoo.llm import LLM, LLMConfig, LLMHead, LLMLayer, RopeScaling
+from zoo.training import LinearCrossEntropy
 
 SIZES = {
     "llama-3.2-1b": 1_235_814_400,
@@ -241,3 +245,57 @@ def test_example_inputs_check_their_sizes(model: LLM) -> None:
     with pytest.raises(ValueError, match="tokens 513"):
         zoo.example_inputs(model, tokens=513)
     assert isinstance(model.config, LLMConfig)
+
+
+# --- both sides of the output product ---
+
+
+def language_model(**options: Any) -> LLM:
+    torch.manual_seed(0)
+    made = zoo.create("llm-debug", **options)
+    assert isinstance(made, LLM)
+    return made.train()
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("regions", [True, False])
+def test_a_models_product_has_the_logits_and_their_gradients(tie: bool, regions: bool) -> None:
+    ours, theirs = (language_model(tie_word_embeddings=tie) for _ in range(2))
+    ids = torch.randint(ours.config.vocab_size, (2, 9))
+    mask = torch.ones(2, 9)
+    mask[0, :2] = 0
+    if regions:
+        zoo.compile_regions(ours, backend="aot_eager")
+    chunked, labels = LinearCrossEntropy(8), ids.roll(-1)
+    x, weight = ours.output_product(ids, attention_mask=mask)
+    assert weight is ours.output_weight
+    logits = theirs(ids, attention_mask=mask)
+    torch.testing.assert_close(F.linear(x, weight), logits)
+    chunked(x, weight, labels).backward()
+    F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+    for (name, found), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_models_product_in_a_checkpoint(reentrant: bool, tie: bool) -> None:
+    ours, theirs = (language_model(tie_word_embeddings=tie) for _ in range(2))
+    ids = torch.randint(ours.config.vocab_size, (2, 9))
+
+    def product(one: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ours.output_product(ids)
+        return x * one, weight
+
+    one = torch.ones((), requires_grad=True)
+    x, weight = checkpoint(product, one, use_reentrant=reentrant)
+    F.linear(x, weight).square().sum().backward()
+    theirs(ids).square().sum().backward()
+    for (name, found), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert found.is_leaf
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-3, atol=1e-3, msg=name)
+
+
+def test_a_models_inputs_are_checked() -> None:
+    with pytest.raises(TypeError, match="input_ids"):
+        language_model().output_product(torch.ones(1, 3))

@@ -24,7 +24,6 @@ from zoo.llm.checks import check_cache_size, check_call
 from zoo.llm.config import LLMConfig
 from zoo.llm.layer import LLMHead, LLMLayer
 from zoo.llm.rope import RotaryTable
-from zoo.llm.tied import look_up
 
 REGIONS = (
     Region(
@@ -92,7 +91,7 @@ class LLM(nn.Module):
             TypeError, ValueError: If an input does not fit, before anything runs.
         """
         check_call(self, input_ids, attention_mask, position_ids, cache, logits_to_keep)
-        x = self._run_layers(self.embed_tokens(input_ids), attention_mask, position_ids, cache)
+        x = self._run_layers(input_ids, attention_mask, position_ids, cache)
         return self.head(_kept(x, logits_to_keep), self.output_weight)
 
     def features(
@@ -114,46 +113,30 @@ class LLM(nn.Module):
             TypeError, ValueError: If an input does not fit, before anything runs.
         """
         check_call(self, input_ids, attention_mask, position_ids, None, 0)
-        return self.head(self._run_layers(self.embed_tokens(input_ids), attention_mask, position_ids, None), None)
+        return self.head(self._run_layers(input_ids, attention_mask, position_ids, None), None)
 
     def output_product(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Both sides of the output product: ``F.linear(*model.output_product(ids))`` are the logits.
 
-        ``features`` and ``output_weight`` in one call. Where weights are tied the backward is cheaper: a gradient that
-        the loss computed of the weight takes the embedding's rows in, in place of a second one of its size.
-
-        Args:
-            input_ids: As ``forward`` takes them, without a cache.
-            attention_mask: The same.
-            position_ids: The same.
-
-        Returns:
-            [B, T, C], and [V, C]: what the weight holds, for this step alone.
-
-        Raises:
-            TypeError, ValueError: If an input does not fit, before anything runs.
+        Takes and returns what ``features`` does, and ``output_weight`` [V, C] beside.
         """
-        check_call(self, input_ids, attention_mask, position_ids, None, 0)
-        if self.lm_head is None:
-            x, weight = look_up(self.embed_tokens, input_ids)
-        else:
-            x, weight = self.embed_tokens(input_ids), self.lm_head.weight
-        if not torch.is_grad_enabled():
-            # A reentrant checkpoint would make the parameter itself an output of its own.
-            weight = weight.detach()
-        return self.head(self._run_layers(x, attention_mask, position_ids, None), None), weight
+        weight = self.output_weight
+        # A reentrant checkpoint would make the parameter itself an output of its own.
+        weight = weight if torch.is_grad_enabled() else weight.detach()
+        return self.features(input_ids, attention_mask, position_ids), weight
 
     def _run_layers(
         self,
-        x: Tensor,
+        input_ids: Tensor,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
         cache: KVCache | None,
     ) -> Tensor:
-        """All between the embedding and the head: [B, T, C] -> [B, T, C]."""
-        batch, tokens = x.shape[:2]
+        """All before the head: [B, T] -> [B, T, C]."""
+        x = self.embed_tokens(input_ids)
+        batch, tokens = input_ids.shape
         if cache is not None and x.requires_grad:
             raise ValueError(
                 "a cache is written in place and passes no gradients on: call the model under torch.inference_mode() "
