@@ -15,13 +15,9 @@ from zoo.gnn import operators as gnn
 from zoo.resnet import depth, norms, pooling
 from zoo.resnet import operators as resnet
 from zoo.training import operators as training
-from zoo.unet import attention as unet_attention
-from zoo.unet import learning as unet_learning
-from zoo.unet import operators as unet
 
 MODULES: tuple[ModuleType, ...] = (
-    gnn, norms, depth, pooling, resnet, training, unet, unet_attention,
-    unet_learning,
+    gnn, norms, depth, pooling, resnet, training,
 )  # fmt: skip
 
 
@@ -111,7 +107,6 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     for module in (zoo.ops.common, *MODULES):
         if hasattr(module, "triton_runs_on"):
             monkeypatch.setattr(module, "triton_runs_on", lambda device: True)
-    monkeypatch.setattr(unet, "is_hopper", lambda device: True)
     forget_compiled()
     yield found
     forget_compiled()

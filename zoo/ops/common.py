@@ -90,12 +90,6 @@ def _triton_knows(device: torch.device) -> bool:
     return torch.version.hip is not None or torch.cuda.get_device_properties(device).major >= 8
 
 
-@functools.cache
-def is_hopper(device: torch.device) -> bool:
-    """Whether this GPU is of the generation of the H100 and H200. Not for regions: it reads a cache."""
-    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
-
-
 _triton_is_known_to_know = functools.cache(_triton_knows)
 
 

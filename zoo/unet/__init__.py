@@ -1,4 +1,4 @@
-"""The conditional UNet of Stable Diffusion 1.5, 2.1 and XL, in channels_last, with glue as regions."""
+"""The conditional UNet of Stable Diffusion 1.5, 2.1 and XL, in channels_last, with blocks as regions."""
 
 from zoo.registry import Family, register
 from zoo.unet.blocks import DownLevel as DownLevel
@@ -11,11 +11,6 @@ from zoo.unet.checkpoint import save as save
 from zoo.unet.conditions import TextKeysValues as TextKeysValues
 from zoo.unet.conditions import TimeShifts as TimeShifts
 from zoo.unet.config import UNetConfig as UNetConfig
-from zoo.unet.cuts import CUTS as CUTS
-from zoo.unet.cuts import cut as cut
-from zoo.unet.glue import AddNorm as AddNorm
-from zoo.unet.glue import ConvAdd as ConvAdd
-from zoo.unet.glue import GatedGelu as GatedGelu
 from zoo.unet.model import UNet as UNet
 from zoo.unet.model import UNetOutput as UNetOutput
 from zoo.unet.presets import PRESETS, example_inputs

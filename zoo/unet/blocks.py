@@ -11,17 +11,17 @@ Shape legend: B images, C channels, H height, W width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.layers import to_images, to_rows, untracked
+from zoo.layers import to_images, to_rows
+from zoo.ops.conv import conv, conv3, conv_add, upsample
+from zoo.ops.group_norm import cat_group_norm, group_norm
 from zoo.unet.config import BlockShape, LevelShape, UNetConfig
-from zoo.unet.glue import ConvAdd, conv, conv3, upsample
-from zoo.unet.learning import linear
-from zoo.unet.operators import cat_group_norm, group_norm
+from zoo.unet.products import linear
 from zoo.unet.transformer import Transformer
 
 
@@ -31,15 +31,13 @@ class Supply:
 
     Args:
         shifts: [B, C] of each resnet block.
-        waits: What is to be called before the first shift is read, if anything.
-        keys_values: Of each transformer block keys [B, L, C], then values [B, L, C].
+        keys_values: Keys [B, L, C] and values [B, L, C] of each transformer block.
         self_bias: [B, 1, 1, T], added to scores of self-attention, or None.
         text_bias: [B, 1, 1, L], added to scores of attention to the text, or None.
     """
 
     shifts: Iterator[Tensor]
-    waits: Iterator[Callable[[], None]]
-    keys_values: Iterator[Tensor]
+    keys_values: Iterator[tuple[Tensor, Tensor]]
     self_bias: Tensor | None
     text_bias: Tensor | None
 
@@ -57,16 +55,14 @@ class ResnetBlock(nn.Module):
         self.norm2 = nn.GroupNorm(self.groups, outputs, eps=self.eps)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1)
         self.shortcut = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else None
-        self.add = ConvAdd()
 
-    def forward(self, x: Tensor, skip: Tensor | None, shift: Tensor, wait: Callable[[], None] | None = None) -> Tensor:
+    def forward(self, x: Tensor, skip: Tensor | None, shift: Tensor) -> Tensor:
         """Run the block.
 
         Args:
             x: [B, C_in, H, W].
             skip: [B, C_skip, H, W] from the way down, or None.
             shift: [B, C_out], of the timestep.
-            wait: What is to be called before the shift is read, or None.
 
         Returns:
             [B, C_out, H, W].
@@ -77,8 +73,6 @@ class ResnetBlock(nn.Module):
         else:
             hidden, x = cat_group_norm(x, skip, weight, bias, groups, eps, True)
         hidden = conv3(hidden, self.conv1.weight)
-        if wait is not None:
-            wait()
         hidden = group_norm(hidden, shift, self.norm2.weight, self.norm2.bias, groups, eps, True)
         if self.training and self.dropout:
             hidden = F.dropout(hidden, self.dropout)
@@ -87,7 +81,7 @@ class ResnetBlock(nn.Module):
         if self.shortcut is not None:
             residual = linear(residual, self.shortcut.weight.flatten(1), self.shortcut.bias)
         assert self.conv2.bias is not None
-        return to_images(self.add(to_rows(hidden), untracked(self.conv2.bias), residual), hidden)
+        return to_images(conv_add(to_rows(hidden), self.conv2.bias, residual), hidden)
 
 
 class Level(nn.Module):
@@ -102,14 +96,11 @@ class Level(nn.Module):
 
     def run(self, index: int, x: Tensor, skip: Tensor | None, supply: Supply) -> Tensor:
         """A resnet block and what is behind it: [B, C_in, H, W] -> [B, C_out, H, W]."""
-        resnet, wait = self.resnets[index], next(supply.waits, None)
-        if wait is not None and resnet._compiled_call_impl is not None:
-            wait()  # what is compiled cannot, in its middle
-            wait = None
-        x = resnet(x, skip, next(supply.shifts), wait)
+        x = self.resnets[index](x, skip, next(supply.shifts))
         transformer = self.transformers[index]
         if isinstance(transformer, Transformer):
-            x = transformer(x, supply.keys_values, supply.self_bias, supply.text_bias)
+            given = [next(supply.keys_values) for _ in transformer.blocks]
+            x = transformer(x, given, supply.self_bias, supply.text_bias)
         return x
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.unet.config import UNetConfig
-from zoo.unet.learning import linear
+from zoo.unet.products import linear
 
 
 class TimeShifts(NamedTuple):

@@ -4,9 +4,8 @@
                    └──── skips ──────┴───────────────────────────────────────┴───────────────┘
     timestep ─▶ shifts of all resnet blocks            text ─▶ keys and values of all cross-attentions
 
-Convolutions, products and attention are the vendor library's, but for sizes at which it is slow; those and group norm
-are operators (``zoo.unet.operators``, ``zoo.unet.attention``). The regions are the glue between them; other cuts are in
-``zoo.unet.cuts``. All of it is in channels_last, where an image
+The regions are resnet and transformer blocks, a graph for each shape, and the product that makes keys and values of the
+text. Convolutions that halve and double are library calls between them. All of it is in channels_last, where an image
 and its tokens are the same memory.
 
 Shape legend: B images, C channels, H height, W width, L tokens of the condition, D its width, S channels of all shifts.
@@ -23,7 +22,9 @@ from torch import Tensor, nn
 from zoo.engine.discover import Region
 from zoo.engine.side_stream import branch
 from zoo.layers import channels_last
-from zoo.unet.blocks import DownLevel, MiddleLevel, Supply, UpLevel
+from zoo.ops.conv import conv
+from zoo.ops.group_norm import group_norm
+from zoo.unet.blocks import DownLevel, MiddleLevel, ResnetBlock, Supply, UpLevel
 from zoo.unet.checks import (
     as_timesteps,
     check_condition,
@@ -45,16 +46,13 @@ from zoo.unet.conditions import (
     hiding_bias,
 )
 from zoo.unet.config import UNetConfig
-from zoo.unet.glue import AddNorm, ConvAdd, GatedGelu, conv
-from zoo.unet.operators import group_norm
+from zoo.unet.transformer import TransformerBlock
 
-# Symbolic sizes, once and on purpose. A second graph where a level has as many rows as channels (then taken for one
-# size), a third for a single row: tiny samples, one at a time.
-_GLUE: dict[str, Any] = {"dynamic": True, "compile_threads": 1}
+# Of Stable Diffusion 14 + 4 + 1: a level's blocks differ by what they read of a skip connection.
 REGIONS = (
-    Region(ConvAdd, graphs=3, why="bias and residual in one pass, a graph for all widths and sizes", **_GLUE),
-    Region(AddNorm, graphs=6, why="residual add and norm in one pass, a graph for each width and any size", **_GLUE),
-    Region(GatedGelu, graphs=3, why="a product, its activation and gate, a graph for all widths and sizes", **_GLUE),
+    Region(ResnetBlock, graphs=15, why="norms, convolutions and residual of a block, a graph for each shape"),
+    Region(TransformerBlock, graphs=4, why="attention, MLP and norms of a block, a graph for each shape at any depth"),
+    Region(TextProjections, graphs=1, why="keys and values of the text for all blocks, a large part of XL's weights"),
 )
 
 
@@ -161,9 +159,9 @@ class UNet(nn.Module):
         check_unsupported(class_labels, cross_attention_kwargs, down_intrablock_additional_residuals)
         check_sample(sample, config, self.conv_in.weight)
         batch = sample.shape[0]
-        wait = None
+        wait: Callable[[], None] | None = None
         if not isinstance(timestep, TimeShifts):
-            # A dozen kernels of a program each, that nothing waits for before the first block is half through.
+            # A dozen kernels of a program each, that nothing waits for before the first block.
             with branch(sample.device) as wait:
                 timestep = self._shifts_of(timestep, batch, added_cond_kwargs, timestep_cond)
         check_time(timestep, batch, sum(self.time_projections.channels), sample)
@@ -175,9 +173,11 @@ class UNet(nn.Module):
         check_residuals(down_block_additional_residuals, mid_block_additional_residual, config, sample)
         x = sample.contiguous(memory_format=torch.channels_last)
         x = conv(2 * x - 1.0 if config.center_input_sample else x, self.conv_in)
+        if wait is not None:
+            wait()
         x = self._run(
             x,
-            self._supply(timestep, encoder_hidden_states, attention_mask, encoder_attention_mask, sample, wait),
+            self._supply(timestep, encoder_hidden_states, attention_mask, encoder_attention_mask, sample),
             down_block_additional_residuals,
             mid_block_additional_residual,
         )
@@ -227,7 +227,6 @@ class UNet(nn.Module):
         attention_mask: Tensor | None,
         encoder_attention_mask: Tensor | None,
         sample: Tensor,
-        wait: Callable[[], None] | None,
     ) -> Supply:
         shifts = time.shifts.expand(sample.shape[0], -1).split(self.time_projections.channels, dim=-1)
         pairs = [channels for channels in self.text_projections.channels for _ in range(2)]
@@ -235,8 +234,7 @@ class UNet(nn.Module):
         dtype = text.keys_values.dtype
         return Supply(
             iter(shifts),
-            iter(() if wait is None else (wait,)),
-            iter(keys_values),
+            iter(zip(keys_values[::2], keys_values[1::2], strict=True)),
             None if attention_mask is None else hiding_bias(attention_mask, dtype),
             None if encoder_attention_mask is None else hiding_bias(encoder_attention_mask, dtype),
         )

@@ -14,21 +14,23 @@ Shape legend: B images, C channels, H height, W width, T = H W tokens, R = B T r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.layers import plain, to_images, to_rows, untracked
-from zoo.unet import operators
-from zoo.unet.attention import attend
+from zoo.layers import plain, to_images, to_rows
+from zoo.ops.common import differentiated
+from zoo.ops.glu import gated_gelu, gated_gelu_product
+from zoo.ops.group_norm import group_norm
+from zoo.ops.row_norm import add_norm, row_norm
+from zoo.ops.short_attention import attend
 from zoo.unet.config import BlockShape, UNetConfig
-from zoo.unet.glue import AddNorm, GatedGelu, RowNorm
-from zoo.unet.learning import add_linear, linear, product
+from zoo.unet.products import add_linear, linear, product
 
-# Diffusers fixes the one before a transformer.
-ENTRY_EPS = 1e-6
+# Diffusers fixes that of the norm before a transformer, and torch's default is that of the norms inside.
+ENTRY_EPS, EPS = 1e-6, 1e-5
 
 
 class TransformerBlock(nn.Module):
@@ -37,68 +39,86 @@ class TransformerBlock(nn.Module):
     Args:
         width: C.
         heads: N.
+        groups: Of the norm before it, where ``forward`` is given the ends of a transformer.
     """
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, groups: int = 32) -> None:
         super().__init__()
-        self.heads = heads
-        self.norm1 = RowNorm(width)
+        self.heads, self.groups = heads, groups
+        # The norms hold tensors and are never called.
+        self.norm1 = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.self_out = nn.Linear(width, width)
-        self.norm2 = AddNorm(width)
+        self.norm2 = nn.LayerNorm(width)
         self.query = nn.Linear(width, width, bias=False)
         self.text_out = nn.Linear(width, width)
-        self.norm3 = AddNorm(width)
+        self.norm3 = nn.LayerNorm(width)
         self.mlp_in = nn.Linear(width, 8 * width)
-        self.gate = GatedGelu()
         self.mlp_out = nn.Linear(4 * width, width)
 
     def forward(
-        self, x: Tensor, key: Tensor, value: Tensor, self_bias: Tensor | None, text_bias: Tensor | None
+        self,
+        x: Tensor,
+        key: Tensor,
+        value: Tensor,
+        self_bias: Tensor | None,
+        text_bias: Tensor | None,
+        ends: Sequence[Tensor] | None = None,
     ) -> Tensor:
         """Run the block.
 
         Args:
-            x: [R, C].
+            x: [R, C]; with ``ends`` an image [B, C, H, W].
             key: [B, L, C], of the text.
             value: The same.
             self_bias: [B, 1, 1, T], added to the scores of self-attention, or None.
             text_bias: [B, 1, 1, L], of attention to the text, or None.
+            ends: Of a transformer of this block alone: weight and bias of its norm, and of both products around it.
 
         Returns:
-            [R, C].
+            Like ``x``.
         """
-        batch, width, heads = key.shape[0], x.shape[1], (self.heads, -1)
+        if ends is not None:
+            image, x = x, enter(x, ends, self.groups)
+        batch, heads = key.shape[0], (self.heads, x.shape[1] // self.heads)
         text_out, mlp_out = self.text_out, self.mlp_out
         text_bias_ahead, mlp_bias_ahead = plain(text_out), plain(mlp_out)
+        normed = row_norm(x, self.norm1.weight, self.norm1.bias, EPS)
         # Taken apart at once, so that their gradients are put side by side at once.
-        own = product(self.norm1(x), self.qkv).view(batch, -1, 3, self.heads, width // self.heads)
-        own_query, own_key, own_value = own.unbind(2)
-        mixed = attend(own_query, own_key, own_value, self_bias)
-        x, normed = self.norm2(product(mixed, self.self_out), x, untracked(text_out.bias) if text_bias_ahead else None)
-        query = product(normed, self.query).view(batch, -1, self.heads, width // self.heads)
+        own_query, own_key, own_value = product(normed, self.qkv).view(batch, -1, 3, *heads).unbind(2)
+        mixed = product(attend(own_query, own_key, own_value, self_bias), self.self_out)
+        ahead = text_out.bias if text_bias_ahead else None
+        x, normed = add_norm(mixed, x, self.norm2.weight, self.norm2.bias, ahead, EPS)
+        query = product(normed, self.query).view(batch, -1, *heads)
         mixed = attend(query, key.unflatten(2, heads), value.unflatten(2, heads), text_bias)
         mixed = linear(mixed, text_out.weight) if text_bias_ahead else text_out(mixed)
-        x, normed = self.norm3(mixed, x, untracked(mlp_out.bias) if mlp_bias_ahead else None)
+        ahead = mlp_out.bias if mlp_bias_ahead else None
+        x, normed = add_norm(mixed, x, self.norm3.weight, self.norm3.bias, ahead, EPS)
         hidden = self._hidden(normed)
-        return _add_product(x, hidden, mlp_out.weight) if mlp_bias_ahead else x + mlp_out(hidden)
+        x = add_linear(x, hidden, mlp_out.weight) if mlp_bias_ahead else x + mlp_out(hidden)
+        return x if ends is None else leave(x, image, ends)
 
     def _hidden(self, normed: Tensor) -> Tensor:
         """[R, C] -> [R, 4 C], inside the MLP."""
         layer = self.mlp_in
-        if plain(layer):
-            out: Tensor = self.gate(normed, untracked(layer.weight, normed.shape[1]), untracked(layer.bias))
-            return out
-        value, gate = layer(normed).chunk(2, dim=-1)
-        return value * F.gelu(gate)
+        if not plain(layer):
+            value, gate = layer(normed).chunk(2, dim=-1)
+            return value * F.gelu(gate)
+        if differentiated(normed, layer.weight, layer.bias):
+            return gated_gelu(linear(normed, layer.weight), layer.bias)
+        return gated_gelu_product(normed, layer.weight, layer.bias)
 
 
-def _add_product(x: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
-    """X [R, C], which nobody else reads any more, plus hidden [R, I] by weight [C, I]."""
-    if torch.is_grad_enabled() or not x.dtype == hidden.dtype == weight.dtype:
-        return add_linear(x, hidden, weight)
-    # Into another tensor torch 2.11 copies x first.
-    return x.addmm_(hidden, weight.t())
+def enter(image: Tensor, ends: Sequence[Tensor], groups: int) -> Tensor:
+    """Image [B, C, H, W] -> its normed rows after a product [R, C]."""
+    rows = to_rows(group_norm(image, None, ends[0], ends[1], groups, ENTRY_EPS, False))
+    return linear(rows, ends[2].flatten(1), ends[3])
+
+
+def leave(rows: Tensor, image: Tensor, ends: Sequence[Tensor]) -> Tensor:
+    """Rows [R, C] and the image before [B, C, H, W] -> the image plus a product of the rows."""
+    rows = linear(rows, ends[4].flatten(1), ends[5])
+    return to_images(torch.add(rows, to_rows(image)), image)
 
 
 class Transformer(nn.Module):
@@ -112,21 +132,26 @@ class Transformer(nn.Module):
         self.norm = nn.GroupNorm(self.groups, width, eps=ENTRY_EPS)
         # Products over pixels either way; the checkpoint decides how many dimensions the weight has.
         self.proj_in = _product(config, width)
-        self.blocks = nn.ModuleList(TransformerBlock(width, shape.heads) for _ in range(shape.depth))
+        self.blocks = nn.ModuleList(TransformerBlock(width, shape.heads, self.groups) for _ in range(shape.depth))
         self.proj_out = _product(config, width)
 
     def forward(
-        self, x: Tensor, keys_values: Iterator[Tensor], self_bias: Tensor | None, text_bias: Tensor | None
+        self,
+        x: Tensor,
+        keys_values: Sequence[tuple[Tensor, Tensor]],
+        self_bias: Tensor | None,
+        text_bias: Tensor | None,
     ) -> Tensor:
-        """[B, C, H, W], and of each block keys [B, L, C] and values [B, L, C] in turn -> [B, C, H, W]."""
-        norm = self.norm
-        rows = to_rows(operators.group_norm(x, None, norm.weight, norm.bias, self.groups, norm.eps, False))
-        rows = linear(rows, self.proj_in.weight.flatten(1), self.proj_in.bias)
-        for block in self.blocks:
-            key, value = next(keys_values), next(keys_values)
-            rows = block(rows, key, value, self_bias, text_bias)
-        rows = linear(rows, self.proj_out.weight.flatten(1), self.proj_out.bias)
-        return to_images(torch.add(rows, to_rows(x)), x)
+        """[B, C, H, W], and keys [B, L, C] and values [B, L, C] of each block -> [B, C, H, W]."""
+        norm, first, last = self.norm, self.proj_in, self.proj_out
+        ends = norm.weight, norm.bias, first.weight, first.bias, last.weight, last.bias
+        if len(self.blocks) == 1:  # both ends are part of its region
+            out: Tensor = self.blocks[0](x, *keys_values[0], self_bias, text_bias, ends)
+            return out
+        rows = enter(x, ends, self.groups)
+        for block, given in zip(self.blocks, keys_values, strict=True):
+            rows = block(rows, *given, self_bias, text_bias)
+        return leave(rows, x, ends)
 
 
 def _product(config: UNetConfig, width: int) -> nn.Linear | nn.Conv2d:

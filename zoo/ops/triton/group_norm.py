@@ -28,8 +28,8 @@ from torch import Tensor
 
 from zoo.ops.common import ceil_div, next_power
 from zoo.ops.triton.kernel import kernel
-from zoo.unet.kernels import group_norm_small as small
-from zoo.unet.kernels.group_norm_small import activated
+from zoo.ops.triton import group_norm_small as small
+from zoo.ops.triton.group_norm_small import activated
 
 # Channels that a program holds, where groups are not wider.
 BLOCK = 128
@@ -160,7 +160,7 @@ def _apply(
     mean = tl.sum(middles * count, 1) / pixels
     apart = middles - mean[:, None]
     total = tl.sum(squares + apart * apart * (count * size), 1)
-    scale = tl.rsqrt(total / (pixels.to(tl.float32) * size) + eps)
+    scale = tl.rsqrt(total / (pixels * 1.0 * size) + eps)
     leaves = real & (chunk == 0)
     left_for = stats + (image * groups + group) * 2
     tl.store(left_for, mean, mask=leaves)
@@ -183,12 +183,12 @@ def _groups_of_a_block(size: int, groups: int) -> tuple[int, int, int]:
     """(groups, unit of their width, channels) of a program: as many whole groups as fit, in whole vectors if any."""
     block = max(BLOCK, next_power(size))
     most = min(block // size, groups)
-    for unit in (8, 4, 2, 1):
+    for unit in (8, 4, 2):
         fitting = [count for count in range(most, 0, -1) if count * size % unit == 0]
         # Lines that begin on a vector are worth some lanes that have nothing to do.
         if fitting and 2 * fitting[0] > most:
             return fitting[0], unit, block
-    raise AssertionError("a unit of 1 fits any width")
+    return most, 1, block
 
 
 def group_norm(
@@ -197,7 +197,9 @@ def group_norm(
     """Group norm of x [B, C, H, W] plus shift [B, C], and SiLU where asked for; statistics [B, G, 2]."""
     x = x.contiguous(memory_format=torch.channels_last)
     out = torch.empty_like(x)
-    return out, _launch(x, x, shift, weight, bias, groups, eps, silu, out, out)
+    # What is not joined is not written, to a tensor of its own: the compiler takes what one argument writes for the
+    # whole of a tensor.
+    return out, _launch(x, x, shift, weight, bias, groups, eps, silu, out, x.new_empty(1))
 
 
 def cat_group_norm(
@@ -212,55 +214,38 @@ def cat_group_norm(
     return out, joined, _launch(x, skip, None, weight, bias, groups, eps, silu, out, joined)
 
 
-class _Cut:
-    """How the pixels of one call are cut into programs, and where the parts of their statistics lie."""
-
-    def __init__(self, x: Tensor, shift: Tensor | None, weight: Tensor, groups: int) -> None:
-        images, first, height, side = x.shape
-        self.pixels, channels = height * side, weight.shape[0]
-        self.size = channels // groups
-        count, unit, block = _groups_of_a_block(self.size, groups)
-        blocks = ceil_div(groups, count)
-        rows_at_once = max(1, TILE // STEPS // block)
-        wanted = max(1, min(CHUNKS, ENOUGH // (images * blocks)))
-        self.rows = ceil_div(ceil_div(self.pixels, wanted), rows_at_once * STEPS) * rows_at_once * STEPS
-        self.chunks = ceil_div(self.pixels, self.rows)
-        self.part = torch.empty(2, images, groups, CHUNKS, dtype=torch.float32, device=x.device)
-        self.shift, *strides = small.as_given(shift, weight)
-        self.sizes = (
-            *strides, self.pixels, channels, first, self.size, count * self.size // unit, groups, self.rows,
-            self.chunks,
-        )  # fmt: skip
-        self.code = {
-            "UNIT": unit,
-            "BLOCK": block,
-            "GROUPS": max(16, next_power(count)),
-            "ROWS": rows_at_once,
-            "STEPS": STEPS,
-            "CHUNKS": CHUNKS,
-            "num_warps": WARPS,
-        }
-        self.grid = (self.chunks, blocks, images)
-
-    def partial(self, x: Tensor, skip: Tensor) -> None:
-        """The first launch."""
-        _partial[self.grid](x, skip, self.shift, self.part, *self.sizes, **self.code)
+def cut(images: int, pixels: int, channels: int, groups: int) -> tuple[int, int, tuple[int, int], dict[str, int]]:
+    """Rows of a chunk, vectors of a program, its chunks and blocks, and the constants of both kernels."""
+    size = channels // groups
+    count, unit, block = _groups_of_a_block(size, groups)
+    blocks = ceil_div(groups, count)
+    rows_at_once = max(1, TILE // STEPS // block)
+    wanted = max(1, min(CHUNKS, ENOUGH // (images * blocks)))
+    rows = ceil_div(ceil_div(pixels, wanted), rows_at_once * STEPS) * rows_at_once * STEPS
+    code = {"UNIT": unit, "BLOCK": block, "GROUPS": max(16, next_power(count)), "ROWS": rows_at_once}
+    return rows, count * size // unit, (ceil_div(pixels, rows), blocks), {**code, "STEPS": STEPS, "CHUNKS": CHUNKS}
 
 
 def _launch(
     x: Tensor, skip: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool,
     out: Tensor, joined: Tensor,
 ) -> Tensor:  # fmt: skip
-    stats = torch.empty(x.shape[0], groups, 2, dtype=torch.float32, device=x.device)
+    images, first, height, side = x.shape
+    pixels, channels = height * side, weight.shape[0]
+    stats = torch.empty(images, groups, 2, dtype=torch.float32, device=x.device)
     if not x.numel():
         return stats
-    if small.fits(x.shape[2] * x.shape[3], weight.shape[0] // groups, x.shape[1]):
+    if small.fits(pixels, channels // groups, first):
         small.launch(x, skip, shift, weight, bias, groups, eps, silu, out, joined, stats)
         return stats
-    cut = _Cut(x, shift, weight, groups)
-    cut.partial(x, skip)
-    kept = weight.shape[0] if x.shape[1] < weight.shape[0] else 0
-    _apply[cut.grid](
-        x, skip, cut.shift, weight, bias, cut.part, out, joined, stats, *cut.sizes, kept, eps, int(silu), **cut.code
-    )  # fmt: skip
+    rows, units, (chunks, blocks), code = cut(images, pixels, channels, groups)
+    part = torch.empty(2, images, groups, CHUNKS, dtype=torch.float32, device=x.device)
+    moved, *strides = small.as_given(shift, weight)
+    sizes = (*strides, pixels, channels, first, channels // groups, units, groups, rows, chunks)
+    grid = (chunks, blocks, images)
+    _partial[grid](x, skip, moved, part, *sizes, **code, num_warps=WARPS)
+    kept = channels if first < channels else 0
+    _apply[grid](
+        x, skip, moved, weight, bias, part, out, joined, stats, *sizes, kept, eps, int(silu), **code, num_warps=WARPS
+    )
     return stats

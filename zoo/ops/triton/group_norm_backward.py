@@ -24,7 +24,7 @@ from torch import Tensor
 from zoo.ops.common import ceil_div, next_power
 from zoo.ops.triton.kernel import kernel
 from zoo.ops.triton.sums import total_of
-from zoo.unet.kernels.group_norm_small import as_given
+from zoo.ops.triton.group_norm_small import as_given
 
 # Channels and pixels that a program holds at once, 4 warps: a vector of 8 numbers a thread.
 BLOCK, ROWS = 64, 16
@@ -122,7 +122,7 @@ def _finish(
         products = total_of(part + stride, chunks, channels, channel, live, CHUNKS, WIDTH)
         values = total_of(part + 2 * stride, chunks, channels, channel, live, CHUNKS, WIDTH)
         factor = tl.load(weight + channel, mask=live, other=0.0).to(tl.float32)
-        count = pixels.to(tl.float32)
+        count = pixels * 1.0
         plain = tl.sum(changes * factor, 0) / (count * size)
         along = tl.sum(products * factor, 0) / (count * size)
         place = (image * groups + group) * 2
@@ -189,7 +189,7 @@ def group_norm_backward(
     more: Tensor | None,
     first: int,
     silu: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
     """Gradients of x [B, C, H, W] (plus ``more``), first channels and rest; of shift, weight [C] and bias [C]."""
     x, grad = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (x, grad))
     images, channels, height, side = x.shape
@@ -197,10 +197,13 @@ def group_norm_backward(
         torch.empty((images, part, height, side), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
         for part in (first, channels - first)
     )
-    grad_shift = x.new_empty(0) if shift is None else shift.new_empty(shift.shape)
+    grad_shift = None if shift is None else shift.new_empty(shift.shape)
+    # Where there is none a tensor that is not written stands for it. It is none of the others: the compiler takes what
+    # one argument writes for the whole of a tensor.
+    spare = x.new_empty(1)
     grad_weight, grad_bias = torch.empty_like(weight), torch.empty_like(bias)
     if not x.numel():
-        return out, other, grad_shift.zero_(), grad_weight.zero_(), grad_bias.zero_()
+        return out, other, None if shift is None else torch.zeros_like(shift), grad_weight.zero_(), grad_bias.zero_()
     more = None if more is None else more.to(x.dtype).contiguous(memory_format=torch.channels_last)
     pixels, groups = height * side, stats.shape[1]
     size, blocks = channels // groups, ceil_div(channels, BLOCK)
@@ -212,8 +215,7 @@ def group_norm_backward(
     given = grad, x, moved, weight, bias, stats
     grid, code = (chunks, blocks, images), {"BLOCK": BLOCK, "ROWS": ROWS, "num_warps": 4}
     _sums[grid](*given, part, stride, shifted, pixels, channels, size, groups, rows, chunks, int(silu), **code)
-    # Where there is none another tensor stands for it, which is not touched.
-    written = grad_weight if shift is None else grad_shift
+    written = spare if grad_shift is None else grad_shift
     width = max(LEAST_WIDTH, next_power(size))
     _finish[(groups, images + 1)](
         part, weight, stats, common, written, grad_weight, grad_bias, shifted, pixels, channels, size, chunks,
@@ -221,7 +223,7 @@ def group_norm_backward(
     )  # fmt: skip
     added = 0 if more is None else channels
     _gradients[grid](
-        *given, common, x if more is None else more, out, out if first == channels else other, stride, shifted, pixels,
+        *given, common, x if more is None else more, out, spare if first == channels else other, stride, shifted, pixels,
         channels, first, size, groups, rows, added, int(silu), **code,
     )  # fmt: skip
     return out, other, grad_shift, grad_weight, grad_bias

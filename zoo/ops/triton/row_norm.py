@@ -1,11 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-"""Gradients of the glue: one pass over the rows, and a small kernel that adds what its programs have summed.
+"""Layer norm of rows, alone and with a residual add before it, and the gradients of both.
 
-A program keeps to its columns and goes over rows at equal distances, so that what the rows give to a bias is held until
-the end; see zoo/ops/triton/sums.py. Sizes are no part of the code: one compilation serves all levels of a model.
-Sums that nobody asks for are: with a bias that does not learn the kernel has none.
+Forward programs hold some whole rows. Backward programs go over rows at equal distances, so that what the rows give to
+weight and bias is held until the end; see sums.py. One compilation for each power of two that a width fits in.
 
-Shape legend: R rows (pixels of all images), C channels, I width inside the MLP.
+Shape legend: R rows, C channels.
 """
 
 from __future__ import annotations
@@ -16,56 +15,52 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.ops.common import ceil_div, next_power
-from zoo.ops.triton.gelu import erf_form
 from zoo.ops.triton.kernel import kernel
 from zoo.ops.triton.sums import add_parts
 
-# Rows and columns of a tile, 8 warps: a vector of 8 numbers a thread of each of the three that are read. Widths inside
-# the MLP are multiples of 256: no lane is idle.
-GATE_ROWS, GATE_COLUMNS = 8, 256
-# Programs at most, shared between tiles of columns: three a multiprocessor of a large GPU, which holds as many.
-GATE_PROGRAMS = 384
-# Numbers of a tile of whole rows, 8 warps, a vector of 8 a thread; and rows of it at most.
-NORM_TILE, NORM_ROWS = 2048, 4
-# Programs at most: two a multiprocessor, which holds as many with the next rows on their way.
-NORM_PROGRAMS = 256
+# Numbers of a tile of whole rows, and rows of it at most: 16 numbers a thread, 4 warps; in the backward 8 of 8 warps.
+TILE, ROWS = 2048, 4
+# Programs of the backward at most: two a multiprocessor, which holds as many with the next rows on their way.
+PROGRAMS = 256
 
 
 @kernel(do_not_specialize=["rows"])
-def _gated_gelu_backward(grad, x, bias, out, part, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    mine = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    below = tl.arange(0, ROWS)
+def _norm(
+    x, residual, weight, bias, shift, total, out, kept, mean, rstd, rows, columns, added, shifted, eps,
+    KEPT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
     live = column < columns
-    beside_value = tl.load(bias + column, mask=live, other=0.0).to(tl.float32)[None, :]
-    beside_gate = tl.load(bias + columns + column, mask=live, other=0.0).to(tl.float32)[None, :]
-    values = tl.zeros([ROWS, COLUMNS], tl.float32)
-    gates = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(mine * ROWS, rows, tl.num_programs(1) * ROWS):
-        seen = (first + below < rows)[:, None] & live[None, :]
-        place = first * columns + below[:, None] * columns + column[None, :]
-        # Rows of both halves are twice as long.
-        wide = first * (2 * columns) + below[:, None] * (2 * columns) + column[None, :]
-        change = tl.load(grad + place, mask=seen, other=0.0).to(tl.float32)
-        value = tl.load(x + wide, mask=seen, other=0.0).to(tl.float32) + beside_value
-        gate = tl.load(x + columns + wide, mask=seen, other=0.0).to(tl.float32) + beside_gate
-        size, tail, inner = erf_form(gate)
-        opened = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL) - size * tail
-        slope = tl.where(gate < 0.0, tail - inner, 1.0 - (tail - inner))
-        of_value, of_gate = change * opened, change * value * slope
-        tl.store(out + wide, of_value.to(out.dtype.element_ty), mask=seen)
-        tl.store(out + columns + wide, of_gate.to(out.dtype.element_ty), mask=seen)
-        if part is not None:
-            values += of_value
-            gates += of_gate
-    if part is not None:
-        part += mine * (2 * columns) + column
-        tl.store(part, tl.sum(values, 0), mask=live)
-        tl.store(part + columns, tl.sum(gates, 0), mask=live)
+    seen = (first + row < rows)[:, None] & live[None, :]
+    place = row[:, None] * columns + column[None, :]
+    # A mask and no branch, so that both loads are under way before either is waited for.
+    both = seen & (column < added)[None, :]
+    value = tl.load(x + first * columns + place, mask=seen, other=0.0).to(tl.float32)
+    value += tl.load(residual + first * columns + place, mask=both, other=0.0).to(tl.float32)
+    moved = tl.load(shift + column, mask=column < shifted, other=0.0).to(tl.float32)
+    tl.store(total + first * columns + place, (value + moved[None, :]).to(total.dtype.element_ty), mask=both)
+    # What is normed is rounded, as it would be if it were written.
+    value = value.to(total.dtype.element_ty)
+    if KEPT:
+        tl.store(kept + first * columns + place, value, mask=seen & (column < shifted)[None, :])
+    value = value.to(tl.float32)
+    factor = tl.load(weight + column, mask=live, other=0.0).to(tl.float32)
+    offset = tl.load(bias + column, mask=live, other=0.0).to(tl.float32)
+    # Rounded as torch rounds: a row of equal values has no variance.
+    middle = tl.div_rn(tl.sum(value, 1), tl.zeros([ROWS], tl.float32) + columns)
+    apart = tl.where(seen, value - middle[:, None], 0.0)
+    root = tl.rsqrt(tl.sum(apart * apart, 1) / columns + eps)
+    if KEPT:
+        tl.store(mean + first + row, middle, mask=first + row < rows)
+        tl.store(rstd + first + row, root, mask=first + row < rows)
+    value = apart * root[:, None] * factor[None, :] + offset[None, :]
+    tl.store(out + first * columns + place, value.to(out.dtype.element_ty), mask=seen)
 
 
 @triton.jit
-def _read(grad, more, summed, mean, scale, first, row, column, rows, columns, joined):
+def _read(grad, more, summed, mean, rstd, first, row, column, rows, columns, joined):
     """Of rows [ROWS, COLUMNS]: the norm's gradient, the sum, its other gradient, and mean and factor of each row."""
     inside = first + row < rows
     seen = inside[:, None] & (column < columns)[None, :]
@@ -75,13 +70,13 @@ def _read(grad, more, summed, mean, scale, first, row, column, rows, columns, jo
     # A mask and no branch, so that all loads are under way before any is waited for.
     beside = tl.load(more + place, mask=seen & (column < joined)[None, :], other=0.0)
     middle = tl.load(mean + first + row, mask=inside, other=0.0)
-    root = tl.load(scale + first + row, mask=inside, other=0.0)
+    root = tl.load(rstd + first + row, mask=inside, other=0.0)
     return change, value, beside, middle, root
 
 
 @kernel(do_not_specialize=["rows"])
 def _norm_backward(
-    grad, more, summed, mean, scale, weight, out, part, rows, columns, joined,
+    grad, more, summed, mean, rstd, weight, out, part, rows, columns, joined,
     WEIGHTED: tl.constexpr, SHIFTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     mine = tl.program_id(0).to(tl.int64)
@@ -94,13 +89,13 @@ def _norm_backward(
     shifts = tl.zeros([ROWS, COLUMNS], tl.float32)
     first = mine * ROWS
     change, value, beside, middle, root = _read(
-        grad, more, summed, mean, scale, first, row, column, rows, columns, joined
+        grad, more, summed, mean, rstd, first, row, column, rows, columns, joined
     )
     for first in range(mine * ROWS, rows, tl.num_programs(0) * ROWS):
         # The next rows are under way while the sums of these wait for all threads.
         following = first + tl.num_programs(0) * ROWS
         change_after, value_after, beside_after, middle_after, root_after = _read(
-            grad, more, summed, mean, scale, following, row, column, rows, columns, joined
+            grad, more, summed, mean, rstd, following, row, column, rows, columns, joined
         )
         wide, added = change.to(tl.float32), beside.to(tl.float32)
         unit = (value.to(tl.float32) - middle[:, None]) * root[:, None]
@@ -126,42 +121,91 @@ def _norm_backward(
         tl.store(part + 2 * WEIGHTED * columns, tl.sum(shifts, 0), mask=live)
 
 
-def gated_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, summed: bool) -> tuple[Tensor, Tensor]:
-    """Gradient of the output [R, I] -> of x [R, 2 I] and, if summed, of the bias [2 I], else [0]."""
-    columns = grad.shape[-1]
-    out, grad_bias = torch.empty_like(x), bias.new_empty(2 * columns if summed else 0)
-    rows = grad.numel() // max(columns, 1)
-    across = ceil_div(columns, GATE_COLUMNS)
-    parts = max(1, min(ceil_div(rows, GATE_ROWS), GATE_PROGRAMS // max(across, 1)))
-    part = x.new_empty(parts, 1, 2 * columns, dtype=torch.float32) if summed else None
-    if columns:
-        _gated_gelu_backward[(across, parts)](
-            grad, x, bias, out, part, rows, columns, ROWS=GATE_ROWS, COLUMNS=GATE_COLUMNS, num_warps=8
-        )
-        if part is not None:
-            add_parts(part, grad_bias)
-    return out, grad_bias
+def row_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Layer norm of x [R, C] with weight [C] and bias [C]: [R, C]."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _launch(x, None, weight, bias, None, eps, None, out, None, None)
+    return out
+
+
+def kept_row_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """``row_norm``, and mean and factor of each row [R]."""
+    x = x.contiguous()
+    out, mean, rstd = torch.empty_like(x), *_statistics(x)
+    _launch(x, None, weight, bias, None, eps, None, out, None, (mean, rstd))
+    return out, mean, rstd
+
+
+def add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """X [R, C] plus residual [R, C], plus shift [C]; and the layer norm of the first sum, with weight and bias [C]."""
+    x = x.contiguous()
+    total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
+    out = torch.empty_like(total)
+    _launch(x, residual, weight, bias, shift, eps, total, out, None, None)
+    return total, out
+
+
+def kept_add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``add_norm``, the sum without the shift [R, C], which is what was normed, and mean and factor of each row [R]."""
+    x = x.contiguous()
+    total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
+    out, mean, rstd = torch.empty_like(total), *_statistics(x)
+    summed = None if shift is None else torch.empty_like(total)
+    _launch(x, residual, weight, bias, shift, eps, total, out, summed, (mean, rstd))
+    return total, out, total if summed is None else summed, mean, rstd
+
+
+def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape[:-1], dtype=torch.float32), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+def _launch(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float,
+    total: Tensor | None, out: Tensor, summed: Tensor | None, statistics: tuple[Tensor, Tensor] | None,
+) -> None:  # fmt: skip
+    if not x.numel():
+        return
+    columns = x.shape[-1]
+    rows, block = x.numel() // columns, next_power(columns)
+    at_once = max(1, min(ROWS, TILE // block))
+    # Where there is none another tensor stands for it, of which nothing is read or written. It is none that is: the
+    # compiler takes what one argument writes for the whole of a tensor.
+    weight, spare = weight.contiguous(), out.new_empty(1)
+    added = x if residual is None else residual.contiguous()
+    moved = weight if shift is None else shift.contiguous()
+    sizes = rows, columns, 0 if residual is None else columns, 0 if shift is None else columns
+    _norm[(ceil_div(rows, at_once),)](
+        x, added, weight, bias.contiguous(), moved, spare if total is None else total, out,
+        spare if summed is None else summed, *(statistics or (spare, spare)), *sizes, eps, KEPT=statistics is not None,
+        ROWS=at_once, COLUMNS=block, num_warps=4,
+    )  # fmt: skip
 
 
 def norm_backward(
-    grad: Tensor, more: Tensor | None, summed: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, weighted: bool,
-    shifted: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of the sum [R, C], of weight and bias [C] if weighted, and of the shift [C] if shifted; else [0]."""
-    columns = summed.shape[-1]
+    grad: Tensor, more: Tensor | None, summed: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor,
+    weighted: bool, shift: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of the sum [R, C], of weight and bias [C] if weighted, and of a shift [C] of a dtype, if it is said."""
+    columns, grad, weight = summed.shape[-1], grad.contiguous(), weight.contiguous()
     out = torch.empty_like(summed)
-    grad_weight, grad_bias = (weight.new_empty(columns if weighted else 0) for _ in range(2))
-    grad_shift = weight.new_empty(columns if shifted else 0)
-    sums = [*([grad_weight, grad_bias] if weighted else []), *([grad_shift] if shifted else [])]
+    grad_weight = torch.empty_like(weight) if weighted else None
+    grad_bias = torch.empty_like(bias) if weighted else None
+    grad_shift = None if shift is None else weight.new_empty(columns, dtype=shift)
+    sums = [each for each in (grad_weight, grad_bias, grad_shift) if each is not None]
     rows, block = mean.numel(), next_power(columns)
-    at_once = max(1, min(NORM_ROWS, NORM_TILE // block))
-    parts = max(1, min(ceil_div(rows, at_once), NORM_PROGRAMS))
+    at_once = max(1, min(ROWS, TILE // block))
+    parts = max(1, min(ceil_div(rows, at_once), PROGRAMS))
     # Where there is no tensor another one stands for it, of which nothing is read or written.
     part = mean if not sums else mean.new_empty(parts, len(sums), columns)
-    joined = 0 if more is None else columns
     _norm_backward[(parts,)](
-        grad, grad if more is None else more, summed, mean, scale, weight, out, part, rows, columns, joined,
-        WEIGHTED=weighted, SHIFTED=shifted, ROWS=at_once, COLUMNS=block, num_warps=8,
+        grad, grad if more is None else more.contiguous(), summed.contiguous(), mean, rstd, weight, out, part, rows,
+        columns, 0 if more is None else columns, WEIGHTED=weighted, SHIFTED=shift is not None, ROWS=at_once,
+        COLUMNS=block, num_warps=8,
     )  # fmt: skip
     if sums:
         add_parts(part, *sums)
