@@ -135,7 +135,7 @@ def traced(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], *argum
             graph, examples, fw_compiler=noted, bw_compiler=noted, partition_fn=min_cut_rematerialization_partition
         )
 
-    for name in ("has_triton", "has_triton_package"):
+    for name in ("has_triton", "has_triton_package", "has_triton_tensor_descriptor_host_tma"):
         monkeypatch.setattr(_triton, name, lambda *_, **__: True)
     monkeypatch.setattr(driver._active, "get_active_torch_device", lambda: torch.device("cuda", 0), raising=False)
     properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)

@@ -1,0 +1,73 @@
+"""What the compiler sees of a block on a GPU: one graph, in which kernels of ours are launches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zoo
+from tests import fake_gpu
+from zoo.unet import ResnetBlock, TransformerBlock, UNet
+
+pytest.importorskip("triton")
+LAUNCH = "triton_kernel_wrapper_functional"
+
+
+def block_of(cls: type, name: str = "unet-debug", **wanted: Any) -> Any:
+    model = zoo.create(name, dtype=torch.bfloat16)
+    assert isinstance(model, UNet)
+    return next(each for each in model.modules() if type(each) is cls)
+
+
+def images(*shape: int) -> Tensor:
+    return torch.randn(shape).bfloat16().contiguous(memory_format=torch.channels_last)
+
+
+def launches(graphs: list[list[str]]) -> list[int]:
+    return [Counter(graph)[LAUNCH] for graph in graphs]
+
+
+def opaque(graphs: list[list[str]]) -> set[str]:
+    return {node for graph in graphs for node in graph if node.startswith("zoo")}
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_a_resnet_block_is_a_graph(training: bool, gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = block_of(ResnetBlock)
+    x, shift = images(2, 16, 40, 40), torch.randn(2, 16).bfloat16()
+    with torch.set_grad_enabled(training):
+        graphs = fake_gpu.traced(monkeypatch, block, x, None, shift)
+    # Two norms of two launches, and the sum at the end; back two norms of three launches; the bias is summed as a product would be.
+    assert launches(graphs) == ([5, 7] if training else [5]) and not opaque(graphs)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_a_resnet_block_with_a_skip_is_a_graph(
+    training: bool, gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = zoo.create("unet-debug", dtype=torch.bfloat16)
+    block = model.get_submodule("up.0.resnets.0")
+    x, skip, shift = images(2, 32, 4, 4), images(2, 32, 4, 4), torch.randn(2, 32).bfloat16()
+    with torch.set_grad_enabled(training):
+        graphs = fake_gpu.traced(monkeypatch, block, x, skip, shift)
+    assert launches(graphs) == ([3, 7] if training else [3]) and not opaque(graphs)
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["deep", "alone"])
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_a_transformer_block_is_a_graph(
+    training: bool, ends: bool, gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = TransformerBlock(16, 2, 8).bfloat16()
+    text = torch.randn(2, 7, 16).bfloat16()
+    x = images(2, 16, 40, 40) if ends else torch.randn(2 * 1600, 16).bfloat16()
+    both = [torch.randn(shape).bfloat16() for shape in (16, 16, (16, 16), 16, (16, 16), 16)] if ends else None
+    with torch.set_grad_enabled(training):
+        graphs = fake_gpu.traced(monkeypatch, block, x, text, text, None, None, both)
+    # Three norms, attention to the text and the gated product, and the norm before; in training no attention.
+    print(graphs)
+    assert launches(graphs)[0] == (4 if training else 5) + 2 * ends and not opaque(graphs)
