@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 import zoo
-from zoo.unet import fallback, operators
-from zoo.unet.kernels import group_norm as kernels
-from zoo.unet.kernels import group_norm_backward
-from zoo.unet.kernels import group_norm_small as small
+from zoo.ops import common
+from zoo.ops import group_norm as ops
+from zoo.ops.triton import group_norm as kernels
+from zoo.ops.triton import group_norm_backward
+from zoo.ops.triton import group_norm_small as small
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
@@ -40,7 +41,7 @@ def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     # Off for products, but by default on for convolutions.
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     if DEVICE == "cpu":
-        monkeypatch.setattr(operators, "triton_runs_on", lambda device: True)
+        monkeypatch.setattr(common, "triton_runs_on", lambda device: True)
         # The interpreter runs one program after the other.
         monkeypatch.setattr(kernels, "ENOUGH", 6)
         monkeypatch.setattr(group_norm_backward, "ENOUGH", 24)
@@ -85,8 +86,8 @@ def test_norms(channels: int, groups: int, dtype: torch.dtype) -> None:
         (shifts[:1, :channels].expand(2, -1), True),
         (shifts[:, ::3], False),
     ):
-        found = operators.group_norm(x, shift, weight, bias, groups, 1e-5, silu)
-        close(found, fallback.group_norm(*wide(x, shift, weight, bias), groups, 1e-5, silu)[0], dtype)
+        found = ops.group_norm(x, shift, weight, bias, groups, 1e-5, silu)
+        close(found, ops.group_norm(*wide(x, shift, weight, bias), groups, 1e-5, silu), dtype)
 
 
 @both_ways
@@ -98,8 +99,8 @@ def test_norms_of_two_side_by_side(own: int, skip: int, groups: int, dtype: torc
     x, other = values(2, own, 5, 9, dtype=dtype, mean=-1.0), values(2, skip, 5, 9, dtype=dtype, mean=2.0)
     weight, bias = values(own + skip, dtype=dtype, mean=1.0), values(own + skip, dtype=dtype)
     for silu in (False, True):
-        found, joined = operators.cat_group_norm(x, other, weight, bias, groups, 1e-5, silu)
-        expected, _, _ = fallback.cat_group_norm(*wide(x, other, weight, bias), groups, 1e-5, silu)
+        found, joined = ops.cat_group_norm(x, other, weight, bias, groups, 1e-5, silu)
+        expected, _ = ops.cat_group_norm(*wide(x, other, weight, bias), groups, 1e-5, silu)
         close(found, expected, dtype)
         assert torch.equal(joined, torch.cat([x, other], dim=1))
         assert joined.is_contiguous(memory_format=torch.channels_last)
@@ -110,9 +111,9 @@ def test_norms_of_two_side_by_side(own: int, skip: int, groups: int, dtype: torc
 @pytest.mark.parametrize("batch", [1, 3])
 def test_sizes(batch: int, size: tuple[int, int]) -> None:
     x, weight, bias = values(batch, 20, *size), values(20), values(20)
-    found = operators.group_norm(x, None, weight, bias, 2, 1e-5, True)
-    close(found, fallback.group_norm(*wide(x, None, weight, bias), 2, 1e-5, True)[0], torch.float32)
-    assert operators.group_norm(x[:0], None, weight, bias, 2, 1e-5, True).shape == (0, 20, *size)
+    found = ops.group_norm(x, None, weight, bias, 2, 1e-5, True)
+    close(found, ops.group_norm(*wide(x, None, weight, bias), 2, 1e-5, True), torch.float32)
+    assert ops.group_norm(x[:0], None, weight, bias, 2, 1e-5, True).shape == (0, 20, *size)
 
 
 def test_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,9 +123,9 @@ def test_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "TILE", 128 * kernels.STEPS)
     for size, chunks in (((16, 16), 64), ((20, 17), 43), ((3, 3), 3)):
         x, weight, bias = values(1, 20, *size, mean=3.0), values(20), values(20)
-        assert kernels._Cut(x, None, weight, 2).chunks == chunks <= kernels.CHUNKS
-        found = operators.group_norm(x, None, weight, bias, 2, 1e-5, True)
-        close(found, fallback.group_norm(*wide(x, None, weight, bias), 2, 1e-5, True)[0], torch.float32)
+        assert kernels.cut(1, size[0] * size[1], 20, 2)[2][0] == chunks <= kernels.CHUNKS
+        found = ops.group_norm(x, None, weight, bias, 2, 1e-5, True)
+        close(found, ops.group_norm(*wide(x, None, weight, bias), 2, 1e-5, True), torch.float32)
 
 
 @pytest.mark.parametrize("pixels", [1, 7, 64, 300 if DEVICE == "cpu" else 1000])
@@ -138,15 +139,15 @@ def test_one_launch_of_some_tiles(size: int, pixels: int, monkeypatch: pytest.Mo
         given = [tensor.to(dtype) for tensor in (x, shift, weight, bias)]
         # One number has no deviation, and what is not there would be as many away as the interpreter warns of.
         silu = pixels * size > 1
-        found = operators.group_norm(*given, 2, 1e-5, silu)
+        found = ops.group_norm(*given, 2, 1e-5, silu)
         # Of a few numbers, some are cut off by more: the interpreter does not round to bfloat16.
-        close(found, fallback.group_norm(*wide(*given), 2, 1e-5, silu)[0], dtype, times=2)
+        close(found, ops.group_norm(*wide(*given), 2, 1e-5, silu), dtype, times=2)
     # Two images, whose seam lies within a group, as one.
     cut = size // 2 if size > 1 else 1
     halves = [part.contiguous(memory_format=torch.channels_last) for part in x.split([cut, 2 * size - cut], dim=1)]
-    found, joined = operators.cat_group_norm(*halves, weight, bias, 2, 1e-5, False)
+    found, joined = ops.cat_group_norm(*halves, weight, bias, 2, 1e-5, False)
     assert torch.equal(joined, x)
-    torch.testing.assert_close(found, operators.group_norm(x, None, weight, bias, 2, 1e-5, False))
+    torch.testing.assert_close(found, ops.group_norm(x, None, weight, bias, 2, 1e-5, False))
 
 
 class Recorder:
@@ -179,10 +180,10 @@ def test_small_images_take_one_launch_and_large_ones_two(launched: list[tuple[st
     ):
         x, weight = values(1, channels, side, side), values(channels)
         launched.clear()
-        operators.group_norm(x, None, weight, weight, 2, 1e-5, True)
+        ops.group_norm(x, None, weight, weight, 2, 1e-5, True)
         assert [name for name, _ in launched] == names, (channels, side)
         launched.clear()
-        operators.cat_group_norm(x[:, :first], x[:, first:], weight, weight, 2, 1e-5, True)
+        ops.cat_group_norm(x[:, :first], x[:, first:], weight, weight, 2, 1e-5, True)
         assert [name for name, _ in launched] == names_of_both, (channels, side)
 
 
@@ -190,8 +191,8 @@ def test_one_launch_has_two_sets_of_constants(launched: list[tuple[str, dict[str
     # Of whole groups, and of two images whose seam lies within one.
     for size in (10, 20, 30, 40, 60, 80):
         x, weight = values(1, 32 * size, 2, 2), values(32 * size)
-        operators.group_norm(x, None, weight, weight, 32, 1e-5, True)
-        operators.cat_group_norm(x[:, : 16 * size + 8], x[:, 16 * size + 8 :], weight, weight, 32, 1e-5, True)
+        ops.group_norm(x, None, weight, weight, 32, 1e-5, True)
+        ops.cat_group_norm(x[:, : 16 * size + 8], x[:, 16 * size + 8 :], weight, weight, 32, 1e-5, True)
     constants = {tuple(constants.items()) for _, constants in launched}
     assert len(launched) == 12 and len(constants) == 2
 
@@ -201,21 +202,21 @@ def test_a_mean_far_from_zero_costs_no_variance() -> None:
     # The mean of squares less the square of the mean would be lost: float32 tells 1e8 from 1e8 + 8 at best.
     x, weight, bias = values(1, 20, 16, 16, mean=1e4), values(20), values(20)
     x[:, :, 0, 0] = 0.0
-    found = operators.group_norm(x, None, weight, bias, 2, 1e-5, False)
+    found = ops.group_norm(x, None, weight, bias, 2, 1e-5, False)
     # Half a bit of the mean is a millionth of this deviation.
-    close(found, fallback.group_norm(*wide(x, None, weight, bias), 2, 1e-5, False)[0], torch.float32, times=2)
+    close(found, ops.group_norm(*wide(x, None, weight, bias), 2, 1e-5, False), torch.float32, times=2)
     x[:, :, 0, 0] = 1e4
-    found = operators.group_norm(x, None, weight, bias, 2, 1e-5, False)
+    found = ops.group_norm(x, None, weight, bias, 2, 1e-5, False)
     # Here one bit of the mean is a thousandth of the deviation.
-    close(found, fallback.group_norm(*wide(x, None, weight, bias), 2, 1e-5, False)[0], torch.float32, times=2000)
+    close(found, ops.group_norm(*wide(x, None, weight, bias), 2, 1e-5, False), torch.float32, times=2000)
 
 
 @both_ways
 def test_a_shift_far_from_zero_is_taken_out_again() -> None:
     x, weight, bias = values(2, 20, 9, 9), values(20), values(20)
     shift = values(2, 2, mean=50.0).repeat_interleave(10, dim=1)
-    plain = operators.group_norm(x, None, weight, bias, 2, 1e-5, False)
-    moved = operators.group_norm(x, shift, weight, bias, 2, 1e-5, False)
+    plain = ops.group_norm(x, None, weight, bias, 2, 1e-5, False)
+    moved = ops.group_norm(x, shift, weight, bias, 2, 1e-5, False)
     torch.testing.assert_close(moved, plain, rtol=1e-4, atol=1e-4)
 
 
@@ -223,7 +224,7 @@ def test_a_shift_far_from_zero_is_taken_out_again() -> None:
 def test_equal_pixels_have_no_variance() -> None:
     x, weight, bias = values(1, 20, 9, 9), values(20), values(20)
     x[:] = 3.0
-    found = operators.group_norm(x, None, weight, bias, 2, 1e-5, False)
+    found = ops.group_norm(x, None, weight, bias, 2, 1e-5, False)
     torch.testing.assert_close(found, bias.view(1, -1, 1, 1).expand_as(x))
 
 
@@ -232,11 +233,11 @@ def test_other_memory_formats_and_weights_of_another_dtype() -> None:
     # As autocast hands them over.
     x, skip = values(2, 20, 6, 7, dtype=torch.bfloat16), values(2, 10, 6, 7)
     weight, bias = values(20), values(20)
-    expected = fallback.group_norm(*wide(x, None, weight, bias), 2, 1e-5, True)[0]
+    expected = ops.group_norm(*wide(x, None, weight, bias), 2, 1e-5, True)
     for given in (x, x.contiguous(), x.permute(0, 1, 3, 2).contiguous().permute(0, 1, 3, 2)):
-        close(operators.group_norm(given, None, weight, bias, 2, 1e-5, True), expected, torch.bfloat16)
+        close(ops.group_norm(given, None, weight, bias, 2, 1e-5, True), expected, torch.bfloat16)
     weight, bias = values(30), values(30)
-    _, joined = operators.cat_group_norm(x, skip.contiguous(), weight, bias, 3, 1e-5, True)
+    _, joined = ops.cat_group_norm(x, skip.contiguous(), weight, bias, 3, 1e-5, True)
     assert joined.dtype == torch.bfloat16
     torch.testing.assert_close(joined[:, 20:], skip.bfloat16())
 
@@ -244,8 +245,8 @@ def test_other_memory_formats_and_weights_of_another_dtype() -> None:
 @both_ways
 def test_the_same_bits_every_time() -> None:
     x, weight, bias = values(1, 20, 33, 17), values(20), values(20)
-    first = operators.group_norm(x, None, weight, bias, 2, 1e-5, True)
-    assert all(torch.equal(operators.group_norm(x, None, weight, bias, 2, 1e-5, True), first) for _ in range(2))
+    first = ops.group_norm(x, None, weight, bias, 2, 1e-5, True)
+    assert all(torch.equal(ops.group_norm(x, None, weight, bias, 2, 1e-5, True), first) for _ in range(2))
 
 
 def test_a_model_predicts_as_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +255,7 @@ def test_a_model_predicts_as_without_kernels(monkeypatch: pytest.MonkeyPatch) ->
     found = {}
     for kernels_on in (True, False):
         if not kernels_on:
-            monkeypatch.setattr(operators, "triton_runs_on", lambda device: False)
+            monkeypatch.setattr(common, "triton_runs_on", lambda device: False)
         out = model(**inputs).sample
         loss = (out * torch.linspace(-1, 1, out.numel(), device=DEVICE).view(out.shape)).sum()
         found[kernels_on] = [out.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
@@ -275,26 +276,36 @@ def test_compilations_do_not_depend_on_sizes() -> None:
 def test_statistics(channels: int, groups: int, dtype: torch.dtype) -> None:
     x, shift = values(2, channels, *SIZE, dtype=dtype, mean=2.0), values(2, channels, dtype=dtype)
     weight = values(channels)
-    _, found = operators.native_group_norm(x, shift, weight, weight, groups, 1e-5, True)
+    _, found = kernels.group_norm(x, shift, weight, weight, groups, 1e-5, True)
     moved = (x.double() + shift.double()[:, :, None, None]).reshape(2, groups, -1)
     exact = torch.stack([moved.mean(-1), (moved.var(-1, correction=0) + 1e-5).rsqrt()], dim=-1)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
     halves = [half.contiguous(memory_format=torch.channels_last) for half in x.split([5, channels - 5], dim=1)]
-    _, _, found = operators.native_cat_group_norm(*halves, weight, weight, groups, 1e-5, True)
+    _, _, found = kernels.cat_group_norm(*halves, weight, weight, groups, 1e-5, True)
     alone = x.double().reshape(2, groups, -1)
     exact = torch.stack([alone.mean(-1), (alone.var(-1, correction=0) + 1e-5).rsqrt()], dim=-1)
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
 
 
-def gradients(kind: Any, *given: Any, shift: Tensor | None, groups: int, first: int, silu: bool) -> tuple[Tensor, ...]:
+def gradients(*given: Any, shift: Tensor | None, groups: int, first: int, silu: bool) -> tuple[Tensor, ...]:
     """Of grad, x, weight, bias and more; statistics are those of float64."""
     grad, x, weight, bias, more = given
     moved = (x.double() if shift is None else x.double() + shift.double()[:, :, None, None]).reshape(2, groups, -1)
-    stats = torch.stack([moved.mean(-1), (moved.var(-1, correction=0) + 1e-5).rsqrt()], dim=-1)
-    stats = stats if x.dtype == torch.float64 else stats.float()
-    found: tuple[Tensor, ...] = kind.group_norm_backward(grad, x, shift, weight, bias, stats, more, first, silu)
-    return found
+    stats = torch.stack([moved.mean(-1), (moved.var(-1, correction=0) + 1e-5).rsqrt()], dim=-1).float()
+    return group_norm_backward.group_norm_backward(grad, x, shift, weight, bias, stats, more, first, silu)
+
+
+def exact_gradients(*given: Any, shift: Tensor | None, groups: int, first: int, silu: bool) -> tuple[Any, ...]:
+    """The same in float64, by autograd."""
+    grad, x, weight, bias, more = (None if each is None else each.double() for each in given)
+    leaves = [each.requires_grad_() for each in (x, weight, bias, *(() if shift is None else (shift.double(),)))]
+    moved = leaves[3] if shift is not None else None
+    out = ops.group_norm(x, moved, weight, bias, groups, 1e-5, silu)
+    grad_x, grad_weight, grad_bias, *rest = torch.autograd.grad(out, leaves, grad)
+    parts = (grad_x if more is None else grad_x + more).split([first, x.shape[1] - first], dim=1)
+    found = [part.contiguous(memory_format=torch.channels_last) for part in parts]
+    return *found, rest[0] if rest else None, grad_weight, grad_bias
 
 
 @pytest.mark.parametrize(
@@ -313,12 +324,15 @@ def test_gradients(channels: int, groups: int, dtype: torch.dtype) -> None:
     ):
         given = (grad, x, weight, bias, added)
         options: dict[str, Any] = {"groups": groups, "first": first, "silu": silu}
-        found = gradients(operators, *given, shift=shift, **options)
-        exact = gradients(fallback, *wide(*given), shift=wide(shift)[0], **options)
+        found = gradients(*given, shift=shift, **options)
+        exact = exact_gradients(*given, shift=shift, **options)
         close(found[0], exact[0], dtype, times=4)
         if first < channels:
             close(found[1], exact[1], dtype, times=4)
         for name, got, wanted in zip(("shift", "weight", "bias"), found[2:], exact[2:], strict=True):
+            if wanted is None:
+                assert got is None, name
+                continue
             assert got.shape == wanted.shape and got.dtype == dtype, name
             # A shift of a whole group changes nothing, so its gradients cancel.
             scale = wanted.norm() if name != "shift" else wanted.norm() + exact[0].abs().sum((2, 3)).norm() / 100
@@ -331,15 +345,15 @@ def test_gradients_of_many_chunks_and_of_none(monkeypatch: pytest.MonkeyPatch) -
     grad, x = values(2, 20, 35, 16), values(2, 20, 35, 16)
     weight, bias, shift = values(20, mean=1.0), values(20), values(2, 20)
     options: dict[str, Any] = {"groups": 2, "first": 20, "silu": True}
-    found = gradients(operators, grad, x, weight, bias, None, shift=shift, **options)
-    exact = gradients(fallback, *wide(grad, x, weight, bias), None, shift=shift.double(), **options)
+    found = gradients(grad, x, weight, bias, None, shift=shift, **options)
+    exact = exact_gradients(grad, x, weight, bias, None, shift=shift, **options)
     close(found[0], exact[0], torch.float32, times=4)
     for got, wanted in zip(found[2:], exact[2:], strict=True):
         torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-3)
-    again = gradients(operators, grad, x, weight, bias, None, shift=shift, **options)
+    again = gradients(grad, x, weight, bias, None, shift=shift, **options)
     assert all(torch.equal(first, second) for first, second in zip(found, again, strict=True))
     stats = torch.zeros(0, 2, 2, device=DEVICE)
-    empty = operators.group_norm_backward(grad[:0], x[:0], None, weight, bias, stats, None, 20, True)
+    empty = group_norm_backward.group_norm_backward(grad[:0], x[:0], None, weight, bias, stats, None, 20, True)
     assert empty[0].shape == (0, 20, 35, 16) and not empty[3].any() and not empty[4].any()
 
 
@@ -352,20 +366,20 @@ def test_a_gradient_takes_three_launches(monkeypatch: pytest.MonkeyPatch) -> Non
         x, weight = values(1, 32 * size, 2, 2), values(32 * size)
         launched.clear()
         gradients_of = (x.expand(2, -1, -1, -1), x.expand(2, -1, -1, -1), weight, weight, None)
-        gradients(operators, *gradients_of, shift=None, groups=32, first=32 * size, silu=True)
+        gradients(*gradients_of, shift=None, groups=32, first=32 * size, silu=True)
         assert [name for name, _ in launched] == ["_sums", "_finish", "_gradients"]
         plans.update((name, *constants.items()) for name, constants in launched)
     # One compilation of each for all widths of the models.
     assert len(plans) == 3
 
 
-@pytest.mark.parametrize("size", [256, 1280, operators.WIDEST_GROUP])
+@pytest.mark.parametrize("size", [256, 1280, ops.WIDEST_GROUP])
 def test_sums_of_wide_groups_are_put_together_in_as_many_registers(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[tuple[str, dict[str, Any]]] = []
     for name in ("_sums", "_finish", "_gradients"):
         monkeypatch.setattr(group_norm_backward, name, Recorder(launched, name))
     x, weight = values(2, size, 2, 2), values(size)
-    gradients(operators, x, x, weight, weight, None, shift=None, groups=1, first=size, silu=True)
+    gradients(x, x, weight, weight, None, shift=None, groups=1, first=size, silu=True)
     (tile,) = (constants for name, constants in launched if name == "_finish")
     assert tile["WIDTH"] >= size
     assert tile["CHUNKS"] * tile["WIDTH"] == group_norm_backward.CHUNKS_AT_ONCE * group_norm_backward.LEAST_WIDTH
@@ -377,13 +391,13 @@ def test_gradients_reach_everything_through_the_kernels() -> None:
     shift = values(2, 32).requires_grad_()
     tensors = (x, skip, weight, bias, shift)
 
-    def loss(call: Any, cat: Any, *given: Tensor) -> Tensor:
+    def loss(*given: Tensor) -> Tensor:
         x, skip, weight, bias, shift = given
-        out, joined, _ = cat(x, skip, weight, bias, 4, 1e-5, True)
-        return (call(joined, shift, weight, bias, 4, 1e-5, False)[0] * out).sum()
+        out, joined = ops.cat_group_norm(x, skip, weight, bias, 4, 1e-5, True)
+        return (ops.group_norm(joined, shift, weight, bias, 4, 1e-5, False) * out).sum()
 
-    found = torch.autograd.grad(loss(operators.native_group_norm, operators.native_cat_group_norm, *tensors), tensors)
+    found = torch.autograd.grad(loss(*tensors), tensors)
     exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
-    expected = torch.autograd.grad(loss(fallback.group_norm, fallback.cat_group_norm, *exact), exact)
+    expected = torch.autograd.grad(loss(*exact), exact)
     for got, wanted in zip(found, expected, strict=True):
         assert (got.double() - wanted).norm() < 1e-5 * wanted.norm()

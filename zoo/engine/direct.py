@@ -114,7 +114,12 @@ def run_directly(graph: fx.GraphModule) -> Callable[..., Any]:
 
 
 def _launch(
-    kernel_idx: int, constant_args_idx: int, grid: list[Any], kwargs: dict[str, Any], **_: Any
+    kernel_idx: int,
+    constant_args_idx: int,
+    grid: list[Any],
+    kwargs: dict[str, Any],
+    tma_descriptor_metadata: dict[str, Any],
+    **_: Any,
 ) -> tuple[Callable[..., None], list[Any]]:
     """A function that launches a kernel, and the arguments to call it with: its grid, then the kernel's."""
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
@@ -126,18 +131,27 @@ def _launch(
         options = {name: value for name in ("num_warps", "num_stages") if (value := getattr(config, name)) is not None}
         kernel = kernel.fn
     named = {**kernel_side_table.get_constant_args(constant_args_idx), **kwargs}
-    positional = []
+    positional, tiles = [], []
     for parameter in kernel.params:
         if parameter.is_constexpr or parameter.name not in named:
             break
         positional.append(named.pop(parameter.name))
+        # ("stable", (shape,)) of a tensor that the kernel reads through a descriptor of tiles.
+        _, (shape,) = tma_descriptor_metadata.get(parameter.name, ("", (None,)))
+        tiles.append(shape)
     options.update(named)
     start = kernel.launch
+
+    def launch_on_tiles(grid: Any, *arguments: Any) -> None:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        both = zip(arguments, tiles, strict=True)
+        start(grid, *(x if tile is None else TensorDescriptor.from_tensor(x, tile) for x, tile in both), **options)
 
     def launch(grid: Any, *arguments: Any) -> None:
         start(grid, *arguments, **options)
 
-    return launch, [tuple(grid[0]), *positional]
+    return launch_on_tiles if any(tiles) else launch, [tuple(grid[0]), *positional]
 
 
 def _function(

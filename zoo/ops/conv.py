@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.ops.products import column_sums
 from zoo.layers import plain, to_images, to_rows
 from zoo.ops.common import ceil_div, differentiable_once, differentiated, kernels_run
+from zoo.ops.products import column_sums
 
 # Convolutions to no more pixels, from no fewer channels, are a product of windows, measured on an H200.
 MOST_PIXELS, LEAST_CHANNELS = 256, 640

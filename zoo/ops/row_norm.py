@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoo.ops.products import column_sums
 from zoo.ops.common import differentiable_once, differentiated, kernels_run
+from zoo.ops.products import column_sums
 
 # The kernels hold all channels of a row at once.
 WIDEST_ROW = 2048

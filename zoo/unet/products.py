@@ -26,9 +26,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def add_linear(added: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """Added [R, N], which nobody else reads any more, plus x [R, C] by weight [N, C], in one product."""
-    if differentiated(added, x, weight) and kernels_run(added, x, weight):
-        if added.dtype == x.dtype and takes_low(x, weight, None):
-            return low_add_linear(added, x, weight)
+    learns = differentiated(added, x, weight) and kernels_run(added, x, weight)
+    if learns and added.dtype == x.dtype and takes_low(x, weight, None):
+        return low_add_linear(added, x, weight)
     if torch.is_grad_enabled() or not added.dtype == x.dtype == weight.dtype:
         return torch.addmm(added, x, weight.t())
     # Into another tensor torch 2.11 copies what is added first.

@@ -27,9 +27,9 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.ops.common import ceil_div, next_power
-from zoo.ops.triton.kernel import kernel
 from zoo.ops.triton import group_norm_small as small
 from zoo.ops.triton.group_norm_small import activated
+from zoo.ops.triton.kernel import kernel
 
 # Channels that a program holds, where groups are not wider.
 BLOCK = 128

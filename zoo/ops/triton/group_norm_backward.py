@@ -22,9 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.ops.common import ceil_div, next_power
+from zoo.ops.triton.group_norm_small import as_given
 from zoo.ops.triton.kernel import kernel
 from zoo.ops.triton.sums import total_of
-from zoo.ops.triton.group_norm_small import as_given
 
 # Channels and pixels that a program holds at once, 4 warps: a vector of 8 numbers a thread.
 BLOCK, ROWS = 64, 16
@@ -223,7 +223,7 @@ def group_norm_backward(
     )  # fmt: skip
     added = 0 if more is None else channels
     _gradients[grid](
-        *given, common, x if more is None else more, out, spare if first == channels else other, stride, shifted, pixels,
-        channels, first, size, groups, rows, added, int(silu), **code,
+        *given, common, x if more is None else more, out, spare if first == channels else other, stride, shifted,
+        pixels, channels, first, size, groups, rows, added, int(silu), **code,
     )  # fmt: skip
     return out, other, grad_shift, grad_weight, grad_bias

@@ -17,6 +17,7 @@ from torch import Tensor
 from zoo.ops.common import ceil_div, next_power
 from zoo.ops.triton.kernel import kernel
 from zoo.ops.triton.sums import add_parts
+from zoo.ops.triton.tiles import dense
 
 # Numbers of a tile of whole rows, and rows of it at most: 16 numbers a thread, 4 warps; in the backward 8 of 8 warps.
 TILE, ROWS = 2048, 4
@@ -27,7 +28,7 @@ PROGRAMS = 256
 @kernel(do_not_specialize=["rows"])
 def _norm(
     x, residual, weight, bias, shift, total, out, kept, mean, rstd, rows, columns, added, shifted, eps,
-    KEPT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
@@ -42,8 +43,8 @@ def _norm(
     moved = tl.load(shift + column, mask=column < shifted, other=0.0).to(tl.float32)
     tl.store(total + first * columns + place, (value + moved[None, :]).to(total.dtype.element_ty), mask=both)
     # What is normed is rounded, as it would be if it were written.
-    value = value.to(total.dtype.element_ty)
-    if KEPT:
+    value = value.to(out.dtype.element_ty)
+    if kept is not None:
         tl.store(kept + first * columns + place, value, mask=seen & (column < shifted)[None, :])
     value = value.to(tl.float32)
     factor = tl.load(weight + column, mask=live, other=0.0).to(tl.float32)
@@ -52,7 +53,7 @@ def _norm(
     middle = tl.div_rn(tl.sum(value, 1), tl.zeros([ROWS], tl.float32) + columns)
     apart = tl.where(seen, value - middle[:, None], 0.0)
     root = tl.rsqrt(tl.sum(apart * apart, 1) / columns + eps)
-    if KEPT:
+    if mean is not None:
         tl.store(mean + first + row, middle, mask=first + row < rows)
         tl.store(rstd + first + row, root, mask=first + row < rows)
     value = apart * root[:, None] * factor[None, :] + offset[None, :]
@@ -123,7 +124,7 @@ def _norm_backward(
 
 def row_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """Layer norm of x [R, C] with weight [C] and bias [C]: [R, C]."""
-    x = x.contiguous()
+    x = dense(x)
     out = torch.empty_like(x)
     _launch(x, None, weight, bias, None, eps, None, out, None, None)
     return out
@@ -131,7 +132,7 @@ def row_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 def kept_row_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """``row_norm``, and mean and factor of each row [R]."""
-    x = x.contiguous()
+    x = dense(x)
     out, mean, rstd = torch.empty_like(x), *_statistics(x)
     _launch(x, None, weight, bias, None, eps, None, out, None, (mean, rstd))
     return out, mean, rstd
@@ -141,7 +142,7 @@ def add_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """X [R, C] plus residual [R, C], plus shift [C]; and the layer norm of the first sum, with weight and bias [C]."""
-    x = x.contiguous()
+    x = dense(x)
     total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
     out = torch.empty_like(total)
     _launch(x, residual, weight, bias, shift, eps, total, out, None, None)
@@ -152,7 +153,7 @@ def kept_add_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``add_norm``, the sum without the shift [R, C], which is what was normed, and mean and factor of each row [R]."""
-    x = x.contiguous()
+    x = dense(x)
     total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
     out, mean, rstd = torch.empty_like(total), *_statistics(x)
     summed = None if shift is None else torch.empty_like(total)
@@ -173,16 +174,15 @@ def _launch(
     columns = x.shape[-1]
     rows, block = x.numel() // columns, next_power(columns)
     at_once = max(1, min(ROWS, TILE // block))
-    # Where there is none another tensor stands for it, of which nothing is read or written. It is none that is: the
-    # compiler takes what one argument writes for the whole of a tensor.
-    weight, spare = weight.contiguous(), out.new_empty(1)
-    added = x if residual is None else residual.contiguous()
-    moved = weight if shift is None else shift.contiguous()
+    # Where there is none another tensor stands for it, of which nothing is read; and one of its own for what is written:
+    # the compiler takes what an argument writes for the whole of a tensor.
+    weight = dense(weight)
+    added = x if residual is None else dense(residual)
+    moved = weight if shift is None else dense(shift)
     sizes = rows, columns, 0 if residual is None else columns, 0 if shift is None else columns
     _norm[(ceil_div(rows, at_once),)](
-        x, added, weight, bias.contiguous(), moved, spare if total is None else total, out,
-        spare if summed is None else summed, *(statistics or (spare, spare)), *sizes, eps, KEPT=statistics is not None,
-        ROWS=at_once, COLUMNS=block, num_warps=4,
+        x, added, weight, dense(bias), moved, out.new_empty(1) if total is None else total, out, summed,
+        *(statistics or (None, None)), *sizes, eps, ROWS=at_once, COLUMNS=block, num_warps=4,
     )  # fmt: skip
 
 
@@ -191,7 +191,7 @@ def norm_backward(
     weighted: bool, shift: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of the sum [R, C], of weight and bias [C] if weighted, and of a shift [C] of a dtype, if it is said."""
-    columns, grad, weight = summed.shape[-1], grad.contiguous(), weight.contiguous()
+    columns, grad, weight = summed.shape[-1], dense(grad), dense(weight)
     out = torch.empty_like(summed)
     grad_weight = torch.empty_like(weight) if weighted else None
     grad_bias = torch.empty_like(bias) if weighted else None
@@ -203,7 +203,7 @@ def norm_backward(
     # Where there is no tensor another one stands for it, of which nothing is read or written.
     part = mean if not sums else mean.new_empty(parts, len(sums), columns)
     _norm_backward[(parts,)](
-        grad, grad if more is None else more.contiguous(), summed.contiguous(), mean, rstd, weight, out, part, rows,
+        grad, grad if more is None else dense(more), dense(summed), mean, rstd, weight, out, part, rows,
         columns, 0 if more is None else columns, WEIGHTED=weighted, SHIFTED=shift is not None, ROWS=at_once,
         COLUMNS=block, num_warps=8,
     )  # fmt: skip
