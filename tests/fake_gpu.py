@@ -14,11 +14,8 @@ import zoo.ops.common
 from zoo.gnn import operators as gnn
 from zoo.resnet import depth, norms, pooling
 from zoo.resnet import operators as resnet
-from zoo.training import operators as training
 
-MODULES: tuple[ModuleType, ...] = (
-    gnn, norms, depth, pooling, resnet, training,
-)  # fmt: skip
+MODULES: tuple[ModuleType, ...] = (gnn, norms, depth, pooling, resnet)
 
 
 class Gpu:

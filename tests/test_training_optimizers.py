@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.fake_gpu import Gpu
-from zoo.training import AdamW, TrainingStep, optimizers
+from zoo.ops import adamw as updates
+from zoo.training import AdamW, TrainingStep
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -109,9 +110,8 @@ def test_what_is_selected_of_aligned_pointers_is_read_16_bytes_at_a_time(
     import triton
     from triton.compiler.compiler import compile as compile_for_a_gpu
 
-    monkeypatch.setattr(optimizers, "triton_runs_on", lambda device: True)
-    monkeypatch.setattr(optimizers, "SMALLEST", 1)
-    monkeypatch.setattr(optimizers, "LARGE", 64)
+    monkeypatch.setattr(updates, "SMALLEST", 1)
+    monkeypatch.setattr(updates, "LARGE", 64)
     code: list[str] = []
 
     def compile_and_keep(source: Any, **options: Any) -> Any:
@@ -136,8 +136,8 @@ class Words(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(optimizers.LARGE // 64 + 1, 64)
-        self.halves = nn.ModuleList(nn.Embedding(optimizers.LARGE // 128 + 1, 64) for _ in range(2))
+        self.table = nn.Embedding(updates.LARGE // 64 + 1, 64)
+        self.halves = nn.ModuleList(nn.Embedding(updates.LARGE // 128 + 1, 64) for _ in range(2))
         self.out = nn.Linear(64, 8)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ def losses_of(kind: type[torch.optim.Optimizer], dtype: torch.dtype, captured: b
 def test_large_parameters_train_as_by_torchs_on_a_gpu(
     dtype: torch.dtype, captured: bool, bad: int | None, monkeypatch: pytest.MonkeyPatch
 ):
-    from zoo.training.kernels import adamw as kernel
+    from zoo.ops.triton import adamw as kernel
 
     sizes: list[tuple[int, ...]] = []
     launch = kernel.adamw
@@ -187,8 +187,8 @@ def test_large_parameters_train_as_by_torchs_on_a_gpu(
 
     monkeypatch.setattr(kernel, "adamw", count)
     ours, theirs = (losses_of(kind, dtype, captured, bad) for kind in (AdamW, torch.optim.AdamW))
-    rows = optimizers.LARGE // 128 + 1
-    assert sizes and set(sizes) == {((optimizers.LARGE // 64 + 1) * 64,), (rows * 64,) * 2}
+    rows = updates.LARGE // 128 + 1
+    assert sizes and set(sizes) == {((updates.LARGE // 64 + 1) * 64,), (rows * 64,) * 2}
     assert ours[0] == pytest.approx(theirs[0], rel=1e-4 if dtype is torch.float32 else 2e-2, nan_ok=True)
     for found, expected in zip(ours[1], theirs[1], strict=True):
         error = float((found - expected).norm() / expected.norm())
@@ -199,7 +199,7 @@ def test_large_parameters_train_as_by_torchs_on_a_gpu(
 
 @pytest.mark.gpu
 def test_a_step_waits_for_nothing():
-    sizes = (optimizers.LARGE, optimizers.LARGE // 2, optimizers.LARGE // 2)
+    sizes = (updates.LARGE, updates.LARGE // 2, updates.LARGE // 2)
     params = [nn.Parameter(torch.randn(size, device="cuda")) for size in sizes]
     optimizer = AdamW(params, lr=torch.tensor(1e-3, device="cuda"), capturable=True)
     for param in params:
@@ -217,11 +217,11 @@ def test_a_step_waits_for_nothing():
 def test_a_scaler_of_torch_drives_it(device: str, monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
     # On a GPU all of it is the kernel's then.
-    monkeypatch.setattr(optimizers, "LARGE", 1)
-    monkeypatch.setattr(optimizers, "SMALLEST", 1)
+    monkeypatch.setattr(updates, "LARGE", 1)
+    monkeypatch.setattr(updates, "SMALLEST", 1)
     launched: list[int] = []
-    inner = optimizers._launch
-    monkeypatch.setattr(optimizers, "_launch", lambda *given: (launched.append(1), inner(*given))[1])
+    inner = updates._launch
+    monkeypatch.setattr(updates, "_launch", lambda *given: (launched.append(1), inner(*given))[1])
     model = nn.Linear(8, 4).to(device)
     optimizer, scaler = AdamW(model.parameters(), lr=1e-2), torch.amp.GradScaler(device, init_scale=2.0**10)
     before = model.weight.detach().clone()

@@ -19,10 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from zoo.training import AdamW, LinearCrossEntropy, fallback, losses, operators, optimizers
-from zoo.training.kernels import adamw as adamw_kernel
-from zoo.training.kernels import rows as rows_kernel
-from zoo.training.kernels.adamw import _one_minus_exp
+from zoo.ops import adamw as updates
+from zoo.ops import common, cross_entropy
+from zoo.ops.cross_entropy import IGNORED
+from zoo.ops.triton import adamw as adamw_kernel
+from zoo.ops.triton import cross_entropy as rows_kernel
+from zoo.ops.triton.adamw import _one_minus_exp
+from zoo.training import AdamW, LinearCrossEntropy
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 pytestmark = [
@@ -34,17 +37,15 @@ pytestmark = [
 ]
 # The interpreter cuts bits off where a GPU rounds to bfloat16.
 EPS = {torch.float32: 2e-6, torch.bfloat16: 2**-7 if DEVICE == "cpu" else 2**-8, torch.float16: 2**-11}
-IGNORED = -100
 
 
 @pytest.fixture(autouse=True)
 def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(optimizers, "LARGE", 1)
-    monkeypatch.setattr(optimizers, "SMALLEST", 1)
+    monkeypatch.setattr(updates, "LARGE", 1)
+    monkeypatch.setattr(updates, "SMALLEST", 1)
     if DEVICE == "cpu":
-        for module in (operators, optimizers):
-            monkeypatch.setattr(module, "triton_runs_on", lambda device: True)
+        monkeypatch.setattr(common, "triton_runs_on", lambda device: True)
 
 
 def values(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
@@ -153,7 +154,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 0.3}, {"maximize": True, "betas": (0.0, 0.5)}], ids=str)
 def test_steps_are_torchs(dtype: torch.dtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizers, "LARGE", 100)
+    monkeypatch.setattr(updates, "LARGE", 100)
     sizes = counted(monkeypatch)
     ours, mine, theirs, torchs = pair(dtype, lr=1e-2, **options)
     for params, optimizer in ((ours, mine), (theirs, torchs)):
@@ -274,8 +275,8 @@ SAME = ((6, 8), (48,), (2, 3, 2, 4), (1, 48), (8, 6), (3, 4, 4), (12, 4), (4, 3,
 def test_those_of_one_size_share_launches(
     large: int, launches: list[list[int]], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(optimizers, "LARGE", large)
-    monkeypatch.setattr(optimizers, "SMALLEST", 30)
+    monkeypatch.setattr(updates, "LARGE", large)
+    monkeypatch.setattr(updates, "SMALLEST", 30)
     sizes = counted(monkeypatch)
     # They do not lie in a row.
     ours, theirs = alike(*SAME[:4], (5, 6), *SAME[4:], (29,), dtype=dtype)
@@ -302,7 +303,7 @@ def test_one_that_is_not_aligned_goes_alone_or_is_torchs(monkeypatch: pytest.Mon
     for params, optimizer in ((ours, mine), (theirs, torchs)):
         steps(optimizer, params, 2)
     assert sizes == [[48, 48], [48]] * 2
-    monkeypatch.setattr(optimizers, "LARGE", 49)
+    monkeypatch.setattr(updates, "LARGE", 49)
     for params, optimizer in ((ours, mine), (theirs, torchs)):
         steps(optimizer, params, 1, seed=1)
     assert sizes[4:] == [[48, 48]]
@@ -311,8 +312,8 @@ def test_one_that_is_not_aligned_goes_alone_or_is_torchs(monkeypatch: pytest.Mon
 
 
 def test_those_of_several_dtypes_share_a_launch_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizers, "LARGE", 1000)
-    monkeypatch.setattr(optimizers, "SMALLEST", 1000)
+    monkeypatch.setattr(updates, "LARGE", 1000)
+    monkeypatch.setattr(updates, "SMALLEST", 1000)
     ours, theirs = alike(*SAME[:5], dtype=torch.bfloat16)
     mine, torchs = AdamW(ours, lr=1e-2), torch.optim.AdamW(theirs, lr=1e-2, fused=True)
     for params, optimizer in ((ours, mine), (theirs, torchs)):
@@ -328,8 +329,8 @@ def test_those_of_several_dtypes_share_a_launch_of_their_own(monkeypatch: pytest
     for found, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
     # Among those that are large, not with them either.
-    monkeypatch.setattr(optimizers, "LARGE", 1)
-    monkeypatch.setattr(optimizers, "SMALLEST", 1)
+    monkeypatch.setattr(updates, "LARGE", 1)
+    monkeypatch.setattr(updates, "SMALLEST", 1)
     steps(mine, ours, 1)
     assert sizes[4:] == [[48, 48], [48, 48], [48]]
 
@@ -367,8 +368,14 @@ def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(rows_kernel, "WARPS", 1)
 
 
+def reference(logits: Tensor, labels: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses and gradient by torch's operators, which take rows that do not lie without gaps."""
+    apart = torch.cat([logits, logits], 1)[:, : logits.shape[1]]
+    return cross_entropy.cross_entropy_rows(apart, labels, scale)
+
+
 def check_rows(logits: Tensor, labels: Tensor, scale: float) -> None:
-    expected, slope = fallback.cross_entropy_rows(logits, labels, number(scale), IGNORED)
+    expected, slope = reference(logits, labels, number(scale))
     found = logits.clone()
     got = rows_kernel.cross_entropy_rows_(found, labels, number(scale), IGNORED)
     assert got.dtype == torch.float32 and found.dtype == logits.dtype
@@ -438,7 +445,7 @@ def test_the_loss_and_its_gradients(chunk: int, factor: float, dtype: torch.dtyp
     x, weight = values(20, 16, dtype=dtype).requires_grad_(), values(37, 16, dtype=dtype).requires_grad_()
     labels = torch.randint(37, (20,)).to(DEVICE)
     labels[[0, 18]] = IGNORED
-    assert losses.kernels_run(x)
+    assert common.kernels_run(x)
     loss = LinearCrossEntropy(chunk)(x, weight, labels)
     exact = [each.detach().double().requires_grad_() for each in (x, weight)]
     expected = F.cross_entropy(F.linear(*exact), labels)

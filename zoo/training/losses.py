@@ -13,29 +13,15 @@ from torch import Tensor, nn
 from zoo.engine.discover import Region
 from zoo.layers import bounds_outside, on_host
 from zoo.ops.common import differentiable_once
-from zoo.training.fallback import cross_entropy_rows
-from zoo.training.operators import cross_entropy_rows_, kernels_run, scale_
-
-IGNORED = -100
+from zoo.ops.cross_entropy import IGNORED, cross_entropy_rows, scale_
 
 
 class CrossEntropyRows(nn.Module):
-    """Losses and their gradient by the logits of some rows, in one pass over them when it is fused."""
+    """``cross_entropy_rows`` as a region."""
 
     def forward(self, logits: Tensor, labels: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """A loss a row, and the gradient of their sum times ``scale``.
-
-        Args:
-            logits: [n, V], not needed any more: where our kernel runs, the gradient is written over them.
-            labels: [n] int64; rows of ``IGNORED`` have no loss.
-            scale: Float32 scalar, on the device.
-
-        Returns:
-            Float32 [n], and [n, V] like ``logits``.
-        """
-        if kernels_run(logits):
-            return cross_entropy_rows_(logits, labels, scale, IGNORED), logits
-        return cross_entropy_rows(logits, labels, scale, IGNORED)
+        """Float32 losses [n] of ``logits`` [n, V], and the gradient of their sum times ``scale``."""
+        return cross_entropy_rows(logits, labels, scale)
 
 
 class LinearCrossEntropy(nn.Module):

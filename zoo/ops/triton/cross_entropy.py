@@ -30,14 +30,14 @@ _LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
-def _place(start, VECTORS: tl.constexpr, WIDE: tl.constexpr):
-    """Columns [VECTORS, WIDE] from ``start`` on: one thread holds a whole vector."""
-    return start + tl.arange(0, VECTORS)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
+def _place(start, VECTORS: tl.constexpr, WIDTH: tl.constexpr):
+    """Columns [VECTORS, WIDTH] from ``start`` on: one thread holds a whole vector."""
+    return start + tl.arange(0, VECTORS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
 
 
 @triton.jit
 def _take(most, total, x):
-    """Greatest and sum of each lane, with logits [VECTORS, WIDE] more."""
+    """Greatest and sum of each lane, with logits [VECTORS, WIDTH] more."""
     higher = tl.minimum(tl.maximum(most, tl.max(x, 1)), _LARGEST)
     return higher, total * tl.exp(most - higher) + tl.sum(tl.exp(x - higher[:, None]), 1)
 
@@ -51,16 +51,16 @@ def _slope(x, column, hit, norm, factor):
 @kernel
 def _cross_entropy(
     logits, labels, scale, losses, columns,
-    IGNORED: tl.constexpr, VECTORS: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+    IGNORED: tl.constexpr, VECTORS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * columns
     label = tl.load(labels + row)
-    BLOCK: tl.constexpr = VECTORS * WIDE
+    BLOCK: tl.constexpr = VECTORS * WIDTH
     if label == IGNORED:
         for start in range(0, columns, BLOCK):
-            column = _place(start, VECTORS, WIDE)
-            tl.store(logits + column, tl.zeros([VECTORS, WIDE], logits.dtype.element_ty), mask=column < columns)
+            column = _place(start, VECTORS, WIDTH)
+            tl.store(logits + column, tl.zeros([VECTORS, WIDTH], logits.dtype.element_ty), mask=column < columns)
         tl.store(losses + row, 0.0)
     else:
         # A label that is no class has neither a logit nor a loss; a loss that is not a number is noticed.
@@ -74,9 +74,9 @@ def _cross_entropy(
         total = tl.zeros([VECTORS], tl.float32)
         last = (columns - 1) // BLOCK * BLOCK
         for start in tl.range(0, last, BLOCK, num_stages=STAGES):
-            x = tl.load(logits + _place(start, VECTORS, WIDE), eviction_policy="evict_last").to(tl.float32)
+            x = tl.load(logits + _place(start, VECTORS, WIDTH), eviction_policy="evict_last").to(tl.float32)
             most, total = _take(most, total, x)
-        column = _place(last, VECTORS, WIDE)
+        column = _place(last, VECTORS, WIDTH)
         seen = column < columns
         held = tl.load(logits + column, mask=seen, other=float("-inf"), eviction_policy="evict_first")
         most, total = _take(most, total, held.to(tl.float32))
@@ -87,7 +87,7 @@ def _cross_entropy(
         slope = _slope(held, column, hit, norm, factor)
         tl.store(logits + column, slope, mask=seen, eviction_policy="evict_first")
         for back in tl.range(BLOCK, last + 1, BLOCK, num_stages=STAGES):
-            column = _place(last - back, VECTORS, WIDE)
+            column = _place(last - back, VECTORS, WIDTH)
             slope = _slope(tl.load(logits + column, eviction_policy="evict_first"), column, hit, norm, factor)
             tl.store(logits + column, slope, eviction_policy="evict_first")
 
@@ -107,10 +107,10 @@ def cross_entropy_rows_(logits: Tensor, labels: Tensor, scale: Tensor, ignored: 
     rows, columns = logits.shape
     losses = logits.new_empty(rows, dtype=torch.float32)
     if rows:
-        wide = 16 // logits.element_size()
+        width = 16 // logits.element_size()
         _cross_entropy[(rows,)](
             logits, labels, scale, losses, columns,
-            IGNORED=ignored, VECTORS=BYTES // 16, WIDE=wide, STAGES=STAGES, num_warps=WARPS,
+            IGNORED=ignored, VECTORS=BYTES // 16, WIDTH=width, STAGES=STAGES, num_warps=WARPS,
         )  # fmt: skip
     return losses
 

@@ -1,0 +1,51 @@
+"""Cross entropy of rows of logits with its gradient in one pass, and gradients that are scaled in place.
+
+Shape legend: n rows, V classes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zoo.ops.common import kernels_run
+
+# The label of a row without a loss.
+IGNORED = -100
+
+
+def cross_entropy_rows(logits: Tensor, labels: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses of rows, and the gradient of their sum times ``scale``, computed in float32. It is not differentiated.
+
+    Args:
+        logits: [n, V], not needed any more: where our kernel runs, the gradient is written over them.
+        labels: [n] int64; rows of ``IGNORED`` have no loss. By the kernel a row whose label is no class has a loss and
+            a gradient that are not numbers.
+        scale: Float32 scalar, on the device.
+
+    Returns:
+        Float32 [n], and [n, V] like ``logits``.
+    """
+    if kernels_run(logits) and logits.is_contiguous():
+        from zoo.ops.triton import cross_entropy as kernels
+
+        return kernels.cross_entropy_rows_(logits, labels.contiguous(), scale, IGNORED), logits
+    seen = labels != IGNORED
+    index = torch.where(seen, labels, 0)[:, None]
+    x = logits.float()
+    total = torch.logsumexp(x, dim=-1, keepdim=True)
+    losses = torch.where(seen, (total - x.gather(-1, index))[:, 0], 0.0)
+    hit = torch.arange(logits.shape[-1], device=logits.device) == index
+    grad = torch.where(seen[:, None], ((x - total).exp() - hit.to(x.dtype)) * scale, 0.0)
+    return losses, grad.to(logits.dtype)
+
+
+def scale_(x: Tensor, factor: Tensor) -> None:
+    """Multiply in place by a scalar on the device, in float32. The kernel reads and writes nothing where it is one."""
+    if kernels_run(x) and x.is_contiguous():
+        from zoo.ops.triton import cross_entropy as kernels
+
+        kernels.scale_(x, factor)
+    else:
+        # Of one dimension, so that half precision is multiplied in float32 and not by a rounded factor.
+        x.mul_(factor.reshape(1))
