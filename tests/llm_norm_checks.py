@@ -14,6 +14,7 @@ import zoo.ops.common
 from tests.llm_checks import DEVICE, MARKS, check_close, let_kernels_run, values
 from zoo.ops.rms_norm import add_rms_norm, reference_rms_norm, rms_norm
 from zoo.ops.triton import rms_norm as kernels
+from zoo.ops.triton import sums
 
 pytestmark = MARKS
 # The interpreter cuts numbers off where a GPU rounds them to bfloat16.
@@ -33,7 +34,7 @@ def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 def _programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param is not None:
         monkeypatch.setattr(kernels, "PROGRAMS", request.param)
-        monkeypatch.setattr(kernels, "SUMS", 2)
+        monkeypatch.setattr(sums, "PARTS_AT_ONCE", 2)
 
 
 @pytest.mark.usefixtures("_programs")

@@ -1,10 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-"""The norms of a layer where gradients are wanted: each direction reads and writes every number once.
+"""Root-mean-square norms with the residual add before them: each direction reads and writes every number once.
 
     forward     the residual add, its sum, and the norm of that, a row a program
     backward    of each row, plus the gradient that reached it past the norm. Few programs go over all rows, so that
-                each holds what its rows give to the weight's gradient until the end
-    total       the programs' together, always in the same order
+                each holds what its rows give to the weight's gradient until the end; ``sums.py`` adds the rest
 
 Left to the compiler the residual add stands alone or the gradients are added on the way, and the weight's is summed by
 few programs.
@@ -18,15 +17,14 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from zoo.ops.common import ceil_div, next_power
+from zoo.ops.common import next_power
 from zoo.ops.triton.kernel import kernel
+from zoo.ops.triton.sums import add_parts
 
-# Numbers of a row that a thread holds, 16 bytes in half precision: of each summand, and of what the gradient reads.
-FORWARD, BACKWARD = 8, 8
+# Numbers of a row that a thread holds: 16 bytes of each tensor in half precision.
+NUMBERS = 8
 # Programs of the backward at most: four for each multiprocessor of a large GPU, and a power of two as rows mostly are.
 PROGRAMS = 512
-# Sums of programs that are read at once, and their columns: many programs, for little is read.
-SUMS, SUM_COLUMNS = 128, 16
 
 
 @kernel
@@ -83,17 +81,6 @@ def _backward(grad, x, weight, rstds, past, out, part, rows, columns, COLUMNS: t
     tl.store(part + first * columns + column, total, mask=live)
 
 
-@kernel(do_not_specialize=["sums"])
-def _total(part, out, sums, columns, SUMS: tl.constexpr, BLOCK: tl.constexpr):
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([SUMS, BLOCK], tl.float32)
-    for start in range(0, sums, SUMS):
-        row = start + tl.arange(0, SUMS)
-        seen = (row < sums)[:, None] & (column < columns)[None, :]
-        total += tl.load(part + row[:, None] * columns + column[None, :], mask=seen, other=0.0)
-    tl.store(out + column, tl.sum(total, 0).to(out.dtype.element_ty), mask=column < columns)
-
-
 def rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """X [..., C] plus what is added, or x itself; the norm of that; and its factors [...]."""
     x = x.contiguous()
@@ -103,7 +90,7 @@ def rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tup
         block = next_power(x.shape[-1])
         _forward[(rows,)](
             x, None if added is None else added.contiguous(), weight.contiguous(), None if added is None else total,
-            out, rstd, x.shape[-1], eps, COLUMNS=block, num_warps=_warps(block, FORWARD),
+            out, rstd, x.shape[-1], eps, COLUMNS=block, num_warps=_warps(block),
         )  # fmt: skip
     return total, out, rstd
 
@@ -117,18 +104,16 @@ def rms_norm_backward(
     out, grad_weight = torch.empty_like(x), torch.empty_like(weight)
     rows, columns = rstd.numel(), x.shape[-1]
     programs = min(rows, PROGRAMS)
-    part = x.new_empty(programs, columns, dtype=torch.float32)
+    part = x.new_empty(programs, 1, columns, dtype=torch.float32)
     block = next_power(columns)
     if rows:
         _backward[(programs,)](
             grad, x, weight, rstd, past, out, part, rows, columns,
-            COLUMNS=block, num_warps=_warps(block, BACKWARD),
+            COLUMNS=block, num_warps=_warps(block),
         )  # fmt: skip
-    _total[(ceil_div(columns, SUM_COLUMNS),)](
-        part, grad_weight, programs, columns, SUMS=SUMS, BLOCK=SUM_COLUMNS, num_warps=8
-    )
+    add_parts(part, grad_weight)
     return out, grad_weight
 
 
-def _warps(block: int, numbers: int) -> int:
-    return min(max(block // (32 * numbers), 1), 32)
+def _warps(block: int) -> int:
+    return min(max(block // (32 * NUMBERS), 1), 32)
