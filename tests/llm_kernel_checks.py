@@ -330,10 +330,12 @@ def test_hooks_of_norms_and_of_the_last_product_are_heard() -> None:
     model = zoo.create("llm-debug", device=DEVICE)
     layer, heard = model.layers[0], Counter[str]()
     names = "input_layernorm", "post_attention_layernorm", "down_proj"
+    position, cache = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), model.make_cache(1, 4)
     for name in names:
         getattr(layer, name).register_forward_pre_hook(lambda *_, name=name: heard.update([name]))
     tokens = torch.randint(model.config.vocab_size, (2, 9), device=DEVICE)
     model(tokens)
     with torch.no_grad():
         model(tokens)
-    assert heard == dict.fromkeys(names, 2)
+        model(tokens[:1, :1], position_ids=position, cache=cache)
+    assert heard == dict.fromkeys(names, 3)

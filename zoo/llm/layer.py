@@ -109,7 +109,7 @@ class LLMLayer(nn.Module):
 
     def _decodes(self, x: Tensor, cache: Tensor) -> bool:
         products = self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj
-        return decodes(x, cache, *(product.weight for product in products))
+        return all(map(plain, products)) and decodes(x, cache, *(product.weight for product in products))
 
     def _decode(self, x: Tensor, rotary: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
         """The block for one new token in each of few rows: x [B, C] -> [B, C]."""
