@@ -44,12 +44,12 @@ class DirectOrInductor(torch._TorchCompileInductorWrapper):
     Takes the arguments of ``torch.compile(backend="inductor")``.
     """
 
-    def __call__(self, model_: fx.GraphModule, inputs_: Any, *, config_patches: dict[str, Any] | None = None) -> Any:
+    def __call__(self, model_: fx.GraphModule, inputs_: Any, **options: Any) -> Any:
         """Make what runs in place of a graph."""
         tunes = self.config.get("max_autotune") or self.config.get("max_autotune_gemm")
         if not tunes and has_nothing_to_fuse(model_):
             return run_directly(model_)
-        return super().__call__(model_, inputs_, config_patches=config_patches)
+        return super().__call__(model_, inputs_, **options)  # type: ignore[no-untyped-call]
 
 
 def has_nothing_to_fuse(graph: fx.GraphModule) -> bool:
