@@ -94,6 +94,28 @@ def test_a_launch_like_an_earlier_one_runs_what_triton_would_run(gpu: Gpu, monke
         assert [*ours] == [each.data_ptr() if isinstance(each, Tensor) else each for each in tritons]
 
 
+def test_a_bound_launch_runs_what_triton_would_run(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[tuple[str, tuple[Any, ...]]] = []
+    launcher = lambda source, _: lambda x, y, z, *given: launched.append((source.hash(), (x, y, z, *given[6:])))  # noqa: E731
+    monkeypatch.setattr(gpu, "launcher_cls", launcher)
+    x, out, options = torch.randn(2, 32), torch.empty(2, 32), {"COLUMNS": 32, "num_warps": 1}
+    scales = [torch.randn(32), torch.randn(33)[1:], torch.randn(32)]
+    for scale in scales:
+        _scaled.run(x, scale, out, 2, 32, grid=(2,), warmup=False, **options)
+    expected = [(kernel, [each.data_ptr() if isinstance(each, Tensor) else each for each in given])
+                for kernel, given in launched]  # fmt: skip
+    bound = _scaled.bound((2, 1, 1), [None, None, None, 2, 32], [0, 1, 2], options)
+    for _ in range(2):
+        launched.clear()
+        for scale in scales:
+            bound(x, scale, out)
+    monkeypatch.setattr(_scaled, "launch", lambda *_, **__: pytest.fail("the launch was not kept"))
+    launched.clear()
+    for scale in scales:
+        bound(x, scale, out)
+    assert [(kernel, [*given]) for kernel, given in launched] == expected
+
+
 def test_a_launch_is_not_kept_where_somebody_watches_launches(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     launch()
     watched: list[str] = []

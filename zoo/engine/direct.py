@@ -53,42 +53,41 @@ class DirectOrInductor(torch._TorchCompileInductorWrapper):
 
 
 def has_nothing_to_fuse(graph: fx.GraphModule) -> bool:
-    """True if a graph launches a Triton kernel, and no pointwise operation in it reads another's result."""
-    launches, fusible = _look_at(graph)
-    return launches and not fusible
+    """True if a graph launches a Triton kernel, and no pointwise operation in it reads another's result.
 
-
-def _look_at(graph: fx.GraphModule) -> tuple[bool, bool]:
-    """Whether a graph launches a Triton kernel, and whether it is for a compiler."""
+    The two halves of an autograd function are passes as they were written, and not looked into.
+    """
     from torch._functorch.autograd_function import autograd_function_apply
-    from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 
     launches = False
     pointwise: set[fx.Node] = set()
     for node in graph.graph.nodes:
+        reads_pointwise = any(each in pointwise for each in node.all_input_nodes)
         if node.op in ("placeholder", "get_attr", "output"):
             continue
-        reads_pointwise = any(each in pointwise for each in node.all_input_nodes)
-        if node.target is triton_kernel_wrapper_mutation:
+        if node.target is autograd_function_apply:
+            halves = [getattr(graph, each.target) for each in node.args[:2]]
+            launches |= any(_launches(each) for half in halves for each in half.graph.nodes)
+        elif _launches(node):
             launches = True
-        elif node.target is autograd_function_apply:
-            for body in node.args[:2]:
-                launches_within, fusible = _look_at(getattr(graph, body.target))
-                if fusible:
-                    return launches, True
-                launches |= launches_within
         elif node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator):
-            return launches, True
-        elif isinstance(node.target, torch._ops.OpOverload) and node.target.namespace.startswith("zoo_"):
-            launches = True  # an opaque operator of ours
+            return False
         elif node.target in _VIEWS:
             if reads_pointwise:
                 pointwise.add(node)
         elif node.target not in _LIBRARY and isinstance(node.meta.get("example_value"), Tensor):
             if reads_pointwise:
-                return launches, True
+                return False
             pointwise.add(node)
-    return launches, False
+    return launches
+
+
+def _launches(node: fx.Node) -> bool:
+    """Whether a node launches a Triton kernel, or is an opaque operator of the zoo."""
+    from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
+
+    opaque = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace.startswith("zoo_")
+    return opaque or node.target is triton_kernel_wrapper_mutation
 
 
 def run_directly(graph: fx.GraphModule) -> Callable[..., Any]:
@@ -121,7 +120,7 @@ def _launch(
     tma_descriptor_metadata: dict[str, Any],
     **_: Any,
 ) -> tuple[Callable[..., None], list[Any]]:
-    """A function that launches a kernel, and the arguments to call it with: its grid, then the kernel's."""
+    """A function that launches a kernel, and the arguments to call it with."""
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
     kernel: Any = kernel_side_table.get_kernel(kernel_idx)
@@ -140,18 +139,25 @@ def _launch(
         _, (shape,) = tma_descriptor_metadata.get(parameter.name, ("", (None,)))
         tiles.append(shape)
     options.update(named)
+    varying = [index for index, each in enumerate(positional) if isinstance(each, fx.Node)]
+    tensors = [positional[index] for index in varying]
+    if (
+        not any(tiles)
+        and all(isinstance(each.meta.get("example_value"), Tensor) for each in tensors)
+        and not any(isinstance(each, fx.Node) for each in (*grid[0], *options.values()))
+    ):
+        return kernel.bound(tuple(grid[0]), positional, varying, options), tensors
     start = kernel.launch
 
-    def launch_on_tiles(grid: Any, *arguments: Any) -> None:
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        both = zip(arguments, tiles, strict=True)
-        start(grid, *(x if tile is None else TensorDescriptor.from_tensor(x, tile) for x, tile in both), **options)
-
     def launch(grid: Any, *arguments: Any) -> None:
+        if any(tiles):
+            from triton.tools.tensor_descriptor import TensorDescriptor
+
+            both = zip(arguments, tiles, strict=True)
+            arguments = tuple(x if tile is None else TensorDescriptor.from_tensor(x, tile) for x, tile in both)
         start(grid, *arguments, **options)
 
-    return launch_on_tiles if any(tiles) else launch, [tuple(grid[0]), *positional]
+    return launch, [tuple(grid[0]), *positional]
 
 
 def _function(
