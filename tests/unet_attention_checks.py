@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 import zoo
-from zoo.unet import attention, fallback, operators
-from zoo.unet.attention import attend
-from zoo.unet.kernels import attention as kernels
+from zoo.ops import common
+from zoo.ops import short_attention as ops
+from zoo.ops.short_attention import attend
+from zoo.ops.triton import short_attention as kernels
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
@@ -31,8 +32,7 @@ SIZES = [(70, 77, 2, 40), (64, 64, 1, 160), (9, 128, 2, 80), (65, 1, 3, 64), (1,
 def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     if DEVICE == "cpu":
-        for module in (operators, attention):
-            monkeypatch.setattr(module, "triton_runs_on", lambda device: True)
+        monkeypatch.setattr(common, "triton_runs_on", lambda device: True)
 
 
 def heads(*shape: int, dtype: torch.dtype = torch.float16, scale: float = 1.0) -> Tensor:
@@ -40,7 +40,7 @@ def heads(*shape: int, dtype: torch.dtype = torch.float16, scale: float = 1.0) -
 
 
 def close(found: Tensor, query: Tensor, key: Tensor, value: Tensor) -> None:
-    expected = fallback.attend(query.double(), key.double(), value.double(), None)
+    expected = attend(query.double(), key.double(), value.double())
     assert found.shape == expected.shape and found.dtype == query.dtype and found.is_contiguous()
     error = (found.double() - expected).norm() / expected.norm()
     assert error < RELATIVE[query.dtype], error
@@ -51,35 +51,35 @@ def close(found: Tensor, query: Tensor, key: Tensor, value: Tensor) -> None:
 def test_attends(queries: int, keys: int, count: int, width: int, dtype: torch.dtype) -> None:
     query = heads(2, queries, count, width, dtype=dtype, scale=2.0)
     key, value = (heads(2, keys, count, width, dtype=dtype) for _ in range(2))
-    close(attention.short_attention(query, key, value), query, key, value)
+    close(attend(query, key, value), query, key, value)
 
 
 def test_reads_heads_where_they_lie_in_a_product() -> None:
     query, key, value = heads(2, 65, 3, 2, 40).unbind(2)
-    found = attention.short_attention(query, key, value)
+    found = attend(query, key, value)
     close(found, query, key, value)
     # Nothing is copied, and what has other strides is.
     assert all(kernels._in_vectors(each) is each for each in (query, key, value))
     scattered = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in (query, key, value)]
-    assert torch.equal(attention.short_attention(*scattered), found)
+    assert torch.equal(attend(*scattered), found)
     shifted = heads(2 * 65 * 80 + 1)[1:].view(2, 65, 2, 40)
-    close(attention.short_attention(shifted, key, value), shifted, key, value)
+    close(attend(shifted, key, value), shifted, key, value)
 
 
 def test_scores_far_apart_neither_overflow_nor_vanish() -> None:
     query, key = heads(1, 4, 1, 16, scale=40.0), heads(1, 120, 1, 16, scale=40.0)
-    close(attention.short_attention(query, key, key), query, key, key)
+    close(attend(query, key, key), query, key, key)
     # All keys alike, and far below zero.
     key = -query[:, :1].expand(1, 100, 1, 16)
     value = heads(1, 100, 1, 16)
-    found = attention.short_attention(query[:, :1], key, value)
+    found = attend(query[:, :1], key, value)
     torch.testing.assert_close(found, value.mean(1).flatten(1), rtol=2e-3, atol=2e-3)
 
 
 def test_no_queries() -> None:
     key = heads(2, 77, 2, 40)
-    assert attention.short_attention(key[:, :0], key, key).shape == (0, 80)
-    assert attention.short_attention(key[:0], key[:0], key[:0]).shape == (0, 80)
+    assert attend(key[:, :0], key, key).shape == (0, 80)
+    assert attend(key[:0], key[:0], key[:0]).shape == (0, 80)
 
 
 def test_whose_attention_is_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,8 +101,9 @@ def test_whose_attention_is_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_model_predicts_as_with_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE == "cpu":  # the norms' kernels have checks of their own, and take half a minute here
-        monkeypatch.setattr(operators, "triton_runs_on", lambda device: False)
+    if DEVICE == "cpu":  # the other kernels have checks of their own, and take half a minute here
+        monkeypatch.setattr(common, "triton_runs_on", lambda device: False)
+        monkeypatch.setattr(ops, "kernels_run", lambda *_: True)
     ran: list[int] = []
     inner = kernels.short_attention
     monkeypatch.setattr(kernels, "short_attention", lambda *given: (ran.append(1), inner(*given))[1])
@@ -111,7 +112,7 @@ def test_a_model_predicts_as_with_the_librarys(monkeypatch: pytest.MonkeyPatch) 
     with torch.inference_mode():
         found = model(**inputs).sample
         count = len(ran)
-        monkeypatch.setattr(attention, "MOST_KEYS", 0)
+        monkeypatch.setattr(ops, "MOST_KEYS", 0)
         expected = model(**inputs).sample
     assert count == len(ran) > 0
     assert (found - expected).float().norm() / expected.float().norm() < 3e-2

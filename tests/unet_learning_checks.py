@@ -15,12 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import zoo.ops.common
 from zoo.layers import to_rows
+from zoo.ops import common
+from zoo.ops.conv import conv, conv_add
+from zoo.ops.glu import gated_gelu
+from zoo.ops.row_norm import add_norm, row_norm
+from zoo.ops.triton import glu as gate_kernels
+from zoo.ops.triton import row_norm as norm_kernels
 from zoo.ops.triton import sums
-from zoo.unet import ConvAdd, TransformerBlock, fallback, learning, operators
-from zoo.unet import glue as of_unet
-from zoo.unet.kernels import glue_backward as kernels
+from zoo.unet import TransformerBlock
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
@@ -36,15 +39,15 @@ CASES = [*((9, 40, *pair) for pair in PAIRS), *((*size, *PAIRS[-1]) for size in 
 def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     if DEVICE == "cpu":
-        for module in (operators, zoo.ops.common):
-            monkeypatch.setattr(module, "triton_runs_on", lambda device: True)
+        monkeypatch.setattr(common, "triton_runs_on", lambda device: True)
 
 
 @pytest.fixture
 def _programs_go_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of many rows, and of many columns."""
-    for name, size in {"GATE_ROWS": 2, "GATE_COLUMNS": 16, "GATE_PROGRAMS": 8, "NORM_PROGRAMS": 2}.items():
-        monkeypatch.setattr(kernels, name, size)
+    for name, size in {"ROWS": 2, "COLUMNS": 16, "PROGRAMS": 8}.items():
+        monkeypatch.setattr(gate_kernels, name, size)
+    monkeypatch.setattr(norm_kernels, "PROGRAMS", 2)
     for name, size in {"PARTS": 2, "PARTS_AT_ONCE": 2, "LAST_COLUMNS": 64, "ROWS": 2, "COLUMNS": 32}.items():
         monkeypatch.setattr(sums, name, size)
 
@@ -59,10 +62,10 @@ def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert error < RELATIVE[dtype], error
 
 
-def check(ours: Callable[..., Any], theirs: Callable[..., Any], given: Sequence[Tensor], alone: bool = True) -> None:
-    """Outputs and gradients against those of float64; and of each tensor as if no other learnt."""
+def check(function: Callable[..., Any], given: Sequence[Tensor], alone: bool = True) -> None:
+    """Outputs and gradients against those of float64, which no kernel takes; and of each tensor as if it learnt alone."""
     exact = [each.detach().double().requires_grad_() for each in given]
-    outputs, wanted = ours(*given), theirs(*exact)
+    outputs, wanted = function(*given), function(*exact)
     outputs, wanted = ((each,) if isinstance(each, Tensor) else each for each in (outputs, wanted))
     grads = [torch.randn(each.shape).to(each) for each in outputs]
     expected = torch.autograd.grad(wanted, exact, [grad.double() for grad in grads])
@@ -75,7 +78,7 @@ def check(ours: Callable[..., Any], theirs: Callable[..., Any], given: Sequence[
     assert all(torch.equal(*both) for both in zip(found, again, strict=True))
     for index, like in enumerate(given if alone else ()):
         frozen = [each.detach().requires_grad_(each is like) for each in given]
-        outputs = ours(*frozen)
+        outputs = function(*frozen)
         outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
         (one,) = torch.autograd.grad(outputs, frozen[index], grads)
         assert torch.equal(one, found[index])
@@ -88,16 +91,16 @@ def check(ours: Callable[..., Any], theirs: Callable[..., Any], given: Sequence[
 @pytest.mark.parametrize(("rows", "columns", "dtype", "wide"), CASES)
 def test_gates(rows: int, columns: int, dtype: torch.dtype, wide: torch.dtype) -> None:
     x, bias = values(rows, 2 * columns, dtype=dtype, scale=2.0), values(2 * columns, dtype=wide)
-    check(learning.gated_gelu, fallback.gated_gelu, [x, bias])
+    check(gated_gelu, [x, bias])
 
 
 def test_gates_of_programs_as_they_are() -> None:
-    check(learning.gated_gelu, fallback.gated_gelu, [values(20, 600, scale=2.0), values(600)])
+    check(gated_gelu, [values(20, 600, scale=2.0), values(600)])
 
 
 def slope_alone(gate: Tensor) -> Tensor:
     x = torch.cat([torch.ones_like(gate), gate])[None].requires_grad_()
-    out = learning.gated_gelu(x, torch.zeros_like(x[0].detach()))
+    out = gated_gelu(x, torch.zeros_like(x[0].detach()))
     (grad,) = torch.autograd.grad(out, x, torch.ones_like(out))
     return grad[0, gate.numel() :]
 
@@ -130,10 +133,7 @@ def test_norms_of_sums(rows: int, columns: int, dtype: torch.dtype, wide: torch.
         # Much larger than what is normed, which is not to be told from the sum that is returned.
         given.append(values(columns, dtype=wide, mean=300.0))
 
-    def of(module: Any) -> Callable[..., Any]:
-        return lambda x, residual, weight, bias, shift=None: module.add_norm(x, residual, weight, bias, shift, 1e-3)
-
-    check(of(learning), of(fallback), given)
+    check(lambda x, residual, weight, bias, shift=None: add_norm(x, residual, weight, bias, shift, 1e-3), given)
 
 
 @pytest.mark.usefixtures("_programs_go_round")
@@ -142,32 +142,23 @@ def test_norms_of_rows(rows: int, columns: int, dtype: torch.dtype, wide: torch.
     given = [values(rows, columns, dtype=dtype, mean=2.0), values(columns, dtype=wide, mean=1.0)]
     given.append(values(columns, dtype=wide))
 
-    def of(module: Any) -> Callable[..., Any]:
-        return lambda *given: module.row_norm(*given, 1e-3)
-
-    check(of(learning), of(fallback), given)
+    check(lambda *given: row_norm(*given, 1e-3), given)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(9, 320), (2, 2048)])
 def test_norms_of_programs_as_they_are(rows: int, columns: int) -> None:
     given = [values(rows, columns), values(rows, columns), *(values(columns) for _ in range(3))]
-    check(
-        lambda *given: learning.add_norm(*given, 1e-5),
-        lambda *given: fallback.add_norm(*given, 1e-5),
-        given,
-        alone=False,
-    )
+    check(lambda *given: add_norm(*given, 1e-5), given, alone=False)
 
 
 def test_what_is_kept_is_what_was_normed() -> None:
     x, residual, weight, bias = values(5, 40), values(5, 40), values(40), values(40)
-    total, out, kept, mean, scale = learning.kept_add_norm(x, residual, weight, bias, None, 1e-5)
     with torch.no_grad():
-        assert kept.numel() == 0 and all(
-            torch.equal(*both)
-            for both in zip((total, out), operators.add_norm(x, residual, weight, bias, None, 1e-5), strict=True)
-        )
-        moved, same, kept, *_ = learning.kept_add_norm(x, residual, weight, bias, bias, 1e-5)
+        total, out, kept, mean, scale = norm_kernels.kept_add_norm(x, residual, weight, bias, None, 1e-5)
+        assert kept is total
+        for one, other in zip((total, out), add_norm(x, residual, weight, bias, None, 1e-5), strict=True):
+            assert torch.equal(one, other)
+        moved, same, kept, *_ = norm_kernels.kept_add_norm(x, residual, weight, bias, bias, 1e-5)
     assert torch.equal(same, out) and torch.equal(kept, total) and torch.equal(moved, x + residual + bias)
     torch.testing.assert_close(mean.double(), total.double().mean(-1), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(
@@ -177,18 +168,14 @@ def test_what_is_kept_is_what_was_normed() -> None:
 
 def test_summands_of_two_dtypes() -> None:
     x, residual, weight, bias = values(5, 40, dtype=torch.bfloat16), values(5, 40), values(40), values(40)
-    check(
-        lambda *given: learning.add_norm(*given, None, 1e-5),
-        lambda *given: fallback.add_norm(*given, None, 1e-5),
-        [x, residual, weight, bias],
-    )
+    check(lambda *given: add_norm(*given, None, 1e-5), [x, residual, weight, bias])
 
 
 def test_an_output_that_nobody_used_has_no_gradient() -> None:
     x, residual, weight, bias, shift = values(5, 40), values(5, 40), values(40), values(40), values(40)
     given = [x, residual, weight, bias, shift]
     exact = [each.detach().double().requires_grad_() for each in given]
-    outputs, wanted = learning.add_norm(*given, 1e-5), fallback.add_norm(*exact, 1e-5)
+    outputs, wanted = add_norm(*given, 1e-5), add_norm(*exact, 1e-5)
     grad = values(5, 40).detach()
     for out, plain, none in ((outputs[0], wanted[0], (2, 3)), (outputs[1], wanted[1], (4,))):
         found = torch.autograd.grad(out, given, grad, retain_graph=True, allow_unused=True)
@@ -211,54 +198,43 @@ def test_biases_of_convolutions(rows: int, columns: int, dtype: torch.dtype, wid
         values(columns, dtype=wide),
     )
 
-    def exactly(x: Tensor, bias: Tensor, residual: Tensor | None = None) -> Tensor:
-        return x + bias if residual is None else x + bias + residual
-
-    check(learning.conv_add, exactly, [x, bias, residual])
-    check(learning.conv_bias, exactly, [x, bias])
+    check(conv_add, [x, bias, residual])
+    check(conv_add, [x, bias])
 
 
 def test_residuals_of_another_dtype() -> None:
     x, bias, residual = values(5, 40, dtype=torch.bfloat16), values(40), values(5, 40)
-    check(learning.conv_add, fallback.conv_add, [x, bias, residual])
+    check(conv_add, [x, bias, residual])
 
 
 def test_a_gradient_goes_through_a_sum_as_it_is() -> None:
     x, bias, residual = values(5, 40), values(40).detach(), values(5, 40)
     grad = values(5, 40).detach()
-    found = torch.autograd.grad(learning.conv_add(x, bias, residual), [x, residual], grad)
+    found = torch.autograd.grad(conv_add(x, bias, residual), [x, residual], grad)
     assert all(each.data_ptr() == grad.data_ptr() for each in found)
 
 
 # --- all of them ---
 
 
-def glue() -> dict[str, tuple[Callable[..., Any], Callable[..., Any], list[Tensor]]]:
-    """Ours, torch's and arguments that are views."""
+def glue() -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
+    """Functions and arguments that are views."""
     x, y = (values(12, 6).detach().t().requires_grad_() for _ in range(2))
     weight, bias, shift = (values(24).detach()[::2].requires_grad_() for _ in range(3))
     return {
-        "gate": (learning.gated_gelu, fallback.gated_gelu, [x, bias]),
-        "bias": (learning.conv_bias, fallback.conv_bias, [x, bias]),
-        "bias and residual": (learning.conv_add, fallback.conv_add, [x, bias, y]),
-        "add and norm": (
-            lambda *given: learning.add_norm(*given, 1e-3),
-            lambda *given: fallback.add_norm(*given, 1e-3),
-            [x, y, weight, bias, shift],
-        ),
-        "norm": (
-            lambda *given: learning.row_norm(*given, 1e-3),
-            lambda *given: fallback.row_norm(*given, 1e-3),
-            [x, weight, bias],
-        ),
+        "gate": (gated_gelu, [x, bias]),
+        "bias": (conv_add, [x, bias]),
+        "bias and residual": (conv_add, [x, bias, y]),
+        "add and norm": (lambda *given: add_norm(*given, 1e-3), [x, y, weight, bias, shift]),
+        "norm": (lambda *given: row_norm(*given, 1e-3), [x, weight, bias]),
     }
 
 
 @pytest.mark.parametrize("name", glue())
 def test_gradients_that_are_not_contiguous(name: str) -> None:
-    ours, theirs, given = glue()[name]
+    function, given = glue()[name]
     exact = [each.detach().double().requires_grad_() for each in given]
-    outputs, wanted = ours(*given), theirs(*exact)
+    outputs, wanted = function(*given), function(*exact)
     outputs, wanted = ((each,) if isinstance(each, Tensor) else each for each in (outputs, wanted))
     rows, columns = outputs[0].shape
     for grad in (values(columns, rows).detach().t(), values(1, columns).detach().expand(rows, -1)):
@@ -270,9 +246,9 @@ def test_gradients_that_are_not_contiguous(name: str) -> None:
 
 @pytest.mark.parametrize("name", glue())
 def test_no_rows(name: str) -> None:
-    ours, _, given = glue()[name]
+    function, given = glue()[name]
     given = [each[:0].detach().requires_grad_() if each.dim() == 2 else each for each in given]
-    outputs = ours(*given)
+    outputs = function(*given)
     outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
     found = torch.autograd.grad(outputs, given, [torch.ones_like(each) for each in outputs])
     for one, like in zip(found, given, strict=True):
@@ -282,34 +258,23 @@ def test_no_rows(name: str) -> None:
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 def test_a_block_trains_as_without_kernels(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     dtype = torch.bfloat16 if autocast else torch.float32
-    block, conv = TransformerBlock(16, 2).to(DEVICE), nn.Conv2d(16, 16, 3, padding=1).to(DEVICE)
-    model = nn.ModuleList([block, conv.to(memory_format=torch.channels_last)])
+    block, layer = TransformerBlock(16, 2).to(DEVICE), nn.Conv2d(16, 16, 3, padding=1).to(DEVICE)
+    model = nn.ModuleList([block, layer.to(memory_format=torch.channels_last)])
     image, text = values(2, 16, 2, 3, dtype=dtype).detach(), values(2, 5, 16, dtype=dtype).detach()
-    ran: list[str] = []
-    reach = operators.run_glue
-    monkeypatch.setattr(
-        operators, "run_glue", lambda name, *given, **module: (ran.append(name), reach(name, *given, **module))[1]
-    )
     found = []
     for kind in ("ours", "plain", "exact"):
         if kind == "plain":
-            assert sorted(set(ran)) == [
-                "conv_add", "conv_bias", "gated_gelu", "gated_gelu_backward", "kept_add_norm", "kept_row_norm",
-                "norm_backward",
-            ]  # fmt: skip
-            monkeypatch.setattr(operators, "triton_runs_on", lambda device: False)
-            ran.clear()
+            monkeypatch.setattr(common, "triton_runs_on", lambda device: False)
         each = copy.deepcopy(model).double() if kind == "exact" else model
         x, key = (given.double() if kind == "exact" else given for given in (image, text))
         x = x.contiguous(memory_format=torch.channels_last)
         with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast and kind != "exact"):
-            rows = to_rows(of_unet.conv(x, each[1]))
-            rows = ConvAdd()(each[0](rows, key, key, None, None), each[1].bias, rows)
+            rows = to_rows(conv(x, each[1]))
+            rows = conv_add(each[0](rows, key, key, None, None), each[1].bias, rows)
         above = torch.linspace(-1, 1, rows.numel(), device=DEVICE).view(rows.shape)
         grads = torch.autograd.grad((rows * above.to(rows)).sum(), list(each.parameters()))
         assert all(grad.dtype == parameter.dtype for grad, parameter in zip(grads, each.parameters(), strict=True))
         found.append([rows.detach(), *grads])
-    assert not ran
     for ours, plain, wanted in zip(*found, strict=True):
         errors = [float((each - wanted).norm() / wanted.norm()) for each in (ours, plain)]
         # What the interpreter cuts off counts more than once.

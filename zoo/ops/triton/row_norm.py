@@ -174,7 +174,7 @@ def _launch(
     columns = x.shape[-1]
     rows, block = x.numel() // columns, next_power(columns)
     at_once = max(1, min(ROWS, TILE // block))
-    # Where there is none another tensor stands for it, of which nothing is read; and one of its own for what is written:
+    # Where there is none another tensor stands for it, of which nothing is read; one of its own for what is written:
     # the compiler takes what an argument writes for the whole of a tensor.
     weight = dense(weight)
     added = x if residual is None else dense(residual)
@@ -191,7 +191,7 @@ def norm_backward(
     weighted: bool, shift: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of the sum [R, C], of weight and bias [C] if weighted, and of a shift [C] of a dtype, if it is said."""
-    columns, grad, weight = summed.shape[-1], dense(grad), dense(weight)
+    columns, grad, summed, weight = summed.shape[-1], dense(grad), dense(summed), dense(weight)
     out = torch.empty_like(summed)
     grad_weight = torch.empty_like(weight) if weighted else None
     grad_bias = torch.empty_like(bias) if weighted else None
@@ -203,7 +203,7 @@ def norm_backward(
     # Where there is no tensor another one stands for it, of which nothing is read or written.
     part = mean if not sums else mean.new_empty(parts, len(sums), columns)
     _norm_backward[(parts,)](
-        grad, grad if more is None else dense(more), dense(summed), mean, rstd, weight, out, part, rows,
+        grad, grad if more is None else dense(more), summed, mean, rstd, weight, out, part, rows,
         columns, 0 if more is None else columns, WEIGHTED=weighted, SHIFTED=shift is not None, ROWS=at_once,
         COLUMNS=block, num_warps=8,
     )  # fmt: skip
