@@ -12,10 +12,8 @@ import torch
 
 import zoo.ops.common
 from zoo.gnn import operators as gnn
-from zoo.resnet import depth, norms, pooling
-from zoo.resnet import operators as resnet
 
-MODULES: tuple[ModuleType, ...] = (gnn, norms, depth, pooling, resnet)
+MODULES: tuple[ModuleType, ...] = (gnn,)
 
 
 class Gpu:

@@ -16,8 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import zoo
-from zoo.resnet import depth, fold_batch_norm, norms
-from zoo.resnet.kernels import tiles
+from zoo.ops import batch_norm, common, stem_conv
+from zoo.ops.batch_norm import Norm, bias_act, norm_act
+from zoo.ops.triton import batch_norm as kernels
+from zoo.ops.triton import tiles
+from zoo.resnet import fold_batch_norm
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
@@ -34,8 +37,7 @@ def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     # Off for products, but by default on for convolutions.
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     if DEVICE == "cpu":
-        for module in (norms, depth):
-            monkeypatch.setattr(module, "triton_runs_on", lambda device: True)
+        monkeypatch.setattr(common, "triton_runs_on", lambda device: True)
         # The interpreter runs one program after the other, and smaller tiles let small sizes have many.
         monkeypatch.setattr(tiles, "ENOUGH", 3)
         monkeypatch.setattr(tiles, "PROGRAMS", 9)
@@ -81,6 +83,11 @@ def plain(x: Tensor, given: tuple[Tensor, ...], of_batch: bool) -> Tensor:
 # --- forward ---
 
 
+def as_norm(given: tuple[Tensor, ...], of_batch: bool = False) -> Norm:
+    mean, variance, weight, bias = given
+    return Norm(weight, bias, None if of_batch else mean, None if of_batch else variance, None, of_batch, 0.0, EPS)
+
+
 @pytest.mark.parametrize("dtype", RELATIVE)
 @pytest.mark.parametrize(("rows", "channels"), SIZES)
 def test_norm_and_bias_with_all_that_follows(rows: int, channels: int, dtype: torch.dtype) -> None:
@@ -89,26 +96,39 @@ def test_norm_and_bias_with_all_that_follows(rows: int, channels: int, dtype: to
     for kind in {dtype, torch.float32}:
         given, other = norm(channels, kind), norm(channels, kind)
         own = plain(x, given, False)
-        close(norms.norm_act(x, *given, None, EPS, False), own.relu(), dtype)
-        close(norms.norm_act(x, *given, more, EPS, False), (own + more.double()).relu(), dtype)
-        found = norms.norms_add_act(x, *given, more, *other, EPS, False)
+        close(norm_act(x, as_norm(given)), own.relu(), dtype)
+        close(norm_act(x, as_norm(given), more), (own + more.double()).relu(), dtype)
+        found = norm_act(x, as_norm(given), more, as_norm(other))
         close(found, (own + plain(more, other, False)).relu(), dtype, times=2)
     bias = values(channels, dtype=dtype)
-    close(norms.bias_act(x, bias, None), (x.double() + bias.double()).relu(), dtype)
-    close(norms.bias_act(x, bias, more), (x.double() + bias.double() + more.double()).relu(), dtype)
+    close(bias_act(x, bias), (x.double() + bias.double()).relu(), dtype)
+    close(bias_act(x, bias, more), (x.double() + bias.double() + more.double()).relu(), dtype)
 
 
 def test_what_is_not_a_number_stays_so() -> None:
     x, given = values(9, 5), norm(5)
     x[3, 2] = torch.nan
-    found = norms.norm_act(x, *given, None, EPS, False)
+    found = norm_act(x, as_norm(given))
     assert found[3, 2].isnan() and found.isnan().sum() == 1
 
 
-def test_rows_that_are_not_contiguous() -> None:
+def test_rows_that_are_not_contiguous_and_images() -> None:
     x, more, given = values(20, 11).t(), values(11, 40)[:, ::2], norm(20)
     expected = (plain(x, given, False) + more.double()).relu()
-    close(norms.norm_act(x, *given, more, EPS, False), expected, torch.float32)
+    close(norm_act(x, as_norm(given), more), expected, torch.float32)
+    x, more = values(2, 20, 3, 5), values(2, 20, 3, 5).contiguous(memory_format=torch.channels_last)
+    found = norm_act(x, as_norm(given), more)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    close(found.contiguous(), (plain(x, given, False) + more.double()).relu(), torch.float32)
+
+
+def test_empty_rows_and_other_dtypes_are_torchs() -> None:
+    given = norm(5)
+    assert norm_act(values(0, 5), as_norm(given)).shape == (0, 5)
+    x, wide = values(3, 5, dtype=torch.bfloat16), values(3, 5)
+    assert norm_act(x, as_norm(given), wide).dtype == torch.float32
+    doubles = tuple(tensor.double() for tensor in given)
+    assert norm_act(x.double(), as_norm(doubles)).dtype == torch.float64
 
 
 @pytest.mark.parametrize(
@@ -122,14 +142,18 @@ def test_rows_that_are_not_contiguous() -> None:
 )
 def test_shapes_that_do_not_fit_are_named(changes: dict[str, tuple[int, ...]], words: str) -> None:
     shapes = {"x": (4, 5), "mean": (5,), "variance": (5,), "weight": (5,), "bias": (5,), "residual": (4, 5)}
-    arguments = [values(*shape) for shape in (shapes | changes).values()]
+    x, *given, residual = (values(*shape) for shape in (shapes | changes).values())
     with pytest.raises(ValueError, match=words):
-        norms.norm_act(*arguments, EPS, False)
+        norm_act(x, as_norm(tuple(given)), residual)
     with pytest.raises(ValueError, match=r"mean has stride 2, expected 1; use mean\.contiguous"):
-        norms.norm_act(values(4, 5), values(10)[::2], *(values(5) for _ in range(3)), None, EPS, False)
+        norm_act(values(4, 5), as_norm((values(10)[::2], *(values(5) for _ in range(3)))))
 
 
 # --- statistics of a batch ---
+
+
+def statistics(x: Tensor) -> tuple[Tensor, Tensor]:
+    return kernels.batch_statistics(x, None, None, None, 0.0)
 
 
 def moved(old: Tensor, towards: Tensor, momentum: float) -> Tensor:
@@ -144,13 +168,21 @@ def test_statistics(rows: int, channels: int, dtype: torch.dtype) -> None:
     for kept in {torch.float32, dtype}:
         running = [values(channels, dtype=kept), values(channels, dtype=kept, mean=2.0)]
         before = [tensor.clone() for tensor in running]
-        found = norms.batch_statistics(x, *running, 0.3)
+        batches = torch.tensor(3, device=DEVICE)
+        found = kernels.batch_statistics(x, *running, batches, 0.3)
+        assert int(batches) == 4
         close(found[0], mean, torch.float32)
         close(found[1], variance * ((rows - 1) / rows), torch.float32, times=2)
         close(running[0], moved(before[0], mean, 0.3), kept)
         close(running[1], moved(before[1], variance, 0.3), kept, times=2)
-    for got, wanted in zip(norms.batch_statistics(x, None, None, 0.3), found, strict=True):
+    for got, wanted in zip(statistics(x), found, strict=True):
         assert torch.equal(got, wanted)
+
+
+def test_statistics_of_one_row_are_refused() -> None:
+    for shape in ((1, 3), (1, 3, 1, 1)):
+        with pytest.raises(ValueError, match="one row has no variance; give more, or use model.eval"):
+            statistics(values(*shape))
 
 
 def test_a_mean_far_from_zero_costs_no_variance() -> None:
@@ -160,32 +192,28 @@ def test_a_mean_far_from_zero_costs_no_variance() -> None:
         x = values(200, 20, mean=1e4)
         if outlier is not None:
             x[0] = outlier
-        mean, variance = norms.batch_statistics(x, None, None, 0.0)
+        mean, variance = statistics(x)
         close(mean, x.double().mean(0), torch.float32)
         # One bit of the mean is a thousandth of the deviation.
         close(variance, x.double().var(0, correction=0), torch.float32, times=200)
 
 
 def test_equal_rows_have_no_variance() -> None:
-    mean, variance = norms.batch_statistics(torch.full((100, 20), 3.0, device=DEVICE), None, None, 0.0)
+    mean, variance = statistics(torch.full((100, 20), 3.0, device=DEVICE))
     assert (mean == 3.0).all() and (variance == 0.0).all()
 
 
 def test_a_backward_does_not_use_statistics_that_were_moved_meanwhile() -> None:
     x, given = values(20, 5).requires_grad_(), norm(5)
-    out = norms.norm_act(x, *given, None, EPS, False)
-    norms.batch_statistics(x.detach(), *given[:2], 0.1)
+    out = norm_act(x, as_norm(given))
+    kernels.batch_statistics(x.detach(), *given[:2], None, 0.1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
     with torch.inference_mode():
-        norms.batch_statistics(values(20, 5), *norm(5)[:2], 0.1)
+        kernels.batch_statistics(values(20, 5), *norm(5)[:2], None, 0.1)
 
 
 # --- gradients ---
-
-
-def wide(*tensors: Tensor) -> list[Tensor]:
-    return [tensor.double().requires_grad_() for tensor in tensors]
 
 
 @pytest.mark.parametrize("of_batch", [True, False], ids=["statistics of the batch", "running statistics"])
@@ -195,44 +223,36 @@ def test_gradients(rows: int, channels: int, dtype: torch.dtype, of_batch: bool)
     x, more, grad = (values(rows, channels, dtype=dtype, mean=mean) for mean in (0.5, -0.5, 0.2))
     for kind in {dtype, torch.float32}:
         given, other = norm(channels, kind), norm(channels, kind)
-        if of_batch:
-            given = *norms.batch_statistics(x, None, None, 0.0), *given[2:]
-            other = *norms.batch_statistics(more, None, None, 0.0), *other[2:]
         for name in ("norm", "residual", "shortcut"):
-            exact = wide(x, more, *given[2:], *other[2:])
+            mine = [tensor.detach().clone().requires_grad_() for tensor in (x, more, *given[2:], *other[2:])]
+            out = norm_act(
+                mine[0], as_norm((*given[:2], *mine[2:4]), of_batch), None if name == "norm" else mine[1],
+                as_norm((*other[:2], *mine[4:]), of_batch) if name == "shortcut" else None,
+            )  # fmt: skip
+            found = torch.autograd.grad(out, mine, grad, allow_unused=True)
+            exact = [tensor.detach().double().requires_grad_() for tensor in mine]
             value = plain(exact[0], (*given[:2], *exact[2:4]), of_batch)
-            if name == "norm":
-                out, keep = None, value > 0
-                tensors = x, *given
-                found = [*norms.norm_act_backward(grad, *tensors, None, EPS, of_batch, True), None, None]
-            elif name == "residual":
+            if name == "residual":
                 value = value + exact[1]
-                out = norms.norm_act(x, *given, more, EPS, of_batch)
-                found = [*norms.norm_act_backward(grad, x, *given, out, EPS, of_batch, True), None, None]
-            else:
+            elif name == "shortcut":
                 value = value + plain(exact[1], (*other[:2], *exact[4:]), of_batch)
-                out = norms.norms_add_act(x, *given, more, *other, EPS, of_batch)
-                found = [*norms.norms_add_act_backward(grad, x, *given, more, *other, out, EPS, of_batch, True)]
             # Where rounding decides on which side of zero a value is, it decides for both.
-            keep = value > 0 if out is None else out > 0
+            keep = value > 0 if name == "norm" else out > 0
             wanted = torch.autograd.grad(value, exact, grad.double() * keep, allow_unused=True)
             for index, (got, right) in enumerate(zip(found, wanted, strict=True)):
-                if right is None:
-                    assert got is None or got.numel() == 0
-                    continue
-                assert got is not None
-                close(got, right, dtype if index < 2 else kind, times=8)
+                assert (got is None) == (right is None)
+                if got is not None:
+                    close(got, right, dtype if index < 2 else kind, times=8)
 
 
 def test_gradients_of_weights_that_nobody_wants_are_left_out() -> None:
     x, more, grad, given, other = values(40, 9), values(40, 9), values(40, 9), norm(9), norm(9)
     for of_batch in (True, False):
-        one = norms.norm_act_backward(grad, x, *given, more, EPS, of_batch, False)
-        full = norms.norm_act_backward(grad, x, *given, more, EPS, of_batch, True)
-        assert [tensor.numel() for tensor in one] == [360, 360, 0, 0]
-        assert torch.equal(one[0], full[0]) and torch.equal(one[1], full[1])
-        two = norms.norms_add_act_backward(grad, x, *given, more, *other, more, EPS, of_batch, False)
-        assert [tensor.numel() for tensor in two] == [360, 360, 0, 0, 0, 0]
+        for rest in ((None, kernels.NO_NORM), (more, other)):
+            out = kernels.norm_act_backward(grad, x, given, *rest, more, EPS, of_batch, False)
+            full = kernels.norm_act_backward(grad, x, given, *rest, more, EPS, of_batch, True)
+            assert [each is None for each in out] == [False, True, True, False, True, True]
+            assert torch.equal(out[0], full[0]) and torch.equal(out[3], full[3])
 
 
 def test_the_same_bits_every_time() -> None:
@@ -240,18 +260,21 @@ def test_the_same_bits_every_time() -> None:
 
     def everything() -> list[Tensor]:
         running = [given[0].clone(), given[1].clone()]
-        statistics = norms.batch_statistics(x, *running, 0.1)
-        out = norms.norms_add_act(x, *statistics, *given[2:], more, *other, EPS, True)
-        tensors = x, *statistics, *given[2:]
-        return [
-            *running, *statistics, out,
-            *norms.norm_act_backward(grad, *tensors, None, EPS, True, True),
-            *norms.norms_add_act_backward(grad, *tensors, more, *other, out, EPS, True, True),
-        ]  # fmt: skip
+        found = kernels.batch_statistics(x, *running, None, 0.1)
+        tensors = x, (*found, *given[2:]), more, other
+        out = kernels.norm_act(*tensors, EPS)
+        return [*running, *found, out, *kernels.norm_act_backward(grad, *tensors, out, EPS, True, True)]
 
     first = everything()
     for _ in range(2):
         assert all(torch.equal(got, wanted) for got, wanted in zip(everything(), first, strict=True))
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    x = values(4, 6).requires_grad_()
+    (grad,) = torch.autograd.grad(norm_act(x, as_norm(norm(6))).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.sum().backward()
 
 
 # --- models ---
@@ -274,7 +297,7 @@ def test_a_model_learns_as_without_kernels(monkeypatch: pytest.MonkeyPatch, of: 
     found = {}
     for kernels_on in (True, False):
         if not kernels_on:
-            monkeypatch.setattr(norms, "triton_runs_on", lambda device: False)
+            monkeypatch.setattr(batch_norm, "kernels_run", lambda *_: False)
         own = copy.deepcopy(model)
         out = own(images)
         (out * torch.linspace(-1, 1, out.numel(), device=DEVICE).view(out.shape)).sum().backward()
@@ -289,7 +312,7 @@ def test_a_folded_model_predicts_as_without_kernels(monkeypatch: pytest.MonkeyPa
     images = torch.randn(2, 3, 40, 40, device=DEVICE)
     with torch.no_grad():
         found = folded(images)
-        monkeypatch.setattr(norms, "triton_runs_on", lambda device: False)
+        monkeypatch.setattr(batch_norm, "kernels_run", lambda *_: False)
         torch.testing.assert_close(found, folded(images), rtol=1e-4, atol=1e-5)
 
 
@@ -300,9 +323,9 @@ def test_a_folded_model_predicts_as_without_kernels(monkeypatch: pytest.MonkeyPa
 )
 def test_squares_of_pixels(shape: tuple[int, ...], arguments: tuple[int, ...], dtype: torch.dtype) -> None:
     x = values(*shape, dtype=dtype)
-    expected = depth.space_to_depth(x.double(), *arguments)  # float64 is torch's own
+    expected = stem_conv.space_to_depth(x.double(), *arguments, torch.float64)  # float64 is torch's own
     for images in (x, x.contiguous(memory_format=torch.channels_last), x.mT.contiguous().mT):
-        found = depth.space_to_depth(images, *arguments)
+        found = stem_conv.space_to_depth(images, *arguments, dtype)
         assert found.dtype == dtype and found.stride() == expected.stride()
         assert torch.equal(found.double(), expected)
 
@@ -318,8 +341,8 @@ if DEVICE == "cuda":
             x = values(rows, channels, dtype=torch.bfloat16)
             # Dtypes that no other check has, so that all of it is compiled here.
             given = *norm(channels, torch.float16)[:2], *norm(channels, torch.bfloat16)[2:]
-            norms.norm_act_backward(x, x, *given, x, EPS, True, True)
-            norms.norm_act(x, *given, x, EPS, False)
+            kernels.norm_act_backward(x, x, given, None, kernels.NO_NORM, x, EPS, True, True)
+            norm_act(x, as_norm(given), x)
         names = [text.partition("[")[0] for text in compiled]
         assert sorted(set(names)) == sorted(names), compiled
         assert {"_apply", "_sums", "_gradients"} <= set(names), compiled
@@ -328,13 +351,14 @@ if DEVICE == "cuda":
 
         def test_more_elements_than_32_bits_count() -> None:
             x, given = torch.randn(2**25 + 3, 65, device=DEVICE, dtype=torch.bfloat16), norm(65)
-            out = norms.norm_act(x, *given, None, EPS, False)
-            assert torch.equal(out[-99:], norms.norm_act(x[-99:], *given, None, EPS, False))
-            grad_x, *_ = norms.norm_act_backward(x, x, *given, None, EPS, False, False)
+            out = norm_act(x, as_norm(given))
+            assert torch.equal(out[-99:], norm_act(x[-99:], as_norm(given)))
             del out
-            wanted, *_ = norms.norm_act_backward(x[-99:], x[-99:], *given, None, EPS, False, False)
+            rest = (given, None, kernels.NO_NORM, None, EPS, False, False)
+            grad_x, *_ = kernels.norm_act_backward(x, x, *rest)
+            wanted, *_ = kernels.norm_act_backward(x[-99:], x[-99:], *rest)
             assert torch.equal(grad_x[-99:], wanted)
-            mean, variance = norms.batch_statistics(x, None, None, 0.0)
+            mean, variance = statistics(x)
             assert mean.abs().max() < 1e-2 and (variance - 1).abs().max() < 1e-2
 
 

@@ -6,7 +6,6 @@ TRITON_INTERPRET=1 python -m pytest tests/resnet_pool_checks.py
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -14,9 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import zoo
-from zoo.resnet import BiasActPool, NormActPool, fold_batch_norm, norms, pooling
-from zoo.resnet.kernels import max_pool, tiles
-from zoo.resnet.kernels import pool as kernels
+from zoo.ops import common, pooling
+from zoo.ops.batch_norm import Norm
+from zoo.ops.triton import pooling as kernels
+from zoo.ops.triton import tiles
+from zoo.resnet import fold_batch_norm
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
@@ -34,7 +35,7 @@ EPS = 1e-5
 def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     if DEVICE == "cpu":
-        monkeypatch.setattr(norms, "triton_runs_on", lambda device: True)
+        monkeypatch.setattr(common, "triton_runs_on", lambda device: True)
     programs_of(monkeypatch, 3)
 
 
@@ -59,6 +60,10 @@ def norm(channels: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Ten
     return mean, variance, weight, bias
 
 
+def norm_act_pool(x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor, eps: float = EPS) -> Tensor:
+    return pooling.norm_act_pool(x, Norm(weight, bias, mean, variance, eps=eps))
+
+
 def plain(x: Tensor, given: tuple[Tensor, ...]) -> Tensor:
     mean, variance, weight, bias = (tensor.double() for tensor in given)
     value = F.batch_norm(x.double(), mean, variance, weight, bias, False, 0.0, EPS)
@@ -78,7 +83,7 @@ def test_norm_and_bias(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], 
     # Weights of the same dtype, and of float32 as under autocast.
     for kind in {dtype, torch.float32}:
         given = norm(shape[1], kind)
-        close(pooling.norm_act_pool(x, *given, EPS), plain(x, given), dtype)
+        close(norm_act_pool(x, *given), plain(x, given), dtype)
     bias = given[3].to(dtype)
     expected = F.max_pool2d(F.relu(x.double() + bias.double()[:, None, None]), 3, 2, 1)
     close(pooling.bias_act_pool(x, bias), expected, dtype)
@@ -88,7 +93,7 @@ def test_signs_of_weights_decide_which_pixel_counts() -> None:
     x = images(1, 2, 4, 4)
     x[0, :, 1, 1], x[0, :, 0, 1] = 9.0, -9.0
     weight, rest = torch.tensor([1.0, -1.0], device=DEVICE), torch.zeros(2, device=DEVICE)
-    found = pooling.norm_act_pool(x, rest, rest + 1.0, weight, rest, 0.0)
+    found = norm_act_pool(x, rest, rest + 1.0, weight, rest, 0.0)
     assert (found[0, :, 0, 0] == 9.0).all()
 
 
@@ -99,7 +104,7 @@ def test_what_is_not_a_number_stays_so_in_its_windows_alone(dtype: torch.dtype) 
     x[0, 2, 3, 5] = x[0, 3, 0, 0] = x[1, 4, 8, 20] = x[1, 1, 4, 10] = torch.nan
     x[1, 1, 5, 10], x[1, 1, 3, 10] = torch.inf, -torch.inf
     for found, expected in (
-        (pooling.norm_act_pool(x, *given, EPS), plain(x, given)),
+        (norm_act_pool(x, *given), plain(x, given)),
         (pooling.bias_act_pool(x, given[3]), F.max_pool2d(x.double() + given[3].double()[:, None, None], 3, 2, 1)),
     ):
         assert expected.isnan().sum() == 4 + 1 + 1 + 1
@@ -112,7 +117,7 @@ def test_infinite_values(sign: float) -> None:
     x[0, :, 2, 2], x[0, :, 5, 7] = torch.inf, -torch.inf
     x[0, 1] = -torch.inf * sign
     given = mean, variance, sign * weight.abs().clamp(min=0.1), bias
-    found = pooling.norm_act_pool(x, *given, EPS)
+    found = norm_act_pool(x, *given)
     assert found.isinf().any() and not found.isnan().any()
     close(found, plain(x, given), torch.float32)
 
@@ -121,17 +126,17 @@ def test_images_that_are_not_in_channels_last() -> None:
     given = norm(6)
     parts = images(2, 6, 18, 8)[:, :, ::2], images(3, 7, 9, 8)[1:, 1:]
     for x in (images(2, 6, 9, 8).contiguous(), images(2, 6, 8, 9).mT, *parts):
-        close(pooling.norm_act_pool(x, *given, EPS), plain(x, given), torch.float32)
+        close(norm_act_pool(x, *given), plain(x, given), torch.float32)
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:
     x, given = images(1, 5, 4, 4), norm(5)
-    with pytest.raises(ValueError, match=r"x has shape \(5, 4, 4\), expected images \[N, C, H, W\]"):
-        pooling.norm_act_pool(x[0], *given, EPS)
+    with pytest.raises(ValueError, match=r"x has shape \(5, 4, 4\), expected rows \[R, C\] or images \[N, C, H, W\]"):
+        norm_act_pool(x[0], *given)
     with pytest.raises(ValueError, match=r"bias has shape \(4,\), expected \(5,\) as of x"):
         pooling.bias_act_pool(x, given[0][:4])
     with pytest.raises(ValueError, match=r"weight has stride 2, expected 1; use weight\.contiguous"):
-        pooling.norm_act_pool(x, *given[:2], norm(10)[2][::2], given[3], EPS)
+        norm_act_pool(x, *given[:2], norm(10)[2][::2], given[3])
 
 
 def test_programs_cover_all_lines() -> None:
@@ -148,30 +153,28 @@ def test_programs_cover_all_lines() -> None:
 def test_the_kernel_runs_where_nothing_is_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
 
-    def noting(name: str) -> Any:
-        kernel = getattr(kernels, name)
-        return lambda *arguments: (ran.append(name), kernel(*arguments))[1]
-
-    for name in ("norm_act_pool", "bias_act_pool"):
-        monkeypatch.setattr(kernels, name, noting(name))
-    config = zoo.create("resnet-debug").config
-    normed, biased = NormActPool(config).eval(), BiasActPool()
+    kernel = kernels.norm_act_pool
+    monkeypatch.setattr(kernels, "norm_act_pool", lambda *arguments: (ran.append("pool"), kernel(*arguments))[1])
     x, given = images(2, 6, 5, 7), norm(6)
     weight = given[2].clone().requires_grad_()
     learning = *given[:2], weight, given[3]
     with torch.no_grad():
-        normed(x, learning)
-        biased(x, weight)
-    normed(x, given)
-    biased(x, given[3])
-    assert ran == ["norm_act_pool", "bias_act_pool"] * 2
+        norm_act_pool(x, *learning)
+        pooling.bias_act_pool(x, weight)
+    norm_act_pool(x, *given)
+    pooling.bias_act_pool(x, given[3])
+    assert len(ran) == 4
     # What learns, statistics of a batch, and what kernels do not know.
-    for out in (normed(x, learning), normed(x.clone().requires_grad_(), given), biased(x, weight)):
+    for out in (
+        norm_act_pool(x, *learning),
+        norm_act_pool(x.clone().requires_grad_(), *given),
+        pooling.bias_act_pool(x, weight),
+    ):
         out.sum().backward()
     with torch.no_grad():
-        normed.train()(x, given)
-        normed.eval()(x, (None, None, *given[2:]))
-        assert normed(x.double(), tuple(tensor.double() for tensor in given)).dtype == torch.float64
+        pooling.norm_act_pool(x, Norm(*given[2:], *given[:2], of_batch=True))
+        pooling.norm_act_pool(x, Norm(*given[2:], None, None, of_batch=True))
+        assert norm_act_pool(x.double(), *(tensor.double() for tensor in given)).dtype == torch.float64
     assert len(ran) == 4
 
 
@@ -184,7 +187,7 @@ def test_a_model_predicts_as_without_kernels(monkeypatch: pytest.MonkeyPatch, fo
         stem = (fold_batch_norm(model) if folded else model).stem
         x = torch.randn(2, 3, 37, 50, device=DEVICE).contiguous(memory_format=torch.channels_last)
         found = stem(x)
-        monkeypatch.setattr(norms, "triton_runs_on", lambda device: False)
+        monkeypatch.setattr(common, "triton_runs_on", lambda device: False)
         torch.testing.assert_close(found, stem(x), rtol=1e-4, atol=1e-5)
 
 
@@ -199,7 +202,7 @@ if DEVICE == "cuda":
             x = images(*shape, dtype=torch.bfloat16)
             # Dtypes that no other check has, so that all of it is compiled here.
             given = *norm(shape[1], torch.float16)[:2], *norm(shape[1], torch.bfloat16)[2:]
-            pooling.norm_act_pool(x, *given, EPS)
+            norm_act_pool(x, *given)
         assert len(compiled) == 1, compiled
 
     if torch.cuda.mem_get_info()[0] > 24 * 2**30:
@@ -208,8 +211,8 @@ if DEVICE == "cuda":
             x = torch.randn(1, 2**18 + 1, 2**7, 65, device=DEVICE, dtype=torch.bfloat16).permute(0, 3, 1, 2)
             x = x.expand(2, -1, -1, -1).contiguous(memory_format=torch.channels_last)
             given = norm(65)
-            out = pooling.norm_act_pool(x, *given, EPS)
-            assert torch.equal(out[1:, :, -3:], pooling.norm_act_pool(x[1:, :, -7:], *given, EPS)[:, :, -3:])
+            out = norm_act_pool(x, *given)
+            assert torch.equal(out[1:, :, -3:], norm_act_pool(x[1:, :, -7:], *given)[:, :, -3:])
 
 
 # --- with gradients ---
@@ -218,7 +221,7 @@ if DEVICE == "cuda":
 def both_pools(x: Tensor) -> list[tuple[Tensor, Tensor]]:
     """The output and the gradient of x, ours and torch's."""
     found = []
-    for pool in (lambda x: pooling.max_pool(x)[0], lambda x: F.max_pool2d(x, 3, 2, 1)):
+    for pool in (pooling.max_pool, lambda x: F.max_pool2d(x, 3, 2, 1)):
         given = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
         out = pool(given)
         # Numbers whose sums are exact in any dtype.
@@ -239,12 +242,7 @@ def test_pooling_chooses_and_gives_back_as_torch_does(
     (out, grad), (expected, expected_grad) = both_pools(x)
     assert torch.equal(out, expected) and torch.equal(grad, expected_grad)
     assert out.is_contiguous(memory_format=torch.channels_last) and out.dtype == grad.dtype == dtype
-    which = pooling.max_pool(x)[1]
-    # Of what torch's own operators make of it elsewhere.
-    assert torch.equal(which, pooling.fallback.max_pool(x.float())[1]) and int(which.max()) < 9
-    weights = torch.ones_like(out)
-    found = pooling.max_pool_backward(weights, which, *shape[2:])
-    assert torch.equal(found, pooling.fallback.max_pool_backward(weights, which, *shape[2:]))
+    assert int(kernels.max_pool(x)[1].max()) < 9
 
 
 def test_pooling_of_what_is_not_finite() -> None:
@@ -265,15 +263,15 @@ def test_pooling_of_what_is_not_finite() -> None:
 def test_pooling_of_other_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     for name in ("max_pool", "max_pool_backward"):
-        kernel = getattr(max_pool, name)
+        kernel = getattr(kernels, name)
         monkeypatch.setattr(
-            max_pool, name, lambda *given, name=name, kernel=kernel: (ran.append(name), kernel(*given))[1]
+            kernels, name, lambda *given, name=name, kernel=kernel: (ran.append(name), kernel(*given))[1]
         )
     x = images(2, 8, 7, 6)
     for given in (x.contiguous(), x[:, :, 1:, 2:], x.transpose(2, 3)):
         (out, grad), (expected, expected_grad) = both_pools(given)
         assert torch.equal(out, expected) and torch.equal(grad, expected_grad)
     assert ran == ["max_pool", "max_pool_backward"] * 3
-    assert pooling.max_pool(x[:0])[0].shape == (0, 8, 4, 3)
+    assert pooling.max_pool(x[:0]).shape == (0, 8, 4, 3)
     with pytest.raises(ValueError, match="expected images"):
-        pooling.max_pool(x[0])
+        kernels.max_pool(x[0])

@@ -15,10 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import zoo
 from zoo.ops import common as operators
 from zoo.ops import opaque
-from zoo.resnet import glue, norms
 from zoo.unet.glue import AddNorm
 
 
@@ -77,31 +75,8 @@ def test_a_cpu_is_not_asked(asked: list[torch.device]) -> None:
     assert not operators.triton_runs_on(torch.device("cpu")) and not asked
 
 
-def test_kernels_want_rows_of_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norms, "triton_runs_on", lambda device: True)
-    x = torch.randn(3, 2)
-    assert norms.kernels_run(x) and norms.kernels_run(x, None, x)
-    assert not norms.kernels_run(x, None, x.bfloat16())
-    assert not norms.kernels_run(x.double()) and not norms.kernels_run(x[:0])
-
-
-def _norm(channels: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return torch.zeros(channels), torch.ones(channels), torch.ones(channels), torch.zeros(channels)
-
-
-def _glue(cls: type[nn.Module], *, training: bool) -> nn.Module:
-    return cls(zoo.create("resnet-debug").config).train(training)
-
-
 ROWS = torch.randn(5, 3)
 CASES: dict[str, tuple[Callable[..., nn.Module], tuple[object, ...], int]] = {
-    "NormAct": (lambda training: _glue(glue.NormAct, training=training), (ROWS, _norm(3)), 5),
-    "NormAddAct": (lambda training: _glue(glue.NormAddAct, training=training), (ROWS, _norm(3), ROWS + 1), 6),
-    "NormsAddAct": (
-        lambda training: _glue(glue.NormsAddAct, training=training),
-        (ROWS, _norm(3), ROWS + 1, _norm(3)),
-        10,
-    ),
     "AddNorm": (lambda training: AddNorm(3).train(training), (ROWS, ROWS + 1), 4),
 }
 
@@ -127,9 +102,6 @@ def test_symbolic_sizes_leave_numbers_alone(name: str, training: bool) -> None:
 
 
 def test_numbers_are_what_was_asked_for() -> None:
-    config = zoo.create("resnet-debug").config
-    module = glue.NormAct(config)
-    assert (module.eps, module.momentum) == (config.norm_options["eps"], config.norm_options["momentum"])
     assert AddNorm(3, eps=0.1 + 0.2).eps == 0.1 + 0.2
 
 

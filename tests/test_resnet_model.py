@@ -1,4 +1,4 @@
-"""The regions in every mode, size and cut; channels_last wherever weights come from; every bad input and its error."""
+"""The regions in every mode and size; channels_last wherever weights come from; every bad input and its error."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from torch.optim.swa_utils import update_bn
 import zoo
 from zoo.engine.compile import plan_of
 from zoo.engine.graph_log import LEDGER
-from zoo.resnet import CUTS, BasicBlock, NormAct, NormActPool, NormsAddAct, ResNet, ResNetConfig, ResNetHead, cut
-from zoo.resnet.norms import batch_statistics
+from zoo.resnet import BasicBlock, ResNet, ResNetConfig, ResNetHead, ResNetStage, Stem
 
 MODES: dict[str, tuple[bool, Any]] = {
     "train": (True, nullcontext),
@@ -45,77 +44,52 @@ def graphs(model: nn.Module) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_glue_is_a_graph_for_all_widths_and_sizes(mode: str) -> None:
+def test_blocks_are_a_graph_for_each_signature_and_size(mode: str) -> None:
     training, context = MODES[mode]
     model = debug().train(training)
     eager = copy.deepcopy(model)
     zoo.compile_regions(model, backend="aot_eager")
-    with context(), zoo.enforce_budget(model):
-        for shape in SHAPES:
-            images = torch.randn(shape)
+    for shape in SHAPES:
+        images = torch.randn(shape)
+        with context(), zoo.enforce_budget(model):
             torch.testing.assert_close(model(images), eager(images), rtol=1e-4, atol=1e-5)
-    ends = len(SHAPES)
-    assert graphs(model) == {
-        "NormAct": 1,
-        "NormAddAct": 1,
-        "NormsAddAct": 1,
-        "NormActPool": ends,
-        "ResNetHead": ends,
-    }
+    # Two blocks in the first two stages, one in the others: six signatures.
+    assert graphs(model) == {"Stem": len(SHAPES), "Bottleneck": 6 * len(SHAPES), "ResNetHead": len(SHAPES)}
 
 
-def test_deeper_and_wider_is_no_more_graphs() -> None:
-    models = [debug(), debug(layers=(3, 4, 4, 3), groups=2, replace_stride_with_dilation=(False, False, True))]
-    for model in models:
-        torch.compiler.reset()
-        zoo.compile_regions(model, backend="eager")
-        with torch.inference_mode(), zoo.enforce_budget(model):
-            model(torch.randn(2, 3, 64, 64))
-        assert sum(graphs(model).values()) == 5
-        assert zoo.find_regions(model, inputs=zoo.example_inputs(model)).graphs_needed == 5
-
-
-def test_a_single_row_is_a_graph_more_and_within_the_budget() -> None:
-    model = zoo.compile_regions(zoo.create("resnet18"), backend="eager")
-    with torch.inference_mode(), zoo.enforce_budget(model):
-        model(torch.randn(1, 3, 32, 32))
-    # The first stage has as many rows as channels, 64, and the last a single one.
-    assert graphs(model) == {"NormActPool": 1, "NormAct": 3, "NormAddAct": 3, "NormsAddAct": 2, "ResNetHead": 1}
-
-
-# resnet-debug has two blocks in the first two stages and one in the others.
-NEEDED = {"glue": 5, "glue-static": 7 + 2 + 4 + 2, "blocks": 4 + 2 + 2, "stages": 4 + 2, "ends": 2}
+# Graphs of blocks, which both ends come on top of.
+@pytest.mark.parametrize(
+    ("preset", "changes", "blocks"),
+    [
+        ("resnet18", {}, 7),
+        ("resnet50", {}, 8),
+        ("resnet101", {}, 8),
+        ("resnext50_32x4d", {}, 8),
+        ("resnet50", {"replace_stride_with_dilation": (False, True, True)}, 8),
+        ("resnet50", {"layers": (5, 6, 9, 4)}, 8),
+    ],
+)
+def test_deeper_is_no_more_graphs_and_regions_hold_all_weights(
+    preset: str, changes: dict[str, Any], blocks: int
+) -> None:
+    model = zoo.create(preset, device="meta", **changes)
+    report = zoo.find_regions(model)
+    assert report.graphs_needed == blocks + 2 <= 10
+    assert all(found.graphs_needed <= found.budget for found in report.regions)
+    modules = dict(model.named_modules())
+    inside = sum(p.numel() for found in report.regions for name in found.modules for p in modules[name].parameters())
+    assert inside == sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("name", CUTS)
-def test_every_cut_computes_what_eager_does_in_the_graphs_it_declares(name: str, training: bool) -> None:
+def test_stages_can_be_regions_too(training: bool) -> None:
     model = debug().train(training)
     eager = copy.deepcopy(model)
     images = torch.randn(2, 3, 64, 64)
-    regions = cut(model, name)
-    report = zoo.find_regions(model, regions, inputs={"images": images})
-    zoo.compile_regions(model, regions=regions, backend="aot_eager")
+    zoo.compile_regions(model, regions=[Stem, ResNetStage, ResNetHead], backend="aot_eager")
     with zoo.enforce_budget(model):
         torch.testing.assert_close(model(images), eager(images), rtol=1e-4, atol=1e-5)
-    assert sum(graphs(model).values()) == report.graphs_needed
-    assert all(found.graphs_needed <= found.budget for found in report.regions)
-    if not training:
-        assert report.graphs_needed == NEEDED[name]
-
-
-@pytest.mark.parametrize(("preset", "blocks"), [("resnet18", 7), ("resnet50", 8)])
-def test_full_size_models_need_the_graphs_that_are_documented(preset: str, blocks: int) -> None:
-    model = zoo.create(preset)
-    inputs = zoo.example_inputs(model, batch=1, size=64)
-    needed = {name: zoo.find_regions(model, cut(model, name), inputs=inputs).graphs_needed for name in CUTS}
-    static = {"resnet18": 4 + 4 + 3 + 2}.get(preset, 7 + 4 + 4 + 2)
-    assert needed == {"glue": 5, "glue-static": static, "blocks": blocks + 2, "stages": 6, "ends": 2}
-
-
-def test_an_unknown_cut_is_named() -> None:
-    with pytest.raises(ValueError, match="no cut 'layers'; choose one of glue, glue-static, blocks, stages, ends"):
-        cut(debug(), "layers")
+    assert graphs(model) == {"Stem": 1, "ResNetStage": 4, "ResNetHead": 1}
 
 
 def test_autocast_matches_eager() -> None:
@@ -147,8 +121,8 @@ def test_inductor_gives_the_same_numbers_and_gradients() -> None:
     for compiled in (False, True):
         own = copy.deepcopy(model)
         if compiled:
-            # Compiling is slow on a CPU: the glue that occurs in every block will do.
-            zoo.compile_regions(own, exclude=[NormActPool, NormsAddAct, ResNetHead])
+            # Compiling is slow on a CPU: a block without a shortcut and one with it will do.
+            zoo.compile_regions(own, exclude=[Stem, ResNetHead, "stages.1", "stages.2", "stages.3"])
         out = own(images)
         out.square().sum().backward()
         results.append([out.detach(), *(p.grad for p in own.parameters()), *own.buffers()])
@@ -267,11 +241,6 @@ def test_too_small_for_training_and_large_enough_for_evaluation() -> None:
         without_statistics(torch.zeros(1, 3, 32, 32))
 
 
-def test_statistics_of_one_row_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"x has shape \(1, 3\): one row has no variance"):
-        batch_statistics(torch.zeros(1, 3), None, None, 0.0)
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -310,14 +279,10 @@ def test_example_inputs_check_their_sizes() -> None:
         zoo.example_inputs(model, batch=0)
 
 
-def test_blocks_and_glue_build_on_their_own() -> None:
+def test_blocks_build_on_their_own() -> None:
     config = ResNetConfig(block="basic", layers=(1, 1, 1, 1), num_classes=3)
     shape = next(config.stages())[0]
     assert BasicBlock(config, shape)(torch.randn(2, 64, 5, 6)).shape == (2, 64, 5, 6)
-    norm = nn.BatchNorm1d(4).eval()
-    x = torch.randn(7, 4)
-    got = NormAct(config).eval()(x, (norm.running_mean, norm.running_var, norm.weight, norm.bias))
-    torch.testing.assert_close(got, norm(x).relu())
 
 
 def test_zero_init_residual_starts_blocks_as_their_shortcuts() -> None:
@@ -328,26 +293,32 @@ def test_zero_init_residual_starts_blocks_as_their_shortcuts() -> None:
         assert not torch.equal(debug(layers=(2, 1, 1, 1)).stages[0].blocks[1](x), x)
 
 
-def test_a_norm_of_another_mode_or_momentum_than_the_model_is_refused() -> None:
-    model = zoo.create("resnet-debug").train()
-    images = torch.randn(4, *zoo.example_inputs(model)["images"].shape[1:])
-    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
-    norms[3].eval()
-    with pytest.raises(ValueError, match=r"a norm is in eval mode, and what is around it in training mode.*'frozen'"):
-        model(images)
-    model.eval()
-    norms[3].train()
-    with pytest.raises(ValueError, match="a norm is in training mode, and what is around it in eval mode"):
-        model(images)
-    model.train()
-    norms[3].momentum = 0.01
-    with pytest.raises(ValueError, match=r"the momentum of a norm is 0\.01, and was 0\.1 .*norm_kwargs"):
-        model(images)
-    norms[3].momentum = 0.1
+def test_norms_keep_a_mode_and_a_momentum_of_their_own() -> None:
+    model = debug().train()
+    theirs = zoo.to_upstream(model)
+    images = torch.randn(4, 3, 40, 40)
+    for each, first, last in (
+        (model, model.stages[0].blocks[0].conv1.norm, model.stages[0].blocks[0].join.shortcut_norm),
+        (theirs, theirs.layer1[0].bn1, theirs.layer1[0].downsample[1]),
+    ):
+        first.eval()
+        last.eval()
+        each.get_submodule("stem.norm" if each is model else "bn1").momentum = 0.3
+    zoo.compile_regions(model, backend="aot_eager")
+    torch.testing.assert_close(model(images), theirs(images), rtol=1e-4, atol=1e-5)
+    ours = zoo.to_upstream(model).state_dict()
+    for name, expected in theirs.state_dict().items():
+        torch.testing.assert_close(ours[name], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_norms_without_momentum_or_of_several_processes_are_refused_in_training() -> None:
+    model = debug().train()
+    images = torch.randn(4, 3, 40, 40)
     with pytest.raises(ValueError, match=r"the momentum of a norm is None.*update_bn.*zoo\.to_upstream\(model\)"):
         update_bn([images], model)
+    several = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
     with pytest.raises(ValueError, match="a norm is a SyncBatchNorm"):
-        nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))(images)
+        several(images)
 
 
 def test_statistics_of_a_loader_come_by_way_of_the_upstream_model() -> None:

@@ -6,48 +6,50 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
-import zoo
-from zoo.resnet import depth
+from zoo.ops import stem_conv as stem
 
 SHAPES = [(2, 3, 32, 32), (1, 3, 33, 47), (2, 1, 7, 9), (2, 4, 30, 31), (3, 2, 224, 10)]
 
 
+@pytest.fixture
+def squares(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """Shapes of what was cut into squares, by torch's operators: kernels are said to run."""
+    shapes: list[torch.Size] = []
+    by_torch = stem.space_to_depth
+
+    def noted(x: torch.Tensor, *sizes: object) -> torch.Tensor:
+        shapes.append(x.shape)
+        with monkeypatch.context() as patch:
+            patch.setattr(stem, "kernels_run", lambda *_: False)
+            return by_torch(x, *sizes)
+
+    monkeypatch.setattr(stem, "kernels_run", lambda *_: True)
+    monkeypatch.setattr(stem, "space_to_depth", noted)
+    return shapes
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_output_and_gradient_of_the_weight(shape: tuple[int, ...]):
+def test_output_and_gradient_of_the_weight(shape: tuple[int, ...], squares: list[torch.Size]):
     x = torch.randn(shape, dtype=torch.float64)
-    weight = torch.randn(8, shape[1], 7, 7, dtype=torch.float64, requires_grad=True)
-    expected, found = F.conv2d(x, weight, None, 2, 3), depth.stem_conv(x, weight)
+    conv = nn.Conv2d(shape[1], 8, 7, 2, 3, bias=False, dtype=torch.float64).to(memory_format=torch.channels_last)
+    expected, found = conv(x), stem.stem_conv(x, conv)
+    assert squares == [x.shape, conv.weight.shape]
     assert found.is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(found, expected)
-    (wanted,) = torch.autograd.grad(expected.sin().sum(), weight)
-    (given,) = torch.autograd.grad(found.sin().sum(), weight)
+    (wanted,) = torch.autograd.grad(expected.sin().sum(), conv.weight)
+    (given,) = torch.autograd.grad(found.sin().sum(), conv.weight)
     torch.testing.assert_close(given, wanted)
 
 
-def test_operators_keep_their_promises():
-    x, weight = torch.randn(2, 3, 9, 10), torch.randn(4, 3, 7, 7, requires_grad=True)
-    torch.library.opcheck(depth.stem_conv, (x, weight))
-    torch.library.opcheck(depth.space_to_depth, (x, 4, 8, 8, 16))
-    torch.library.opcheck(depth.stem_conv_weight_grad, (torch.randn(2, 4, 5, 5), x, weight.detach()))
-
-
-def test_images_get_no_gradient_without_a_word():
-    x = torch.randn(1, 3, 8, 8, requires_grad=True)
-    with pytest.raises(RuntimeError, match=r"stem_conv has no gradient for images; call torch.nn.functional.conv2d"):
-        depth.stem_conv(x, torch.randn(4, 3, 7, 7)).sum().backward()
-
-
-def test_operations_are_those_of_the_plain_convolution():
-    zoo.create("resnet-debug")  # registers the formulas
-    x, weight = torch.randn(2, 3, 32, 32), torch.randn(8, 3, 7, 7, requires_grad=True)
-    counts = []
-    for convolve in (depth.stem_conv, lambda x, weight: F.conv2d(x, weight, None, 2, 3)):
-        with FlopCounterMode(display=False) as counter:
-            convolve(x, weight).sum().backward()
-        counts.append(counter.get_total_flops())
-    assert counts[0] == counts[1] > 0
+def test_autocast_narrows_images_and_weight(squares: list[torch.Size]):
+    conv, x = nn.Conv2d(3, 8, 7, 2, 3, bias=False), torch.randn(2, 3, 32, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = stem.stem_conv(x, conv), conv(x)
+    assert found.dtype == torch.bfloat16 and squares
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    found.float().square().sum().backward()
+    assert conv.weight.grad is not None
 
 
 @pytest.mark.parametrize(
@@ -61,24 +63,17 @@ def test_operations_are_those_of_the_plain_convolution():
     ],
 )
 def test_which_convolutions_are_computed_so(
-    options: dict[str, int], shape: tuple[int, ...], helps: bool, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, int], shape: tuple[int, ...], helps: bool, squares: list[torch.Size]
 ):
     conv = nn.Conv2d(shape[1], 4, **{"kernel_size": 7, "stride": 2, "padding": 3, **options})
-    x, called = torch.randn(shape), []
-
-    def stem_conv(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        called.append(x.shape)
-        return F.conv2d(x, weight, None, 2, 3)
-
-    monkeypatch.setattr(depth, "stem_conv", stem_conv)
-    monkeypatch.setattr(depth, "_on_gpu", lambda x: True)
-    found = depth.convolve_images(conv, x)
-    assert bool(called) == helps
+    x = torch.randn(shape)
+    found = stem.stem_conv(x, conv)
+    assert bool(squares) == helps
     assert conv.bias is not None
     torch.testing.assert_close(found + conv.bias[:, None, None], conv(x))
-    called.clear()
-    depth.convolve_images(conv, x.requires_grad_())
-    assert not called  # images that want a gradient get it
+    squares.clear()
+    stem.stem_conv(x.requires_grad_(), conv)
+    assert not squares  # images that want a gradient get it
 
 
 @pytest.mark.gpu
@@ -91,9 +86,9 @@ def test_on_a_gpu(shape: tuple[int, ...], dtype: torch.dtype):
     conv.load_state_dict({"weight": weight})
     expected = F.conv2d(x.double(), weight.double(), None, 2, 3)
     for images in (x, x.contiguous(memory_format=torch.channels_last)):
-        found = depth.convolve_images(conv, images)
+        found = stem.stem_conv(images, conv)
         assert found.dtype == dtype and found.is_contiguous(memory_format=torch.channels_last)
         error = (found.double() - expected).norm() / expected.norm()
         assert error < {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
     with torch.autocast("cuda", torch.bfloat16):
-        assert depth.convolve_images(conv, x).dtype == torch.bfloat16
+        assert stem.stem_conv(x, conv).dtype == torch.bfloat16

@@ -14,11 +14,17 @@ from benchmarks.timing import synchronise
 from benchmarks.training import READY_BATCHES
 from benchmarks.workloads import resnet_train, resnet_upstream, resnet_work
 from benchmarks.workloads.base import UNSCALED, Prepared, dtype_of, refuses_unknown
-from zoo.resnet import CUTS, ResNet, ResNetConfig, fold_batch_norm
+from zoo.engine.discover import Region
+from zoo.resnet import ResNet, ResNetConfig, ResNetStage, fold_batch_norm
 from zoo.resnet.presets import PRESETS
 
 _FOLDINGS = ("", "-folded", "-folded-matmul", "-folded-fused", "-folded-fused-matmul")
-_OTHER_CUTS = tuple(name for name in CUTS if CUTS[name] is not ResNet.regions)
+# Other regions than the declared ones, which are blocks and both ends.
+_ENDS = tuple(region for region in ResNet.regions if region.cls.__name__ in ("Stem", "ResNetHead"))
+CUTS: dict[str, tuple[Region, ...]] = {
+    "stages": (*_ENDS, Region(ResNetStage, graphs=4, why="all blocks of a stage")),
+    "ends": _ENDS,
+}
 _MODEL = re.compile(
     r"(?P<preset>resnet(\d+|-debug))(?P<folded>-folded(?P<fused>-fused)?(?P<matmul>-matmul)?)?(-cut-(?P<cut>.+))?"
 )
@@ -30,7 +36,7 @@ class ResNetWorkload:
 
     ``-folded`` models race the zoo's with its batch norms folded into its convolutions, ``-matmul`` and ``-fused`` in
     other ways to run them (``zoo.resnet.fold_batch_norm``), and ``-cut-<name>`` the zoo's cut into other regions
-    (``zoo.resnet.CUTS``). torchvision's arms are the same in all of them: as shipped with its norms, tuned with them
+    (``CUTS``). torchvision's arms are the same in all of them: as shipped with its norms, tuned with them
     folded. ``<batch>x<size>`` is the number of images and their pixels a side.
 
     Training is of models with their norms, in any cut, over float32 weights; the dtype is that of autocast. Batches
@@ -44,7 +50,7 @@ class ResNetWorkload:
         *(
             f"{preset}{folding}{cut}"
             for preset in ("resnet50", "resnet-debug")
-            for cut in ("", *(f"-cut-{name}" for name in _OTHER_CUTS))
+            for cut in ("", *(f"-cut-{name}" for name in CUTS))
             for folding in _FOLDINGS
         ),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zoo.ops.common import differentiated
 from zoo.resnet.config import ResNetConfig
@@ -62,3 +62,24 @@ def _normalises_by_batch(config: ResNetConfig, training: bool) -> bool:
     if config.folding is not None or config.norm != "batch":
         return False
     return training or not config.norm_options["track_running_stats"]
+
+
+def check_norms(model: nn.Module) -> None:
+    """Refuse what norms were turned into since the model was made, and no kernel computes in training.
+
+    Raises:
+        ValueError: If one is a ``SyncBatchNorm``, or has no momentum.
+    """
+    modules = [model]
+    while modules:
+        module = modules.pop()
+        modules.extend(child for child in module._modules.values() if child is not None)
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm):
+            continue
+        if isinstance(module, nn.SyncBatchNorm):
+            raise ValueError("a norm is a SyncBatchNorm, but statistics are those of one process: keep BatchNorm2d")
+        if module.training and module.momentum is None:
+            raise ValueError(
+                "the momentum of a norm is None, a cumulative average that reads the device at each step; of torch's "
+                "update_bn, which sets it, the statistics come by way of zoo.to_upstream(model), to be loaded back"
+            )

@@ -20,7 +20,7 @@ class Folding:
 
     Args:
         convolutions: ``"glue"``: the library's convolution, then bias, residual and activation in one pass.
-            ``"fused"``: all in one call of cuDNN where it runs, and no region.
+            ``"fused"``: all in one call of cuDNN where it runs.
         pointwise: 1 × 1 convolutions of stride 1 as ``"convolution"``, or as ``"matmul"``: a matrix product over
             pixels, with bias and activation in it where no residual is added.
     """

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zoo.resnet.config import Folding
 from zoo.resnet.model import ResNet
-from zoo.resnet.units import ConvNormAct, ConvNormJoin, Stem
+from zoo.resnet.units import Join, Unit
 
 
 @torch.no_grad()
@@ -23,8 +23,8 @@ def fold_batch_norm(model: ResNet, *, convolutions: str = "glue", pointwise: str
 
     Args:
         model: A ResNet of the zoo, which stays as it is.
-        convolutions: ``"glue"``: the library's convolution, then bias, residual and activation in a region.
-            ``"fused"``: all in one call of cuDNN on an NVIDIA GPU (elsewhere of torch's own operators), and no region.
+        convolutions: ``"glue"``: the library's convolution, then bias, residual and activation in one pass.
+            ``"fused"``: all in one call of cuDNN on an NVIDIA GPU, elsewhere torch's own operators.
         pointwise: 1 × 1 convolutions of stride 1 as ``"convolution"``, or as ``"matmul"``, a matrix product over
             pixels; it has bias and activation in it where no residual is added.
 
@@ -49,9 +49,9 @@ def fold_batch_norm(model: ResNet, *, convolutions: str = "glue", pointwise: str
         folded = ResNet(dataclasses.replace(model.config, folding=folding))
     state = {f"head.{key}": tensor.clone() for key, tensor in model.head.state_dict().items()}
     for name, module in model.named_modules():
-        if isinstance(module, (Stem, ConvNormAct, ConvNormJoin)):
+        if isinstance(module, Unit):
             weight, bias = _folded(module.conv, module.norm)
-            if isinstance(module, ConvNormJoin) and module.shortcut is not None and module.shortcut_norm is not None:
+            if isinstance(module, Join) and module.shortcut is not None and module.shortcut_norm is not None:
                 state[f"{name}.shortcut.weight"], shift = _folded(module.shortcut, module.shortcut_norm)
                 bias = bias + shift
             state[f"{name}.conv.weight"], state[f"{name}.conv.bias"] = weight, bias

@@ -8,8 +8,7 @@
     bottleneck         x ─ 1 × 1 ─ norm ─ act ─ 3 × 3 ─ norm ─ act ─ 1 × 1 ─ norm ─ add ─ act ─▶
                        └──────────────────────── (1 × 1 ─ norm) ────────────────────┘
 
-Convolutions are the vendor library's. The regions are the glue between them (``zoo.resnet.glue``), the same in every
-block of every stage; other cuts are in ``zoo.resnet.cuts``. All of it is in channels_last.
+The regions are the blocks, stem and head. All of it is in channels_last.
 
 Shape legend: N images, C channels, H height, W width, K classes.
 """
@@ -19,25 +18,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from zoo.engine.discover import Region
 from zoo.layers import channels_last
-from zoo.ops.common import triton_runs_on
-from zoo.resnet.checks import check_images
+from zoo.ops.conv_act import tell_flop_counter
+from zoo.resnet.checks import check_images, check_norms
 from zoo.resnet.config import BlockShape, ResNetConfig
-from zoo.resnet.glue import (
-    BiasAct,
-    BiasActPool,
-    BiasAddAct,
-    NormAct,
-    NormActPool,
-    NormAddAct,
-    NormsAddAct,
-    ResNetHead,
-)
-from zoo.resnet.operators import tell_flop_counter
-from zoo.resnet.units import make_conv, make_join, make_stem, make_unit
+from zoo.resnet.units import Join, Stem, Unit
 
 
 class BasicBlock(nn.Module):
@@ -45,8 +34,8 @@ class BasicBlock(nn.Module):
 
     def __init__(self, config: ResNetConfig, shape: BlockShape) -> None:
         super().__init__()
-        self.conv1 = make_unit(config, make_conv(config, shape.inputs, shape.inner, 3, stride=shape.stride))
-        self.join = make_join(config, make_conv(config, shape.inner, shape.outputs, 3), shape)
+        self.conv1 = Unit(config, shape.inputs, shape.inner, 3, stride=shape.stride)
+        self.join = Join(config, shape, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, C_in, H, W] -> [N, C_out, H / stride, W / stride]."""
@@ -59,9 +48,9 @@ class Bottleneck(nn.Module):
     def __init__(self, config: ResNetConfig, shape: BlockShape) -> None:
         super().__init__()
         wide = {"stride": shape.stride, "dilation": shape.dilation, "groups": shape.groups}
-        self.conv1 = make_unit(config, make_conv(config, shape.inputs, shape.inner, 1))
-        self.conv2 = make_unit(config, make_conv(config, shape.inner, shape.inner, 3, **wide))
-        self.join = make_join(config, make_conv(config, shape.inner, shape.outputs, 1), shape)
+        self.conv1 = Unit(config, shape.inputs, shape.inner, 1)
+        self.conv2 = Unit(config, shape.inner, shape.inner, 3, **wide)
+        self.join = Join(config, shape, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, C_in, H, W] -> [N, C_out, H / stride, W / stride]."""
@@ -83,21 +72,24 @@ class ResNetStage(nn.Module):
         return x
 
 
-# Symbolic sizes, once and on purpose: what changes from stage to stage is sizes alone. A second graph where the first
-# stage has as many rows as channels (then taken for one size), a third for a single row: tiny images, one at a time.
-# Where our kernels run, glue is one kernel without the compiler too, and a call is spared guards and wrappers. Nor does
-# the head gain there, which is a reduction and a product of the libraries.
-_GLUE: dict[str, Any] = {"graphs": 3, "dynamic": True, "compile_threads": 1, "eager_on": triton_runs_on}
+class ResNetHead(nn.Module):
+    """Mean over pixels and a linear layer."""
+
+    def __init__(self, config: ResNetConfig) -> None:
+        super().__init__()
+        self.fc = nn.Linear(config.features, config.num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, C, H, W] -> [N, K]."""
+        return self.fc(x.mean((2, 3)))
+
+
+_BLOCK: dict[str, Any] = {"graphs": 8, "compile_threads": 1, "why": "each stage's first block, and one for its repeats"}
 REGIONS = (
-    Region(NormAct, why="norm and activation in one pass, a graph for all widths and sizes", **_GLUE),
-    Region(NormAddAct, why="norm, residual and activation in one pass, a graph for all stages", **_GLUE),
-    Region(NormsAddAct, why="the same with the shortcut's own norm", **_GLUE),
-    Region(BiasAct, why="bias and activation in one pass, a graph for all widths and sizes", **_GLUE),
-    Region(BiasAddAct, why="bias, residual and activation in one pass, a graph for all stages", **_GLUE),
-    # In training the compiler makes kernels here, pooling among them: workers compile those of a graph side by side.
-    Region(NormActPool, why="the largest activation of all, normalised and pooled"),
-    Region(BiasActPool, why="the largest activation of all, pooled first", compile_threads=1),
-    Region(ResNetHead, why="mean over pixels and the output product", compile_threads=1, eager_on=triton_runs_on),
+    Region(Stem, graphs=1, why="the largest activation of all, normalised and pooled"),
+    Region(BasicBlock, **_BLOCK),
+    Region(Bottleneck, **_BLOCK),
+    Region(ResNetHead, graphs=1, why="mean over pixels and the output product", compile_threads=1),
 )
 
 
@@ -117,7 +109,7 @@ class ResNet(nn.Module):
         super().__init__()
         tell_flop_counter()
         self.config = config
-        self.stem = make_stem(config)
+        self.stem = Stem(config)
         self.stages = nn.ModuleList(ResNetStage(config, shapes) for shapes in config.stages())
         self.head = ResNetHead(config)
         _initialise(self)
@@ -138,6 +130,8 @@ class ResNet(nn.Module):
             TypeError, ValueError: If the images do not fit, before anything runs; the message says what to do.
         """
         check_images(images, self.config, self.head.fc.weight, self.training)
+        if self.training and not torch.compiler.is_compiling():
+            check_norms(self)
         x = self.stem(images)
         outputs = []
         for stage in self.stages:

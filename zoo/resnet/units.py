@@ -1,219 +1,129 @@
-"""A convolution and its glue, with norms and with norms folded in.
+"""A convolution and what follows it, with a norm, or with a bias where the norm is folded.
 
-    x ─ conv ─ NormAct ─▶                      x ─ conv ─ BiasAct ─▶             or in one call of cuDNN
-
-    x ─── conv ─── NormAddAct ─▶               x ─── conv ─── BiasAddAct ─▶      or in one call of cuDNN
-    residual ────────┘                         residual ────────┘
-
-Convolutions run outside the regions: they are the vendor library's, and each shape would be a graph of its own.
-
-Shape legend: R rows (pixels of all images), C channels, N images, H height, W width.
+Shape legend: N images, C channels, H height, W width.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.layers import to_images, to_rows, untracked
-from zoo.resnet.config import STEM_WIDTH, BlockShape, Folding, ResNetConfig
-from zoo.resnet.depth import convolve_images
-from zoo.resnet.glue import (
-    BiasAct,
-    BiasActPool,
-    BiasAddAct,
-    FrozenBatchNorm,
-    NormAct,
-    NormActPool,
-    NormAddAct,
-    NormsAddAct,
-    NormTensors,
-)
-from zoo.resnet.operators import conv_act, linear_relu
+from zoo.layers import to_images, to_rows
+from zoo.ops.batch_norm import Norm, bias_act, norm_act
+from zoo.ops.conv_act import conv_act, linear_relu
+from zoo.ops.pooling import bias_act_pool, norm_act_pool
+from zoo.ops.stem_conv import stem_conv
+from zoo.resnet.config import STEM_WIDTH, BlockShape, ResNetConfig
 
 
-def convolve(conv: nn.Conv2d, x: Tensor) -> Tensor:
-    """The convolution without its bias, which the glue adds."""
-    return F.conv2d(x, conv.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups)
+class FrozenBatchNorm(nn.Module):
+    """The tensors of a batch norm that never changes, torchvision's ``FrozenBatchNorm2d``.
+
+    Args:
+        channels: C.
+        eps: Added to the variance.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, channels: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        for name, value in (("weight", 1.0), ("bias", 0.0), ("running_mean", 0.0), ("running_var", 1.0)):
+            self.register_buffer(name, torch.full((channels,), value))
 
 
-def make_norm(config: ResNetConfig, channels: int) -> nn.Module:
-    """A norm that holds tensors and is never called."""
+def make_norm(config: ResNetConfig, channels: int) -> nn.Module | None:
+    """A norm that holds tensors and is never called; None where norms are folded."""
+    if config.folding is not None:
+        return None
     if config.norm == "frozen":
         return FrozenBatchNorm(channels, **config.norm_options)
     return nn.BatchNorm2d(channels, **config.norm_options)
 
 
-def tensors_of(norm: nn.Module, glue: nn.Module) -> NormTensors:
-    """The tensors that glue is handed. In training the batch is counted, as a call of the norm would."""
-    if isinstance(norm, nn.modules.batchnorm._BatchNorm) and norm.running_mean is not None:
-        _check_norm(norm, glue)
-        if norm.training and norm.num_batches_tracked is not None:
-            norm.num_batches_tracked.add_(1)
-    return (
-        norm.running_mean,  # type: ignore[return-value]
-        norm.running_var,
-        untracked(norm.weight),  # type: ignore[arg-type]
-        untracked(norm.bias),  # type: ignore[arg-type]
-    )
+def norm_of(norm: Any) -> Norm:
+    """A norm's tensors and options, as its own call would use them."""
+    if isinstance(norm, FrozenBatchNorm):
+        return Norm(norm.weight, norm.bias, norm.running_mean, norm.running_var, eps=norm.eps)
+    statistics = norm.running_mean, norm.running_var
+    batches = norm.num_batches_tracked if norm.training else None
+    of_batch = norm.training or norm.running_mean is None
+    return Norm(norm.weight, norm.bias, *statistics, batches, of_batch, norm.momentum if of_batch else 0.0, norm.eps)
 
 
-def _check_norm(norm: nn.modules.batchnorm._BatchNorm, glue: nn.Module) -> None:
-    """ValueError if a norm was given another mode or momentum than the glue, which computes in its place, knows of."""
-    if isinstance(norm, nn.SyncBatchNorm):
-        raise ValueError("a norm is a SyncBatchNorm, but statistics are those of one process: keep BatchNorm2d")
-    if norm.training != glue.training:
-        modes = [f"in {'training' if module.training else 'eval'} mode" for module in (norm, glue)]
-        raise ValueError(
-            f"a norm is {modes[0]}, and what is around it {modes[1]}, which decides: call train() or eval() of the "
-            "module that holds the norm; norm='frozen' makes a model whose statistics stay in training too"
-        )
-    # A compiler of the whole model would make a tensor of the number.
-    compiling = torch.compiler.is_compiling()
-    if norm.training and (norm.momentum is None or not (compiling or norm.momentum == glue.momentum)):
-        raise ValueError(
-            f"the momentum of a norm is {norm.momentum}, and was {glue.momentum} when the model was made, which stays: "
-            "make it with norm_kwargs={'momentum': ...}. Of torch's update_bn, which sets None, the statistics come "
-            "by way of zoo.to_upstream(model), to be loaded back"
-        )
+class Unit(nn.Module):
+    """Convolution, norm and activation.
 
+    Args:
+        config: The model's.
+        inputs: C_in.
+        outputs: C_out.
+        kernel: Pixels of a side.
+        options: Of the convolution, which keeps the size but for its stride.
+    """
 
-class ConvNormAct(nn.Module):
-    """Convolution, norm and activation. [N, C_in, H, W] -> [N, C_out, H', W']."""
-
-    def __init__(self, config: ResNetConfig, conv: nn.Conv2d) -> None:
+    def __init__(self, config: ResNetConfig, inputs: int, outputs: int, kernel: int, **options: int) -> None:
         super().__init__()
-        self.conv = conv
-        self.norm = make_norm(config, conv.out_channels)
-        self.glue = NormAct(config)
+        padding = options.get("dilation", 1) * (kernel // 2)
+        self.folding = config.folding
+        self.conv = nn.Conv2d(inputs, outputs, kernel, padding=padding, bias=config.folding is not None, **options)  # type: ignore[arg-type]
+        self.norm = make_norm(config, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, C_in, H, W] -> [N, C_out, H', W']."""
-        x = self.conv(x)
-        return to_images(self.glue(to_rows(x), tensors_of(self.norm, self.glue)), x)
+        return self.folded(x, None) if self.norm is None else norm_act(self.conv(x), norm_of(self.norm))
+
+    def folded(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """Relu of convolution, bias and residual."""
+        conv, weight, bias, folding = self.conv, self.conv.weight, self.conv.bias, self.folding
+        assert bias is not None and folding is not None
+        options = conv.stride, conv.padding, conv.dilation, conv.groups
+        if folding.pointwise == "matmul" and options == ((1, 1), (0, 0), (1, 1), 1):
+            rows = to_rows(x)
+            if residual is None:
+                return to_images(linear_relu(rows, weight.flatten(1), bias), x)
+            return bias_act(to_images(F.linear(rows, weight.flatten(1)), x), bias, residual)
+        if folding.convolutions == "fused":
+            return conv_act(x, weight, bias, residual, *options)
+        return bias_act(F.conv2d(x, weight, None, *options), bias, residual)  # type: ignore[arg-type]
 
 
-class ConvNormJoin(nn.Module):
+class Join(Unit):
     """The end of a block: convolution, norm, residual and activation; with a shortcut its convolution and norm."""
 
-    def __init__(self, config: ResNetConfig, conv: nn.Conv2d, shortcut: nn.Conv2d | None) -> None:
-        super().__init__()
-        self.conv = conv
-        self.norm = make_norm(config, conv.out_channels)
-        self.shortcut = shortcut
-        self.shortcut_norm = None if shortcut is None else make_norm(config, conv.out_channels)
-        self.glue: nn.Module = NormAddAct(config) if shortcut is None else NormsAddAct(config)
+    def __init__(self, config: ResNetConfig, shape: BlockShape, kernel: int) -> None:
+        super().__init__(config, shape.inner, shape.outputs, kernel)
+        self.shortcut = self.shortcut_norm = None
+        if shape.projects:
+            # Its bias, where its norm is folded, is part of the other convolution's.
+            self.shortcut = nn.Conv2d(shape.inputs, shape.outputs, 1, stride=shape.stride, bias=False)
+            self.shortcut_norm = make_norm(config, shape.outputs)
 
-    def forward(self, x: Tensor, block_input: Tensor) -> Tensor:
+    def forward(self, x: Tensor, block_input: Tensor) -> Tensor:  # type: ignore[override]
         """[N, C_in, H, W] inside the block, and the block's input -> [N, C_out, H, W]."""
-        x = self.conv(x)
-        rows, norm = to_rows(x), tensors_of(self.norm, self.glue)
-        if self.shortcut is None or self.shortcut_norm is None:
-            rows = self.glue(rows, norm, to_rows(block_input))
-        else:
-            rows = self.glue(rows, norm, to_rows(self.shortcut(block_input)), tensors_of(self.shortcut_norm, self.glue))
-        return to_images(rows, x)
+        residual = block_input if self.shortcut is None else self.shortcut(block_input)
+        if self.norm is None:
+            return self.folded(x, residual)
+        shortcut_norm = None if self.shortcut_norm is None else norm_of(self.shortcut_norm)
+        return norm_act(self.conv(x), norm_of(self.norm), residual, shortcut_norm)
 
 
-class Stem(nn.Module):
+class Stem(Unit):
     """Convolution of the images, norm, activation and pooling."""
 
-    def __init__(self, config: ResNetConfig, conv: nn.Conv2d) -> None:
-        super().__init__()
-        self.conv = conv
-        self.norm = make_norm(config, conv.out_channels)
-        self.glue = NormActPool(config)
+    def __init__(self, config: ResNetConfig) -> None:
+        super().__init__(config, config.in_channels, STEM_WIDTH, 7, stride=2)
 
     def forward(self, x: Tensor) -> Tensor:
         """Images [N, C_in, H, W] -> [N, 64, ⌈H / 4⌉, ⌈W / 4⌉]."""
-        return self.glue(convolve_images(self.conv, x), tensors_of(self.norm, self.glue))
-
-
-class FoldedConvAct(nn.Module):
-    """Convolution, bias and activation."""
-
-    def __init__(self, folding: Folding, conv: nn.Conv2d) -> None:
-        super().__init__()
-        self.conv = conv
-        self.as_matmul = folding.pointwise == "matmul" and is_pointwise(conv)
-        self.glue = BiasAct() if folding.convolutions == "glue" and not self.as_matmul else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[N, C_in, H, W] -> [N, C_out, H', W']."""
-        conv, bias = self.conv, self.conv.bias
-        assert bias is not None
-        if self.as_matmul:
-            return to_images(linear_relu(to_rows(x), conv.weight.flatten(1), bias), x)
-        if self.glue is None:
-            return conv_act(x, conv.weight, bias, None, conv.stride, conv.padding, conv.dilation, conv.groups)
-        x = convolve(conv, x)
-        return to_images(self.glue(to_rows(x), untracked(bias)), x)
-
-
-class FoldedConvJoin(nn.Module):
-    """The end of a block: convolution, bias, residual and activation; with a shortcut its convolution."""
-
-    def __init__(self, folding: Folding, conv: nn.Conv2d, shortcut: nn.Conv2d | None) -> None:
-        super().__init__()
-        self.conv = conv
-        self.shortcut = shortcut
-        self.as_matmul = folding.pointwise == "matmul" and is_pointwise(conv)
-        self.glue = BiasAddAct() if folding.convolutions == "glue" or self.as_matmul else None
-
-    def forward(self, x: Tensor, block_input: Tensor) -> Tensor:
-        """[N, C_in, H, W] inside the block, and the block's input -> [N, C_out, H, W]."""
-        conv, bias = self.conv, self.conv.bias
-        assert bias is not None
-        residual = block_input if self.shortcut is None else self.shortcut(block_input)
-        if self.glue is None:
-            return conv_act(x, conv.weight, bias, residual, conv.stride, conv.padding, conv.dilation, conv.groups)
-        rows = F.linear(to_rows(x), conv.weight.flatten(1)) if self.as_matmul else to_rows(convolve(conv, x))
-        return to_images(self.glue(rows, untracked(bias), to_rows(residual)), residual)
-
-
-class FoldedStem(nn.Module):
-    """Convolution of the images, bias, activation and pooling."""
-
-    def __init__(self, folding: Folding, conv: nn.Conv2d) -> None:
-        super().__init__()
-        self.conv = conv
-        self.glue = BiasActPool()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Images [N, C_in, H, W] -> [N, 64, ⌈H / 4⌉, ⌈W / 4⌉]."""
-        return self.glue(convolve_images(self.conv, x), self.conv.bias)
-
-
-def is_pointwise(conv: nn.Conv2d) -> bool:
-    """Whether the convolution is a product of pixels and weights."""
-    return conv.kernel_size == (1, 1) and conv.stride == (1, 1) and conv.groups == 1
-
-
-def make_conv(
-    config: ResNetConfig, inputs: int, outputs: int, kernel: int, *, stride: int = 1, dilation: int = 1, groups: int = 1
-) -> nn.Conv2d:
-    """A convolution that keeps the size but for its stride; a bias only where a norm is folded into it."""
-    padding, bias = dilation * (kernel // 2), config.folding is not None
-    return nn.Conv2d(inputs, outputs, kernel, stride, padding, dilation, groups, bias)
-
-
-def make_stem(config: ResNetConfig) -> nn.Module:
-    """The stem of a configuration."""
-    conv = make_conv(config, config.in_channels, STEM_WIDTH, 7, stride=2)
-    return Stem(config, conv) if config.folding is None else FoldedStem(config.folding, conv)
-
-
-def make_unit(config: ResNetConfig, conv: nn.Conv2d) -> nn.Module:
-    """A convolution inside a block with what follows it."""
-    return ConvNormAct(config, conv) if config.folding is None else FoldedConvAct(config.folding, conv)
-
-
-def make_join(config: ResNetConfig, conv: nn.Conv2d, shape: BlockShape) -> nn.Module:
-    """The last convolution of a block with what follows it."""
-    shortcut = None
-    if shape.projects:
-        # Its bias, where there is one, is part of the other convolution's.
-        shortcut = nn.Conv2d(shape.inputs, shape.outputs, 1, stride=shape.stride, bias=False)
-    join = ConvNormJoin if config.folding is None else FoldedConvJoin
-    return join(config if config.folding is None else config.folding, conv, shortcut)  # type: ignore[arg-type]
+        x = stem_conv(x, self.conv)
+        if self.norm is None:
+            return bias_act_pool(x, self.conv.bias)  # type: ignore[arg-type]
+        return norm_act_pool(x, norm_of(self.norm))

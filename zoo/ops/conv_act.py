@@ -1,15 +1,16 @@
-"""Library calls that have bias, residual and relu in them, as operators that can be traced: for folded models.
+"""Library calls that have bias, residual and relu in them, for models whose norms are folded.
 
-torch has cuDNN's as ``aten::cudnn_convolution_relu`` and ``aten::cudnn_convolution_add_relu``, which have no rule for
-the shapes of their outputs, so no compiler takes them. The matrix product it has as ``aten::_addmm_activation``, which
-Inductor takes apart again.
+They stay behind ``torch.library``: cuDNN's, ``aten::cudnn_convolution_relu`` and ``aten::cudnn_convolution_add_relu``,
+have no rule for the shapes of their outputs, so no compiler takes them; the matrix product,
+``aten::_addmm_activation``, Inductor takes apart into a product and an activation.
 """
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Sequence
+from math import prod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,17 +20,6 @@ from zoo.ops.common import KERNEL_DTYPES
 from zoo.ops.opaque import OperatorLibrary
 
 _LIBRARY = OperatorLibrary("zoo_resnet")
-
-
-def cudnn_fuses(x: Tensor) -> bool:
-    """Whether cuDNN does all of it at once for such a tensor."""
-    return x.is_cuda and torch.version.hip is None and x.dtype in KERNEL_DTYPES and torch.backends.cudnn.enabled
-
-
-def tell_flop_counter() -> None:
-    """Register FLOP formulas if somebody counts. Importing torch's counter would bring Triton in."""
-    if "torch.utils.flop_counter" in sys.modules:
-        importlib.import_module("zoo.resnet.flops")
 
 
 @_LIBRARY.operator(
@@ -61,7 +51,8 @@ def conv_act(
     Returns:
         [N, C_out, H', W'], in channels_last.
     """
-    if not cudnn_fuses(x):
+    cudnn = x.is_cuda and torch.version.hip is None and x.dtype in KERNEL_DTYPES and torch.backends.cudnn.enabled
+    if not cudnn:
         out = F.conv2d(x, weight, bias, stride, padding, dilation, groups)  # type: ignore[arg-type]
         out = (out if residual is None else out + residual).relu_()
     elif residual is None:
@@ -72,23 +63,9 @@ def conv_act(
 
 
 @_LIBRARY.fake("conv_act")
-def _(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    residual: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-) -> Tensor:
-    sides = [
-        (size + 2 * pad - spread * (kernel - 1) - 1) // step + 1
-        for size, kernel, step, pad, spread in zip(
-            x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True
-        )
-    ]
-    return x.new_empty(x.shape[0], weight.shape[0], *sides).contiguous(memory_format=torch.channels_last)
+def _(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, *options: Any) -> Tensor:
+    out = torch.ops.aten.convolution.default(x, weight, bias, *options[:3], False, [0, 0], options[3])
+    return out.contiguous(memory_format=torch.channels_last)
 
 
 @_LIBRARY.operator("(Tensor x, Tensor weight, Tensor bias) -> Tensor")
@@ -100,3 +77,22 @@ def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 @_LIBRARY.fake("linear_relu")
 def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def tell_flop_counter() -> None:
+    """Register FLOP formulas if somebody counts. Importing torch's counter would bring Triton in."""
+    counter = sys.modules.get("torch.utils.flop_counter")
+    if counter is None or torch.ops.zoo_resnet.conv_act in counter.flop_registry:
+        return
+    counter.register_flop_formula(torch.ops.zoo_resnet.conv_act)(_conv_act_flops)
+    counter.register_flop_formula(torch.ops.zoo_resnet.linear_relu)(_linear_relu_flops)
+
+
+def _conv_act_flops(x: Sequence[int], weight: Sequence[int], *_: Any, out_shape: Sequence[int], **__: Any) -> int:
+    """A multiply-add for each output and weight that it sees."""
+    return 2 * prod(out_shape) * prod(weight[1:])
+
+
+def _linear_relu_flops(x: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
+    """A multiply-add for each row and weight."""
+    return 2 * x[0] * prod(weight)

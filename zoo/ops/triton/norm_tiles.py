@@ -68,23 +68,39 @@ def rows_to_sum(rows: int, channels: int, tile: Tile) -> tuple[int, int, int]:
     return share, chunks, chunks * blocks
 
 
-def check(x: Tensor, rows: dict[str, Tensor | None], channels: dict[str, Tensor | None]) -> None:
+def pixels_of(x: Tensor) -> Tensor:
+    """[N, C, H, W] -> [N, H, W, C], without a copy in channels_last; rows [R, C] as they are."""
+    return (x if x.dim() == 2 else x.permute(0, 2, 3, 1)).contiguous()
+
+
+def images_of(pixels: Tensor) -> Tensor:
+    """[N, H, W, C] -> [N, C, H, W] in channels_last; rows [R, C] as they are."""
+    return pixels if pixels.dim() == 2 else pixels.permute(0, 3, 1, 2)
+
+
+def size_of(pixels: Tensor) -> tuple[int, int]:
+    """(R, C) of pixels as rows."""
+    channels = pixels.shape[-1]
+    return pixels.numel() // channels, channels
+
+
+def check(x: Tensor, like: dict[str, Tensor | None], channels: dict[str, Tensor | None]) -> None:
     """Refuse shapes that a kernel would read beyond the ends of.
 
     Raises:
-        ValueError: If x is not [R, C], one of ``rows`` not like it, or one of ``channels`` not [C] and contiguous.
+        ValueError: If x is neither rows nor images, one of ``like`` not like it, or one of ``channels`` not [C] and
+            contiguous.
     """
-    whole, device = x.shape, x.device
-    if len(whole) != 2:
-        raise ValueError(f"x has shape {tuple(whole)}, expected rows [R, C]")
-    for given, shape in ((rows, whole), (channels, whole[1:])):
+    if x.dim() not in (2, 4):
+        raise ValueError(f"x has shape {tuple(x.shape)}, expected rows [R, C] or images [N, C, H, W]")
+    for given, shape in ((like, x.shape), (channels, x.shape[1:2])):
         for name, tensor in given.items():
             if tensor is None:
                 continue
             if tensor.shape != shape:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(shape)} as of x")
-            if tensor.device != device:
-                raise ValueError(f"{name} is on {tensor.device} and x on {device}; move one of them")
+            if tensor.device != x.device:
+                raise ValueError(f"{name} is on {tensor.device} and x on {x.device}; move one of them")
             if given is channels and not tensor.is_contiguous():
                 raise ValueError(f"{name} has stride {tensor.stride(0)}, expected 1; use {name}.contiguous()")
 
@@ -115,7 +131,7 @@ def strip(lines, columns, channels, share, ROWS: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def norm_of(mean, variance, channel, live, eps):
-    """Mean, and one over the deviation, of channels [BLOCK]."""
+    """Mean and rstd of channels [BLOCK]."""
     middle = tl.load(mean + channel, mask=live, other=0.0).to(tl.float32)
     spread = tl.load(variance + channel, mask=live, other=1.0).to(tl.float32)
     return middle, tl.rsqrt(spread + eps)

@@ -1,0 +1,341 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
+"""Norm or bias, residual and relu in one pass; the statistics of a batch in another; their gradients in two.
+
+    moments      a program goes through a chunk of rows, and leaves each channel's mean and sum of squared deviations
+    combine      puts the chunks' together in their order, and moves the running statistics
+    apply        normalises, adds and activates, with these statistics or with running ones
+
+    sums         of a chunk of rows, a channel each: of the gradient that the relu let pass, and of it times the
+                 normalised row, of both norms where there are two
+    total        the chunks' together in their order: the gradients of weight and bias
+    gradients    of each row, and of its residual
+
+Means and deviations are merged, never taken as a difference of large sums: a channel whose mean is far from zero keeps
+its variance, and there are no atomics, so that all of it has the same bits at every run. In the backward of a norm to
+which nothing was added the relu is computed again; else its output says where it passed. Without the statistics of a
+batch, sums are for weight and bias alone, and left out where nobody wants those.
+
+Images [N, C, H, W] in channels_last are rows. Shape legend: R rows, C channels, K chunks of rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zoo.ops.common import ceil_div
+from zoo.ops.triton import norm_tiles as tiles
+from zoo.ops.triton.kernel import kernel
+from zoo.ops.triton.sums import total_of
+from zoo.ops.triton.norm_tiles import norm_of, of_channels, of_rows, span
+
+# Mean, variance, weight and bias of a norm; of one that is not there None.
+Tensors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+NO_NORM: Tensors = (None, None, None, None)
+
+
+@kernel(do_not_specialize=["rows", "share"])
+def _apply(
+    x, mean, variance, weight, bias, other, other_mean, other_variance, other_weight, other_bias, out, rows, channels,
+    share, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    _, channel, live, begin, end = span(rows, channels, share, BLOCK)
+    offset = of_channels(bias, channel, live)
+    if mean is not None:
+        middle, scale = norm_of(mean, variance, channel, live, eps)
+        scale *= of_channels(weight, channel, live)
+    if other_mean is not None:
+        other_middle, other_scale = norm_of(other_mean, other_variance, channel, live, eps)
+        other_scale *= of_channels(other_weight, channel, live)
+        offset += of_channels(other_bias, channel, live)
+    row = tl.arange(0, ROWS)
+    inner = row[:, None] * channels + channel[None, :]
+    for start in range(begin, end, ROWS):
+        seen = (start + row < end)[:, None] & live[None, :]
+        place = (begin.to(tl.int64) + (start - begin)) * channels
+        value = of_rows(x, place, inner, seen)
+        if mean is not None:
+            value = (value - middle[None, :]) * scale[None, :]
+        value += offset[None, :]
+        if other is not None:
+            more = of_rows(other, place, inner, seen)
+            if other_mean is not None:
+                more = (more - other_middle[None, :]) * other_scale[None, :]
+            value += more
+        # Of a NaN no comparison is true: it passes, as in torch.
+        value = tl.where(value <= 0.0, 0.0, value)
+        tl.store(out + place + inner, value.to(out.dtype.element_ty), mask=seen)
+
+
+@kernel(do_not_specialize=["rows", "share", "chunks"])
+def _moments(x, part, rows, channels, share, chunks, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    chunk, channel, live, begin, end = span(rows, channels, share, BLOCK)
+    row = tl.arange(0, ROWS)
+    inner = row[:, None] * channels + channel[None, :]
+    # Each place of the tile has its own, until the end.
+    mean = tl.zeros([ROWS, BLOCK], tl.float32)
+    squares = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(begin, end, ROWS):
+        seen = (start + row < end)[:, None] & live[None, :]
+        value = of_rows(x, (begin.to(tl.int64) + (start - begin)) * channels, inner, seen)
+        before = ((start - begin) // ROWS).to(tl.float32)
+        portion = 1.0 / (before + 1.0)
+        apart = tl.where(seen, value - mean, 0.0)
+        mean += apart * portion
+        squares += apart * apart * (before * portion)
+    count = tl.maximum((end - begin - row + ROWS - 1) // ROWS, 0).to(tl.float32)
+    middle = tl.sum(mean * count[:, None], 0) / (end - begin).to(tl.float32)
+    apart = mean - middle[None, :]
+    total = tl.sum(squares + apart * apart * count[:, None], 0)
+    place = part + chunk * channels + channel
+    tl.store(place, middle, mask=live)
+    tl.store(place + chunks * channels, total, mask=live)
+
+
+@kernel(do_not_specialize=["rows", "share", "chunks"])
+def _combine(
+    part, mean, variance, running_mean, running_variance, batches, rows, channels, share, chunks, momentum,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = channel < channels
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(0, chunks, ROWS):
+        index = start + tl.arange(0, ROWS)
+        seen = (index < chunks)[:, None] & live[None, :]
+        count = tl.minimum(share, rows - index * share).to(tl.float32)
+        total += of_rows(part, 0, index[:, None] * channels + channel[None, :], seen) * count[:, None]
+    middle = tl.sum(total, 0) / rows.to(tl.float32)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(0, chunks, ROWS):
+        index = start + tl.arange(0, ROWS)
+        seen = (index < chunks)[:, None] & live[None, :]
+        count = tl.minimum(share, rows - index * share).to(tl.float32)
+        place = index[:, None] * channels + channel[None, :]
+        apart = of_rows(part, 0, place, seen) - middle[None, :]
+        inner = of_rows(part, chunks * channels, place, seen)
+        total += tl.where(seen, inner + apart * apart * count[:, None], 0.0)
+    squares = tl.sum(total, 0)
+    tl.store(mean + channel, middle, mask=live)
+    tl.store(variance + channel, squares / rows.to(tl.float32), mask=live)
+    if running_mean is not None:
+        old = of_channels(running_mean, channel, live)
+        new = old + (middle - old) * momentum
+        tl.store(running_mean + channel, new.to(running_mean.dtype.element_ty), mask=live)
+    if running_variance is not None:
+        old = of_channels(running_variance, channel, live)
+        new = old + (squares / (rows - 1).to(tl.float32) - old) * momentum
+        tl.store(running_variance + channel, new.to(running_variance.dtype.element_ty), mask=live)
+    if batches is not None:
+        tl.store(batches, tl.load(batches) + 1, mask=tl.program_id(0) == 0)
+
+
+@triton.jit
+def _passed(grad, out, place, inner, seen, centred, scale, offset):
+    """The gradient where the relu passed, of a tile [ROWS, BLOCK]."""
+    change = of_rows(grad, place, inner, seen)
+    if out is None:
+        before = centred * scale[None, :] + offset[None, :]
+    else:
+        before = of_rows(out, place, inner, seen)
+    return tl.where(before <= 0.0, 0.0, change)
+
+
+@kernel(do_not_specialize=["rows", "share", "chunks"])
+def _sums(
+    grad, x, mean, variance, weight, bias, out, other, other_mean, other_variance, part, rows, channels, share, chunks,
+    eps, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    chunk, channel, live, begin, end = span(rows, channels, share, BLOCK)
+    middle, rstd = norm_of(mean, variance, channel, live, eps)
+    scale, offset = rstd * of_channels(weight, channel, live), of_channels(bias, channel, live)
+    plain = tl.zeros([ROWS, BLOCK], tl.float32)
+    along = tl.zeros([ROWS, BLOCK], tl.float32)
+    if other is not None:
+        other_middle, other_rstd = norm_of(other_mean, other_variance, channel, live, eps)
+        other_along = tl.zeros([ROWS, BLOCK], tl.float32)
+    row = tl.arange(0, ROWS)
+    inner = row[:, None] * channels + channel[None, :]
+    for start in range(begin, end, ROWS):
+        seen = (start + row < end)[:, None] & live[None, :]
+        place = (begin.to(tl.int64) + (start - begin)) * channels
+        centred = of_rows(x, place, inner, seen) - middle[None, :]
+        change = _passed(grad, out, place, inner, seen, centred, scale, offset)
+        plain += change
+        along += change * centred
+        if other is not None:
+            other_along += change * (of_rows(other, place, inner, seen) - other_middle[None, :])
+    place = part + chunk * channels + channel
+    tl.store(place, tl.sum(plain, 0), mask=live)
+    tl.store(place + chunks * channels, tl.sum(along, 0) * rstd, mask=live)
+    if other is not None:
+        tl.store(place + 2 * chunks * channels, tl.sum(other_along, 0) * other_rstd, mask=live)
+
+
+@kernel(do_not_specialize=["chunks"])
+def _total(
+    part, totals, grad_weight, grad_bias, grad_other_weight, grad_other_bias, channels, chunks,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = channel < channels
+    plain = total_of(part, chunks, channels, channel, live, ROWS, BLOCK)
+    along = total_of(part + chunks * channels, chunks, channels, channel, live, ROWS, BLOCK)
+    tl.store(totals + channel, plain, mask=live)
+    tl.store(totals + channels + channel, along, mask=live)
+    tl.store(grad_bias + channel, plain.to(grad_bias.dtype.element_ty), mask=live)
+    tl.store(grad_weight + channel, along.to(grad_weight.dtype.element_ty), mask=live)
+    if grad_other_weight is not None:
+        along = total_of(part + 2 * chunks * channels, chunks, channels, channel, live, ROWS, BLOCK)
+        tl.store(totals + 2 * channels + channel, along, mask=live)
+        tl.store(grad_other_bias + channel, plain.to(grad_other_bias.dtype.element_ty), mask=live)
+        tl.store(grad_other_weight + channel, along.to(grad_other_weight.dtype.element_ty), mask=live)
+
+
+@kernel(do_not_specialize=["rows", "share"])
+def _gradients(
+    grad, x, mean, variance, weight, bias, out, other, other_mean, other_variance, other_weight, totals, grad_x,
+    grad_other, rows, channels, share, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    _, channel, live, begin, end = span(rows, channels, share, BLOCK)
+    middle, rstd = norm_of(mean, variance, channel, live, eps)
+    scale, offset = rstd * of_channels(weight, channel, live), of_channels(bias, channel, live)
+    if other is not None:
+        other_middle, other_rstd = norm_of(other_mean, other_variance, channel, live, eps)
+        other_scale = other_rstd * of_channels(other_weight, channel, live)
+    if totals is not None:
+        # Statistics of the batch move with each row.
+        count = rows.to(tl.float32)
+        plain = of_channels(totals, channel, live) / count
+        along = of_channels(totals + channels, channel, live) / count * rstd * scale
+        if other is not None:
+            other_along = of_channels(totals + 2 * channels, channel, live) / count * other_rstd * other_scale
+    row = tl.arange(0, ROWS)
+    inner = row[:, None] * channels + channel[None, :]
+    for start in range(begin, end, ROWS):
+        seen = (start + row < end)[:, None] & live[None, :]
+        place = (begin.to(tl.int64) + (start - begin)) * channels
+        centred = of_rows(x, place, inner, seen) - middle[None, :]
+        change = _passed(grad, out, place, inner, seen, centred, scale, offset)
+        if out is not None and other is None:
+            tl.store(grad_other + place + inner, change.to(grad_other.dtype.element_ty), mask=seen)
+        if totals is not None:
+            change -= plain[None, :]
+        result = change * scale[None, :]
+        if totals is not None:
+            result -= centred * along[None, :]
+        tl.store(grad_x + place + inner, result.to(grad_x.dtype.element_ty), mask=seen)
+        if other is not None:
+            result = change * other_scale[None, :]
+            if totals is not None:
+                centred = of_rows(other, place, inner, seen) - other_middle[None, :]
+                result -= centred * other_along[None, :]
+            tl.store(grad_other + place + inner, result.to(grad_other.dtype.element_ty), mask=seen)
+
+
+def norm_act(x: Tensor, norm: Tensors, residual: Tensor | None, residual_norm: Tensors, eps: float) -> Tensor:
+    """Relu of the norm of x [R, C] or [N, C, H, W] (bias alone without a mean), plus a residual or the norm of one."""
+    tiles.check(x, {"residual": residual}, _named(norm, residual_norm))
+    pixels = tiles.pixels_of(x)
+    out = torch.empty_like(pixels)
+    rows, channels = tiles.size_of(pixels)
+    share, programs = tiles.rows_to_write(rows, channels, tiles.APPLY)
+    _apply[(programs,)](
+        pixels, *norm, None if residual is None else tiles.pixels_of(residual), *residual_norm, out, rows, channels,
+        share, eps, **tiles.APPLY.code(),
+    )  # fmt: skip
+    return tiles.images_of(out)
+
+
+def bias_act(x: Tensor, bias: Tensor, residual: Tensor | None) -> Tensor:
+    """Relu of x [R, C] or [N, C, H, W] plus bias [C] plus residual if there is one."""
+    return norm_act(x, (None, None, None, bias), residual, NO_NORM, 0.0)
+
+
+def batch_statistics(
+    x: Tensor, running_mean: Tensor | None, running_variance: Tensor | None, batches: Tensor | None, momentum: float
+) -> tuple[Tensor, Tensor]:
+    """Mean and variance [C] float32 of x [R, C] or [N, C, H, W]; running ones are moved, and the batch is counted."""
+    running = {"running_mean": running_mean, "running_variance": running_variance}
+    tiles.check(x, {}, running)
+    pixels = tiles.pixels_of(x)
+    rows, channels = tiles.size_of(pixels)
+    if rows < 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}: one row has no variance; give more, or use model.eval()")
+    share, chunks, programs = tiles.rows_to_sum(rows, channels, tiles.MOMENTS)
+    part = torch.empty(2, chunks, channels, dtype=torch.float32, device=x.device)
+    mean = torch.empty(channels, dtype=torch.float32, device=x.device)
+    variance = torch.empty_like(mean)
+    _moments[(programs,)](pixels, part, rows, channels, share, chunks, **tiles.MOMENTS.code())
+    _combine[(ceil_div(channels, tiles.FINISH.channels),)](
+        part, mean, variance, running_mean, running_variance, batches, rows, channels, share, chunks, momentum,
+        **tiles.FINISH.code(),
+    )  # fmt: skip
+    if not torch.compiler.is_compiling():
+        for moved in (running_mean, running_variance, batches):
+            if moved is not None and not moved.is_inference():
+                # Autograd then refuses a backward that was to use what it was before, as of every change in place.
+                torch.autograd.graph.increment_version(moved)
+    return mean, variance
+
+
+def norm_act_backward(
+    grad: Tensor, x: Tensor, norm: Tensors, residual: Tensor | None, residual_norm: Tensors, out: Tensor | None,
+    eps: float, of_batch: bool, affine: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of x, weight, bias, the residual, and its weight and bias; None where there is none to be had.
+
+    ``residual`` is given if it is normalised, ``out`` if there was any; of weights and biases only where ``affine``.
+    """
+    tiles.check(x, {"grad": grad, "residual": residual, "out": out}, _named(norm, residual_norm))
+    grad, x = tiles.pixels_of(grad), tiles.pixels_of(x)
+    out, other = (None if given is None else tiles.pixels_of(given) for given in (out, residual))
+    rows, channels = tiles.size_of(x)
+    totals = None
+    affines = NO_NORM
+    if of_batch or affine:
+        first, second, third, fourth = (*norm[2:], *residual_norm[2:])
+        affines = _like(first), _like(second), _like(third), _like(fourth)
+        kinds = 2 if other is None else 3
+        share, chunks, programs = tiles.rows_to_sum(rows, channels, tiles.SUMS)
+        part = torch.empty(kinds, chunks, channels, dtype=torch.float32, device=x.device)
+        totals = torch.empty(kinds, channels, dtype=torch.float32, device=x.device)
+        _sums[(programs,)](
+            grad,
+            x,
+            *norm,
+            out,
+            other,
+            *residual_norm[:2],
+            part,
+            rows,
+            channels,
+            share,
+            chunks,
+            eps,
+            **tiles.SUMS.code(),
+        )
+        finish = (ceil_div(channels, tiles.FINISH.channels),)
+        _total[finish](part, totals, *affines, channels, chunks, **tiles.FINISH.code())
+    grad_x = torch.empty_like(x)
+    grad_other = None if out is None else torch.empty_like(x)
+    share, programs = tiles.rows_to_write(rows, channels, tiles.GRADIENTS)
+    _gradients[(programs,)](
+        grad, x, *norm, out, other, *residual_norm[:3], totals if of_batch else None, grad_x, grad_other, rows,
+        channels, share, eps, **tiles.GRADIENTS.code(),
+    )  # fmt: skip
+    grads = affines if affine else NO_NORM
+    grad_residual = None if grad_other is None else tiles.images_of(grad_other)
+    return tiles.images_of(grad_x), grads[0], grads[1], grad_residual, grads[2], grads[3]
+
+
+def _like(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else torch.empty_like(tensor)
+
+
+def _named(norm: Tensors, other: Tensors) -> dict[str, Tensor | None]:
+    names: tuple[str, ...] = ("mean", "variance", "weight", "bias")
+    names += tuple(f"residual_{name}" for name in names)
+    return dict(zip(names, (*norm, *other), strict=True))
