@@ -29,7 +29,6 @@ from tests import (
 )
 from tests.fake_gpu import Gpu, kernels, lower
 from zoo.ops.triton.kernel import kernel
-from zoo.resnet import depth
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 
@@ -158,7 +157,6 @@ def test_launches_that_were_kept_end_with_tritons_cache(gpu: Gpu) -> None:
 
 
 def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    images, weight = torch.randn(2, 3, 16, 12), torch.randn(8, 3, 7, 7, requires_grad=True)
     of_families = {
         "bert": test_bert_kernels.calls(),
         "gnn": test_gnn_kernels.operator_calls(),
@@ -166,10 +164,6 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         "resnet": test_resnet_kernels.calls(),
         "training": test_training_kernels.calls(),
         "unet": test_unet_kernels.calls(),
-        "stem": {
-            "space_to_depth": (depth.space_to_depth, (images, 4, 11, 9, 16)),
-            "stem_conv": (depth.stem_conv, (images, weight)),
-        },
     }
     return {f"{family}: {name}": call for family, each in of_families.items() for name, call in each.items()}
 

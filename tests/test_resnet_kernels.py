@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from torch import Tensor, nn
 import zoo
 from tests.kernel_runs import run_checks
 from zoo.engine.direct import has_nothing_to_fuse
+from zoo.ops.batch_norm import Norm, bias_act, norm_act
+from zoo.ops.pooling import bias_act_pool, max_pool, norm_act_pool
+from zoo.ops.stem_conv import stem_conv
 
 ROOT = Path(__file__).resolve().parent.parent
 needs_triton = pytest.mark.skipif(
@@ -34,6 +38,33 @@ def test_kernels_in_the_interpreter(file: str) -> None:
 @pytest.mark.parametrize("file", ["resnet_kernel_checks.py", "resnet_pool_checks.py"])
 def test_kernels_on_a_gpu(file: str) -> None:
     run_checks(file, "-m", "gpu", interpret=False)
+
+
+def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Operators and arguments that launch all kernels, with gradients and without."""
+    x, more = (torch.randn(2, 6, 7, 4).contiguous(memory_format=torch.channels_last) for _ in range(2))
+    mean, variance, count = torch.randn(6), torch.rand(6) + 0.5, torch.tensor(0)
+    learning = [each.clone().requires_grad_() for each in (x, more, mean, variance, mean, variance)]
+    frozen, batch = (mean, variance), (mean, variance, count, True, 0.1)
+    conv = nn.Conv2d(3, 8, 7, 2, 3, bias=False)
+    half = x.bfloat16()
+    return {
+        "norm": (lambda x, *norm: norm_act(x, Norm(*norm, *frozen)), (learning[0], *learning[2:4])),
+        "norm of the batch": (lambda x, *norm: norm_act(x, Norm(*norm, *batch)), (learning[0], *learning[2:4])),
+        "wider weights": (lambda x, *norm: norm_act(x, Norm(*norm, *frozen)), (half, *learning[2:4])),
+        "residual": (lambda x, r, *norm: norm_act(x, Norm(*norm, *batch), r), learning[:4]),
+        "two norms": (
+            lambda x, r, w, b, *norm: norm_act(x, Norm(w, b, *batch), r, Norm(*norm, *batch)),
+            learning,
+        ),
+        "two frozen norms": (norm_act, (x, Norm(*frozen, *frozen), more, Norm(*frozen, *frozen))),
+        "bias": (bias_act, (x, mean)),
+        "bias and residual": (bias_act, (x, mean, more)),
+        "pooled norm": (norm_act_pool, (x, Norm(*frozen, *frozen))),
+        "pooled bias": (bias_act_pool, (x, mean)),
+        "pool": (max_pool, learning[:1]),
+        "stem": (stem_conv, (torch.randn(2, 3, 16, 12), conv.requires_grad_(False))),
+    }
 
 
 @pytest.fixture
