@@ -19,7 +19,7 @@ import zoo
 from zoo.ops import batch_norm, common, stem_conv
 from zoo.ops.batch_norm import Norm, bias_act, norm_act
 from zoo.ops.triton import batch_norm as kernels
-from zoo.ops.triton import tiles
+from zoo.ops.triton import norm_tiles as tiles
 from zoo.resnet import fold_batch_norm
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
