@@ -90,7 +90,7 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     import triton
     from triton.runtime import driver
 
-    from zoo.ops.triton import decode_products
+    from zoo.ops.triton import decode_attention, decode_products
 
     found = Gpu()
     monkeypatch.setattr(driver, "_active", found)
@@ -98,6 +98,7 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     for module in (torch.cuda, torch.cuda.graphs):
         monkeypatch.setattr(module, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(decode_attention, "can_overlap", lambda device: True)
     monkeypatch.setattr(decode_products, "can_overlap", lambda device: True)
     for module in (zoo.ops.common, *MODULES):
         if hasattr(module, "triton_runs_on"):

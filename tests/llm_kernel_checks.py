@@ -21,13 +21,14 @@ from tests.llm_checks import DEVICE, MARKS, check_close, let_kernels_run, values
 from zoo.llm import KVCache
 from zoo.llm.decode import DecodeState, accept
 from zoo.ops.cached_attention import attend, decode_attention
-from zoo.ops.decode import decode_layer, norm_linear
 from zoo.ops.rms_norm import add_rms_norm, rms_norm
 from zoo.ops.rotary import rotate_into, split_rotated
 from zoo.ops.swiglu import swiglu
 from zoo.ops.triton import decode_products as products
 
 pytestmark = MARKS
+# Kernels begin early on a GPU that lets them.
+OVERLAP = DEVICE == "cuda" and torch.cuda.get_device_capability()[0] >= 9
 # The interpreter multiplies matrices of bfloat16 as if they were integers.
 DOTS = [torch.float32, torch.float16, *([] if DEVICE == "cpu" else [torch.bfloat16])]
 RELATIVE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
@@ -54,11 +55,11 @@ def test_products(rows: int, columns: int, out: int, dtype: torch.dtype) -> None
     exact, exact_weight = x.double(), weight.double()
     normed = rms_norm(exact, norm.double(), 1e-5)
     for given in (None, bias):
-        found = products.norm_linear(x, norm, 1e-5, weight, given)
+        found = products.norm_linear(x, norm, 1e-5, weight, given, OVERLAP)
         close(found, F.linear(normed, exact_weight, *wide(given)), dtype)
-    close(products.linear_add(x, weight, residual), residual.double() + F.linear(exact, exact_weight), dtype)
+    close(products.linear_add(x, weight, residual, OVERLAP), residual.double() + F.linear(exact, exact_weight), dtype)
     pair = values(2 * out, columns, dtype=dtype, scale=columns**-0.5)
-    close(products.norm_gate(x, norm, 1e-5, pair), swiglu(F.linear(normed, pair.double())), dtype)
+    close(products.norm_gate(x, norm, 1e-5, pair, OVERLAP), swiglu(F.linear(normed, pair.double())), dtype)
 
 
 @pytest.mark.parametrize("dtype", RELATIVE)
@@ -280,21 +281,6 @@ def test_the_most_likely_token_and_what_follows(vocabulary: int, dtype: torch.dt
     assert not state.output[[0, 1, 3, 4]].any()
     assert state.positions.flatten().tolist() == [8, 9, 10, 1] and state.step.tolist() == [3]
     assert state.finished.tolist() == [expected[0] == 3, False, True, True]
-
-
-def test_the_opaque_operators_are_what_torch_expects() -> None:
-    model = zoo.create("llm-debug", head_dim=32, num_attention_heads=2, num_key_value_heads=1, device=DEVICE, **SMALLER)
-    x, positions = values(1, model.config.hidden_size), torch.tensor([[2]], device=DEVICE)
-    layer, cache = model.layers[0], model.make_cache(1, 4).layers[0]
-    calls = []
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(zoo.llm.layer, "decode_layer", lambda *given: calls.append(given) or given[0])
-        layer(x[:, None], model.rotary(positions), positions=positions, cache=cache)
-    norm = model.head.norm.weight.detach()
-    calls.append((x, norm, 1e-6, values(5, len(norm))))
-    for operator, given in zip((decode_layer, norm_linear), calls, strict=True):
-        given = [each.detach() if isinstance(each, Tensor) else each for each in given]
-        torch.library.opcheck(operator, tuple(given), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_a_second_derivative_is_refused() -> None:

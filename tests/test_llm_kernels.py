@@ -18,6 +18,7 @@ import zoo
 from tests import fake_gpu
 from tests.kernel_runs import run_checks
 from zoo.engine.direct import has_nothing_to_fuse
+from zoo.engine.tracing import tracing_to_run
 from zoo.llm import LLM, LLMLayer
 from zoo.llm.layer import _add_linear
 from zoo.ops.cached_attention import attend, decode_attention
@@ -113,13 +114,33 @@ def test_training_leaves_the_compiler_no_code_to_write(options: dict[str, Any], 
     assert set(backward) == {KERNEL, "aten.mm.default", f"{attention}_backward.default"} | sums
 
 
-def test_a_step_of_few_rows_is_one_opaque_operator(gpu: Any, monkeypatch: Any) -> None:
+def test_a_step_of_few_rows_is_kernels_alone(gpu: Any, monkeypatch: Any) -> None:
     model, x = small(2, 1)
     positions, cache = torch.tensor([[3], [4]]), model.make_cache(2, 8).layers[0]
     with torch.inference_mode():
         (layer,) = traced(monkeypatch, model.layers[0], x, model.rotary(positions), None, positions, cache)
         (head,) = traced(monkeypatch, model.head, x, model.output_weight)
-    assert layer == ["auto_functionalized_v2"] and head == ["zoo_llm.norm_linear.default"]
+    # Functionalization puts what a kernel writes into the cache.
+    assert layer.count(KERNEL) == 6 and head.count(KERNEL) == 1
+    assert {each.partition(".")[0] for each in layer + head} == {KERNEL, "aten"}
+
+
+def test_kernels_of_a_step_overlap_where_their_graph_runs_as_it_is(monkeypatch: Any) -> None:
+    from zoo.ops.triton import decode_attention as kernels
+
+    monkeypatch.setattr(kernels, "_has_dependent_launch", lambda device: True)
+
+    def asked(x: Tensor) -> Tensor:
+        return x + 1 if kernels.can_overlap(x.device) else x - 1
+
+    for runs in (False, True):
+        torch._dynamo.reset()
+        step = torch.compile(asked, backend="eager", fullgraph=True)
+        with tracing_to_run(runs):
+            step(torch.zeros(1))
+        # Code is called when nothing is traced, and is not compiled again.
+        with torch.compiler.set_stance("fail_on_recompile"):
+            assert step(torch.zeros(1)).item() == (1 if runs else -1)
 
 
 def test_a_step_of_many_rows_is_one_graph_of_kernels_and_products(gpu: Any, monkeypatch: Any) -> None:

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from zoo.unet.glue import AddNorm
 
 from zoo.ops import common as operators
 from zoo.ops import opaque
-from zoo.unet.glue import AddNorm
 
 
 @pytest.fixture

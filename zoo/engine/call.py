@@ -19,6 +19,9 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from zoo.engine.direct import DirectOrInductor
+from zoo.engine.tracing import tracing_to_run
+
 
 class RegionWarning(UserWarning):
     """Something about a model, or the way it is called, will cost graphs or speed."""
@@ -47,6 +50,7 @@ class RegionCall:
         from torch._dynamo import eval_frame
 
         self._module = module
+        self._runs_directly = isinstance(options.get("backend"), DirectOrInductor)
         self._compiled = torch.compile(module._call_impl, fullgraph=fullgraph, **options)
         self._dynamo = eval_frame
         self._forward = type(module).forward
@@ -97,7 +101,8 @@ class RegionCall:
 
         # Hooks inside of a region are guarded, which Dynamo leaves out by default; and the code that it makes does not
         # ask for a profiler five times in each call.
-        with _patching, config.patch(skip_nnmodule_hook_guards=False, record_runtime_overhead=False):
+        patch = config.patch(skip_nnmodule_hook_guards=False, record_runtime_overhead=False)
+        with _patching, patch, tracing_to_run(self._runs_directly):
             result = self._compiled(*args, **kwargs)
         if self._misses < _MOST_MISSES and not self._needs_dynamo(module):
             self._keep(module, args, kwargs)

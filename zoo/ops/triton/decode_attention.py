@@ -10,11 +10,14 @@ Shape legend: B rows, H query heads, K key and value heads, G = H / K, S slots, 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.engine.tracing import traced_to_run
 from zoo.ops.common import ceil_div, next_power
 from zoo.ops.triton.kernel import kernel
 
@@ -126,6 +129,24 @@ def _merge(partial, stats, out, D: tl.constexpr, PARTS: tl.constexpr, BLOCK_PART
     tl.store(out + head * D + column, (total / exponents).to(out.dtype.element_ty))
 
 
+_HAS_WAIT = hasattr(tl.extra.cuda, "gdc_wait")  # from Triton 3.4 on
+
+
+def can_overlap(device: torch.device) -> bool:
+    """Whether kernels here begin while the one before them ends. Inductor of torch 2.11 would not launch them so."""
+    if torch.compiler.is_dynamo_compiling():
+        return traced_to_run() and _has_dependent_launch(device)
+    return _is_known_to_have_dependent_launch(device)
+
+
+def _has_dependent_launch(device: torch.device) -> bool:
+    on_cuda = device.type == "cuda" and torch.version.hip is None
+    return on_cuda and _HAS_WAIT and torch.cuda.get_device_properties(device).major >= 9
+
+
+_is_known_to_have_dependent_launch = functools.cache(_has_dependent_launch)
+
+
 def decode_attention(
     qkv: Tensor,
     cache: Tensor,
@@ -136,15 +157,15 @@ def decode_attention(
     eps: float,
     heads: int,
     window: int | None,
-    overlap: bool = False,
 ) -> Tensor:
-    """See ``zoo/ops/cached_attention.py``; ``overlap`` lets kernels begin early, as in decode_products.py."""
+    """See ``zoo/ops/cached_attention.py``."""
     qkv, positions, rotary = qkv.contiguous(), positions.contiguous(), rotary.contiguous()
     _, batch, key_heads, slots, width = cache.shape
     parts = max(1, min(ceil_div(slots, BLOCK), ceil_div(ENOUGH, batch * key_heads), 64))
     partial = qkv.new_empty(batch, heads, parts, width, dtype=torch.float32)
     stats = qkv.new_empty(batch, heads, parts, 2, dtype=torch.float32)
     out = qkv.new_empty(batch, heads * width)
+    overlap = can_overlap(qkv.device)
     early = {"launch_pdl": True} if overlap else {}
     _attend[(parts, key_heads, batch)](
         qkv, q_norm, k_norm, rotary, positions, cache, partial, stats, eps, width**-0.5, slots,

@@ -18,15 +18,12 @@ Shape legend: M rows of features, a few, N rows of the weight, C columns.
 
 from __future__ import annotations
 
-import functools
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from zoo.ops.common import ceil_div, next_power
-from zoo.ops.triton.decode_attention import decode_attention
+from zoo.ops.triton.decode_attention import can_overlap, decode_attention
 from zoo.ops.triton.kernel import kernel
 
 
@@ -125,49 +122,49 @@ def _tile(rows: int, columns: int, itemsize: int) -> tuple[int, int, int]:
     return count, block, min(max(warps, 2), 8)
 
 
-@functools.cache
-def can_overlap(device: torch.device) -> bool:
-    """Whether the GPU has programmatic dependent launch, and this Triton (from 3.4 on)."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_properties(device).major >= 9 and hasattr(tl.extra.cuda, "gdc_wait")
+def _options(overlap: bool) -> dict[str, bool]:
+    return {"OVERLAP": True, "launch_pdl": True} if overlap else {"OVERLAP": False}
 
 
-def _options(x: Tensor) -> dict[str, bool]:
-    return {"OVERLAP": True, "launch_pdl": True} if can_overlap(x.device) else {"OVERLAP": False}
-
-
-def norm_linear(x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+def norm_linear(
+    x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None, overlap: bool
+) -> Tensor:
     """RMS norm of x [M, C], unless ``norm`` is None, times weight [N, C], plus bias [N]: [M, N]."""
-    return _launch(x, norm, eps, weight, bias, None)
+    return _launch(x, norm, eps, weight, bias, None, overlap)
 
 
-def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+def linear_add(x: Tensor, weight: Tensor, residual: Tensor, overlap: bool) -> Tensor:
     """Features x [M, C] times weight [N, C], plus residual [M, N]."""
-    return _launch(x, None, 0.0, weight, None, residual)
+    return _launch(x, None, 0.0, weight, None, residual, overlap)
 
 
 def _launch(
-    x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None, residual: Tensor | None
+    x: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    overlap: bool,
 ) -> Tensor:
     x, (n, columns) = x.contiguous(), weight.shape
     out = x.new_empty(x.shape[0], n)
     rows, block, warps = _tile(n, columns, x.element_size())
     _linear[(ceil_div(n, rows),)](
         x, norm, weight.contiguous(), bias, None if residual is None else residual.contiguous(), out, eps,
-        M=x.shape[0], N=n, C=columns, ROWS=rows, BLOCK_C=block, num_warps=warps, **_options(x),
+        M=x.shape[0], N=n, C=columns, ROWS=rows, BLOCK_C=block, num_warps=warps, **_options(overlap),
     )  # fmt: skip
     return out
 
 
-def norm_gate(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+def norm_gate(x: Tensor, norm: Tensor, eps: float, weight: Tensor, overlap: bool) -> Tensor:
     """RMS norm of x [M, C] times weight [2 N, C]; SiLU of the first half times the second: [M, N]."""
     x, n, columns = x.contiguous(), weight.shape[0] // 2, weight.shape[1]
     out = x.new_empty(x.shape[0], n)
     rows, block, warps = _tile(n, columns, x.element_size())
     _gate[(ceil_div(n, rows),)](
         x, norm, weight.contiguous(), out, eps,
-        M=x.shape[0], N=n, C=columns, ROWS=rows, BLOCK_C=block, num_warps=warps, **_options(x),
+        M=x.shape[0], N=n, C=columns, ROWS=rows, BLOCK_C=block, num_warps=warps, **_options(overlap),
     )  # fmt: skip
     return out
 
@@ -191,8 +188,9 @@ def decode_layer(
     window: int | None,
 ) -> Tensor:
     """See ``zoo/ops/decode.py``."""
-    qkv = norm_linear(x, norm, eps, qkv_weight, qkv_bias)
     overlap = can_overlap(x.device)
-    mixed = decode_attention(qkv, cache, positions, rotary, q_norm, k_norm, eps, heads, window, overlap)
-    x = linear_add(mixed, o_weight, x)
-    return linear_add(norm_gate(x, norm_after, eps, gate_up_weight), down_weight, x)
+    qkv = norm_linear(x, norm, eps, qkv_weight, qkv_bias, overlap)
+    mixed = decode_attention(qkv, cache, positions, rotary, q_norm, k_norm, eps, heads, window)
+    x = linear_add(mixed, o_weight, x, overlap)
+    hidden = norm_gate(x, norm_after, eps, gate_up_weight, overlap)
+    return linear_add(hidden, down_weight, x, overlap)
