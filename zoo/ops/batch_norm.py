@@ -59,11 +59,15 @@ def norm_act(x: Tensor, norm: Norm, residual: Tensor | None = None, residual_nor
     Raises:
         ValueError: If there is one row and its own statistics are wanted.
     """
-    given = (x, norm.weight, norm.bias, residual, *((None, None) if residual_norm is None else residual_norm[:2]))
+    given = [x, norm.weight, norm.bias]
+    if residual is not None:
+        given.append(residual)
+    if residual_norm is not None:
+        given += [residual_norm.weight, residual_norm.bias]
     alike = residual_norm is None or residual_norm[5:] == norm[5:]
     if alike and rows_run(x, residual) and kernels_run(*given):
         own, other = _tensors(x, norm), _tensors(residual, residual_norm)
-        if differentiated(*(each for each in given if each is not None)):
+        if differentiated(*given):
             out: Tensor = _NormAct.apply(x, *own, residual, *other, norm.eps, norm.of_batch)
             return out
         from zoo.ops.triton import batch_norm as kernels

@@ -99,10 +99,13 @@ def kernels_run(*tensors: Tensor | None) -> bool:
     Kernels take three dtypes, on a GPU that Triton knows. They have no derivatives for forward mode and for torch.func,
     and take no tensor that stands for several. May be asked inside a region: the compiler folds the answer.
     """
-    given = [each for each in tensors if each is not None]
-    if not triton_runs_on(given[0].device) or transformed() or forward_mode():
+    first = tensors[0]
+    if first is None or not triton_runs_on(first.device) or transformed() or forward_mode():
         return False
-    return all(each.dtype in KERNEL_DTYPES and not hasattr(each, "__tensor_flatten__") for each in given)
+    for each in tensors:  # a plain loop: the compiler traces it in each block
+        if each is not None and (each.dtype not in KERNEL_DTYPES or hasattr(each, "__tensor_flatten__")):
+            return False
+    return True
 
 
 def differentiated(*tensors: Tensor) -> bool:
@@ -110,7 +113,11 @@ def differentiated(*tensors: Tensor) -> bool:
 
     May be asked inside a region: the compiler guards both anyway.
     """
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor.requires_grad:
+                return True
+    return False
 
 
 def transformed() -> bool:

@@ -34,6 +34,7 @@ from zoo.ops.triton.sums import total_of
 # Mean, variance, weight and bias of a norm; of one that is not there None.
 Tensors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 NO_NORM: Tensors = (None, None, None, None)
+NAMES = ("mean", "variance", "weight", "bias", "residual_mean", "residual_variance", "residual_weight", "residual_bias")
 
 
 @kernel(do_not_specialize=["rows", "share"])
@@ -237,14 +238,14 @@ def _gradients(
 
 def norm_act(x: Tensor, norm: Tensors, residual: Tensor | None, residual_norm: Tensors, eps: float) -> Tensor:
     """Relu of the norm of x [R, C] or [N, C, H, W] (bias alone without a mean), plus a residual or the norm of one."""
-    tiles.check(x, {"residual": residual}, _named(norm, residual_norm))
+    tiles.check(x, (residual,), norm + residual_norm, ("residual", *NAMES))
     pixels = tiles.pixels_of(x)
     out = torch.empty_like(pixels)
     rows, channels = tiles.size_of(pixels)
     share, programs = tiles.rows_to_write(rows, channels, tiles.APPLY)
     _apply[(programs,)](
-        pixels, *norm, None if residual is None else tiles.pixels_of(residual), *residual_norm, out, rows, channels,
-        share, eps, **tiles.APPLY.code(),
+        pixels, *norm, None if residual is None else tiles.pixels_of(residual), *residual_norm, out, rows,
+        channels, share, eps, **tiles.APPLY.code(),
     )  # fmt: skip
     return tiles.images_of(out)
 
@@ -258,8 +259,7 @@ def batch_statistics(
     x: Tensor, running_mean: Tensor | None, running_variance: Tensor | None, batches: Tensor | None, momentum: float
 ) -> tuple[Tensor, Tensor]:
     """Mean and variance [C] float32 of x [R, C] or [N, C, H, W]; running ones are moved, and the batch is counted."""
-    running = {"running_mean": running_mean, "running_variance": running_variance}
-    tiles.check(x, {}, running)
+    tiles.check(x, (), (running_mean, running_variance), ("running_mean", "running_variance"))
     pixels = tiles.pixels_of(x)
     rows, channels = tiles.size_of(pixels)
     if rows < 2:
@@ -289,34 +289,23 @@ def norm_act_backward(
 
     ``residual`` is given if it is normalised, ``out`` if there was any; of weights and biases only where ``affine``.
     """
-    tiles.check(x, {"grad": grad, "residual": residual, "out": out}, _named(norm, residual_norm))
+    tiles.check(x, (grad, residual, out), norm + residual_norm, ("grad", "residual", "out", *NAMES))
     grad, x = tiles.pixels_of(grad), tiles.pixels_of(x)
-    out, other = (None if given is None else tiles.pixels_of(given) for given in (out, residual))
+    out = None if out is None else tiles.pixels_of(out)
+    other = None if residual is None else tiles.pixels_of(residual)
     rows, channels = tiles.size_of(x)
     totals = None
     affines = NO_NORM
     if of_batch or affine:
-        first, second, third, fourth = (*norm[2:], *residual_norm[2:])
-        affines = _like(first), _like(second), _like(third), _like(fourth)
+        affines = _like(norm[2]), _like(norm[3]), _like(residual_norm[2]), _like(residual_norm[3])
         kinds = 2 if other is None else 3
         share, chunks, programs = tiles.rows_to_sum(rows, channels, tiles.SUMS)
         part = torch.empty(kinds, chunks, channels, dtype=torch.float32, device=x.device)
         totals = torch.empty(kinds, channels, dtype=torch.float32, device=x.device)
         _sums[(programs,)](
-            grad,
-            x,
-            *norm,
-            out,
-            other,
-            *residual_norm[:2],
-            part,
-            rows,
-            channels,
-            share,
-            chunks,
-            eps,
+            grad, x, *norm, out, other, *residual_norm[:2], part, rows, channels, share, chunks, eps,
             **tiles.SUMS.code(),
-        )
+        )  # fmt: skip
         finish = (ceil_div(channels, tiles.FINISH.channels),)
         _total[finish](part, totals, *affines, channels, chunks, **tiles.FINISH.code())
     grad_x = torch.empty_like(x)
@@ -333,9 +322,3 @@ def norm_act_backward(
 
 def _like(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else torch.empty_like(tensor)
-
-
-def _named(norm: Tensors, other: Tensors) -> dict[str, Tensor | None]:
-    names: tuple[str, ...] = ("mean", "variance", "weight", "bias")
-    names += tuple(f"residual_{name}" for name in names)
-    return dict(zip(names, (*norm, *other), strict=True))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -84,25 +85,36 @@ def size_of(pixels: Tensor) -> tuple[int, int]:
     return pixels.numel() // channels, channels
 
 
-def check(x: Tensor, like: dict[str, Tensor | None], channels: dict[str, Tensor | None]) -> None:
-    """Refuse shapes that a kernel would read beyond the ends of.
+def check(
+    x: Tensor, like: tuple[Tensor | None, ...], channels: tuple[Tensor | None, ...], names: tuple[str, ...]
+) -> None:
+    """Refuse shapes that a kernel would read beyond the ends of. Plain loops: the compiler traces them in each block.
 
     Raises:
         ValueError: If x is neither rows nor images, one of ``like`` not like it, or one of ``channels`` not [C] and
-            contiguous.
+            contiguous. ``names`` are those of ``like`` and ``channels``.
     """
-    if x.dim() not in (2, 4):
-        raise ValueError(f"x has shape {tuple(x.shape)}, expected rows [R, C] or images [N, C, H, W]")
-    for given, shape in ((like, x.shape), (channels, x.shape[1:2])):
-        for name, tensor in given.items():
-            if tensor is None:
-                continue
-            if tensor.shape != shape:
-                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(shape)} as of x")
-            if tensor.device != x.device:
-                raise ValueError(f"{name} is on {tensor.device} and x on {x.device}; move one of them")
-            if given is channels and not tensor.is_contiguous():
-                raise ValueError(f"{name} has stride {tensor.stride(0)}, expected 1; use {name}.contiguous()")
+    shape, device = x.shape, x.device
+    if len(shape) not in (2, 4):
+        raise ValueError(f"x has shape {tuple(shape)}, expected rows [R, C] or images [N, C, H, W]")
+    for tensor in like:
+        if tensor is not None and (tensor.shape != shape or tensor.device != device):
+            _refuse(tensor, (*like, *channels), names, shape, device)
+    wanted = shape[1:2]
+    for tensor in channels:
+        if tensor is not None and (tensor.shape != wanted or tensor.device != device or not tensor.is_contiguous()):
+            _refuse(tensor, (*like, *channels), names, wanted, device)
+
+
+def _refuse(
+    tensor: Tensor, given: tuple[Tensor | None, ...], names: tuple[str, ...], shape: torch.Size, device: torch.device
+) -> None:
+    name = next(name for name, each in zip(names, given, strict=True) if each is tensor)
+    if tensor.shape != shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(shape)} as of x")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device} and x on {device}; move one of them")
+    raise ValueError(f"{name} has stride {tensor.stride(0)}, expected 1; use {name}.contiguous()")
 
 
 @triton.jit

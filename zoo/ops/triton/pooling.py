@@ -186,7 +186,7 @@ def norm_act_pool(
     x: Tensor, mean: Tensor | None, variance: Tensor | None, weight: Tensor | None, bias: Tensor, eps: float
 ) -> Tensor:
     """Pooled relu of the norm of x [N, C, H, W] (bias alone without a mean): [N, C, h, w] in channels_last."""
-    tiles.check(x, {}, {"mean": mean, "variance": variance, "weight": weight, "bias": bias})
+    tiles.check(x, (), (mean, variance, weight, bias), ("mean", "variance", "weight", "bias"))
     pixels, out, share, programs = _cut(x)
     _pool[(programs,)](pixels, mean, variance, weight, bias, out, *pixels.shape[1:], share, eps, **tiles.POOL.code())
     return out.permute(0, 3, 1, 2)
