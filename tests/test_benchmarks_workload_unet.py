@@ -17,8 +17,8 @@ from benchmarks import strategies, workloads
 from benchmarks.case import IMPLEMENTATIONS, Case
 from benchmarks.worker import Arm
 from benchmarks.workloads import unet_upstream, unet_work
-from benchmarks.workloads.unet import WORKLOAD, draw_inputs, sizes
-from zoo.unet import CUTS, UNetConfig
+from benchmarks.workloads.unet import CUTS, WORKLOAD, draw_inputs, sizes
+from zoo.unet import UNetConfig
 from zoo.unet.presets import PRESETS
 
 with warnings.catch_warnings():
@@ -26,7 +26,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import diffusers.models.unets.unet_2d_condition as library
 
-CUT_MODELS = [*(f"unet-debug-cut-{name}" for name in CUTS if name != "glue"), "unet-xl-debug-cut-blocks"]
+CUT_MODELS = [f"{model}-cut-{name}" for name in CUTS for model in ("unet-debug", "unet-xl-debug")]
 
 
 @pytest.fixture(autouse=True)

@@ -41,7 +41,8 @@ def test_a_resnet_block_is_a_graph(training: bool, gpu: fake_gpu.Gpu, monkeypatc
     x, shift = images(2, 16, 40, 40), torch.randn(2, 16).bfloat16()
     with torch.set_grad_enabled(training):
         graphs = fake_gpu.traced(monkeypatch, block, x, None, shift)
-    # Two norms of two launches, and the sum at the end; back two norms of three launches; the bias is summed as a product would be.
+    # Two norms of two launches, and the sum at the end; back a norm of three, one of two whose input does not learn, and
+    # a bias of two.
     assert launches(graphs) == ([5, 7] if training else [5]) and not opaque(graphs)
 
 
@@ -69,5 +70,4 @@ def test_a_transformer_block_is_a_graph(
     with torch.set_grad_enabled(training):
         graphs = fake_gpu.traced(monkeypatch, block, x, text, text, None, None, both)
     # Three norms, attention to the text and the gated product, and the norm before; in training no attention.
-    print(graphs)
     assert launches(graphs)[0] == (4 if training else 5) + 2 * ends and not opaque(graphs)

@@ -63,7 +63,7 @@ def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 
 def check(function: Callable[..., Any], given: Sequence[Tensor], alone: bool = True) -> None:
-    """Outputs and gradients against those of float64, which no kernel takes; and of each tensor as if it learnt alone."""
+    """Outputs and gradients against those of float64, which no kernel takes; and of each as if it learnt alone."""
     exact = [each.detach().double().requires_grad_() for each in given]
     outputs, wanted = function(*given), function(*exact)
     outputs, wanted = ((each,) if isinstance(each, Tensor) else each for each in (outputs, wanted))

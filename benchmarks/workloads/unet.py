@@ -16,12 +16,13 @@ from benchmarks.workloads import unet_loop, unet_train, unet_upstream, unet_work
 from benchmarks.workloads.base import Prepared, dtype_of, refuses_unknown
 from benchmarks.workloads.llm_weights import draw
 from benchmarks.workloads.unet_work import TOKENS
-from zoo.unet import CUTS, UNet, UNetConfig
+from zoo.unet import TransformerBlock, UNet, UNetConfig
 from zoo.unet.checkpoint import placements
 from zoo.unet.presets import PRESETS
 from zoo.weights import fill
 
-_OTHER_CUTS = tuple(name for name in CUTS if CUTS[name] is not UNet.regions)
+# Other regions than the model's own: transformer blocks alone, which are what diffusers compiles.
+CUTS = {"transformers": tuple(region for region in UNet.regions if region.cls is TransformerBlock)}
 _CUT = "-cut-"
 _INPUT = re.compile(r"(?P<run>loop-)?(?P<count>\d+)x(?P<size>\d+)x(?P=size)")
 # In the middle of a run.
@@ -32,7 +33,7 @@ class UNetWorkload:
     """Inference with random weights: one call predicts the noise of a batch of square latents, for a text of 77 tokens.
 
     ``BxHxW``: the rows of the batch, twice the images where there is guidance, and their pixels. ``-cut-<name>`` models
-    race the zoo's cut into other regions (``zoo.unet.CUTS``); diffusers' arms are the same in all of them.
+    race the zoo's cut into other regions (``CUTS``); diffusers' arms are the same in all of them.
 
     ``loop-NxHxW``: one call is all N steps of one image with guidance, from noise to latents.
 
@@ -41,7 +42,7 @@ class UNetWorkload:
 
     family = "unet"
     models: tuple[str, ...] = tuple(
-        f"{preset}{cut}" for preset in PRESETS for cut in ("", *(_CUT + name for name in _OTHER_CUTS))
+        f"{preset}{cut}" for preset in PRESETS for cut in ("", *(_CUT + name for name in CUTS))
     )
     inputs: tuple[str, ...] = (
         *("2x64x64", "2x96x96", "2x128x128", "4x64x64", "8x64x64", "2x8x8"),

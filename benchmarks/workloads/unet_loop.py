@@ -18,7 +18,6 @@ from benchmarks.workloads import unet_upstream, unet_work
 from benchmarks.workloads.base import Prepared
 from benchmarks.workloads.llm_weights import draw
 from zoo.unet import Sampler, UNet, UNetConfig, make_schedule
-from zoo.unet.cuts import CUTS
 
 # Diffusers' Euler with Stable Diffusion's noise. It keeps its tables on the host, and waits for the device once a run.
 SCHEDULER: dict[str, Any] = {
@@ -47,7 +46,7 @@ class ZooLoop(nn.Module):
         size: H and W.
     """
 
-    regions = CUTS["glue"]
+    regions = UNet.regions
 
     def __init__(self, unet: UNet, steps: int, size: int) -> None:
         super().__init__()

@@ -63,9 +63,9 @@ def gated_product_runs(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
         return False
     if not torch.compiler.is_compiling() and any(each.storage_offset() % 8 for each in (x, weight)):
         return False
-    if torch.is_autocast_enabled(x.device.type):
+    if differentiated(x, weight, bias) or not kernels_run(x, weight, bias) or not _is_hopper(x.device):
         return False
-    return not differentiated(x, weight, bias) and kernels_run(x, weight, bias) and _is_hopper(x.device)
+    return not torch.is_autocast_enabled(x.device.type)
 
 
 def _is_hopper(device: torch.device) -> bool:
