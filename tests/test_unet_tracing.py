@@ -41,8 +41,8 @@ def test_a_resnet_block_is_a_graph(training: bool, gpu: fake_gpu.Gpu, monkeypatc
     x, shift = images(2, 16, 40, 40), torch.randn(2, 16).bfloat16()
     with torch.set_grad_enabled(training):
         graphs = fake_gpu.traced(monkeypatch, block, x, None, shift)
-    # Two norms of two launches, and the sum at the end; back a norm of three, one of two whose input does not learn, and
-    # a bias of two.
+    # Two norms of two launches, and the sum at the end; back a norm of three, one of two whose input does not learn,
+    # and a bias of two.
     assert launches(graphs) == ([5, 7] if training else [5]) and not opaque(graphs)
 
 
