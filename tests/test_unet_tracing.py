@@ -64,10 +64,10 @@ def test_a_transformer_block_is_a_graph(
     training: bool, ends: bool, gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = TransformerBlock(16, 2, 8).bfloat16()
-    text = torch.randn(2, 7, 16).bfloat16()
+    text = torch.randn(2, 7, 32).bfloat16()
     x = images(2, 16, 40, 40) if ends else torch.randn(2 * 1600, 16).bfloat16()
     both = [torch.randn(shape).bfloat16() for shape in (16, 16, (16, 16), 16, (16, 16), 16)] if ends else None
     with torch.set_grad_enabled(training):
-        graphs = fake_gpu.traced(monkeypatch, block, x, text, text, None, None, both)
+        graphs = fake_gpu.traced(monkeypatch, block, x, text, None, None, both)
     # Three norms, attention to the text and the gated product, and the norm before; in training no attention.
     assert launches(graphs)[0] == (4 if training else 5) + 2 * ends and not opaque(graphs)

@@ -51,7 +51,8 @@ class _GatedGelu(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         from zoo.ops.triton import glu as kernels
 
-        return kernels.gated_gelu_backward(grad, *ctx.saved_tensors, ctx.needs_input_grad[1])
+        x, bias = ctx.saved_tensors
+        return kernels.gated_gelu_backward(grad, x, bias, ctx.needs_input_grad[1])
 
 
 def gated_product_runs(x: Tensor, weight: Tensor, bias: Tensor) -> bool:

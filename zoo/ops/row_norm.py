@@ -79,7 +79,8 @@ class _RowNorm(torch.autograd.Function):
         from zoo.ops.triton import row_norm as kernels
 
         weighted = any(ctx.needs_input_grad[1:3])
-        x, weight, bias, _ = kernels.norm_backward(grad, None, *ctx.saved_tensors, weighted, None)
+        summed, mean, rstd, weight, bias = ctx.saved_tensors
+        x, weight, bias, _ = kernels.norm_backward(grad, None, summed, mean, rstd, weight, bias, weighted, None)
         return x, weight, bias, None
 
 
@@ -106,7 +107,9 @@ class _AddNorm(torch.autograd.Function):
         shifted = shift if ctx.needs_input_grad[4] and more is not None else None
         if grad is not None:
             weighted = any(ctx.needs_input_grad[2:4])
-            out, *sums = kernels.norm_backward(grad, more, *ctx.saved_tensors, weighted, shifted)
+            summed, mean, rstd, weight, bias = ctx.saved_tensors
+            given = grad, more, summed, mean, rstd, weight, bias, weighted, shifted
+            out, *sums = kernels.norm_backward(*given)
         elif more is not None:
             out, sums = more, [None, None, None if shifted is None else column_sums(more, shifted)]
         else:

@@ -31,13 +31,13 @@ class Supply:
 
     Args:
         shifts: [B, C] of each resnet block.
-        keys_values: Keys [B, L, C] and values [B, L, C] of each transformer block.
+        texts: Keys and values [B, L, 2 C] of the text for each transformer block.
         self_bias: [B, 1, 1, T], added to scores of self-attention, or None.
         text_bias: [B, 1, 1, L], added to scores of attention to the text, or None.
     """
 
     shifts: Iterator[Tensor]
-    keys_values: Iterator[tuple[Tensor, Tensor]]
+    texts: Iterator[Tensor]
     self_bias: Tensor | None
     text_bias: Tensor | None
 
@@ -99,8 +99,8 @@ class Level(nn.Module):
         x = self.resnets[index](x, skip, next(supply.shifts))
         transformer = self.transformers[index]
         if isinstance(transformer, Transformer):
-            given = [next(supply.keys_values) for _ in transformer.blocks]
-            x = transformer(x, given, supply.self_bias, supply.text_bias)
+            texts = [next(supply.texts) for _ in transformer.blocks]
+            x = transformer(x, texts, supply.self_bias, supply.text_bias)
         return x
 
 

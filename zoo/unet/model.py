@@ -229,12 +229,11 @@ class UNet(nn.Module):
         sample: Tensor,
     ) -> Supply:
         shifts = time.shifts.expand(sample.shape[0], -1).split(self.time_projections.channels, dim=-1)
-        pairs = [channels for channels in self.text_projections.channels for _ in range(2)]
-        keys_values = text.keys_values.split(pairs, dim=-1)
+        texts = text.keys_values.split([2 * channels for channels in self.text_projections.channels], dim=-1)
         dtype = text.keys_values.dtype
         return Supply(
             iter(shifts),
-            iter(zip(keys_values[::2], keys_values[1::2], strict=True)),
+            iter(texts),
             None if attention_mask is None else hiding_bias(attention_mask, dtype),
             None if encoder_attention_mask is None else hiding_bias(encoder_attention_mask, dtype),
         )

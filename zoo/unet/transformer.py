@@ -59,18 +59,16 @@ class TransformerBlock(nn.Module):
     def forward(
         self,
         x: Tensor,
-        key: Tensor,
-        value: Tensor,
+        text: Tensor,
         self_bias: Tensor | None,
         text_bias: Tensor | None,
-        ends: Sequence[Tensor] | None = None,
+        ends: Sequence[Tensor | None] | None = None,
     ) -> Tensor:
         """Run the block.
 
         Args:
             x: [R, C]; with ``ends`` an image [B, C, H, W].
-            key: [B, L, C], of the text.
-            value: The same.
+            text: [B, L, 2 C], keys and values of the text side by side.
             self_bias: [B, 1, 1, T], added to the scores of self-attention, or None.
             text_bias: [B, 1, 1, L], of attention to the text, or None.
             ends: Of a transformer of this block alone: weight and bias of its norm, and of both products around it.
@@ -80,7 +78,7 @@ class TransformerBlock(nn.Module):
         """
         if ends is not None:
             image, x = x, enter(x, ends, self.groups)
-        batch, heads = key.shape[0], (self.heads, x.shape[1] // self.heads)
+        batch, heads = text.shape[0], (self.heads, x.shape[1] // self.heads)
         text_out, mlp_out = self.text_out, self.mlp_out
         text_bias_ahead, mlp_bias_ahead = plain(text_out), plain(mlp_out)
         normed = row_norm(x, self.norm1.weight, self.norm1.bias, EPS)
@@ -90,7 +88,8 @@ class TransformerBlock(nn.Module):
         ahead = text_out.bias if text_bias_ahead else None
         x, normed = add_norm(mixed, x, self.norm2.weight, self.norm2.bias, ahead, EPS)
         query = product(normed, self.query).view(batch, -1, *heads)
-        mixed = attend(query, key.unflatten(2, heads), value.unflatten(2, heads), text_bias)
+        key, value = text.unflatten(2, (2, *heads)).unbind(2)
+        mixed = attend(query, key, value, text_bias)
         mixed = linear(mixed, text_out.weight) if text_bias_ahead else text_out(mixed)
         ahead = mlp_out.bias if mlp_bias_ahead else None
         x, normed = add_norm(mixed, x, self.norm3.weight, self.norm3.bias, ahead, EPS)
@@ -109,15 +108,19 @@ class TransformerBlock(nn.Module):
         return gated_gelu_product(normed, layer.weight, layer.bias)
 
 
-def enter(image: Tensor, ends: Sequence[Tensor], groups: int) -> Tensor:
+def enter(image: Tensor, ends: Sequence[Tensor | None], groups: int) -> Tensor:
     """Image [B, C, H, W] -> its normed rows after a product [R, C]."""
-    rows = to_rows(group_norm(image, None, ends[0], ends[1], groups, ENTRY_EPS, False))
-    return linear(rows, ends[2].flatten(1), ends[3])
+    norm_weight, norm_bias, weight, bias, *_ = ends
+    assert norm_weight is not None and norm_bias is not None and weight is not None
+    rows = to_rows(group_norm(image, None, norm_weight, norm_bias, groups, ENTRY_EPS, False))
+    return linear(rows, weight.flatten(1), bias)
 
 
-def leave(rows: Tensor, image: Tensor, ends: Sequence[Tensor]) -> Tensor:
+def leave(rows: Tensor, image: Tensor, ends: Sequence[Tensor | None]) -> Tensor:
     """Rows [R, C] and the image before [B, C, H, W] -> the image plus a product of the rows."""
-    rows = linear(rows, ends[4].flatten(1), ends[5])
+    *_, weight, bias = ends
+    assert weight is not None
+    rows = linear(rows, weight.flatten(1), bias)
     return to_images(torch.add(rows, to_rows(image)), image)
 
 
@@ -138,19 +141,19 @@ class Transformer(nn.Module):
     def forward(
         self,
         x: Tensor,
-        keys_values: Sequence[tuple[Tensor, Tensor]],
+        texts: Sequence[Tensor],
         self_bias: Tensor | None,
         text_bias: Tensor | None,
     ) -> Tensor:
-        """[B, C, H, W], and keys [B, L, C] and values [B, L, C] of each block -> [B, C, H, W]."""
+        """[B, C, H, W], and keys and values [B, L, 2 C] of each block -> [B, C, H, W]."""
         norm, first, last = self.norm, self.proj_in, self.proj_out
         ends = norm.weight, norm.bias, first.weight, first.bias, last.weight, last.bias
         if len(self.blocks) == 1:  # both ends are part of its region
-            out: Tensor = self.blocks[0](x, *keys_values[0], self_bias, text_bias, ends)
+            out: Tensor = self.blocks[0](x, texts[0], self_bias, text_bias, ends)
             return out
         rows = enter(x, ends, self.groups)
-        for block, given in zip(self.blocks, keys_values, strict=True):
-            rows = block(rows, *given, self_bias, text_bias)
+        for block, text in zip(self.blocks, texts, strict=True):
+            rows = block(rows, text, self_bias, text_bias)
         return leave(rows, x, ends)
 
 
