@@ -96,6 +96,9 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(driver, "_active", found)
     monkeypatch.setattr(triton.compiler, "compile", found.compile)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     for module in (torch.cuda, torch.cuda.graphs):
         monkeypatch.setattr(module, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(decode_attention, "can_overlap", lambda device: True)
@@ -134,9 +137,6 @@ def traced(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], *argum
     for name in ("has_triton", "has_triton_package", "has_triton_tensor_descriptor_host_tma"):
         monkeypatch.setattr(_triton, name, lambda *_, **__: True)
     monkeypatch.setattr(driver._active, "get_active_torch_device", lambda: torch.device("cuda", 0), raising=False)
-    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(Kernel, "launch", lambda *_, **__: None)
     torch._dynamo.reset()
     out = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(*arguments)

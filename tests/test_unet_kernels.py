@@ -6,6 +6,7 @@ import importlib.util
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests import fake_gpu
 from tests.kernel_runs import run_checks
 from zoo.ops import conv as convs
 from zoo.ops import products as low_products
-from zoo.ops.conv import conv_add, windows, windows_run
+from zoo.ops.conv import conv_add, upsample, windows, windows_run
 from zoo.ops.glu import gated_gelu, gated_gelu_product
 from zoo.ops.group_norm import cat_group_norm, group_norm
 from zoo.ops.row_norm import add_norm, row_norm
@@ -49,6 +50,39 @@ def test_kernels_on_a_gpu(file: str) -> None:
 def images(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> Tensor:
     drawn = torch.randn(*shape, dtype=dtype).contiguous(memory_format=torch.channels_last)
     return drawn.requires_grad_(grad)
+
+
+def learning(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(each.clone().requires_grad_() for each in tensors)
+
+
+def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Calls that launch every kernel, in both directions."""
+    x, low, weight, bias = torch.randn(6, 8), torch.randn(6, 8).bfloat16(), torch.randn(8), torch.randn(8)
+    image, large = images(2, 8, 3, 5), images(2, 8, 33, 32).bfloat16()
+    product = torch.randn(2048, 8).bfloat16(), torch.randn(16, 8).bfloat16(), torch.randn(16).bfloat16()
+    tail = (4, 1e-5, True)
+    return {
+        "gate": (gated_gelu, (low, bias)),
+        "gate that learns": (gated_gelu, learning(x, bias)),
+        "gate of a frozen bias": (gated_gelu, (*learning(x), bias)),
+        "product and gate": (gated_gelu_product, product),
+        "bias": (conv_add, (low, bias)),
+        "bias and residual that learn": (conv_add, (*learning(low, bias), x)),
+        "doubling": (upsample, (image,)),
+        "windows": (windows, (image.permute(0, 2, 3, 1), 2)),
+        "norm": (row_norm, (low, weight, bias, 1e-5)),
+        "norm that learns": (row_norm, (*learning(x, weight, bias), 1e-5)),
+        "sum and norm": (add_norm, (low, x, weight, bias, None, 1e-5)),
+        "sum and norm that learn": (add_norm, (*learning(low, low, weight, bias), None, 1e-5)),
+        "sum, shift and norm that learn": (add_norm, (*learning(x, x, weight, bias, bias), 1e-5)),
+        "norm of weights that do not learn": (add_norm, (*learning(low), low, weight, bias, None, 1e-5)),
+        "attention": (attend, torch.randn(3, 2, 5, 3, 8).bfloat16().unbind()),
+        "group norm of a small image": (group_norm, (image.bfloat16(), None, weight, bias, *tail)),
+        "group norm of a large image": (group_norm, (large, low[:2], weight, bias, *tail)),
+        "group norm that learns": (group_norm, (*learning(image, x[:2], weight, bias), *tail)),
+        "group norm of two images": (cat_group_norm, (*learning(large[:, :5], large[:, 5:], weight, bias), *tail)),
+    }
 
 
 @pytest.mark.parametrize("silu", [False, True])

@@ -12,13 +12,15 @@ from torch import Tensor
 import zoo
 from tests import fake_gpu
 from zoo.unet import ResnetBlock, TransformerBlock, UNet
+from zoo.unet.config import BlockShape
+from zoo.unet.presets import PRESETS
 
 pytest.importorskip("triton")
 LAUNCH = "triton_kernel_wrapper_functional"
 
 
-def block_of(cls: type, name: str = "unet-debug", **wanted: Any) -> Any:
-    model = zoo.create(name, dtype=torch.bfloat16)
+def block_of(cls: type) -> Any:
+    model = zoo.create("unet-debug", dtype=torch.bfloat16)
     assert isinstance(model, UNet)
     return next(each for each in model.modules() if type(each) is cls)
 
@@ -56,6 +58,16 @@ def test_a_resnet_block_with_a_skip_is_a_graph(
     with torch.set_grad_enabled(training):
         graphs = fake_gpu.traced(monkeypatch, block, x, skip, shift)
     assert launches(graphs) == ([3, 7] if training else [3]) and not opaque(graphs)
+
+
+def test_convolutions_of_few_pixels_are_products_in_a_graph(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = BlockShape(inputs=640, skip=0, outputs=640, depth=None, heads=1)
+    block = ResnetBlock(PRESETS["unet-debug"], shape).to(torch.bfloat16, memory_format=torch.channels_last)
+    with torch.no_grad():
+        graphs = fake_gpu.traced(monkeypatch, block, images(2, 640, 4, 4), None, torch.randn(2, 640).bfloat16())
+    # Two norms, two of windows, and the sum at the end.
+    assert launches(graphs) == [5] and not opaque(graphs)
+    assert not any("convolution" in node for node in graphs[0])
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["deep", "alone"])
