@@ -93,11 +93,3 @@ def bounds_outside(ids: Tensor, limit: int) -> tuple[int, int] | None:
         return None
     low, high = (int(bound) for bound in ids.aminmax())
     return (low, high) if low < 0 or high >= limit else None
-
-
-def in_words(name: str) -> property:
-    """A float that a module keeps as text in its attribute ``name``, for graphs of symbolic sizes.
-
-    Of a number the compiler makes a symbol there, as of sizes, and on some releases a tensor at every call.
-    """
-    return property(lambda module: float(getattr(module, name)))
