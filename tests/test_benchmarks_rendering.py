@@ -451,9 +451,8 @@ def test_the_markdown_report_holds_what_the_page_does() -> None:
     text = document.report([*race(), *race(input="arxiv")], ENVIRONMENTS)
     for shown in races([*race(), *race(input="arxiv")], ENVIRONMENTS):
         assert f"## {shown.title}\n\n{advice.lead(shown)}\n\n{cells.subject(shown)}" in text
-        compiled = [arm for arm in shown.arms if cells.compiles(arm)]
-        for arm in compiled:
-            assert " | ".join(cells.compile_row(arm)) in text
+        for line in cells.compiles(shown)[1]:
+            assert " | ".join(line) in text
         for line in tables.decomposition_rows(shown):
             assert " | ".join(line) in text
     assert text.index("Ours is 8.53× as fast") < text.index("| gcn · arxiv |") < text.index("## gcn · cora")
@@ -483,9 +482,20 @@ def test_counts_of_arms_that_started_together_are_shown() -> None:
     results = [counted, row(impl="upstream")]
     arm = _arm(shown := _one(results), "zoo regional")
     assert "2 / 1 / 0" in cells.cost_row(shown, arm)
-    assert cells.compile_row(arm)[5:8] == ("2", "1", "0")
+    assert cells.compile_row(shown, arm)[6:9] == ("2", "1", "0")
     assert "a reason" in cells.troubles(arm)[0]
     assert "2/1/0" in _printed(results, 80)
+
+
+def test_the_1000th_call_is_start_up_compilation_capture_and_1000_calls() -> None:
+    shown = _one(race())
+    arm = _arm(shown, OURS)
+    head, rows = cells.compiles(shown)
+    line = next(line for line in rows if line[0] == OURS)
+    assert arm.p50 is not None
+    # The row's start-up, compile and capture seconds.
+    assert float(line[head.index("1,000th call s")]) == pytest.approx(2.3 + 1.42 + 0.031 + arm.p50, rel=0.01)
+    assert not any("eager" in line[0] for line in rows)
 
 
 def test_reasons_that_differ_in_numbers_alone_are_one_line_with_their_count() -> None:
@@ -764,7 +774,7 @@ def test_decomposition_walks_from_upstream_to_the_cuda_graph() -> None:
     assert cells_of[3][3].startswith("14.2×")
 
 
-def test_decomposition_ends_with_own_kernels_where_the_zoo_was_raced_without_them() -> None:
+def test_own_kernels_are_a_step_of_their_own_where_the_zoo_was_raced_without_them() -> None:
     results = race()
     for result in race(dict.fromkeys(("zoo eager", "zoo regional", "zoo regional + CUDA graph"), 4.0)):
         if result.case.impl == "zoo" and not result.case.control:
@@ -772,10 +782,10 @@ def test_decomposition_ends_with_own_kernels_where_the_zoo_was_raced_without_the
     text = _table("decomposition model=gcn input=cora", results)
     cells_of = [line.strip("| ").split(" | ") for line in text.splitlines()[2:7]]
     assert [line[0] for line in cells_of] == [
-        "upstream eager", "ours, eager", "+ regions", "+ outer CUDA graph", "+ own kernels",
+        "upstream eager", "ours, eager, by torch's operators", "+ regions", "+ own kernels", "+ outer CUDA graph",
     ]  # fmt: skip
-    slow, fast = (float(cells_of[row][1]) for row in (3, 4))
-    assert slow > fast and cells_of[4][2].startswith(f"{slow / fast:.2f}"[:3])
+    slow, fast = (float(cells_of[row][1]) for row in (2, 3))
+    assert slow > fast and cells_of[3][2].startswith(f"{slow / fast:.2f}"[:3])
     shown = _one(results)
     assert shown.ours is not None and shown.ours.result.case.kernels
     assert not any(arm.result.case.kernels is False for arm in advice.comparable(shown))

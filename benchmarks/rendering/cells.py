@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from benchmarks.rendering import numbers
+from benchmarks.rendering.costs import is_eager, total
 from benchmarks.rendering.race import Arm, Race
 from benchmarks.result import Compile, Result
 
@@ -29,6 +30,7 @@ COMPILE_HEAD = (
     "first result s, cold / warm",
     "start-up s",
     "capture s",
+    "1,000th call s",
     "graphs",
     "breaks",
     "recompiles",
@@ -251,13 +253,14 @@ def costs(race: Race) -> tuple[list[str], list[list[str]]]:
     return filled(COST_HEAD, [cost_row(race, arm) for arm in race.arms])
 
 
-def compiles(arm: Arm) -> bool:
-    """Whether anything is paid before the arm's first fast call."""
-    return arm.result.case.strategy != "eager" or (arm.result.cold or Compile()).capture is not None
+def compiles(race: Race) -> tuple[list[str], list[list[str]]]:
+    """The table of what compiling cost each arm that compiles or captures, without empty columns."""
+    paid = [arm for arm in race.arms if not is_eager(arm)]
+    return filled(COMPILE_HEAD, [compile_row(race, arm) for arm in paid])
 
 
-def compile_row(arm: Arm) -> tuple[str, ...]:
-    """What compiling cost, in the columns of ``COMPILE_HEAD``."""
+def compile_row(race: Race, arm: Arm) -> tuple[str, ...]:
+    """What compiling cost, in the columns of ``COMPILE_HEAD``, and when a new process has 1,000 results."""
     cold, warm = arm.result.cold or Compile(), arm.warm or Compile()
     counted = arm.result.counted or Compile()
     return (
@@ -266,6 +269,7 @@ def compile_row(arm: Arm) -> tuple[str, ...]:
         pair(numbers.significant(cold.time_to_first_result), numbers.significant(warm.time_to_first_result)),
         numbers.significant(cold.start_up),
         numbers.significant(cold.capture),
+        numbers.significant(total(race, arm, 1000, "cold")),
         numbers.count(counted.graphs),
         str(len(counted.breaks)),
         str(len(counted.recompiles)),

@@ -47,8 +47,9 @@ def _race(race: Race) -> list[str]:
     parts.append(" ".join(cells.notes(race)))
     if race.arms:
         parts += ["The win taken apart:", table(*cells.filled(tables.DECOMPOSITION, tables.decomposition_rows(race)))]
-    if compiled := [cells.compile_row(arm) for arm in race.arms if cells.compiles(arm)]:
-        parts += ["What compiling cost:", table(*cells.filled(cells.COMPILE_HEAD, compiled))]
+    head, compiled = cells.compiles(race)
+    if compiled:
+        parts += ["What compiling cost:", table(head, compiled)]
     if troubles := [line for arm in race.arms for line in cells.troubles(arm)]:
         parts += ["Graph breaks and recompiles:", "\n".join(f"- {escaped(line)}" for line in troubles)]
     return [*parts, *_measured_by([race])]

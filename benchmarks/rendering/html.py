@@ -146,9 +146,7 @@ def _section(race: Race, anchor: str) -> dict[str, Any]:
         "speeds": cells.speeds(race),
         "costs": cells.costs(race),
         "decomposition": cells.filled(tables.DECOMPOSITION, tables.decomposition_rows(race)),
-        "compile": cells.filled(
-            cells.COMPILE_HEAD, [cells.compile_row(arm) for arm in race.arms if cells.compiles(arm)]
-        ),
+        "compile": cells.compiles(race),
         "prepared": _prepared(race),
         "troubles": [line for arm in race.arms for line in cells.troubles(arm)],
         "failures": [(result.case.arm, result.status, result.reason or "") for result in race.failures],

@@ -28,9 +28,9 @@ def race_table(race: Race) -> str:
 
 def compile_table(race: Race) -> str:
     """What compiling cost each arm that compiles: start-up, compile, capture and first result, cold and warm."""
-    rows = [cells.compile_row(arm) for arm in race.arms if cells.compiles(arm)]
+    head, rows = cells.compiles(race)
     failures = [result for result in race.failures if result.case.strategy != "eager"]
-    parts = [table(cells.COMPILE_HEAD, rows)] if rows else ["No arm that compiles ran."]
+    parts = [table(head, rows)] if rows else ["No arm that compiles ran."]
     if failures:
         parts.append("\n".join(f"- {escaped(cells.failure(result))}" for result in failures))
     return "\n\n".join(parts)

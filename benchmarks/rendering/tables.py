@@ -243,18 +243,18 @@ def _tells_own_kernels(race: Race) -> bool:
 def decomposition_rows(race: Race) -> list[tuple[str, ...]]:
     """A win taken apart, in the columns of ``DECOMPOSITION``; a step that failed or was not run says so.
 
-    What own kernels bring comes last where the zoo was raced without them, and else is in all steps of ours.
+    Own kernels are a step where the zoo was raced without them; elsewhere all steps of ours hold them.
     """
     apart = _tells_own_kernels(race)
     ours = {"impl": "zoo", "kernels": not apart}
+    by = "torch's operators" if apart else "own kernels"
     steps = [
         ("upstream eager", _case(race, impl="upstream", strategy="eager")),
-        ("ours, eager" if apart else "ours, eager, by own kernels", _case(race, **ours, strategy="eager")),
+        (f"ours, eager, by {by}", _case(race, **ours, strategy="eager")),
         ("+ regions", _case(race, **ours, strategy="regional")),
-        ("+ outer CUDA graph", _case(race, **ours, strategy="regional", cuda_graph=True)),
+        *([("+ own kernels", _case(race, impl="zoo", strategy="regional"))] if apart else []),
+        ("+ outer CUDA graph", _case(race, impl="zoo", strategy="regional", cuda_graph=True)),
     ]
-    if apart:
-        steps.append(("+ own kernels", _case(race, impl="zoo", strategy="regional", cuda_graph=True)))
     rows: list[tuple[str, ...]] = []
     first: Arm | None = None
     before: Arm | None = None
