@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.external_utils import wrap_inline
 from torch.nn.functional import scaled_dot_product_attention
 
 CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -213,7 +214,7 @@ class Recorder:
 
 
 def _spans(cls: type[nn.Module]) -> set[tuple[str, int, int]]:
-    """File, first and last line of every method that the class runs, torch's own layers apart."""
+    """File, first and last line of every method that the class runs; of torch's layers, of Dynamo's frame around them."""
     spans = set()
     for base in cls.__mro__:
         if base.__module__.partition(".")[0] in ("torch", "builtins", "typing"):
@@ -221,7 +222,7 @@ def _spans(cls: type[nn.Module]) -> set[tuple[str, int, int]]:
         for function in vars(base).values():
             if isinstance(function, FunctionType):
                 spans.add(_span(function.__code__))
-    return spans
+    return spans or {_span(wrap_inline.__code__)}
 
 
 def _span(code: CodeType) -> tuple[str, int, int]:

@@ -54,7 +54,8 @@ def apply(case: Case, prepared: Prepared) -> Call:
             elif prepared.compile_regions is None:
                 raise ValueError(f"{case.impl} has no way to compile its regions: Prepared.compile_regions is None")
             else:
-                prepared.compile_regions(model, mode=mode, dynamic=dynamic, backend=backend())
+                compiled = prepared.compile_regions(model, mode=mode, dynamic=dynamic, backend=backend())
+                return model if compiled is None else compiled
             return model
         case "hierarchical":
             mark_nested_regions(model)

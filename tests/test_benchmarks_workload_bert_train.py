@@ -293,7 +293,8 @@ def test_regional_through_the_harness(tmp_path: Path, impl: str):
     json.dumps(ready)
     arm.start_up(folder=str(tmp_path))
     first = arm.first_call()
-    assert (first["graphs"], first["recompiles"]) == (1, [])
+    # transformers' helper compiles embeddings, pooler, dropout and classifier as well.
+    assert (first["graphs"], first["recompiles"]) == (1 if impl == "zoo" else 5, [])
     arm.round(calls=2)
     found = arm.check(reference=str(tmp_path / "reference.pt"))
     assert found["error"] < 1e-5 and found["eager_error"] < 1e-5

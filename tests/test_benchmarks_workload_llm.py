@@ -228,7 +228,7 @@ def test_the_whole_step_is_one_graph(input: str, impl: str):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize(("impl", "graphs"), [("upstream", 8), ("upstream-tuned", 10)])
+@pytest.mark.parametrize(("impl", "graphs"), [("upstream", 12), ("upstream-tuned", 14)])
 def test_a_cache_costs_upstream_a_graph_a_layer(small: None, impl: str, graphs: int):
     prepared = prepare(model=QWEN, input="decode-3x20", impl=impl, strategy="regional")
     expected = first_call(prepared)
@@ -238,7 +238,7 @@ def test_a_cache_costs_upstream_a_graph_a_layer(small: None, impl: str, graphs: 
     with torch._dynamo.config.patch(recompile_limit=8):
         prepared.compile_regions(prepared.model, backend=counter, dynamic=False)
         assert error(first_call(prepared), expected) < 1e-6
-    # As shipped, layers above the limit stay eager.
+    # Ten layers, embedding, rotation, norm and output product; as shipped, layers above the limit stay eager.
     assert counter.frame_count == graphs
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks.case import Case, refusal
+from zoo.engine.compat import compile_limit_kwargs
 
 
 @dataclass(kw_only=True)
@@ -64,9 +65,10 @@ class Prepared:
         inputs: Keyword arguments of one call, ``model(**inputs)``, returning one tensor (or a tuple of them).
         static: Names of inputs that never change between calls (a prepared graph, a cache): the outer CUDA graph
             does not copy them in.
-        compile_regions: How ``regional`` is done for this implementation, the way its users would: takes the model
-            and the keyword arguments of ``torch.compile`` (backend, mode, dynamic) and compiles in place. None for
-            ``zoo``: the harness calls ``zoo.compile_regions``.
+        compile_regions: How ``regional`` is done for this implementation, by its library's own helper where there is
+            one: takes the model and the keyword arguments of ``torch.compile`` (backend, mode, dynamic) and returns
+            what to call, or None where it compiled in place. None for ``zoo``: the harness calls
+            ``zoo.compile_regions``.
         compile_full: How ``full`` is done where a call is a run of many steps, the model only part of each: takes the
             model and the keyword arguments of ``torch.compile`` and compiles in place. None: the whole call.
         capture: Where a call is a run of many steps, this has each of them replayed as an outer CUDA graph, which the
@@ -92,7 +94,7 @@ class Prepared:
     model: nn.Module
     inputs: dict[str, Any]
     static: tuple[str, ...] = ()
-    compile_regions: Callable[..., None] | None = None
+    compile_regions: Callable[..., nn.Module | None] | None = None
     compile_full: Callable[..., None] | None = None
     capture: Callable[[], None] | None = None
     dynamic: bool | None = None
@@ -136,6 +138,28 @@ class Workload(Protocol):
 
     def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
         """Build model and inputs on the device. Called in the worker process only."""
+
+
+def accelerated(model: nn.Module, *, raised_limit: bool, **options: Any) -> nn.Module:
+    """Regional compilation by the helper that transformers' users have, accelerate's ``compile_regions``.
+
+    Layers share a graph; what stands before and behind them is compiled too, module by module.
+
+    Args:
+        model: One of transformers'.
+        raised_limit: Allow more graphs of a layer than the eight after which it silently stays eager. Where each layer
+            reads its own index of a cache it is a graph of its own.
+        options: What ``torch.compile`` takes.
+
+    Returns:
+        A model of the same weights around compiled modules.
+    """
+    from accelerate.utils import compile_regions
+
+    if raised_limit:
+        options |= compile_limit_kwargs()
+    compiled: nn.Module = compile_regions(model, **options)
+    return compiled
 
 
 def dtype_of(case: Case) -> torch.dtype:

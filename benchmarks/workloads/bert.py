@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from benchmarks.case import Case
 from benchmarks.workloads import bert_texts, bert_train, bert_upstream, bert_work
-from benchmarks.workloads.base import Prepared, dtype_of, refuses_unknown
+from benchmarks.workloads.base import Prepared, accelerated, dtype_of, refuses_unknown
 from benchmarks.workloads.bert_upstream import UpstreamStep
 from benchmarks.workloads.llm_weights import SeededWeights
 from zoo.bert import CUTS, Bert, BertConfig, PackedBatch, pack, token_buckets
@@ -135,8 +135,8 @@ class BertWorkload:
             if task.skewed:
                 inputs["attention_mask"] = host_mask.to(device)
 
-        def compile_layers(step: nn.Module, **options: Any) -> None:
-            bert_upstream.compile_layers(step, raised_limit=case.impl == "upstream-tuned", **options)
+        def compile_layers(step: Any, **options: Any) -> None:
+            step.model = accelerated(step.model, raised_limit=case.impl == "upstream-tuned", **options)
 
         def reference() -> Tensor:
             mask = host_mask.to(device) if task.skewed else None

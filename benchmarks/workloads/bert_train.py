@@ -5,6 +5,7 @@ Shapes: B rows, T tokens, N tokens of a packed batch, C width.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from benchmarks.case import Case
 from benchmarks.training import checkpointed, reference_losses
 from benchmarks.workloads import bert_texts, bert_upstream, bert_work
-from benchmarks.workloads.base import UNSCALED, Prepared, Training, autocast_of, dtype_of
+from benchmarks.workloads.base import UNSCALED, Prepared, Training, accelerated, autocast_of, dtype_of
 from benchmarks.workloads.bert_batches import EPOCH, ROUND, Batches
 from benchmarks.workloads.bert_texts import LABELS
 from benchmarks.workloads.llm_weights import SeededWeights
@@ -79,14 +80,12 @@ def prepare(case: Case, *, seed: int) -> Prepared:
     batches = Batches(case.impl, config, task, device, seed=seed)
 
     model: nn.Module
-    compile_layers: Callable[..., None] | None = None
+    compile_layers: Callable[..., nn.Module] | None = None
     if case.impl == "zoo":
         model, loss = zoo_model(config, weights), zoo_loss
     else:
         model, loss = bert_upstream.build(config, weights), upstream_loss
-
-        def compile_layers(model: nn.Module, **options: Any) -> None:
-            bert_upstream.compile_encoder(model, raised_limit=case.impl == "upstream-tuned", **options)
+        compile_layers = functools.partial(accelerated, raised_limit=case.impl == "upstream-tuned")
 
     training = Training(
         loss=loss,

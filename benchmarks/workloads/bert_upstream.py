@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from zoo.bert import BertConfig
-from zoo.engine.compat import compile_limit_kwargs
 
 # Rows that the reference takes at once: it writes scores out.
 REFERENCE_ROWS = 16
@@ -53,25 +52,6 @@ class UpstreamStep(nn.Module):
             output = self.model(input_ids, attention_mask=attention_mask)
         pooled: Tensor = output.pooler_output
         return pooled if attention_mask is not None else (output.last_hidden_state, pooled)
-
-
-def compile_layers(step: nn.Module, *, raised_limit: bool, **options: Any) -> None:
-    """Regional compilation as a user of the library does it: each layer in place.
-
-    Args:
-        step: A step around a model of :func:`build`.
-        raised_limit: Allow more graphs of a layer than the eight after which it silently stays eager.
-        options: What ``torch.compile`` takes.
-    """
-    compile_encoder(step.model, raised_limit=raised_limit, **options)  # type: ignore[arg-type]
-
-
-def compile_encoder(model: Any, *, raised_limit: bool, **options: Any) -> None:
-    """The same for a model of :func:`build` itself."""
-    if raised_limit:
-        options |= compile_limit_kwargs()
-    for layer in model.base_model.encoder.layer:
-        layer.compile(**options)
 
 
 @torch.no_grad()

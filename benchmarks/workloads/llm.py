@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.case import Case
 from benchmarks.workloads import llm_steps, llm_train, llm_upstream, llm_weights, llm_work
-from benchmarks.workloads.base import Prepared, dtype_of, refuses_unknown
+from benchmarks.workloads.base import Prepared, accelerated, dtype_of, refuses_unknown
 from benchmarks.workloads.llm_work import Task
 from zoo.llm import LLM, LLMConfig
 from zoo.llm.checkpoint import placements
@@ -149,8 +149,8 @@ def prepare(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
 
     step = _step(case, config, task, weights, tokens, past)
 
-    def compile_layers(step: nn.Module, **options: Any) -> None:
-        llm_upstream.compile_layers(step, raised_limit=case.impl == "upstream-tuned", **options)
+    def compile_layers(step: Any, **options: Any) -> None:
+        step.model = accelerated(step.model, raised_limit=case.impl == "upstream-tuned", **options)
 
     def reference() -> Tensor:
         cached = past if task.kind == "decode" else None

@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, S slots of the cache, K key and value heads, D width 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -141,6 +142,11 @@ class ZooAnswer(ZooPrefill):
         return logits
 
 
+def cache_argument(model: nn.Module) -> str:
+    """What a model of transformers, or a layer, calls its cache: ``cache`` from 5.24 on, ``past_key_values`` before."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 class _UpstreamCached(Step):
     """Transformers' model with its ``StaticCache``."""
 
@@ -158,6 +164,7 @@ class _UpstreamCached(Step):
             dtype=next(model.parameters()).dtype,
             device=tokens.device,
         )
+        self.held = {cache_argument(model): self.cache}
         # Each layer of the cache counts its tokens itself.
         self.lengths: list[Tensor] = [layer.cumulative_length for layer in self.cache.layers]
 
@@ -183,7 +190,7 @@ class UpstreamDecode(_UpstreamCached):
         output = self.model(
             input_ids=self.tokens,
             position_ids=self.positions,
-            past_key_values=self.cache,
+            **self.held,
             use_cache=True,
             logits_to_keep=1,
         )
@@ -208,7 +215,7 @@ class UpstreamAnswer(_UpstreamCached):
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits [B, V] of the token after the prompt and the one behind it, [B, T + 1] together."""
         torch._foreach_zero_(self.lengths)
-        held = {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
+        held = {**self.held, "use_cache": True, "logits_to_keep": 1}
         self.tokens.copy_(self.model(input_ids=input_ids[:, :-1], **held).logits[:, -1].argmax(-1, keepdim=True))
         logits: Tensor = self.model(input_ids=input_ids[:, -1:], position_ids=self.last, **held).logits[:, -1]
         self.tokens.copy_(logits.argmax(-1, keepdim=True))

@@ -5,6 +5,7 @@ Shapes: B rows, T tokens, C width, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.case import Case
 from benchmarks.training import reference_losses
 from benchmarks.workloads import llm_upstream, llm_work
-from benchmarks.workloads.base import Prepared, Training
+from benchmarks.workloads.base import Prepared, Training, accelerated
 from benchmarks.workloads.llm_weights import SeededWeights
 from zoo.llm import LLM, LLMConfig, LLMLayer
 from zoo.llm.checkpoint import placements
@@ -98,7 +99,7 @@ def prepare(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
 
     model: nn.Module
     loss_module: LinearCrossEntropy | None = None
-    compile_layers: Callable[..., None] | None = None
+    compile_layers: Callable[..., nn.Module] | None = None
     loss: Callable[[Any, dict[str, Tensor]], Tensor]
     after_compile: Callable[[nn.Module], Any] | None = None
     if case.impl == "zoo":
@@ -113,9 +114,7 @@ def prepare(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
             checkpoint_upstream(model)
         if case.impl == "upstream-tuned":
             llm_upstream.without_mask(model)
-
-        def compile_layers(model: nn.Module, **options: Any) -> None:
-            llm_upstream.compile_decoder(model, raised_limit=case.impl == "upstream-tuned", **options)
+        compile_layers = functools.partial(accelerated, raised_limit=case.impl == "upstream-tuned")
 
     learning_rate = _RATE_TIMES_WIDTH / config.hidden_size
     checked = 6 if rows.length <= _LONG else 2

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.workloads.llm_steps import Past
+from benchmarks.workloads.llm_steps import Past, cache_argument
 from benchmarks.workloads.llm_work import Task
-from zoo.engine.compat import compile_limit_kwargs
 from zoo.llm import LLMConfig
 
 # The name of torch's attention without transformers' masks, among transformers' own.
@@ -87,26 +86,6 @@ def _ungrouped_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def compile_layers(step: nn.Module, *, raised_limit: bool, **options: Any) -> None:
-    """Regional compilation as a user of the library does it: each decoder layer in place.
-
-    Args:
-        step: A step around a model of :func:`build`.
-        raised_limit: Allow more graphs of a layer than the eight after which it silently stays eager. With a cache
-            each layer reads its own index, and is a graph of its own.
-        options: What ``torch.compile`` takes.
-    """
-    compile_decoder(step.model, raised_limit=raised_limit, **options)  # type: ignore[arg-type]
-
-
-def compile_decoder(model: Any, *, raised_limit: bool, **options: Any) -> None:
-    """The same for a model of :func:`build` itself."""
-    if raised_limit:
-        options |= compile_limit_kwargs()
-    for layer in model.model.layers:
-        layer.compile(**options)
-
-
 class _PastOnly:
     """Stands in for a cache in one layer: hands out what was cached before the tokens, and then the tokens'."""
 
@@ -148,7 +127,7 @@ def reference_output(
             x,
             attention_mask=None,
             position_ids=positions,
-            past_key_values=None if past is None else _PastOnly(past, task.first),
+            **{cache_argument(layer): None if past is None else _PastOnly(past, task.first)},
             use_cache=past is not None,
             position_embeddings=rotary,
         )
