@@ -214,7 +214,7 @@ class Recorder:
 
 
 def _spans(cls: type[nn.Module]) -> set[tuple[str, int, int]]:
-    """File, first and last line of every method that the class runs; of torch's layers, of Dynamo's frame around them."""
+    """File, first and last line of every method that the class runs; of torch's layers, Dynamo's frame around them."""
     spans = set()
     for base in cls.__mro__:
         if base.__module__.partition(".")[0] in ("torch", "builtins", "typing"):

@@ -51,9 +51,11 @@ def error(output: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("model", ["unet-debug", "unet-xl-debug"])
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_every_implementation_ends_at_the_reference_captured_or_not(impl: str, model: str):
-    prepared = prepare(impl=impl, model=model)
+@pytest.mark.parametrize(
+    ("impl", "input"), [*((impl, "loop-3x8x8") for impl in IMPLEMENTATIONS), ("zoo", "pipeline-3x8x8")]
+)
+def test_every_implementation_ends_at_the_reference_captured_or_not(impl: str, input: str, model: str):
+    prepared = prepare(impl=impl, input=input, model=model)
     reference = prepared.reference()
     assert reference.dtype == torch.float64 and prepared.reference_dtype == "float64"
     latents = call(prepared)
@@ -64,10 +66,13 @@ def test_every_implementation_ends_at_the_reference_captured_or_not(impl: str, m
     for _ in range(2):
         assert error(call(prepared), reference) < 1e-5
     loop: Any = prepared.model
-    if impl == "zoo":
+    if isinstance(loop, unet_loop.ZooLoop):
         assert loop.sampler.captures == 1
     else:
-        assert isinstance(loop.pipeline.unet, unet_loop.CapturedUNet) and loop.pipeline.unet.step is not None
+        assert loop.pipeline.unet is loop.unet and type(loop.unet).__module__.partition(".")[0] in (impl, "diffusers")
+        captured = zoo.captures(loop.unet)
+        # All calls but the first, which compiles.
+        assert (len(captured.shapes), captured.replays, captured.uncaptured) == (1, 2 * 3 - 1, {})
 
 
 @pytest.mark.parametrize("model", ["unet-debug", "unet-xl-debug"])
@@ -99,12 +104,15 @@ def test_the_scheduler_is_stable_diffusions_euler():
 
 
 @pytest.mark.parametrize("strategy", ["full", "regional"])
+@pytest.mark.parametrize("input", ["loop-3x8x8", "pipeline-3x8x8"])
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_the_model_is_compiled_and_the_loop_is_not(impl: str, strategy: str, monkeypatch: pytest.MonkeyPatch):
+def test_the_model_is_compiled_and_the_loop_is_not(
+    impl: str, input: str, strategy: str, monkeypatch: pytest.MonkeyPatch
+):
     counter = CompileCounter()
     monkeypatch.setattr(strategies, "backend", lambda: counter)
-    asked = case(impl=impl, strategy=strategy)
-    prepared = prepare(impl=impl, strategy=strategy)
+    asked = case(impl=impl, input=input, strategy=strategy)
+    prepared = prepare(impl=impl, input=input, strategy=strategy)
     expected = call(prepared)
     compiled = strategies.apply(asked, prepared)
     assert compiled is prepared.model
@@ -128,11 +136,13 @@ def test_regions_hold_their_budget_over_runs():
                 assert error(call(prepared), expected) < 1e-5
 
 
-@pytest.mark.parametrize("impl", ["zoo", "upstream"])
-def test_through_the_harness(tmp_path: Path, impl: str):
+@pytest.mark.parametrize(
+    ("impl", "input"), [("zoo", "loop-3x8x8"), ("zoo", "pipeline-3x8x8"), ("upstream", "pipeline-3x8x8")]
+)
+def test_through_the_harness(tmp_path: Path, impl: str, input: str):
     arm = Arm()
     arm.load(workload="unet")
-    ready = arm.prepare(case=case(impl=impl, strategy="regional").to_json(), data_root=None, seed=0)
+    ready = arm.prepare(case=case(impl=impl, input=input, strategy="regional").to_json(), data_root=None, seed=0)
     parameters = unet_work.parameters(PRESETS["unet-debug"])
     assert ready["sizes"] == {"images": 1, "steps": 3, "pixels": 8, "tokens": 77, "parameters": parameters}
     assert (ready["count"], ready["unit"], ready["model_bytes"]) == (1, "images", 4 * parameters)
@@ -169,7 +179,7 @@ def test_refusals(changes: dict[str, Any], reason: str):
 
 
 def test_sizes_and_memory_are_those_of_two_rows():
-    assert sizes("loop-30x64x64") == (30, 64)
     asked = {"model": "sd15", "dtype": "bfloat16", "device": "cuda"}
-    single, run = (WORKLOAD.memory_bytes(case(input=name, **asked)) for name in ("2x64x64", "loop-30x64x64"))
-    assert single == run
+    for run in ("loop-30x64x64", "pipeline-30x64x64"):
+        assert sizes(run) == (30, 64)
+        assert WORKLOAD.memory_bytes(case(input=run, **asked)) == WORKLOAD.memory_bytes(case(input="2x64x64", **asked))

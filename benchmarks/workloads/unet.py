@@ -24,7 +24,7 @@ from zoo.weights import fill
 # Other regions than the model's own: transformer blocks alone, which are what diffusers compiles.
 CUTS = {"transformers": tuple(region for region in UNet.regions if region.cls is TransformerBlock)}
 _CUT = "-cut-"
-_INPUT = re.compile(r"(?P<run>loop-)?(?P<count>\d+)x(?P<size>\d+)x(?P=size)")
+_INPUT = re.compile(r"(?P<run>loop-|pipeline-)?(?P<count>\d+)x(?P<size>\d+)x(?P=size)")
 # In the middle of a run.
 _TIMESTEP = 601
 
@@ -35,7 +35,8 @@ class UNetWorkload:
     ``BxHxW``: the rows of the batch, twice the images where there is guidance, and their pixels. ``-cut-<name>`` models
     race the zoo's cut into other regions (``CUTS``); diffusers' arms are the same in all of them.
 
-    ``loop-NxHxW``: one call is all N steps of one image with guidance, from noise to latents.
+    ``loop-NxHxW``, ``pipeline-NxHxW``: one call is all N steps of one image with guidance, from noise to latents. In a
+    loop the zoo's sampler runs our model; in a pipeline diffusers' own ``StableDiffusionPipeline`` does.
 
     Training is of the noise in latents, over float32 weights; the dtype is that of autocast.
     """
@@ -47,6 +48,7 @@ class UNetWorkload:
     inputs: tuple[str, ...] = (
         *("2x64x64", "2x96x96", "2x128x128", "4x64x64", "8x64x64", "2x8x8"),
         *("loop-30x64x64", "loop-30x96x96", "loop-30x128x128", "loop-3x8x8"),
+        *("pipeline-30x64x64", "pipeline-30x128x128", "pipeline-3x8x8"),
     )
 
     def default_races(self, device: str, quick: bool, workload: str = "inference") -> list[tuple[str, str]]:
@@ -63,7 +65,7 @@ class UNetWorkload:
         """Why this combination does not exist, or None."""
         if reason := refuses_unknown(self, case, ("inference", "train")):
             return reason
-        if case.input.startswith("loop-") and (reason := unet_loop.refuses(case)):
+        if _is_run(case) and (reason := unet_loop.refuses(case)):
             return reason
         return unet_train.refuses(case) if case.workload == "train" else None
 
@@ -77,7 +79,7 @@ class UNetWorkload:
 
     def _bytes(self, case: Case, *, reference: bool) -> int:
         batch, size = sizes(case.input)
-        if case.input.startswith("loop-"):
+        if _is_run(case):
             batch = unet_loop.ROWS
         if case.workload == "train":
             itemsize = dtype_of(case).itemsize
@@ -106,7 +108,7 @@ class UNetWorkload:
             dtype = torch.float32
         weights = unet_upstream.seeded(config, seed=seed, dtype=dtype, device=device)
         model, preparation = _implementation(case, config, weights)
-        if case.input.startswith("loop-"):
+        if _is_run(case):
             return unet_loop.prepare(case, model.eval(), config, weights, batch, size, preparation=preparation)
         inputs = draw_inputs(config, batch, size, seed=seed, dtype=dtype, device=device)
         precision = unet_work.reference_dtype(config)
@@ -142,11 +144,11 @@ def sizes(input: str) -> tuple[int, int]:
     """Rows, or steps of a run, and pixels a side.
 
     Raises:
-        ValueError: If the name is not ``BxHxW`` or ``loop-NxHxW`` of a square.
+        ValueError: If the name is not ``BxHxW``, ``loop-NxHxW`` or ``pipeline-NxHxW`` of a square.
     """
     found = _INPUT.fullmatch(input)
     if found is None or int(found["count"]) < 1 or int(found["size"]) < 1:
-        raise ValueError(f"input {input!r} is not ROWSxPIXELSxPIXELS or loop-STEPSxPIXELSxPIXELS")
+        raise ValueError(f"input {input!r} is not ROWSxPIXELSxPIXELS, or loop- or pipeline-STEPSxPIXELSxPIXELS")
     return int(found["count"]), int(found["size"])
 
 
@@ -199,6 +201,10 @@ def _implementation(
     unet_upstream.fuse_projections(theirs)
     synchronise(weights.device.type)
     return theirs, {"fused projections": time.perf_counter() - began}
+
+
+def _is_run(case: Case) -> bool:
+    return case.input.startswith(("loop-", "pipeline-"))
 
 
 def _config(case: Case) -> UNetConfig:

@@ -1,6 +1,7 @@
-"""A whole run from noise to latents as one call: the zoo's sampler, and diffusers' pipeline, with the same scheduler.
+"""A whole run from noise to latents as one call: diffusers' pipeline or the zoo's sampler, with the same scheduler.
 
-One image with guidance, so two rows in each step. Neither side encodes the text or decodes the latents.
+``loop-`` races the zoo's sampler against the pipeline, ``pipeline-`` the zoo's model in diffusers' pipeline against its
+own there. One image with guidance, so two rows in each step. Neither side encodes the text or decodes the latents.
 
 Shape legend: L tokens of the text, D its width, X that of the pooled text, C channels, H × W pixels of the latents.
 """
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import zoo
 from benchmarks.case import Case
 from benchmarks.workloads import unet_upstream, unet_work
 from benchmarks.workloads.base import Prepared
@@ -41,7 +43,7 @@ class ZooLoop(nn.Module):
     """The zoo's sampler around a UNet.
 
     Args:
-        unet: The model, whose regions this declares.
+        unet: The model.
         steps: Of the run.
         size: H and W.
     """
@@ -88,8 +90,10 @@ class ZooLoop(nn.Module):
         return Sampler(self.unet, schedule, shape=shape, guidance_scale=GUIDANCE, cuda_graph=cuda_graph)
 
 
-class UpstreamLoop(nn.Module):
-    """diffusers' pipeline around its UNet, from encoded text to latents; the arguments are a ``ZooLoop``'s."""
+class PipelineLoop(nn.Module):
+    """diffusers' pipeline around a UNet of either library, from encoded text to latents, as a ``ZooLoop``."""
+
+    regions: tuple[Any, ...] = ()
 
     def __init__(self, unet: Any, steps: int, size: int) -> None:
         super().__init__()
@@ -137,27 +141,8 @@ class UpstreamLoop(nn.Module):
         return found
 
     def capture(self) -> None:
-        """Put our outer CUDA graph around the UNet; scheduler and guidance stay outside, as the pipeline has them."""
-        self.pipeline.unet = CapturedUNet(self.unet)
-
-
-class CapturedUNet(nn.Module):
-    """A UNet that a pipeline calls, captured in its first call."""
-
-    def __init__(self, unet: Any) -> None:
-        super().__init__()
-        self.unet, self.config, self.dtype, self.device = unet, unet.config, unet.dtype, unet.device
-        # The pipeline of SDXL looks at how wide it is.
-        self.add_embedding = getattr(unet, "add_embedding", None)
-        self.step: Any = None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the UNet's; what it returns is overwritten by the next call."""
-        if self.step is None:
-            import zoo
-
-            self.step = zoo.cuda_graph(self.unet, args, kwargs, clone_outputs=False)
-        return self.step(*args, **kwargs)
+        """Have the UNet's calls captured; scheduler and guidance stay outside, as the pipeline has them."""
+        self.pipeline.unet = zoo.cuda_graph(self.unet)
 
 
 def refuses(case: Case) -> str | None:
@@ -200,26 +185,23 @@ def prepare(
         width, _ = unet_work.added_conditions(config, 1, size, device)
         shapes |= {"pooled": (1, width), "negative_pooled": (1, width)}
     inputs = {name: draw(shape, name, seed=weights.seed, dtype=dtype, device=device) for name, shape in shapes.items()}
-    loop: ZooLoop | UpstreamLoop
-    if isinstance(model, UNet):
-        declaring = type("ZooLoop", (ZooLoop,), {"regions": type(model).regions})
-        loop = declaring(model, steps, size)
-    else:
-        loop = UpstreamLoop(model, steps, size)
+    kind = ZooLoop if isinstance(model, UNet) and case.input.startswith("loop-") else PipelineLoop
+    # The loop declares the regions of its model, so that every strategy finds them.
+    loop: Any = type(kind.__name__, (kind,), {"regions": getattr(type(model), "regions", ())})(model, steps, size)
     tuned, precision = case.impl == "upstream-tuned", unet_work.reference_dtype(config)
 
-    def compile_full(loop: nn.Module, **options: Any) -> None:
+    def compile_full(loop: Any, **options: Any) -> None:
         # diffusers' documentation compiles the pipeline's UNet with fullgraph; ours has no break either.
-        loop.unet.compile(fullgraph=True, **options)  # type: ignore[operator,union-attr]
+        loop.unet.compile(fullgraph=True, **options)
 
-    def compile_blocks(loop: nn.Module, **options: Any) -> None:
+    def compile_blocks(loop: Any, **options: Any) -> None:
         unet_upstream.compile_blocks(loop.unet, raised_limit=tuned, **options)
 
     @torch.no_grad()
     def reference() -> Tensor:
         theirs = unet_upstream.reference_model(config, weights, precision)
         with unet_upstream.in_full_float32():
-            found: Tensor = UpstreamLoop(theirs, steps, size)(
+            found: Tensor = PipelineLoop(theirs, steps, size)(
                 **{name: tensor.to(precision) for name, tensor in inputs.items()}
             )
         return found
