@@ -17,7 +17,8 @@ from benchmarks import strategies, workloads
 from benchmarks.case import IMPLEMENTATIONS, Case
 from benchmarks.worker import Arm
 from benchmarks.workloads import unet_upstream, unet_work
-from benchmarks.workloads.unet import CUTS, WORKLOAD, draw_inputs, sizes
+from benchmarks.workloads.cuts import CUTS
+from benchmarks.workloads.unet import WORKLOAD, draw_inputs, sizes
 from zoo.unet import UNetConfig
 from zoo.unet.presets import PRESETS
 
@@ -26,7 +27,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import diffusers.models.unets.unet_2d_condition as library
 
-CUT_MODELS = [f"{model}-cut-{name}" for name in CUTS for model in ("unet-debug", "unet-xl-debug")]
+CUT_MODELS = [f"{preset}-cut-{name}" for preset in ("unet-debug", "unet-xl-debug") for name in CUTS["unet"]]
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +74,7 @@ def test_every_cut_matches_the_reference_within_its_budget(model: str):
     name = model.partition("-cut-")[2]
     present = {type(module) for module in prepared.model.modules()}
     found = {region.region.cls for region in zoo.find_regions(prepared.model).regions}
-    assert found == {region.cls for region in CUTS[name]} & present
+    assert found == {region.cls for region in CUTS["unet"][name]} & present
     zoo.compile_regions(prepared.model, backend="eager")
     with zoo.enforce_budget(prepared.model):
         assert error(call(prepared), prepared.reference()) < 1e-5
@@ -285,7 +286,7 @@ def test_every_model_has_a_preset_and_every_input_a_size():
     assert len(set(WORKLOAD.models)) == len(WORKLOAD.models)
     for model in WORKLOAD.models:
         assert WORKLOAD.memory_bytes(case(model=model)) > 0
-    assert {"sd15", "sd21", "sdxl", "sdxl-cut-blocks", "unet-debug-cut-transformers"} <= set(WORKLOAD.models)
+    assert {"sd15", "sd21", "sdxl", "sdxl-cut-transformers", "unet-debug-cut-transformers"} <= set(WORKLOAD.models)
     assert [sizes(name) for name in ("2x64x64", "8x64x64")] == [(2, 64), (8, 64)]
     for wrong in ("64x64", "0x32x32", "2x32x64", "2x32x32x2"):
         with pytest.raises(ValueError, match="is not ROWSxPIXELSxPIXELS"):

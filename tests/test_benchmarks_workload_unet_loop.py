@@ -127,7 +127,7 @@ def test_the_model_is_compiled_and_the_loop_is_not(
 
 
 def test_regions_hold_their_budget_over_runs():
-    for model in ("unet-debug", "unet-debug-cut-blocks"):
+    for model in ("unet-debug", "unet-debug-cut-transformers"):
         prepared = prepare(model=model, strategy="regional")
         expected = call(prepared)
         zoo.compile_regions(prepared.model, backend="eager")

@@ -12,7 +12,8 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import zoo
-from zoo.bert import CUTS, Bert, BertConfig, BertLayer, cut, pack
+from benchmarks.workloads.cuts import cut
+from zoo.bert import Bert, BertConfig, BertEmbeddings, BertLayer, pack
 from zoo.bert.presets import PRESETS
 from zoo.engine.graph_log import LEDGER
 
@@ -43,17 +44,17 @@ def test_graphs_of_every_head(head: str, training: bool) -> None:
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize("name", ["layers", "layers-and-ends"])
 @pytest.mark.parametrize("head", ["none", *reference.NAMES])
 def test_every_cut_computes_what_eager_does_in_the_graphs_it_declares(head: str, name: str, training: bool) -> None:
     still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     model: Any = zoo.create("bert-debug", head=head, **still).train(training)
     eager = copy.deepcopy(model)
     inputs = zoo.example_inputs(model)
-    regions = cut(model, name)
-    report = zoo.find_regions(model, regions, inputs=inputs)
-    assert {found.name for found in report.regions} == {region.cls.__name__ for region in regions}
-    zoo.compile_regions(model, regions=regions, backend="aot_eager")
+    if name != "layers":
+        cut(model, "bert", name)
+    report = zoo.find_regions(model, inputs=inputs)
+    zoo.compile_regions(model, backend="aot_eager")
     since = len(LEDGER.entries)
     with zoo.enforce_budget(model):
         torch.testing.assert_close(tuple(model(**inputs)), tuple(eager(**inputs)))
@@ -61,12 +62,6 @@ def test_every_cut_computes_what_eager_does_in_the_graphs_it_declares(head: str,
     graphs = {"layers": 1 + (head == "masked-lm"), "layers-and-ends": 2 + (head != "none")}[name]
     assert sum(entry.graphs for entry in LEDGER.entries[since:]) == report.graphs_needed == graphs
     assert all(found.graphs_needed <= found.budget for found in report.regions)
-
-
-def test_the_first_cut_is_the_declared_one_and_the_other_has_all_of_it() -> None:
-    assert next(iter(CUTS)) == "layers" and CUTS["layers"] is Bert.regions
-    assert set(CUTS["layers"]) < set(CUTS["layers-and-ends"])
-    assert all(region.why for region in CUTS["layers-and-ends"])
 
 
 @pytest.mark.parametrize("head", ["none", *reference.NAMES])
@@ -78,11 +73,6 @@ def test_regions_hold_the_weights_that_are_no_tables(head: str) -> None:
     held = sum(parameter.numel() for each in blocks for parameter in each.parameters())
     tables = sum(parameter.numel() for parameter in model.embeddings.parameters())
     assert held >= 0.85 * (sum(parameter.numel() for parameter in model.parameters()) - tables)
-
-
-def test_an_unknown_cut_is_named() -> None:
-    with pytest.raises(ValueError, match="no cut 'blocks'; choose one of layers, layers-and-ends"):
-        cut(zoo.create("bert-debug"), "blocks")
 
 
 def test_depth_costs_no_graphs() -> None:
@@ -161,7 +151,7 @@ def test_values_that_torch_transforms_are_not_looked_at() -> None:
 def test_inputs_of_another_mode_cost_no_graph() -> None:
     model = zoo.create("bert-debug")
     # With the region that meets the ids themselves.
-    zoo.compile_regions(model, regions=cut(model, "layers-and-ends"), backend="eager")
+    zoo.compile_regions(model, regions=[BertEmbeddings, BertLayer], backend="eager")
     outside = zoo.example_inputs(model)
     with torch.inference_mode():
         inside = zoo.example_inputs(model)

@@ -12,14 +12,12 @@ from benchmarks.case import Case
 from benchmarks.workloads import bert_texts, bert_train, bert_upstream, bert_work
 from benchmarks.workloads.base import Prepared, accelerated, dtype_of, refuses_unknown
 from benchmarks.workloads.bert_upstream import UpstreamStep
+from benchmarks.workloads.cuts import CUTS, MARK, cut
 from benchmarks.workloads.llm_weights import SeededWeights
-from zoo.bert import CUTS, Bert, BertConfig, PackedBatch, pack, token_buckets
+from zoo.bert import Bert, BertConfig, PackedBatch, pack, token_buckets
 from zoo.bert.checkpoint import placements
 from zoo.bert.presets import PRESETS
 from zoo.weights import fill
-
-_OTHER_CUTS = tuple(name for name in CUTS if CUTS[name] is not Bert.regions)
-_CUT = "-cut-"
 
 
 class BertWorkload:
@@ -27,7 +25,7 @@ class BertWorkload:
 
     ``BxT``: B rows of T tokens each, without a mask. ``skewed-BxT``: rows of unequal lengths, about half of the batch
     filled, from which the pooled output is asked; padded with a mask for transformers, packed on the host for the zoo.
-    ``-cut-<name>`` models race the zoo's cut into other regions (``zoo.bert.CUTS``); transformers' arms are the same in
+    ``-cut-<name>`` models race the zoo's cut into other regions (``cuts``); transformers' arms are the same in
     all of them.
 
     Training is fine-tuning as a classifier over float32 weights; the dtype is that of autocast. ``BxT`` as above;
@@ -44,7 +42,7 @@ class BertWorkload:
         "bert-debug",
         "bert-base-dropout",
         "bert-debug-dropout",
-        *(f"{preset}{_CUT}{name}" for preset in ("bert-base", "bert-debug") for name in _OTHER_CUTS),
+        *(f"{preset}{MARK}{name}" for preset in ("bert-base", "bert-debug") for name in CUTS["bert"]),
     )
     inputs: tuple[str, ...] = (
         "32x128",
@@ -78,7 +76,7 @@ class BertWorkload:
         if reason := refuses_unknown(self, case, ("inference", "train")):
             return reason
         if case.workload == "train":
-            return f"{case.model}: other cuts are for inference" if _CUT in case.model else bert_train.refuses(case)
+            return f"{case.model}: other cuts are for inference" if MARK in case.model else bert_train.refuses(case)
         if case.model.endswith(bert_train.DROPOUT):
             return f"{case.model} is for training; dropout does nothing in inference"
         if (task := bert_texts.task(case.input)) is not None and task.epoch:
@@ -189,14 +187,13 @@ def _zoo_step(case: Case, weights: SeededWeights) -> ZooStep:
         model = Bert(config)
     fill(model, weights, placements(config), device=weights.device, dtype=None, source="drawn weights")
     step = ZooStep(model.requires_grad_(False))
-    if name := case.model.partition(_CUT)[2]:
-        # The step is one that declares these regions, so that every strategy finds them.
-        step.__class__ = type("ZooStep", (ZooStep,), {"regions": CUTS[name]})
+    if name := case.model.partition(MARK)[2]:
+        cut(step, "bert", name)
     return step
 
 
 def _config(case: Case) -> BertConfig:
-    return PRESETS[case.model.partition(_CUT)[0]]
+    return PRESETS[case.model.partition(MARK)[0]]
 
 
 def _data(task: bert_work.Task) -> str:

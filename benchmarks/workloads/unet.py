@@ -14,16 +14,14 @@ from benchmarks.timing import synchronise
 from benchmarks.training import READY_BATCHES
 from benchmarks.workloads import unet_loop, unet_train, unet_upstream, unet_work
 from benchmarks.workloads.base import Prepared, dtype_of, refuses_unknown
+from benchmarks.workloads.cuts import CUTS, MARK, cut
 from benchmarks.workloads.llm_weights import draw
 from benchmarks.workloads.unet_work import TOKENS
-from zoo.unet import TransformerBlock, UNet, UNetConfig
+from zoo.unet import UNet, UNetConfig
 from zoo.unet.checkpoint import placements
 from zoo.unet.presets import PRESETS
 from zoo.weights import fill
 
-# Other regions than the model's own: transformer blocks alone, which are what diffusers compiles.
-CUTS = {"transformers": tuple(region for region in UNet.regions if region.cls is TransformerBlock)}
-_CUT = "-cut-"
 _INPUT = re.compile(r"(?P<run>loop-|pipeline-)?(?P<count>\d+)x(?P<size>\d+)x(?P=size)")
 # In the middle of a run.
 _TIMESTEP = 601
@@ -33,7 +31,7 @@ class UNetWorkload:
     """Inference with random weights: one call predicts the noise of a batch of square latents, for a text of 77 tokens.
 
     ``BxHxW``: the rows of the batch, twice the images where there is guidance, and their pixels. ``-cut-<name>`` models
-    race the zoo's cut into other regions (``CUTS``); diffusers' arms are the same in all of them.
+    race the zoo's cut into other regions (``cuts``); diffusers' arms are the same in all of them.
 
     ``loop-NxHxW``, ``pipeline-NxHxW``: one call is all N steps of one image with guidance, from noise to latents. In a
     loop the zoo's sampler runs our model; in a pipeline diffusers' own ``StableDiffusionPipeline`` does.
@@ -43,7 +41,7 @@ class UNetWorkload:
 
     family = "unet"
     models: tuple[str, ...] = tuple(
-        f"{preset}{cut}" for preset in PRESETS for cut in ("", *(_CUT + name for name in CUTS))
+        f"{preset}{cut}" for preset in PRESETS for cut in ("", *(MARK + name for name in CUTS["unet"]))
     )
     inputs: tuple[str, ...] = (
         *("2x64x64", "2x96x96", "2x128x128", "4x64x64", "8x64x64", "2x8x8"),
@@ -188,10 +186,8 @@ def _implementation(
         with torch.device("meta"):
             model = UNet(config)
         fill(model, weights, placements(config), device=weights.device, dtype=None, source="drawn weights")
-        _, _, name = case.model.partition(_CUT)
-        if name:
-            # The model is one that declares these regions, so that every strategy finds them.
-            model.__class__ = type("UNet", (UNet,), {"regions": CUTS[name]})
+        if name := case.model.partition(MARK)[2]:
+            cut(model, "unet", name)
         return model.requires_grad_(False), {}
     theirs = unet_upstream.build(config, weights)
     if case.impl == "upstream":
@@ -208,7 +204,7 @@ def _is_run(case: Case) -> bool:
 
 
 def _config(case: Case) -> UNetConfig:
-    return PRESETS[case.model.partition(_CUT)[0]]
+    return PRESETS[case.model.partition(MARK)[0]]
 
 
 WORKLOAD = UNetWorkload()

@@ -6,8 +6,6 @@ from zoo.bert.checkpoint import check_folder
 from zoo.bert.checkpoint import load as load
 from zoo.bert.checkpoint import save as save
 from zoo.bert.config import BertConfig as BertConfig
-from zoo.bert.cuts import CUTS as CUTS
-from zoo.bert.cuts import cut as cut
 from zoo.bert.heads import MaskedLMHead as MaskedLMHead
 from zoo.bert.heads import PoolerHead as PoolerHead
 from zoo.bert.heads import SequenceHead as SequenceHead

@@ -5,7 +5,7 @@
     mask or rows ───────────────────────────┴─ to every layer
 
 What depends on lengths alone (the mask, the tables of a packed batch) is done outside the regions, once a call. All
-layers are one graph, whatever their number. Embeddings and small heads stay eager; ``zoo.bert.CUTS`` has the other way.
+layers are one graph, whatever their number. Embeddings and small heads stay eager.
 
 Shapes: B rows, T tokens of a row, N tokens of a packed batch, C width, V vocabulary.
 """
