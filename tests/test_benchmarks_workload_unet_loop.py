@@ -78,7 +78,7 @@ def test_every_implementation_ends_at_the_reference_captured_or_not(impl: str, i
 @pytest.mark.parametrize("model", ["unet-debug", "unet-xl-debug"])
 def test_every_input_matters(model: str):
     prepared = prepare(model=model)
-    assert ("negative_pooled" in prepared.inputs) == (model == "unet-xl-debug")
+    assert ("pooled_prompt_embeds" in prepared.inputs) == (model == "unet-xl-debug")
     expected = call(prepared)
     for name, tensor in prepared.inputs.items():
         with torch.inference_mode():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import time
 from typing import Any
@@ -110,10 +111,7 @@ class UNetWorkload:
             return unet_loop.prepare(case, model.eval(), config, weights, batch, size, preparation=preparation)
         inputs = draw_inputs(config, batch, size, seed=seed, dtype=dtype, device=device)
         precision = unet_work.reference_dtype(config)
-
-        def compile_blocks(model: nn.Module, **options: Any) -> None:
-            unet_upstream.compile_blocks(model, raised_limit=case.impl == "upstream-tuned", **options)
-
+        compile_blocks = functools.partial(unet_upstream.compile_blocks, raised_limit=case.impl == "upstream-tuned")
         prepared = Prepared(
             model=model.eval(),
             inputs=inputs,

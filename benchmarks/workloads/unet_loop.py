@@ -48,8 +48,6 @@ class ZooLoop(nn.Module):
         size: H and W.
     """
 
-    regions = UNet.regions
-
     def __init__(self, unet: UNet, steps: int, size: int) -> None:
         super().__init__()
         self.unet, self.steps, self.size = unet, steps, size
@@ -57,27 +55,28 @@ class ZooLoop(nn.Module):
 
     def forward(
         self,
-        text: Tensor,
-        negative: Tensor,
+        prompt_embeds: Tensor,
+        negative_prompt_embeds: Tensor,
         latents: Tensor,
-        pooled: Tensor | None = None,
-        negative_pooled: Tensor | None = None,
+        pooled_prompt_embeds: Tensor | None = None,
+        negative_pooled_prompt_embeds: Tensor | None = None,
     ) -> Tensor:
         """Text and what guidance leads away from [1, L, D], noise [1, C, H, W] -> latents [1, C, H, W] float32.
 
         Models that take them are given the pooled texts [1, X] as well, and are told an image of the run's own size.
         """
-        if pooled is None:
+        text, negative = prompt_embeds, negative_prompt_embeds
+        if pooled_prompt_embeds is None:
             return self.sampler(text, negative, latents=latents)
-        assert negative_pooled is not None
-        _, time_ids = unet_work.added_conditions(self.unet.config, 1, self.size, pooled.device)
-        sizes = time_ids.to(pooled.dtype)
+        assert negative_pooled_prompt_embeds is not None
+        _, time_ids = unet_work.added_conditions(self.unet.config, 1, self.size, text.device)
+        sizes = time_ids.to(text.dtype)
         return self.sampler(
             text,
             negative,
             latents=latents,
-            added={"text_embeds": pooled, "time_ids": sizes},
-            negative_added={"text_embeds": negative_pooled, "time_ids": sizes},
+            added={"text_embeds": pooled_prompt_embeds, "time_ids": sizes},
+            negative_added={"text_embeds": negative_pooled_prompt_embeds, "time_ids": sizes},
         )
 
     def capture(self) -> None:
@@ -92,8 +91,6 @@ class ZooLoop(nn.Module):
 
 class PipelineLoop(nn.Module):
     """diffusers' pipeline around a UNet of either library, from encoded text to latents, as a ``ZooLoop``."""
-
-    regions: tuple[Any, ...] = ()
 
     def __init__(self, unet: Any, steps: int, size: int) -> None:
         super().__init__()
@@ -114,23 +111,10 @@ class PipelineLoop(nn.Module):
             )
         self.pipeline.set_progress_bar_config(disable=True)
 
-    def forward(
-        self,
-        text: Tensor,
-        negative: Tensor,
-        latents: Tensor,
-        pooled: Tensor | None = None,
-        negative_pooled: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, **inputs: Tensor) -> Tensor:
         """As ``ZooLoop``'s, in the dtype of the model."""
-        added = {}
-        if pooled is not None:
-            added = {"pooled_prompt_embeds": pooled, "negative_pooled_prompt_embeds": negative_pooled}
         found: Tensor = self.pipeline(
-            **added,
-            prompt_embeds=text,
-            negative_prompt_embeds=negative,
-            latents=latents,
+            **inputs,
             num_inference_steps=self.steps,
             guidance_scale=GUIDANCE,
             height=self.size * _SCALE,
@@ -177,13 +161,13 @@ def prepare(
     """
     device, dtype = weights.device, weights.dtype
     shapes = {
-        "text": (1, unet_work.TOKENS, config.cross_attention_dim),
-        "negative": (1, unet_work.TOKENS, config.cross_attention_dim),
+        "prompt_embeds": (1, unet_work.TOKENS, config.cross_attention_dim),
+        "negative_prompt_embeds": (1, unet_work.TOKENS, config.cross_attention_dim),
         "latents": (1, config.in_channels, size, size),
     }
     if config.addition_embed_type is not None:
         width, _ = unet_work.added_conditions(config, 1, size, device)
-        shapes |= {"pooled": (1, width), "negative_pooled": (1, width)}
+        shapes |= {"pooled_prompt_embeds": (1, width), "negative_pooled_prompt_embeds": (1, width)}
     inputs = {name: draw(shape, name, seed=weights.seed, dtype=dtype, device=device) for name, shape in shapes.items()}
     kind = ZooLoop if isinstance(model, UNet) and case.input.startswith("loop-") else PipelineLoop
     # The loop declares the regions of its model, so that every strategy finds them.
