@@ -18,7 +18,8 @@ from benchmarks import workloads
 from benchmarks.case import IMPLEMENTATIONS, Case
 from benchmarks.worker import Arm
 from benchmarks.workloads import resnet_upstream, resnet_work
-from benchmarks.workloads.resnet import CUTS, WORKLOAD, sizes
+from benchmarks.workloads.cuts import CUTS
+from benchmarks.workloads.resnet import WORKLOAD, sizes
 from zoo.resnet import ResNet
 from zoo.resnet.presets import PRESETS
 
@@ -75,7 +76,7 @@ def test_every_model_of_the_zoo_matches_the_reference_and_declares_its_cut(model
     prepared = prepare(model=model, strategy="regional")
     reference = prepared.reference()
     assert error(call(prepared), reference) < 1e-5
-    regions = CUTS.get(model.partition("-cut-")[2], ResNet.regions)
+    regions = CUTS["resnet"].get(model.partition("-cut-")[2], ResNet.regions)
     present = {type(module).__name__ for module in prepared.model.modules()}
     assert regions_of(prepared.model) == {region.cls.__name__ for region in regions} & present
     zoo.compile_regions(prepared.model, backend="eager")

@@ -6,9 +6,11 @@ from torch import nn
 
 from zoo.bert import Bert, BertEmbeddings, PoolerHead, SequenceHead, SpanHead, TokenHead
 from zoo.engine.discover import Region
+from zoo.resnet import ResNet, ResNetHead, ResNetStage, Stem
 from zoo.unet import ResnetBlock, UNet
 
 MARK = "-cut-"
+_ENDS = tuple(region for region in ResNet.regions if region.cls in (Stem, ResNetHead))
 
 CUTS: dict[str, dict[str, tuple[Region, ...]]] = {
     "bert": {
@@ -21,6 +23,7 @@ CUTS: dict[str, dict[str, tuple[Region, ...]]] = {
             Region(SpanHead, graphs=1, why="a narrow product and two losses"),
         ),
     },
+    "resnet": {"stages": (*_ENDS, Region(ResNetStage, graphs=4, why="all blocks of a stage")), "ends": _ENDS},
     # As diffusers' helper cuts its model.
     "unet": {"transformers": tuple(region for region in UNet.regions if region.cls is not ResnetBlock)},
 }

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import time
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,17 +14,11 @@ from benchmarks.timing import synchronise
 from benchmarks.training import READY_BATCHES
 from benchmarks.workloads import resnet_train, resnet_upstream, resnet_work
 from benchmarks.workloads.base import UNSCALED, Prepared, dtype_of, refuses_unknown
-from zoo.engine.discover import Region
-from zoo.resnet import ResNet, ResNetConfig, ResNetStage, fold_batch_norm
+from benchmarks.workloads.cuts import CUTS, MARK, cut
+from zoo.resnet import ResNet, ResNetConfig, fold_batch_norm
 from zoo.resnet.presets import PRESETS
 
 _FOLDINGS = ("", "-folded", "-folded-matmul", "-folded-fused", "-folded-fused-matmul")
-# Other regions than the declared ones, which are blocks and both ends.
-_ENDS = tuple(region for region in ResNet.regions if region.cls.__name__ in ("Stem", "ResNetHead"))
-CUTS: dict[str, tuple[Region, ...]] = {
-    "stages": (*_ENDS, Region(ResNetStage, graphs=4, why="all blocks of a stage")),
-    "ends": _ENDS,
-}
 _MODEL = re.compile(
     r"(?P<preset>resnet(\d+|-debug))(?P<folded>-folded(?P<fused>-fused)?(?P<matmul>-matmul)?)?(-cut-(?P<cut>.+))?"
 )
@@ -36,7 +30,7 @@ class ResNetWorkload:
 
     ``-folded`` models race the zoo's with its batch norms folded into its convolutions, ``-matmul`` and ``-fused`` in
     other ways to run them (``zoo.resnet.fold_batch_norm``), and ``-cut-<name>`` the zoo's cut into other regions
-    (``CUTS``). torchvision's arms are the same in all of them: as shipped with its norms, tuned with them
+    (``cuts``). torchvision's arms are the same in all of them: as shipped with its norms, tuned with them
     folded. ``<batch>x<size>`` is the number of images and their pixels a side.
 
     Training is of models with their norms, in any cut, over float32 weights; the dtype is that of autocast. Batches
@@ -50,7 +44,7 @@ class ResNetWorkload:
         *(
             f"{preset}{folding}{cut}"
             for preset in ("resnet50", "resnet-debug")
-            for cut in ("", *(f"-cut-{name}" for name in CUTS))
+            for cut in ("", *(MARK + name for name in CUTS["resnet"]))
             for folding in _FOLDINGS
         ),
     )
@@ -116,9 +110,8 @@ class ResNetWorkload:
         if case.impl == "upstream-tuned" and case.strategy == "full" and case.device == "cpu":
             resnet_upstream.freeze_weights()
 
-        def compile_blocks(model: nn.Module, **options: Any) -> None:
-            resnet_upstream.compile_blocks(model, raised_limit=case.impl == "upstream-tuned", **options)
-
+        raised = case.impl == "upstream-tuned"
+        compile_blocks = functools.partial(resnet_upstream.compile_blocks, raised_limit=raised)
         prepared = Prepared(
             model=model.eval().requires_grad_(False),
             inputs={"images" if case.impl == "zoo" else "x": images},
@@ -181,8 +174,7 @@ def _implementation(case: Case, shipped: nn.Module) -> tuple[nn.Module, dict[str
         synchronise(device.type)
         preparation["batch norm folding"] = time.perf_counter() - began
     if isinstance(model, ResNet) and parts["cut"]:
-        # The model is one that declares these regions, so that every strategy finds them.
-        model.__class__ = type("ResNet", (ResNet,), {"regions": CUTS[parts["cut"]]})
+        cut(model, "resnet", parts["cut"])
     return model, preparation
 
 

@@ -262,18 +262,6 @@ def _stays_eager(region: Region, model: nn.Module) -> bool:
     return region.eager_on is not None and device is not None and region.eager_on(device)
 
 
-def choose_cut(model: nn.Module, cuts: Mapping[str, Sequence[Region]], name: str) -> list[Region]:
-    """The regions of one of a family's cuts that this model has modules of.
-
-    Raises:
-        ValueError: If there is no such cut.
-    """
-    if name not in cuts:
-        raise ValueError(f"there is no cut {name!r}; choose one of {', '.join(cuts)}")
-    present = {type(module) for module in model.modules()}
-    return [region for region in cuts[name] if region.cls in present]
-
-
 def _refuse_nested(chosen: Mapping[Region, Mapping[str, nn.Module]]) -> None:
     owner = {id(module): (name, region) for region, modules in chosen.items() for name, module in modules.items()}
     for region, modules in chosen.items():
