@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import zoo.ops.common
-from zoo.gnn import operators as gnn
-
-MODULES: tuple[ModuleType, ...] = (gnn,)
 
 
 class Gpu:
@@ -103,9 +100,7 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
         monkeypatch.setattr(module, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(decode_attention, "can_overlap", lambda device: True)
     monkeypatch.setattr(decode_products, "can_overlap", lambda device: True)
-    for module in (zoo.ops.common, *MODULES):
-        if hasattr(module, "triton_runs_on"):
-            monkeypatch.setattr(module, "triton_runs_on", lambda device: True)
+    monkeypatch.setattr(zoo.ops.common, "triton_runs_on", lambda device: True)
     forget_compiled()
     yield found
     forget_compiled()

@@ -13,13 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gnn_reference import attend, edge_attention, edge_max, edge_softmax, edge_sum
-from zoo.gnn import CSRGraph, fallback, operators, sampling, split
-from zoo.gnn.aggregate import max_neighbours, mean_neighbours, sum_neighbours
-from zoo.gnn.csr import GraphTensors, Recipe
-from zoo.gnn.kernels import attention, maxima, sums
-from zoo.gnn.kernels.common import readable_columns
+from tests.gnn_reference import attend, edge_attention, edge_max, edge_softmax, edge_sum, kept
+from zoo.gnn import CSRGraph
+from zoo.gnn.csr import Recipe
+from zoo.ops import common, csr, draws
 from zoo.ops.common import next_power
+from zoo.ops.csr import GraphTensors
+from zoo.ops.csr_max import max_neighbours
+from zoo.ops.csr_sum import mean_neighbours, sum_neighbours
+from zoo.ops.triton import csr_attention, csr_max, csr_sum
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
@@ -41,10 +43,9 @@ HALF = [torch.float16, torch.bfloat16]
 @pytest.fixture(autouse=True)
 def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if DEVICE == "cpu":
-        monkeypatch.setattr(operators, "DEVICES", ("cpu",))
-        monkeypatch.setattr(operators, "triton_runs_on", lambda device: True)
+        monkeypatch.setattr(common, "triton_runs_on", lambda device: True)
         # The interpreter reduces number by number, and a tile for a GPU holds thousands of chunks.
-        for module in (attention, maxima, sums):
+        for module in (csr_attention, csr_max, csr_sum):
             monkeypatch.setattr(module, "merge_tile", lambda channels: (32, min(next_power(channels), 8), 1))
     yield
 
@@ -60,12 +61,14 @@ def named(name: str, weight: bool = False, **recipe: bool) -> CSRGraph:
     return make(edge_index, sizes, torch.rand(edge_index.shape[1]) if weight else None, **recipe)
 
 
-def hub(weight: bool = False, edges: int = 48 if DEVICE == "cpu" else 90, **recipe: bool) -> CSRGraph:
+def hub(
+    weight: bool = False, edges: int = 48 if DEVICE == "cpu" else 90, destinations: int = 9, **recipe: bool
+) -> CSRGraph:
     """11 sources and 9 destinations; a third of the edges ends in node 2, another third starts in node 5."""
-    edge_index = torch.stack([torch.randint(11, (edges,)), torch.randint(9, (edges,))])
+    edge_index = torch.stack([torch.randint(11, (edges,)), torch.randint(destinations, (edges,))])
     edge_index[1, : edges // 3] = 2
     edge_index[0, edges // 3 : 2 * edges // 3] = 5
-    return make(edge_index, (11, 9), torch.rand(edges) if weight else None, **recipe)
+    return make(edge_index, (11, destinations), torch.rand(edges) if weight else None, **recipe)
 
 
 def values(rows: int, *shape: int, dtype: torch.dtype = torch.float32, ties: bool = False) -> Tensor:
@@ -186,7 +189,7 @@ def test_attention_on_every_graph(name: str) -> None:
 def test_sums_of_every_width_with_rows_whole_and_split(
     channels: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(split, "EDGES_PER_CHUNK", size)
+    monkeypatch.setattr(csr, "EDGES_PER_CHUNK", size)
     graph = hub(weight=True)
     assert (graph.tensors.split is not None) == (graph.transpose.split is not None) == (size == 8)
     check_sum(graph, values(11, channels))
@@ -198,7 +201,7 @@ def test_sums_of_every_width_with_rows_whole_and_split(
 def test_maxima_of_every_width_with_rows_whole_and_split(
     channels: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(split, "EDGES_PER_CHUNK", size)
+    monkeypatch.setattr(csr, "EDGES_PER_CHUNK", size)
     graph = hub()
     assert (graph.tensors.split is not None) == (size == 8)
     check_max(graph, values(11, channels))
@@ -210,14 +213,14 @@ def test_maxima_of_every_width_with_rows_whole_and_split(
 def test_attention_of_every_width_with_rows_whole_and_split(
     heads: int, channels: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(split, "EDGES_PER_CHUNK", size)
+    monkeypatch.setattr(csr, "EDGES_PER_CHUNK", size)
     check_attention(hub(), heads, channels)
 
 
 @pytest.mark.parametrize("chunks", [2, 4])
 def test_long_rows_of_more_chunks_than_a_step_adds_up(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split, "EDGES_PER_CHUNK", 4)
-    for module in (attention, maxima, sums):
+    monkeypatch.setattr(csr, "EDGES_PER_CHUNK", 4)
+    for module in (csr_attention, csr_max, csr_sum):
         monkeypatch.setattr(module, "merge_tile", lambda channels: (chunks, 16, 1))
     edges = 60  # a third of them in one row
     check_sum(hub(weight=True, edges=edges), values(11, 20))
@@ -239,20 +242,20 @@ def test_attention_of_many_columns() -> None:
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_sums_in_half_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split, "EDGES_PER_CHUNK", 16)
+    monkeypatch.setattr(csr, "EDGES_PER_CHUNK", 16)
     check_sum(hub(weight=True), values(11, 40, dtype=dtype))
     check_mean(hub(mean=True), values(11, 40, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_maxima_in_half_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split, "EDGES_PER_CHUNK", 16)
+    monkeypatch.setattr(csr, "EDGES_PER_CHUNK", 16)
     check_max(hub(), values(11, 40, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_attention_in_half_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split, "EDGES_PER_CHUNK", 16)
+    monkeypatch.setattr(csr, "EDGES_PER_CHUNK", 16)
     check_attention(hub(), 2, 20, dtype)
 
 
@@ -265,7 +268,7 @@ def test_sums_in_half_precision_keep_their_digits() -> None:
 
 
 def test_sums_pass_gradients_to_learned_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split, "EDGES_PER_CHUNK", 16)
+    monkeypatch.setattr(csr, "EDGES_PER_CHUNK", 16)
     edges = torch.stack([torch.randint(6, (70,)), torch.randint(7, (70,)).clamp(min=3)]).to(DEVICE)
     order = torch.sort(edges[1], stable=True).indices
 
@@ -288,7 +291,7 @@ def test_maxima_pass_nan_and_infinity_on() -> None:
 
 
 def test_attention_does_not_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split, "EDGES_PER_CHUNK", 16)
+    monkeypatch.setattr(csr, "EDGES_PER_CHUNK", 16)
     graph = hub().tensors
     inputs = values(11, 2, 4), values(11, 2) * 1e4, values(9, 2) * 1e4
     found = with_gradients(lambda *inputs: attend(*inputs, graph, 0.2), *inputs)
@@ -299,14 +302,14 @@ def test_attention_does_not_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("size", [512, 8])
 def test_attention_drops_the_same_edges_forward_and_backward(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split, "EDGES_PER_CHUNK", size)
+    monkeypatch.setattr(csr, "EDGES_PER_CHUNK", size)
     graph = hub().tensors
     source, row, rows = exact(graph)
     inputs = values(11, 3, 4), values(11, 3), values(9, 3)
     torch.manual_seed(3)
     seed = torch.randint(2**62, (1,), device=DEVICE)
-    kept = fallback._kept(seed, torch.arange(source.shape[0], device=DEVICE), 3, 0.4).double()
-    assert 0.4 < (kept > 0).double().mean() < 0.8
+    mask = kept(seed, torch.arange(source.shape[0], device=DEVICE), 3, 0.4).double()
+    assert 0.4 < (mask > 0).double().mean() < 0.8
 
     def ours(*inputs: Tensor) -> Tensor:
         torch.manual_seed(3)
@@ -314,7 +317,7 @@ def test_attention_drops_the_same_edges_forward_and_backward(size: int, monkeypa
 
     def reference(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         score = torch.nn.functional.leaky_relu(a[source.long()] + b[row.long()], 0.2)
-        return edge_sum(x, source, row, rows, edge_softmax(score, row, rows) * kept)
+        return edge_sum(x, source, row, rows, edge_softmax(score, row, rows) * mask)
 
     agree(ours, reference, *inputs, factor=20)
     everything_dropped = attend(*inputs, graph, 0.2, 1.0)
@@ -322,49 +325,52 @@ def test_attention_drops_the_same_edges_forward_and_backward(size: int, monkeypa
 
 
 @pytest.mark.parametrize("size", [512, 8])
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("rows", [9, 5])
 @pytest.mark.parametrize("dtype", RELATIVE)
 def test_sums_with_what_the_rows_have_of_their_own(
-    dtype: torch.dtype, beside: bool, size: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, rows: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(split, "EDGES_PER_CHUNK", size)
-    graph = hub(mean=True).tensors
+    """Beside the sums, or added from the second half of a table whose halves end in padding."""
+    monkeypatch.setattr(csr, "EDGES_PER_CHUNK", size)
+    graph = hub(mean=True, destinations=rows).tensors
     assert graph.inverse_degree is not None
     scale = graph.inverse_degree.double()
 
-    def reference(x: Tensor, root: Tensor) -> Tensor:
-        mean = edge_sum(x[:, :5], *exact(graph), row_scale=scale)
-        return torch.cat([mean, root], dim=1) if beside else mean + root
+    def mean(x: Tensor) -> Tensor:
+        return edge_sum(x, *exact(graph), row_scale=scale)
 
-    # Features are columns of a wider tensor, as when one product made them for neighbours and nodes together.
+    x, table = values(11, 5, dtype=dtype), values(11, 16, dtype=dtype)
     agree(
-        lambda x, root: mean_neighbours(x[:, :5], graph, root, beside=beside),
-        reference,
-        values(11, 9, dtype=dtype),
-        values(9, 5, dtype=dtype),
+        lambda x: mean_neighbours(x, graph, own="beside"),
+        lambda x: torch.cat([mean(x), x[:rows]], dim=1),
+        x,
         factor=4,
     )
-    bias = values(1, 5, dtype=dtype).expand(9, -1)
-    found = mean_neighbours(values(11, 5, dtype=dtype) * 0, graph, bias)
-    assert torch.equal(found, bias)
+    agree(
+        lambda table, bias: mean_neighbours(table, graph, own="added", bias=bias, channels=7),
+        lambda table, bias: mean(table[:, :7]) + table[:rows, 8:15] + bias,
+        table,
+        values(7, dtype=dtype),
+        factor=4,
+    )
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_a_root_of_more_rows_gives_its_first_ones(beside: bool) -> None:
-    graph = hub(mean=True).tensors
-    assert graph.inverse_degree is not None
-    scale = graph.inverse_degree.double()
-
-    def reference(x: Tensor, root: Tensor) -> Tensor:
-        mean, root = edge_sum(x, *exact(graph), row_scale=scale), root[:9]
-        return torch.cat([mean, root], dim=1) if beside else mean + root
-
-    def ours(x: Tensor, root: Tensor) -> Tensor:
-        return mean_neighbours(x, graph, root, beside=beside)
-
-    agree(ours, reference, values(11, 5), values(12, 5), factor=4)
-    # The features themselves, as a layer is given them whose first rows alone are wanted.
-    agree(lambda x: ours(x, x), lambda x: reference(x, x), values(11, 5), factor=4)
+@pytest.mark.parametrize("size", [512, 8])
+def test_columns_that_are_padding_are_left_out(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(csr, "EDGES_PER_CHUNK", size)
+    graph = hub(weight=True)
+    tensors = graph.tensors
+    assert tensors.weight is not None
+    weight = tensors.weight.double()
+    table, bias = values(11, 48), values(47)
+    found = agree(
+        lambda table, bias: sum_neighbours(table, tensors, bias=bias, channels=47),
+        lambda table, bias: edge_sum(table[:, :47], *exact(tensors), weight) + bias,
+        table,
+        bias,
+        factor=4,
+    )
+    assert found[0].is_contiguous() and not found[1][:, 47:].any()
 
 
 def test_sums_of_features_that_are_not_contiguous() -> None:
@@ -374,37 +380,19 @@ def test_sums_of_features_that_are_not_contiguous() -> None:
         torch.testing.assert_close(sum_neighbours(x, graph.tensors).double(), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_lies_behind_the_columns_of_a_row_is_read_and_not_summed(dtype: torch.dtype) -> None:
-    graph = named("square", weight=True)
-    weight = graph.tensors.weight.double()  # type: ignore[union-attr]
-    table = values(5, 16, dtype=dtype)
-    table[:, 5:8] = float("nan")
-    table[:, 13:] = float("inf")
-    for x in (table[:, :5], table[:, 8:13], table[:, 1:5]):
-        assert x.shape[1] <= readable_columns(x) <= 8
-        expected = edge_sum(x.double(), *exact(graph.tensors), weight)
-        error = (sum_neighbours(x, graph.tensors).double() - expected).abs().max()
-        assert error <= 4 * RELATIVE[dtype] * expected.abs().max()
-    assert readable_columns(table[:, :5]) == 8
-    # A dense table has nothing behind its last row, and another's last row may be cut short.
-    assert readable_columns(values(5, 13, dtype=dtype)) == 13
-    assert readable_columns(values(37, dtype=dtype).as_strided((3, 5), (16, 1))) == 5
-
-
 # --- draws ---
 
 
 @pytest.mark.parametrize(
-    ("count", "nodes"), [*itertools.product([1, 2, 5, 16, 33], [0, 1, 700]), (sampling.MOST_AT_ONCE, 3)]
+    ("count", "nodes"), [*itertools.product([1, 2, 5, 16, 33], [0, 1, 700]), (draws.MOST_AT_ONCE, 3)]
 )
 def test_places_are_those_drawn_by_columns(count: int, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     degree = count + 1 + torch.randint(4, (nodes,), device=DEVICE)
     degree[::3] += 1 << 33
 
     def draw(kernel: bool) -> Tensor:
-        monkeypatch.setattr(sampling, "triton_runs_on", lambda device: kernel)
-        return sampling._distinct(degree, count, torch.Generator(DEVICE).manual_seed(3))
+        monkeypatch.setattr(common, "triton_runs_on", lambda device: kernel)
+        return draws.distinct(degree, count, torch.Generator(DEVICE).manual_seed(3))
 
     places = draw(True)
     assert places.shape == (nodes, count)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoo.gnn.aggregate import attention
-from zoo.gnn.csr import GraphTensors
+from zoo.ops.csr import GraphTensors
+from zoo.ops.csr_attention import attention
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -102,6 +102,23 @@ def attend(
     table = torch.cat([x.flatten(1), a_source, *([a_destination] if joined else [])], dim=1)
     out = attention(table, None if joined else a_destination, heads, graph, slope, dropout, average=average)
     return out if average else out.unflatten(1, (heads, -1))
+
+
+def kept(seed: Tensor, edge: Tensor, heads: int, dropout: float) -> Tensor:
+    """What dropout multiplies each (edge, head) with, [E, H]: Philox-4x32-10 of the seed and the edge's place."""
+    low = 0xFFFFFFFF
+    edge = edge.long().unsqueeze(-1)
+    head = torch.arange(heads, device=edge.device)
+    c0, c1, c2, c3 = ((value + 0 * head) & low for value in (edge, edge >> 32, 0 * edge, 0 * edge))
+    c2 = c2 + head
+    k0, k1 = seed & low, (seed >> 32) & low
+    for _ in range(10):
+        # Products of 64 bits wrap around, and their halves are right nevertheless.
+        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (b >> 32 & low) ^ c1 ^ k0, b & low, (a >> 32 & low) ^ c3 ^ k1, a & low
+        k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
+    uniform = (c0 >> 8).float() * 2.0**-24
+    return (uniform >= torch.tensor(dropout, dtype=torch.float32)).float() / (1.0 - dropout)
 
 
 def _as_wide_as(factor: Tensor, like: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import zoo
 from zoo.gnn import CSRGraph, GATConv, GCNConv, SAGEConv
-from zoo.gnn.aggregate import mean_neighbours
 from zoo.gnn.presets import build
+from zoo.ops.csr_sum import mean_neighbours
 
 X = torch.randn(5, 12)
 EDGES = torch.tensor([[0, 1, 2], [1, 2, 4]])

@@ -18,12 +18,13 @@ import zoo
 from zoo.gnn import CSRGraph, convs
 
 MODELS = ["gcn-debug", "gat-debug", "graphsage-debug"]
-# Hidden layers end in the same epilogue, whatever depth and widths; a jumping-knowledge head is one graph more.
+# The first layer, the last and all between, at any depth; with a jumping-knowledge head no layer is a last one.
 VARIANTS: list[tuple[dict[str, Any], int]] = [
-    ({}, 1),
-    ({"num_layers": 5, "in_channels": 16, "out_channels": 16}, 1),
-    ({"num_layers": 4, "in_channels": 16, "jk": "cat", "norm": "batch", "dropout": 0.3}, 2),
-    ({"num_layers": 3, "jk": "max", "norm": "layer"}, 2),
+    ({}, 3),
+    ({"num_layers": 1}, 1),
+    ({"num_layers": 5, "in_channels": 12, "out_channels": 16}, 3),
+    ({"num_layers": 4, "in_channels": 12, "jk": "cat", "norm": "batch", "dropout": 0.3}, 3),
+    ({"num_layers": 3, "in_channels": 12, "jk": "max", "norm": "layer"}, 3),
 ]
 
 
@@ -56,14 +57,14 @@ def test_one_graph_at_any_depth_in_every_mode(name: str, variant: dict[str, Any]
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
-    ("variant", "graphs"), [({}, 1), ({"num_layers": 8}, 1), ({"num_layers": 6, "jk": "cat"}, 2)], ids=str
+    ("variant", "graphs"), [({}, 3), ({"num_layers": 8}, 3), ({"num_layers": 6, "jk": "cat"}, 3)], ids=str
 )
 def test_regions_counted_by_dynamo_itself(name: str, variant: dict[str, Any], graphs: int) -> None:
     model = zoo.create(name, **variant)
     inputs = zoo.example_inputs(model)
     expected = model(**inputs)
     counter = CompileCounterWithBackend("aot_eager")
-    for region in (*(layer.epilogue for layer in model.layers), model.head):
+    for region in (*model.layers, model.head):
         if region is not None:
             region.compile(fullgraph=True, dynamic=False, backend=counter)
     torch.testing.assert_close(model(**inputs), expected)
@@ -74,8 +75,6 @@ def test_regions_counted_by_dynamo_itself(name: str, variant: dict[str, Any], gr
     for other in ((edge_index + 1) % 64, edge_index.flip(0), zoo.example_inputs(model, seed=3)["edge_index"]):
         out = model(x, other)
         torch.testing.assert_close(out, copy.deepcopy(model)(x, other))
-    # Nor does another number of edges matter: regions see nodes alone.
-    model(x, edge_index[:, :100])
     assert counter.frame_count == graphs
 
 
@@ -181,14 +180,22 @@ def test_outer_cuda_graph_takes_a_prepared_graph_as_static(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_single_layer_is_library_kernels_alone_and_says_so(name: str) -> None:
-    model = zoo.create(name, num_layers=1)
-    inputs = zoo.example_inputs(model)
-    expected = model(**inputs)
-    with pytest.warns(zoo.RegionWarning, match="nothing to compile"):
-        zoo.compile_regions(model)
-    with zoo.enforce_budget(model):
-        torch.testing.assert_close(model(**inputs), expected)
+def test_all_weights_lie_in_regions(name: str) -> None:
+    model = zoo.create(name, num_layers=4, jk="cat")
+    inside = {parameter for found in zoo.find_regions(model).regions for each in found.modules
+              for parameter in model.get_submodule(each).parameters()}  # fmt: skip
+    assert inside == set(model.parameters())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_symbolic_sizes_take_graphs_of_all_sizes(name: str) -> None:
+    model = zoo.create(name)
+    zoo.compile_regions(model, backend="aot_eager", dynamic=True)
+    eager = copy.deepcopy(model)
+    for nodes in (64, 50, 33):
+        x, edge_index = torch.randn(nodes, model.config.in_channels), torch.randint(nodes, (2, 5 * nodes))
+        torch.testing.assert_close(model(x, edge_index), eager(x, edge_index))
+    assert counters["stats"]["unique_graphs"] <= 3
 
 
 @pytest.mark.parametrize("name", MODELS)

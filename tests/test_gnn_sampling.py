@@ -18,10 +18,11 @@ from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader
 
 import zoo
-from zoo.gnn import Bucket, CSRGraph, GNNEpilogue, GraphSAGE, NeighborSampler, SAGEConfig, SampledBatch
-from zoo.gnn.aggregate import mean_neighbours
+from zoo.gnn import Bucket, CSRGraph, GraphSAGE, NeighborSampler, SAGEConfig, SampledBatch
 from zoo.gnn.batches import Subgraph, map_tensors
-from zoo.gnn.sampling import _distinct
+from zoo.ops.csr import Own
+from zoo.ops.csr_sum import mean_neighbours
+from zoo.ops.draws import distinct
 from zoo.training import TrainingStep
 
 NODES, EDGES = 200, 3000
@@ -143,7 +144,7 @@ def test_the_random_state_of_the_caller_is_left_alone():
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_neighbours_are_drawn_with_equal_chance(device: str):
-    places = _distinct(torch.full((20_000,), 9, device=device), 3, torch.Generator(device).manual_seed(0)).cpu()
+    places = distinct(torch.full((20_000,), 9, device=device), 3, torch.Generator(device).manual_seed(0)).cpu()
     assert (places.sort(1).values.diff(dim=1) > 0).all()
     shares = places.flatten().bincount(minlength=9) / places.shape[0]
     torch.testing.assert_close(shares, torch.full((9,), 3 / 9), rtol=0.05, atol=0)
@@ -152,9 +153,9 @@ def test_neighbours_are_drawn_with_equal_chance(device: str):
 
 
 def test_more_neighbours_than_a_kernel_holds_are_drawn_by_columns(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("zoo.gnn.sampling.triton_runs_on", lambda device: True)
-    monkeypatch.setattr("zoo.gnn.sampling.launcher", lambda module, name, x: lambda *_: pytest.fail("launched"))
-    places = _distinct(torch.full((3,), 600), 513, torch.Generator().manual_seed(0))
+    monkeypatch.setattr("zoo.ops.common.triton_runs_on", lambda device: True)
+    monkeypatch.setattr("zoo.ops.triton.draws.distinct", lambda *_: pytest.fail("launched"))
+    places = distinct(torch.full((3,), 600), 513, torch.Generator().manual_seed(0))
     assert places.shape == (3, 513) and (places.sort(1).values.diff(dim=1) > 0).all()
 
 
@@ -229,8 +230,8 @@ def test_a_layer_computes_what_the_next_one_reads_and_nothing_changes_for_the_se
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_features_that_are_their_own_root_have_both_derivatives(beside: bool):
+@pytest.mark.parametrize("own", [None, "beside"])
+def test_features_of_a_batch_have_both_derivatives(own: Own):
     batch = NeighborSampler(graph(20, 60), fanouts=(2, 2), batch_size=3, num_nodes=20).batch(0, 0)
     edges = batch.graphs[0]
     assert edges.inverse_degree is not None and len(edges.rowptr) <= len(batch.nodes)
@@ -238,7 +239,7 @@ def test_features_that_are_their_own_root_have_both_derivatives(beside: bool):
     x = torch.randn(len(batch.nodes), 1, dtype=torch.float64, requires_grad=True)
 
     def mean(x: Tensor) -> Tensor:
-        return mean_neighbours(x, edges, x, beside=beside)
+        return mean_neighbours(x, edges, own=own)
 
     assert torch.autograd.gradcheck(mean, x) and torch.autograd.gradgradcheck(mean, x)
 
@@ -316,11 +317,9 @@ def test_after_the_declared_shapes_nothing_compiles(jk: str | None):
     with zoo.enforce_budget(net):
         for bucket in sampler.buckets:
             train(sampler.padded_to(bucket))
-    # A graph for each size of a hidden layer; only those of the first one differ from bucket to bucket.
-    epilogues = [module for module in net.modules() if isinstance(module, GNNEpilogue)]
+    # A graph for each layer; those of the first two differ from bucket to bucket, by what they give or are given.
     compiled = counters["stats"]["unique_graphs"]
-    sizes = {rows for bucket in sampler.buckets for rows, _ in bucket.layers[: len(epilogues)]}
-    assert len(sizes) == len(epilogues) + 1
+    assert compiled == len(net.layers) + 2 + (jk is not None)
     with zoo.enforce_budget(net):
         shapes = {shapes_of(batch) for batch in sampler.epoch(0) if train(batch) is None}
     assert shapes == {bucket.layers for bucket in sampler.buckets}
@@ -332,9 +331,9 @@ def test_layers_have_a_budget_each_and_no_more():
     zoo.compile_regions(net, backend="aot_eager")
     sampler = NeighborSampler(graph(), fanouts=(2, 2, 2, 2), batch_size=8, num_nodes=NODES)
     batch = sampler.batch(0, 0)
-    assert net.region_sizes(torch.randn(len(batch.nodes), 6), batch.graphs) == 3
+    assert net.region_sizes(torch.randn(len(batch.nodes), 6), batch.graphs) == 4
     report = zoo.find_regions(net, inputs={"x": torch.randn(len(batch.nodes), 6), "edge_index": batch.graphs})
-    assert report.graphs_needed == 3
+    assert report.graphs_needed == 4
     with zoo.enforce_budget(net):
         net(torch.randn(len(batch.nodes), 6), batch.graphs)
         net(torch.randn(NODES, 6), graph())

@@ -20,8 +20,8 @@ from benchmarks.workloads import gnn_upstream, graphs
 from benchmarks.workloads.base import Prepared, dtype_of, refuses_unknown
 from zoo.engine.discover import Region
 from zoo.gnn import CSRGraph
-from zoo.gnn.aggregate import sum_neighbours
-from zoo.gnn.csr import GraphTensors
+from zoo.ops.csr import GraphTensors
+from zoo.ops.csr_sum import sum_neighbours
 
 BYTES_FORMULA = (
     "For every edge a row is gathered, without reuse, and a 4-byte source index read; the edge offsets of every node "

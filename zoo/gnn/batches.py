@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zoo.arguments import check_device
-from zoo.gnn.csr import GraphTensors, Transpose
+from zoo.ops.csr import GraphTensors, Transpose
 
 
 class Bucket(NamedTuple):
@@ -167,7 +167,7 @@ def _first_rows(graph: GraphTensors, rows: int, edges: int, sizes: tuple[int, in
         rowptr=graph.rowptr[: rows + 1].clamp(max=drawn),
         # Sources of the edges behind may be no rows of this layer's features.
         source=_pad(source, edges),
-        destination=graph.destination[:edges],
+        destination=_pad(graph.destination[:drawn], edges, rows),
         inverse_degree=graph.inverse_degree[:rows],
         transpose=Transpose(
             colptr=colptr.cumsum_(0),

@@ -5,13 +5,10 @@ Only ``node_counts`` reads values, and with them synchronises with the device.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from zoo.gnn.csr import GraphTensors
+from zoo.ops.csr import GraphTensors
 
 
 def check_features(x: Tensor, channels: int, weight: Tensor, what: str = "x") -> None:
@@ -74,8 +71,6 @@ def _sources(graph: GraphTensors, default: int) -> int:
 def check_edges(edge_index: Tensor, edge_weight: Tensor | None) -> None:
     """Kinds and shapes of a raw graph, checked without reading a value."""
     if not isinstance(edge_index, Tensor):
-        from zoo.gnn.csr import GraphTensors
-
         if isinstance(edge_index, list) and any(isinstance(each, GraphTensors) for each in edge_index):
             raise TypeError(
                 "edge_index is a list of GraphTensors, as torch's DataLoader makes of a batch's graphs; pass "

@@ -17,12 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.engine.step_buffers import is_captured, is_step_input
-from zoo.gnn import operators
-from zoo.gnn.aggregate import attention, max_neighbours, mean_neighbours, sum_neighbours
 from zoo.gnn.checks import check_features, check_nodes
-from zoo.gnn.csr import CSRGraph, GraphTensors, Recipe
+from zoo.gnn.csr import CSRGraph, Recipe
 from zoo.gnn.outside import outside_compile
 from zoo.gnn.prepare import GraphMemory, weight_dtype
+from zoo.ops.common import kernels_run
+from zoo.ops.csr import GraphTensors, Own
+from zoo.ops.csr_attention import attention
+from zoo.ops.csr_max import max_neighbours
+from zoo.ops.csr_sum import mean_neighbours, sum_neighbours
 
 Graph: TypeAlias = GraphTensors | CSRGraph | Tensor
 # A sampled batch's, one a layer.
@@ -59,10 +62,9 @@ def prepare_graph(
 
 
 class _Conv(nn.Module):
-    """What the convolutions share: how a graph becomes tensors, and that they come in two halves.
+    """What the convolutions share: how a graph becomes tensors.
 
-    A convolution is a product with weights and a sum over edges, in the order that moves less: ``first`` and
-    ``second``. Whoever calls them one after the other lets go of the input in between.
+    A convolution is a product with weights and a sum over edges, in the order that moves less.
     """
 
     recipe: Recipe
@@ -143,21 +145,10 @@ class GCNConv(_Conv):
             graph = self._tensors(sizes, graph, edge_weight)
         else:
             self._refuse_weights(edge_weight)
-        return self.second(self.first(x, graph), graph, self.bias)
-
-    def first(self, x: Tensor, graph: GraphTensors) -> Tensor:
-        """Features [N, C_in], summed over neighbours or transformed, whichever comes first."""
         if self.aggregate_first:
-            return sum_neighbours(x, graph)
-        return _product(x, self.lin.weight)[:, : self.lin.out_features]
-
-    def second(self, x: Tensor, graph: GraphTensors, bias: Tensor | None) -> Tensor:
-        """The other of the two, [N, C_out], and the bias unless whoever follows adds it."""
-        if self.aggregate_first:
-            return F.linear(x, self.lin.weight, bias)
-        return sum_neighbours(
-            x, graph, None if bias is None else bias.to(x.dtype).expand(graph.rowptr.shape[0] - 1, -1)
-        )
+            return F.linear(sum_neighbours(x, graph), self.lin.weight, self.bias)
+        table = _product(x, self.lin.weight)
+        return sum_neighbours(table, graph, bias=self.bias, channels=self.lin.out_features)
 
 
 class SAGEConv(_Conv):
@@ -224,50 +215,18 @@ class SAGEConv(_Conv):
             graph = self._tensors((sources, root), graph, edge_weight)
         else:
             self._refuse_weights(edge_weight)
-        if isinstance(x, Tensor):
-            out = self.second(self.first(x, graph), graph, self.bias)
+        fewer = graph.rowptr.shape[0] <= root.shape[0]
+        if not self.in_one or not isinstance(x, Tensor):
+            out = self._apart(sources, root[: graph.rowptr.shape[0] - 1] if fewer else root, graph)
+            out = _add(out, self.lin_l.bias)
+        elif self.aggregate_first or fewer:
+            # Of fewer rows than the features have, whatever the widths: a product before would be one of all of them.
+            both = self._aggregate(sources, graph, own="beside")
+            out = F.linear(both, torch.cat(self._weights, dim=1), self.lin_l.bias)
         else:
-            out = _add(self._apart(sources, root, graph), self.bias)
+            table, width = _product(sources, *self._weights), self.lin_l.out_features
+            out = self._aggregate(table, graph, own="added", bias=self.lin_l.bias, channels=width)
         return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
-
-    @property
-    def bias(self) -> Tensor | None:
-        """[C_out]."""
-        return self.lin_l.bias
-
-    def first(self, x: Tensor, graph: GraphTensors) -> Tensor:
-        """Features [N, C_in], for neighbours and for the node itself, summed or transformed: [N, 2 C_in or 2 C_out].
-
-        Of many nodes each transformed half ends in zeros, to a multiple of ``VECTOR``. With a projection, with a
-        maximum and without root weight this is all there is to do: [N, C_out].
-        """
-        if not self.in_one:
-            return self._apart(x, x, graph)
-        if self.aggregate_first:
-            return self._aggregate(x, graph, x, beside=True)
-        return _product(x, *self._weights)
-
-    def second(self, x: Tensor, graph: GraphTensors, bias: Tensor | None) -> Tensor:
-        """What ``first`` left to do, [N, C_out], and the bias unless whoever follows adds it."""
-        if not self.in_one:
-            return _add(x, bias)
-        if self.aggregate_first:
-            return F.linear(x, torch.cat(self._weights, dim=1), bias)
-        neighbours, root = (half[:, : self.lin_l.out_features] for half in x.chunk(2, dim=1))
-        return _add(self._aggregate(neighbours, graph, root), bias)
-
-    def first_of_fewer(self, x: Tensor, graph: GraphTensors) -> Tensor:
-        """``first`` where only the first D of the S rows are wanted, with edges from all: [D, 2 C_in or C_out].
-
-        Summed first, whatever the widths: a product before it would be one of S rows.
-        """
-        if self.in_one:
-            return self._aggregate(x, graph, x, beside=True)
-        return self._apart(x, x[: graph.rowptr.shape[0] - 1], graph)
-
-    def second_of_fewer(self, x: Tensor, graph: GraphTensors, bias: Tensor | None) -> Tensor:
-        """What ``first_of_fewer`` left to do, [D, C_out], and the bias unless whoever follows adds it."""
-        return F.linear(x, torch.cat(self._weights, dim=1), bias) if self.in_one else _add(x, bias)
 
     @property
     def _weights(self) -> tuple[Tensor, Tensor]:
@@ -289,11 +248,19 @@ class SAGEConv(_Conv):
         # The second product adds to the first as it goes; out of place it would copy the first before.
         return out.addmm_(root, self.lin_r.weight.t())
 
-    def _aggregate(self, x: Tensor, graph: GraphTensors, root: Tensor | None = None, *, beside: bool = False) -> Tensor:
+    def _aggregate(
+        self,
+        x: Tensor,
+        graph: GraphTensors,
+        *,
+        own: Own = None,
+        bias: Tensor | None = None,
+        channels: int | None = None,
+    ) -> Tensor:
         if self.aggr == "max":
             return max_neighbours(x, graph)
         aggregate = mean_neighbours if self.aggr == "mean" else sum_neighbours
-        return aggregate(x, graph, root, beside=beside)
+        return aggregate(x, graph, own=own, bias=bias, channels=channels)
 
 
 class GATConv(_Conv):
@@ -370,27 +337,19 @@ class GATConv(_Conv):
             graph = self._tensors((sources, own), graph, edge_weight)
         else:
             self._refuse_weights(edge_weight)
-        if own is sources and of_own is of_sources:
-            return self.second(self.first(sources, graph), graph, self.bias)
-        table = F.linear(sources, torch.cat([of_sources.weight, _score_weights(of_sources.weight, self.att_src)]))
-        a_destination = F.linear(own, _score_weights(of_own.weight, self.att_dst))
-        return _add(self._attend(table, a_destination, own, graph), self.bias)
-
-    def first(self, x: Tensor, graph: GraphTensors) -> Tensor:
-        """Features [N, C_in] -> transformed, with both scores of every head, [N, H C + 2 H].
-
-        With a residual, which needs the features, this is all there is to do: [N, H C] or [N, C].
-        """
-        weight = self._linears[0].weight
         # A score is a product with the transformed features, so of the features with a product of the weights: it comes
         # out of the same pass. Under torch.set_float32_matmul_precision("high") a GPU rounds its factors to TF32, where
         # torch-geometric rounds those of the features alone: the two differ by 1e-4, and are equally far from float64.
-        table = F.linear(x, torch.cat([weight, _score_weights(weight, self.att_src, self.att_dst)]))
-        return table if self.res is None else self._attend(table, None, x, graph)
-
-    def second(self, x: Tensor, graph: GraphTensors, bias: Tensor | None) -> Tensor:
-        """What ``first`` left to do, [N, H C] or [N, C], and the bias unless whoever follows adds it."""
-        return _add(x if self.res is not None else self._attend(x, None, None, graph), bias)
+        weight, a_destination = of_sources.weight, None
+        if isinstance(x, Tensor) and of_own is of_sources:
+            table = F.linear(x, torch.cat([weight, _score_weights(weight, self.att_src, self.att_dst)]))
+        else:
+            table = F.linear(sources, torch.cat([weight, _score_weights(weight, self.att_src)]))
+            a_destination = F.linear(own, _score_weights(of_own.weight, self.att_dst))
+        dropout = self.dropout if self.training else 0.0
+        heads = self.att_src.shape[1]
+        out = attention(table, a_destination, heads, graph, self.negative_slope, dropout, average=not self.concat)
+        return _add(out if self.res is None else out + self.res(own), self.bias)
 
     @property
     def _linears(self) -> tuple[nn.Linear, nn.Linear]:
@@ -399,13 +358,6 @@ class GATConv(_Conv):
             return self.lin, self.lin
         assert self.lin_src is not None and self.lin_dst is not None
         return self.lin_src, self.lin_dst
-
-    def _attend(self, table: Tensor, a_destination: Tensor | None, own: Tensor | None, graph: GraphTensors) -> Tensor:
-        """The weighted sums, and what a residual adds of the nodes' own features."""
-        dropout = self.dropout if self.training else 0.0
-        heads = self.att_src.shape[1]
-        out = attention(table, a_destination, heads, graph, self.negative_slope, dropout, average=not self.concat)
-        return out if self.res is None or own is None else out + self.res(own)
 
 
 def _score_weights(weight: Tensor, *vectors: Tensor) -> Tensor:
@@ -422,7 +374,7 @@ def _product(x: Tensor, *weights: Tensor) -> Tensor:
     and the edges read faster than value by value: zeros follow up to the next multiple.
     """
     missing = -weights[0].shape[0] % VECTOR
-    if missing and x.shape[0] >= MANY_NODES and x.device.type in operators.DEVICES:
+    if missing and x.shape[0] >= MANY_NODES and kernels_run(x):
         weights = tuple(F.pad(weight, (0, 0, 0, missing)) for weight in weights)
     return F.linear(x, weights[0] if len(weights) == 1 else torch.cat(weights))
 

@@ -11,55 +11,10 @@ import torch
 from torch import Tensor
 
 from zoo.arguments import check_device
-from zoo.gnn import operators
 from zoo.gnn.checks import check_edge_weight, check_edges, node_counts
 from zoo.gnn.outside import outside_compile
-from zoo.gnn.split import Split, split_rows
-
-
-class Transpose(NamedTuple):
-    """The same edges sorted by source, for backward passes.
-
-    Args:
-        colptr: [S + 1] int64, where the edges of each source start.
-        destination: [E], the node that each edge goes to.
-        permutation: [E], each edge's place in CSR order.
-        weight: [E], the graph's weights in this order, or None.
-        split: Long columns in pieces, or None if there are none.
-    """
-
-    colptr: Tensor
-    destination: Tensor
-    permutation: Tensor
-    weight: Tensor | None = None
-    split: Split | None = None
-
-
-class GraphTensors(NamedTuple):
-    """The part of a graph that enters a region: tensors only, sizes come from their shapes.
-
-    Edges are sorted by destination, and keep the order of the input within one destination. Nodes are int32 where the
-    graph has fewer than 2^31 nodes and edges, else int64.
-
-    Args:
-        rowptr: [D + 1] int64, where the edges of each destination start.
-        source: [E], the node that each edge comes from.
-        destination: [E], ascending, the node that each edge goes to.
-        weight: [E], one factor an edge, or None.
-        inverse_degree: [D], one over the number of incoming edges (1 where there are none), or None.
-        split: Long rows in pieces, where kernels run on the graph's device and it has any; see split.py.
-        transpose: For backward passes, where gradients are enabled.
-        rows: [] int64, how many of the D stand for nodes, where the ones behind are padding; None for all.
-    """
-
-    rowptr: Tensor
-    source: Tensor
-    destination: Tensor
-    weight: Tensor | None = None
-    inverse_degree: Tensor | None = None
-    split: Split | None = None
-    transpose: Transpose | None = None
-    rows: Tensor | None = None
+from zoo.ops import common
+from zoo.ops.csr import GraphTensors, Split, Transpose, split_rows
 
 
 class Recipe(NamedTuple):
@@ -187,7 +142,7 @@ def _pointers(ascending: Tensor, nodes: int) -> Tensor:
 
 
 def _split(pointers: Tensor, edges: int) -> Split | None:
-    return split_rows(pointers, edges) if pointers.device.type in operators.DEVICES else None
+    return split_rows(pointers, edges) if common.triton_runs_on(pointers.device) else None
 
 
 class CSRGraph:
@@ -214,7 +169,6 @@ class CSRGraph:
         self.is_square = structure.sizes[0] == structure.sizes[1]
         self._tensors: GraphTensors | None = None
         self._tensors_for_grad: GraphTensors | None = None
-        operators.tell_flop_counter()
 
     @classmethod
     def from_edge_index(

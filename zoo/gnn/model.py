@@ -3,32 +3,30 @@
     x [N, C_in] ─ layer ─ layer ─ ... ─ conv ─▶ [N, C_out]         layer: conv ─ epilogue (bias ─ norm ─ act ─ dropout)
     edge_index ─ prepared once ─▶ graph ─┴─ to every conv          with jk all are layers, and a linear head follows
 
-What depends on the graph alone (sorting, self-loops, degrees) is done outside, once. A convolution is one library
-product and one operator of our own: nothing for a compiler to gain. The epilogues are the regions: every hidden layer
-has the same one, whatever its convolution, so that a model of any depth is one graph.
+What depends on the graph alone (sorting, self-loops, degrees) is done outside, once. A layer is a region: the product
+with weights, the sum over edges by a kernel whose launch the compiler sees, and the epilogue, over the tensors of the
+graph. The first layer, the last and all between are a graph each, at any depth.
 
 Shape legend: N nodes, E edges, C channels, H heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeAlias, cast
+from collections.abc import Sequence
+from typing import Any, ClassVar, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.engine.discover import Region
 from zoo.gnn.checks import check_features, check_layers, check_nodes
 from zoo.gnn.config import GATConfig, GCNConfig, GNNConfig, SAGEConfig
 from zoo.gnn.convs import GATConv, GCNConv, Graph, Graphs, SAGEConv, prepare_graph
-from zoo.gnn.csr import CSRGraph, GraphTensors, Recipe
+from zoo.gnn.csr import CSRGraph, Recipe
 from zoo.gnn.norms import make_activation, make_norm
 from zoo.gnn.outside import outside_compile
 from zoo.gnn.prepare import GraphMemory, weight_dtype
-
-Step: TypeAlias = Callable[[Tensor, GraphTensors], Tensor]
+from zoo.ops.csr import GraphTensors
 
 
 class GNNHead(nn.Module):
@@ -48,73 +46,41 @@ class GNNHead(nn.Module):
 
 
 class GNNEpilogue(nn.Module):
-    """What follows the convolution of a hidden layer, in one pass over [N, C]: the region of all three models."""
+    """What follows the convolution of a hidden layer, the same in all three models."""
 
     def __init__(self, config: GNNConfig) -> None:
         super().__init__()
         self.norm = make_norm(config.norm, config.hidden_channels, config.norm_kwargs)
         self.act = make_activation(config.act, config.act_kwargs)
         self.act_first = config.act_first
-        self.unit_rows = isinstance(config, SAGEConfig) and config.normalize
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, bias: Tensor | None, rows: Tensor | None = None) -> Tensor:
-        """Sums of a convolution [N, C] and its bias [C] -> [N, C].
-
-        ``rows`` [] int64: a norm over nodes counts the first so many; None for all N.
-        """
-        if bias is not None:
-            x = x + bias.to(x.dtype)
-        if self.unit_rows:
-            x = F.normalize(x, p=2.0, dim=-1)
+    def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Sums of a convolution [N, C] -> [N, C]; ``rows`` [] int64: how many are no padding, None for all."""
         x = self._norm(self.act(x), rows) if self.act_first else self.act(self._norm(x, rows))
         return self.dropout(x)
 
     def _norm(self, x: Tensor, rows: Tensor | None) -> Tensor:
-        return self.norm(x) if rows is None else self.norm(x, rows)
+        # Padding changes nothing for the others, unless a mean over all rows counts it.
+        return self.norm(x, rows) if rows is not None and getattr(self.norm, "over_nodes", False) else self.norm(x)
 
 
 class GNNLayer(nn.Module):
-    """A convolution and its epilogue; a last one that ends the model has none."""
+    """A convolution and its epilogue, which a last one that ends the model has not: the region of all three models."""
 
     def __init__(self, config: GNNConfig, index: int) -> None:
         super().__init__()
         self.conv = make_conv(config, index)
         last = index == config.num_layers - 1 and config.jk is None
         self.epilogue = None if last else GNNEpilogue(config)
-        # What an epilogue does in one pass, a last convolution does on its own.
-        self.unit_rows = last and isinstance(config, SAGEConfig) and config.normalize
 
     def forward(self, x: Tensor, graph: GraphTensors) -> Tensor:
-        """Features [N, C_in] -> [N, C_out]."""
-        for step in self.steps:
-            x = step(x, graph)
-        return x
-
-    @property
-    def steps(self) -> tuple[Step, ...]:
-        """What the layer does, each step from the result of the one before."""
-        return self.conv.first, self._second, self._end
-
-    @property
-    def steps_to_fewer(self) -> tuple[Step, ...]:
-        """The same where the graph has fewer rows than the features: the first of them are computed."""
-        assert isinstance(self.conv, SAGEConv)
-        return self.conv.first_of_fewer, self._second_of_fewer, self._end
-
-    def _second_of_fewer(self, x: Tensor, graph: GraphTensors) -> Tensor:
-        assert isinstance(self.conv, SAGEConv)
-        return self.conv.second_of_fewer(x, graph, self.conv.bias if self.epilogue is None else None)
-
-    def _second(self, x: Tensor, graph: GraphTensors) -> Tensor:
-        return self.conv.second(x, graph, self.conv.bias if self.epilogue is None else None)
-
-    def _end(self, x: Tensor, graph: GraphTensors) -> Tensor:
-        if self.epilogue is not None:
-            # Padding changes nothing for the others, unless a mean over all rows counts it.
-            over_nodes = graph.rows is not None and getattr(self.epilogue.norm, "over_nodes", False)
-            return self.epilogue(x, self.conv.bias, graph.rows) if over_nodes else self.epilogue(x, self.conv.bias)
-        return F.normalize(x, p=2.0, dim=-1) if self.unit_rows else x
+        """Features [N, C_in] -> [N, C_out]; of a sampled batch the first D rows alone, [D, C_out]."""
+        if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
+            # Rounded once, before edges move it: the product would round it anyway.
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = self.conv(x, graph)
+        return x if self.epilogue is None else self.epilogue(x, graph.rows)
 
 
 def make_conv(config: GNNConfig, index: int) -> GCNConv | GATConv | SAGEConv:
@@ -157,12 +123,12 @@ def make_conv(config: GNNConfig, index: int) -> GCNConv | GATConv | SAGEConv:
     raise TypeError(f"config is a {type(config).__name__}, expected GCNConfig, GATConfig or SAGEConfig")
 
 
-# One or two kernels a graph: compiled here they are ready before a worker process would have been handed them. Each is
-# a pass over memory, which runs as fast in one block size as in another.
+# A few kernels a graph: compiled in this process they are ready before a worker would have been handed them. What
+# Inductor makes are passes over memory, which run as fast in one block size as in another.
 _PASSES: dict[str, Any] = {"compile_threads": 1, "autotune_pointwise": False}
 REGIONS = (
-    Region(GNNEpilogue, why="bias, norm, activation and dropout in one pass, the same in every layer", **_PASSES),
-    Region(GNNHead, why="joins all layers' outputs without writing the join where it can", **_PASSES),
+    Region(GNNLayer, graphs=3, why="product, sum over edges and epilogue: first, last and all other layers", **_PASSES),
+    Region(GNNHead, graphs=1, why="joins all layers' outputs without writing the join where it can", **_PASSES),
 )
 
 
@@ -264,16 +230,10 @@ class _Model(nn.Module):
             )
 
     def _run(self, x: Tensor, graph: GraphTensors | Graphs) -> Tensor:
-        if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
-            # Rounded once, before edges move it. Later layers get rounded input anyway.
-            x = x.to(torch.get_autocast_dtype(x.device.type))
         graphs = [graph] * len(self.layers) if isinstance(graph, GraphTensors) else graph
         outputs: list[Tensor] = []
         for layer, edges in zip(self.layers, graphs, strict=True):
-            steps = layer.steps_to_fewer if edges.rowptr.shape[0] <= x.shape[0] else layer.steps
-            # Not one call of the layer, which would hold its input until it returns: a step lets go of the last one's.
-            for step in steps:  # type: ignore[union-attr]
-                x = step(x, edges)
+            x = layer(x, edges)
             if self.config.jk in ("cat", "max"):
                 outputs.append(x)
         if self.head is None:
@@ -343,5 +303,4 @@ class GraphSAGE(_Model):
         """How many sizes of input the regions see in one call; see ``zoo.enforce_budget``."""
         if not isinstance(edge_index, tuple) or isinstance(edge_index, GraphTensors):
             return 1
-        layers = zip(self.layers, edge_index, strict=True)
-        return max(1, len({edges.rowptr.shape for layer, edges in layers if layer.epilogue is not None}))
+        return len({(edges.rowptr.shape, edges.source.shape) for edges in edge_index})

@@ -25,11 +25,8 @@ from torch import Tensor
 from zoo.arguments import check_device, check_seed
 from zoo.gnn.batches import Bucket, Drawn, SampledBatch, Subgraph, map_tensors
 from zoo.gnn.csr import CSRGraph
-from zoo.ops.common import triton_runs_on
-from zoo.ops.opaque import launcher
+from zoo.ops.draws import distinct
 
-# Neighbours of a node that the kernel draws, which holds them in registers.
-MOST_AT_ONCE = 512
 _setting_threads = threading.Lock()
 
 
@@ -92,10 +89,10 @@ class NeighborSampler:
         self.seeds = torch.arange(self.num_nodes) if seeds is None else _check_seeds(seeds).cpu()
         if not len(self.seeds) or int(self.seeds.min()) < 0 or int(self.seeds.max()) >= self.num_nodes:
             raise ValueError(f"seeds must be nodes of the graph, 0 to {self.num_nodes - 1}, and at least one")
-        distinct, times = self.seeds.unique(return_counts=True)
-        if len(distinct) != len(self.seeds):
+        different, times = self.seeds.unique(return_counts=True)
+        if len(different) != len(self.seeds):
             raise ValueError(
-                f"node {int(distinct[times > 1][0])} is {int(times.max())} times among the seeds, and a batch holds "
+                f"node {int(different[times > 1][0])} is {int(times.max())} times among the seeds, and a batch holds "
                 "each node once; to see some more often, run more epochs over them"
             )
         self.fanouts, self.batch_size = tuple(fanouts), batch_size
@@ -285,7 +282,7 @@ class NeighborSampler:
         many = degree > count
         if fanout > 0:
             # Those with more neighbours than are wanted get drawn places instead of the first ones.
-            place[many[of]] = _distinct(degree[many], fanout, random).flatten()
+            place[many[of]] = distinct(degree[many], fanout, random).flatten()
         return self._source[start[of] + place].long(), count
 
     def _most(self) -> Bucket:
@@ -387,25 +384,6 @@ def _bucket(given: Bucket | tuple[int, int], most: Bucket, seeds: int) -> Bucket
     if rows != sorted(rows, reverse=True) or edges_of != sorted(edges_of, reverse=True):
         raise ValueError(f"{given} has a layer with more rows or edges than the one before it, of which they are part")
     return given
-
-
-def _distinct(degree: Tensor, count: int, random: torch.Generator) -> Tensor:
-    """For each degree ``count`` different places below it: [len(degree), count].
-
-    Floyd's algorithm, a column at a time: a place that was drawn before gives way to the last one allowed.
-    """
-    uniform = torch.rand(count, len(degree), generator=random, dtype=torch.float64, device=degree.device)
-    if count <= MOST_AT_ONCE and triton_runs_on(degree.device):
-        # The same draws in one launch. By columns they are most of what the host launches for a batch.
-        found: Tensor = launcher("zoo.gnn.kernels.draws", "distinct", degree)(degree, uniform)
-        return found
-    places = torch.empty((len(degree), count), dtype=torch.int64, device=degree.device)
-    for column in range(count):
-        last = degree - count + column
-        drawn = (uniform[column] * (last + 1)).long()
-        taken = (places[:, :column] == drawn[:, None]).any(1)
-        places[:, column] = torch.where(taken, last, drawn)
-    return places
 
 
 def _round_up(size: float, multiple: int = 1024) -> int:

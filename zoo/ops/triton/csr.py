@@ -1,5 +1,18 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-"""What the kernels share: which rows a program works on, and how large its tiles are."""
+"""What Triton kernels over compressed sparse rows share.
+
+A program reduces ``ROWS`` rows. It walks their edges ``EDGES`` at a time: that many rows of features are on their way
+from memory at once, which is what hides its latency. Sums are kept in float32, an edge slot each, and the slots are
+added up at the end. There are no atomics: the same input gives the same bits.
+
+Long rows are cut into chunks (see zoo/ops/csr.py). The first programs of a launch take chunks and leave partial
+results, the others take whole rows and skip the long ones; a second kernel then adds up the chunks of each long row in
+order.
+
+Offsets are 64 bits wide; indices are int32 or int64.
+
+Shape legend: R rows, S gathered nodes, E edges, X chunks, L long rows, H heads, C channels.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.ops.common import ceil_div, next_power
+from zoo.ops.common import next_power
 
 # Of an H200, about. Strips of half precision that do not stay in it are better gathered wider.
 L2_BYTES = 50 * 2**20
@@ -25,7 +38,9 @@ def greater(a, b):
 def span(program, slot, pointers, chunks, rows, num_chunks, chunk_size, SLOTS: tl.constexpr):
     """What the slots of a program walk: (row, first edge, end, whether it writes that row, or uses it, if in a chunk).
 
-    The first programs take a chunk each, of which every slot walks a part; the others take a row a slot.
+    The first programs take a chunk each, of which every slot walks a part; the others take a row a slot. To write to a
+    row use ``written``: what a call returns depends on all that it is given, and torch's compiler would take the
+    pointers in it for tensors that are written to.
     """
     if chunks is None:
         row = program * SLOTS + slot
@@ -57,6 +72,12 @@ def span(program, slot, pointers, chunks, rows, num_chunks, chunk_size, SLOTS: t
         return row, first, end, whole, used, piece
 
 
+@triton.jit
+def written(program, slot, num_chunks, SLOTS: tl.constexpr):
+    """The row that a slot writes, if it writes one."""
+    return (program - num_chunks) * SLOTS + slot
+
+
 class Blocks(NamedTuple):
     """How a launch is cut: rows of a program and edges of each at a step, columns of a tile, warps."""
 
@@ -67,7 +88,7 @@ class Blocks(NamedTuple):
 
 
 def choose_blocks(channels: int, itemsize: int, nodes: int = 0) -> Blocks:
-    """Block sizes by readable columns, bytes a value and gathered nodes. No autotuning: a first call must be quick.
+    """Block sizes by columns, bytes a value and gathered nodes. No autotuning: a first call must be quick.
 
     Measured on an H200. Wide features are taken in strips of 128 bytes, all rows before the next strip: a strip of some
     hundred thousand nodes stays in the L2 cache, and is gathered at twice the speed of memory. Very wide ones are taken
@@ -103,25 +124,3 @@ def merge_tile(channels: int) -> tuple[int, int, int]:
 def merge_grid(long_rows: Tensor) -> int:
     """Programs over a table of long rows, which is mostly empty: a program takes rows until it meets an empty one."""
     return min(long_rows.shape[0], 256)
-
-
-def with_rows(x: Tensor) -> Tensor:
-    """Features [N, C], copied unless the values of a row lie side by side; rows may be any distance apart."""
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
-def readable_columns(x: Tensor) -> int:
-    """Columns to load of each row of x [N, C]: C, or a few more that complete a vector of 16 bytes, if they are there.
-
-    A load whose last vector is cut short is done value by value, all of it.
-    """
-    channels, vector = x.shape[1], 16 // x.element_size()
-    columns = ceil_div(channels, vector) * vector
-    behind = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
-    whole = x.stride(0) % vector == 0 and (x.shape[0] - 1) * x.stride(0) + columns <= behind
-    return columns if whole else channels
-
-
-def warps_for(elements: int) -> int:
-    """32 values a thread."""
-    return min(max(next_power(elements // 1024), 1), 8)

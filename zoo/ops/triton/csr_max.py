@@ -7,10 +7,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from zoo.gnn.kernels.common import Blocks, choose_blocks, greater, merge_grid, merge_tile, span
-from zoo.gnn.kernels.sums import merge_sums
-from zoo.gnn.split import Rows, edges_per_chunk
 from zoo.ops.common import ceil_div
+from zoo.ops.csr import Rows
+from zoo.ops.triton.csr import Blocks, choose_blocks, greater, merge_grid, merge_tile, span, written
+from zoo.ops.triton.csr_sum import merge_sums
 from zoo.ops.triton.kernel import kernel
 
 
@@ -23,7 +23,7 @@ def _csr_max(
     inside = column < CHANNELS
     program = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, ROWS)
-    row, first, end, whole, _used, piece = span(program, slot, pointers, chunks, rows, num_chunks, chunk_size, ROWS)
+    _row, first, end, whole, _used, piece = span(program, slot, pointers, chunks, rows, num_chunks, chunk_size, ROWS)
     greatest = tl.full([ROWS, EDGES, COLUMNS], float("-inf"), tl.float32)
     equal = tl.zeros([ROWS, EDGES, COLUMNS], tl.float32)
     longest = tl.max(end - first, 0).to(tl.int32)
@@ -39,7 +39,7 @@ def _csr_max(
             equal = tl.where(greatest == top, equal, 0.0) + tl.where(mask & (value == top), 1.0, 0.0)
         greatest = top
     result = tl.reduce(greatest, 1, greater)
-    place = (row * CHANNELS)[:, None] + column[None, :]
+    place = (written(program, slot, num_chunks, ROWS) * CHANNELS)[:, None] + column[None, :]
     if ties is not None:
         count = tl.sum(tl.where(greatest == result[:, None, :], equal, 0.0), 1)
     if chunks is not None:  # noqa: SIM102 (whose programs are one or the other at run time)
@@ -102,8 +102,9 @@ def _csr_max_backward(
     program = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, ROWS)
     row, first, end, whole, used, piece = span(program, slot, pointers, chunks, rows, num_chunks, chunk_size, ROWS)
-    row_place = (row * CHANNELS)[:, None] + column[None, :]
-    own = tl.load(x + row_place, mask=used[:, None] & inside[None, :], other=0.0)[:, None, :]
+    own = tl.load(x + (row * CHANNELS)[:, None] + column[None, :], mask=used[:, None] & inside[None, :], other=0.0)[
+        :, None, :
+    ]
     total = tl.zeros([ROWS, EDGES, COLUMNS], tl.float32)
     longest = tl.max(end - first, 0).to(tl.int32)
     for offset in range(0, longest, EDGES):
@@ -119,14 +120,14 @@ def _csr_max_backward(
     if chunks is not None:  # noqa: SIM102 (whose programs are one or the other at run time)
         if piece:
             tl.store(partial + program * CHANNELS + column, tl.sum(result, 0), mask=inside)
-    tl.store(out + row_place, result.to(out.dtype.element_ty), mask=whole[:, None] & inside[None, :])
+    place = (written(program, slot, num_chunks, ROWS) * CHANNELS)[:, None] + column[None, :]
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=whole[:, None] & inside[None, :])
 
 
 def csr_max(x: Tensor, rows: Rows, count_ties: bool, blocks: Blocks | None = None) -> tuple[Tensor, Tensor]:
     """Greatest of gathered rows, x [S, C] -> [R, C], and how many edges reach it, [R, C] float32 (or [0])."""
-    assert rows.nodes is not None
     x = x.contiguous()
-    number, channels = rows.number, x.shape[1]
+    number, channels = rows.pointers.shape[0] - 1, x.shape[1]
     out = x.new_empty(number, channels)
     ties = x.new_empty((number, channels) if count_ties else (0,), dtype=torch.float32)
     if not out.numel():
@@ -138,7 +139,7 @@ def csr_max(x: Tensor, rows: Rows, count_ties: bool, blocks: Blocks | None = Non
     tiles = ceil_div(channels, blocks.columns)
     _csr_max[(rows.num_chunks + ceil_div(number, blocks.rows), tiles)](
         x, rows.nodes, rows.pointers, rows.chunks, out, given_ties, partial, partial_ties,
-        number, rows.num_chunks, edges_per_chunk(rows.nodes.shape[0], number),
+        number, rows.num_chunks, rows.chunk_size,
         CHANNELS=channels, ROWS=blocks.rows, EDGES=blocks.edges, COLUMNS=blocks.columns, num_warps=blocks.warps,
     )  # fmt: skip
     if rows.long_rows is not None:
@@ -153,7 +154,6 @@ def csr_max(x: Tensor, rows: Rows, count_ties: bool, blocks: Blocks | None = Non
 
 def csr_max_backward(x: Tensor, values: Tensor, shares: Tensor, rows: Rows, blocks: Blocks | None = None) -> Tensor:
     """Over the transpose, x [S, C], values and shares [D, C] -> [S, C]: the shares of all maxima that x reaches."""
-    assert rows.nodes is not None
     x, values, shares = x.contiguous(), values.contiguous(), shares.contiguous()
     number, channels = x.shape
     out = torch.empty_like(x)
@@ -164,7 +164,7 @@ def csr_max_backward(x: Tensor, values: Tensor, shares: Tensor, rows: Rows, bloc
     tiles = ceil_div(channels, blocks.columns)
     _csr_max_backward[(rows.num_chunks + ceil_div(number, blocks.rows), tiles)](
         x, values, shares, rows.nodes, rows.pointers, rows.chunks, out, partial,
-        number, rows.num_chunks, edges_per_chunk(rows.nodes.shape[0], number),
+        number, rows.num_chunks, rows.chunk_size,
         CHANNELS=channels, ROWS=blocks.rows, EDGES=blocks.edges, COLUMNS=blocks.columns, num_warps=blocks.warps,
     )  # fmt: skip
     if partial is not None:

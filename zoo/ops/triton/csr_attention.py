@@ -26,11 +26,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.gnn.kernels.common import choose_blocks, merge_grid, merge_tile, span, with_rows
-from zoo.gnn.kernels.sums import csr_sum, merge_sums
-from zoo.gnn.split import Rows, edges_per_chunk
 from zoo.ops.common import ceil_div, next_power
+from zoo.ops.csr import Rows
+from zoo.ops.triton.csr import choose_blocks, merge_grid, merge_tile, span, written
+from zoo.ops.triton.csr_sum import csr_sum, merge_sums
 from zoo.ops.triton.kernel import kernel
+
+
+@triton.jit
+def _scores(table, a_destination, HEADS: tl.constexpr, CHANNELS: tl.constexpr):
+    """Where the sources' scores and the destinations' start: behind the features in a row of the table, or apart."""
+    if a_destination is None:
+        return table + HEADS * CHANNELS, table + (HEADS * CHANNELS + HEADS)
+    else:
+        return table + HEADS * CHANNELS, a_destination
 
 
 @triton.jit
@@ -73,7 +82,7 @@ def _write(
 
 @kernel(do_not_specialize=["rows", "num_chunks", "chunk_size"])
 def _gat(
-    table, a_source, a_destination, index, pointers, seed, chunks, out, lse, partial, partial_stats,
+    table, a_destination, index, pointers, seed, chunks, out, lse, partial, partial_stats,
     rows, num_chunks, chunk_size, slope, dropout, keep_scale,
     HEADS: tl.constexpr, CHANNELS: tl.constexpr, STRIDE: tl.constexpr, A_STRIDE: tl.constexpr,
     OUT_STRIDE: tl.constexpr, AVERAGE: tl.constexpr,
@@ -84,6 +93,7 @@ def _gat(
     item = tl.program_id(0).to(tl.int64)
     row, first, end, whole, used, piece = span(item, 0, pointers, chunks, rows, num_chunks, chunk_size, 1)
     in_whole, in_used = head < tl.where(whole, HEADS, 0), head < tl.where(used, HEADS, 0)
+    a_source, a_destination = _scores(table, a_destination, HEADS, CHANNELS)
     own = tl.load(a_destination + row * A_STRIDE + head, mask=in_used, other=0.0).to(tl.float32)
     if seed is not None:
         seed = tl.load(seed)
@@ -128,6 +138,7 @@ def _gat(
             tl.store(stats, greatest, mask=inside)
             tl.store(stats + 1, exponents, mask=inside)
     isolated = end == first
+    row = written(item, 0, num_chunks, 1)
     exponents = tl.where(isolated, 1.0, exponents)
     greatest = tl.where(isolated, 0.0, greatest)
     _write(out, row, result / exponents[:, None], in_whole, head, column, HEADS, CHANNELS, OUT_STRIDE, AVERAGE)
@@ -186,7 +197,7 @@ def _merge_attention(
 
 @kernel(do_not_specialize=["rows", "num_chunks", "chunk_size"])
 def _gat_backward(
-    table, grad, a_source, a_destination, lse, index, permutation, pointers, seed, chunks,
+    table, grad, a_destination, lse, index, permutation, pointers, seed, chunks,
     grad_table, moved, partial, rows, num_chunks, chunk_size, slope, dropout, keep_scale, grad_scale,
     HEADS: tl.constexpr, CHANNELS: tl.constexpr, STRIDE: tl.constexpr, A_STRIDE: tl.constexpr,
     GRAD_STRIDE: tl.constexpr, GRAD_HEAD_STRIDE: tl.constexpr,
@@ -200,6 +211,7 @@ def _gat_backward(
     in_whole, in_used = head < tl.where(whole, HEADS, 0), head < tl.where(used, HEADS, 0)
     one = tl.where(used, row, -1) + tl.zeros([1], tl.int64)
     own = _gather(table, one, one >= 0, head, column, HEADS, CHANNELS, CHANNELS, STRIDE)
+    a_source, a_destination = _scores(table, a_destination, HEADS, CHANNELS)
     own_score = tl.load(a_source + row * STRIDE + head, mask=in_used, other=0.0).to(tl.float32)
     if seed is not None:
         seed = tl.load(seed)
@@ -231,6 +243,7 @@ def _gat_backward(
         if TAIL > 0:
             total_rest += share[:, :, None] * value_rest
     result = tl.sum(total, 0)
+    row = written(item, 0, num_chunks, 1)
     _write(grad_table, row, result, in_whole, head, column, HEADS, CHANNELS, STRIDE, False)
     if TAIL > 0:
         result_rest = tl.sum(total_rest, 0)
@@ -245,9 +258,9 @@ def _gat_backward(
 
 @kernel(do_not_specialize=["rows", "num_chunks", "chunk_size"])
 def _softmax_backward(
-    a_source, a_destination, lse, delta, index, permutation, pointers, chunks, moved, grad_a, partial,
+    table, a_destination, lse, delta, index, permutation, pointers, chunks, moved, grad_table, partial,
     rows, num_chunks, chunk_size, slope,
-    HEADS: tl.constexpr, STRIDE: tl.constexpr, A_STRIDE: tl.constexpr,
+    HEADS: tl.constexpr, CHANNELS: tl.constexpr, STRIDE: tl.constexpr, A_STRIDE: tl.constexpr,
     ROWS: tl.constexpr, EDGES: tl.constexpr, HEAD_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """From what was moved to the gradient of each edge's score, in its place, and its sum over a source's edges."""
@@ -257,6 +270,7 @@ def _softmax_backward(
     slot = tl.arange(0, ROWS)
     row, first, end, whole, used, piece = span(program, slot, pointers, chunks, rows, num_chunks, chunk_size, ROWS)
     mask = used[:, None] & inside[None, :]
+    a_source, a_destination = _scores(table, a_destination, HEADS, CHANNELS)
     own = tl.load(a_source + (row * STRIDE)[:, None] + head[None, :], mask=mask, other=0.0).to(tl.float32)
     total = tl.zeros([ROWS, EDGES, HEAD_BLOCK], tl.float32)
     longest = tl.max(end - first, 0).to(tl.int32)
@@ -280,8 +294,9 @@ def _softmax_backward(
     if chunks is not None:  # noqa: SIM102 (whose programs are one or the other at run time)
         if piece:
             tl.store(partial + program * HEADS + head, tl.sum(result, 0), mask=inside)
-    place = (row * STRIDE)[:, None] + head[None, :]
-    tl.store(grad_a + place, result.to(grad_a.dtype.element_ty), mask=whole[:, None] & inside[None, :])
+    row = written(program, slot, num_chunks, ROWS)
+    place = (row * STRIDE)[:, None] + (HEADS * CHANNELS + head)[None, :]
+    tl.store(grad_table + place, result.to(grad_table.dtype.element_ty), mask=whole[:, None] & inside[None, :])
 
 
 class Tile(NamedTuple):
@@ -318,30 +333,28 @@ def gat(
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Table [S, W], scores [D, H] unless in it -> weighted sums [D, H C] or their mean [D, C], log-sum-exp [D, H]."""
-    assert rows.nodes is not None
-    table, a_source, a_destination = _scores(table, a_destination, heads, channels)
-    number, tile = rows.number, tile or choose_tile(heads, channels, table.element_size())
+    table, a_destination, a_stride = _contiguous(table, a_destination)
+    number, tile = rows.pointers.shape[0] - 1, tile or choose_tile(heads, channels, table.element_size())
     average_here = average and tile.heads >= heads
     width = channels if average_here else heads * channels
     out = table.new_empty(number, width)
     lse = table.new_empty(number, heads, dtype=torch.float32)
-    if out.numel():
+    if number and width:
         partial = stats = None
         if rows.chunks is not None:
             partial = table.new_empty(rows.num_chunks, heads * channels, dtype=torch.float32)
             stats = table.new_empty(rows.num_chunks, heads, 2, dtype=torch.float32)
         _gat[(rows.num_chunks + number, ceil_div(heads, tile.heads))](
-            table, a_source, a_destination, rows.nodes, rows.pointers, seed, rows.chunks, out, lse, partial, stats,
-            number, rows.num_chunks, edges_per_chunk(rows.nodes.shape[0], number), slope, dropout, _keep_scale(dropout),
-            HEADS=heads, CHANNELS=channels, STRIDE=table.stride(0), A_STRIDE=a_destination.stride(0), OUT_STRIDE=width,
+            table, a_destination, rows.nodes, rows.pointers, seed, rows.chunks, out, lse, partial, stats,
+            number, rows.num_chunks, rows.chunk_size, slope, dropout, _keep_scale(dropout),
+            HEADS=heads, CHANNELS=channels, STRIDE=table.shape[1], A_STRIDE=a_stride, OUT_STRIDE=width,
             AVERAGE=average_here, EDGES=tile.edges, HEAD_BLOCK=tile.heads, COLUMNS=tile.columns, TAIL=tile.tail,
             num_warps=tile.warps,
         )  # fmt: skip
         if rows.long_rows is not None:
             chunks, columns, warps = merge_tile(channels)
-            _merge_attention[
-                (merge_grid(rows.long_rows), ceil_div(channels, columns), 1 if average_here else heads)
-            ](
+            grid = merge_grid(rows.long_rows), ceil_div(channels, columns), 1 if average_here else heads
+            _merge_attention[grid](
                 partial, stats, rows.long_rows, out, lse, rows.long_rows.shape[0],
                 HEADS=heads, CHANNELS=channels, AVERAGE=average_here, CHUNKS=chunks, COLUMNS=columns, num_warps=warps,
             )  # fmt: skip
@@ -365,58 +378,54 @@ def gat_backward(
     transpose: Rows,
     permutation: Tensor,
     tile: Tile | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of the table [S, W] and of the destinations' scores [D, H], the latter empty if they are in it."""
-    assert transpose.nodes is not None
-    own_scores = a_destination is not None
-    grad = with_rows(grad)
-    table, a_source, a_destination = _scores(table, a_destination, heads, channels)
-    number, tile = transpose.number, tile or choose_tile(heads, channels)
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of the table [S, W] and of the destinations' scores [D, H], None if they are in it."""
+    grad = grad.contiguous()
+    table, a_destination, a_stride = _contiguous(table, a_destination)
+    number, tile = transpose.pointers.shape[0] - 1, tile or choose_tile(heads, channels)
+    edges, stride = permutation.shape[0], table.shape[1]
     grad_table = torch.empty_like(table)
-    moved = table.new_empty(transpose.nodes.shape[0], heads, dtype=torch.float32)
-    limits = number, transpose.num_chunks, edges_per_chunk(transpose.nodes.shape[0], number)
-    a_stride = a_destination.stride(0)
+    moved = table.new_empty(edges, heads, dtype=torch.float32)
+    limits = number, transpose.num_chunks, transpose.chunk_size
     partial = partial_a = None
     if transpose.chunks is not None:
         partial = table.new_empty(transpose.num_chunks, heads * channels, dtype=torch.float32)
         partial_a = table.new_empty(transpose.num_chunks, heads, dtype=torch.float32)
-    features, scores = grad_table[:, : heads * channels], grad_table[:, heads * channels :]
-    if grad_table.numel():
+    if number:
         _gat_backward[(transpose.num_chunks + number, ceil_div(heads, tile.heads))](
-            table, grad, a_source, a_destination, lse, transpose.nodes, permutation, transpose.pointers, seed,
-            transpose.chunks, features, moved, partial, *limits, slope, dropout, _keep_scale(dropout),
-            1.0 / heads if average else 1.0,
-            HEADS=heads, CHANNELS=channels, STRIDE=table.stride(0), A_STRIDE=a_stride, GRAD_STRIDE=grad.stride(0),
+            table, grad, a_destination, lse, transpose.nodes, permutation, transpose.pointers, seed, transpose.chunks,
+            grad_table, moved, partial, *limits, slope, dropout, _keep_scale(dropout), 1.0 / heads if average else 1.0,
+            HEADS=heads, CHANNELS=channels, STRIDE=stride, A_STRIDE=a_stride, GRAD_STRIDE=grad.shape[1],
             GRAD_HEAD_STRIDE=0 if average else channels, EDGES=tile.edges, HEAD_BLOCK=tile.heads,
             COLUMNS=tile.columns, TAIL=tile.tail, num_warps=tile.warps,
         )  # fmt: skip
         if partial is not None:
-            merge_sums(partial, transpose, features)
-    by_edge = Rows(rows.pointers, None, rows.chunks, rows.long_rows)
+            merge_sums(partial, transpose, grad_table)
+    by_edge = rows._replace(nodes=None)
     delta = csr_sum(moved, by_edge)
-    if grad_table.numel():
+    if number:
         blocks = choose_blocks(heads, itemsize=4)
         programs = transpose.num_chunks + ceil_div(number, blocks.rows)
         _softmax_backward[(programs, ceil_div(heads, blocks.columns))](
-            a_source, a_destination, lse, delta, transpose.nodes, permutation, transpose.pointers, transpose.chunks,
-            moved, scores, partial_a, *limits, slope,
-            HEADS=heads, STRIDE=table.stride(0), A_STRIDE=a_stride,
+            table, a_destination, lse, delta, transpose.nodes, permutation, transpose.pointers, transpose.chunks,
+            moved, grad_table, partial_a, *limits, slope,
+            HEADS=heads, CHANNELS=channels, STRIDE=stride, A_STRIDE=a_stride,
             ROWS=blocks.rows, EDGES=blocks.edges, HEAD_BLOCK=blocks.columns, num_warps=blocks.warps,
         )  # fmt: skip
         if partial_a is not None:
-            merge_sums(partial_a, transpose, scores)
-    grad_a_destination = csr_sum(moved, by_edge).to(table.dtype)
-    if own_scores:
-        return grad_table, grad_a_destination
-    scores[:, heads:] = grad_a_destination
-    return grad_table, grad_a_destination.new_empty(0)
+            merge_sums(partial_a, transpose, grad_table, heads * channels)
+    if a_destination is None:
+        csr_sum(moved, by_edge, out=grad_table, out_column=heads * (channels + 1))
+        return grad_table, None
+    return grad_table, csr_sum(moved, by_edge, out=torch.empty_like(a_destination))
 
 
-def _scores(table: Tensor, a_destination: Tensor | None, heads: int, channels: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The table in rows, and where the sources' and the destinations' scores start."""
+def _contiguous(table: Tensor, a_destination: Tensor | None) -> tuple[Tensor, Tensor | None, int]:
+    """Both in rows, and how far apart those of the destinations' scores are."""
     table = table.contiguous()
-    scores = table[:, heads * channels :]
-    return table, scores, scores[:, heads:] if a_destination is None else with_rows(a_destination)
+    if a_destination is None:
+        return table, None, table.shape[1]
+    return table, a_destination.contiguous(), a_destination.shape[1]
 
 
 def _keep_scale(dropout: float) -> float:

@@ -1,0 +1,144 @@
+"""Sums and means over the edges of a graph. Kernels sum in float32, without atomics: every run gives the same bits.
+
+No sum by a kernel holds a tensor of E x C. Shape legend: S sources, D destinations, E edges, W columns, C channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.ops.common import differentiable_once, differentiated, kernels_run, wide
+from zoo.ops.csr import GraphTensors, Own, Rows, columns_of, edge_sum, rows_of
+
+
+def sum_neighbours(
+    x: Tensor,
+    graph: GraphTensors,
+    *,
+    bias: Tensor | None = None,
+    own: Own = None,
+    channels: int | None = None,
+) -> Tensor:
+    """Sum over incoming edges, times the graph's weights if it has any.
+
+    Args:
+        x: [S, W]; with ``own="added"`` [S, 2 W], what neighbours give beside what each node keeps.
+        graph: The edges.
+        bias: [C], added to all sums.
+        own: ``"added"`` adds the second half of each destination's own row, which is the source of the same number;
+            ``"beside"`` puts the destination's row beside its sum. None does neither.
+        channels: C, if columns follow in x that are padding; W when left out.
+
+    Returns:
+        [D, C], or [D, 2 C] with ``own="beside"``.
+
+    Raises:
+        RuntimeError: If kernels run, gradients are wanted and the graph has no transpose.
+    """
+    return _csr_sum(x, graph, graph.weight, None, bias, own, channels)
+
+
+def mean_neighbours(
+    x: Tensor,
+    graph: GraphTensors,
+    *,
+    bias: Tensor | None = None,
+    own: Own = None,
+    channels: int | None = None,
+) -> Tensor:
+    """Mean over incoming edges, zero where there are none; as ``sum_neighbours``. Needs ``inverse_degree``."""
+    if graph.inverse_degree is None:
+        raise ValueError("a mean needs the graph's inverse degrees: graph.prepared(Recipe(mean=True))")
+    scale = graph.inverse_degree
+    if x.dtype == torch.float64 != scale.dtype:
+        # A sampled batch has them in float32, whatever its model.
+        scale = graph.rowptr.diff().clamp(min=1).to(x.dtype).reciprocal()
+    return _csr_sum(x, graph, None, scale, bias, own, channels)
+
+
+def _csr_sum(
+    x: Tensor,
+    graph: GraphTensors,
+    weight: Tensor | None,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    own: Own,
+    channels: int | None,
+) -> Tensor:
+    width = x.shape[1] // 2 if own == "added" else x.shape[1]
+    channels = width if channels is None else channels
+    if kernels_run(x, weight, scale, bias):
+        from zoo.ops.triton import csr_sum as kernels
+
+        rows = rows_of(graph)
+        learn = differentiated(*[each for each in (x, weight, bias) if each is not None])
+        if not learn:
+            return kernels.csr_sum(x, rows, weight, None, scale, bias, own, channels)
+        columns = columns_of(graph, learn)
+        t_weight = None if weight is None or graph.transpose is None else graph.transpose.weight
+        out: Tensor = _CsrSum.apply(
+            x, weight, bias, scale, own, channels, (rows.chunk_size, columns.chunk_size), t_weight, graph.destination,
+            *rows[:4], *columns[:4],
+        )  # fmt: skip
+        return out
+    dtype, number = wide(x.dtype), graph.rowptr.shape[0] - 1
+    total = edge_sum(x[:, :channels].to(dtype), graph, None if weight is None else weight.to(dtype))
+    if scale is not None:
+        total = total * scale.to(dtype).unsqueeze(1)
+    if own == "added":
+        total = total + x[:number, width : width + channels]
+    if bias is not None:
+        total = total + bias
+    total = total.to(x.dtype)
+    return torch.cat([total, x[:number]], dim=1) if own == "beside" else total
+
+
+class _CsrSum(torch.autograd.Function):
+    """The gradient of a sum is one over the transpose: what was added comes to lie beside, and the other way round."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        scale: Tensor | None,
+        own: Own,
+        channels: int,
+        sizes: tuple[int, int],
+        t_weight: Tensor | None,
+        destination: Tensor,
+        *tables: Any,
+    ) -> Tensor:
+        from zoo.ops.triton import csr_sum as kernels
+
+        ctx.own, ctx.channels, ctx.sizes, ctx.width = own, channels, sizes, x.shape[1]
+        ctx.weight_dtype = None if weight is None else weight.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        # The features are needed for the gradient of weights alone.
+        x_kept = x if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(x_kept, scale, t_weight, tables[1], destination, *tables[4:])
+        rows = Rows(*tables[:4], chunk_size=sizes[0])
+        return kernels.csr_sum(x, rows, weight, None, scale, bias, own, channels)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        from zoo.ops.triton import csr_sum as kernels
+
+        x, scale, t_weight, source, destination, *tables = ctx.saved_tensors
+        grad_x = grad_weight = grad_bias = None
+        channels = ctx.channels
+        if ctx.needs_input_grad[0]:
+            columns = Rows(*tables, chunk_size=ctx.sizes[1])
+            own = {None: None, "added": "beside", "beside": "added"}[ctx.own]
+            width = ctx.width // 2 if ctx.own == "added" else ctx.width
+            grad_x = kernels.csr_sum(grad, columns, t_weight, scale, None, None, own, width)
+        if ctx.needs_input_grad[1]:
+            grad_weight = kernels.edge_dot(x, grad, source, destination, channels, ctx.weight_dtype)
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad[:, :channels].sum(0, dtype=ctx.bias_dtype)
+        return grad_x, grad_weight, grad_bias, *(None,) * 14

@@ -1,0 +1,220 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
+"""Weighted sums over rows, and their gradient with respect to the weights."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zoo.ops.common import ceil_div, next_power
+from zoo.ops.csr import Own, Rows
+from zoo.ops.triton.csr import Blocks, choose_blocks, merge_grid, merge_tile, span, written
+from zoo.ops.triton.kernel import kernel
+
+
+@triton.jit
+def _finish(
+    result, row, whole, column, row_scale, bias, x, own_rows, out,
+    CHANNELS: tl.constexpr, READABLE: tl.constexpr, STRIDE: tl.constexpr, OWN: tl.constexpr, OWN_COLUMN: tl.constexpr,
+    OUT_STRIDE: tl.constexpr, OUT_COLUMN: tl.constexpr,
+):  # fmt: skip
+    """Scale the sums [ROWS, COLUMNS] of whole rows [ROWS], add the rows' own values or put them beside, and write."""
+    mask = whole[:, None] & (column < CHANNELS)[None, :]
+    if row_scale is not None:
+        result *= tl.load(row_scale + row, mask=whole, other=0.0).to(tl.float32)[:, None]
+    place = (row * OUT_STRIDE)[:, None] + (OUT_COLUMN + column)[None, :]
+    if OWN != 0:
+        there = mask & (row < own_rows)[:, None] & (column < READABLE)[None, :]
+        own = tl.load(x + (row * STRIDE)[:, None] + (OWN_COLUMN + column)[None, :], mask=there, other=0.0)
+        if OWN == 1:
+            result += own.to(tl.float32)
+        else:
+            tl.store(out + place + CHANNELS, own.to(out.dtype.element_ty), mask=mask)
+    if bias is not None:
+        result += tl.load(bias + column, mask=column < CHANNELS, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
+
+
+@kernel(do_not_specialize=["rows", "num_chunks", "chunk_size", "own_rows"])
+def _csr_sum(
+    x, index, pointers, weight, gather_scale, row_scale, bias, chunks, out, partial,
+    rows, num_chunks, chunk_size, own_rows,
+    CHANNELS: tl.constexpr, READABLE: tl.constexpr, STRIDE: tl.constexpr, OWN: tl.constexpr, OWN_COLUMN: tl.constexpr,
+    OUT_STRIDE: tl.constexpr, OUT_COLUMN: tl.constexpr,
+    ROWS: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < CHANNELS
+    readable = column < READABLE
+    program = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, ROWS)
+    _row, first, end, whole, _used, piece = span(program, slot, pointers, chunks, rows, num_chunks, chunk_size, ROWS)
+    total = tl.zeros([ROWS, EDGES, COLUMNS], tl.float32)
+    longest = tl.max(end - first, 0).to(tl.int32)
+    for offset in range(0, longest, EDGES):
+        edge = first[:, None] + (offset + tl.arange(0, EDGES))[None, :]
+        live = edge < end[:, None]
+        if index is None:
+            node = edge
+        else:
+            node = tl.load(index + edge, mask=live, other=0).to(tl.int64)
+        place = (node * STRIDE)[:, :, None] + column[None, None, :]
+        value = tl.load(x + place, mask=live[:, :, None] & readable[None, None, :], other=0.0).to(tl.float32)
+        if weight is not None:
+            value *= tl.load(weight + edge, mask=live, other=0.0).to(tl.float32)[:, :, None]
+        if gather_scale is not None:
+            value *= tl.load(gather_scale + node, mask=live, other=0.0).to(tl.float32)[:, :, None]
+        total += value
+    result = tl.sum(total, 1)
+    if chunks is not None:  # noqa: SIM102 (whose programs are one or the other at run time)
+        if piece:
+            tl.store(partial + program * CHANNELS + column, tl.sum(result, 0), mask=inside)
+    _finish(
+        result, written(program, slot, num_chunks, ROWS), whole, column, row_scale, bias, x, own_rows, out,
+        CHANNELS, READABLE, STRIDE, OWN, OWN_COLUMN, OUT_STRIDE, OUT_COLUMN,
+    )  # fmt: skip
+
+
+@kernel(do_not_specialize=["num_rows", "own_rows"])
+def _merge_sums(
+    partial, long_rows, row_scale, bias, x, out, num_rows, own_rows,
+    CHANNELS: tl.constexpr, READABLE: tl.constexpr, STRIDE: tl.constexpr, OWN: tl.constexpr, OWN_COLUMN: tl.constexpr,
+    OUT_STRIDE: tl.constexpr, OUT_COLUMN: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < CHANNELS
+    number = tl.program_id(0)
+    row = tl.load(long_rows + number * 3)
+    while row >= 0:
+        first = tl.load(long_rows + number * 3 + 1)
+        end = tl.load(long_rows + number * 3 + 2)
+        total = tl.zeros([CHUNKS, COLUMNS], tl.float32)
+        for offset in range(0, (end - first).to(tl.int32), CHUNKS):
+            chunk = first + offset + tl.arange(0, CHUNKS)
+            place = (chunk * CHANNELS)[:, None] + column[None, :]
+            total += tl.load(partial + place, mask=(chunk < end)[:, None] & inside[None, :], other=0.0)
+        result = tl.sum(total, 0)[None, :]
+        _finish(
+            result, row + tl.zeros([1], tl.int64), tl.full([1], True, tl.int1), column,
+            row_scale, bias, x, own_rows, out, CHANNELS, READABLE, STRIDE, OWN, OWN_COLUMN, OUT_STRIDE, OUT_COLUMN,
+        )  # fmt: skip
+        number += tl.num_programs(0)
+        row = tl.load(long_rows + number * 3, mask=number < num_rows, other=-1)
+
+
+@kernel(do_not_specialize=["edges"])
+def _edge_dot(
+    x, grad, source, destination, out, edges,
+    CHANNELS: tl.constexpr, X_STRIDE: tl.constexpr, GRAD_STRIDE: tl.constexpr, EDGES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    edge = tl.program_id(0).to(tl.int64) * EDGES + tl.arange(0, EDGES)
+    live = edge < edges
+    start = tl.load(source + edge, mask=live, other=0).to(tl.int64)
+    stop = tl.load(destination + edge, mask=live, other=0).to(tl.int64)
+    total = tl.zeros([EDGES, COLUMNS], tl.float32)
+    for begin in range(0, CHANNELS, COLUMNS):
+        column = begin + tl.arange(0, COLUMNS)
+        mask = live[:, None] & (column < CHANNELS)[None, :]
+        a = tl.load(x + (start * X_STRIDE)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(grad + (stop * GRAD_STRIDE)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        total += a * b
+    result = tl.sum(total, 1)
+    tl.store(out + edge, result.to(out.dtype.element_ty), mask=live)
+
+
+def csr_sum(
+    x: Tensor,
+    rows: Rows,
+    weight: Tensor | None = None,
+    gather_scale: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    own: Own = None,
+    channels: int | None = None,
+    out: Tensor | None = None,
+    out_column: int = 0,
+    blocks: Blocks | None = None,
+) -> Tensor:
+    """Weighted sums of gathered rows: x [S, W] -> [R, C].
+
+    Args:
+        x: [S, W], or [S, 2 W] with ``own="added"``. Without nodes in ``rows`` it is [E, W], a row an edge.
+        rows: What to sum over.
+        weight: [E], a factor an edge.
+        gather_scale: [S], a factor a source.
+        row_scale: [R], a factor a sum.
+        bias: [C].
+        own: Add the second half of x to the sums, or put x beside them: [R, 2 C]. Rows that x has not are zero.
+        channels: C; W when left out. Of more than W columns the last ones are zero.
+        out: [R, ...], to be written to.
+        out_column: Where in its rows.
+        blocks: How the launch is cut.
+    """
+    x = x.contiguous()
+    number = rows.pointers.shape[0] - 1
+    readable = x.shape[1] // 2 if own == "added" else x.shape[1]
+    channels = readable if channels is None else channels
+    if out is None:
+        out = x.new_empty(number, 2 * channels if own == "beside" else channels)
+    if not number or not channels:
+        return out
+    blocks = blocks or choose_blocks(max(channels, readable), x.element_size(), x.shape[0])
+    partial = None if rows.chunks is None else x.new_empty(rows.num_chunks, channels, dtype=torch.float32)
+    own_rows, own_number = x.shape[0], _OWN[own]
+    own_column = readable if own == "added" else 0
+    _csr_sum[(rows.num_chunks + ceil_div(number, blocks.rows), ceil_div(channels, blocks.columns))](
+        x, rows.nodes, rows.pointers, weight, gather_scale, row_scale, bias, rows.chunks, out, partial,
+        number, rows.num_chunks, rows.chunk_size, own_rows,
+        CHANNELS=channels, READABLE=readable, STRIDE=x.shape[1], OWN=own_number, OWN_COLUMN=own_column,
+        OUT_STRIDE=out.shape[1], OUT_COLUMN=out_column,
+        ROWS=blocks.rows, EDGES=blocks.edges, COLUMNS=blocks.columns, num_warps=blocks.warps,
+    )  # fmt: skip
+    if partial is not None:
+        merge_sums(partial, rows, out, out_column, row_scale, bias, x, own_number, readable, own_column)
+    return out
+
+
+_OWN = {None: 0, "added": 1, "beside": 2}
+
+
+def merge_sums(
+    partial: Tensor,
+    rows: Rows,
+    out: Tensor,
+    out_column: int = 0,
+    row_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    x: Tensor | None = None,
+    own: int = 0,
+    readable: int = 0,
+    own_column: int = 0,
+) -> None:
+    """Add up the chunks of long rows: partial [X, C] into some rows of out [R, ...], from ``out_column`` on."""
+    assert rows.long_rows is not None
+    channels, number = partial.shape[1], rows.long_rows.shape[0]
+    chunks, columns, warps = merge_tile(channels)
+    stride, own_rows = (0, 0) if x is None else (x.shape[1], x.shape[0])
+    _merge_sums[(merge_grid(rows.long_rows), ceil_div(channels, columns))](
+        partial, rows.long_rows, row_scale, bias, x, out, number, own_rows,
+        CHANNELS=channels, READABLE=readable, STRIDE=stride, OWN=own, OWN_COLUMN=own_column,
+        OUT_STRIDE=out.shape[1], OUT_COLUMN=out_column, CHUNKS=chunks, COLUMNS=columns, num_warps=warps,
+    )  # fmt: skip
+
+
+def edge_dot(x: Tensor, grad: Tensor, source: Tensor, destination: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
+    """The first channels of x [S, ...] times those of grad [D, ...], summed, for each edge: [E]."""
+    x, grad = x.contiguous(), grad.contiguous()
+    edges = source.shape[0]
+    out = x.new_empty(edges, dtype=dtype)
+    if not edges:
+        return out
+    columns = min(next_power(channels), 256)
+    tile = max(4096 // columns, 16)
+    _edge_dot[(ceil_div(edges, tile),)](
+        x, grad, source, destination, out, edges, CHANNELS=channels, X_STRIDE=x.shape[1], GRAD_STRIDE=grad.shape[1],
+        EDGES=tile, COLUMNS=columns, num_warps=4,
+    )  # fmt: skip
+    return out
