@@ -310,6 +310,7 @@ def test_after_the_declared_shapes_nothing_compiles(jk: str | None):
     small = Bucket(most.nodes, ((usual, most.edges), *most.layers[1:]))
     sampler = NeighborSampler(graph(), **options, buckets=[small, most])
     zoo.compile_regions(net, backend="aot_eager")
+    counters.clear()
 
     def train(batch: SampledBatch) -> None:
         F.cross_entropy(net(x[batch.nodes], batch.graphs), batch.labels(y)).backward()

@@ -138,7 +138,7 @@ def edge_sum(x: Tensor, graph: GraphTensors, weight: Tensor | None = None) -> Te
             assert weight is not None
             return torch.stack([edge_sum(x[:, h], graph, weight[:, h]) for h in range(x.shape[1])], dim=1)
         # A last bag holds the edges that are padding.
-        offsets = F.pad(graph.rowptr.to(graph.source.dtype), (0, 1), value=graph.source.shape[0])
+        offsets = torch.cat([graph.rowptr, graph.rowptr.new_full((1,), graph.source.shape[0])]).to(graph.source.dtype)
         weight = None if weight is None else weight.contiguous()
         bags = F.embedding_bag(
             graph.source, x, offsets, mode="sum", per_sample_weights=weight, include_last_offset=True
