@@ -94,7 +94,7 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         from zoo.ops.triton import csr_attention as kernels
 
-        rows = Rows(*tables[:4], chunk_size=sizes[0])
+        rows = Rows(*tables[:4])._replace(chunk_size=sizes[0])
         out, lse = kernels.gat(table, a_destination, *plan, seed, dropout, rows)
         ctx.plan, ctx.dropout, ctx.sizes = plan, dropout, sizes
         ctx.save_for_backward(table, a_destination, lse, seed, permutation, *tables)
@@ -106,8 +106,12 @@ class _Attention(torch.autograd.Function):
         from zoo.ops.triton import csr_attention as kernels
 
         table, a_destination, lse, seed, permutation, *tables = ctx.saved_tensors
-        rows, columns = (Rows(*tables[i : i + 4], chunk_size=size) for i, size in zip((0, 4), ctx.sizes, strict=True))
-        grads = kernels.gat_backward(
-            grad, table, a_destination, lse, *ctx.plan, seed, ctx.dropout, rows, columns, permutation
+        rows, columns = (
+            Rows(*tables[i : i + 4])._replace(chunk_size=size) for i, size in zip((0, 4), ctx.sizes, strict=True)
         )
+        heads, channels, average, slope = ctx.plan
+        grads = kernels.gat_backward(
+            grad, table, a_destination, lse, heads, channels, average, slope, seed, ctx.dropout, rows, columns,
+            permutation,
+        )  # fmt: skip
         return *grads, *(None,) * 13

@@ -36,7 +36,7 @@ class _CsrMax(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, sizes: tuple[int, int], *tables: Any) -> Tensor:
         from zoo.ops.triton import csr_max as kernels
 
-        values, ties = kernels.csr_max(x, Rows(*tables[:4], chunk_size=sizes[0]), True)
+        values, ties = kernels.csr_max(x, Rows(*tables[:4])._replace(chunk_size=sizes[0]), True)
         ctx.size = sizes[1]
         ctx.save_for_backward(x, values, ties, *tables[4:])
         return values
@@ -49,4 +49,4 @@ class _CsrMax(torch.autograd.Function):
         x, values, ties, *tables = ctx.saved_tensors
         # Nodes without neighbours have no ties, and nobody asks for their shares.
         shares = (grad / ties).to(grad.dtype)
-        return kernels.csr_max_backward(x, values, shares, Rows(*tables, chunk_size=ctx.size)), *(None,) * 9
+        return kernels.csr_max_backward(x, values, shares, Rows(*tables)._replace(chunk_size=ctx.size)), *(None,) * 9

@@ -96,6 +96,9 @@ def _csr_sum(
     return torch.cat([total, x[:number]], dim=1) if own == "beside" else total
 
 
+_OTHER_WAY: dict[Own, Own] = {None: None, "added": "beside", "beside": "added"}
+
+
 class _CsrSum(torch.autograd.Function):
     """The gradient of a sum is one over the transpose: what was added comes to lie beside, and the other way round."""
 
@@ -121,7 +124,7 @@ class _CsrSum(torch.autograd.Function):
         # The features are needed for the gradient of weights alone.
         x_kept = x if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(x_kept, scale, t_weight, tables[1], destination, *tables[4:])
-        rows = Rows(*tables[:4], chunk_size=sizes[0])
+        rows = Rows(*tables[:4])._replace(chunk_size=sizes[0])
         return kernels.csr_sum(x, rows, weight, None, scale, bias, own, channels)
 
     @staticmethod
@@ -133,8 +136,8 @@ class _CsrSum(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         channels = ctx.channels
         if ctx.needs_input_grad[0]:
-            columns = Rows(*tables, chunk_size=ctx.sizes[1])
-            own = {None: None, "added": "beside", "beside": "added"}[ctx.own]
+            columns = Rows(*tables)._replace(chunk_size=ctx.sizes[1])
+            own = _OTHER_WAY[ctx.own]
             width = ctx.width // 2 if ctx.own == "added" else ctx.width
             grad_x = kernels.csr_sum(grad, columns, t_weight, scale, None, None, own, width)
         if ctx.needs_input_grad[1]:
