@@ -30,6 +30,7 @@ from zoo.ops.csr import GraphTensors, split_rows
 from zoo.ops.csr_attention import attention
 from zoo.ops.csr_max import max_neighbours
 from zoo.ops.csr_sum import mean_neighbours, sum_neighbours
+from zoo.ops.draws import distinct
 from zoo.ops.triton.kernel import Kernel
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,6 +68,38 @@ def random_graph(weight: bool = False, **recipe: bool) -> CSRGraph:
 
 def exact(graph: GraphTensors) -> tuple[Tensor, Tensor, int]:
     return graph.source, graph.destination, graph.rowptr.shape[0] - 1
+
+
+def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Examples of all operators: see test_kernel.py."""
+    found: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+        "draws": (distinct, (torch.full((8,), 9), 3, torch.Generator()))
+    }
+    graph, weighted = random_graph(mean=True), random_graph(weight=True)
+    for name, size in (("whole", 40), ("split", 4)):
+        g, learned = (
+            each.tensors._replace(
+                split=split_rows(each.tensors.rowptr, 40, size),
+                transpose=each.tensors.transpose._replace(split=split_rows(each.transpose.colptr, 40, size)),  # type: ignore[union-attr]
+            )
+            for each in (graph, weighted)
+        )
+
+        def sums(x: Tensor, weight: Tensor, bias: Tensor, learned: GraphTensors = learned) -> Tensor:
+            return sum_neighbours(x, learned._replace(weight=weight), bias=bias, channels=3)
+
+        x, weight, bias = (torch.randn(*shape, requires_grad=True) for shape in ((8, 4), (40,), (3,)))
+        found[f"sum {name}"] = sums, (x, weight, bias)
+        for own in ("added", "beside"):
+            found[f"mean {own} {name}"] = functools.partial(mean_neighbours, graph=g, own=own), (x,)
+        maxima = functools.partial(max_neighbours, graph=g)
+        found[f"max {name}"] = maxima, (x,)
+        found[f"max, values only {name}"] = maxima, (x.detach(),)
+        for dropout, average in ((0.0, False), (0.5, True)):
+            attends = functools.partial(attention, heads=2, graph=g, slope=0.2, dropout=dropout, average=average)
+            table, scores = torch.randn(8, 2 * 3 + 2, requires_grad=True), torch.randn(7, 2, requires_grad=True)
+            found[f"attention {name} {dropout}"] = attends, (table, scores)
+    return found
 
 
 def test_operators_are_what_autograd_makes_of_gathers_and_scatters() -> None:

@@ -159,7 +159,7 @@ def test_launches_that_were_kept_end_with_tritons_cache(gpu: Gpu) -> None:
 def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     of_families = {
         "bert": test_bert_kernels.calls(),
-        "gnn": test_gnn_kernels.operator_calls(),
+        "gnn": test_gnn_kernels.calls(),
         "llm": test_llm_kernels.calls(),
         "resnet": test_resnet_kernels.calls(),
         "training": test_training_kernels.calls(),
