@@ -59,24 +59,6 @@ def test_a_forward_in_torch_nn_is_an_error() -> None:
             zoo.find_regions(Sequence(nn.Sequential(nn.Linear(2, 2)), Wrapped()), [cls])
 
 
-def test_a_region_stays_eager_where_it_says_so_and_is_compiled_where_it_is_asked_for() -> None:
-    asked: list[torch.device] = []
-
-    def here(device: torch.device) -> bool:
-        asked.append(device)
-        return True
-
-    class Own(Stack):
-        regions = (Region(Block, eager_on=here),)
-
-    class OnAnother(Stack):
-        regions = (Region(Block, eager_on=lambda device: device.type == "cuda"),)
-
-    assert not zoo.find_regions(Own()).regions and asked == [torch.device("cpu")]
-    assert zoo.find_regions(Own(), Own.regions).regions
-    assert zoo.find_regions(OnAnother()).regions
-
-
 def test_nested_regions_are_an_error_that_names_both() -> None:
     with pytest.raises(ValueError, match=r"Block \(blocks\.0\.blocks\.0\) is nested in region Sequence"):
         zoo.find_regions(stack_of_sequences(), [Sequence, Block])

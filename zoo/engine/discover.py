@@ -33,8 +33,6 @@ class Region:
             leaves its default, which does. False takes the first: for passes over memory, which run as fast in any.
         dynamic: True compiles with symbolic sizes, on purpose: one graph for tensors of all sizes, for a block that
             holds no weights of its own. ``None`` leaves what ``compile_regions`` was asked for, which is static.
-        eager_on: Of a model that declares this region: on which devices its copies stay eager, being kernels of our
-            own or of a library there, of which a compiler makes nothing better.
 
     Raises:
         TypeError: If ``cls`` is not a module class (a string, say: names match by accident, classes do not).
@@ -47,7 +45,6 @@ class Region:
     compile_threads: int | Callable[[torch.device | None, bool], int | None] | None = None
     autotune_pointwise: bool | None = None
     dynamic: bool | None = None
-    eager_on: Callable[[torch.device], bool] | None = None
 
     def __post_init__(self) -> None:
         if not (isinstance(self.cls, type) and issubclass(self.cls, nn.Module)):
@@ -240,7 +237,7 @@ def resolve(
                 "releases; wrap it in a module class with a forward of its own"
             )
         modules = {name: m for name, m in names.items() if type(m) is region.cls and id(m) not in excluded}
-        if regions is None and (not modules or _stays_eager(region, model)):
+        if regions is None and not modules:
             # A configuration of a declared model need not have every kind of block.
             continue
         if not modules:
@@ -255,11 +252,6 @@ def resolve(
 
 def _device_of(model: nn.Module) -> torch.device | None:
     return next((parameter.device for parameter in model.parameters()), None)
-
-
-def _stays_eager(region: Region, model: nn.Module) -> bool:
-    device = _device_of(model)
-    return region.eager_on is not None and device is not None and region.eager_on(device)
 
 
 def _refuse_nested(chosen: Mapping[Region, Mapping[str, nn.Module]]) -> None:
