@@ -41,21 +41,17 @@ def test_newer_releases_and_processes_without_inductor_are_left_alone(monkeypatc
 @pytest.mark.slow
 def test_a_chain_of_operators_compiles_in_no_time() -> None:
     """On 2.11 a chain half as long takes minutes without the shorter name; a timeout of the run would tell."""
-    from zoo.ops.opaque import OperatorLibrary
+    from zoo.ops.opaque import operator
 
-    library = OperatorLibrary("zoo_test_compat")
-    schema = "(Tensor x, Tensor y) -> Tensor"
+    like = "zoo_test_compat", "(Tensor x, Tensor y) -> Tensor", lambda x, y: torch.empty_like(x)
 
-    @library.operator(schema)
+    @operator(*like)
     def link(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return x + y
 
-    @library.operator(schema)
+    @operator(*like)
     def last(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return x - y
-
-    for name in ("link", "last"):
-        library.fake(name)(lambda x, y: torch.empty_like(x))
 
     def chain(x: torch.Tensor) -> torch.Tensor:
         for _ in range(32):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
@@ -75,70 +74,49 @@ def test_a_cpu_is_not_asked(asked: list[torch.device]) -> None:
     assert not operators.triton_runs_on(torch.device("cpu")) and not asked
 
 
-NUMBERS = itertools.count()
+class Double(torch.autograd.Function):
+    """Doubling, whose backward reads the input as a kernel's would."""
 
-
-@pytest.fixture
-def library() -> opaque.OperatorLibrary:
-    """Doubling, whose gradient is another operator of the same library, for a test that registers both backwards."""
-    # A namespace of its own for each test: torch may remember an operator after its library is gone.
-    made = opaque.OperatorLibrary(f"zoo_test_{next(NUMBERS)}")
-
-    @made.operator("(Tensor x) -> Tensor")
-    def double(x: Tensor) -> Tensor:
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
         return x * 2
 
-    @made.operator("(Tensor grad) -> Tensor")
-    def double_backward(grad: Tensor) -> Tensor:
-        return grad * 2
-
-    for name in ("double", "double_backward"):
-        made.fake(name)(torch.empty_like)
-    return made
+    @staticmethod
+    @operators.differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2 * ctx.saved_tensors[0].sign() ** 2
 
 
-@pytest.mark.parametrize("twice", [False, True])
-def test_a_second_derivative_is_right_or_refused(library: opaque.OperatorLibrary, twice: bool) -> None:
-    ops, keep = getattr(torch.ops, library.namespace), lambda ctx, inputs, output: None
-    library.autograd("double", lambda ctx, grad: ops.double_backward(grad), keep, twice=twice)
-    library.autograd("double_backward", lambda ctx, grad: grad * 2, keep)
+def test_a_second_derivative_is_refused() -> None:
     x = torch.randn(3, requires_grad=True)
-    (grad,) = torch.autograd.grad(ops.double(x).square().sum(), x, create_graph=True)
-    torch.testing.assert_close(grad, 8 * x)
-    if twice:
-        torch.testing.assert_close(*torch.autograd.grad(grad.sum(), x), torch.full((3,), 8.0))
-    else:
-        with pytest.raises(RuntimeError, match="differentiate twice"):
-            grad.sum().backward()
-        # Also where the gradient that came in is a number.
-        (grad,) = torch.autograd.grad(ops.double(x).sum(), x, create_graph=True)
+    # Also where the gradient that comes in is a number.
+    for loss, first in ((Double.apply(x).square().sum(), 8 * x), (Double.apply(x).sum(), torch.full((3,), 2.0))):
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        torch.testing.assert_close(grad, first)
         with pytest.raises(RuntimeError, match="differentiate twice"):
             grad.square().sum().backward()
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_second_derivative_of_an_input_alone_is_refused(library: opaque.OperatorLibrary, checkpointed: bool) -> None:
-    ops = getattr(torch.ops, library.namespace)
-
-    def keep(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    library.autograd("double", lambda ctx, grad: ops.double_backward(grad) * ctx.saved_tensors[0].sign() ** 2, keep)
+def test_a_second_derivative_of_an_input_alone_is_refused(checkpointed: bool) -> None:
     x = torch.randn(3, requires_grad=True)
 
     def both(x: Tensor) -> Tensor:
-        return ops.double(x) + x.square()
+        doubled: Tensor = Double.apply(x)
+        return doubled + x.square()
 
     out = checkpoint(both, x, use_reentrant=False) if checkpointed else both(x)
     for loss in (out.sum(), out.square().sum()):
         (grad,) = torch.autograd.grad(loss, x, create_graph=True)
-        # Autograd runs only what leads to x, and there is another way to it than through the operator.
+        # Autograd runs only what leads to x, and there is another way to it than through the function.
         with pytest.raises(RuntimeError, match="differentiate twice"):
             torch.autograd.grad(grad.sum(), x)
 
 
-def test_an_operator_without_a_gradient_says_so_and_what_to_do(library: opaque.OperatorLibrary) -> None:
-    library.no_gradient("double", "multiply by two")
-    out = getattr(torch.ops, library.namespace).double(torch.ones(3, requires_grad=True))
-    with pytest.raises(RuntimeError, match="double has no gradient; multiply by two"):
-        out.sum().backward()
+def test_an_opaque_operator_is_what_torch_expects() -> None:
+    @opaque.operator("zoo_test", "(Tensor x) -> Tensor", torch.empty_like)
+    def doubled(x: Tensor) -> Tensor:
+        return x * 2
+
+    torch.library.opcheck(doubled, (torch.randn(3),))

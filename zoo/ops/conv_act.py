@@ -17,14 +17,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zoo.ops.common import KERNEL_DTYPES
-from zoo.ops.opaque import OperatorLibrary
-
-_LIBRARY = OperatorLibrary("zoo_resnet")
+from zoo.ops.opaque import operator
 
 
-@_LIBRARY.operator(
+def _shape(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, *options: Any) -> Tensor:
+    out = torch.ops.aten.convolution.default(x, weight, bias, *options[:3], False, [0, 0], options[3])
+    return out.contiguous(memory_format=torch.channels_last)
+
+
+@operator(
+    "zoo_resnet",
     "(Tensor x, Tensor weight, Tensor bias, Tensor? residual, int[] stride, int[] padding, int[] dilation, int groups)"
-    " -> Tensor"
+    " -> Tensor",
+    _shape,
 )
 def conv_act(
     x: Tensor,
@@ -62,21 +67,14 @@ def conv_act(
     return out.contiguous(memory_format=torch.channels_last)
 
 
-@_LIBRARY.fake("conv_act")
-def _(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, *options: Any) -> Tensor:
-    out = torch.ops.aten.convolution.default(x, weight, bias, *options[:3], False, [0, 0], options[3])
-    return out.contiguous(memory_format=torch.channels_last)
-
-
-@_LIBRARY.operator("(Tensor x, Tensor weight, Tensor bias) -> Tensor")
+@operator(
+    "zoo_resnet",
+    "(Tensor x, Tensor weight, Tensor bias) -> Tensor",
+    lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]),
+)
 def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Relu of rows x [R, C_in] times weight [C_out, C_in] plus bias [C_out]: [R, C_out]. Without gradients."""
     return torch.ops.aten._addmm_activation(bias, x, weight.t())
-
-
-@_LIBRARY.fake("linear_relu")
-def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
 
 
 def tell_flop_counter() -> None:
