@@ -139,20 +139,36 @@ def test_symbolic_sizes_reach_the_grid(launches: list[Any], inductor: list[Any])
     assert [grid[0] for grid, _ in launches] == [3, 5] and not inductor
 
 
+def test_a_gradient_is_laid_out_as_the_backward_was_traced(launches: list[Any], inductor: list[Any]) -> None:
+    def double(x: Tensor, scale: Tensor) -> Tensor:
+        return Scale.apply(x, scale)
+
+    x, scale = torch.randn(3, 16, requires_grad=True), torch.rand(16)
+    out = compiled(double)(x, scale)
+    grad = torch.randn(16, 3).t()
+    (found,) = torch.autograd.grad(out, x, grad)
+    assert found.is_contiguous() and torch.equal(found, grad * scale)
+
+
 def fused(x: Tensor, scale: Tensor) -> Tensor:
     return F.relu(launch(x, scale) + 1)
 
 
-def no_kernel(x: Tensor, scale: Tensor) -> Tensor:
-    return x @ scale
+def several(x: Tensor, scale: Tensor) -> Tensor:
+    return F.softplus(F.layer_norm(x, (16,)) @ scale)
 
 
-@pytest.mark.parametrize("function", [fused, no_kernel])
+@pytest.mark.parametrize("function", [fused, several, lambda x, scale: F.cross_entropy(x, x.softmax(1))])
 def test_inductor_compiles_every_other_graph(
     function: Callable[..., Any], launches: list[Any], inductor: list[Any]
 ) -> None:
     compiled(function)(torch.randn(3, 16), torch.rand(16))
     assert len(inductor) == 1
+
+
+def test_one_operation_is_not_for_inductor(inductor: list[Any]) -> None:
+    compiled(lambda x, weight: x.mean(1) @ weight)(torch.randn(3, 4, 16), torch.rand(16))
+    assert not inductor
 
 
 def test_inductor_tries_kernels_where_it_is_asked_to(launches: list[Any], inductor: list[Any]) -> None:

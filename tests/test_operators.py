@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from zoo.unet.glue import AddNorm
 
 from zoo.ops import common as operators
 from zoo.ops import opaque

@@ -9,6 +9,7 @@ it as it would record the eager block. Every other graph goes to Inductor.
 from __future__ import annotations
 
 import operator
+import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -53,18 +54,20 @@ class DirectOrInductor(torch._TorchCompileInductorWrapper):
 
 
 def has_nothing_to_fuse(graph: fx.GraphModule) -> bool:
-    """True if a graph launches a Triton kernel, and no pointwise operation in it reads another's result.
+    """True if a graph is of library calls and Triton kernels, and no pointwise operation reads another's result.
 
-    The two halves of an autograd function are passes as they were written, and not looked into.
+    The two halves of an autograd function are passes as they were written, and not looked into. A graph without Triton
+    kernels may have one pointwise operation, none that torch computes by several.
     """
     from torch._functorch.autograd_function import autograd_function_apply
 
     launches = False
-    pointwise: set[fx.Node] = set()
+    pointwise: list[fx.Node] = []
+    reads: set[fx.Node] = set()
     for node in graph.graph.nodes:
-        reads_pointwise = any(each in pointwise for each in node.all_input_nodes)
         if node.op in ("placeholder", "get_attr", "output"):
             continue
+        reads_pointwise = any(each in reads for each in node.all_input_nodes)
         if node.target is autograd_function_apply:
             halves = [getattr(graph, each.target) for each in node.args[:2]]
             launches |= any(_launches(each) for half in halves for each in half.graph.nodes)
@@ -74,20 +77,27 @@ def has_nothing_to_fuse(graph: fx.GraphModule) -> bool:
             return False
         elif node.target in _VIEWS:
             if reads_pointwise:
-                pointwise.add(node)
-        elif node.target not in _LIBRARY and isinstance(node.meta.get("example_value"), Tensor):
+                reads.add(node)
+        elif not _is_library(node) and isinstance(node.meta.get("example_value"), Tensor):
             if reads_pointwise:
                 return False
-            pointwise.add(node)
-    return launches
+            pointwise.append(node)
+            reads.add(node)
+    simple = all(isinstance(each.target, str | types.BuiltinFunctionType) for each in pointwise)
+    return launches or (len(pointwise) <= 1 and simple)
 
 
 def _launches(node: fx.Node) -> bool:
-    """Whether a node launches a Triton kernel, or is an opaque operator of the zoo."""
     from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 
-    opaque = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace.startswith("zoo_")
-    return opaque or node.target is triton_kernel_wrapper_mutation
+    return node.target is triton_kernel_wrapper_mutation
+
+
+def _is_library(node: fx.Node) -> bool:
+    """Whether a node is a library's call. An operator that is not torch's own is one, whatever it computes."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target.namespace not in ("aten", "prims")
+    return node.target in _LIBRARY
 
 
 def run_directly(graph: fx.GraphModule) -> Callable[..., Any]:
@@ -173,18 +183,26 @@ def _function(
             tensors = [each if isinstance(each, Tensor) else None for each in saved]
             ctx.save_for_backward(*tensors)
             ctx.numbers = [None if isinstance(each, Tensor) else each for each in saved]
-            if constant:
-                outputs = output if isinstance(output, tuple) else (output,)
-                ctx.mark_non_differentiable(*(outputs[index] for index in constant))
+            outputs = output if isinstance(output, tuple) else (output,)
+            ctx.strides = [each.stride() if isinstance(each, Tensor) else () for each in outputs]
+            ctx.mark_non_differentiable(*(outputs[index] for index in constant))
             return output
 
         @staticmethod
         @differentiable_once
         def backward(ctx: Any, *grads: Any) -> Any:
             both = zip(ctx.saved_tensors, ctx.numbers, strict=True)
+            grads = tuple(map(_laid_out, grads, ctx.strides))
             return backward(*grads, *(number if tensor is None else tensor for tensor, number in both))
 
     def apply(*args: Any) -> Any:
         return Function.apply(*args)
 
     return apply
+
+
+def _laid_out(grad: Tensor | None, stride: tuple[int, ...]) -> Tensor | None:
+    """A gradient in the layout of its output: the backward was traced for no other."""
+    if grad is None or grad.stride() == stride:
+        return grad
+    return grad.new_empty_strided(grad.shape, stride).copy_(grad)

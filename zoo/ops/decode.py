@@ -45,5 +45,6 @@ def decode_layer(x: Tensor, *arguments: Any) -> Tensor:
 def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
     """RMS norm of x [M, C], times weight [N, C]: [M, N]."""
     from zoo.ops.triton import decode_products as kernels
+    from zoo.ops.triton.decode_attention import can_overlap
 
-    return kernels.norm_linear(x, norm, eps, weight, None, kernels.can_overlap(x.device))
+    return kernels.norm_linear(x, norm, eps, weight, None, can_overlap(x.device))
