@@ -75,7 +75,7 @@ def has_nothing_to_fuse(graph: fx.GraphModule) -> bool:
             launches = True
         elif node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator):
             return False
-        elif node.target in _VIEWS:
+        elif node.target in _VIEWS or _is_idle_dropout(node):
             if reads_pointwise:
                 reads.add(node)
         elif not _is_library(node) and isinstance(node.meta.get("example_value"), Tensor):
@@ -93,6 +93,11 @@ def _launches(node: fx.Node) -> bool:
     return node.target is triton_kernel_wrapper_mutation
 
 
+def _is_idle_dropout(node: fx.Node) -> bool:
+    training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
+    return node.target is F.dropout and training is False
+
+
 def _is_library(node: fx.Node) -> bool:
     """Whether a node is a library's call. An operator that is not torch's own is one, whatever it computes."""
     if isinstance(node.target, torch._ops.OpOverload):
@@ -101,17 +106,29 @@ def _is_library(node: fx.Node) -> bool:
 
 
 def run_directly(graph: fx.GraphModule) -> Callable[..., Any]:
-    """Straight-line Python for a graph that :func:`has_nothing_to_fuse`; same results and gradients as eager code."""
+    """Straight-line Python for a graph that :func:`has_nothing_to_fuse`; same results and gradients as eager code.
+
+    The graph's kernels are compiled when this returns.
+    """
+    kernels: list[tuple[Any, list[Any], dict[str, Any]]] = []
+    run = _straight_line(graph, kernels)
+    if kernels:
+        from zoo.ops.triton.kernel import compile_together
+
+        compile_together(kernels)
+    return run
+
+
+def _straight_line(graph: fx.GraphModule, kernels: list[Any]) -> Callable[..., Any]:
     from torch._functorch.autograd_function import autograd_function_apply
-    from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 
     for node in list(graph.graph.nodes):
-        if node.target is triton_kernel_wrapper_mutation:
-            launch, args = _launch(**node.kwargs)
+        if _launches(node):
+            launch, args = _launch(kernels, **node.kwargs)
         elif node.target is autograd_function_apply:
             forward, backward, *args = node.args
-            bodies = [run_directly(getattr(graph, each.target)) for each in (forward, backward)]
-            launch = _function(bodies[0], bodies[1], node.kwargs["non_differentiable_idx"])
+            halves = [_straight_line(getattr(graph, each.target), kernels) for each in (forward, backward)]
+            launch = _function(halves[0], halves[1], node.kwargs["non_differentiable_idx"])
         else:
             continue
         with graph.graph.inserting_before(node):
@@ -123,6 +140,7 @@ def run_directly(graph: fx.GraphModule) -> Callable[..., Any]:
 
 
 def _launch(
+    kernels: list[Any],
     kernel_idx: int,
     constant_args_idx: int,
     grid: list[Any],
@@ -149,11 +167,14 @@ def _launch(
         _, (shape,) = tma_descriptor_metadata.get(parameter.name, ("", (None,)))
         tiles.append(shape)
     options.update(named)
+    described = [_described(each) for each in positional]
+    if not any(tiles) and not any(isinstance(each, fx.Node) for each in options.values()):
+        kernels.append((kernel, described, options))
     varying = [index for index, each in enumerate(positional) if isinstance(each, fx.Node)]
     tensors = [positional[index] for index in varying]
     if (
         not any(tiles)
-        and all(isinstance(each.meta.get("example_value"), Tensor) for each in tensors)
+        and all(isinstance(described[index], torch.dtype) for index in varying)
         and not any(isinstance(each, fx.Node) for each in (*grid[0], *options.values()))
     ):
         return kernel.bound(tuple(grid[0]), positional, varying, options), tensors
@@ -168,6 +189,14 @@ def _launch(
         start(grid, *arguments, **options)
 
     return launch, [tuple(grid[0]), *positional]
+
+
+def _described(argument: Any) -> Any:
+    """An argument of a launch as a kernel is compiled for it: the dtype of a tensor, the size that a symbol has."""
+    value = argument.meta.get("example_value") if isinstance(argument, fx.Node) else argument
+    if isinstance(value, torch.SymInt | torch.SymFloat):
+        return value.node.hint
+    return value.dtype if isinstance(value, Tensor) else value
 
 
 def _function(

@@ -40,7 +40,7 @@ NAMES = ("mean", "variance", "weight", "bias", "residual_mean", "residual_varian
 @kernel(do_not_specialize=["rows", "share"])
 def _apply(
     x, mean, variance, weight, bias, other, other_mean, other_variance, other_weight, other_bias, out, rows, channels,
-    share, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    share, eps: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     _, channel, live, begin, end = span(rows, channels, share, BLOCK)
     offset = of_channels(bias, channel, live)
@@ -97,7 +97,8 @@ def _moments(x, part, rows, channels, share, chunks, ROWS: tl.constexpr, BLOCK: 
 
 @kernel(do_not_specialize=["rows", "share", "chunks"])
 def _combine(
-    part, mean, variance, running_mean, running_variance, batches, rows, channels, share, chunks, momentum,
+    part, mean, variance, running_mean, running_variance, batches, rows, channels, share, chunks,
+    momentum: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -147,7 +148,7 @@ def _passed(grad, out, place, inner, seen, centred, scale, offset):
 @kernel(do_not_specialize=["rows", "share", "chunks"])
 def _sums(
     grad, x, mean, variance, weight, bias, out, other, other_mean, other_variance, part, rows, channels, share, chunks,
-    eps, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    eps: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     chunk, channel, live, begin, end = span(rows, channels, share, BLOCK)
     middle, rstd = norm_of(mean, variance, channel, live, eps)
@@ -198,7 +199,7 @@ def _total(
 @kernel(do_not_specialize=["rows", "share"])
 def _gradients(
     grad, x, mean, variance, weight, bias, out, other, other_mean, other_variance, other_weight, totals, grad_x,
-    grad_other, rows, channels, share, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    grad_other, rows, channels, share, eps: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     _, channel, live, begin, end = span(rows, channels, share, BLOCK)
     middle, rstd = norm_of(mean, variance, channel, live, eps)

@@ -83,7 +83,7 @@ def _write(
 @kernel(do_not_specialize=["rows", "num_chunks", "chunk_size"])
 def _gat(
     table, a_destination, index, pointers, seed, chunks, out, lse, partial, partial_stats,
-    rows, num_chunks, chunk_size, slope, dropout, keep_scale,
+    rows, num_chunks, chunk_size, slope: tl.constexpr, dropout: tl.constexpr, keep_scale: tl.constexpr,
     HEADS: tl.constexpr, CHANNELS: tl.constexpr, STRIDE: tl.constexpr, A_STRIDE: tl.constexpr,
     OUT_STRIDE: tl.constexpr, AVERAGE: tl.constexpr,
     EDGES: tl.constexpr, HEAD_BLOCK: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr,
@@ -198,7 +198,8 @@ def _merge_attention(
 @kernel(do_not_specialize=["rows", "num_chunks", "chunk_size"])
 def _gat_backward(
     table, grad, a_destination, lse, index, permutation, pointers, seed, chunks,
-    grad_table, moved, partial, rows, num_chunks, chunk_size, slope, dropout, keep_scale, grad_scale,
+    grad_table, moved, partial, rows, num_chunks, chunk_size, slope: tl.constexpr, dropout: tl.constexpr,
+    keep_scale: tl.constexpr, grad_scale: tl.constexpr,
     HEADS: tl.constexpr, CHANNELS: tl.constexpr, STRIDE: tl.constexpr, A_STRIDE: tl.constexpr,
     GRAD_STRIDE: tl.constexpr, GRAD_HEAD_STRIDE: tl.constexpr,
     EDGES: tl.constexpr, HEAD_BLOCK: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr,
@@ -259,7 +260,7 @@ def _gat_backward(
 @kernel(do_not_specialize=["rows", "num_chunks", "chunk_size"])
 def _softmax_backward(
     table, a_destination, lse, delta, index, permutation, pointers, chunks, moved, grad_table, partial,
-    rows, num_chunks, chunk_size, slope,
+    rows, num_chunks, chunk_size, slope: tl.constexpr,
     HEADS: tl.constexpr, CHANNELS: tl.constexpr, STRIDE: tl.constexpr, A_STRIDE: tl.constexpr,
     ROWS: tl.constexpr, EDGES: tl.constexpr, HEAD_BLOCK: tl.constexpr,
 ):  # fmt: skip

@@ -42,7 +42,8 @@ def _turned(source, norm, cos, sin, half, inside, eps, D: tl.constexpr, COUNT: t
 
 @kernel
 def _attend(
-    qkv, q_norm, k_norm, rotary, positions, cache, partial, stats, eps, scale, slots, window,
+    qkv, q_norm, k_norm, rotary, positions, cache, partial, stats, eps: tl.constexpr, scale: tl.constexpr, slots,
+    window,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip

@@ -62,7 +62,7 @@ def _dots(x, norm, first, weight, row, live, m, eps, C: tl.constexpr, BLOCK_C: t
 
 @kernel
 def _linear(
-    x, norm, weight, bias, residual, out, eps,
+    x, norm, weight, bias, residual, out, eps: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +86,7 @@ def _linear(
 
 @kernel
 def _gate(
-    x, norm, weight, out, eps,
+    x, norm, weight, out, eps: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip

@@ -122,7 +122,7 @@ def _partial(
 @kernel(do_not_specialize=["pixels", "size", "units", "groups", "rows", "chunks", "silu"])
 def _apply(
     x, skip, shift, weight, bias, part, out, joined, stats, shift_stride, shifted, pixels, channels, first, size,
-    units, groups, rows, chunks, kept, eps, silu,
+    units, groups, rows, chunks, kept, eps: tl.constexpr, silu,
     UNIT: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip

@@ -65,7 +65,7 @@ def _load(x, skip, ahead, row, channel, unit, pixels, channels, first, left, bot
 @kernel(do_not_specialize=["pixels", "units", "rows", "tiles", "joins", "silu"])
 def _norm(
     x, skip, shift, weight, bias, out, joined, stats, shift_stride, shifted, pixels, channels, first, units, rows,
-    tiles, joins, eps, silu, UNIT: tl.constexpr, VECTORS: tl.constexpr, STEPS: tl.constexpr,
+    tiles, joins, eps: tl.constexpr, silu, UNIT: tl.constexpr, VECTORS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     image = tl.program_id(1).to(tl.int64)
     x += image * pixels * first

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -26,6 +29,26 @@ def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     return Kernel(function, **options)
 
 
+def compile_together(launches: Sequence[tuple[Kernel, list[Any], dict[str, Any]]]) -> None:
+    """Compile the kernels of some launches side by side, where the first launch of each would compile it alone.
+
+    Args:
+        launches: Kernels, arguments with dtypes in place of tensors, and options. What does not compile is left to its
+            launch, which says why.
+    """
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads, suppress(Exception):
+        with triton.AsyncCompileMode(threads, ignore_errors=True):
+            futures = [kernel.warmup(*given, grid=(1,), **options) for kernel, given, options in launches]
+        compiled = {id(each.kernel): each.kernel for each in futures if getattr(each, "kernel", None) is not None}
+        list(threads.map(_build_launcher, compiled.values()))
+
+
+def _build_launcher(compiled: Any) -> None:
+    """Older Tritons compile some C for each kernel, as slowly as the kernel, and find it on disk at the launch."""
+    with suppress(Exception):
+        triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
+
+
 class Kernel(JITFunction):  # type: ignore[misc]
     """A Triton kernel whose launches are kept.
 
@@ -41,6 +64,7 @@ class Kernel(JITFunction):  # type: ignore[misc]
         self._kept: dict[int, tuple[Any, dict[Any, Any]]] = {}
         # Of sizes that are not specialised Triton only asks whether they fit 32 bits, and of fractions nothing.
         self._sized = [each.do_not_specialize for each in self.params]
+        self._fixed = [each.is_constexpr for each in self.params]
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         return functools.partial(self.launch, grid)
@@ -101,7 +125,7 @@ class Kernel(JITFunction):  # type: ignore[misc]
                 self.launch(grid, *values, **options)
                 cache, launches = self._kept.get(device, (None, {}))
                 same = launches.get(self._described(tuple(values), options)[0])
-                if same is not None and tensors[0].get_device() == device:
+                if same is not None and tensors[0].get_device() in (device, -1):
                     kept[device, aligned] = cache, *same
                 return
             _, compiled, rest = found
@@ -120,13 +144,13 @@ class Kernel(JITFunction):  # type: ignore[misc]
         """
         key: list[Any] = [*options.items()]
         values: list[Any] = []
-        for value, sized in zip(arguments, self._sized, strict=False):
+        for value, sized, fixed in zip(arguments, self._sized, self._fixed, strict=False):
             if isinstance(value, Tensor):
                 address = value.data_ptr()
                 key += value.dtype, address % 16 == 0, value.get_device()
                 value = address
             elif isinstance(value, float):
-                key.append(float)
+                key.append(value if fixed else float)
             elif value is None or isinstance(value, int):
                 key.append(-(2**31) <= value < 2**31 if sized and value is not None else value)
             else:  # a descriptor of a tensor is made for one launch

@@ -25,7 +25,9 @@ PROGRAMS = 512
 
 
 @kernel
-def _add_layer_norm(x, added, shift, weight, bias, total, out, low, mean, rstd, columns, eps, COLUMNS: tl.constexpr):
+def _add_layer_norm(
+    x, added, shift, weight, bias, total, out, low, mean, rstd, columns, eps: tl.constexpr, COLUMNS: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     live = column < columns

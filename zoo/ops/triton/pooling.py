@@ -49,7 +49,8 @@ def _greatest_of_row(x, place, left, centre, right, sign, seen):
 
 @kernel(do_not_specialize=["height", "width", "share"])
 def _pool(
-    x, mean, variance, weight, bias, out, height, width, channels, share, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    x, mean, variance, weight, bias, out, height, width, channels, share, eps: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     lines, columns = (height + 1) // 2, (width + 1) // 2
     image, channel, column, begin, end = strip(lines, columns, channels, share, ROWS, BLOCK)

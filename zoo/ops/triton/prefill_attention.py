@@ -50,7 +50,7 @@ def _step(
 
 @kernel(do_not_specialize=["tokens"])
 def _prefill(
-    query, cache, positions, out, scale, tokens, slots, window,
+    query, cache, positions, out, scale: tl.constexpr, tokens, slots, window,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # The last tokens see the most: they go first, so that none is left over at the end.

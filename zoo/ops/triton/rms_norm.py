@@ -28,7 +28,7 @@ PROGRAMS = 512
 
 
 @kernel
-def _forward(x, residual, weight, total, out, rstds, columns, eps, COLUMNS: tl.constexpr):
+def _forward(x, residual, weight, total, out, rstds, columns, eps: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     live = column < columns

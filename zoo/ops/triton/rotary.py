@@ -22,7 +22,7 @@ COUNT = 16
 
 @kernel(do_not_specialize=["tokens", "rotary_stride"])
 def _rotate_into(
-    qkv, cache, positions, rotary, q_norm, k_norm, query, eps, tokens, rotary_stride, slots, batches,
+    qkv, cache, positions, rotary, q_norm, k_norm, query, eps: tl.constexpr, tokens, rotary_stride, slots, batches,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)

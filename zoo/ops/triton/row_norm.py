@@ -27,7 +27,7 @@ PROGRAMS = 256
 
 @kernel(do_not_specialize=["rows"])
 def _norm(
-    x, residual, weight, bias, shift, total, out, kept, mean, rstd, rows, columns, added, shifted, eps,
+    x, residual, weight, bias, shift, total, out, kept, mean, rstd, rows, columns, added, shifted, eps: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * ROWS
