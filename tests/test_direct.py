@@ -150,6 +150,30 @@ def test_a_gradient_is_laid_out_as_the_backward_was_traced(launches: list[Any], 
     assert found.is_contiguous() and torch.equal(found, grad * scale)
 
 
+class Halves(torch.autograd.Function):
+    """Two outputs, of which the second is read by nobody."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(scale)
+        return launch(x, scale), launch(x, scale)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor, other: Tensor) -> tuple[Tensor, None]:
+        (scale,) = ctx.saved_tensors
+        return launch(grad + other, scale), None
+
+
+def test_an_output_without_a_gradient_has_zeros(launches: list[Any], inductor: list[Any]) -> None:
+    x, scale = torch.randn(3, 16, requires_grad=True), torch.rand(16)
+    first, _ = compiled(lambda x, scale: Halves.apply(x, scale))(x, scale)
+    grad = torch.randn(3, 16)
+    (found,) = torch.autograd.grad(first, x, grad)
+    torch.testing.assert_close(found, grad * scale)
+    assert not inductor
+
+
 def fused(x: Tensor, scale: Tensor) -> Tensor:
     return F.relu(launch(x, scale) + 1)
 

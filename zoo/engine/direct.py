@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -127,8 +127,10 @@ def _straight_line(graph: fx.GraphModule, kernels: list[Any]) -> Callable[..., A
             launch, args = _launch(kernels, **node.kwargs)
         elif node.target is autograd_function_apply:
             forward, backward, *args = node.args
-            halves = [_straight_line(getattr(graph, each.target), kernels) for each in (forward, backward)]
-            launch = _function(halves[0], halves[1], node.kwargs["non_differentiable_idx"])
+            halves = [getattr(graph, each.target) for each in (forward, backward)]
+            read = [bool(each.users) for each in halves[1].graph.nodes if each.op == "placeholder"]
+            lines = [_straight_line(each, kernels) for each in halves]
+            launch = _function(lines[0], lines[1], read, node.kwargs["non_differentiable_idx"])
         else:
             continue
         with graph.graph.inserting_before(node):
@@ -200,9 +202,16 @@ def _described(argument: Any) -> Any:
 
 
 def _function(
-    forward: Callable[..., Any], backward: Callable[..., Any], not_differentiable: Iterable[int]
+    forward: Callable[..., Any], backward: Callable[..., Any], read: Sequence[bool], not_differentiable: Iterable[int]
 ) -> Callable[..., Any]:
-    """An autograd function of two graphs, as Dynamo makes them of one that a block calls."""
+    """An autograd function of two graphs, as Dynamo makes them of one that a block calls.
+
+    Args:
+        forward: Returns the outputs, and what the backward needs.
+        backward: Takes a gradient of each output, then what was kept.
+        read: Of each argument of ``backward``, whether it is read.
+        not_differentiable: Outputs that have no gradient.
+    """
     constant = tuple(not_differentiable)
 
     class Function(torch.autograd.Function):
@@ -213,16 +222,21 @@ def _function(
             ctx.save_for_backward(*tensors)
             ctx.numbers = [None if isinstance(each, Tensor) else each for each in saved]
             outputs = output if isinstance(output, tuple) else (output,)
-            ctx.strides = [each.stride() if isinstance(each, Tensor) else () for each in outputs]
+            ctx.layouts = [(each.shape, each.stride(), each.dtype, each.device) for each in outputs]
             ctx.mark_non_differentiable(*(outputs[index] for index in constant))
+            # Most outputs are there for the backward, and zeros for their gradients would be a launch each.
+            ctx.set_materialize_grads(False)
             return output
 
         @staticmethod
         @differentiable_once
         def backward(ctx: Any, *grads: Any) -> Any:
             both = zip(ctx.saved_tensors, ctx.numbers, strict=True)
-            grads = tuple(map(_laid_out, grads, ctx.strides))
-            return backward(*grads, *(number if tensor is None else tensor for tensor, number in both))
+            laid_out = (
+                _laid_out(grad, *layout) if is_read else None
+                for grad, layout, is_read in zip(grads, ctx.layouts, read, strict=False)
+            )
+            return backward(*laid_out, *(number if tensor is None else tensor for tensor, number in both))
 
     def apply(*args: Any) -> Any:
         return Function.apply(*args)
@@ -230,8 +244,8 @@ def _function(
     return apply
 
 
-def _laid_out(grad: Tensor | None, stride: tuple[int, ...]) -> Tensor | None:
+def _laid_out(grad: Tensor | None, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A gradient in the layout of its output: the backward was traced for no other."""
-    if grad is None or grad.stride() == stride:
-        return grad
-    return grad.new_empty_strided(grad.shape, stride).copy_(grad)
+    if grad is None:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
+    return grad if grad.stride() == stride else grad.new_empty_strided(shape, stride).copy_(grad)
