@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from benchmarks.case import Case, refusal
-from zoo.engine.compat import compile_limit_kwargs
 
 
 @dataclass(kw_only=True)
@@ -157,6 +156,8 @@ def accelerated(model: nn.Module, *, raised_limit: bool, **options: Any) -> nn.M
     from accelerate.utils import compile_regions
 
     if raised_limit:
+        from zoo.engine.compat import compile_limit_kwargs
+
         options |= compile_limit_kwargs()
     compiled: nn.Module = compile_regions(model, **options)
     return compiled

@@ -9,6 +9,7 @@ from zoo.unet.checkpoint import check_folder, find_weights, placements
 from zoo.unet.checkpoint import load as load
 from zoo.unet.checkpoint import save as save
 from zoo.unet.conditions import TextKeysValues as TextKeysValues
+from zoo.unet.conditions import TextProjections as TextProjections
 from zoo.unet.conditions import TimeShifts as TimeShifts
 from zoo.unet.config import UNetConfig as UNetConfig
 from zoo.unet.model import UNet as UNet
