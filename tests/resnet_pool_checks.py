@@ -34,6 +34,8 @@ EPS = 1e-5
 @pytest.fixture(autouse=True)
 def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
+    # Off for products, but by default on for convolutions.
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     if DEVICE == "cpu":
         monkeypatch.setattr(common, "triton_runs_on", lambda device: True)
     programs_of(monkeypatch, 3)
