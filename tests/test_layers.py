@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from zoo.layers import channels_last, to_images, to_rows, untracked
+from zoo.layers import channels_last, to_images, to_rows
 
 
 def test_rows_of_a_channels_last_image_are_its_memory():
@@ -30,9 +30,6 @@ def test_gradients_pass_and_no_base_is_known():
     assert rows._base is None
     (grad,) = torch.autograd.grad(rows.square().sum(), x)
     torch.testing.assert_close(grad, 2 * x)
-    bias = nn.Parameter(torch.randn(3))
-    assert not isinstance(untracked(bias), nn.Parameter)
-    assert torch.autograd.grad(untracked(bias).sum(), bias)[0].tolist() == [1, 1, 1]
 
 
 def test_weights_of_convolutions_are_laid_out():

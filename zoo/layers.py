@@ -33,22 +33,14 @@ def channels_last(model: nn.Module) -> None:
 def to_rows(x: Tensor) -> Tensor:
     """[B, C, H, W] -> [R, C], without a copy in channels_last."""
     rows = x.permute(0, 2, 3, 1)
-    return untracked(rows, x.shape[1]) if rows.is_contiguous() else rows.reshape(-1, x.shape[1])
+    # Of a view the compiler would guard the base as well.
+    return _unsafe_view(rows, (-1, x.shape[1])) if rows.is_contiguous() else rows.reshape(-1, x.shape[1])
 
 
 def to_images(rows: Tensor, like: Tensor) -> Tensor:
     """[R, C] -> [B, C, H, W] in channels_last, with the size of ``like``; a view."""
     count, _, height, width = like.shape
     return rows.view(count, height, width, -1).permute(0, 3, 1, 2)
-
-
-def untracked(x: Tensor, *last: int) -> Tensor:
-    """[..., *last] -> [-1, *last], as a tensor that does not know what it is a view of, nor that it is a parameter.
-
-    Glue is compiled for all sizes. Of a view the compiler would look at its origin as well, and make a graph more for
-    another number of images, or of an image that is not square; of a parameter it takes the shape as fixed.
-    """
-    return _unsafe_view(x, (-1, *last))
 
 
 def plain(layer: nn.Module, cls: type[nn.Module] = nn.Linear) -> bool:

@@ -130,7 +130,7 @@ def forward_mode() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """What numbers of a floating-point dtype are computed and summed in, at least float32."""
     return torch.promote_types(dtype, torch.float32)
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoo.ops.common import differentiable_once, differentiated, kernels_run, wide
+from zoo.ops.common import accumulation_dtype, differentiable_once, differentiated, kernels_run
 from zoo.ops.csr import GraphTensors, Rows, columns_of, edge_max, edge_sum, rows_of
 
 # The kernels hold all channels of a head at once.
@@ -64,7 +64,7 @@ def attention(
         return kernels.gat(table, a_destination, *plan, seed, dropout, rows_of(graph))[0]
     x, scores = table[:, : heads * channels].unflatten(1, (heads, channels)), table[:, heads * channels :]
     own = scores[:, heads:] if a_destination is None else a_destination
-    dtype = wide(table.dtype)
+    dtype = accumulation_dtype(table.dtype)
     own = F.pad(own[: graph.rowptr.shape[0] - 1].to(dtype), (0, 0, 0, 1))  # edges that are padding have a row too
     score = scores[:, :heads].to(dtype).index_select(0, graph.source) + own.index_select(0, graph.destination)
     score = F.leaky_relu(score, slope)

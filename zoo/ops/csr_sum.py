@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.ops.common import differentiable_once, differentiated, kernels_run, wide
+from zoo.ops.common import accumulation_dtype, differentiable_once, differentiated, kernels_run
 from zoo.ops.csr import GraphTensors, Own, Rows, columns_of, edge_sum, rows_of
 
 
@@ -84,7 +84,7 @@ def _csr_sum(
             *rows[:4], *columns[:4],
         )  # fmt: skip
         return out
-    dtype, number = wide(x.dtype), graph.rowptr.shape[0] - 1
+    dtype, number = accumulation_dtype(x.dtype), graph.rowptr.shape[0] - 1
     total = edge_sum(x[:, :channels].to(dtype), graph, None if weight is None else weight.to(dtype))
     if scale is not None:
         total = total * scale.to(dtype).unsqueeze(1)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoo.ops.common import differentiable_once, differentiated, kernels_run, wide
+from zoo.ops.common import accumulation_dtype, differentiable_once, differentiated, kernels_run
 
 # The kernels hold all channels of a group at once.
 WIDEST_GROUP = 4096
@@ -80,7 +80,7 @@ def _kernels_fit(groups: int, x: Tensor, weight: Tensor, *others: Tensor) -> boo
 def _reference(
     x: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
 ) -> Tensor:
-    dtype = wide(x.dtype)
+    dtype = accumulation_dtype(x.dtype)
     shifted = x.to(dtype) if shift is None else x.to(dtype) + shift.to(dtype)[:, :, None, None]
     out = F.group_norm(shifted, groups, weight.to(dtype), bias.to(dtype), eps)
     return (F.silu(out) if silu else out).to(x.dtype, memory_format=torch.channels_last)

@@ -15,7 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zoo.layers import compute_dtype, ordinary
-from zoo.ops.common import ENABLED, differentiable_once, differentiated, forward_mode, kernels_run, transformed, wide
+from zoo.ops.common import (
+    ENABLED,
+    accumulation_dtype,
+    differentiable_once,
+    differentiated,
+    forward_mode,
+    kernels_run,
+    transformed,
+)
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -73,7 +81,7 @@ def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
         from zoo.ops.triton import sums as kernels
 
         return kernels.column_sums(x, dtype)
-    return x.reshape(-1, x.shape[-1]).sum(0, dtype=wide(x.dtype)).to(dtype)
+    return x.reshape(-1, x.shape[-1]).sum(0, dtype=accumulation_dtype(x.dtype)).to(dtype)
 
 
 class _WithLowCopy(torch.autograd.Function):

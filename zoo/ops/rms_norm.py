@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.ops.common import differentiable_once, differentiated, kernels_run, wide
+from zoo.ops.common import accumulation_dtype, differentiable_once, differentiated, kernels_run
 
 # A program of the kernels holds a whole row.
 WIDEST = 16384
@@ -47,7 +47,7 @@ def add_rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) ->
 
 def reference_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``rms_norm`` by torch's operators, for the compiler to fuse with what stands around it."""
-    normed = x.to(wide(x.dtype))
+    normed = x.to(accumulation_dtype(x.dtype))
     return weight * (normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 

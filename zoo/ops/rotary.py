@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.ops.common import differentiable_once, differentiated, kernels_run, wide
+from zoo.ops.common import accumulation_dtype, differentiable_once, differentiated, kernels_run
 from zoo.ops.rms_norm import reference_rms_norm
 
 
@@ -20,7 +20,7 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
     x [B, T, H, D], rotary [B or 1, T, D] -> [B, T, H, D] in the dtype of x, computed in at least float32.
     """
     cos, sin = rotary.unsqueeze(2).chunk(2, dim=-1)
-    first, second = x.to(wide(x.dtype)).chunk(2, dim=-1)
+    first, second = x.to(accumulation_dtype(x.dtype)).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
