@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 pytest.importorskip("triton", reason="torch came without Triton, which GPUs only need")
 
+import triton
 import triton.language as tl
 from torch.utils import _triton
 
@@ -178,11 +179,23 @@ def fused(x: Tensor, scale: Tensor) -> Tensor:
     return F.relu(launch(x, scale) + 1)
 
 
+@triton.jit
+def _foreign(x, out, columns, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.program_id(0) * columns + tl.arange(0, COLUMNS)
+    tl.store(out + place, tl.load(x + place))
+
+
+def foreign(x: Tensor, scale: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    _foreign[(len(x),)](x, out, x.shape[1], COLUMNS=16)
+    return out @ scale
+
+
 def several(x: Tensor, scale: Tensor) -> Tensor:
     return F.softplus(F.layer_norm(x, (16,)) @ scale)
 
 
-@pytest.mark.parametrize("function", [fused, several, lambda x, scale: F.cross_entropy(x, x.softmax(1))])
+@pytest.mark.parametrize("function", [fused, foreign, several, lambda x, scale: F.cross_entropy(x, x.softmax(1))])
 def test_inductor_compiles_every_other_graph(
     function: Callable[..., Any], launches: list[Any], inductor: list[Any]
 ) -> None:

@@ -54,9 +54,9 @@ class DirectOrInductor(torch._TorchCompileInductorWrapper):
 
 
 def has_nothing_to_fuse(graph: fx.GraphModule) -> bool:
-    """True if a graph is of library calls and Triton kernels, and no pointwise operation reads another's result.
+    """True if a graph is of library calls and kernels of the zoo, and no pointwise operation reads another's result.
 
-    The two halves of an autograd function are passes as they were written, and not looked into. A graph without Triton
+    The two halves of an autograd function are passes as they were written, and not looked into. A graph without
     kernels may have one pointwise operation, none that torch computes by several.
     """
     from torch._functorch.autograd_function import autograd_function_apply
@@ -69,9 +69,14 @@ def has_nothing_to_fuse(graph: fx.GraphModule) -> bool:
             continue
         reads_pointwise = any(each in reads for each in node.all_input_nodes)
         if node.target is autograd_function_apply:
-            halves = [getattr(graph, each.target) for each in node.args[:2]]
-            launches |= any(_launches(each) for half in halves for each in half.graph.nodes)
+            halves = [getattr(graph, each.target).graph for each in node.args[:2]]
+            within = [each for half in halves for each in half.nodes if _launches(each)]
+            if node.kwargs.get("dirty_idx") or not all(map(_is_ours, within)):
+                return False
+            launches |= bool(within)
         elif _launches(node):
+            if not _is_ours(node):
+                return False
             launches = True
         elif node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator):
             return False
@@ -91,6 +96,26 @@ def _launches(node: fx.Node) -> bool:
     from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 
     return node.target is triton_kernel_wrapper_mutation
+
+
+def _is_ours(node: fx.Node) -> bool:
+    """Whether a launch is of one kernel that can be bound, and not of somebody's choice between several."""
+    from zoo.ops.triton.kernel import Kernel
+
+    return isinstance(_kernel(node.kwargs["kernel_idx"])[0], Kernel)
+
+
+def _kernel(index: Any) -> tuple[Any, dict[str, Any]]:
+    """A kernel that Dynamo knows by number, and the options of its launch."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    kernel: Any = kernel_side_table.get_kernel(index)
+    configs: list[Any] = getattr(kernel, "configs", [])
+    if len(configs) != 1:
+        return kernel, {}
+    # Dynamo makes a choice of one configuration of a launch with num_warps=.
+    given = {name: getattr(configs[0], name) for name in ("num_warps", "num_stages")}
+    return kernel.fn, {name: value for name, value in given.items() if value is not None}
 
 
 def _is_idle_dropout(node: fx.Node) -> bool:
@@ -153,12 +178,7 @@ def _launch(
     """A function that launches a kernel, and the arguments to call it with."""
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
-    kernel: Any = kernel_side_table.get_kernel(kernel_idx)
-    options = {}
-    if hasattr(kernel, "configs"):  # Dynamo makes a choice of one configuration of a launch with num_warps=
-        (config,) = kernel.configs
-        options = {name: value for name in ("num_warps", "num_stages") if (value := getattr(config, name)) is not None}
-        kernel = kernel.fn
+    kernel, options = _kernel(kernel_idx)
     named = {**kernel_side_table.get_constant_args(constant_args_idx), **kwargs}
     positional, tiles = [], []
     for parameter in kernel.params:
