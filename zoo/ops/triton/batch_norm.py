@@ -109,7 +109,7 @@ def _combine(
         seen = (index < chunks)[:, None] & live[None, :]
         count = tl.minimum(share, rows - index * share).to(tl.float32)
         total += of_rows(part, 0, index[:, None] * channels + channel[None, :], seen) * count[:, None]
-    middle = tl.sum(total, 0) / rows.to(tl.float32)
+    middle = tl.sum(total, 0) / rows
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in range(0, chunks, ROWS):
         index = start + tl.arange(0, ROWS)
@@ -121,14 +121,14 @@ def _combine(
         total += tl.where(seen, inner + apart * apart * count[:, None], 0.0)
     squares = tl.sum(total, 0)
     tl.store(mean + channel, middle, mask=live)
-    tl.store(variance + channel, squares / rows.to(tl.float32), mask=live)
+    tl.store(variance + channel, squares / rows, mask=live)
     if running_mean is not None:
         old = of_channels(running_mean, channel, live)
         new = old + (middle - old) * momentum
         tl.store(running_mean + channel, new.to(running_mean.dtype.element_ty), mask=live)
     if running_variance is not None:
         old = of_channels(running_variance, channel, live)
-        new = old + (squares / (rows - 1).to(tl.float32) - old) * momentum
+        new = old + (squares / (rows - 1) - old) * momentum
         tl.store(running_variance + channel, new.to(running_variance.dtype.element_ty), mask=live)
     if batches is not None:
         tl.store(batches, tl.load(batches) + 1, mask=tl.program_id(0) == 0)
@@ -209,7 +209,7 @@ def _gradients(
         other_scale = other_rstd * of_channels(other_weight, channel, live)
     if totals is not None:
         # Statistics of the batch move with each row.
-        count = rows.to(tl.float32)
+        count = rows * 1.0
         plain = of_channels(totals, channel, live) / count
         along = of_channels(totals + channels, channel, live) / count * rstd * scale
         if other is not None:
