@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
@@ -98,6 +98,25 @@ def test_inductor_gives_the_same_numbers() -> None:
         torch.testing.assert_close(model(tokens[:, :6], cache=cache), expected[:, :6], rtol=1e-4, atol=1e-4)
         last = model(tokens[:, 6:], position_ids=torch.full((2, 1), 6), cache=cache)
         torch.testing.assert_close(last, expected[:, 6:], rtol=1e-4, atol=1e-4)
+
+
+def test_norms_that_are_listened_to_or_replaced_are_called() -> None:
+    model = zoo.create("llm-debug", num_hidden_layers=1, qk_norm=True).eval()
+    tokens, heard = ids(2, 7), list[str]()
+    layer = model.layers[0]
+    expected = model(tokens)
+    for name in ("q_norm", "k_norm", "input_layernorm", "post_attention_layernorm"):
+        getattr(layer, name).register_forward_hook(lambda *_, name=name: heard.append(name))
+    with torch.inference_mode():
+        torch.testing.assert_close(model(tokens), expected)
+        cache = model.make_cache(2, 8)
+        torch.testing.assert_close(model(tokens[:, :6], cache=cache), expected[:, :6])
+        last = model(tokens[:, 6:], position_ids=torch.full((2, 1), 6), cache=cache)
+        torch.testing.assert_close(last, expected[:, 6:])
+    assert heard == 3 * ["input_layernorm", "q_norm", "k_norm", "post_attention_layernorm"]
+    layer.input_layernorm = nn.Identity()
+    layer.q_norm = nn.Identity()
+    assert model(tokens).isfinite().all()
 
 
 def test_whole_models_compile_into_one_graph(model: LLM) -> None:

@@ -91,7 +91,8 @@ class LLMLayer(nn.Module):
         from_start: bool,
     ) -> Tensor:
         """Queries, keys and values [B, T, (H + 2 K) D] -> mixed values [B, T, H D]."""
-        norms, window = (*self._head_norms(), self.input_layernorm.eps, self.heads), self.window
+        qkv, q_norm, k_norm, eps = self._normed_heads(qkv)
+        norms, window = (q_norm, k_norm, eps, self.heads), self.window
         if cache is None or positions is None:
             return attend_tokens(*split_rotated(qkv, rotary, *norms, self.key_heads), mask).flatten(2)
         batch, tokens = positions.shape
@@ -104,18 +105,30 @@ class LLMLayer(nn.Module):
         key, value = cache[:, :batch, :, :tokens].transpose(2, 3)
         return attend_tokens(query, key, value, None).flatten(2)
 
-    def _head_norms(self) -> tuple[Tensor | None, Tensor | None]:
-        return (None, None) if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
+    def _normed_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, float]:
+        """What comes of the product, weights of queries' and keys' norms that are still to be taken, and their eps."""
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if q_norm is None or k_norm is None:
+            return qkv, None, None, 0.0
+        if plain(q_norm, RMSNorm) and plain(k_norm, RMSNorm):
+            return qkv, q_norm.weight, k_norm.weight, q_norm.eps
+        heads = qkv.unflatten(-1, (-1, self.head_dim))
+        query, key, value = heads.split((self.heads, self.key_heads, self.key_heads), dim=2)
+        return torch.cat((q_norm(query), k_norm(key), value), dim=2).flatten(2), None, None, 0.0
 
     def _decodes(self, x: Tensor, cache: Tensor) -> bool:
         products = self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj
+        norms = self.input_layernorm, self.post_attention_layernorm, self.q_norm, self.k_norm
+        if not all(norm is None or plain(norm, RMSNorm) for norm in norms):
+            return False
         return all(map(plain, products)) and decodes(x, cache, *(product.weight for product in products))
 
     def _decode(self, x: Tensor, rotary: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
         """The block for one new token in each of few rows: x [B, C] -> [B, C]."""
         qkv, norm, norm_after = self.qkv_proj, self.input_layernorm, self.post_attention_layernorm
+        head_norms = [None if each is None else each.weight for each in (self.q_norm, self.k_norm)]
         out: Tensor = decode_layer(
-            x, cache, positions, rotary, norm.weight, qkv.weight, qkv.bias, *self._head_norms(), self.o_proj.weight,
+            x, cache, positions, rotary, norm.weight, qkv.weight, qkv.bias, *head_norms, self.o_proj.weight,
             norm_after.weight, self.gate_up_proj.weight, self.down_proj.weight, norm.eps, self.heads, self.window,
         )  # fmt: skip
         return out
