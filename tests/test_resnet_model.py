@@ -317,8 +317,9 @@ def test_norms_without_momentum_or_of_several_processes_are_refused_in_training(
     with pytest.raises(ValueError, match=r"the momentum of a norm is None.*update_bn.*zoo\.to_upstream\(model\)"):
         update_bn([images], model)
     several = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
-    with pytest.raises(ValueError, match="a norm is a SyncBatchNorm"):
-        several(images)
+    for call in (several, torch.compile(several, backend="eager")):
+        with pytest.raises(ValueError, match="a norm is a SyncBatchNorm"):
+            call(images)
 
 
 def test_statistics_of_a_loader_come_by_way_of_the_upstream_model() -> None:

@@ -65,21 +65,26 @@ def _normalises_by_batch(config: ResNetConfig, training: bool) -> bool:
 
 
 def check_norms(model: nn.Module) -> None:
-    """Refuse what norms were turned into since the model was made, and no kernel computes in training.
-
-    Raises:
-        ValueError: If one is a ``SyncBatchNorm``, or has no momentum.
-    """
+    """``check_norm`` of all norms of a model."""
     modules = [model]
     while modules:
         module = modules.pop()
         modules.extend(child for child in module._modules.values() if child is not None)
-        if not isinstance(module, nn.modules.batchnorm._BatchNorm):
-            continue
-        if isinstance(module, nn.SyncBatchNorm):
-            raise ValueError("a norm is a SyncBatchNorm, but statistics are those of one process: keep BatchNorm2d")
-        if module.training and module.momentum is None:
-            raise ValueError(
-                "the momentum of a norm is None, a cumulative average that reads the device at each step; of torch's "
-                "update_bn, which sets it, the statistics come by way of zoo.to_upstream(model), to be loaded back"
-            )
+        check_norm(module)
+
+
+def check_norm(module: nn.Module) -> None:
+    """Refuse what a norm was turned into since the model was made, and no kernel computes in training.
+
+    Raises:
+        ValueError: If it is a ``SyncBatchNorm`` in training, or has no momentum there.
+    """
+    if not (isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training):
+        return
+    if isinstance(module, nn.SyncBatchNorm):
+        raise ValueError("a norm is a SyncBatchNorm, but statistics are those of one process: keep BatchNorm2d")
+    if module.momentum is None:
+        raise ValueError(
+            "the momentum of a norm is None, a cumulative average that reads the device at each step; of torch's "
+            "update_bn, which sets it, the statistics come by way of zoo.to_upstream(model), to be loaded back"
+        )

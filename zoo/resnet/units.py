@@ -16,6 +16,7 @@ from zoo.ops.batch_norm import Norm, bias_act, norm_act
 from zoo.ops.conv_act import conv_act, linear_relu
 from zoo.ops.pooling import bias_act_pool, norm_act_pool
 from zoo.ops.stem_conv import stem_conv
+from zoo.resnet.checks import check_norm
 from zoo.resnet.config import STEM_WIDTH, BlockShape, ResNetConfig
 
 
@@ -52,6 +53,8 @@ def norm_of(norm: Any) -> Norm:
     """A norm's tensors and options, as its own call would use them."""
     if isinstance(norm, FrozenBatchNorm):
         return Norm(norm.weight, norm.bias, norm.running_mean, norm.running_var, eps=norm.eps)
+    if torch.compiler.is_compiling():  # elsewhere the model has checked all
+        check_norm(norm)
     statistics = norm.running_mean, norm.running_var
     batches = norm.num_batches_tracked if norm.training else None
     of_batch = norm.training or norm.running_mean is None
