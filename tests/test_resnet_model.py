@@ -11,6 +11,7 @@ import pytest
 import torch
 import torchvision
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.optim.swa_utils import update_bn
 
 import zoo
@@ -309,6 +310,23 @@ def test_norms_keep_a_mode_and_a_momentum_of_their_own() -> None:
     ours = zoo.to_upstream(model).state_dict()
     for name, expected in theirs.state_dict().items():
         torch.testing.assert_close(ours[name], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_convolutions_that_are_pruned_learn() -> None:
+    model = debug().train()
+    for module in list(model.modules()):
+        if isinstance(module, nn.Conv2d):
+            prune.custom_from_mask(module, "weight", (torch.rand_like(module.weight) > 0.5).float())
+    images = torch.randn(4, 3, 40, 40)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(images).square().mean().backward()
+        optimizer.step()
+    model(images)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            torch.testing.assert_close(module.weight, module.weight_orig * module.weight_mask)
 
 
 def test_norms_without_momentum_or_of_several_processes_are_refused_in_training() -> None:

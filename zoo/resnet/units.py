@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.layers import to_images, to_rows
+from zoo.layers import plain, to_images, to_rows
 from zoo.ops.batch_norm import Norm, bias_act, norm_act
 from zoo.ops.conv_act import conv_act, linear_relu
 from zoo.ops.pooling import bias_act_pool, norm_act_pool
@@ -126,7 +126,7 @@ class Stem(Unit):
 
     def forward(self, x: Tensor) -> Tensor:
         """Images [N, C_in, H, W] -> [N, 64, ⌈H / 4⌉, ⌈W / 4⌉]."""
-        x = stem_conv(x, self.conv)
+        conv = self.conv
         if self.norm is None:
-            return bias_act_pool(x, self.conv.bias)  # type: ignore[arg-type]
-        return norm_act_pool(x, norm_of(self.norm))
+            return bias_act_pool(stem_conv(x, conv), conv.bias)  # type: ignore[arg-type]
+        return norm_act_pool(stem_conv(x, conv) if plain(conv, nn.Conv2d) else conv(x), norm_of(self.norm))
