@@ -264,6 +264,18 @@ def test_a_model_decodes_as_without_kernels(
     torch.testing.assert_close(logits[True], logits[False], rtol=1e-4, atol=1e-4)
 
 
+def test_norms_that_are_listened_to_are_called_in_decoding() -> None:
+    model = zoo.create("llm-debug", head_dim=32, qk_norm=True, **{**SMALLER, "num_hidden_layers": 1}, device=DEVICE)
+    heard: list[str] = []
+    for name, module in model.named_modules():
+        if name.endswith("norm"):
+            module.register_forward_hook(lambda *_, name=name: heard.append(name.rpartition(".")[2]))
+    token = torch.ones(1, 1, dtype=torch.int64, device=DEVICE)
+    with torch.inference_mode():
+        model(token, position_ids=torch.zeros_like(token), cache=model.make_cache(1, 8))
+    assert heard == ["input_layernorm", "q_norm", "k_norm", "post_attention_layernorm", "norm"]
+
+
 @pytest.mark.parametrize("dtype", RELATIVE)
 @pytest.mark.parametrize("vocabulary", [5, 1024, 3000])
 def test_the_most_likely_token_and_what_follows(vocabulary: int, dtype: torch.dtype) -> None:

@@ -143,8 +143,9 @@ class LLMHead(nn.Module):
 
     def forward(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """X [B, T, C], weight [V, C], which may be the embedding's -> logits [B, T, V]; without one x normalised."""
-        if weight is not None and x.shape[1] == 1 and few_rows(x[:, 0], self.norm.weight, weight):
-            logits: Tensor = norm_linear(x[:, 0], self.norm.weight, self.norm.eps, weight)[:, None]
+        norm = self.norm
+        if weight is not None and x.shape[1] == 1 and plain(norm, RMSNorm) and few_rows(x[:, 0], norm.weight, weight):
+            logits: Tensor = norm_linear(x[:, 0], norm.weight, norm.eps, weight)[:, None]
             return logits
         normed: Tensor = self.norm(x)
         return normed if weight is None else F.linear(normed, weight)
