@@ -148,8 +148,9 @@ def _straight_line(graph: fx.GraphModule, kernels: list[Any]) -> Callable[..., A
     from torch._functorch.autograd_function import autograd_function_apply
 
     for node in list(graph.graph.nodes):
+        named: dict[str, fx.Node] = {}
         if _launches(node):
-            launch, args = _launch(kernels, **node.kwargs)
+            launch, args, named = _launch(kernels, **node.kwargs)
         elif node.target is autograd_function_apply:
             forward, backward, *args = node.args
             halves = [getattr(graph, each.target) for each in (forward, backward)]
@@ -159,7 +160,7 @@ def _straight_line(graph: fx.GraphModule, kernels: list[Any]) -> Callable[..., A
         else:
             continue
         with graph.graph.inserting_before(node):
-            new = graph.graph.call_function(launch, tuple(args))
+            new = graph.graph.call_function(launch, tuple(args), named)
         node.replace_all_uses_with(new)
         graph.graph.erase_node(node)
     graph.recompile()
@@ -174,8 +175,8 @@ def _launch(
     kwargs: dict[str, Any],
     tma_descriptor_metadata: dict[str, Any],
     **_: Any,
-) -> tuple[Callable[..., None], list[Any]]:
-    """A function that launches a kernel, and the arguments to call it with."""
+) -> tuple[Callable[..., None], list[Any], dict[str, fx.Node]]:
+    """A function that launches a kernel, and the arguments to call it with, by position and by name."""
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
     kernel, options = _kernel(kernel_idx)
@@ -188,29 +189,29 @@ def _launch(
         # ("stable", (shape,)) of a tensor that the kernel reads through a descriptor of tiles.
         _, (shape,) = tma_descriptor_metadata.get(parameter.name, ("", (None,)))
         tiles.append(shape)
-    options.update(named)
+    # A symbolic size that follows a constant.
+    computed = {name: each for name, each in named.items() if isinstance(each, fx.Node)}
+    options.update((name, each) for name, each in named.items() if name not in computed)
     described = [_described(each) for each in positional]
-    if not any(tiles) and not any(isinstance(each, fx.Node) for each in options.values()):
-        kernels.append((kernel, described, options))
+    if not any(tiles):
+        sizes = {name: _described(each) for name, each in computed.items()}
+        kernels.append((kernel, described, {**options, **sizes}))
     varying = [index for index, each in enumerate(positional) if isinstance(each, fx.Node)]
     tensors = [positional[index] for index in varying]
-    if (
-        not any(tiles)
-        and all(isinstance(described[index], torch.dtype) for index in varying)
-        and not any(isinstance(each, fx.Node) for each in (*grid[0], *options.values()))
-    ):
-        return kernel.bound(tuple(grid[0]), positional, varying, options), tensors
+    fixed = all(isinstance(described[index], torch.dtype) for index in varying)
+    if fixed and not any(tiles) and not computed and not any(isinstance(each, fx.Node) for each in grid[0]):
+        return kernel.bound(tuple(grid[0]), positional, varying, options), tensors, computed
     start = kernel.launch
 
-    def launch(grid: Any, *arguments: Any) -> None:
+    def launch(grid: Any, *arguments: Any, **sizes: Any) -> None:
         if any(tiles):
             from triton.tools.tensor_descriptor import TensorDescriptor
 
             both = zip(arguments, tiles, strict=True)
             arguments = tuple(x if tile is None else TensorDescriptor.from_tensor(x, tile) for x, tile in both)
-        start(grid, *arguments, **options)
+        start(grid, *arguments, **options, **sizes)
 
-    return launch, [tuple(grid[0]), *positional]
+    return launch, [tuple(grid[0]), *positional], computed
 
 
 def _described(argument: Any) -> Any:
@@ -242,7 +243,11 @@ def _function(
             ctx.save_for_backward(*tensors)
             ctx.numbers = [None if isinstance(each, Tensor) else each for each in saved]
             outputs = output if isinstance(output, tuple) else (output,)
-            ctx.layouts = [(each.shape, each.stride(), each.dtype, each.device) for each in outputs]
+            # Torch 2.11 returns symbolic sizes too, whose gradients nobody reads.
+            ctx.layouts = [
+                (each.shape, each.stride(), each.dtype, each.device) if isinstance(each, Tensor) else ()
+                for each in outputs
+            ]
             ctx.mark_non_differentiable(*(outputs[index] for index in constant))
             # Most outputs are there for the backward, and zeros for their gradients would be a launch each.
             ctx.set_materialize_grads(False)
