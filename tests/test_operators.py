@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from zoo.ops import common as operators
@@ -85,6 +86,14 @@ class Double(torch.autograd.Function):
     @operators.differentiable_once
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad * 2 * ctx.saved_tensors[0].sign() ** 2
+
+
+def test_modes_see_operators_and_no_kernels(asked: list[torch.device]) -> None:
+    with FakeTensorMode() as mode:
+        x = torch.empty(2, device="cuda")
+    assert operators.kernels_run(x)
+    with mode:
+        assert not operators.kernels_run(x)
 
 
 def test_a_second_derivative_is_refused() -> None:

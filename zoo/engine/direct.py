@@ -148,7 +148,7 @@ def _straight_line(graph: fx.GraphModule, kernels: list[Any]) -> Callable[..., A
     from torch._functorch.autograd_function import autograd_function_apply
 
     for node in list(graph.graph.nodes):
-        named: dict[str, fx.Node] = {}
+        named: dict[str, Any] = {}
         if _launches(node):
             launch, args, named = _launch(kernels, **node.kwargs)
         elif node.target is autograd_function_apply:
@@ -175,7 +175,7 @@ def _launch(
     kwargs: dict[str, Any],
     tma_descriptor_metadata: dict[str, Any],
     **_: Any,
-) -> tuple[Callable[..., None], list[Any], dict[str, fx.Node]]:
+) -> tuple[Callable[..., None], list[Any], dict[str, Any]]:
     """A function that launches a kernel, and the arguments to call it with, by position and by name."""
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 

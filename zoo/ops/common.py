@@ -97,10 +97,11 @@ def kernels_run(*tensors: Tensor | None) -> bool:
     """Whether an operator on these runs kernels of our own, and not torch's operators.
 
     Kernels take three dtypes, on a GPU that Triton knows. They have no derivatives for forward mode and for torch.func,
-    and take no tensor that stands for several. May be asked inside a region: the compiler folds the answer.
+    take no tensor that stands for several, and cannot be seen by a mode that watches each operator. May be asked inside
+    a region: the compiler folds the answer.
     """
     first = tensors[0]
-    if first is None or not triton_runs_on(first.device) or transformed() or forward_mode():
+    if first is None or not triton_runs_on(first.device) or transformed() or forward_mode() or _watched():
         return False
     for each in tensors:  # a plain loop: the compiler traces it in each block
         if each is not None and (each.dtype not in KERNEL_DTYPES or hasattr(each, "__tensor_flatten__")):
@@ -128,6 +129,11 @@ def transformed() -> bool:
 def forward_mode() -> bool:
     """Whether derivatives are taken on the way, which no operator of ours has. May be asked inside a region."""
     return torch.autograd.forward_ad._current_level >= 0
+
+
+def _watched() -> bool:
+    """Whether a mode such as ``FlopCounterMode`` or ``FakeTensorMode`` watches each operator: it sees no kernel."""
+    return not torch.compiler.is_dynamo_compiling() and torch._C._len_torch_dispatch_stack() > 0
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
