@@ -22,11 +22,10 @@ from zoo.engine.tracing import tracing_to_run
 from zoo.llm import LLM, LLMLayer
 from zoo.llm.decode import DecodeState, accept
 from zoo.llm.layer import _add_linear
-from zoo.ops.cached_attention import attend, decode_attention
-from zoo.ops.decode import MOST_ROWS, few_rows
+from zoo.ops.cached_attention import MOST_ROWS, attend, decode_attention, few_rows
+from zoo.ops.glu import swiglu
 from zoo.ops.rms_norm import WIDEST, add_rms_norm, rms_norm
 from zoo.ops.rotary import heads_fit, rotate_into, split_rotated
-from zoo.ops.swiglu import swiglu
 from zoo.training import checkpoint_regions
 
 ROOT = Path(__file__).resolve().parent.parent

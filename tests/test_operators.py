@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from zoo.ops import common as operators
-from zoo.ops import opaque
+from zoo.ops.conv_act import operator
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_a_second_derivative_of_an_input_alone_is_refused(checkpointed: bool) ->
 
 
 def test_an_opaque_operator_is_what_torch_expects() -> None:
-    @opaque.operator("zoo_test", "(Tensor x) -> Tensor", torch.empty_like)
+    @operator("zoo_test", "(Tensor x) -> Tensor", torch.empty_like)
     def doubled(x: Tensor) -> Tensor:
         return x * 2
 

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from zoo.layers import ordinary, plain
 from zoo.llm.config import LLMConfig
-from zoo.ops.cached_attention import attend, decode_attention
-from zoo.ops.decode import decode_layer, decodes, few_rows, norm_linear
+from zoo.ops.cached_attention import attend, decode_attention, decode_layer, decodes, few_rows, norm_linear
+from zoo.ops.glu import swiglu
 from zoo.ops.rms_norm import add_rms_norm, rms_norm
 from zoo.ops.rotary import rotate_into, split_rotated
-from zoo.ops.swiglu import swiglu
 
 
 class RMSNorm(nn.Module):

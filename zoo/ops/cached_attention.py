@@ -1,10 +1,12 @@
 """Attention of grouped queries over a cache in which the token of position p lies in slot p.
 
 Shape legend: B batch, T tokens, S slots of the cache, H query heads, K key and value heads, G = H / K, D width of a
-head.
+head, M rows of features, C columns, N rows of a weight.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,9 @@ from torch import Tensor
 
 from zoo.ops.common import differentiated, kernels_run
 from zoo.ops.rotary import heads_fit, rotate_into
+
+# From here on a matrix product of the vendor's library reads weights as fast.
+MOST_ROWS = 4
 
 
 def attend(query: Tensor, cache: Tensor, positions: Tensor, window: int | None) -> Tensor:
@@ -86,3 +91,37 @@ def decode_attention(
 
 def _kernels_fit(x: Tensor, cache: Tensor) -> bool:
     return heads_fit(cache.shape[-1]) and kernels_run(x, cache)
+
+
+def few_rows(x: Tensor, *weights: Tensor) -> bool:
+    """Whether these functions take x [M, C] with these weights: few rows, all of one dtype, no gradients."""
+    alike = x.shape[0] <= MOST_ROWS and all(each.dtype == x.dtype for each in weights)
+    return alike and kernels_run(x, *weights) and not differentiated(x, *weights)
+
+
+def decodes(x: Tensor, cache: Tensor, *weights: Tensor) -> bool:
+    """Whether ``decode_layer`` takes x [M, C] with this cache and these weights."""
+    return heads_fit(cache.shape[-1]) and few_rows(x, *weights) and kernels_run(cache)
+
+
+def decode_layer(x: Tensor, *arguments: Any) -> Tensor:
+    """A decoder layer for one new token a row: x [M, C] -> [M, C]. See ``zoo.llm.LLMLayer``, which it runs for.
+
+    Each kernel begins while the one before it ends, by programmatic dependent launch. Not where Inductor compiles them,
+    in a model compiled as a whole: torch 2.11 ignores ``launch_pdl`` of a kernel that it traces. In one CUDA graph 24
+    dependent products of a row take 78 us so, and 102 us without the overlap (one H200, Triton 3.6).
+
+    Cache [2, M, K, S, D] is written in place at positions [M] int64; rotary [M, D] are the positions' cosines and
+    sines; the rest are the layer's weights and numbers.
+    """
+    from zoo.ops.triton import decode_products as kernels
+
+    return kernels.decode_layer(x, *arguments)
+
+
+def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+    """RMS norm of x [M, C], times weight [N, C]: [M, N]."""
+    from zoo.ops.triton import decode_products as kernels
+    from zoo.ops.triton.decode_attention import can_overlap
+
+    return kernels.norm_linear(x, norm, eps, weight, None, can_overlap(x.device))

@@ -7,8 +7,9 @@ have no rule for the shapes of their outputs, so no compiler takes them; the mat
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -16,8 +17,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoo.ops.common import KERNEL_DTYPES
-from zoo.ops.opaque import operator
+from zoo.engine.compat import name_fallbacks_alone
+from zoo.ops.common import KERNEL_DTYPES, Function
+
+
+def operator(namespace: str, schema: str, shapes: Function) -> Callable[[Function], Any]:
+    """Make a function an operator, which has no gradient.
+
+    ``torch.library.custom_op`` would do the same, and import Dynamo at the first eager call.
+
+    Args:
+        namespace: As in ``torch.ops.<namespace>``.
+        schema: Arguments and outputs; an argument that is written to is marked in it.
+        shapes: Says shapes and dtypes of the outputs; takes the same arguments.
+    """
+
+    def define(function: Function) -> Any:
+        @functools.wraps(shapes)
+        def traced(*arguments: Any) -> Any:
+            # Whoever asks is about to compile a graph with the operator in it.
+            name_fallbacks_alone()
+            return shapes(*arguments)
+
+        name = f"{namespace}::{function.__name__}"
+        torch.library.define(name, schema, tags=torch.Tag.pt2_compliant_tag)
+        torch.library.impl(name, "default", function)
+        torch.library.register_fake(name, traced)
+        return getattr(getattr(torch.ops, namespace), function.__name__).default
+
+    return define
 
 
 def _shape(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, *options: Any) -> Tensor:

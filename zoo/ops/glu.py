@@ -1,4 +1,4 @@
-"""Gated GELU, alone and with the product before it.
+"""Gated linear units: with GELU, alone and with the product before it, and with SiLU.
 
 Shape legend: R rows, C channels, I width inside the MLP.
 """
@@ -96,3 +96,32 @@ def gated_gelu_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return kernels.gated_gelu_product(x, weight, bias)
     # The bias is the gate's: with it the library takes a kernel that clears a buffer first.
     return gated_gelu(F.linear(x, weight), bias)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """SiLU of the first half of x [..., 2 I] times the second: [..., I] (https://arxiv.org/abs/2002.05202)."""
+    if kernels_run(x):
+        if differentiated(x):
+            out: Tensor = _SwiGLU.apply(x)
+            return out
+        from zoo.ops.triton import glu as kernels
+
+        return kernels.swiglu(x)
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        from zoo.ops.triton import glu as kernels
+
+        ctx.save_for_backward(x)
+        return kernels.swiglu(x)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        from zoo.ops.triton import glu as kernels
+
+        return kernels.swiglu_backward(grad, *ctx.saved_tensors)

@@ -187,7 +187,7 @@ def decode_layer(
     heads: int,
     window: int | None,
 ) -> Tensor:
-    """See ``zoo/ops/decode.py``."""
+    """See ``zoo/ops/cached_attention.py``."""
     overlap = can_overlap(x.device)
     qkv = norm_linear(x, norm, eps, qkv_weight, qkv_bias, overlap)
     mixed = decode_attention(qkv, cache, positions, rotary, q_norm, k_norm, eps, heads, window)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-"""Gated GELU, its gradients, and a product that is gated before it is written.
+"""Units gated by GELU or SiLU, their gradients, and a product that is gated before it is written.
 
 Programs hold tiles of rows and columns. Sizes are no part of the code: one compilation serves all levels of a model.
 
@@ -26,6 +26,8 @@ from zoo.ops.triton.tiles import dense, tile_of
 
 # Rows and columns of a tile of the gate: a thread reads 16 numbers of each half. Widths are multiples of 256.
 ROWS, COLUMNS = 8, 256
+# Columns of a program of the gate with SiLU, which takes one row.
+SILU_BLOCK = 2048
 # Programs of the backward at most, shared between tiles of columns: three a multiprocessor of a large GPU.
 PROGRAMS = 384
 # Of a product's tile: rows, columns of each half, channels at once; and what is under way. The fastest on an H200.
@@ -159,4 +161,47 @@ def gated_gelu_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
             ROWS=PRODUCT_ROWS, COLUMNS=PRODUCT_COLUMNS, CHANNELS=CHANNELS, TURNS=TURNS,
             num_warps=4 if channels <= FEW_CHANNELS else 8, num_stages=STAGES,
         )  # fmt: skip
+    return out
+
+
+@kernel
+def _swiglu(x, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(x + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + column, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+
+
+@kernel
+def _swiglu_backward(grad, x, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    above = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(x + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    opened = tl.sigmoid(gate)
+    silu = gate * opened
+    slope = opened + silu * (1.0 - opened)
+    tl.store(out + row * 2 * width + column, (above * up * slope).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * 2 * width + width + column, (above * silu).to(out.dtype.element_ty), mask=inside)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """[..., 2 I] -> [..., I]."""
+    x, inner = x.contiguous(), x.shape[-1] // 2
+    out = x.new_empty(*x.shape[:-1], inner)
+    _swiglu[(x.shape[:-1].numel(), ceil_div(inner, SILU_BLOCK))](x, out, inner, BLOCK=SILU_BLOCK, num_warps=8)
+    return out
+
+
+def swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """Gradient [..., I] and input [..., 2 I] -> gradient of the input."""
+    grad, x = grad.contiguous(), x.contiguous()
+    out, inner = torch.empty_like(x), grad.shape[-1]
+    _swiglu_backward[(x.shape[:-1].numel(), ceil_div(inner, SILU_BLOCK))](
+        grad, x, out, inner, BLOCK=SILU_BLOCK, num_warps=8
+    )
     return out
