@@ -26,7 +26,7 @@ def row_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         return _RowNorm.apply(x, weight, bias, eps)  # type: ignore[no-any-return]
     from zoo.ops.triton import row_norm as kernels
 
-    return kernels.row_norm(x, weight, bias, eps)
+    return kernels.row_norm(x, weight, bias, eps, keep=False)[0]
 
 
 def add_norm(
@@ -61,7 +61,7 @@ def add_norm(
         return _AddNorm.apply(x, residual, weight, bias, shift, eps)  # type: ignore[no-any-return]
     from zoo.ops.triton import row_norm as kernels
 
-    return kernels.add_norm(x, residual, weight, bias, shift, eps)
+    return kernels.add_norm(x, residual, weight, bias, shift, eps, keep=False)[:2]
 
 
 class _RowNorm(torch.autograd.Function):
@@ -69,7 +69,7 @@ class _RowNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         from zoo.ops.triton import row_norm as kernels
 
-        out, mean, rstd = kernels.kept_row_norm(x, weight, bias, eps)
+        out, mean, rstd = kernels.row_norm(x, weight, bias, eps, keep=True)
         ctx.save_for_backward(x, mean, rstd, weight, bias)
         return out
 
@@ -91,7 +91,7 @@ class _AddNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         from zoo.ops.triton import row_norm as kernels
 
-        total, out, summed, mean, rstd = kernels.kept_add_norm(x, residual, weight, bias, shift, eps)
+        total, out, summed, mean, rstd = kernels.add_norm(x, residual, weight, bias, shift, eps, keep=True)
         ctx.dtypes = x.dtype, residual.dtype, None if shift is None else shift.dtype
         ctx.save_for_backward(summed, mean, rstd, weight, bias)
         if not torch.compiler.is_compiling():  # zeros for a gradient that is not there would be a launch

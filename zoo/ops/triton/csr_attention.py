@@ -331,11 +331,10 @@ def gat(
     seed: Tensor | None,
     dropout: float,
     rows: Rows,
-    tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Table [S, W], scores [D, H] unless in it -> weighted sums [D, H C] or their mean [D, C], log-sum-exp [D, H]."""
     table, a_destination, a_stride = _contiguous(table, a_destination)
-    number, tile = rows.pointers.shape[0] - 1, tile or choose_tile(heads, channels, table.element_size())
+    number, tile = rows.pointers.shape[0] - 1, choose_tile(heads, channels, table.element_size())
     average_here = average and tile.heads >= heads
     width = channels if average_here else heads * channels
     out = table.new_empty(number, width)
@@ -378,12 +377,11 @@ def gat_backward(
     rows: Rows,
     transpose: Rows,
     permutation: Tensor,
-    tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of the table [S, W] and of the destinations' scores [D, H], None if they are in it."""
     grad = grad.contiguous()
     table, a_destination, a_stride = _contiguous(table, a_destination)
-    number, tile = transpose.pointers.shape[0] - 1, tile or choose_tile(heads, channels)
+    number, tile = transpose.pointers.shape[0] - 1, choose_tile(heads, channels)
     edges, stride = permutation.shape[0], table.shape[1]
     grad_table = torch.empty_like(table)
     moved = table.new_empty(edges, heads, dtype=torch.float32)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zoo.ops.common import ceil_div
 from zoo.ops.csr import Rows
-from zoo.ops.triton.csr import Blocks, choose_blocks, greater, merge_grid, merge_tile, span, written
+from zoo.ops.triton.csr import choose_blocks, greater, merge_grid, merge_tile, span, written
 from zoo.ops.triton.csr_sum import merge_sums
 from zoo.ops.triton.kernel import kernel
 
@@ -124,7 +124,7 @@ def _csr_max_backward(
     tl.store(out + place, result.to(out.dtype.element_ty), mask=whole[:, None] & inside[None, :])
 
 
-def csr_max(x: Tensor, rows: Rows, count_ties: bool, blocks: Blocks | None = None) -> tuple[Tensor, Tensor]:
+def csr_max(x: Tensor, rows: Rows, count_ties: bool) -> tuple[Tensor, Tensor]:
     """Greatest of gathered rows, x [S, C] -> [R, C], and how many edges reach it, [R, C] float32 (or [0])."""
     x = x.contiguous()
     number, channels = rows.pointers.shape[0] - 1, x.shape[1]
@@ -132,7 +132,7 @@ def csr_max(x: Tensor, rows: Rows, count_ties: bool, blocks: Blocks | None = Non
     ties = x.new_empty((number, channels) if count_ties else (0,), dtype=torch.float32)
     if not out.numel():
         return out, ties
-    blocks = blocks or choose_blocks(channels, x.element_size(), x.shape[0])
+    blocks = choose_blocks(channels, x.element_size(), x.shape[0])
     partial = None if rows.chunks is None else x.new_empty(rows.num_chunks, channels, dtype=torch.float32)
     partial_ties = None if partial is None or not count_ties else torch.empty_like(partial)
     given_ties = ties if count_ties else None
@@ -152,14 +152,14 @@ def csr_max(x: Tensor, rows: Rows, count_ties: bool, blocks: Blocks | None = Non
     return out, ties
 
 
-def csr_max_backward(x: Tensor, values: Tensor, shares: Tensor, rows: Rows, blocks: Blocks | None = None) -> Tensor:
+def csr_max_backward(x: Tensor, values: Tensor, shares: Tensor, rows: Rows) -> Tensor:
     """Over the transpose, x [S, C], values and shares [D, C] -> [S, C]: the shares of all maxima that x reaches."""
     x, values, shares = x.contiguous(), values.contiguous(), shares.contiguous()
     number, channels = x.shape
     out = torch.empty_like(x)
     if not out.numel():
         return out
-    blocks = blocks or choose_blocks(channels, x.element_size(), values.shape[0])
+    blocks = choose_blocks(channels, x.element_size(), values.shape[0])
     partial = None if rows.chunks is None else x.new_empty(rows.num_chunks, channels, dtype=torch.float32)
     tiles = ceil_div(channels, blocks.columns)
     _csr_max_backward[(rows.num_chunks + ceil_div(number, blocks.rows), tiles)](

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zoo.ops.common import ceil_div, next_power
 from zoo.ops.csr import Own, Rows
-from zoo.ops.triton.csr import Blocks, choose_blocks, merge_grid, merge_tile, span, written
+from zoo.ops.triton.csr import choose_blocks, merge_grid, merge_tile, span, written
 from zoo.ops.triton.kernel import kernel
 
 
@@ -136,7 +136,6 @@ def csr_sum(
     channels: int | None = None,
     out: Tensor | None = None,
     out_column: int = 0,
-    blocks: Blocks | None = None,
 ) -> Tensor:
     """Weighted sums of gathered rows: x [S, W] -> [R, C].
 
@@ -151,7 +150,6 @@ def csr_sum(
         channels: C; W when left out. Of more than W columns the last ones are zero.
         out: [R, ...], to be written to.
         out_column: Where in its rows.
-        blocks: How the launch is cut.
     """
     x = x.contiguous()
     number = rows.pointers.shape[0] - 1
@@ -161,7 +159,7 @@ def csr_sum(
         out = x.new_empty(number, 2 * channels if own == "beside" else channels)
     if not number or not channels:
         return out
-    blocks = blocks or choose_blocks(max(channels, readable), x.element_size(), x.shape[0])
+    blocks = choose_blocks(max(channels, readable), x.element_size(), x.shape[0])
     partial = None if rows.chunks is None else x.new_empty(rows.num_chunks, channels, dtype=torch.float32)
     own_rows, own_number = x.shape[0], _OWN[own]
     own_column = readable if own == "added" else 0

@@ -132,7 +132,7 @@ def add_layer_norm(
         block = next_power(columns)
         _add_layer_norm[(rows,)](
             x, added, shift, weight, bias, total, out, low, mean, rstd, columns, eps,
-            COLUMNS=block, num_warps=_warps(block),
+            COLUMNS=block, num_warps=warps_of(block),
         )  # fmt: skip
     return out, low, total, mean, rstd
 
@@ -159,11 +159,12 @@ def add_layer_norm_backward(
         block = next_power(columns)
         _add_layer_norm_backward[(min(rows, PROGRAMS),)](
             total, mean, rstd, weight, grad, low_grad, out, low, part, rows, columns,
-            COLUMNS=block, SUMS=len(sums), num_warps=_warps(block),
+            COLUMNS=block, SUMS=len(sums), num_warps=warps_of(block),
         )  # fmt: skip
     add_parts(part, *sums)
     return out, low, sums[0], sums[1], sums[2] if shifted else None
 
 
-def _warps(block: int) -> int:
+def warps_of(block: int) -> int:
+    """Of a program that holds a row in so many places."""
     return min(max(block // (32 * NUMBERS), 1), 32)

@@ -19,12 +19,8 @@ from torch import Tensor
 
 from zoo.ops.common import next_power
 from zoo.ops.triton.kernel import kernel
+from zoo.ops.triton.norms import PROGRAMS, warps_of
 from zoo.ops.triton.sums import add_parts
-
-# Numbers of a row that a thread holds: 16 bytes of each tensor in half precision.
-NUMBERS = 8
-# Programs of the backward at most: four for each multiprocessor of a large GPU, and a power of two as rows mostly are.
-PROGRAMS = 512
 
 
 @kernel
@@ -90,7 +86,7 @@ def rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tup
         block = next_power(x.shape[-1])
         _forward[(rows,)](
             x, None if added is None else added.contiguous(), weight.contiguous(), None if added is None else total,
-            out, rstd, x.shape[-1], eps, COLUMNS=block, num_warps=_warps(block),
+            out, rstd, x.shape[-1], eps, COLUMNS=block, num_warps=warps_of(block),
         )  # fmt: skip
     return total, out, rstd
 
@@ -109,11 +105,7 @@ def rms_norm_backward(
     if rows:
         _backward[(programs,)](
             grad, x, weight, rstd, past, out, part, rows, columns,
-            COLUMNS=block, num_warps=_warps(block),
+            COLUMNS=block, num_warps=warps_of(block),
         )  # fmt: skip
     add_parts(part, grad_weight)
     return out, grad_weight
-
-
-def _warps(block: int) -> int:
-    return min(max(block // (32 * NUMBERS), 1), 32)

@@ -122,52 +122,40 @@ def _norm_backward(
         tl.store(part + 2 * WEIGHTED * columns, tl.sum(shifts, 0), mask=live)
 
 
-def row_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Layer norm of x [R, C] with weight [C] and bias [C]: [R, C]."""
+def row_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Layer norm of x [R, C] with weight [C] and bias [C]: [R, C]; mean and factor of each row [R] if kept."""
     x = dense(x)
-    out = torch.empty_like(x)
-    _launch(x, None, weight, bias, None, eps, None, out, None, None)
-    return out
-
-
-def kept_row_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """``row_norm``, and mean and factor of each row [R]."""
-    x = dense(x)
-    out, mean, rstd = torch.empty_like(x), *_statistics(x)
-    _launch(x, None, weight, bias, None, eps, None, out, None, (mean, rstd))
+    out, mean, rstd = torch.empty_like(x), *_statistics(x, keep)
+    _launch(x, None, weight, bias, None, eps, None, out, None, mean, rstd)
     return out, mean, rstd
 
 
 def add_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    """X [R, C] plus residual [R, C], plus shift [C]; and the layer norm of the first sum, with weight and bias [C]."""
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float, keep: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """X [R, C] plus residual [R, C] plus shift [C], and the layer norm of the sum without the shift.
+
+    If kept also that sum [R, C], and mean and factor of each row [R].
+    """
     x = dense(x)
     total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
-    out = torch.empty_like(total)
-    _launch(x, residual, weight, bias, shift, eps, total, out, None, None)
-    return total, out
-
-
-def kept_add_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``add_norm``, the sum without the shift [R, C], which is what was normed, and mean and factor of each row [R]."""
-    x = dense(x)
-    total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
-    out, mean, rstd = torch.empty_like(total), *_statistics(x)
-    summed = None if shift is None else torch.empty_like(total)
-    _launch(x, residual, weight, bias, shift, eps, total, out, summed, (mean, rstd))
+    out, mean, rstd = torch.empty_like(total), *_statistics(x, keep)
+    summed = torch.empty_like(total) if keep and shift is not None else None
+    _launch(x, residual, weight, bias, shift, eps, total, out, summed, mean, rstd)
     return total, out, total if summed is None else summed, mean, rstd
 
 
-def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
+def _statistics(x: Tensor, keep: bool) -> tuple[Tensor | None, Tensor | None]:
+    if not keep:
+        return None, None
     return x.new_empty(x.shape[:-1], dtype=torch.float32), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 def _launch(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float,
-    total: Tensor | None, out: Tensor, summed: Tensor | None, statistics: tuple[Tensor, Tensor] | None,
+    total: Tensor | None, out: Tensor, summed: Tensor | None, mean: Tensor | None, rstd: Tensor | None,
 ) -> None:  # fmt: skip
     if not x.numel():
         return
@@ -182,7 +170,7 @@ def _launch(
     sizes = rows, columns, 0 if residual is None else columns, 0 if shift is None else columns
     _norm[(ceil_div(rows, at_once),)](
         x, added, weight, dense(bias), moved, out.new_empty(1) if total is None else total, out, summed,
-        *(statistics or (None, None)), *sizes, eps, ROWS=at_once, COLUMNS=block, num_warps=4,
+        mean, rstd, *sizes, eps, ROWS=at_once, COLUMNS=block, num_warps=4,
     )  # fmt: skip
 
 
