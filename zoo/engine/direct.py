@@ -225,14 +225,8 @@ def _described(argument: Any) -> Any:
 def _function(
     forward: Callable[..., Any], backward: Callable[..., Any], read: Sequence[bool], not_differentiable: Iterable[int]
 ) -> Callable[..., Any]:
-    """An autograd function of two graphs, as Dynamo makes them of one that a block calls.
-
-    Args:
-        forward: Returns the outputs, and what the backward needs.
-        backward: Takes a gradient of each output, then what was kept.
-        read: Of each argument of ``backward``, whether it is read.
-        not_differentiable: Outputs that have no gradient.
-    """
+    """An autograd function of Dynamo's two graphs; ``read`` says which of its arguments the backward reads."""
+    # The forward returns outputs and what is saved; the backward takes a gradient of each output, and what was saved.
     constant = tuple(not_differentiable)
 
     class Function(torch.autograd.Function):

@@ -36,10 +36,7 @@ def _part(weight, row, live, begin, C: tl.constexpr, BLOCK_C: tl.constexpr):
 
 @triton.jit
 def _dots(x, norm, first, weight, row, live, m, eps, C: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Products of features row ``m``, normed if ``norm`` is there, with rows of the weight [ROWS, C]: [ROWS].
-
-    ``first`` is the weight's first part, which is here already.
-    """
+    """Products [ROWS] of features ``m``, normed if ``norm`` is given, with rows of the weight, which begin by ``first``."""
     column = tl.arange(0, BLOCK_C)
     total = tl.zeros([row.shape[0], BLOCK_C], tl.float32)
     squares = tl.zeros([BLOCK_C], tl.float32)
@@ -112,10 +109,8 @@ ENOUGH = 1600
 
 
 def _tile(rows: int, columns: int, itemsize: int) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a program for a weight [rows, columns]: whole rows at once where they fit.
-
-    Four rows share the features that they are multiplied with, fewer where the weight has too few for all programs.
-    """
+    """(rows, columns, warps) of a program for a weight [rows, columns]: whole rows at once where they fit."""
+    # Rows share the features that they are multiplied with: as many as leave enough programs.
     block = min(next_power(columns), 8192)
     count = next((count for count in (4, 2) if rows // count >= ENOUGH), 1)
     warps = next_power(count * block * itemsize) // (32 * THREAD_BYTES)

@@ -138,10 +138,8 @@ class Kernel(JITFunction):  # type: ignore[misc]
     def _described(
         self, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...] | None, list[Any]]:
-        """What Triton would compile a launch for, None where no launch is kept; and the arguments, tensors by address.
-
-        The driver is asked about every tensor that it is handed, and not about addresses.
-        """
+        """What Triton compiles a launch for, None where no launch is kept; and the arguments, tensors by address."""
+        # The driver is asked about every tensor that it is handed, and not about addresses.
         key: list[Any] = [*options.items()]
         values: list[Any] = []
         for value, sized, fixed in zip(arguments, self._sized, self._fixed, strict=False):
