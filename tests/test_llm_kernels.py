@@ -261,6 +261,8 @@ def test_rounded_weights_many_rows_and_gradients_go_the_ordinary_way(gpu: Any) -
     weight, x = torch.randn(4, 8), torch.randn(MOST_ROWS, 8)
     assert few_rows(x, weight)
     assert not few_rows(torch.randn(MOST_ROWS + 1, 8), weight)
+    with torch.autocast("cpu", torch.bfloat16):  # whose products are in half precision
+        assert not few_rows(x, weight) and few_rows(x.bfloat16(), weight.bfloat16())
     assert not few_rows(x.bfloat16(), weight) and not few_rows(x, weight.requires_grad_())
     with torch.no_grad():
         assert few_rows(x, weight)

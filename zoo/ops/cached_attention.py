@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zoo.layers import compute_dtype
 from zoo.ops.common import differentiated, kernels_run
 from zoo.ops.rotary import heads_fit, rotate_into
 
@@ -94,8 +95,8 @@ def _kernels_fit(x: Tensor, cache: Tensor) -> bool:
 
 
 def few_rows(x: Tensor, *weights: Tensor) -> bool:
-    """Whether these functions take x [M, C] with these weights: few rows, all of one dtype, no gradients."""
-    alike = x.shape[0] <= MOST_ROWS and all(each.dtype == x.dtype for each in weights)
+    """Whether these functions take x [M, C] with these weights: few rows, of the dtype of products, no gradients."""
+    alike = x.shape[0] <= MOST_ROWS and compute_dtype(x) == x.dtype and all(each.dtype == x.dtype for each in weights)
     return alike and kernels_run(x, *weights) and not differentiated(x, *weights)
 
 

@@ -36,7 +36,7 @@ def _part(weight, row, live, begin, C: tl.constexpr, BLOCK_C: tl.constexpr):
 
 @triton.jit
 def _dots(x, norm, first, weight, row, live, m, eps, C: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Products [ROWS] of features ``m``, normed by ``norm`` if any, with rows of the weight, which begin by ``first``."""
+    """Products [ROWS] of features ``m``, normed by ``norm`` if any, with rows of the weight that begin by ``first``."""
     column = tl.arange(0, BLOCK_C)
     total = tl.zeros([row.shape[0], BLOCK_C], tl.float32)
     squares = tl.zeros([BLOCK_C], tl.float32)
