@@ -130,4 +130,8 @@ class Stem(Unit):
         conv = self.conv
         if self.norm is None:
             return bias_act_pool(stem_conv(x, conv), conv.bias)  # type: ignore[arg-type]
-        return norm_act_pool(stem_conv(x, conv) if plain(conv, nn.Conv2d) else conv(x), norm_of(self.norm))
+        if plain(conv, nn.Conv2d):
+            x = stem_conv(x, conv)
+        else:
+            x = conv(x.contiguous(memory_format=torch.channels_last))
+        return norm_act_pool(x, norm_of(self.norm))
