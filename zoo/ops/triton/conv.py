@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zoo.ops.common import ceil_div
 from zoo.ops.triton.kernel import kernel
-from zoo.ops.triton.tiles import dense, tile_of
+from zoo.ops.triton.tiles import tile_of
 
 # Rows and columns of a tile: a thread reads 8 numbers of each summand. Widths in the models are multiples of 64.
 ROWS, COLUMNS = 16, 64
@@ -69,14 +69,14 @@ def _windows(
 
 def conv_add(x: Tensor, bias: Tensor, residual: Tensor | None) -> Tensor:
     """[R, C] plus [C] plus [R, C], if any: [R, C]."""
-    x, bias = dense(x), dense(bias)
+    x, bias = x.contiguous(), bias.contiguous()
     out = torch.empty_like(x, dtype=x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype))
     if out.numel():
         columns = x.shape[-1]
         rows, added = out.numel() // columns, 0 if residual is None else columns
         grid = (ceil_div(rows, ROWS) * ceil_div(columns, COLUMNS),)
         # Where there is none another tensor stands for it, of which nothing is read.
-        other = x if residual is None else dense(residual)
+        other = x if residual is None else residual.contiguous()
         _conv_add[grid](x, bias, other, out, rows, columns, added, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4)
     return out
 
@@ -84,7 +84,7 @@ def conv_add(x: Tensor, bias: Tensor, residual: Tensor | None) -> Tensor:
 def upsample(x: Tensor) -> Tensor:
     """[B, H, W, C] -> [B, 2 H, 2 W, C], each pixel four times."""
     count, height, width, columns = x.shape
-    x = dense(x)
+    x = x.contiguous()
     out = x.new_empty(count, 2 * height, 2 * width, columns)
     if out.numel():
         rows = count * height * width
@@ -96,7 +96,7 @@ def upsample(x: Tensor) -> Tensor:
 def windows(x: Tensor, stride: int) -> Tensor:
     """[B, H, W, C] -> [B H' W', 9 C], H' = ⌈H / stride⌉: what a 3 × 3 convolution with a padding of 1 multiplies."""
     count, height, width, columns = x.shape
-    x = dense(x)
+    x = x.contiguous()
     lines, across = ceil_div(height, stride), ceil_div(width, stride)
     out = x.new_empty(count * lines * across, 9 * columns)
     if out.numel():

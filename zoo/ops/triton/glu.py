@@ -22,7 +22,7 @@ from zoo.ops.common import ceil_div
 from zoo.ops.triton.gelu import erf_form
 from zoo.ops.triton.kernel import kernel
 from zoo.ops.triton.sums import add_parts
-from zoo.ops.triton.tiles import dense, tile_of
+from zoo.ops.triton.tiles import tile_of
 
 # Rows and columns of a tile of the gate: a thread reads 16 numbers of each half. Widths are multiples of 256.
 ROWS, COLUMNS = 8, 256
@@ -119,18 +119,18 @@ def _gated_gelu_product(
 
 def gated_gelu(x: Tensor, bias: Tensor) -> Tensor:
     """X [..., 2 I] plus bias [2 I]; GELU of the second half times the first: [..., I]."""
-    x, columns = dense(x), x.shape[-1] // 2
+    x, columns = x.contiguous(), x.shape[-1] // 2
     out = x.new_empty(*x.shape[:-1], columns)
     if out.numel():
         rows = out.numel() // columns
         grid = (ceil_div(rows, ROWS) * ceil_div(columns, COLUMNS),)
-        _gated_gelu[grid](x, dense(bias), out, rows, columns, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4)
+        _gated_gelu[grid](x, bias.contiguous(), out, rows, columns, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4)
     return out
 
 
 def gated_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, summed: bool) -> tuple[Tensor, Tensor | None]:
     """Gradient of the output [..., I] -> of x [..., 2 I] and, if summed, of the bias [2 I]."""
-    grad, x, columns = dense(grad), dense(x), grad.shape[-1]
+    grad, x, columns = grad.contiguous(), x.contiguous(), grad.shape[-1]
     out, grad_bias = torch.empty_like(x), bias.new_empty(2 * columns) if summed else None
     rows = grad.numel() // max(columns, 1)
     across = ceil_div(columns, COLUMNS)
@@ -139,7 +139,7 @@ def gated_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, summed: bool) -> 
     part = out if grad_bias is None else x.new_empty(parts, 1, 2 * columns, dtype=torch.float32)
     if columns:
         _gated_gelu_backward[(across, parts)](
-            grad, x, dense(bias), out, part, rows, columns, SUMMED=summed, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=8
+            grad, x, bias.contiguous(), out, part, rows, columns, SUMMED=summed, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=8
         )
         if grad_bias is not None:
             add_parts(part, grad_bias)
@@ -149,13 +149,13 @@ def gated_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, summed: bool) -> 
 def gated_gelu_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """X [R, C] by weight [2 I, C], plus bias [2 I]; GELU of the second half times the first: [R, I]."""
     (rows, channels), columns = x.shape, weight.shape[0] // 2
-    x, out = dense(x), x.new_empty(rows, columns)
+    x, out = x.contiguous(), x.new_empty(rows, columns)
     if out.numel():
         grid = (ceil_div(rows, PRODUCT_ROWS) * ceil_div(columns, PRODUCT_COLUMNS),)
         _gated_gelu_product[grid](
             TensorDescriptor.from_tensor(x, [PRODUCT_ROWS, CHANNELS]),
             TensorDescriptor.from_tensor(weight, [PRODUCT_COLUMNS, CHANNELS]),
-            dense(bias),
+            bias.contiguous(),
             TensorDescriptor.from_tensor(out, [PRODUCT_ROWS, PRODUCT_COLUMNS]),
             rows, channels, columns,
             ROWS=PRODUCT_ROWS, COLUMNS=PRODUCT_COLUMNS, CHANNELS=CHANNELS, TURNS=TURNS,

@@ -17,7 +17,6 @@ from torch import Tensor
 from zoo.ops.common import ceil_div, next_power
 from zoo.ops.triton.kernel import kernel
 from zoo.ops.triton.sums import add_parts
-from zoo.ops.triton.tiles import dense
 
 # Numbers of a tile of whole rows, and rows of it at most: 16 numbers a thread, 4 warps; in the backward 8 of 8 warps.
 TILE, ROWS = 2048, 4
@@ -126,7 +125,7 @@ def row_norm(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Layer norm of x [R, C] with weight [C] and bias [C]: [R, C]; mean and factor of each row [R] if kept."""
-    x = dense(x)
+    x = x.contiguous()
     out, mean, rstd = torch.empty_like(x), *_statistics(x, keep)
     _launch(x, None, weight, bias, None, eps, None, out, None, mean, rstd)
     return out, mean, rstd
@@ -139,7 +138,7 @@ def add_norm(
 
     If kept also that sum [R, C], and mean and factor of each row [R].
     """
-    x = dense(x)
+    x = x.contiguous()
     total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
     out, mean, rstd = torch.empty_like(total), *_statistics(x, keep)
     summed = torch.empty_like(total) if keep and shift is not None else None
@@ -164,12 +163,12 @@ def _launch(
     at_once = max(1, min(ROWS, TILE // block))
     # Where there is none another tensor stands for it, of which nothing is read; one of its own for what is written:
     # the compiler takes what an argument writes for the whole of a tensor.
-    weight = dense(weight)
-    added = x if residual is None else dense(residual)
-    moved = weight if shift is None else dense(shift)
+    weight = weight.contiguous()
+    added = x if residual is None else residual.contiguous()
+    moved = weight if shift is None else shift.contiguous()
     sizes = rows, columns, 0 if residual is None else columns, 0 if shift is None else columns
     _norm[(ceil_div(rows, at_once),)](
-        x, added, weight, dense(bias), moved, out.new_empty(1) if total is None else total, out, summed,
+        x, added, weight, bias.contiguous(), moved, out.new_empty(1) if total is None else total, out, summed,
         mean, rstd, *sizes, eps, ROWS=at_once, COLUMNS=block, num_warps=4,
     )  # fmt: skip
 
@@ -179,7 +178,7 @@ def norm_backward(
     weighted: bool, shift: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of the sum [R, C], of weight and bias [C] if weighted, and of a shift [C] of a dtype, if it is said."""
-    columns, grad, summed, weight = summed.shape[-1], dense(grad), dense(summed), dense(weight)
+    columns, grad, summed, weight = summed.shape[-1], grad.contiguous(), summed.contiguous(), weight.contiguous()
     out = torch.empty_like(summed)
     grad_weight = torch.empty_like(weight) if weighted else None
     grad_bias = torch.empty_like(bias) if weighted else None
@@ -191,7 +190,7 @@ def norm_backward(
     # Where there is no tensor another one stands for it, of which nothing is read or written.
     part = mean if not sums else mean.new_empty(parts, len(sums), columns)
     _norm_backward[(parts,)](
-        grad, grad if more is None else dense(more), summed, mean, rstd, weight, out, part, rows,
+        grad, grad if more is None else more.contiguous(), summed, mean, rstd, weight, out, part, rows,
         columns, 0 if more is None else columns, WEIGHTED=weighted, SHIFTED=shift is not None, ROWS=at_once,
         COLUMNS=block, num_warps=8,
     )  # fmt: skip

@@ -1,16 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-"""Tiles of rows and columns, and tensors as kernels read them."""
+"""Tiles of rows and columns."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
-
-
-def dense(x: Tensor) -> Tensor:
-    """``x.contiguous()``, which in a traced graph is no node where there is nothing to do."""
-    return x if x.is_contiguous() else x.contiguous()
 
 
 @triton.jit
