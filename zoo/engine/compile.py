@@ -128,10 +128,9 @@ def compile_regions(
     hows = [_mode_and_options(region, model, mode, options, backend) for region in chosen]
     for (region, group), how in zip(chosen.items(), hows, strict=True):
         how["dynamic"] = region.dynamic if dynamic is False and region.dynamic is not None else dynamic
-        if backend == "inductor":
-            how = {"backend": DirectOrInductor(None, how["options"], how["dynamic"]), "dynamic": how["dynamic"]}
+        compiler = DirectOrInductor(None, how.pop("options"), how["dynamic"]) if backend == "inductor" else backend
         for module in group.values():
-            module._compiled_call_impl = RegionCall(module, fullgraph=fullgraph, **{"backend": backend, **how}, **limit)
+            module._compiled_call_impl = RegionCall(module, fullgraph=fullgraph, backend=compiler, **how, **limit)
     modules = {name: module for group in chosen.values() for name, module in group.items()}
     if any(parameter.is_cuda for parameter in model.parameters()):
         IdleWatch(model, list(modules.values()))
