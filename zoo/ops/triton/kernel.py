@@ -54,7 +54,8 @@ class Kernel(JITFunction):  # type: ignore[misc]
 
     Triton finds the compiled kernel of a launch anew each time, which takes the host two to three times as long as the
     launch. Here a launch like an earlier one goes to the kernel that Triton returned then. It runs on the device of its
-    tensors, whichever is current. Inside a compiled region the compiler traces the launch, and none of this is called.
+    tensors, whichever is current. A compiled region launches by ``bound`` where its graph runs as it was traced. Where
+    Inductor compiles the graph, none of this is called.
     """
 
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
