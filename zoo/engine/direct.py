@@ -92,6 +92,15 @@ def has_nothing_to_fuse(graph: fx.GraphModule) -> bool:
     return launches or (len(pointwise) <= 1 and simple)
 
 
+def _allocated(node: fx.Node, gpu: torch.device | None) -> Tensor | None:
+    """An example of the tensor that a node allocates on ``gpu``, if its sizes and strides are fixed."""
+    value = node.meta.get("example_value")
+    if node.target not in (torch.empty, torch.empty_like, "new_empty") or not isinstance(value, Tensor):
+        return None
+    fixed = all(isinstance(each, int) for each in (*value.shape, *value.stride()))
+    return value if fixed and value.device == gpu else None
+
+
 def _launches(node: fx.Node) -> bool:
     from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 
@@ -136,26 +145,46 @@ def run_directly(graph: fx.GraphModule) -> Callable[..., Any]:
     The graph's kernels are compiled when this returns.
     """
     kernels: list[tuple[Any, list[Any], dict[str, Any]]] = []
-    run = _straight_line(graph, kernels)
+    inputs = [each.meta.get("example_value") for each in graph.graph.nodes if each.op == "placeholder"]
+    gpus = {each.device for each in inputs if isinstance(each, Tensor) and each.device.type == "cuda"}
+    gpu = gpus.pop() if len(gpus) == 1 else None
+    run = _straight_line(graph, gpu, kernels)
     if kernels:
         from zoo.ops.triton.kernel import compile_together
 
         compile_together(kernels)
-    return run
+    return run if gpu is None else _on(gpu, run)
 
 
-def _straight_line(graph: fx.GraphModule, kernels: list[Any]) -> Callable[..., Any]:
+def _on(gpu: torch.device, run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run`` with ``gpu`` as the current device, where its allocations and launches go."""
+
+    def run_there(*args: Any) -> Any:
+        if torch._C._cuda_getDevice() == gpu.index:
+            return run(*args)
+        with torch.cuda.device(gpu):
+            return run(*args)
+
+    return run_there
+
+
+def _straight_line(graph: fx.GraphModule, gpu: torch.device | None, kernels: list[Any]) -> Callable[..., Any]:
     from torch._functorch.autograd_function import autograd_function_apply
 
     for node in list(graph.graph.nodes):
+        args: Any
         named: dict[str, Any] = {}
-        if _launches(node):
+        if (like := _allocated(node, gpu)) is not None:
+            # As Inductor allocates: a third of the host's time of torch.empty, on the current device.
+            launch = getattr(torch._C._dynamo.guards, "_empty_strided_cuda")  # noqa: B009  (torch's stubs lack it)
+            args = [tuple(like.shape), like.stride(), like.dtype]
+        elif _launches(node):
             launch, args, named = _launch(kernels, **node.kwargs)
         elif node.target is autograd_function_apply:
             forward, backward, *args = node.args
             halves = [getattr(graph, each.target) for each in (forward, backward)]
             read = [bool(each.users) for each in halves[1].graph.nodes if each.op == "placeholder"]
-            lines = [_straight_line(each, kernels) for each in halves]
+            lines = [_straight_line(each, gpu, kernels) for each in halves]
             launch = _function(lines[0], lines[1], read, node.kwargs["non_differentiable_idx"])
         else:
             continue

@@ -80,7 +80,7 @@ class Kernel(JITFunction):  # type: ignore[misc]
                 self.launch(grid, *arguments, **options)
             return
         key, values = self._described(arguments, options)
-        if key is None or self._is_watched():
+        if key is None or self._is_watched(triton.knobs.runtime):
             self.run(*arguments, grid=grid, warmup=False, **options)
             return
         cache, kept = self._kept.get(device, (None, {}))
@@ -109,30 +109,34 @@ class Kernel(JITFunction):  # type: ignore[misc]
             A function of the tensors, whose kinds and device may not change. It takes half the host's time of
             ``kernel[grid](...)``.
         """
-        kept: dict[Any, tuple[Any, Any, Any]] = {}
+        kept: dict[int, tuple[Any, ...]] = {}
         x, y, z = (*grid, 1, 1)[:3]
+        driver, runtime = triton.runtime.driver.active, triton.knobs.runtime
 
         def launch(*tensors: Tensor) -> None:
-            values, aligned = arguments.copy(), 0
+            values, bits = arguments.copy(), 0
             for position, tensor in zip(positions, tensors, strict=True):
                 values[position] = address = tensor.data_ptr()
-                aligned = aligned << 1 | (address % 16 == 0)
-            driver = triton.runtime.driver.active
+                bits |= address
             device = driver.get_current_device()
-            found = kept.get((device, aligned))
-            if found is None or found[0] is not self.device_caches.get(device) or self._is_watched():
+            found = kept.get(device)
+            if (
+                found is None
+                or bits % 16
+                or found[0] is not self.device_caches.get(device)
+                or self._is_watched(runtime)
+            ):
                 for position, tensor in zip(positions, tensors, strict=True):
                     values[position] = tensor
                 self.launch(grid, *values, **options)
                 cache, launches = self._kept.get(device, (None, {}))
                 same = launches.get(self._described(tuple(values), options)[0])
-                if same is not None and tensors[0].get_device() in (device, -1):
-                    kept[device, aligned] = cache, *same
+                if same is not None and not bits % 16 and tensors[0].get_device() in (device, -1):
+                    compiled, rest = same
+                    kept[device] = cache, compiled.run, compiled.function, compiled.packed_metadata, rest
                 return
-            _, compiled, rest = found
-            stream = driver.get_current_stream(device)
-            function, metadata = compiled.function, compiled.packed_metadata
-            compiled.run(x, y, z, stream, function, metadata, None, None, None, *values, *rest)
+            _, run, function, metadata, rest = found
+            run(x, y, z, driver.get_current_stream(device), function, metadata, None, None, None, *values, *rest)
 
         return launch
 
@@ -158,11 +162,10 @@ class Kernel(JITFunction):  # type: ignore[misc]
         # An eager backend of the compiler's passes all by name, tensors too, which are arguments of one launch.
         return tuple(key) if arguments else None, values
 
-    def _is_watched(self) -> bool:
-        """Whether a profiler of Triton's, or a hook of the kernel's, asks to be called at each launch."""
-        runtime = triton.knobs.runtime
-        hooks = runtime.launch_enter_hook, runtime.launch_exit_hook, self.pre_run_hooks
-        return any(getattr(each, "calls", each) for each in hooks)
+    def _is_watched(self, runtime: Any) -> bool:
+        """True if a profiler of Triton's, or a hook of the kernel's, asks to be called at each launch."""
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or self.pre_run_hooks)
 
     def _keep(self, device: int, key: Any, compiled: Any, positional: int, options: dict[str, Any]) -> None:
         if not hasattr(compiled, "packed_metadata") or any(isinstance(each, Tensor) for each in options.values()):
