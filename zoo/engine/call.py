@@ -9,6 +9,7 @@ code. Whatever does not pass goes to Dynamo, which finds, compiles or refuses as
 from __future__ import annotations
 
 import inspect
+import os
 import threading
 import types
 import warnings
@@ -34,6 +35,10 @@ _MOST_MISSES = 8
 _MOST_SHAPES = 256
 # Dynamo's configuration is the process's: a second thread would put back what the first one had set.
 _patching = threading.RLock()
+# The folders of torch and of this package.
+_LIBRARY_FOLDERS = tuple(
+    os.path.join(os.path.dirname(each), "") for each in (torch.__file__, os.path.dirname(__file__))
+)
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -51,6 +56,7 @@ class RegionCall:
 
         self._module = module
         self._runs_directly = isinstance(options.get("backend"), DirectOrInductor)
+        options["options"] = {"guard_filter_fn": _worth_guarding, **(options.get("options") or {})}
         self._compiled = torch.compile(module._call_impl, fullgraph=fullgraph, **options)
         self._dynamo = eval_frame
         self._forward = type(module).forward
@@ -158,6 +164,22 @@ class RegionCall:
 
 
 _NOT_RUN = object()
+# Functions, classes and modules of these packages are half of what Dynamo guards in a block, and nobody replaces them.
+_LIBRARIES = {"torch", "triton", "zoo", "builtins", "math", "operator", "typing"}
+
+
+def _worth_guarding(guards: Sequence[Any]) -> list[bool]:
+    """For each guard of a graph: whether it is checked in every call."""
+    return [not (each.is_global and each.has_value and _is_library_code(each.value)) for each in guards]
+
+
+def _is_library_code(value: object) -> bool:
+    if isinstance(value, types.CodeType):
+        return value.co_filename.startswith(_LIBRARY_FOLDERS)
+    if isinstance(value, types.ModuleType):
+        return value.__name__.partition(".")[0] in _LIBRARIES
+    code = isinstance(value, type | types.FunctionType | types.BuiltinFunctionType)
+    return code and str(value.__module__).partition(".")[0] in _LIBRARIES
 
 
 def _shapes(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -92,6 +92,10 @@ def has_nothing_to_fuse(graph: fx.GraphModule) -> bool:
     return launches or (len(pointwise) <= 1 and simple)
 
 
+def _learns(node: fx.Node) -> bool:
+    return bool(getattr(node.meta.get("example_value"), "requires_grad", True))
+
+
 def _allocated(node: fx.Node, gpu: torch.device | None) -> Tensor | None:
     """An example of the tensor that a node allocates on ``gpu``, if its sizes and strides are fixed."""
     value = node.meta.get("example_value")
@@ -178,8 +182,10 @@ def _straight_line(graph: fx.GraphModule, gpu: torch.device | None, kernels: lis
             # As Inductor allocates: a third of the host's time of torch.empty, on the current device.
             launch = getattr(torch._C._dynamo.guards, "_empty_strided_cuda")  # noqa: B009  (torch's stubs lack it)
             args = [tuple(like.shape), like.stride(), like.dtype]
+        elif node.target is torch.ops.aten._unsafe_view.default and not _learns(node):
+            launch, args = Tensor.view, list(node.args)  # the same without a gradient, and a third of the host's time
         elif _launches(node):
-            launch, args, named = _launch(kernels, **node.kwargs)
+            launch, args, named = _launch(kernels, gpu is not None, **node.kwargs)
         elif node.target is autograd_function_apply:
             forward, backward, *args = node.args
             halves = [getattr(graph, each.target) for each in (forward, backward)]
@@ -198,6 +204,7 @@ def _straight_line(graph: fx.GraphModule, gpu: torch.device | None, kernels: lis
 
 def _launch(
     kernels: list[Any],
+    bind: bool,
     kernel_idx: int,
     constant_args_idx: int,
     grid: list[Any],
@@ -228,7 +235,7 @@ def _launch(
     varying = [index for index, each in enumerate(positional) if isinstance(each, fx.Node)]
     tensors = [positional[index] for index in varying]
     fixed = all(isinstance(described[index], torch.dtype) for index in varying)
-    if fixed and not any(tiles) and not computed and not any(isinstance(each, fx.Node) for each in grid[0]):
+    if bind and fixed and not any(tiles) and not computed and not any(isinstance(each, fx.Node) for each in grid[0]):
         return kernel.bound(tuple(grid[0]), positional, varying, options), tensors, computed
     start = kernel.launch
 

@@ -80,7 +80,7 @@ class Kernel(JITFunction):  # type: ignore[misc]
                 self.launch(grid, *arguments, **options)
             return
         key, values = self._described(arguments, options)
-        if key is None or self._is_watched(triton.knobs.runtime):
+        if key is None or self._is_watched():
             self.run(*arguments, grid=grid, warmup=False, **options)
             return
         cache, kept = self._kept.get(device, (None, {}))
@@ -106,36 +106,31 @@ class Kernel(JITFunction):  # type: ignore[misc]
             options: Of the launch, by name.
 
         Returns:
-            A function of the tensors, whose kinds and device may not change. It takes half the host's time of
-            ``kernel[grid](...)``.
+            A function of the tensors, whose kinds may not change, and whose device is the current one in each call.
+            It takes half the host's time of ``kernel[grid](...)``.
         """
-        kept: dict[int, tuple[Any, ...]] = {}
+        found: tuple[Any, ...] | None = None
         x, y, z = (*grid, 1, 1)[:3]
-        driver, runtime = triton.runtime.driver.active, triton.knobs.runtime
+        runtime, driver = triton.knobs.runtime, triton.runtime.driver.active
 
         def launch(*tensors: Tensor) -> None:
+            nonlocal found
             values, bits = arguments.copy(), 0
             for position, tensor in zip(positions, tensors, strict=True):
                 values[position] = address = tensor.data_ptr()
                 bits |= address
-            device = driver.get_current_device()
-            found = kept.get(device)
-            if (
-                found is None
-                or bits % 16
-                or found[0] is not self.device_caches.get(device)
-                or self._is_watched(runtime)
-            ):
+            if found is None or bits % 16 or runtime.launch_enter_hook.calls:
                 for position, tensor in zip(positions, tensors, strict=True):
                     values[position] = tensor
                 self.launch(grid, *values, **options)
-                cache, launches = self._kept.get(device, (None, {}))
-                same = launches.get(self._described(tuple(values), options)[0])
-                if same is not None and not bits % 16 and tensors[0].get_device() in (device, -1):
-                    compiled, rest = same
-                    kept[device] = cache, compiled.run, compiled.function, compiled.packed_metadata, rest
+                if not bits % 16:
+                    device = driver.get_current_device()
+                    kept = self._kept.get(device, (None, {}))[1].get(self._described(tuple(values), options)[0])
+                    if kept is not None:
+                        compiled, rest = kept
+                        found = compiled.run, compiled.function, compiled.packed_metadata, rest, device
                 return
-            _, run, function, metadata, rest = found
+            run, function, metadata, rest, device = found
             run(x, y, z, driver.get_current_stream(device), function, metadata, None, None, None, *values, *rest)
 
         return launch
@@ -162,10 +157,10 @@ class Kernel(JITFunction):  # type: ignore[misc]
         # An eager backend of the compiler's passes all by name, tensors too, which are arguments of one launch.
         return tuple(key) if arguments else None, values
 
-    def _is_watched(self, runtime: Any) -> bool:
+    def _is_watched(self) -> bool:
         """True if a profiler of Triton's, or a hook of the kernel's, asks to be called at each launch."""
-        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-        return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or self.pre_run_hooks)
+        runtime = triton.knobs.runtime
+        return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls or self.pre_run_hooks)
 
     def _keep(self, device: int, key: Any, compiled: Any, positional: int, options: dict[str, Any]) -> None:
         if not hasattr(compiled, "packed_metadata") or any(isinstance(each, Tensor) for each in options.values()):
