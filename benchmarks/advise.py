@@ -20,9 +20,10 @@ import typer
 from rich.console import Console
 
 from benchmarks import advised
-from benchmarks.case import DTYPES, Case
+from benchmarks.cli import UsageError, did_you_mean, require_zoo, run_command
 from benchmarks.compiler import cache_environment
 from benchmarks.measure import Plan, measure, say_where, settings_of
+from benchmarks.plan import DTYPES, Case
 from benchmarks.process import Worker, WorkerFailure
 from benchmarks.rendering import advised as rendering
 from benchmarks.rendering import choice
@@ -30,7 +31,6 @@ from benchmarks.rendering.advised import Regions
 from benchmarks.rendering.race import races
 from benchmarks.run import RUNS, device_of, pick
 from benchmarks.startup import Settings
-from benchmarks.usage import UsageError, did_you_mean, require_zoo, run_command
 
 WORKLOAD = "benchmarks.advised"
 # (strategy, mode, outer CUDA graph, needs a GPU)

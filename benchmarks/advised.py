@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from benchmarks.case import DTYPES, Case
-from benchmarks.usage import did_you_mean
+from benchmarks.cli import did_you_mean
+from benchmarks.plan import DTYPES, Case
 from benchmarks.workloads.base import Prepared
 
 EXAMPLE, GIVEN, CAST = "example", "given", "given, cast"  # what stands for the input in a row

@@ -23,11 +23,11 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks import stats
+from benchmarks.cli import UsageError, run_command
+from benchmarks.record import Compile, Result, Rows, device_name, load_run
 from benchmarks.rendering import cells, numbers
 from benchmarks.rendering.race import Race, races
-from benchmarks.result import Compile, Result, Rows, device_name, load_run
 from benchmarks.stats import Ratio, Verdict
-from benchmarks.usage import UsageError, run_command
 
 STYLES = {"faster": "green", "slower": "red", "undetermined": "yellow", "fails": "red"}
 MEMORY_CHANGE = 0.01  # an allocator's rounding moves a peak by less

@@ -22,7 +22,7 @@ def failure_of(error: BaseException) -> dict[str, Any]:
     """A failure's type and its last line, and where one is known a remedy; causes that the compiler wrapped included.
 
     Returns:
-        ``ok`` (False), ``status`` of ``benchmarks.result.STATUSES``, and ``reason``. The traceback goes to stderr.
+        ``ok`` (False), ``status`` of ``benchmarks.record.STATUSES``, and ``reason``. The traceback goes to stderr.
     """
     status, remedy = "failed", ""
     for cause in _causes(error):

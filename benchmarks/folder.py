@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.result import Store
-from benchmarks.usage import UsageError
+from benchmarks.cli import UsageError
+from benchmarks.record import Store
 
 Row = Mapping[str, Any]
 NEW_SECONDS = 60.0

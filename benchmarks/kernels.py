@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchmarks.result import Kernel
+from benchmarks.record import Kernel
 
 MOST = 12  # names that a row holds
 # Templates of libraries that run what their first argument describes: that is the kernel's name, not the template's.

@@ -13,19 +13,19 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.case import Case, races_of
+from benchmarks.cli import UsageError
 from benchmarks.compiler import cache_environment
-from benchmarks.environment import Monitor, cores, row
 from benchmarks.folder import Keeper, Unwritable, held, scratch, sweep
+from benchmarks.harness import ROUNDS_OF_A_SET, run_race
+from benchmarks.machine import Monitor, cores, row
+from benchmarks.plan import Case, races_of
 from benchmarks.process import Worker, WorkerFailure, kill_all
 from benchmarks.progress import Progress, words
-from benchmarks.race import ROUNDS_OF_A_SET, run_race
+from benchmarks.record import Result, Store, load
 from benchmarks.rendering import numbers
 from benchmarks.report import folder_of_reports, write_html
-from benchmarks.result import Result, Store, load
 from benchmarks.startup import Settings, estimate_race
 from benchmarks.turns import Turns
-from benchmarks.usage import UsageError
 from benchmarks.workloads import Workload
 
 PEAKS_SECONDS = 12.0

@@ -28,7 +28,7 @@ _alive: set[Worker] = set()
 
 
 class WorkerFailure(Exception):
-    """An arm that did not answer well: a status of ``benchmarks.result.STATUSES``, a reason, and what was asked."""
+    """An arm that did not answer well: a status of ``benchmarks.record.STATUSES``, a reason, and what was asked."""
 
     def __init__(self, status: str, reason: str, operation: str | None = None) -> None:
         super().__init__(f"{status}: {reason}")

@@ -14,13 +14,12 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.cli import UsageError, run_command
+from benchmarks.record import RESULTS, Rows, load
 from benchmarks.rendering import blocks, document, front, html, tables, terminal
 from benchmarks.rendering.race import races_of
-from benchmarks.result import Rows, load
-from benchmarks.usage import UsageError, run_command
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = "compile-and-call.svg"
 
 

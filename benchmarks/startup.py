@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.case import Case
 from benchmarks.compiler import cache_environment
-from benchmarks.environment import Monitor, cores
 from benchmarks.failures import ELSEWHERE
+from benchmarks.machine import Monitor, cores
+from benchmarks.plan import Case
 from benchmarks.process import Worker, WorkerFailure, kill_all
-from benchmarks.result import Check, Compile, Memory, Result, Work
+from benchmarks.record import Check, Compile, Memory, Result, Work
 from benchmarks.turns import Turns
 
 COUNTED = (
@@ -91,7 +91,7 @@ class Settings:
 
 
 @dataclass(kw_only=True)
-class Arm:
+class ArmRun:
     """One arm of the race that is going on, as the harness sees it."""
 
     case: Case
@@ -128,7 +128,7 @@ class Arm:
 class Job:
     """One process of one arm."""
 
-    arm: Arm
+    arm: ArmRun
     phase: str
 
     @property
@@ -136,7 +136,7 @@ class Job:
         return self.arm.folder / ("first" if self.phase == FIRST_RESULT else "cache")
 
 
-def jobs_before_the_race(arms: Sequence[Arm], settings: Settings) -> list[Job]:
+def jobs_before_the_race(arms: Sequence[ArmRun], settings: Settings) -> list[Job]:
     """The processes that only measure compilation."""
     if settings.quick or settings.steady_only:
         return []
@@ -241,7 +241,7 @@ class failures_of:
         phase: Which of its processes is at work, where that says more than the failure itself.
     """
 
-    def __init__(self, arm: Arm, phase: str = "") -> None:
+    def __init__(self, arm: ArmRun, phase: str = "") -> None:
         self.arm = arm
         self.phase = phase
 
@@ -262,7 +262,7 @@ class failures_of:
 
 
 def measure_compilation(
-    arms: Sequence[Arm], settings: Settings, report: Reporter, cost: Callable[[Job], float]
+    arms: Sequence[ArmRun], settings: Settings, report: Reporter, cost: Callable[[Job], float]
 ) -> None:
     """Run the cold and the first-result process of every compiled arm."""
     for job, worker in processes(jobs_before_the_race(arms, settings), settings):
@@ -278,7 +278,7 @@ def measure_compilation(
 
 
 def prepare_race(
-    arms: Sequence[Arm], settings: Settings, report: Reporter, cost: Callable[[Job], float], reference: Path
+    arms: Sequence[ArmRun], settings: Settings, report: Reporter, cost: Callable[[Job], float], reference: Path
 ) -> None:
     """Bring every arm to where it can race, its process alive."""
     jobs = [Job(arm, RACE) for arm in arms if arm.ok]
@@ -303,7 +303,7 @@ def _start_alone(job: Job, settings: Settings, reference: Path, compile_threads:
             _start_racing(job.arm, worker, settings, reference)
 
 
-def _start_racing(arm: Arm, worker: Worker, settings: Settings, reference: Path) -> None:
+def _start_racing(arm: ArmRun, worker: Worker, settings: Settings, reference: Path) -> None:
     arm.worker = worker
     with failures_of(arm, RACE):
         figures = bring_up(arm, worker, settings)
@@ -335,7 +335,7 @@ def _start_racing(arm: Arm, worker: Worker, settings: Settings, reference: Path)
         )
 
 
-def bring_up(arm: Arm, worker: Worker, settings: Settings) -> Compile | None:
+def bring_up(arm: ArmRun, worker: Worker, settings: Settings) -> Compile | None:
     """Compile and capture in a process that is ready. What that took; None for a plain eager arm."""
     assert arm.result.memory is not None
     first = worker.ask("first_call")
@@ -377,7 +377,7 @@ def _as_planned(job: Job, settings: Settings) -> Job:
 
 def estimate_race(cases: Sequence[Case], settings: Settings) -> float:
     """Seconds that a whole race is likely to take."""
-    arms = [Arm(case=case, folder=settings.scratch) for case in cases]
+    arms = [ArmRun(case=case, folder=settings.scratch) for case in cases]
     before = sum(map(estimate, jobs_before_the_race(arms, settings)))
     starts = sum(estimate(_as_planned(Job(arm, RACE), settings)) for arm in arms)
     starts /= settings.ahead if settings.steady_only else 1

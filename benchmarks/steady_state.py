@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from benchmarks.environment import Monitor
-from benchmarks.result import Steady
-from benchmarks.startup import Arm, failures_of
+from benchmarks.machine import Monitor
+from benchmarks.record import Steady
+from benchmarks.startup import ArmRun, failures_of
 from benchmarks.timing import ROUND_MS
 
 
 def race(
-    arms: Sequence[Arm],
+    arms: Sequence[ArmRun],
     *,
     rounds: int,
     first_round: int,
@@ -52,7 +52,7 @@ def race(
         on_round(number + 1)
 
 
-def _turn(arm: Arm, number: int, monitor: Monitor) -> None:
+def _turn(arm: ArmRun, number: int, monitor: Monitor) -> None:
     timed = arm.ask("round", calls=arm.calls)
     # Read right after the work and outside of it: the query itself would disturb the clocks.
     clock, power = (monitor.sm_clock(), monitor.power()) if arm.case.device != "cpu" else (None, None)

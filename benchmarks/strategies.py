@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.case import CUDA_GRAPH_MODES, Case
+from benchmarks.plan import CUDA_GRAPH_MODES, Case
 from benchmarks.workloads.base import Prepared
 
 Call = Callable[..., Any]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.case import Case
+from benchmarks.plan import Case
 from benchmarks.workloads.base import Prepared, Training
 from zoo.training import AdamW, TrainingStep
 

@@ -48,7 +48,7 @@ def load_workload(name: str) -> Workload:
     return workload
 
 
-class Arm:
+class Handler:
     """Everything that one arm can be asked for. A public method answers the message of its name."""
 
     step: Callable[[], Any]
@@ -76,7 +76,7 @@ class Arm:
         """Build model and inputs."""
         import torch
 
-        from benchmarks.case import Case
+        from benchmarks.plan import Case
 
         self.case = Case(**case)
         self.device = self.case.device
@@ -175,8 +175,8 @@ class Arm:
     def first_call(self) -> Reply:
         """Compile, by the first call to its result less one steady call. An eager arm has nothing to compile."""
         from benchmarks import strategies
-        from benchmarks.case import CUDA_GRAPH_MODES
         from benchmarks.compiler import Recorder, cached_files
+        from benchmarks.plan import CUDA_GRAPH_MODES
         from benchmarks.timing import once, synchronise
 
         if self.case.strategy == "eager":
@@ -435,9 +435,9 @@ class Arm:
 
     def facts(self, *, device: str) -> Reply:
         """What the device and this run's torch are."""
-        from benchmarks import environment
+        from benchmarks import machine
 
-        return {"device": environment.device_facts(device)}
+        return {"device": machine.device_facts(device)}
 
     def peaks(self, *, device: str, dtypes: list[str], quick: bool, start_up: str | None) -> Reply:
         """What the device can do at best, and how long the compiler starts.
@@ -487,7 +487,7 @@ def _relative_error(output: torch.Tensor, expected: torch.Tensor, what: str) -> 
 
 def serve(requests: IO[str], replies: IO[str]) -> None:
     """Answer messages until there are no more, or until "stop"."""
-    arm = Arm()
+    handler = Handler()
     for line in requests:
         message = json.loads(line)
         operation = message.pop("op")
@@ -495,7 +495,7 @@ def serve(requests: IO[str], replies: IO[str]) -> None:
             return
         began = time.monotonic()
         try:
-            reply = {"ok": True, **getattr(arm, operation)(**message)}
+            reply = {"ok": True, **getattr(handler, operation)(**message)}
         except Exception as error:
             reply = failure_of(error)
         reply |= {"op": operation, "began": began, "ended": time.monotonic()}

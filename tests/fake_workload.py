@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.case import Case
+from benchmarks.plan import Case
 from benchmarks.training import reference_losses
 from benchmarks.workloads.base import Prepared, Training
 from zoo.engine.discover import Region

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.case import Case
-from benchmarks.result import Check, Compile, Memory, Result, Steady, Store, Work
+from benchmarks.plan import Case
+from benchmarks.record import Check, Compile, Memory, Result, Steady, Store, Work
 
 ENVIRONMENT: dict[str, Any] = {
     "kind": "environment",

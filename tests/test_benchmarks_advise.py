@@ -21,15 +21,15 @@ import zoo
 from benchmarks import advised
 from benchmarks.advise import cases_of, main
 from benchmarks.advised import WORKLOAD, load, sizes_in
+from benchmarks.cli import run_command
 from benchmarks.process import ROOT
+from benchmarks.record import Result, Store
+from benchmarks.record import load as load_rows
 from benchmarks.rendering import advice, choice, costs, html, numbers
 from benchmarks.rendering import advised as rendering
 from benchmarks.rendering.advised import Regions
 from benchmarks.rendering.race import Race, races
-from benchmarks.result import Result, Store
-from benchmarks.result import load as load_rows
 from benchmarks.strategies import apply
-from benchmarks.usage import run_command
 from benchmarks.worker import serve
 from tests.rows import ENVIRONMENT, failure, row
 

@@ -28,11 +28,11 @@ from benchmarks.claims.figures import (
     Way,
     quotient,
 )
+from benchmarks.record import Check, Memory, Result, Rows, Work, load
 from benchmarks.rendering import claims, tables
 from benchmarks.rendering.blocks import Spec
 from benchmarks.rendering.race import Race, races
 from benchmarks.report import drift, update
-from benchmarks.result import Check, Memory, Result, Rows, Work, load
 from tests.rows import ENVIRONMENT, failure, row, write
 
 ENVIRONMENTS = {"e1": ENVIRONMENT}

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import compare
+from benchmarks.cli import UsageError
 from benchmarks.compare import Change, fraction, main
-from benchmarks.result import Result, Rows
-from benchmarks.usage import UsageError
+from benchmarks.record import Result, Rows
 from tests.rows import ENVIRONMENT, failure, race, row, write
 
 ENVIRONMENTS = {"e1": ENVIRONMENT}

@@ -12,10 +12,10 @@ import pytest
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
+from benchmarks.record import Result
 from benchmarks.rendering import advice, bars, cells, choice, curves, families, html, pieces, summary, svg, ways
 from benchmarks.rendering.labels import label
 from benchmarks.rendering.race import Race, races
-from benchmarks.result import Result
 from tests.rows import ENVIRONMENT, failure, race, row
 from tests.rows import ways as one_armed
 

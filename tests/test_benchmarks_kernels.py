@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from benchmarks import kernels, race, startup, worker
+from benchmarks import harness, kernels, startup, worker
 from benchmarks.process import WorkerFailure
+from benchmarks.record import Kernel
 from benchmarks.rendering.race import races
-from benchmarks.result import Kernel
 from tests.rows import ENVIRONMENT, row
 
 
@@ -99,7 +99,7 @@ def test_what_is_beyond_the_longest_is_one_entry(names: int, called: str) -> Non
 
 
 def test_a_worker_counts_and_names_kernels_by_one_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    arm = worker.Arm()
+    arm = worker.Handler()
     arm.device = "cuda"
     asked: list[int] = []
 
@@ -129,7 +129,7 @@ def test_what_a_worker_replies_is_in_the_row(others: Kernel | None) -> None:
     gemm = Kernel(name="gemm", launches=1.0, microseconds=9.0)
     reply = {"kernels": 2, "longest": [asdict(gemm)], "others": others and asdict(others), "recompiles": []}
     result = row(1.0)
-    race._count(cast(startup.Arm, SimpleNamespace(ok=True, result=result, ask=lambda operation: reply)))
+    harness._count(cast(startup.ArmRun, SimpleNamespace(ok=True, result=result, ask=lambda operation: reply)))
     assert result.work is not None
     assert (result.work.kernels, result.work.longest, result.work.others) == (2, [gemm], others)
 
@@ -142,9 +142,9 @@ def test_a_profile_that_fails_leaves_the_row_and_says_so(monkeypatch: pytest.Mon
     assert result.work is not None and result.steady is not None
     result.work.kernels, times = None, list(result.steady.wall_ms)
     dead = SimpleNamespace(alive=False)
-    arm = cast(startup.Arm, SimpleNamespace(ok=True, result=result, ask=ask, worker=dead))
-    race._count(arm)
-    race._draw(arm, 200)  # nobody is asked again
+    arm = cast(startup.ArmRun, SimpleNamespace(ok=True, result=result, ask=ask, worker=dead))
+    harness._count(arm)
+    harness._draw(arm, 200)  # nobody is asked again
     assert (result.status, result.steady.wall_ms, result.work.kernels) == ("ok", times, None)
     assert result.reason == "its kernels, and what it compiled in the race, were not counted: no answer in 600 s"
     (shown,) = races([row(2.0, impl="upstream"), result], {"e1": ENVIRONMENT})

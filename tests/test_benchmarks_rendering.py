@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.case import arms_of
+from benchmarks.plan import arms_of
+from benchmarks.record import Compile, Kernel, Result, Rows, Steady
 from benchmarks.rendering import (
     advice,
     blocks,
@@ -28,7 +29,6 @@ from benchmarks.rendering import (
 )
 from benchmarks.rendering.blocks import Spec
 from benchmarks.rendering.race import Arm, Race, is_shipped, is_tuned, races
-from benchmarks.result import Compile, Kernel, Result, Rows, Steady
 from benchmarks.stats import Ratio
 from tests.rows import ENVIRONMENT, failure, race, row
 from tests.rows import ways as one_armed

@@ -14,17 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.case import Case
 from benchmarks.claims import CLAIMS
 from benchmarks.claims.claim import commands
 from benchmarks.claims.figures import Way
-from benchmarks.environment import Monitor
+from benchmarks.cli import run_command
+from benchmarks.machine import Monitor
 from benchmarks.measure import Plan
+from benchmarks.plan import Case
 from benchmarks.process import ROOT
-from benchmarks.result import Store
+from benchmarks.record import Store
 from benchmarks.run import main
 from benchmarks.startup import Settings
-from benchmarks.usage import run_command
 from benchmarks.workloads import families
 
 FAKE = "tests.fake_workload"

@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 
-import benchmarks.race
+import benchmarks.harness
 import benchmarks.startup
-from benchmarks.case import Case
-from benchmarks.environment import Monitor
+from benchmarks.harness import run_race
+from benchmarks.machine import Monitor
+from benchmarks.plan import Case
 from benchmarks.process import kill_all
-from benchmarks.race import run_race
-from benchmarks.result import Compile, Result
+from benchmarks.record import Compile, Result
 from benchmarks.startup import (
     COLD,
     FIRST_RESULT,
     RACE,
-    Arm,
+    ArmRun,
     Job,
     Settings,
     estimate,
@@ -94,8 +94,8 @@ def settings(tmp_path: Path) -> Settings:
     )
 
 
-def arms_of(settings: Settings, *cases: Case) -> list[Arm]:
-    return [Arm(case=case, folder=settings.scratch / str(index)) for index, case in enumerate(cases)]
+def arms_of(settings: Settings, *cases: Case) -> list[ArmRun]:
+    return [ArmRun(case=case, folder=settings.scratch / str(index)) for index, case in enumerate(cases)]
 
 
 def test_compiled_arms_have_two_processes_before_the_race(settings: Settings):
@@ -116,7 +116,7 @@ def test_estimates_grow_with_what_is_asked_for(settings: Settings):
     whole = estimate_race(cases, settings)
     assert estimate_race(cases, replace(settings, quick=True)) < whole
     assert estimate_race(cases, replace(settings, sets=3)) > whole
-    assert estimate(Job(Arm(case=cases[0], folder=settings.scratch), RACE)) > 0
+    assert estimate(Job(ArmRun(case=cases[0], folder=settings.scratch), RACE)) > 0
 
 
 @pytest.mark.parametrize("options", [{"quick": True}, {"steady_only": True}, {}], ids=["quick", "steady-only", "plain"])
@@ -184,9 +184,9 @@ def run(settings: Settings, *cases: Case) -> tuple[dict[str, Result], Notes]:
 def test_an_arm_that_was_through_its_rounds_outlives_an_interruption(
     settings: Settings, monkeypatch: pytest.MonkeyPatch, rounds: int, status: str
 ):
-    real, case = benchmarks.race.race, replace(CASE, strategy="eager")
-    monkeypatch.setattr(benchmarks.race, "race", lambda arms, **given: real(arms, **given | {"rounds": rounds}))
-    monkeypatch.setattr(Arm, "ask", lambda arm, operation, **given: _ask(arm, operation, given))
+    real, case = benchmarks.harness.race, replace(CASE, strategy="eager")
+    monkeypatch.setattr(benchmarks.harness, "race", lambda arms, **given: real(arms, **given | {"rounds": rounds}))
+    monkeypatch.setattr(ArmRun, "ask", lambda arm, operation, **given: _ask(arm, operation, given))
     rows: dict[str, Result] = {}
     with pytest.raises(KeyboardInterrupt):
         run_race(
@@ -203,14 +203,14 @@ def test_an_arm_that_was_through_its_rounds_outlives_an_interruption(
 
 def test_a_curve_is_drawn_once_and_of_no_copy(settings: Settings, monkeypatch: pytest.MonkeyPatch):
     drawn: list[str] = []
-    real = benchmarks.race._draw
+    real = benchmarks.harness._draw
 
-    def draw(arm: Arm, steps: int) -> None:
+    def draw(arm: ArmRun, steps: int) -> None:
         drawn.append(arm.case.arm)
         real(arm, steps)
 
-    monkeypatch.setattr(benchmarks.race, "_draw", draw)
-    monkeypatch.setattr("benchmarks.race.free_memory", lambda device, monitor: 3)  # two arms of 1, no third
+    monkeypatch.setattr(benchmarks.harness, "_draw", draw)
+    monkeypatch.setattr("benchmarks.harness.free_memory", lambda device, monitor: 3)  # two arms of 1, no third
     one = replace(CASE, strategy="eager", workload="train")
     cases = [one, replace(one, impl="upstream"), replace(one, control=True)]
     rows, _ = run(replace(settings, quick=True, rounds=6, curve=3), *cases)
@@ -221,8 +221,8 @@ def test_a_curve_is_drawn_once_and_of_no_copy(settings: Settings, monkeypatch: p
 
 def test_a_curve_that_is_stopped_while_it_is_drawn_loses_no_row(settings: Settings, monkeypatch: pytest.MonkeyPatch):
     drawing = threading.Event()
-    real = benchmarks.race._draw
-    monkeypatch.setattr(benchmarks.race, "_draw", lambda arm, steps: (drawing.set(), real(arm, steps)))
+    real = benchmarks.harness._draw
+    monkeypatch.setattr(benchmarks.harness, "_draw", lambda arm, steps: (drawing.set(), real(arm, steps)))
 
     def press_ctrl_c() -> None:
         drawing.wait()
@@ -249,7 +249,7 @@ def test_a_curve_that_is_stopped_while_it_is_drawn_loses_no_row(settings: Settin
     assert not row.curve
 
 
-def _ask(arm: Arm, operation: str, given: dict[str, object]) -> dict[str, object]:
+def _ask(arm: ArmRun, operation: str, given: dict[str, object]) -> dict[str, object]:
     if operation == "kernels":
         raise KeyboardInterrupt
     assert arm.worker is not None
@@ -274,7 +274,7 @@ def test_a_failure_is_a_row_with_its_reason(settings: Settings, model: str, stat
 
 def test_what_cannot_fit_says_what_it_needs_and_starts_no_process(settings: Settings, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("benchmarks.startup.Worker", None)
-    monkeypatch.setattr("benchmarks.race.free_memory", lambda device, monitor: 1 << 30)
+    monkeypatch.setattr("benchmarks.harness.free_memory", lambda device, monitor: 1 << 30)
     rows, _ = run(settings, replace(CASE, model="huge"))
     (row,) = rows.values()
     assert row.status == "does-not-fit"
@@ -284,9 +284,9 @@ def test_what_cannot_fit_says_what_it_needs_and_starts_no_process(settings: Sett
 def test_arms_that_do_not_fit_together_race_in_pairs_with_the_reference(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ):
-    from benchmarks.race import _groups
+    from benchmarks.harness import _groups
 
-    monkeypatch.setattr("benchmarks.race.free_memory", lambda device, monitor: 100)
+    monkeypatch.setattr("benchmarks.harness.free_memory", lambda device, monitor: 100)
     cases = [replace(CASE, impl=impl, strategy=s) for impl in ("zoo", "upstream") for s in ("eager", "regional")]
     arms = arms_of(settings, *cases)
     groups = _groups(arms, settings, lambda case: 40, lambda case: 40)
@@ -299,9 +299,9 @@ def test_arms_that_do_not_fit_together_race_in_pairs_with_the_reference(
 
 
 def test_one_reference_at_a_time_is_all_that_memory_must_hold(settings: Settings, monkeypatch: pytest.MonkeyPatch):
-    from benchmarks.race import _groups
+    from benchmarks.harness import _groups
 
-    monkeypatch.setattr("benchmarks.race.free_memory", lambda device, monitor: 100)
+    monkeypatch.setattr("benchmarks.harness.free_memory", lambda device, monitor: 100)
     cases = [replace(CASE, impl=impl, strategy=s) for impl in ("zoo", "upstream") for s in ("eager", "regional")]
     arms = arms_of(settings, *cases)
     assert _groups(arms, settings, lambda case: 60, lambda case: 10) == [arms]  # 4 * 10 and 50 more
@@ -313,12 +313,12 @@ def test_one_reference_at_a_time_is_all_that_memory_must_hold(settings: Settings
 def test_an_arm_that_does_not_fit_beside_the_reference_arm_races_alone(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ):
-    from benchmarks.race import _groups
+    from benchmarks.harness import _groups
 
     def needs(case: Case) -> int:
         return 80 if case.impl == "upstream" else 20
 
-    monkeypatch.setattr("benchmarks.race.free_memory", lambda device, monitor: 100)
+    monkeypatch.setattr("benchmarks.harness.free_memory", lambda device, monitor: 100)
     cases = [replace(CASE, impl=impl, strategy=s) for impl in ("zoo", "upstream") for s in ("eager", "regional")]
     groups = _groups(arms_of(settings, *cases), settings, needs, needs)
     assert [[arm.case.arm for arm in group] for group in groups] == [
@@ -336,7 +336,7 @@ def test_nobody_works_while_another_does_or_imports(settings: Settings):
     """The token: no two intervals of work overlap, and none overlaps an arm's getting ready."""
     logs: list[list[dict[str, float]]] = []
 
-    class Logged(Arm):
+    class Logged(ArmRun):
         def __setattr__(self, name: str, value: object) -> None:
             if name == "worker" and value is not None:
                 logs.append(value.log)  # type: ignore[attr-defined]
@@ -344,7 +344,7 @@ def test_nobody_works_while_another_does_or_imports(settings: Settings):
 
     cases = [replace(CASE, strategy="eager"), CASE, replace(CASE, control=True)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("benchmarks.race.Arm", Logged)
+        patch.setattr("benchmarks.harness.ArmRun", Logged)
         rows, _ = run(replace(settings, quick=True), *cases)
     assert {row.status for row in rows.values()} == {"ok"}, rows
     assert len(logs) == 3

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.case import Case
-from benchmarks.environment import Monitor
+from benchmarks.machine import Monitor
+from benchmarks.plan import Case
 from benchmarks.process import WorkerFailure
-from benchmarks.startup import Arm
+from benchmarks.startup import ArmRun
 from benchmarks.steady_state import race
 
 TURNS: list[str] = []
@@ -40,17 +40,19 @@ class Runner:
         self.killed = True
 
 
-def start(*runners: Runner, device: str = "cpu") -> list[Arm]:
+def start(*runners: Runner, device: str = "cpu") -> list[ArmRun]:
     TURNS.clear()
     arms = []
     for runner in runners:
-        arm = Arm(case=Case(family="f", model=runner.name, input="i", device=device), folder=Path())
+        arm = ArmRun(case=Case(family="f", model=runner.name, input="i", device=device), folder=Path())
         arm.worker = runner  # type: ignore[assignment]
         arms.append(arm)
     return arms
 
 
-def go(arms: list[Arm], rounds: int = 20, seed: int = 0, first_round: int = 0, monitor: Monitor | None = None) -> None:
+def go(
+    arms: list[ArmRun], rounds: int = 20, seed: int = 0, first_round: int = 0, monitor: Monitor | None = None
+) -> None:
     race(arms, rounds=rounds, first_round=first_round, seed=seed, monitor=monitor or Monitor())
 
 

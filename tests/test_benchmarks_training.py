@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.case import Case
+from benchmarks.plan import Case
 from benchmarks.training import Trainer, checkpointed, plain_step, reference_losses
-from benchmarks.worker import Arm, load_workload, serve
+from benchmarks.worker import Handler, load_workload, serve
 from benchmarks.workloads.base import Prepared, Training
 from tests.fake_workload import Model
 from zoo.training import LinearCrossEntropy
@@ -140,7 +140,7 @@ def noted(prepared: Prepared) -> list[torch.Tensor]:
 
 def test_timed_steps_take_the_loader_s_batches_in_order_and_no_others_do():
     case = replace(CASE, impl="upstream", strategy="eager")
-    arm = Arm()
+    arm = Handler()
     arm.load(workload=FAKE)
     arm.prepare(case=case.to_json(), data_root=None, seed=0)
     epochs = 0
@@ -172,7 +172,7 @@ def test_timed_steps_take_the_loader_s_batches_in_order_and_no_others_do():
 
 
 def test_a_curve_that_no_row_could_hold_is_a_failure_that_names_its_step():
-    arm = Arm()
+    arm = Handler()
     arm.load(workload=FAKE)
     arm.prepare(case=replace(CASE, strategy="eager").to_json(), data_root=None, seed=0)
     arm.first_call()
@@ -189,7 +189,7 @@ def test_a_round_is_declared_with_a_loader_and_not_without():
 
 
 def test_declared_shapes_are_compiled_by_the_first_call_and_are_no_recompiles(tmp_path: Path):
-    arm = Arm()
+    arm = Handler()
     arm.load(workload=FAKE)
     arm.prepare(case=replace(CASE, strategy="full").to_json(), data_root=None, seed=0)
     training, seen = arm.prepared.training, noted(arm.prepared)

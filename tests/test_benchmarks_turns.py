@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-import benchmarks.race
+import benchmarks.harness
 from benchmarks import turns
-from benchmarks.case import Case
-from benchmarks.environment import Monitor
-from benchmarks.race import run_race
-from benchmarks.result import Result
+from benchmarks.harness import run_race
+from benchmarks.machine import Monitor
+from benchmarks.plan import Case
+from benchmarks.record import Result
 from benchmarks.startup import Settings
 from benchmarks.turns import Turns
 
@@ -131,13 +131,13 @@ def test_a_race_is_ready_together_and_timed_alone(
             yield
             log.append("over")
 
-    original = benchmarks.startup.Arm.ask
+    original = benchmarks.startup.ArmRun.ask
 
     def noted(arm: Any, operation: str, **payload: Any) -> Any:
         log.append(operation)
         return original(arm, operation, **payload)
 
-    monkeypatch.setattr(benchmarks.startup.Arm, "ask", noted)
+    monkeypatch.setattr(benchmarks.startup.ArmRun, "ask", noted)
     real = benchmarks.startup.bring_up
 
     def bring_up(*args: Any) -> Any:

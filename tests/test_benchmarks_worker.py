@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.case import Case
+from benchmarks.plan import Case
 from benchmarks.process import ROOT, Worker, WorkerFailure
-from benchmarks.worker import Arm, _relative_error, failure_of, load_workload, serve
+from benchmarks.worker import Handler, _relative_error, failure_of, load_workload, serve
 from zoo.ops import common as operators
 
 FAKE = "tests.fake_workload"
@@ -44,7 +44,7 @@ def _light_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kernels", [True, False])
 def test_own_kernels_are_left_out_where_the_case_says_so(kernels: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(operators, "ENABLED", True)
-    arm = Arm()
+    arm = Handler()
     arm.load(workload=FAKE)
     arm.prepare(case=replace(CASE, kernels=kernels).to_json(), data_root=None, seed=0)
     assert operators.ENABLED is kernels
@@ -217,7 +217,7 @@ def test_out_of_memory_beside_others_says_what_they_hold(monkeypatch: pytest.Mon
 
 def test_memory_of_a_modes_own_cuda_graph_is_that_of_its_recording(monkeypatch: pytest.MonkeyPatch):
     # A replay allocates nothing: what the graph holds was allocated while it was recorded.
-    arm = Arm()
+    arm = Handler()
     arm.load(workload=FAKE)
     arm.prepare(case=replace(CASE, strategy="full").to_json(), data_root=None, seed=0)
     steps: list[str] = []

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import zoo
-from benchmarks.case import Case, expand
-from benchmarks.worker import Arm
+from benchmarks.plan import Case, expand
+from benchmarks.worker import Handler
 from benchmarks.workloads import Prepared, families, gnn_work, load
 from benchmarks.workloads.aggregation import GRAPHS, WAYS, WORKLOAD, task_of
 
@@ -65,7 +65,7 @@ def test_a_sum_is_one_graph(model: str) -> None:
 
 
 def test_a_worker_runs_an_arm() -> None:
-    arm = Arm()
+    arm = Handler()
     arm.load(workload="aggregation")
     ready = arm.prepare(case=case("operator").to_json(), data_root=None, seed=0)
     assert ready["preparation"].keys() == {"sorted edges"} and ready["model_bytes"] == 300 * 16 * 4

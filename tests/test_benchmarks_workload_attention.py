@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import zoo
-from benchmarks.case import Case, expand
+from benchmarks.plan import Case, expand
 from benchmarks.workloads import Prepared, families, load
 from benchmarks.workloads.attention import DECODE_INPUTS, PACKED_INPUTS, WORKLOAD
 from benchmarks.workloads.attention_choices import CHOICES, DECODE, PACKED

@@ -15,9 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
 from benchmarks import workloads
-from benchmarks.case import IMPLEMENTATIONS, Case
+from benchmarks.plan import IMPLEMENTATIONS, Case
 from benchmarks.strategies import mark_nested_regions
-from benchmarks.worker import Arm
+from benchmarks.worker import Handler
 from benchmarks.workloads import bert_upstream, bert_work
 from benchmarks.workloads.bert import WORKLOAD
 from zoo.bert import Bert, PackedBatch
@@ -194,7 +194,7 @@ def test_a_call_under_the_outer_cuda_graph(input: str, impl: str):
 @pytest.mark.parametrize("impl", ["zoo", "upstream"])
 @pytest.mark.parametrize("input", INPUTS)
 def test_through_the_harness(tmp_path: Path, input: str, impl: str):
-    arm = Arm()
+    arm = Handler()
     arm.load(workload="bert")
     ready = arm.prepare(case=case(input=input, impl=impl).to_json(), data_root=None, seed=0)
     assert ready["sizes"]["parameters"] == bert_work.parameters(PRESETS["bert-debug"])

@@ -17,10 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
 from benchmarks import workloads
-from benchmarks.case import IMPLEMENTATIONS, Case
 from benchmarks.claims.shapes import STEPS
+from benchmarks.plan import IMPLEMENTATIONS, Case
 from benchmarks.training import Trainer, plain_step
-from benchmarks.worker import Arm
+from benchmarks.worker import Handler
 from benchmarks.workloads import bert_batches, bert_texts, bert_train, bert_upstream, bert_work
 from benchmarks.workloads.bert import WORKLOAD
 from benchmarks.workloads.bert_texts import LABELS, Task, task
@@ -93,7 +93,7 @@ def test_dropout_is_drawn_where_the_name_says_so(tmp_path: Path):
         batch = prepared.training.batch(0)
         first, again = (prepared.training.loss(prepared.model, batch) for _ in range(2))
         assert not torch.equal(first, again)
-    arm = Arm()
+    arm = Handler()
     arm.load(workload="bert")
     arm.prepare(case=case(model="bert-debug-dropout").to_json(), data_root=None, seed=0)
     arm.start_up(folder=None)
@@ -230,7 +230,7 @@ def test_lengths_as_they_come_are_recompiles_and_declared_sizes_are_none(
         ("packed", {"input": EPOCH, "impl": "zoo", "strategy": "regional"}),
     ):
         torch.compiler.reset()
-        arm = Arm()
+        arm = Handler()
         arm.load(workload="bert")
         arm.prepare(case=case(**changes).to_json(), data_root=None, seed=0)
         arm.start_up(folder=str(tmp_path / name))
@@ -286,7 +286,7 @@ def test_refusals(changes: dict[str, Any], reason: str):
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_regional_through_the_harness(tmp_path: Path, impl: str):
-    arm = Arm()
+    arm = Handler()
     arm.load(workload="bert")
     ready = arm.prepare(case=case(impl=impl, strategy="regional").to_json(), data_root=None, seed=0)
     assert (ready["count"], ready["unit"], ready["sizes"]["tokens"]) == (64, "tokens", 64)

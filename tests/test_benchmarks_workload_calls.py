@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from benchmarks.case import Case, expand
 from benchmarks.compiler import cache_environment, cached_files
-from benchmarks.worker import Arm
+from benchmarks.plan import Case, expand
+from benchmarks.worker import Handler
 from benchmarks.workloads import families, load
 from benchmarks.workloads.calls import GRAPHS, WORKLOAD
 
@@ -29,7 +29,7 @@ def test_an_arm_has_the_graphs_of_its_input(
     monkeypatch.setenv("BENCHMARKS_BACKEND", "aot_eager")
     torch.compiler.reset()
     counters.clear()
-    arm = Arm()
+    arm = Handler()
     arm.load(workload="calls")
     ready = arm.prepare(case=case(workload=workload, dtype=dtype, strategy=strategy).to_json(), data_root=None, seed=0)
     assert ready["sizes"]["graphs"] == 8

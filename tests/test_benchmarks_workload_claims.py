@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.case import Case, expand
 from benchmarks.claims import CLAIMS
 from benchmarks.compiler import Recorder
+from benchmarks.plan import Case, expand
 from benchmarks.strategies import apply, execution_mode
 from benchmarks.training import Trainer
 from benchmarks.workloads import Prepared, families, load

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
 from benchmarks import workloads
-from benchmarks.case import IMPLEMENTATIONS, Case
+from benchmarks.plan import IMPLEMENTATIONS, Case
 from benchmarks.workloads import gnn_upstream, gnn_work, graphs
 from benchmarks.workloads.gnn import KINDS, WORKLOAD, architecture
 from benchmarks.workloads.gnn_work import Architecture

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
 
 from benchmarks import strategies
-from benchmarks.case import Case
+from benchmarks.plan import Case
 from benchmarks.training import Trainer
 from benchmarks.workloads import gnn_sampled, gnn_upstream, gnn_work, graphs
 from benchmarks.workloads.base import UNSCALED

@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
 from benchmarks import workloads
-from benchmarks.case import IMPLEMENTATIONS, Case
-from benchmarks.worker import Arm
+from benchmarks.plan import IMPLEMENTATIONS, Case
+from benchmarks.worker import Handler
 from benchmarks.workloads import llm_steps, llm_train, llm_upstream, llm_weights, llm_work
 from benchmarks.workloads.llm import WORKLOAD
 from zoo.llm import LLM, LLMHead, LLMLayer
@@ -261,7 +261,7 @@ def test_a_step_under_the_outer_cuda_graph(input: str, impl: str):
 @pytest.mark.parametrize("impl", ["zoo", "upstream"])
 def test_the_harness_checks_the_first_call_however_many_came_before(tmp_path: Path, impl: str):
     def checked(*, reset: bool) -> dict[str, Any]:
-        arm = Arm()
+        arm = Handler()
         arm.load(workload="llm")
         ready = arm.prepare(case=case(impl=impl).to_json(), data_root=None, seed=0)
         assert ready["sizes"] == {"batch": 1, "slots": 64, "layers": 3, "width": 64, "parameters": 108992}
@@ -278,7 +278,7 @@ def test_the_harness_checks_the_first_call_however_many_came_before(tmp_path: Pa
 
 
 def test_arms_that_memory_cannot_hold_together_do_not_get_ready_together():
-    from benchmarks.race import _side_by_side
+    from benchmarks.harness import _side_by_side
 
     assert _side_by_side([["arm"] * 9]) == 9
     assert _side_by_side([["arm"] * 4, ["arm"] * 3, ["arm"] * 2]) == 3

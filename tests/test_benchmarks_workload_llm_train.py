@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
 from benchmarks import strategies
-from benchmarks.case import Case
+from benchmarks.plan import Case
 from benchmarks.training import Trainer
 from benchmarks.workloads import llm_train, llm_work
 from benchmarks.workloads.llm import WORKLOAD

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.case import Case, expand
+from benchmarks.plan import Case, expand
 from benchmarks.strategies import apply, execution_mode
-from benchmarks.worker import Arm
+from benchmarks.worker import Handler
 from benchmarks.workloads import Prepared, families, load, optimizers
 from benchmarks.workloads.optimizers import PARAMETERS, WORKLOAD, make_optimizer
 from zoo.training import AdamW
@@ -115,7 +115,7 @@ def test_under_a_cuda_graph_steps_are_counted_on_the_device(impl: str) -> None:
 
 
 def test_a_worker_runs_an_arm() -> None:
-    arm = Arm()
+    arm = Handler()
     arm.load(workload="optimizers")
     ready = arm.prepare(case=case(dtype="bfloat16").to_json(), data_root=None, seed=0)
     assert ready["bytes"] == 7 * 2 * ready["sizes"]["parameters"]

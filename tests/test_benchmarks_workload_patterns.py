@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import zoo
-from benchmarks.case import Case, expand
 from benchmarks.patterns.pattern import Counts, count
+from benchmarks.plan import Case, expand
 from benchmarks.strategies import apply, execution_mode
 from benchmarks.workloads import Prepared, families, load
 from benchmarks.workloads.patterns import PATTERNS, WORKLOAD

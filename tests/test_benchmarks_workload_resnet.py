@@ -15,8 +15,8 @@ from torchvision import models
 
 import zoo
 from benchmarks import workloads
-from benchmarks.case import IMPLEMENTATIONS, Case
-from benchmarks.worker import Arm
+from benchmarks.plan import IMPLEMENTATIONS, Case
+from benchmarks.worker import Handler
 from benchmarks.workloads import resnet_upstream, resnet_work
 from benchmarks.workloads.cuts import CUTS
 from benchmarks.workloads.resnet import WORKLOAD, sizes
@@ -206,7 +206,7 @@ def test_a_step_under_the_outer_cuda_graph(impl: str):
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_through_the_harness(tmp_path: Path, impl: str):
-    arm = Arm()
+    arm = Handler()
     arm.load(workload="resnet")
     ready = arm.prepare(case=case(impl=impl).to_json(), data_root=None, seed=0)
     parameters = sum(p.numel() for p in zoo.create("resnet-debug").parameters())

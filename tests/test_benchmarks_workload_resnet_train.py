@@ -15,9 +15,9 @@ from torchvision import models
 
 import zoo
 from benchmarks import workloads
-from benchmarks.case import Case
+from benchmarks.plan import Case
 from benchmarks.training import Trainer, make_optimizer, plain_step
-from benchmarks.worker import Arm
+from benchmarks.worker import Handler
 from benchmarks.workloads import resnet_train, resnet_work
 from benchmarks.workloads.jpegs import CLASSES, Files, Loader
 from benchmarks.workloads.resnet import WORKLOAD
@@ -148,7 +148,7 @@ def test_regions_hold_their_budget_in_training_steps(dtype: str):
 
 @pytest.mark.parametrize("impl", ["zoo", "upstream"])
 def test_through_the_harness(tmp_path: Path, impl: str):
-    arm = Arm()
+    arm = Handler()
     arm.load(workload="resnet")
     asked = case(impl=impl, strategy="regional", dtype="bfloat16")
     ready = arm.prepare(case=asked.to_json(), data_root=None, seed=0)
@@ -204,7 +204,7 @@ def test_files_without_a_harness_go_where_temporary_ones_go(tmp_path: Path, monk
 
 def test_timed_steps_wait_for_files_and_others_do_not(monkeypatch: pytest.MonkeyPatch):
     asked = case(input="jpeg-4x32", impl="upstream")
-    arm = Arm()
+    arm = Handler()
     arm.load(workload="resnet")
     ready = arm.prepare(case=asked.to_json(), data_root=None, seed=0)
     assert ready["data"] == "generated, 20 JPEG files of 40 x 32"

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
 from benchmarks import strategies, workloads
-from benchmarks.case import IMPLEMENTATIONS, Case
-from benchmarks.worker import Arm
+from benchmarks.plan import IMPLEMENTATIONS, Case
+from benchmarks.worker import Handler
 from benchmarks.workloads import unet_upstream, unet_work
 from benchmarks.workloads.cuts import CUTS
 from benchmarks.workloads.unet import WORKLOAD, draw_inputs, sizes
@@ -213,7 +213,7 @@ def test_a_step_under_the_outer_cuda_graph(impl: str, model: str):
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_through_the_harness(tmp_path: Path, impl: str):
-    arm = Arm()
+    arm = Handler()
     arm.load(workload="unet")
     ready = arm.prepare(case=case(impl=impl, strategy="regional").to_json(), data_root=None, seed=0)
     parameters = sum(p.numel() for p in zoo.create("unet-debug").parameters())

@@ -12,8 +12,8 @@ from torch._dynamo.testing import CompileCounter
 
 import zoo
 from benchmarks import strategies, workloads
-from benchmarks.case import IMPLEMENTATIONS, Case
-from benchmarks.worker import Arm
+from benchmarks.plan import IMPLEMENTATIONS, Case
+from benchmarks.worker import Handler
 from benchmarks.workloads import unet_loop, unet_work
 from benchmarks.workloads.unet import WORKLOAD, sizes
 from zoo.unet.presets import PRESETS
@@ -140,7 +140,7 @@ def test_regions_hold_their_budget_over_runs():
     ("impl", "input"), [("zoo", "loop-3x8x8"), ("zoo", "pipeline-3x8x8"), ("upstream", "pipeline-3x8x8")]
 )
 def test_through_the_harness(tmp_path: Path, impl: str, input: str):
-    arm = Arm()
+    arm = Handler()
     arm.load(workload="unet")
     ready = arm.prepare(case=case(impl=impl, input=input, strategy="regional").to_json(), data_root=None, seed=0)
     parameters = unet_work.parameters(PRESETS["unet-debug"])

@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
 from benchmarks import workloads
-from benchmarks.case import Case
+from benchmarks.plan import Case
 from benchmarks.training import Trainer
-from benchmarks.worker import Arm
+from benchmarks.worker import Handler
 from benchmarks.workloads import unet_train, unet_upstream, unet_work
 from benchmarks.workloads.base import Training
 from benchmarks.workloads.unet import WORKLOAD
@@ -128,7 +128,7 @@ def test_regions_hold_their_budget_in_training_steps(dtype: str):
 
 @pytest.mark.parametrize("impl", ["zoo", "upstream"])
 def test_through_the_harness(tmp_path: Path, impl: str):
-    arm = Arm()
+    arm = Handler()
     arm.load(workload="unet")
     ready = arm.prepare(case=case(impl=impl, strategy="regional", dtype="bfloat16").to_json(), data_root=None, seed=0)
     assert (ready["count"], ready["unit"]) == (2, "images")

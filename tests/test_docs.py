@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import result
+from benchmarks import record
 from benchmarks.rendering import tables
 from zoo import registry
 
@@ -144,8 +144,8 @@ def test_every_value_that_a_page_can_ask_for_is_documented() -> None:
 
 def test_every_field_of_a_row_is_documented() -> None:
     text = (ROOT / "docs/benchmarking.md").read_text(encoding="utf-8")
-    sections = [result.Result, result.Compile, result.Steady, result.Memory, result.Check, result.Work, result.Kernel]
+    sections = [record.Result, record.Compile, record.Steady, record.Memory, record.Check, record.Work, record.Kernel]
     fields = {f"{section.__name__}.{field.name}" for section in sections for field in dataclasses.fields(section)}
     missing = [name for name in sorted(fields) if f"`{name.split('.')[1]}`" not in text]
     assert not missing
-    assert all(f"`{status}`" in text for status in result.STATUSES)
+    assert all(f"`{status}`" in text for status in record.STATUSES)

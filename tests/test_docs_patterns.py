@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.record import load
 from benchmarks.rendering.race import races
 from benchmarks.report import RESULTS
-from benchmarks.result import load
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs/patterns"

@@ -27,18 +27,18 @@ import torch
 from rich.console import Console
 
 from benchmarks import advise, measure, run
-from benchmarks.case import Case
-from benchmarks.environment import Monitor
+from benchmarks.cli import UsageError, run_command
 from benchmarks.failures import failure_of
 from benchmarks.folder import Keeper, Unwritable, held
+from benchmarks.harness import run_race
+from benchmarks.machine import Monitor
 from benchmarks.measure import INTERRUPTED, UNWRITABLE, Plan
+from benchmarks.plan import Case
 from benchmarks.process import ROOT, Worker, WorkerFailure, kill_all
 from benchmarks.progress import Progress
-from benchmarks.race import run_race
+from benchmarks.record import Result, Store, load
 from benchmarks.rendering.race import races
-from benchmarks.result import Result, Store, load
-from benchmarks.startup import COLD, RACE, Arm, Job, Settings, bring_up, failures_of, prepare_race, processes
-from benchmarks.usage import UsageError, run_command
+from benchmarks.startup import COLD, RACE, ArmRun, Job, Settings, bring_up, failures_of, prepare_race, processes
 from tests.fake_workload import WORKLOAD
 from tests.rows import ENVIRONMENT, row
 from zoo.engine.compat import refuse_old_torch
@@ -270,7 +270,7 @@ FILL = """
 import shutil, sys, tempfile
 from pathlib import Path
 from benchmarks.folder import Keeper, Unwritable
-from benchmarks.result import Store
+from benchmarks.record import Store
 from tests.rows import ENVIRONMENT, row
 
 disk, copy = Path(sys.argv[1]), Path(sys.argv[2])
@@ -484,7 +484,7 @@ def test_a_broken_cache_entry_is_compiled_anew_or_a_row_that_says_so(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BENCHMARKS_BACKEND", "inductor")
-    arm = Arm(case=CASE, folder=settings.scratch / "arm")
+    arm = ArmRun(case=CASE, folder=settings.scratch / "arm")
     for _, worker in processes([Job(arm, COLD)], settings):
         arm.result.cold = bring_up(arm, worker, settings)
         worker.stop()
@@ -510,7 +510,7 @@ def test_a_broken_cache_entry_is_compiled_anew_or_a_row_that_says_so(
 
 def test_a_warm_start_that_fails_where_the_cold_one_worked_blames_the_caches(settings: Settings) -> None:
     def after(phase: str, operation: str, *, cold: bool) -> str:
-        arm = Arm(case=CASE, folder=settings.scratch)
+        arm = ArmRun(case=CASE, folder=settings.scratch)
         arm.result.cold = row(1.0, strategy="full").cold if cold else None
         with failures_of(arm, phase):
             raise WorkerFailure("failed", "NameError: name 'garbage' is not defined", operation)

@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.case import MODES, STRATEGIES, Case, arms_of, refusal
 from benchmarks.claims.figures import Figure, Way
+from benchmarks.plan import MODES, STRATEGIES, Case, arms_of, refusal
 from benchmarks.rendering.race import Race
 
 # A claim that names one number stands for the numbers around it: a tenth of it either way.

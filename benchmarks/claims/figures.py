@@ -7,10 +7,10 @@ import statistics
 from dataclasses import dataclass
 from typing import Protocol
 
-from benchmarks.case import Case
+from benchmarks.plan import Case
+from benchmarks.record import Result, Steady
 from benchmarks.rendering import numbers
 from benchmarks.rendering.race import EPSILON, Arm, Race
-from benchmarks.result import Result, Steady
 
 # An arm that ended so did not run, which is an answer; other failures say nothing of the compiler.
 BROKEN = ("crashed", "failed", "timeout", "out-of-memory")

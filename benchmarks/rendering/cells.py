@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from benchmarks.record import Compile, Result
 from benchmarks.rendering import numbers
 from benchmarks.rendering.costs import is_eager, total
 from benchmarks.rendering.race import Arm, Race
-from benchmarks.result import Compile, Result
 
 MOST_REASON = 300
 NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")  # sizes, counters, addresses

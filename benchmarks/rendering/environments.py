@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from benchmarks.result import Result
+from benchmarks.record import Result
 
 
 def used_by(

@@ -10,13 +10,13 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
+from benchmarks.record import Result
 from benchmarks.rendering import advice, bars, cells, costs, curves, numbers, summary, tables, ways
 from benchmarks.rendering.commands import commands_of
 from benchmarks.rendering.environments import used_by
 from benchmarks.rendering.families import WORST, by_family, headline, headline_arms, ordered, titles
 from benchmarks.rendering.race import Race, races
 from benchmarks.rendering.selection import UPSTREAM
-from benchmarks.result import Result
 
 TEMPLATES = Path(__file__).parent / "templates"
 MOST_OPEN = 3  # races whose details are open from the start; with more the leading sentences are the overview

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from benchmarks import stats
-from benchmarks.case import Case
+from benchmarks.plan import Case
+from benchmarks.record import Compile, Result, Rows, device_name
 from benchmarks.rendering.numbers import exponent, percent
-from benchmarks.result import Compile, Result, Rows, device_name
 from benchmarks.stats import Ratio, Utilisation, Verdict
 
 # What users of the upstream library run today. Whatever else an upstream arm does to be fast counts as tuned.
@@ -368,7 +368,7 @@ def races_beside(rows: Rows) -> tuple[Race, ...]:
     """Races that were run for one question each, beside those of the families' tables."""
     return tuple(
         replace(race, beside=name)
-        for name, results in sorted(rows.beside.items())
+        for name, results in sorted(rows.extra.items())
         for race in races(results, rows.environments)
     )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
+from benchmarks.record import device_name
 from benchmarks.rendering.race import Race
-from benchmarks.result import device_name
 
 SELECTING = ("family", "model", "input", "workload", "dtype", "device", "gpu", "torch")
 # The model families in the order of their pages, each with the library that it is held against.

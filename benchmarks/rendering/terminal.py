@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from benchmarks.record import Result
 from benchmarks.rendering import advice, cells, numbers, summary, ways
 from benchmarks.rendering.families import by_family, fastest, headline_arms, ordered, titles
 from benchmarks.rendering.race import Arm, Race, races
-from benchmarks.result import Result
 
 ARM_WIDTH = 16  # at least; names wrap at their spaces
 STYLES = {"faster": "green", "slower": "red", "undetermined": "yellow", "reference": "dim"}

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from benchmarks.case import Case
+from benchmarks.plan import Case
 from benchmarks.timing import synchronise
 from benchmarks.workloads import gnn_upstream, graphs
 from benchmarks.workloads.base import Prepared, dtype_of, refuses_unknown

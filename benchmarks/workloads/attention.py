@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from benchmarks.case import Case
+from benchmarks.plan import Case
 from benchmarks.workloads import bert_work
 from benchmarks.workloads.attention_choices import CHOICES, DECODE, PACKED, Choice, offsets_of
 from benchmarks.workloads.base import Prepared, dtype_of, refuses_unknown

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from benchmarks.case import Case, refusal
+from benchmarks.plan import Case, refusal
 
 
 @dataclass(kw_only=True)

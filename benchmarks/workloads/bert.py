@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.case import Case
+from benchmarks.plan import Case
 from benchmarks.workloads import bert_texts, bert_train, bert_upstream, bert_work
 from benchmarks.workloads.base import Prepared, accelerated, dtype_of, refuses_unknown
 from benchmarks.workloads.bert_upstream import UpstreamStep

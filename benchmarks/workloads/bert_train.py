@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.case import Case
+from benchmarks.plan import Case
 from benchmarks.training import checkpointed, reference_losses
 from benchmarks.workloads import bert_texts, bert_upstream, bert_work
 from benchmarks.workloads.base import UNSCALED, Prepared, Training, accelerated, autocast_of, dtype_of

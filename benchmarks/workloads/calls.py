@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import zoo
 from benchmarks import strategies
-from benchmarks.case import Case
 from benchmarks.compiler import other_cache
+from benchmarks.plan import Case
 from benchmarks.training import reference_losses
 from benchmarks.workloads.base import Prepared, Training, autocast_of, dtype_of, refuses_unknown
 from zoo import Region

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.case import Case
+from benchmarks.plan import Case
 from benchmarks.training import READY_BATCHES, reference_losses
 from benchmarks.workloads import claims_llama, claims_ppo, claims_small
 from benchmarks.workloads.base import Prepared, Training, autocast_of, dtype_of, refuses_unknown

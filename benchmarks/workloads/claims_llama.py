@@ -6,7 +6,7 @@ output product weighs more here than in the whole model: four times as much besi
 
 from __future__ import annotations
 
-from benchmarks.case import Case
+from benchmarks.plan import Case
 from benchmarks.workloads import llm, llm_train, llm_work
 from benchmarks.workloads.base import Prepared
 from zoo.llm import LLMConfig

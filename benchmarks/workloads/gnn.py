@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.case import Case
+from benchmarks.plan import Case
 from benchmarks.timing import synchronise
 from benchmarks.workloads import gnn_sampled, gnn_train, gnn_upstream, gnn_work, graphs
 from benchmarks.workloads.base import UNSCALED, Prepared, autocast_of, dtype_of, refuses_unknown

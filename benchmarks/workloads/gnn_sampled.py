@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.case import Case
+from benchmarks.plan import Case
 from benchmarks.training import reference_losses
 from benchmarks.workloads import gnn_train, gnn_upstream, gnn_work
 from benchmarks.workloads.base import Prepared, Training, autocast_of, dtype_of

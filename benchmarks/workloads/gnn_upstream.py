@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.case import Case
+from benchmarks.plan import Case
 from benchmarks.workloads.gnn_work import Architecture, dense_bytes, message_bytes
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 
-from benchmarks.environment import cores
+from benchmarks.machine import cores
 
 CLASSES = 10
 QUALITY = 90

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.case import Case
+from benchmarks.plan import Case
 from benchmarks.workloads import llm_steps, llm_train, llm_upstream, llm_weights, llm_work
 from benchmarks.workloads.base import Prepared, accelerated, dtype_of, refuses_unknown
 from benchmarks.workloads.llm_work import Task

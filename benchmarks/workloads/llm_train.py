@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.case import Case
+from benchmarks.plan import Case
 from benchmarks.training import reference_losses
 from benchmarks.workloads import llm_upstream, llm_work
 from benchmarks.workloads.base import Prepared, Training, accelerated

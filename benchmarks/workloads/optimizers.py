@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from benchmarks.case import Case
+from benchmarks.plan import Case
 from benchmarks.workloads.base import Prepared, dtype_of, refuses_unknown
 from zoo.training import AdamW
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from benchmarks.case import Case
 from benchmarks.patterns import (
     buckets,
     few_signatures,
@@ -21,6 +20,7 @@ from benchmarks.patterns import (
     static_cache,
 )
 from benchmarks.patterns.pattern import Pattern, Sizes, compile_blocks
+from benchmarks.plan import Case
 from benchmarks.workloads.base import Prepared, dtype_of, refuses_unknown
 
 PATTERNS: dict[str, Pattern] = {

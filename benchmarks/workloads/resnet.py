@@ -9,7 +9,7 @@ import time
 import torch
 from torch import nn
 
-from benchmarks.case import Case
+from benchmarks.plan import Case
 from benchmarks.timing import synchronise
 from benchmarks.training import READY_BATCHES
 from benchmarks.workloads import resnet_train, resnet_upstream, resnet_work

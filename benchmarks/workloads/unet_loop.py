@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from benchmarks.case import Case
+from benchmarks.plan import Case
 from benchmarks.workloads import unet_upstream, unet_work
 from benchmarks.workloads.base import Prepared
 from benchmarks.workloads.llm_weights import draw

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.case import Case
+from benchmarks.plan import Case
 from benchmarks.training import reference_losses
 from benchmarks.workloads import unet_upstream, unet_work
 from benchmarks.workloads.base import UNSCALED, Prepared, Training, autocast_of

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.case import DEFAULT_ARMS, IMPLEMENTATIONS, STRATEGY_NAMES, Case, expand, races_of, refusal, twin_of
+from benchmarks.plan import DEFAULT_ARMS, IMPLEMENTATIONS, STRATEGY_NAMES, Case, expand, races_of, refusal, twin_of
 
 CPU = Case(family="gnn", model="gcn", input="karate")
 GPU = replace(CPU, device="cuda")

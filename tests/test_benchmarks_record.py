@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.case import Case
-from benchmarks.result import Check, Kernel, Result, Store, device_name, load
+from benchmarks.plan import Case
+from benchmarks.record import Check, Kernel, Result, Store, device_name, load
 from tests.rows import ENVIRONMENT, failure, race, row, write
 
 

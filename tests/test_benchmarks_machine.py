@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import environment
-from benchmarks.environment import Monitor, device_facts, free_memory, row
+from benchmarks import machine
+from benchmarks.machine import Monitor, device_facts, free_memory, row
 from benchmarks.peaks import measure
-from benchmarks.result import Store
+from benchmarks.record import Store
 
 
 def test_the_row_says_where_it_was_measured_and_can_be_stored(tmp_path):
@@ -33,7 +33,7 @@ def test_without_a_driver_a_monitor_knows_nothing(monkeypatch: pytest.MonkeyPatc
     def missing(name: str) -> None:
         raise OSError(name)
 
-    monkeypatch.setattr("benchmarks.environment.ctypes.CDLL", missing)
+    monkeypatch.setattr("benchmarks.machine.ctypes.CDLL", missing)
     monitor = Monitor()
     assert (monitor.sm_clock(), monitor.power(), monitor.memory(), monitor.driver()) == (None,) * 4
     assert free_memory("cuda", monitor) is None
@@ -64,8 +64,8 @@ def test_a_gpu_is_described_and_watched():
 
 
 def test_a_copy_without_history_is_told_its_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(environment, "ROOT", tmp_path)
-    assert environment._commit() == {"commit": None, "dirty": None}
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    assert machine._commit() == {"commit": None, "dirty": None}
     for told, expected in (("abc", ("abc", False)), ("abc-dirty", ("abc", True))):
         monkeypatch.setenv("BENCHMARKS_COMMIT", told)
-        assert tuple(environment._commit().values()) == expected
+        assert tuple(machine._commit().values()) == expected

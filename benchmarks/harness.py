@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.case import Case, twin_of
-from benchmarks.environment import free_memory
+from benchmarks.machine import free_memory
+from benchmarks.plan import Case, twin_of
 from benchmarks.process import WorkerFailure
-from benchmarks.result import IN_RACE, Kernel, Result
+from benchmarks.record import IN_RACE, Kernel, Result
 from benchmarks.startup import (
-    Arm,
+    ArmRun,
     Reporter,
     Settings,
     estimate,
@@ -59,7 +59,7 @@ def run_race(
     arms = _arms(cases, settings)
     emitted: set[str] = set()
 
-    def hand_out(arm: Arm) -> None:
+    def hand_out(arm: ArmRun) -> None:
         if arm.case.key not in emitted:
             emitted.add(arm.case.key)
             emit(arm.result)
@@ -105,13 +105,13 @@ def run_race(
                 shutil.rmtree(arm.folder, ignore_errors=True)
 
 
-def _arms(cases: Sequence[Case], settings: Settings) -> list[Arm]:
+def _arms(cases: Sequence[Case], settings: Settings) -> list[ArmRun]:
     root = settings.scratch / "-".join(_safe(cases[0].race))
     arms = []
     for case in cases:
         twin = case.arm.removesuffix(" (A/A)")
         folder = settings.scratch / "shared" if settings.steady_only else root / "-".join(_safe([twin]))
-        arms.append(Arm(case=case, folder=folder))
+        arms.append(ArmRun(case=case, folder=folder))
     return arms
 
 
@@ -120,11 +120,11 @@ def _safe(parts: Iterable[str]) -> list[str]:
 
 
 def _groups(
-    arms: Sequence[Arm],
+    arms: Sequence[ArmRun],
     settings: Settings,
     memory_bytes: Callable[[Case], int],
     running_bytes: Callable[[Case], int],
-) -> list[list[Arm]]:
+) -> list[list[ArmRun]]:
     """Arms that fit in memory side by side, in the first group while one computes what all are checked by.
 
     Where not all do, each group holds the reference arm again, to be paired, unless an arm does not fit beside that
@@ -151,7 +151,7 @@ def _groups(
     reference = next(arm for arm in fitting if arm.case == reference_case)
     room = float("inf") if free is None else MEMORY_SHARE * free
 
-    def fit(group: Sequence[Arm], *, first: bool) -> bool:
+    def fit(group: Sequence[ArmRun], *, first: bool) -> bool:
         checking = max(needs[arm.case.key] - running[arm.case.key] for arm in group) if first else 0
         return sum(running[arm.case.key] for arm in group) + checking <= room
 
@@ -169,7 +169,7 @@ def _groups(
     return groups
 
 
-def _side_by_side(groups: Sequence[Sequence[Arm]]) -> int:
+def _side_by_side(groups: Sequence[Sequence[ArmRun]]) -> int:
     """How many arms memory holds at the same time; the last group may only be what was left over."""
     return max(1, min((len(group) for group in groups[:-1] or groups), default=1))
 
@@ -178,7 +178,7 @@ def _gib(size: float) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-def _fail_controls(arms: Sequence[Arm]) -> None:
+def _fail_controls(arms: Sequence[ArmRun]) -> None:
     """A control without its twin measures nothing."""
     by_name = {arm.case.arm: arm for arm in arms}
     for arm in arms:
@@ -189,7 +189,7 @@ def _fail_controls(arms: Sequence[Arm]) -> None:
 
 
 def _race_group(
-    group: Sequence[Arm], settings: Settings, report: Reporter, reference: Path, first_round: int, *, last: bool
+    group: Sequence[ArmRun], settings: Settings, report: Reporter, reference: Path, first_round: int, *, last: bool
 ) -> None:
     racing = [arm for arm in group if arm.ok]
     prepare_race(racing, settings, report, estimate, reference)
@@ -226,7 +226,7 @@ def _race_group(
             arm.worker = None
 
 
-def _count(arm: Arm) -> None:
+def _count(arm: ArmRun) -> None:
     """What comes after all rounds: profilers leave hooks behind. One that fails leaves what was measured as it is."""
     if not arm.ok:
         return
@@ -245,29 +245,29 @@ def _count(arm: Arm) -> None:
         figures.recompiles += [IN_RACE + reason for reason in counted["recompiles"]]
 
 
-def _draw(arm: Arm, steps: int) -> None:
+def _draw(arm: ArmRun, steps: int) -> None:
     if _works(arm):
         with failures_of(arm):
             arm.result.curve = arm.ask("curve", steps=steps)["losses"]
 
 
-def _trace(arm: Arm, folder: Path) -> None:
+def _trace(arm: ArmRun, folder: Path) -> None:
     if _works(arm):
         with failures_of(arm):
             arm.ask("trace", path=str(folder / ("-".join(_safe([arm.case.key])) + ".json.gz")))
 
 
-def _works(arm: Arm) -> bool:
+def _works(arm: ArmRun) -> bool:
     """Whether its process can be asked for more: a profile that failed may have ended it."""
     return arm.ok and arm.worker is not None and arm.worker.alive
 
 
-def _raced(arm: Arm, settings: Settings) -> bool:
+def _raced(arm: ArmRun, settings: Settings) -> bool:
     """Whether the arm has been through all its rounds."""
     return arm.result.steady is not None and len(arm.result.steady.rounds) >= settings.sets * settings.rounds
 
 
-def _finish(arms: Sequence[Arm], peaks: Mapping[str, Any]) -> None:
+def _finish(arms: Sequence[ArmRun], peaks: Mapping[str, Any]) -> None:
     """What takes the whole race, or the run, to fill in."""
     eager = next((a for a in arms if a.ok and a.case.impl == "upstream" and a.case.strategy_name == "eager"), None)
     for arm in arms:

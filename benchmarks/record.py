@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks.case import Case
+from benchmarks.plan import Case
 
 SCHEMA = 1
+RESULTS = Path(__file__).parent / "results"  # committed rows
 # The folder among committed rows of races that were run for one question each.
-BESIDE = "beside"
+EXTRA = "extra"
 
 # Everything that can become of an arm. Only "ok" carries times; the others carry a reason.
 STATUSES = ("ok", "crashed", "out-of-memory", "timeout", "failed", "does-not-fit", "device-busy", "interrupted")
@@ -340,13 +341,13 @@ class Rows:
     Args:
         results: Of each race the rows that tables of its family are made from.
         environments: By the id that rows name.
-        beside: By a name, rows of races that were run for one question beside those: arms that a claim or a
+        extra: By a name, rows of races that were run for one question beside those: arms that a claim or a
             decomposition needs, and nobody else.
     """
 
     results: list[Result]
     environments: dict[str, dict[str, Any]]
-    beside: dict[str, list[Result]] = field(default_factory=dict)
+    extra: dict[str, list[Result]] = field(default_factory=dict)
 
     def environment(self, result: Result) -> dict[str, Any]:
         """The environment of a result; empty where the row names none."""
@@ -363,11 +364,11 @@ def load(path: Path) -> Rows:
 
     Where two files hold the same case on the same device and torch version, the environment's later ``time`` wins, or
     the later path where times agree or are missing, as the later line does within a file. Rows below the folder's
-    ``beside/<name>`` stand apart under that name.
+    ``extra/<name>`` stand apart under that name.
 
     Raises:
         FileNotFoundError: Where there is no such file or folder.
-        ValueError: Naming file and line, where a row cannot be read; or a file in ``beside`` itself.
+        ValueError: Naming file and line, where a row cannot be read; or a file in ``extra`` itself.
     """
     path = Path(path)
     if not path.exists():
@@ -376,7 +377,7 @@ def load(path: Path) -> Rows:
     environments: dict[str, dict[str, Any]] = {}
     newest: dict[str, dict[tuple[str, ...], Result]] = {"": {}}
     for file in files:
-        found = newest.setdefault(_beside(file, path), {})
+        found = newest.setdefault(_extra(file, path), {})
         store = Store(file)
         ids = {}
         for name, environment in store.environments().items():
@@ -406,14 +407,14 @@ def load_run(path: Path) -> Rows:
     return rows
 
 
-def _beside(file: Path, folder: Path) -> str:
+def _extra(file: Path, folder: Path) -> str:
     """The name under which a file's rows stand apart; empty where they do not."""
     folders = file.relative_to(folder).parts[:-1]
-    if BESIDE not in folders:
+    if EXTRA not in folders:
         return ""
-    name = "/".join(folders[folders.index(BESIDE) + 1 :])
+    name = "/".join(folders[folders.index(EXTRA) + 1 :])
     if not name:
-        raise ValueError(f"{file}: rows in {BESIDE}/ stand in a folder of their own there, named for what they answer")
+        raise ValueError(f"{file}: rows in {EXTRA}/ stand in a folder of their own there, named for what they answer")
     return name
 
 

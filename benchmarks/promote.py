@@ -1,11 +1,11 @@
 """Puts a run's rows among the committed ones: a race that was measured again replaces the race of before.
 
-python -m benchmarks.keep runs/today                              every race of the run
-python -m benchmarks.keep runs/today --model gcn --input arxiv    of these alone
-python -m benchmarks.keep runs/today --beside claim-30            beside the race of before, which stays
+python -m benchmarks.promote runs/today                              every race of the run
+python -m benchmarks.promote runs/today --model gcn --input arxiv    of these alone
+python -m benchmarks.promote runs/today --extra claim-30             beside the race of before, which stays
 
 They go to benchmarks/results/<gpu>-torch<version>/<family>-<workload>-<dtype>.jsonl. Beside, they go to the same file
-in beside/<name>/: a family's tables are made without them, claims and decompositions look there first. Then
+in extra/<name>/: a family's tables are made without them, claims and decompositions look there first. Then
 ``python -m benchmarks.report --update`` makes the tables anew.
 """
 
@@ -22,36 +22,35 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.case import Case
-from benchmarks.report import RESULTS
-from benchmarks.result import BESIDE, Result, Rows, Store, device_name, load_run
-from benchmarks.usage import UsageError, did_you_mean, run_command
+from benchmarks.cli import UsageError, did_you_mean, run_command
+from benchmarks.plan import Case
+from benchmarks.record import EXTRA, RESULTS, Result, Rows, Store, device_name, load_run
 
 Race = tuple[str, ...]
 # What says nothing about the arm.
 NOT_KEPT = ("interrupted", "device-busy")
 
 
-def keep(rows: Rows, results: Path, *, beside: str | None = None) -> dict[Path, list[Race]]:
+def promote(rows: Rows, results: Path, *, extra: str | None = None) -> dict[Path, list[Race]]:
     """Put all rows into their files below ``results``; the races of each file that were written.
 
     Args:
         rows: What was measured.
         results: Where committed rows are.
-        beside: What they answer, if they are to stand beside the races of before instead of replacing them. Rows of
+        extra: What they answer, for rows that stand beside the earlier races instead of replacing them. Rows of
             the same name are replaced.
 
     Raises:
         UsageError: If rows are of code that was not committed, or tell of a stopped run, or ``beside`` is no name of a
             folder; nothing is written then.
     """
-    if beside is not None and not re.fullmatch(r"[a-z0-9][a-z0-9-]*", beside):
-        raise UsageError(f"--beside {beside!r} names a folder: small letters, digits and hyphens, as in claim-30")
+    if extra is not None and not re.fullmatch(r"[a-z0-9][a-z0-9-]*", extra):
+        raise UsageError(f"--extra {extra!r} names a folder: small letters, digits and hyphens, as in claim-30")
     files: dict[Path, list[Result]] = defaultdict(list)
     for result in rows.results:
         _refuse(result, rows.environment(result))
         file = _file(result.case, rows.environment(result))
-        files[results / (file if beside is None else file.parent / BESIDE / beside / file.name)].append(result)
+        files[results / (file if extra is None else file.parent / EXTRA / extra / file.name)].append(result)
     for file, new in files.items():
         _write(file, new, rows.environments)
     return {file: list(dict.fromkeys(result.case.race for result in new)) for file, new in files.items()}
@@ -108,7 +107,7 @@ def command(
     run: Annotated[Path, typer.Argument(help="A run's folder or .jsonl file.")],
     model: Annotated[list[str] | None, typer.Option(help="Races of these models alone.")] = None,
     input: Annotated[list[str] | None, typer.Option(help="Races on these inputs alone.")] = None,
-    beside: Annotated[
+    extra: Annotated[
         str | None, typer.Option(help="Leave the races of before, put these beside them under this name.")
     ] = None,
     results: Annotated[Path, typer.Option(help="Where committed rows are.")] = RESULTS,
@@ -119,14 +118,14 @@ def command(
     except (ValueError, FileNotFoundError) as error:
         raise UsageError(str(error)) from error
     found = _only(_only(rows.results, "model", model or []), "input", input or [])
-    for file, races in keep(Rows(found, rows.environments), results, beside=beside).items():
+    for file, races in promote(Rows(found, rows.environments), results, extra=extra).items():
         for race in races:
             print(f"{file}: {' · '.join(race[1:])}")
     return 0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return run_command(command, "python -m benchmarks.keep", arguments)
+    return run_command(command, "python -m benchmarks.promote", arguments)
 
 
 if __name__ == "__main__":

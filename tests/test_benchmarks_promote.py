@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.keep import keep, main
-from benchmarks.result import Result, Rows, Store, load
+from benchmarks.promote import main, promote
+from benchmarks.record import Result, Rows, Store, load
 from tests.rows import ENVIRONMENT, row
 
 FOLDER = "nvidia-h200-torch2.11.0"
@@ -29,9 +29,9 @@ def rows(*results: Result, **environment: object) -> Rows:
 
 
 def test_a_race_replaces_the_one_before_and_no_other(tmp_path: Path) -> None:
-    keep(rows(row(1.0, impl="zoo"), row(2.0, impl="upstream"), row(3.0, impl="zoo", input="arxiv")), tmp_path)
+    promote(rows(row(1.0, impl="zoo"), row(2.0, impl="upstream"), row(3.0, impl="zoo", input="arxiv")), tmp_path)
     before = written(tmp_path)
-    races = keep(rows(row(0.5, impl="zoo"), id="e2"), tmp_path)
+    races = promote(rows(row(0.5, impl="zoo"), id="e2"), tmp_path)
     after = written(tmp_path)
     assert set(after) == {"gcn arxiv zoo eager", "gcn cora zoo eager"}, "an arm of the old race would be of another day"
     assert after["gcn arxiv zoo eager"] == before["gcn arxiv zoo eager"]
@@ -39,12 +39,12 @@ def test_a_race_replaces_the_one_before_and_no_other(tmp_path: Path) -> None:
     assert [race[1:3] for each in races.values() for race in each] == [("gcn", "cora")]
     file = tmp_path / FOLDER / "gnn-inference-float32.jsonl"
     assert set(Store(file).environments()) == {"e1", "e2"}
-    keep(rows(row(0.5, input="arxiv"), id="e2"), tmp_path)
+    promote(rows(row(0.5, input="arxiv"), id="e2"), tmp_path)
     assert set(Store(file).environments()) == {"e2"}, "nothing names the first any more"
 
 
 def test_files_are_of_a_family_a_workload_and_a_dtype(tmp_path: Path) -> None:
-    keep(rows(row(workload="train"), row(dtype="bfloat16"), row(family="bert", model="bert-base")), tmp_path)
+    promote(rows(row(workload="train"), row(dtype="bfloat16"), row(family="bert", model="bert-base")), tmp_path)
     names = {"gnn-train-float32.jsonl", "gnn-inference-bfloat16.jsonl", "bert-inference-float32.jsonl"}
     assert {file.name for file in (tmp_path / FOLDER).iterdir()} == names
 
@@ -92,13 +92,13 @@ def test_the_command_takes_some_races_and_names_what_it_wrote(
 
 
 def test_a_race_for_a_question_stands_beside_and_replaces_its_own_name_alone(tmp_path: Path) -> None:
-    keep(rows(row(1.0, impl="zoo"), row(2.0, impl="upstream")), tmp_path)
+    promote(rows(row(1.0, impl="zoo"), row(2.0, impl="upstream")), tmp_path)
     for name, ms in (("claim-30", 3.0), ("claim-20", 4.0), ("claim-30", 5.0)):
-        keep(rows(row(ms, impl="upstream"), id=f"e{ms}"), tmp_path, beside=name)
+        promote(rows(row(ms, impl="upstream"), id=f"e{ms}"), tmp_path, extra=name)
     assert set(written(tmp_path)) == {"gcn cora zoo eager", "gcn cora upstream eager"}
     found = load(tmp_path)
     assert {result.case.impl for result in found.results} == {"zoo", "upstream"}
-    medians = {name: [float(str(r.environment)[1:]) for r in results] for name, results in found.beside.items()}
+    medians = {name: [float(str(r.environment)[1:]) for r in results] for name, results in found.extra.items()}
     assert medians == {"claim-20": [4.0], "claim-30": [5.0]}
 
 
@@ -107,13 +107,13 @@ def test_a_name_that_is_no_folder_is_refused(tmp_path: Path, name: str, capsys: 
     run = tmp_path / "run.jsonl"
     Store(run).append(ENVIRONMENT)
     Store(run).append(row().to_json())
-    assert main([str(run), "--results", str(tmp_path / "results"), "--beside", name]) == 2
+    assert main([str(run), "--results", str(tmp_path / "results"), "--extra", name]) == 2
     assert repr(name) in capsys.readouterr().err
     assert not (tmp_path / "results").exists()
 
 
-def test_rows_in_beside_itself_are_an_error(tmp_path: Path) -> None:
-    (tmp_path / "beside").mkdir()
-    (tmp_path / "beside" / "rows.jsonl").write_text("")
+def test_rows_in_extra_itself_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "extra").mkdir()
+    (tmp_path / "extra" / "rows.jsonl").write_text("")
     with pytest.raises(ValueError, match="a folder of their own"):
         load(tmp_path)
