@@ -6,8 +6,6 @@ import difflib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 
-import typer
-
 BAD_USAGE = 2
 
 
@@ -39,6 +37,8 @@ def run_command(function: Callable[..., int], program: str, arguments: Sequence[
 
     The function's UsageError and typer's own errors are printed on one line and give 2.
     """
+    import typer
+
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     app.command()(function)
     command = typer.main.get_command(app)

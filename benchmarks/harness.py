@@ -198,7 +198,7 @@ def _race_group(
         return
     seconds = estimate_rounds(len(racing), settings)
     report.begin(f"race of {len(racing)} arms, {settings.rounds} rounds", seconds)
-    with settings.turns.alone():
+    with settings.gpu_lock.alone():
         began = time.monotonic()  # what was waited for others is no measure of the rounds
         race(
             racing,
@@ -210,7 +210,7 @@ def _race_group(
         )
     if last:
         report.begin("kernel counts and profile", 1.0)
-        with settings.turns.alone():  # beside another process a kernel takes longer
+        with settings.gpu_lock.alone():  # beside another process a kernel takes longer
             for arm in racing:
                 _count(arm)
                 if settings.traces is not None:
@@ -218,7 +218,7 @@ def _race_group(
         # A copy's curve stands nowhere, and the reference arm, which each group holds, has drawn its own in the first.
         drawing = [arm for arm in racing if not (arm.case.control or arm.result.curve)]
         if settings.curve and drawing:
-            with settings.turns.together():
+            with settings.gpu_lock.shared():
                 in_parallel(lambda arm: _draw(arm, settings.curve), drawing, settings.ahead)
     for arm in racing:
         if arm.worker is not None:

@@ -15,17 +15,16 @@ from rich.console import Console
 
 from benchmarks.cli import UsageError
 from benchmarks.compiler import cache_environment
-from benchmarks.folder import Keeper, Unwritable, held, scratch, sweep
 from benchmarks.harness import ROUNDS_OF_A_SET, run_race
+from benchmarks.locks import GpuLock, locked, remove_stale, scratch_folder
 from benchmarks.machine import Monitor, cores, row
 from benchmarks.plan import Case, races_of
 from benchmarks.process import Worker, WorkerFailure, kill_all
 from benchmarks.progress import Progress, words
-from benchmarks.record import Result, Store, load
+from benchmarks.record import Result, RowWriter, Store, Unwritable, load
 from benchmarks.rendering import numbers
 from benchmarks.report import folder_of_reports, write_html
 from benchmarks.startup import Settings, estimate_race
-from benchmarks.turns import Turns
 from benchmarks.workloads import Workload
 
 PEAKS_SECONDS = 12.0
@@ -98,8 +97,8 @@ def settings_of(workload: str, *, rounds: int | None = None, quick: bool = False
     """
     stack = ExitStack()
     try:
-        sweep(SCRATCH)
-        folder = stack.enter_context(scratch(SCRATCH))
+        remove_stale(SCRATCH)
+        folder = stack.enter_context(scratch_folder(SCRATCH))
     except OSError as error:
         raise UsageError(
             f"the compiler's caches have no folder ({error.strerror}: {error.filename or tempfile.gettempdir()}); set "
@@ -132,7 +131,7 @@ def measure(plan: Plan, settings: Settings, console: Console, conclude: Conclude
         return conclude(plan, console, measured)
     signal.signal(signal.SIGTERM, _stop)
     try:
-        with held(plan.out), Progress(console, seconds) as progress:
+        with locked(plan.out), Progress(console, seconds) as progress:
             environment, settings = _environment(plan, settings, progress)
             for arms in races:
                 progress.race(f"{arms[0].model} on {arms[0].input}, {arms[0].dtype}, {arms[0].device}")
@@ -168,13 +167,13 @@ def _measure_race(
     """One race to its rows; their cases' keys are added to ``measured``. Rows outlive whatever ends the race."""
     store = plan.store(arms[0])
     first_set = _sets_in(store)
-    keeper = Keeper(store)
-    keeper.begin(environment)
+    writer = RowWriter(store)
+    writer.begin(environment)
 
     def emit(result: Result) -> None:
         result.command = plan.command(result.case, settings)
         result.environment = environment["id"]
-        keeper.append(result.to_json())
+        writer.append(result.to_json())
         measured.add(result.case.key)
 
     try:
@@ -189,7 +188,7 @@ def _measure_race(
             first_set=first_set,
         )
     finally:
-        keeper.settle()
+        writer.flush()
 
 
 def _announce(plan: Plan, races: Sequence[Sequence[Case]], seconds: float, console: Console) -> None:
@@ -215,10 +214,10 @@ def _environment(plan: Plan, settings: Settings, progress: Progress) -> tuple[di
         dtypes = sorted({case.dtype for case in plan.cases})
         start_up = str(folder / "compiler") if compiles else None
         facts = worker.ask("facts", device=plan.device)["device"]
-        turns = Turns(facts.get("gpu_uuid"), progress.note)
+        gpu_lock = GpuLock(facts.get("gpu_uuid"), progress.note)
         wanted = {"device": plan.device, "dtypes": dtypes, "quick": settings.quick}
         host = {"cores": cores(), "backend": os.environ.get("BENCHMARKS_BACKEND")}
-        found = turns.found(
+        found = gpu_lock.measured_once(
             {**wanted, **host, "starts": compiles, "facts": facts},
             lambda: worker.ask("peaks", **wanted, start_up=start_up),
         )
@@ -227,7 +226,7 @@ def _environment(plan: Plan, settings: Settings, progress: Progress) -> tuple[di
     finally:
         worker.stop()
     settings = replace(
-        settings, monitor=Monitor(facts.get("gpu_uuid")), turns=turns, compiler_start_up=found["start_up"]
+        settings, monitor=Monitor(facts.get("gpu_uuid")), gpu_lock=gpu_lock, compiler_start_up=found["start_up"]
     )
     return row(facts, found["peaks"]), settings
 

@@ -1,12 +1,12 @@
-"""Puts a run's rows among the committed ones: a race that was measured again replaces the race of before.
+"""Puts a run's rows among the committed ones; a race that was measured again replaces the earlier one.
 
 python -m benchmarks.promote runs/today                              every race of the run
-python -m benchmarks.promote runs/today --model gcn --input arxiv    of these alone
-python -m benchmarks.promote runs/today --extra claim-30             beside the race of before, which stays
+python -m benchmarks.promote runs/today --model gcn --input arxiv    these races alone
+python -m benchmarks.promote runs/today --extra claim-30             in addition to the earlier race, under a name
 
-They go to benchmarks/results/<gpu>-torch<version>/<family>-<workload>-<dtype>.jsonl. Beside, they go to the same file
-in extra/<name>/: a family's tables are made without them, claims and decompositions look there first. Then
-``python -m benchmarks.report --update`` makes the tables anew.
+Rows go to benchmarks/results/<gpu>-torch<version>/<family>-<workload>-<dtype>.jsonl, extra ones to the same file name
+in extra/<name>/ there. Families' tables ignore extra rows; claims and decompositions look there first. Afterwards,
+``python -m benchmarks.report --update`` makes the tables from the new rows.
 """
 
 from __future__ import annotations
@@ -26,38 +26,37 @@ from benchmarks.cli import UsageError, did_you_mean, run_command
 from benchmarks.plan import Case
 from benchmarks.record import EXTRA, RESULTS, Result, Rows, Store, device_name, load_run
 
-Race = tuple[str, ...]
-# What says nothing about the arm.
-NOT_KEPT = ("interrupted", "device-busy")
+# Statuses that say nothing about the arm.
+REFUSED = ("interrupted", "device-busy")
 
 
-def promote(rows: Rows, results: Path, *, extra: str | None = None) -> dict[Path, list[Race]]:
+def promote(rows: Rows, results: Path, *, extra: str | None = None) -> dict[Path, list[tuple[str, ...]]]:
     """Put all rows into their files below ``results``; the races of each file that were written.
 
     Args:
         rows: What was measured.
         results: Where committed rows are.
-        extra: What they answer, for rows that stand beside the earlier races instead of replacing them. Rows of
-            the same name are replaced.
+        extra: The name under which rows are added without replacing the earlier races; rows of the same name are
+            replaced.
 
     Raises:
-        UsageError: If rows are of code that was not committed, or tell of a stopped run, or ``beside`` is no name of a
-            folder; nothing is written then.
+        UsageError: If rows come from code that was not committed, or from a race that was stopped, or ``extra`` cannot
+            name a folder; nothing is written then.
     """
     if extra is not None and not re.fullmatch(r"[a-z0-9][a-z0-9-]*", extra):
         raise UsageError(f"--extra {extra!r} names a folder: small letters, digits and hyphens, as in claim-30")
     files: dict[Path, list[Result]] = defaultdict(list)
     for result in rows.results:
-        _refuse(result, rows.environment(result))
-        file = _file(result.case, rows.environment(result))
-        files[results / (file if extra is None else file.parent / EXTRA / extra / file.name)].append(result)
+        _check(result, rows.environment(result))
+        file = results / _file(result.case, rows.environment(result))
+        files[file if extra is None else file.parent / EXTRA / extra / file.name].append(result)
     for file, new in files.items():
         _write(file, new, rows.environments)
     return {file: list(dict.fromkeys(result.case.race for result in new)) for file, new in files.items()}
 
 
-def _refuse(result: Result, environment: Mapping[str, Any]) -> None:
-    if result.status in NOT_KEPT:
+def _check(result: Result, environment: Mapping[str, Any]) -> None:
+    if result.status in REFUSED:
         raise UsageError(f"{result.case.key} is {result.status}; measure it to its end with --resume")
     if environment.get("commit") is None or environment.get("dirty") is not False:
         raise UsageError(
@@ -73,7 +72,7 @@ def _file(case: Case, environment: Mapping[str, Any]) -> Path:
 
 
 def _write(file: Path, new: Sequence[Result], environments: Mapping[str, Mapping[str, Any]]) -> None:
-    """The file with these results in place of all of their races, whole or not at all."""
+    """Replace these results' races in the file; all of them, or on an error none."""
     races = {result.case.race for result in new}
     store = Store(file)
     kept = [result for result in store.results() if result.case.race not in races]
@@ -105,18 +104,13 @@ def _only(results: list[Result], what: str, wanted: list[str]) -> list[Result]:
 
 def command(
     run: Annotated[Path, typer.Argument(help="A run's folder or .jsonl file.")],
-    model: Annotated[list[str] | None, typer.Option(help="Races of these models alone.")] = None,
-    input: Annotated[list[str] | None, typer.Option(help="Races on these inputs alone.")] = None,
-    extra: Annotated[
-        str | None, typer.Option(help="Leave the races of before, put these beside them under this name.")
-    ] = None,
-    results: Annotated[Path, typer.Option(help="Where committed rows are.")] = RESULTS,
+    model: Annotated[list[str] | None, typer.Option(help="Only races of these models.")] = None,
+    input: Annotated[list[str] | None, typer.Option(help="Only races on these inputs.")] = None,
+    extra: Annotated[str | None, typer.Option(help="Replace no race; add the rows under this name.")] = None,
+    results: Annotated[Path, typer.Option(help="Folder of the committed rows.")] = RESULTS,
 ) -> int:
     """Put a run's rows among the committed ones, in place of older rows of the same races."""
-    try:
-        rows = load_run(run)
-    except (ValueError, FileNotFoundError) as error:
-        raise UsageError(str(error)) from error
+    rows = load_run(run)
     found = _only(_only(rows.results, "model", model or []), "input", input or [])
     for file, races in promote(Rows(found, rows.environments), results, extra=extra).items():
         for race in races:

@@ -1,28 +1,32 @@
-"""Result rows: what was measured for one arm, or why nothing was. One JSON object a line, appended as they come."""
+"""Result rows and their files: what was measured for one arm, or why nothing was; one JSON object per line."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import json
-import math
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+
+from benchmarks.cli import UsageError
 from benchmarks.plan import Case
 
 SCHEMA = 1
 RESULTS = Path(__file__).parent / "results"  # committed rows
-# The folder among committed rows of races that were run for one question each.
+# Below RESULTS/<machine>/: races that answer one question each and appear in no table of their family.
 EXTRA = "extra"
-
 # Everything that can become of an arm. Only "ok" carries times; the others carry a reason.
 STATUSES = ("ok", "crashed", "out-of-memory", "timeout", "failed", "does-not-fit", "device-busy", "interrupted")
-# How the reason of a recompile begins that came while the arm raced.
+# The first words of a recompile's reason, where it happened while the arm raced.
 IN_RACE = "during the race: "
+
+Row = Mapping[str, Any]
 
 
 @dataclass(kw_only=True)
@@ -118,9 +122,10 @@ class Work:
         return sum(kernel.microseconds for kernel in (*self.longest, *([self.others] if self.others else [])))
 
 
+@with_config(ConfigDict(extra="forbid", allow_inf_nan=False))
 @dataclass(kw_only=True)
 class Result:
-    """One arm's row."""
+    """One arm's row. A row that is read is checked against these types, and those of the sections above."""
 
     case: Case
     status: str = "ok"
@@ -155,71 +160,39 @@ class Result:
         if self.warm is None or any(reason.startswith(IN_RACE) for reason in self.cold.recompiles):
             return self.cold
         late = [reason for reason in self.warm.recompiles if reason.startswith(IN_RACE)]
-        return dataclasses.replace(self.cold, recompiles=[*self.cold.recompiles, *late])
+        return replace(self.cold, recompiles=[*self.cold.recompiles, *late])
 
     def to_json(self) -> dict[str, Any]:
-        """The row as plain values, for ``Store.append``."""
-        return {"kind": "result", "schema": SCHEMA, **asdict(self)}
+        """The row as plain values, for ``Store.append``. ValueError on a number that JSON does not have, named."""
+        return {"kind": "result", "schema": SCHEMA, **asdict(_validated(asdict(self)))}
 
     @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> Result:
-        """A row read back. ValueError on another schema, a missing case, or a field that this code does not know.
+    def from_json(cls, row: Row) -> Result:
+        """A row read back. ValueError on another schema, and on a field that is missing, unknown or of another type.
 
-        Unknown fields are refused instead of dropped: the row was written by newer code, and a comparison that leaves
-        out half of it would not say so.
+        Unknown fields are refused instead of dropped: newer code wrote the row, and a comparison would leave out half
+        of it in silence.
         """
         if row.get("schema") != SCHEMA:
             raise ValueError(
                 f"the row has schema {row.get('schema')!r}, this code reads {SCHEMA}; "
                 "measure it again, or use the commit that wrote it"
             )
-        if not isinstance(row.get("case"), Mapping):
-            raise ValueError(f"a result row needs a case, got {row.get('case')!r}")
-        values = {name: value for name, value in row.items() if name not in ("kind", "schema")}
-        _refuse_unknown(cls, values, "the row")
-        values["case"] = _section(Case, row["case"], "case")
-        sections = {"cold": Compile, "warm": Compile, "steady": Steady, "memory": Memory, "check": Check, "work": Work}
-        for name, section in sections.items():
-            if values.get(name) is not None:
-                values[name] = _section(section, values[name], name)
-        if (work := values.get("work")) is not None:
-            if work.longest is not None:
-                work.longest = [_section(Kernel, kernel, "work.longest") for kernel in work.longest]
-            if work.others is not None:
-                work.others = _section(Kernel, work.others, "work.others")
-        return cls(**values)
+        return _validated({name: value for name, value in row.items() if name not in ("kind", "schema")})
 
 
-def _refuse_unknown(record: type[Any], values: Mapping[str, Any], where: str) -> None:
-    known = {field.name for field in dataclasses.fields(record)}
-    if unknown := sorted(set(values) - known):
-        raise ValueError(f"{where} has fields that this code does not know: {', '.join(unknown)}; update the clone")
+@functools.cache
+def _adapter() -> TypeAdapter[Result]:
+    return TypeAdapter(Result)
 
 
-def _section(record: type[Any], values: Any, where: str) -> Any:
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{where} must be an object, got {values!r}")
-    _refuse_unknown(record, values, where)
+def _validated(values: Row) -> Result:
     try:
-        return record(**values)
-    except TypeError as error:  # a field without a default is missing
-        raise ValueError(f"{where}: {error}") from error
-
-
-def _refuse_unwritable(value: Any, where: str) -> None:
-    """JSON has no NaN and no arrays; say which field holds one, so that the row can become a failure with a reason."""
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{where} is {value}, which JSON cannot hold; leave the field None or make the row a failure")
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            if not isinstance(name, str):
-                raise TypeError(f"{where} has the key {name!r}; JSON keys are strings")
-            _refuse_unwritable(item, f"{where}.{name}" if where else name)
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            _refuse_unwritable(item, f"{where}[{index}]")
-    elif not isinstance(value, str | int | float | None):
-        raise TypeError(f"{where} is a {type(value).__name__}; rows hold str, int, float, bool, None, lists and dicts")
+        return _adapter().validate_python(values)
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, each['loc'])) or 'the row'}: {each['msg']}" for each in error.errors())
+        newer = any(each["type"] == "unexpected_keyword_argument" for each in error.errors())
+        raise ValueError(wrong + ("; newer code wrote this row: update the clone" if newer else "")) from None
 
 
 def _refuse_constant(name: str) -> Any:
@@ -233,24 +206,26 @@ def _parse(line: bytes) -> dict[str, Any]:
     return row
 
 
+def _line(row: Row) -> str:
+    return json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n"
+
+
 class Store:
     """An append-only JSONL file of rows. A line is written whole and flushed to disk before the next case starts."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
 
-    def append(self, row: Mapping[str, Any]) -> None:
+    def append(self, row: Row) -> None:
         """Write one row at the end and wait until the disk has it.
 
         A last line that a kill had cut short is removed first: appending to it would spoil two rows.
 
         Raises:
-            ValueError: Where a number is NaN or infinite, naming the field; nothing is written.
-            TypeError: Where a value is not JSON's (a tensor, a numpy number), naming the field; nothing is written.
-            OSError: Where the disk does not take the row; the file ends with the row before it.
+            ValueError, TypeError: If JSON cannot hold a value; nothing is written.
+            OSError: If the disk does not take the row; the file ends with the row before it.
         """
-        _refuse_unwritable(row, "")
-        line = json.dumps(row, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        line = _line(row).encode()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Without Python's buffer, which would try to write the rest of a row again when the file is closed.
         with self.path.open("a+b", buffering=0) as file:
@@ -268,15 +243,11 @@ class Store:
 
     @staticmethod
     def _repair(file: IO[bytes]) -> None:
-        size = file.seek(0, os.SEEK_END)
-        if size == 0:
-            return
-        file.seek(size - 1)
-        if file.read(1) == b"\n":
-            return
         file.seek(0)
         content = file.read()
         start = content.rfind(b"\n") + 1
+        if start == len(content):
+            return
         try:
             _parse(content[start:])
         except ValueError:
@@ -290,9 +261,7 @@ class Store:
             yield row
 
     def _numbered(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        if not self.path.exists():
-            return
-        lines = self.path.read_bytes().split(b"\n")
+        lines = self.path.read_bytes().split(b"\n") if self.path.exists() else []
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
@@ -334,15 +303,17 @@ class Store:
         return {row["id"]: row for row in self.rows() if row.get("kind") == "environment"}
 
 
+# Many files -----------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, eq=False)
 class Rows:
     """What one file or a folder of files holds: results, and the environments that they name by id.
 
     Args:
-        results: Of each race the rows that tables of its family are made from.
+        results: The rows that the families' tables are made from.
         environments: By the id that rows name.
-        extra: By a name, rows of races that were run for one question beside those: arms that a claim or a
-            decomposition needs, and nobody else.
+        extra: By name, the rows of races that answer one question each, such as a claim's.
     """
 
     results: list[Result]
@@ -354,21 +325,21 @@ class Rows:
         return self.environments.get(result.environment or "", {})
 
 
-def device_name(environment: Mapping[str, Any], device: str) -> str:
-    """What a case's ``device`` is on that machine, by name: its GPU, or its CPU for ``cpu``."""
+def device_name(environment: Row, device: str) -> str:
+    """The name of the GPU of that machine, or of its CPU if ``device`` is ``cpu``."""
     return str(environment.get("cpu" if device.startswith("cpu") else "gpu") or f"unknown {device}")
 
 
 def load(path: Path) -> Rows:
     """The rows of a JSONL file, or of every ``*.jsonl`` below a folder in the order of their paths.
 
-    Where two files hold the same case on the same device and torch version, the environment's later ``time`` wins, or
-    the later path where times agree or are missing, as the later line does within a file. Rows below the folder's
-    ``extra/<name>`` stand apart under that name.
+    Of a case that several files hold for one device and torch version, the row with the latest ``time`` in its
+    environment counts; where times agree or are missing, the one in the later path. Rows below ``extra/<name>`` of the
+    folder go to ``Rows.extra[name]``.
 
     Raises:
-        FileNotFoundError: Where there is no such file or folder.
-        ValueError: Naming file and line, where a row cannot be read; or a file in ``extra`` itself.
+        FileNotFoundError: If there is no such file or folder.
+        ValueError: Naming file and line, if a row cannot be read; or on a file in ``extra`` itself.
     """
     path = Path(path)
     if not path.exists():
@@ -377,7 +348,7 @@ def load(path: Path) -> Rows:
     environments: dict[str, dict[str, Any]] = {}
     newest: dict[str, dict[tuple[str, ...], Result]] = {"": {}}
     for file in files:
-        found = newest.setdefault(_extra(file, path), {})
+        found = newest.setdefault(_extra_name(file, path), {})
         store = Store(file)
         ids = {}
         for name, environment in store.environments().items():
@@ -396,27 +367,103 @@ def load(path: Path) -> Rows:
 
 
 def load_run(path: Path) -> Rows:
-    """The rows of a run that somebody names, as ``load`` finds them.
+    """The rows of a run that a user named, as ``load`` finds them.
 
     Raises:
-        FileNotFoundError, ValueError: As ``load``; and where there are no rows.
+        UsageError: If there are none, or one cannot be read.
     """
-    rows = load(path)
+    try:
+        rows = load(path)
+    except (ValueError, FileNotFoundError) as error:
+        raise UsageError(str(error)) from error
     if not rows.results:
-        raise ValueError(f"{path} holds no rows; give the folder that benchmarks.run --out wrote to")
+        raise UsageError(f"{path} holds no rows; give the folder that benchmarks.run --out wrote to")
     return rows
 
 
-def _extra(file: Path, folder: Path) -> str:
-    """The name under which a file's rows stand apart; empty where they do not."""
+def _extra_name(file: Path, folder: Path) -> str:
+    """The name of the question that a file's rows answer; empty for rows of the tables."""
     folders = file.relative_to(folder).parts[:-1]
     if EXTRA not in folders:
         return ""
     name = "/".join(folders[folders.index(EXTRA) + 1 :])
     if not name:
-        raise ValueError(f"{file}: rows in {EXTRA}/ stand in a folder of their own there, named for what they answer")
+        raise ValueError(f"{file}: rows in {EXTRA}/ need a folder of their own there, named for what they answer")
     return name
 
 
-def _time(environment: Mapping[str, Any]) -> str:
+def _time(environment: Row) -> str:
     return str(environment.get("time") or "")  # ISO 8601 in UTC, so that text sorts as time does
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
+class Unwritable(Exception):
+    """The disk takes no more rows; the message says which file, why, where the rows are, and how to go on."""
+
+
+class RowWriter:
+    """Appends rows to one file, and holds those that the disk does not take until it does."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._waiting: list[Row] = []
+        self._why: OSError | None = None
+
+    def begin(self, environment: Row) -> None:
+        """Write the environment's row, unless the file holds it. Raises Unwritable if the disk does not take it."""
+        if environment["id"] in self.store.environments():
+            return
+        try:
+            self.store.append(environment)
+        except OSError as error:
+            raise Unwritable(f"{self.store.path} cannot be written ({error.strerror}); nothing was measured") from error
+
+    def append(self, row: Row) -> None:
+        """Write a row, or hold it where the disk does not take it."""
+        self._waiting.append(row)
+        self._write()
+
+    def _write(self) -> None:
+        while self._waiting:
+            try:
+                self.store.append(self._waiting[0])
+            except OSError as error:
+                self._why = error
+                return
+            del self._waiting[0]
+
+    def flush(self) -> None:
+        """Try the held rows once more, then put them elsewhere. Raises Unwritable, saying where they are now."""
+        self._write()
+        if not self._waiting:
+            return
+        assert self._why is not None
+        path, count = self.store.path, len(self._waiting)
+        said = f"{path} cannot be written ({self._why.strerror}); the rows in it are kept. "
+        lines = "".join(map(_line, self._waiting))
+        try:
+            elsewhere = _write_elsewhere(lines)
+        except OSError:
+            raise Unwritable(
+                f"{said}No other folder takes the {count} row(s) measured since; here they are:\n{lines}"
+            ) from None
+        raise Unwritable(
+            f"{said}The {count} row(s) measured since are in {elsewhere}: when there is room, append them with "
+            f"cat {elsewhere} >> {path}"
+        )
+
+
+def _write_elsewhere(lines: str) -> str:
+    """A new file in the folder for temporary ones that holds these lines."""
+    descriptor, name = tempfile.mkstemp(prefix="regional-zoo-rows-", suffix=".jsonl")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(lines)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        os.unlink(name)
+        raise
+    return name

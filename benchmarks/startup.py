@@ -17,11 +17,11 @@ from typing import Any, Protocol
 
 from benchmarks.compiler import cache_environment
 from benchmarks.failures import ELSEWHERE
+from benchmarks.locks import GpuLock
 from benchmarks.machine import Monitor, cores
 from benchmarks.plan import Case
 from benchmarks.process import Worker, WorkerFailure, kill_all
 from benchmarks.record import Check, Compile, Memory, Result, Work
-from benchmarks.turns import Turns
 
 COUNTED = (
     "seconds",
@@ -65,7 +65,7 @@ class Settings:
         workload: Family, or dotted name of a workload's module.
         scratch: Folder for caches and references; the caller removes it.
         ahead: How many workers may get ready at the same time.
-        turns: With other runs on the same device.
+        gpu_lock: Held while something is timed.
         compiler_start_up: Seconds that the compiler's own start takes, measured in a process alone.
         rounds: Rounds of a race, in each set of processes.
         curve: Steps of the loss curve that each arm of training draws after its race.
@@ -86,7 +86,7 @@ class Settings:
     data_root: str | None = None
     seed: int = 0
     ahead: int = 1
-    turns: Turns = field(default_factory=lambda: Turns(None))
+    gpu_lock: GpuLock = field(default_factory=lambda: GpuLock(None))
     compiler_start_up: float | None = None
 
 
@@ -184,13 +184,13 @@ def processes(jobs: Sequence[Job], settings: Settings) -> Iterator[tuple[Job, Wo
     for first in range(0, len(jobs), settings.ahead):
         batch: list[tuple[Job, Worker]] = []
         try:
-            with settings.turns.together():
+            with settings.gpu_lock.shared():
                 for job in jobs[first : first + settings.ahead]:
                     if job.arm.ok:
                         with failures_of(job.arm):
                             batch.append((job, spawn(job, settings)))
                 in_parallel(lambda pair: make_ready(pair[0], pair[1], settings), batch, settings.ahead)
-            with settings.turns.alone():
+            with settings.gpu_lock.alone():
                 for job, worker in batch:
                     if job.arm.ok and worker.alive:
                         yield job, worker
@@ -287,7 +287,7 @@ def prepare_race(
         report.begin(f"{len(jobs)} arms start together", planned)
         # All of them compile at the same time, each in as many processes as there are cores if it is not told.
         threads = max(1, cores() // max(1, min(len(jobs), settings.ahead)))
-        with settings.turns.together():
+        with settings.gpu_lock.shared():
             in_parallel(lambda job: _start_alone(job, settings, reference, threads), jobs, settings.ahead)
         return
     for job, worker in processes(jobs, settings):

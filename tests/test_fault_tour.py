@@ -29,14 +29,14 @@ from rich.console import Console
 from benchmarks import advise, measure, run
 from benchmarks.cli import UsageError, run_command
 from benchmarks.failures import failure_of
-from benchmarks.folder import Keeper, Unwritable, held
 from benchmarks.harness import run_race
+from benchmarks.locks import locked
 from benchmarks.machine import Monitor
 from benchmarks.measure import INTERRUPTED, UNWRITABLE, Plan
 from benchmarks.plan import Case
 from benchmarks.process import ROOT, Worker, WorkerFailure, kill_all
 from benchmarks.progress import Progress
-from benchmarks.record import Result, Store, load
+from benchmarks.record import Result, RowWriter, Store, Unwritable, load
 from benchmarks.rendering.race import races
 from benchmarks.startup import COLD, RACE, ArmRun, Job, Settings, bring_up, failures_of, prepare_race, processes
 from tests.fake_workload import WORKLOAD
@@ -237,9 +237,9 @@ def test_a_run_that_is_told_to_end_keeps_what_is_done_and_says_how_to_go_on(
 
 def test_a_folder_is_held_by_one_run_and_let_go(tmp_path: Path) -> None:
     for out in (tmp_path / "new" / "folder", tmp_path / "rows.jsonl"):
-        with held(out), pytest.raises(UsageError, match=f"another run is writing to {out}"), held(out):
+        with locked(out), pytest.raises(UsageError, match=f"another run is writing to {out}"), locked(out):
             pass
-        with held(out):
+        with locked(out):
             pass
     assert list((tmp_path / "new" / "folder").iterdir()) == []
 
@@ -269,17 +269,16 @@ def test_what_a_killed_run_left_is_swept_and_what_a_living_one_needs_stays(
 FILL = """
 import shutil, sys, tempfile
 from pathlib import Path
-from benchmarks.folder import Keeper, Unwritable
-from benchmarks.record import Store
+from benchmarks.record import RowWriter, Store, Unwritable
 from tests.rows import ENVIRONMENT, row
 
 disk, copy = Path(sys.argv[1]), Path(sys.argv[2])
-keeper = Keeper(Store(disk / "rows.jsonl"))
-keeper.begin(ENVIRONMENT)
+writer = RowWriter(Store(disk / "rows.jsonl"))
+writer.begin(ENVIRONMENT)
 for number in range(20):
-    keeper.append(row(1.0 + number, model=f"m{number}").to_json())
+    writer.append(row(1.0 + number, model=f"m{number}").to_json())
 try:
-    keeper.settle()
+    writer.flush()
 except Unwritable as error:
     print(error)
 shutil.copyfile(disk / "rows.jsonl", copy)
@@ -312,7 +311,7 @@ def test_rows_that_a_full_disk_does_not_take_are_put_elsewhere(tmp_path: Path) -
     kept = Store(copy).results()
     assert 0 < len(kept) < 20
     assert copy.read_bytes().endswith(b"\n"), "the row that did not fit is gone to its last byte"
-    assert "what it held is kept" in said and f"The {20 - len(kept)} row(s) measured since are in " in said
+    assert "the rows in it are kept" in said and f"The {20 - len(kept)} row(s) measured since are in " in said
     (elsewhere,) = tmp_path.glob("regional-zoo-rows-*.jsonl")
     assert f"append them with cat {elsewhere} >> " in said
     copy.write_bytes(copy.read_bytes() + elsewhere.read_bytes())
@@ -337,24 +336,24 @@ class Disk:
 
 def test_rows_wait_for_room_and_come_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(monkeypatch, rows=2)
-    keeper = Keeper(Store(tmp_path / "rows.jsonl"))
-    keeper.begin(ENVIRONMENT)
+    writer = RowWriter(Store(tmp_path / "rows.jsonl"))
+    writer.begin(ENVIRONMENT)
     for number in range(4):
-        keeper.append(row(1.0, model=f"m{number}").to_json())
-    assert len(keeper.store.results()) == 1
+        writer.append(row(1.0, model=f"m{number}").to_json())
+    assert len(writer.store.results()) == 1
     disk.room = 100
-    keeper.settle()
-    assert [result.case.model for result in keeper.store.results()] == ["m0", "m1", "m2", "m3"]
+    writer.flush()
+    assert [result.case.model for result in writer.store.results()] == ["m0", "m1", "m2", "m3"]
 
 
 def test_rows_that_nothing_takes_are_in_the_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Disk(monkeypatch, rows=1)
     monkeypatch.setattr("tempfile.tempdir", str(_below_a_file(tmp_path)))
-    keeper = Keeper(Store(tmp_path / "rows.jsonl"))
-    keeper.begin(ENVIRONMENT)
-    keeper.append(row(1.0).to_json())
+    writer = RowWriter(Store(tmp_path / "rows.jsonl"))
+    writer.begin(ENVIRONMENT)
+    writer.append(row(1.0).to_json())
     with pytest.raises(Unwritable, match="No other folder takes the 1 row") as caught:
-        keeper.settle()
+        writer.flush()
     assert Result.from_json(json.loads(str(caught.value).splitlines()[-1])) == row(1.0)
 
 

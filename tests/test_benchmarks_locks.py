@@ -9,20 +9,19 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import benchmarks.harness
-from benchmarks import turns
+from benchmarks import locks
 from benchmarks.harness import run_race
+from benchmarks.locks import GpuLock
 from benchmarks.machine import Monitor
 from benchmarks.plan import Case
 from benchmarks.record import Result
 from benchmarks.startup import Settings
-from benchmarks.turns import Turns
 
 
 @pytest.fixture(autouse=True)
@@ -30,12 +29,12 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
-def gets_in(turn: Callable[[], AbstractContextManager[None]]) -> bool:
-    """Whether another run gets its turn now; if it has to wait it does so in a thread until it does."""
+def gets_in(hold: Callable[[], AbstractContextManager[None]]) -> bool:
+    """Whether another run gets the lock now; one that has to wait does so in a thread."""
     entered = threading.Event()
 
     def enter() -> None:
-        with turn():
+        with hold():
             entered.set()
 
     thread = threading.Thread(target=enter, daemon=True)
@@ -45,28 +44,28 @@ def gets_in(turn: Callable[[], AbstractContextManager[None]]) -> bool:
 
 def test_some_get_ready_together_and_one_measures_alone() -> None:
     notes: list[str] = []
-    one, other = Turns("GPU-1"), Turns("GPU-1", notes.append)
-    with one.together():
-        assert gets_in(other.together) and not notes
+    one, other = GpuLock("GPU-1"), GpuLock("GPU-1", notes.append)
+    with one.shared():
+        assert gets_in(other.shared) and not notes
         assert not gets_in(other.alone)
     with one.alone():
-        assert not gets_in(other.together)
-        assert gets_in(Turns("GPU-2").alone), "another device"
+        assert not gets_in(other.shared)
+        assert gets_in(GpuLock("GPU-2").alone), "another device"
     assert gets_in(other.alone)
     assert set(notes) == {"waiting for other runs on this GPU"}
 
 
 def test_a_cpu_is_nobodys() -> None:
-    with Turns(None).alone():
-        assert gets_in(Turns(None).alone)
+    with GpuLock(None).alone():
+        assert gets_in(GpuLock(None).alone)
 
 
 def test_without_a_place_for_locks_runs_go_on_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
     notes: list[str] = []
-    with Turns("GPU-1", notes.append).alone():
-        assert Turns("GPU-1").found({}, lambda: {"a": 1}) == {"a": 1}
-    assert len(notes) == 1 and "not waited for" in notes[0]
+    with GpuLock("GPU-1", notes.append).alone():
+        assert GpuLock("GPU-1").measured_once({}, lambda: {"a": 1}) == {"a": 1}
+    assert len(notes) == 1 and "does not wait" in notes[0]
 
 
 def test_what_another_user_holds_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,24 +76,24 @@ def test_what_another_user_holds_is_waited_for(monkeypatch: pytest.MonkeyPatch) 
             raise PermissionError(13, "Permission denied")
         return real(path, flags, *rest)
 
-    with Turns("GPU-1").alone():
+    with GpuLock("GPU-1").alone():
         monkeypatch.setattr(os, "open", as_another_user)
-        assert not gets_in(Turns("GPU-1").together)
+        assert not gets_in(GpuLock("GPU-1").shared)
 
 
-def test_a_killed_run_leaves_no_turn_behind(tmp_path: Path) -> None:
+def test_a_killed_run_leaves_no_lock_behind(tmp_path: Path) -> None:
     code = (
-        "import tempfile, time; from benchmarks.turns import Turns\n"
+        "import tempfile, time; from benchmarks.locks import GpuLock\n"
         f"tempfile.tempdir = {str(tmp_path)!r}\n"
-        "with Turns('GPU-1').alone():\n    print('in', flush=True); time.sleep(60)"
+        "with GpuLock('GPU-1').alone():\n    print('in', flush=True); time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=Path(__file__).parents[1])
     assert process.stdout is not None and process.stdout.readline() == b"in\n"
-    assert not gets_in(Turns("GPU-1").together)
+    assert not gets_in(GpuLock("GPU-1").shared)
     process.kill()
     process.wait()
     process.stdout.close()
-    assert gets_in(Turns("GPU-1").alone)
+    assert gets_in(GpuLock("GPU-1").alone)
 
 
 def test_what_one_run_found_holds_for_those_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,12 +103,12 @@ def test_what_one_run_found_holds_for_those_beside_it(monkeypatch: pytest.Monkey
         found.append(len(found))
         return {"peak": found[-1]}
 
-    assert Turns("GPU-1").found({"dtype": "float32"}, find) == {"peak": 0}
-    assert Turns("GPU-1").found({"dtype": "float32"}, find) == {"peak": 0}
-    assert Turns("GPU-1").found({"dtype": "bfloat16"}, find) == {"peak": 1}
-    assert Turns("GPU-2").found({"dtype": "bfloat16"}, find) == {"peak": 2}
-    monkeypatch.setattr(turns, "FRESH_SECONDS", 0.0)
-    assert Turns("GPU-2").found({"dtype": "bfloat16"}, find) == {"peak": 3}
+    assert GpuLock("GPU-1").measured_once({"dtype": "float32"}, find) == {"peak": 0}
+    assert GpuLock("GPU-1").measured_once({"dtype": "float32"}, find) == {"peak": 0}
+    assert GpuLock("GPU-1").measured_once({"dtype": "bfloat16"}, find) == {"peak": 1}
+    assert GpuLock("GPU-2").measured_once({"dtype": "bfloat16"}, find) == {"peak": 2}
+    monkeypatch.setattr(locks, "FRESH_SECONDS", 0.0)
+    assert GpuLock("GPU-2").measured_once({"dtype": "bfloat16"}, find) == {"peak": 3}
 
 
 @pytest.mark.parametrize(("steady_only", "curve"), [(True, 0), (False, 0), (False, 3)])
@@ -118,10 +117,10 @@ def test_a_race_is_ready_together_and_timed_alone(
 ) -> None:
     log: list[str] = []
 
-    class Noted(Turns):
+    class Noted(GpuLock):
         @contextmanager
-        def together(self) -> Iterator[None]:
-            log.append("together")
+        def shared(self) -> Iterator[None]:
+            log.append("shared")
             yield
             log.append("apart")
 
@@ -150,8 +149,12 @@ def test_a_race_is_ready_together_and_timed_alone(
     case = Case(family="fake", model="tiny", input="small", workload=workload, strategy="eager")
     run_race(
         [case],
-        replace(
-            Settings(workload="tests.fake_workload", scratch=tmp_path, monitor=Monitor(), rounds=1, turns=Noted(None)),
+        Settings(
+            workload="tests.fake_workload",
+            scratch=tmp_path,
+            monitor=Monitor(),
+            rounds=1,
+            gpu_lock=Noted(None),
             quick=True,
             steady_only=steady_only,
             curve=curve,
@@ -162,10 +165,10 @@ def test_a_race_is_ready_together_and_timed_alone(
         peaks={},
     )
     assert rows[0].status == "ok", rows[0].reason
-    before = ["together", "compile", "apart"] if steady_only else ["together", "apart", "alone", "compile", "over"]
+    before = ["shared", "compile", "apart"] if steady_only else ["shared", "apart", "alone", "compile", "over"]
     timed = ["alone", "calibrate", "host", "round", "round 1.0", "over"]
     profiled = ["alone", "kernels", "over"]
-    drawn = ["together", "curve", "apart"] if curve else []
+    drawn = ["shared", "curve", "apart"] if curve else []
     assert log == [*before, *timed, *profiled, *drawn]
     assert len(rows[0].curve or []) == curve
 
