@@ -25,10 +25,10 @@ from benchmarks.compiler import cache_environment
 from benchmarks.measure import Plan, measure, say_where, settings_of
 from benchmarks.plan import DTYPES, Case
 from benchmarks.process import Worker, WorkerFailure
-from benchmarks.rendering import advised as rendering
-from benchmarks.rendering import choice
-from benchmarks.rendering.advised import Regions
-from benchmarks.rendering.race import races
+from benchmarks.report import advised as rendering
+from benchmarks.report import choice
+from benchmarks.report.advised import Regions
+from benchmarks.report.race import races
 from benchmarks.run import RUNS, device_of, pick
 from benchmarks.startup import Settings
 

@@ -25,8 +25,8 @@ from rich.text import Text
 from benchmarks import stats
 from benchmarks.cli import UsageError, run_command
 from benchmarks.record import Compile, Result, Rows, device_name, load_run
-from benchmarks.rendering import cells, numbers
-from benchmarks.rendering.race import Race, races
+from benchmarks.report import cells, numbers
+from benchmarks.report.race import Race, races
 from benchmarks.stats import Ratio, Verdict
 
 STYLES = {"faster": "green", "slower": "red", "undetermined": "yellow", "fails": "red"}

@@ -22,8 +22,8 @@ from benchmarks.plan import Case, races_of
 from benchmarks.process import Worker, WorkerFailure, kill_all
 from benchmarks.progress import Progress, words
 from benchmarks.record import Result, RowWriter, Store, Unwritable, load
-from benchmarks.rendering import numbers
-from benchmarks.report import folder_of_reports, write_html
+from benchmarks.report import numbers
+from benchmarks.report.html import folder_of_reports, write_html
 from benchmarks.startup import Settings, estimate_race
 from benchmarks.workloads import Workload
 

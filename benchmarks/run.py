@@ -21,7 +21,7 @@ from benchmarks.cli import UsageError, did_you_mean, require_zoo, run_command
 from benchmarks.harness import ROUNDS_OF_A_SET
 from benchmarks.measure import Plan, measure, say_where, settings_of
 from benchmarks.plan import DTYPES, IMPLEMENTATION_NAMES, MODES, STRATEGY_NAMES, WORKLOADS, Case, expand
-from benchmarks.rendering.terminal import render
+from benchmarks.report.terminal import render
 from benchmarks.startup import Settings
 from benchmarks.worker import load_workload
 from benchmarks.workloads import Workload, families

@@ -25,10 +25,10 @@ from benchmarks.cli import run_command
 from benchmarks.process import ROOT
 from benchmarks.record import Result, Store
 from benchmarks.record import load as load_rows
-from benchmarks.rendering import advice, choice, costs, html, numbers
-from benchmarks.rendering import advised as rendering
-from benchmarks.rendering.advised import Regions
-from benchmarks.rendering.race import Race, races
+from benchmarks.report import advice, choice, costs, html, numbers
+from benchmarks.report import advised as rendering
+from benchmarks.report.advised import Regions
+from benchmarks.report.race import Race, races
 from benchmarks.strategies import apply
 from benchmarks.worker import serve
 from tests.rows import ENVIRONMENT, failure, row

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.claims import CLAIMS, THEMES, verdicts
+from benchmarks.claims import page as claims
 from benchmarks.claims.claim import Claim, Part, Range, Where, around, at_least, at_most, between, commands
 from benchmarks.claims.figures import (
     Broken,
@@ -29,10 +30,10 @@ from benchmarks.claims.figures import (
     quotient,
 )
 from benchmarks.record import Check, Memory, Result, Rows, Work, load
-from benchmarks.rendering import claims, tables
-from benchmarks.rendering.blocks import Spec
-from benchmarks.rendering.race import Race, races
-from benchmarks.report import drift, update
+from benchmarks.report import tables
+from benchmarks.report.__main__ import drift, update
+from benchmarks.report.blocks import Spec
+from benchmarks.report.race import Race, races
 from tests.rows import ENVIRONMENT, failure, row, write
 
 ENVIRONMENTS = {"e1": ENVIRONMENT}

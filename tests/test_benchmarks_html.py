@@ -13,9 +13,9 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from benchmarks.record import Result
-from benchmarks.rendering import advice, bars, cells, choice, curves, families, html, pieces, summary, svg, ways
-from benchmarks.rendering.labels import label
-from benchmarks.rendering.race import Race, races
+from benchmarks.report import advice, bars, cells, choice, curves, families, html, pieces, summary, svg, ways
+from benchmarks.report.labels import label
+from benchmarks.report.race import Race, races
 from tests.rows import ENVIRONMENT, failure, race, row
 from tests.rows import ways as one_armed
 

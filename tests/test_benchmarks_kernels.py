@@ -11,7 +11,7 @@ import pytest
 from benchmarks import harness, kernels, startup, worker
 from benchmarks.process import WorkerFailure
 from benchmarks.record import Kernel
-from benchmarks.rendering.race import races
+from benchmarks.report.race import races
 from tests.rows import ENVIRONMENT, row
 
 

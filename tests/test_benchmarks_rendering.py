@@ -12,7 +12,7 @@ from rich.console import Console
 
 from benchmarks.plan import arms_of
 from benchmarks.record import Compile, Kernel, Result, Rows, Steady
-from benchmarks.rendering import (
+from benchmarks.report import (
     advice,
     blocks,
     cells,
@@ -27,8 +27,8 @@ from benchmarks.rendering import (
     tables,
     terminal,
 )
-from benchmarks.rendering.blocks import Spec
-from benchmarks.rendering.race import Arm, Race, is_shipped, is_tuned, races
+from benchmarks.report.blocks import Spec
+from benchmarks.report.race import Arm, Race, is_shipped, is_tuned, races
 from benchmarks.stats import Ratio
 from tests.rows import ENVIRONMENT, failure, race, row
 from tests.rows import ways as one_armed

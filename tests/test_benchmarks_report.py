@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import report
-from benchmarks.report import main
+from benchmarks.report import html as report
+from benchmarks.report.__main__ import main
 from tests.rows import failure, race, write
 
 MARKED = """# Title

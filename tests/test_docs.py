@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import record
-from benchmarks.rendering import tables
+from benchmarks.report import tables
 from zoo import registry
 
 ROOT = Path(__file__).resolve().parent.parent

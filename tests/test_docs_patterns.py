@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.record import load
-from benchmarks.rendering.race import races
-from benchmarks.report import RESULTS
+from benchmarks.record import RESULTS, load
+from benchmarks.report.race import races
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs/patterns"

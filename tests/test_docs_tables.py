@@ -7,9 +7,9 @@ import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-from benchmarks.record import Rows, load
-from benchmarks.rendering.blocks import markdown_files
-from benchmarks.report import PICTURE, RESULTS, drift, update
+from benchmarks.record import RESULTS, Rows, load
+from benchmarks.report.__main__ import PICTURE, drift, update
+from benchmarks.report.blocks import markdown_files
 
 ROOT = Path(__file__).resolve().parents[1]
 

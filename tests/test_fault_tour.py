@@ -37,7 +37,7 @@ from benchmarks.plan import Case
 from benchmarks.process import ROOT, Worker, WorkerFailure, kill_all
 from benchmarks.progress import Progress
 from benchmarks.record import Result, RowWriter, Store, Unwritable, load
-from benchmarks.rendering.race import races
+from benchmarks.report.race import races
 from benchmarks.startup import COLD, RACE, ArmRun, Job, Settings, bring_up, failures_of, prepare_race, processes
 from tests.fake_workload import WORKLOAD
 from tests.rows import ENVIRONMENT, row

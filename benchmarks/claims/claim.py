@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.claims.figures import Figure, Way
 from benchmarks.plan import MODES, STRATEGIES, Case, arms_of, refusal
-from benchmarks.rendering.race import Race
+from benchmarks.report.race import Race
 
 # A claim that names one number stands for the numbers around it: a tenth of it either way.
 AROUND = 1.1

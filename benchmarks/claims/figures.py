@@ -9,8 +9,8 @@ from typing import Protocol
 
 from benchmarks.plan import Case
 from benchmarks.record import Result, Steady
-from benchmarks.rendering import numbers
-from benchmarks.rendering.race import EPSILON, Arm, Race
+from benchmarks.report import numbers
+from benchmarks.report.race import EPSILON, Arm, Race
 
 # An arm that ended so did not run, which is an answer; other failures say nothing of the compiler.
 BROKEN = ("crashed", "failed", "timeout", "out-of-memory")

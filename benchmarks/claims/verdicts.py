@@ -15,9 +15,9 @@ from typing import Literal
 
 from benchmarks.claims.claim import Claim, Part, Where
 from benchmarks.claims.figures import Broken, Measured, quotient
-from benchmarks.rendering import numbers
-from benchmarks.rendering.race import Race
-from benchmarks.rendering.selection import newest, option, torch_version
+from benchmarks.report import numbers
+from benchmarks.report.race import Race
+from benchmarks.report.selection import newest, option, torch_version
 
 Outcome = Literal["holds", "fails", "open"]
 NOT_MEASURED = "not measured yet"

@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.record import Result
-from benchmarks.rendering import advice, cells, numbers, summary, ways
-from benchmarks.rendering.families import by_family, fastest, headline_arms, ordered, titles
-from benchmarks.rendering.race import Arm, Race, races
+from benchmarks.report import advice, cells, numbers, summary, ways
+from benchmarks.report.families import by_family, fastest, headline_arms, ordered, titles
+from benchmarks.report.race import Arm, Race, races
 
 ARM_WIDTH = 16  # at least; names wrap at their spaces
 STYLES = {"faster": "green", "slower": "red", "undetermined": "yellow", "reference": "dim"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Sequence
 
-from benchmarks.rendering.race import Race
+from benchmarks.report.race import Race
 
 PROGRAM = ("python", "-m", "benchmarks.run")
 # benchmarks.run takes lists of these and runs each with each; commands that differ in anything else stay apart.

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from benchmarks import stats
-from benchmarks.rendering import cells, choice, numbers, tables, ways
-from benchmarks.rendering.families import fastest
-from benchmarks.rendering.race import Arm, Race
-from benchmarks.rendering.selection import UPSTREAM
+from benchmarks.report import cells, choice, numbers, tables, ways
+from benchmarks.report.families import fastest
+from benchmarks.report.race import Arm, Race
+from benchmarks.report.selection import UPSTREAM
 from benchmarks.stats import Ratio, Verdict
 
 # Of these the sentence names the ones at which the choice changes.

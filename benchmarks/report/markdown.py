@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from benchmarks.rendering import cells
-from benchmarks.rendering.race import Race
+from benchmarks.report import cells
+from benchmarks.report.race import Race
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, left: bool = False) -> str:

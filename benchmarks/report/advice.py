@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks import stats
-from benchmarks.rendering import numbers
-from benchmarks.rendering.costs import before, is_eager
-from benchmarks.rendering.race import Arm, Caches, Race
-from benchmarks.rendering.selection import UPSTREAM
+from benchmarks.report import numbers
+from benchmarks.report.costs import before, is_eager
+from benchmarks.report.race import Arm, Caches, Race
+from benchmarks.report.selection import UPSTREAM
 
 MOST_NAMES = 3
 

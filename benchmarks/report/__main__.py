@@ -16,10 +16,11 @@ import typer
 
 from benchmarks.cli import UsageError, run_command
 from benchmarks.record import RESULTS, Rows, load
-from benchmarks.rendering import blocks, document, front, html, tables, terminal
-from benchmarks.rendering.race import races_of
+from benchmarks.report import blocks, document, front, tables, terminal
+from benchmarks.report.html import folder_of_reports, write_html
+from benchmarks.report.race import races_of
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PICTURE = "compile-and-call.svg"
 
 
@@ -136,21 +137,6 @@ def _refuse_unwritable(*targets: Path) -> None:
         except OSError as error:
             why = error.strerror or type(error).__name__
             raise UsageError(f"{target} cannot be written ({why}); name another place with --out") from error
-
-
-def folder_of_reports(rows: Path) -> Path:
-    """Where reports of a file or folder of rows go: beside them, but not among the committed ones."""
-    folder = rows if rows.is_dir() else rows.parent
-    if folder.resolve().is_relative_to(RESULTS):  # rows and nothing else belong there
-        folder = ROOT / "runs"
-    return folder
-
-
-def write_html(rows: Rows, target: Path) -> Path:
-    """Write the HTML report of these rows; its path."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(html.report(rows.results, rows.environments), encoding="utf-8")
-    return target
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 
+from benchmarks.claims import page as claims
 from benchmarks.cli import did_you_mean
 from benchmarks.plan import Case
 from benchmarks.record import Compile, Kernel, Result, Rows
-from benchmarks.rendering import cells, claims, front, markdown, numbers
-from benchmarks.rendering.blocks import Spec
-from benchmarks.rendering.commands import commands_of
-from benchmarks.rendering.race import Arm, Race, races_beside, races_of
-from benchmarks.rendering.selection import SELECTING, machines, option, select
+from benchmarks.report import cells, front, markdown, numbers
+from benchmarks.report.blocks import Spec
+from benchmarks.report.commands import commands_of
+from benchmarks.report.race import Arm, Race, races_beside, races_of
+from benchmarks.report.selection import SELECTING, machines, option, select
 from benchmarks.stats import Ratio
 
 HEADLINE = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from benchmarks import stats
-from benchmarks.rendering.race import Arm, Caches, Race
+from benchmarks.report.race import Arm, Caches, Race
 
 
 def is_eager(arm: Arm) -> bool:

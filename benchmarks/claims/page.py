@@ -11,10 +11,10 @@ from benchmarks.claims.claim import Claim, Part, commands
 from benchmarks.claims.figures import Broken
 from benchmarks.claims.verdicts import NOT_MEASURED, Place, Verdict, claimed, of_claim, of_part, places
 from benchmarks.record import Rows
-from benchmarks.rendering import markdown, numbers
-from benchmarks.rendering.blocks import Spec
-from benchmarks.rendering.race import Race, races_beside, races_of
-from benchmarks.rendering.selection import machines
+from benchmarks.report import markdown, numbers
+from benchmarks.report.blocks import Spec
+from benchmarks.report.race import Race, races_beside, races_of
+from benchmarks.report.selection import machines
 
 HEAD = ("it says", "of", "race", "measured", "claimed", "so")
 OVERVIEW = ("claim", "about", "verdict")

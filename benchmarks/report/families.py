@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from benchmarks.rendering import cells, numbers, tables
-from benchmarks.rendering.race import Arm, Race
-from benchmarks.rendering.selection import UPSTREAM
+from benchmarks.report import cells, numbers, tables
+from benchmarks.report.race import Arm, Race
+from benchmarks.report.selection import UPSTREAM
 
 WORST = " · our worst result"
 LAST = ("attention", "patterns", "claims")  # what explains the families, below all that can be used

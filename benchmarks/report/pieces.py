@@ -9,9 +9,9 @@ from typing import Any
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from benchmarks.rendering import cells
-from benchmarks.rendering.race import Arm, Race
-from benchmarks.rendering.svg import INK, TUNED, UPSTREAM, ZOO
+from benchmarks.report import cells
+from benchmarks.report.race import Arm, Race
+from benchmarks.report.svg import INK, TUNED, UPSTREAM, ZOO
 
 WIDTH = 340.0  # points: on a phone 80 % of it, and text is still to be read
 COLOURS = {"zoo": ZOO, "upstream": UPSTREAM, "upstream-tuned": TUNED}

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.record import Result
-from benchmarks.rendering import advice, cells, summary, tables, ways
-from benchmarks.rendering.commands import commands_of
-from benchmarks.rendering.environments import used_by
-from benchmarks.rendering.families import by_family, headline, ordered, titles
-from benchmarks.rendering.markdown import escaped, race_table, table
-from benchmarks.rendering.race import Race, races
+from benchmarks.report import advice, cells, summary, tables, ways
+from benchmarks.report.commands import commands_of
+from benchmarks.report.environments import used_by
+from benchmarks.report.families import by_family, headline, ordered, titles
+from benchmarks.report.markdown import escaped, race_table, table
+from benchmarks.report.race import Race, races
 
 
 def report(results: Iterable[Result], environments: Mapping[str, Mapping[str, Any]]) -> str:

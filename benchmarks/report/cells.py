@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 
 from benchmarks.record import Compile, Result
-from benchmarks.rendering import numbers
-from benchmarks.rendering.costs import is_eager, total
-from benchmarks.rendering.race import Arm, Race
+from benchmarks.report import numbers
+from benchmarks.report.costs import is_eager, total
+from benchmarks.report.race import Arm, Race
 
 MOST_REASON = 300
 NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")  # sizes, counters, addresses

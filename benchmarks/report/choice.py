@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from benchmarks.rendering import advice, numbers
-from benchmarks.rendering.advice import Step
-from benchmarks.rendering.costs import is_eager, pays_back, start_up, total
-from benchmarks.rendering.race import Arm, Caches, Race
+from benchmarks.report import advice, numbers
+from benchmarks.report.advice import Step
+from benchmarks.report.costs import is_eager, pays_back, start_up, total
+from benchmarks.report.race import Arm, Caches, Race
 
 # A machine on which two copies of one arm differ by more can tell little apart.
 QUIET = 0.1

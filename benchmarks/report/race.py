@@ -11,7 +11,7 @@ from typing import Any, Literal
 from benchmarks import stats
 from benchmarks.plan import Case
 from benchmarks.record import Compile, Result, Rows, device_name
-from benchmarks.rendering.numbers import exponent, percent
+from benchmarks.report.numbers import exponent, percent
 from benchmarks.stats import Ratio, Utilisation, Verdict
 
 # What users of the upstream library run today. Whatever else an upstream arm does to be fast counts as tuned.

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from benchmarks.rendering import markdown, numbers
-from benchmarks.rendering.race import Arm, Race
-from benchmarks.rendering.selection import UPSTREAM, select
+from benchmarks.report import markdown, numbers
+from benchmarks.report.race import Arm, Race
+from benchmarks.report.selection import UPSTREAM, select
 
 # One race of each family, by model, input and dtype; the table adds our greatest loss.
 SHOWN = {

@@ -13,11 +13,11 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from benchmarks import stats
-from benchmarks.rendering import cells, numbers, pieces
-from benchmarks.rendering.labels import label
-from benchmarks.rendering.pieces import LINES, SHAPES, WIDTH
-from benchmarks.rendering.race import Arm, Caches, Race
-from benchmarks.rendering.svg import FAINT, INK, PAPER, draw
+from benchmarks.report import cells, numbers, pieces
+from benchmarks.report.labels import label
+from benchmarks.report.pieces import LINES, SHAPES, WIDTH
+from benchmarks.report.race import Arm, Caches, Race
+from benchmarks.report.svg import FAINT, INK, PAPER, draw
 
 CACHES: tuple[Caches, ...] = ("cold", "warm")
 

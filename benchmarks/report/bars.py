@@ -10,10 +10,10 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from benchmarks.rendering import cells, numbers, pieces
-from benchmarks.rendering.pieces import WIDTH
-from benchmarks.rendering.race import Race
-from benchmarks.rendering.svg import INK, PAPER, TUNED, UPSTREAM, draw
+from benchmarks.report import cells, numbers, pieces
+from benchmarks.report.pieces import WIDTH
+from benchmarks.report.race import Race
+from benchmarks.report.svg import INK, PAPER, TUNED, UPSTREAM, draw
 
 BAR_HEIGHT = 25.0
 RACE_HEIGHT = 32.0  # of two marks below their race's name

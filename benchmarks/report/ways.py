@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks import stats
-from benchmarks.rendering import cells, numbers
-from benchmarks.rendering.race import Arm, Race, across
-from benchmarks.rendering.selection import UPSTREAM
+from benchmarks.report import cells, numbers
+from benchmarks.report.race import Arm, Race, across
+from benchmarks.report.selection import UPSTREAM
 
 HEAD = (
     "way",

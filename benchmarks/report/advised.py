@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.text import Text
 
 from benchmarks.record import Result
-from benchmarks.rendering import cells, choice, costs, numbers
-from benchmarks.rendering.choice import short_name
-from benchmarks.rendering.race import EPSILON, Race
-from benchmarks.rendering.terminal import arms_table
+from benchmarks.report import cells, choice, costs, numbers
+from benchmarks.report.choice import short_name
+from benchmarks.report.race import EPSILON, Race
+from benchmarks.report.terminal import arms_table
 
 # The commonest recompile of a model that was not written for regions, and what the compiler says of it.
 KIND_DIFFERS = "dispatch key set mismatch"

@@ -10,14 +10,15 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from benchmarks.record import Result
-from benchmarks.rendering import advice, bars, cells, costs, curves, numbers, summary, tables, ways
-from benchmarks.rendering.commands import commands_of
-from benchmarks.rendering.environments import used_by
-from benchmarks.rendering.families import WORST, by_family, headline, headline_arms, ordered, titles
-from benchmarks.rendering.race import Race, races
-from benchmarks.rendering.selection import UPSTREAM
+from benchmarks.record import RESULTS, Result, Rows
+from benchmarks.report import advice, bars, cells, costs, curves, numbers, summary, tables, ways
+from benchmarks.report.commands import commands_of
+from benchmarks.report.environments import used_by
+from benchmarks.report.families import WORST, by_family, headline, headline_arms, ordered, titles
+from benchmarks.report.race import Race, races
+from benchmarks.report.selection import UPSTREAM
 
+ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = Path(__file__).parent / "templates"
 MOST_OPEN = 3  # races whose details are open from the start; with more the leading sentences are the overview
 
@@ -65,6 +66,21 @@ def report(results: Iterable[Result], environments: Mapping[str, Mapping[str, An
         outcomes=sorted({row.outcome for row in rows}),
         environments=used_by(results, environments),
     )
+
+
+def folder_of_reports(rows: Path) -> Path:
+    """Where reports of a file or folder of rows go: beside them, but not among the committed ones."""
+    folder = rows if rows.is_dir() else rows.parent
+    if folder.resolve().is_relative_to(RESULTS):  # rows and nothing else belong there
+        folder = ROOT / "runs"
+    return folder
+
+
+def write_html(rows: Rows, target: Path) -> Path:
+    """Write the HTML report of these rows; its path."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(report(rows.results, rows.environments), encoding="utf-8")
+    return target
 
 
 def _template() -> Template:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from benchmarks.record import device_name
-from benchmarks.rendering.race import Race
+from benchmarks.report.race import Race
 
 SELECTING = ("family", "model", "input", "workload", "dtype", "device", "gpu", "torch")
 # The model families in the order of their pages, each with the library that it is held against.
