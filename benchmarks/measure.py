@@ -22,8 +22,6 @@ from benchmarks.plan import Case, races_of
 from benchmarks.process import Worker, WorkerFailure, kill_all
 from benchmarks.progress import Progress, words
 from benchmarks.record import Result, RowWriter, Store, Unwritable, load
-from benchmarks.report import numbers
-from benchmarks.report.html import folder_of_reports, write_html
 from benchmarks.startup import Settings, estimate_race
 from benchmarks.workloads import Workload
 
@@ -194,7 +192,8 @@ def _measure_race(
 def _announce(plan: Plan, races: Sequence[Sequence[Case]], seconds: float, console: Console) -> None:
     arms = sum(len(race) for race in races)
     skipped = f", {len(plan.done & {case.key for case in plan.cases})} done before" if plan.done else ""
-    lines = [f"{numbers.races(len(races))}, {arms} arms{skipped}, on {plan.device}: about {words(seconds)}"]
+    count = f"{len(races)} race{'s' * (len(races) != 1)}"
+    lines = [f"{count}, {arms} arms{skipped}, on {plan.device}: about {words(seconds)}"]
     for race in races:
         lines.append(f"  {race[0].model} on {race[0].input}, {race[0].workload}, {race[0].dtype}")
         lines += [f"    {case.arm}" for case in race]
@@ -242,6 +241,8 @@ def say_where(plan: Plan, console: Console) -> None:
     console.print(f"\nrows: {', '.join(str(store.path) for store in plan.stores())}", markup=False, highlight=False)
     if not plan.results()[0]:
         return
+    from benchmarks.report.html import folder_of_reports, write_html
+
     try:
         path = write_html(load(plan.out), folder_of_reports(plan.out) / "report.html")
     except (OSError, ValueError) as error:  # a broken row of another run there must not hide that this one is done

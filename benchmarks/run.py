@@ -21,7 +21,6 @@ from benchmarks.cli import UsageError, did_you_mean, require_zoo, run_command
 from benchmarks.harness import ROUNDS_OF_A_SET
 from benchmarks.measure import Plan, measure, say_where, settings_of
 from benchmarks.plan import DTYPES, IMPLEMENTATION_NAMES, MODES, STRATEGY_NAMES, WORKLOADS, Case, expand
-from benchmarks.report.terminal import render
 from benchmarks.startup import Settings
 from benchmarks.worker import load_workload
 from benchmarks.workloads import Workload, families
@@ -221,6 +220,8 @@ def _list(plan: Plan, console: Console) -> None:
 
 def _conclude(plan: Plan, console: Console, measured: set[str]) -> int:
     """Print the tables of this run's cases and write the report; 1 where an arm of ours measured now is broken."""
+    from benchmarks.report.terminal import render  # drawing libraries, that nothing needs before rows are there
+
     results, environments = plan.results()
     render(results, environments, console)
     say_where(plan, console)
