@@ -21,10 +21,9 @@ from rich.console import Console
 
 from benchmarks import advised
 from benchmarks.cli import UsageError, did_you_mean, require_zoo, run_command
-from benchmarks.compiler import cache_environment
 from benchmarks.measure import Plan, measure, say_where, settings_of
 from benchmarks.plan import DTYPES, Case
-from benchmarks.process import Worker, WorkerFailure
+from benchmarks.process import Worker, WorkerFailure, cache_environment
 from benchmarks.report import advised as rendering
 from benchmarks.report import choice
 from benchmarks.report.advised import Regions

@@ -19,16 +19,10 @@ from torch import nn
 from torch._dynamo.external_utils import wrap_inline
 from torch.nn.functional import scaled_dot_product_attention
 
-CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+from benchmarks.process import INDUCTOR_CACHE, TRITON_CACHE, cache_environment
+
+CACHE_VARIABLES = (INDUCTOR_CACHE, TRITON_CACHE)
 REASON_LENGTH = 400
-
-
-def cache_environment(folder: Path) -> dict[str, str]:
-    """The variables that put every on-disk cache of the compiler under ``folder``.
-
-    Precompiled C++ headers are the exception: Inductor keeps one set a machine and toolchain on purpose.
-    """
-    return {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}
 
 
 def cached_files() -> int:

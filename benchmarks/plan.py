@@ -1,4 +1,4 @@
-"""One arm of a race, as data: what is run, how it is compiled, on what; and how options expand into arms."""
+"""A case, which is one arm of a race as data, and how the options of a command become cases."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 # What --strategy takes: a strategy, or one under the outer CUDA graph.
 CUDA_GRAPH = "+cudagraph"
 STRATEGY_NAMES = (*STRATEGIES, *(name + CUDA_GRAPH for name in STRATEGIES))
-# What --impl takes: an implementation, or the zoo without its own kernels, to tell what they bring.
+# What --impl takes: an implementation, or the zoo without its own kernels, which shows what they gain.
 LIBRARY = "zoo-library"
 IMPLEMENTATION_NAMES = (IMPLEMENTATIONS[0], LIBRARY, *IMPLEMENTATIONS[1:])
 
-# The arms of a plain run: (implementation, strategy name, mode, needs a GPU). Few on purpose; the rest is by option.
+# The arms of a plain run: (implementation, strategy name, mode, needs a GPU). Few on purpose; options add others.
 DEFAULT_ARMS = (
     ("zoo", "eager", "default", False),
     ("zoo", "full", "default", False),
@@ -33,7 +33,7 @@ DEFAULT_ARMS = (
     ("upstream", "full", "reduce-overhead", True),
     ("upstream", "regional", "default", False),
 )
-# What an implementation without default arms runs when it is asked for by name alone.
+# The arms of an implementation that has none among the default ones, if only --impl names it.
 FALLBACK_STRATEGIES = (("eager", False), ("full", False), ("regional", False), ("regional+cudagraph", True))
 
 
@@ -41,8 +41,8 @@ FALLBACK_STRATEGIES = (("eager", False), ("full", False), ("regional", False), (
 class Case:
     """One arm. Cases that agree in everything but implementation, strategy, mode and cuda_graph race each other.
 
-    ``cuda_graph`` puts our outer CUDA graph around the step; ``control`` marks the second copy of an arm that
-    gives the A/A noise floor. Without ``kernels`` the zoo leaves to the libraries what it has kernels of its own for.
+    ``cuda_graph`` puts the outer CUDA graph around the step; ``control`` marks the second copy of an arm, which gives
+    the A/A noise floor. ``kernels=False`` runs torch's operators in place of the zoo's own kernels.
     """
 
     family: str
@@ -105,7 +105,7 @@ def refusal(case: Case) -> str | None:
         if value not in known:
             return f"{what} {value!r} is not one of {', '.join(known)}"
     if not case.kernels and case.device == "cpu":
-        return "a CPU runs no kernels of the zoo's own, so zoo is the same there"
+        return "on a CPU the zoo runs no kernels of its own, so this arm equals zoo"
     if case.strategy == "eager":
         if case.mode != "default":
             return f"eager is not compiled, so mode {case.mode} does not apply"
@@ -136,26 +136,21 @@ def arms_of(
     modes: Sequence[str] = (),
     dynamic: bool = False,
 ) -> list[Case]:
-    """The arms that the options name, on the model and input of ``base``; the default arms where they name none.
+    """The arms that the options name, on the model and input of ``base``; the default arms if they name none.
 
-    What is given is combined, each with each; what is left out takes the default arms' values. With ``dynamic`` every
-    compiled arm has its dynamic twin behind it. Arms that cannot exist are still in the list: ``expand`` drops them and
-    knows why.
+    Given values are combined, each with each; an option left out takes the default arms' values. With ``dynamic`` a
+    dynamic twin follows every compiled arm. The list holds arms that cannot exist, too: ``expand`` drops them and says
+    why.
     """
+    gpu = base.device != "cpu"
+    default = [(impl, name, mode) for impl, name, mode, needs_gpu in DEFAULT_ARMS if gpu or not needs_gpu]
+    fallback = [name for name, needs_gpu in FALLBACK_STRATEGIES if gpu or not needs_gpu]
     chosen: list[tuple[str, str, str]] = []
-    if not (impls or strategies or modes):
-        chosen = [(i, s, m) for i, s, m, gpu in DEFAULT_ARMS if base.device != "cpu" or not gpu]
-    else:
-        for impl in impls or ("zoo", "upstream"):
-            if strategies or modes:
-                names = strategies or [s for s, gpu in FALLBACK_STRATEGIES if base.device != "cpu" or not gpu]
-                chosen += [(impl, s, m) for s in names for m in modes or ("default",)]
-            elif impl in {i for i, *_ in DEFAULT_ARMS}:
-                chosen += [
-                    (i, s, m) for i, s, m, gpu in DEFAULT_ARMS if i == impl and (base.device != "cpu" or not gpu)
-                ]
-            else:
-                chosen += [(impl, s, "default") for s, gpu in FALLBACK_STRATEGIES if base.device != "cpu" or not gpu]
+    for impl in impls or ("zoo", "upstream"):
+        if strategies or modes:
+            chosen += [(impl, name, mode) for name in strategies or fallback for mode in modes or ("default",)]
+        else:
+            chosen += [arm for arm in default if arm[0] == impl] or [(impl, name, "default") for name in fallback]
     arms = []
     for impl, name, mode in dict.fromkeys(chosen):
         arm = replace(
@@ -176,15 +171,15 @@ def arms_of(
 def expand(
     bases: Iterable[Case], refuses: Callable[[Case], str | None], *, only: Sequence[str] = (), **options: Any
 ) -> tuple[list[Case], Mapping[str, str]]:
-    """All arms of all races, race by race, each with its A/A control last; and why arms were left out, by case key.
+    """All arms of all races, each race with its A/A control last; and why arms were left out, by case key.
 
-    A dynamic twin that cannot exist is left out without a word: it was asked for beside its static arm and not by name.
-    Where a pattern of ``only`` is for it and not for the static arm, or no dynamic arm is left at all, it is told why.
+    ``--dynamic`` asks for a twin of every compiled arm, so a twin that cannot exist is left out silently, unless a
+    pattern of ``only`` names it and not its static arm, or no dynamic arm is left at all.
 
     Args:
-        bases: One case a race: its model, input, workload, dtype and device.
+        bases: One case per race: its model, input, workload, dtype and device.
         refuses: The workload's own refusals.
-        only: Patterns as of a shell, ``"zoo *"``, that an arm's name must match one of; all if there are none.
+        only: Shell patterns such as ``"zoo *"``; an arm's name must match one of them, if there are any.
         options: As ``arms_of`` takes them.
     """
     cases: list[Case] = []
@@ -202,7 +197,7 @@ def expand(
             static = replace(case, dynamic=False)
             if not case.dynamic or not all(fnmatchcase(static.arm, pattern) for pattern in patterns):
                 refused[case.key] = why
-            elif why != refused.get(static.key):  # what holds for both is said once
+            elif why != refused.get(static.key):  # say once what holds for both
                 unasked[case.key] = why
         cases += arms
         if len(arms) > 1:  # one arm alone has no ratio, so it needs no noise floor
@@ -213,7 +208,7 @@ def expand(
 def twin_of(arms: Sequence[Case]) -> Case:
     """The arm whose second copy gives the noise floor: the zoo's last, or the last of all.
 
-    It is a static one where there is one, so that dynamic arms beside it do not move the noise floor to another arm.
+    A static one if there is one, so that ``--dynamic`` does not change whose noise is measured.
     """
     static = [case for case in arms if not case.dynamic] or list(arms)
     own = [case for case in static if case.impl == "zoo" and case.kernels]

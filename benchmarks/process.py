@@ -1,8 +1,9 @@
-"""The harness' end of a worker process: start, ask, kill; and what became of it, in words."""
+"""Worker processes: start one, ask it, end it; and what became of it, in words."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -13,22 +14,39 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 REASON_LENGTH = 600
+MESSAGE_LENGTH = 400
 TAIL_LINES = 4
 FRAMES = 4  # of where a process hangs
 _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 
+INDUCTOR_CACHE, TRITON_CACHE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+# Texts of errors that mean out of memory and are no OutOfMemoryError: from allocators other than torch's.
+NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "_ALLOC_FAILED")
+BUSY = "busy or unavailable"
+DISK_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "PytorchStreamWriter failed writing file")
+SET_TMPDIR = "set TMPDIR to a folder on another: the compiler's caches go there"
+
 _alive: set[Worker] = set()
 
 
+def cache_environment(folder: Path) -> dict[str, str]:
+    """The variables that put every on-disk cache of the compiler under ``folder``.
+
+    Precompiled C++ headers are the exception: Inductor keeps one set per machine and toolchain on purpose.
+    """
+    return {INDUCTOR_CACHE: str(folder), TRITON_CACHE: str(folder / "triton")}
+
+
 class WorkerFailure(Exception):
-    """An arm that did not answer well: a status of ``benchmarks.record.STATUSES``, a reason, and what was asked."""
+    """A request that failed: a status of ``benchmarks.record.STATUSES``, a reason, and what was asked."""
 
     def __init__(self, status: str, reason: str, operation: str | None = None) -> None:
         super().__init__(f"{status}: {reason}")
@@ -38,18 +56,18 @@ class WorkerFailure(Exception):
 
 
 class Worker:
-    """A worker process. Not thread-safe; one request is under way at a time.
+    """The harness' end of a worker process. Not thread-safe: one request at a time.
 
     Args:
-        environment: Variables to set for it, beside the harness' own.
+        environment: Variables to set for it, in addition to the harness' own.
         timeout: Seconds that one request may take before the process is killed.
     """
 
     def __init__(self, environment: Mapping[str, str], *, timeout: float) -> None:
         self.timeout = timeout
-        self.log: list[dict[str, Any]] = []  # what was asked and when it was worked on
+        self.log: list[dict[str, Any]] = []  # what was asked, and when the process worked on it
         self._stderr: deque[str] = deque(maxlen=200)
-        # Where the process writes what it is at, on a signal. Closed by kill.
+        # Where the process writes where it is, on a signal; closed by kill.
         self._stack = tempfile.TemporaryFile()  # noqa: SIM115
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
@@ -72,7 +90,7 @@ class Worker:
         self._requests, self._replies = self._process.stdin, self._process.stdout
         self._unread = b""
         self._pending: str | None = None
-        self._stopped = False  # with the run, so that the process's end says nothing of its arm
+        self._stopped = False  # by kill_all, so that its end is no crash of the arm
         self._reader = threading.Thread(target=self._drain, args=(self._process.stderr,), daemon=True)
         self._reader.start()
         _alive.add(self)
@@ -159,7 +177,7 @@ class Worker:
         elif code < 0:
             how = f"killed by {signal.Signals(-code).name}"
             if -code == signal.SIGKILL:
-                how += " (on Linux often for want of memory)"
+                how += " (on Linux often because memory ran out)"
         else:
             how = f"exited with code {code}"
         reason = self._describe(f"{how} during {self._pending}")
@@ -211,7 +229,79 @@ class Worker:
 
 
 def kill_all() -> None:
-    """End every worker that is still alive: the run has been stopped."""
+    """End every worker that is still alive, because the run was stopped."""
     for worker in list(_alive):
         worker._stopped = True
         worker.kill()
+
+
+# In the worker --------------------------------------------------------------------------------------------------------
+
+
+def failure_of(error: BaseException) -> dict[str, Any]:
+    """A worker's reply to a request that raised: status, and reason with a remedy if one is known.
+
+    What the error was raised from is considered too, since the compiler wraps errors. The traceback goes to stderr.
+    """
+    status, remedy = "failed", ""
+    for cause in _causes(error):
+        status, remedy = _typed(cause)
+        if status != "failed" or remedy:
+            break
+    # Two lines: the compiler's exceptions name the backend in the first, and the backend's error in the second.
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()][:2]
+    message = ": ".join([type(error).__name__, " ".join(lines)]) if lines else type(error).__name__
+    message = message if len(message) <= MESSAGE_LENGTH else message[: MESSAGE_LENGTH - 1] + "…"
+    traceback.print_exception(error, file=sys.stderr)
+    return {"ok": False, "status": status, "reason": f"{message}; {remedy}" if remedy else message}
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error and what it was raised from, outermost first."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
+def _typed(cause: BaseException) -> tuple[str, str]:
+    """Status and remedy of one error, without its causes. By names, since torch may not be imported here."""
+    name, text = type(cause).__name__, str(cause)
+    if isinstance(cause, MemoryError) or name == "OutOfMemoryError" or any(words in text for words in NO_MEMORY):
+        return "out-of-memory", "" if isinstance(cause, MemoryError) else _other_processes()
+    if BUSY in text:
+        return "device-busy", "another process holds the GPU: wait for it, or name another in CUDA_VISIBLE_DEVICES"
+    if name == "InvalidCxxCompiler":
+        return "failed", "no C++ compiler works here: install g++ or clang++, or name one in CXX"
+    if any(words in text for words in DISK_FULL):
+        return "failed", f"a disk is full: make room, or {SET_TMPDIR}"
+    if isinstance(cause, OSError) and (cause.errno == errno.EROFS or _in_cache(cause.filename)):
+        return "failed", f"the disk cannot be written: {SET_TMPDIR}"
+    return "failed", ""
+
+
+def _other_processes() -> str:
+    """A remedy if other processes hold much of the GPU, and more than this one does; else empty."""
+    torch = sys.modules.get("torch")
+    try:
+        if torch is None or not torch.cuda.is_initialized():
+            return ""
+        free, total = torch.cuda.mem_get_info()
+        own = torch.cuda.memory_reserved()
+    except Exception:  # a context that an error has broken
+        return ""
+    others = total - free - own
+    # What this process holds outside of torch's allocator, such as its context, counts as others' here.
+    if others <= max(own, total // 10):
+        return ""
+    return (
+        f"other processes hold {others / 2**30:.0f} of the GPU's {total / 2**30:.0f} GiB, arms of the same race among "
+        "them: with fewer arms (--arm) or runs beside it, it may fit"
+    )
+
+
+def _in_cache(name: Any) -> bool:
+    """Whether a file belongs to the compiler's cache, and not to the model or its user."""
+    return isinstance(name, str) and INDUCTOR_CACHE in os.environ and name.startswith(os.environ[INDUCTOR_CACHE])

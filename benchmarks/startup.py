@@ -15,12 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.compiler import cache_environment
-from benchmarks.failures import ELSEWHERE
 from benchmarks.locks import GpuLock
 from benchmarks.machine import Monitor, cores
 from benchmarks.plan import Case
-from benchmarks.process import Worker, WorkerFailure, kill_all
+from benchmarks.process import SET_TMPDIR, Worker, WorkerFailure, cache_environment, kill_all
 from benchmarks.record import Check, Compile, Memory, Result, Work
 
 COUNTED = (
@@ -161,7 +159,7 @@ def spawn(job: Job, settings: Settings, compile_threads: int | None = None) -> W
         job.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         where = f"{job.folder}: {error.strerror}"
-        raise WorkerFailure("failed", f"its cache folder cannot be made ({where}); {ELSEWHERE}") from error
+        raise WorkerFailure("failed", f"its cache folder cannot be made ({where}); {SET_TMPDIR}") from error
     try:
         variables = {**cache_environment(job.folder), "BENCHMARKS_SCRATCH": str(settings.scratch)}
         if compile_threads is not None:

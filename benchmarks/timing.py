@@ -1,21 +1,30 @@
-"""Clocks: device events on a GPU, the wall clock everywhere; and how many calls make a round."""
+"""What is measured in a worker: times of calls, the device's peak rates, and the kernels of a profile."""
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from benchmarks.record import Kernel
 
 ROUND_MS = 20.0  # a round is at least this long, so that the clocks' own grain and one stray interrupt do not matter
 _NO_STALL = 20  # rounds: what takes longer than so many is a long step, not one that was held up
 # Unmeasured calls before a round, as long as the round: another process had the device, the caches and the clocks.
 SETTLE_MS = ROUND_MS
 HOST_CALLS, HOST_MS = 30, 300.0  # at most so many calls, and no new one after so long, measure the host's time
+
+PEAK_SECONDS = {"cuda": 3.0, "cpu": 1.0}  # time to search for one peak rate
+MOST_KERNELS = 12  # names that a row holds
+# Templates of libraries that run what their first argument describes: the kernel is named for that argument.
+WRAPPER = re.compile(r"cutlass::(Kernel2?|device_kernel)|(\w+::)*enable_sm\w+")
 
 Step = Callable[[], Any]
 
@@ -113,3 +122,137 @@ def calibrate(step: Step, device: str, milliseconds: float = ROUND_MS) -> int:
         # A tenth more than needed: the next round may be a little faster than this one.
         wanted = math.ceil(1.1 * milliseconds / each) if each > 0 else calls * 10
         calls = max(calls + 1, min(wanted, calls * 10))
+
+
+# Peak rates -----------------------------------------------------------------------------------------------------------
+
+
+def measure_peaks(device: str, dtypes: list[str], *, quick: bool = False) -> dict[str, Any]:
+    """Bandwidths (byte/s; a copy counts what it reads and what it writes) and FLOP/s of a matrix product by dtype.
+
+    Each is the best of several rounds. ``quick`` takes a fifth of the time, on a CPU with smaller operands.
+    ``float32_matmul_precision`` ``high`` means TF32 where the GPU has it.
+    """
+    on_gpu = device != "cpu"
+    if on_gpu:
+        torch.set_float32_matmul_precision("high")
+    budget = PEAK_SECONDS[device] / (5 if quick else 1)
+    with torch.inference_mode():
+        copy, read = _bandwidths(device, _bandwidth_bytes(device, quick), budget)
+        flops = {dtype: _matmul_flops(device, getattr(torch, dtype), quick, budget) for dtype in dict.fromkeys(dtypes)}
+    return {
+        "copy_bandwidth": copy,
+        "read_bandwidth": read,
+        "matmul_flops": flops,
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+    }
+
+
+def _bandwidth_bytes(device: str, quick: bool) -> int:
+    """Far beyond any cache, and within what is free."""
+    if device == "cpu":
+        return 64 << 20 if quick else 256 << 20
+    free, _ = torch.cuda.mem_get_info()
+    return min(4 << 30, free // 4)
+
+
+def _bandwidths(device: str, size: int, budget: float) -> tuple[float, float]:
+    source = torch.ones(size // 4, device=device)
+    target = torch.empty_like(source)
+    copy = 2 * size / _best_seconds(lambda: target.copy_(source), device, budget)
+    # Only rows are summed: a full reduction ends in a few blocks, which would be what is measured.
+    rows = source.view(-1, 4096) if source.numel() % 4096 == 0 else source.view(1, -1)
+    read = size / _best_seconds(lambda: rows.sum(1), device, budget)
+    return copy, read
+
+
+def _matmul_flops(device: str, dtype: torch.dtype, quick: bool, budget: float) -> float:
+    width = (512 if quick else 2048) if device == "cpu" else 8192
+    # Random operands: constant ones draw less power, and the clocks would be higher than in any real product.
+    a, b = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
+    return 2 * width**3 / _best_seconds(lambda: a @ b, device, budget)
+
+
+def _best_seconds(step: Callable[[], Any], device: str, budget: float) -> float:
+    began = time.perf_counter()
+    calls = calibrate(step, device)
+    best = float("inf")
+    while True:
+        timed = back_to_back(step, device, calls)
+        best = min(best, timed.wall_ms if timed.device_ms is None else timed.device_ms)
+        if time.perf_counter() - began > budget:
+            return best / 1e3
+
+
+# Kernels --------------------------------------------------------------------------------------------------------------
+
+
+def gpu_kernels(events: Iterable[Any]) -> list[Any]:
+    """The profiler's events of kernels that ran on a GPU, without copies and fills."""
+    return [
+        event
+        for event in events
+        if event.device_type.name == "CUDA"
+        and not getattr(event, "is_user_annotation", False)
+        and not event.name.startswith(("Memcpy", "Memset"))
+    ]
+
+
+def longest_kernels(events: Iterable[Any], calls: int) -> tuple[list[Kernel], Kernel | None]:
+    """The ``MOST_KERNELS`` that take longest, by name, and all others as one; means over the profiled calls."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for event in events:
+        found[short_name(event.name)].append(event.time_range.elapsed_us())
+    named = [_mean(name, times, calls) for name, times in found.items()]
+    named.sort(key=lambda kernel: (-kernel.microseconds, kernel.name))
+    left = named[MOST_KERNELS:]
+    if not left:
+        return named, None
+    times = [time for kernel in left for time in found[kernel.name]]
+    return named[:MOST_KERNELS], _mean(f"{len(left)} other{'s' if len(left) > 1 else ''}", times, calls)
+
+
+def _mean(name: str, times: Sequence[float], calls: int) -> Kernel:
+    return Kernel(name=name, launches=len(times) / calls, microseconds=round(sum(times) / calls, 3))
+
+
+def short_name(name: str) -> str:
+    """A kernel's name without its return type, template arguments and parameters.
+
+    Names of cuBLAS, cuDNN and Triton, which have none of these, stay as they are.
+    """
+    plain, first = _without_templates(name.replace("(anonymous namespace)::", ""))
+    words = plain.split()  # a template's name follows its return type, and "void" is one
+    if not words:
+        return name
+    return short_name(first) if first and WRAPPER.fullmatch(words[-1]) else words[-1]
+
+
+def _without_templates(name: str) -> tuple[str, str]:
+    """The name up to its parameters without what stands in angle brackets, and the last template's first argument."""
+    kept, first = [], ""
+    angles = parentheses = commas = 0
+    for letter in name:
+        if letter == "(":
+            if not angles:
+                break
+            parentheses += 1
+        if not parentheses:  # an angle bracket within parentheses may be a comparison
+            if letter == "<":
+                angles += 1
+                if angles == 1:
+                    first, commas = "", 0
+                    continue
+            elif letter == ">" and angles:
+                angles -= 1
+                if not angles:
+                    continue
+            elif letter == "," and angles == 1:
+                commas += 1
+        if not angles:
+            kept.append(letter)
+        elif not commas:
+            first += letter
+        if letter == ")":
+            parentheses -= 1
+    return "".join(kept), first

@@ -26,7 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from benchmarks.failures import failure_of
+from benchmarks.process import failure_of
 
 # torch and the rest come in with the first message and not here: the process is up at once and can say what fails.
 if TYPE_CHECKING:
@@ -397,13 +397,13 @@ class Handler:
 
         And what was compiled during the race. Copies and fills are not kernels.
         """
-        from benchmarks import kernels
+        from benchmarks import timing
 
         recompiles = self._late()
         if self.device == "cpu":
             return {"kernels": None, "longest": None, "others": None, "recompiles": recompiles}
-        ran = kernels.kernels(self._profile(calls=PROFILED_CALLS).events() or [])
-        longest, others = kernels.longest(ran, PROFILED_CALLS)
+        ran = timing.gpu_kernels(self._profile(calls=PROFILED_CALLS).events() or [])
+        longest, others = timing.longest_kernels(ran, PROFILED_CALLS)
         return {
             "kernels": round(len(ran) / PROFILED_CALLS),
             "longest": [asdict(kernel) for kernel in longest],
@@ -446,13 +446,13 @@ class Handler:
         """
         import torch
 
-        from benchmarks import compiler, peaks, strategies
+        from benchmarks import compiler, strategies, timing
 
         torch.zeros(1, device=device)
         seconds = None
         if start_up is not None:
             seconds = compiler.start_up(Path(start_up), device, getattr(torch, dtypes[0]), strategies.backend())
-        return {"peaks": peaks.measure(device, dtypes, quick=quick), "start_up": seconds}
+        return {"peaks": timing.measure_peaks(device, dtypes, quick=quick), "start_up": seconds}
 
 
 def _greater(one: int | None, other: int | None) -> int | None:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from benchmarks import harness, kernels, startup, worker
+from benchmarks import harness, startup, timing, worker
 from benchmarks.process import WorkerFailure
 from benchmarks.record import Kernel
 from benchmarks.report.race import races
@@ -62,7 +62,7 @@ def event(name: str, microseconds: float = 1.0, *, device: str = "CUDA", **more:
     ],
 )
 def test_names_are_shortened(name: str, short: str) -> None:
-    assert kernels.shortened(name) == short
+    assert timing.short_name(name) == short
 
 
 def test_copies_fills_annotations_and_the_host_are_no_kernels() -> None:
@@ -74,26 +74,28 @@ def test_copies_fills_annotations_and_the_host_are_no_kernels() -> None:
         event("## a call ##", is_user_annotation=True),
         event("aten::mm", device="CPU"),
     ]
-    assert kernels.kernels(events) == [kept]
+    assert timing.gpu_kernels(events) == [kept]
 
 
 def test_equal_names_are_one_entry_and_figures_are_of_one_call() -> None:
     a_call = [event("norm", 2.0), event("void gemm<float, 1>(int)", 5.0), event("void gemm<float, 2>(int)", 7.0)]
-    found, others = kernels.longest([*a_call, *a_call, event("norm", 2.0)], 2)
+    found, others = timing.longest_kernels([*a_call, *a_call, event("norm", 2.0)], 2)
     assert found == [
         Kernel(name="gemm", launches=2.0, microseconds=12.0),
         Kernel(name="norm", launches=1.5, microseconds=3.0),
     ]
     assert others is None
-    assert kernels.longest([], 2) == ([], None)
+    assert timing.longest_kernels([], 2) == ([], None)
 
 
-@pytest.mark.parametrize(("names", "called"), [(kernels.MOST + 1, "1 other"), (kernels.MOST + 3, "3 others")])
+@pytest.mark.parametrize(
+    ("names", "called"), [(timing.MOST_KERNELS + 1, "1 other"), (timing.MOST_KERNELS + 3, "3 others")]
+)
 def test_what_is_beyond_the_longest_is_one_entry(names: int, called: str) -> None:
     events = [event(f"kernel_{index}", 100.0 - index) for index in range(names) for _ in range(2)]
-    found, others = kernels.longest(events[::-1], 2)
-    assert [kernel.name for kernel in found] == [f"kernel_{index}" for index in range(kernels.MOST)]
-    assert others is not None and (others.name, others.launches) == (called, names - kernels.MOST)
+    found, others = timing.longest_kernels(events[::-1], 2)
+    assert [kernel.name for kernel in found] == [f"kernel_{index}" for index in range(timing.MOST_KERNELS)]
+    assert others is not None and (others.name, others.launches) == (called, names - timing.MOST_KERNELS)
     total = sum(kernel.microseconds for kernel in (*found, others))
     assert total == pytest.approx(sum(100.0 - index for index in range(names)))
 

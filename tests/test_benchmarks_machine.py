@@ -9,8 +9,8 @@ import torch
 
 from benchmarks import machine
 from benchmarks.machine import Monitor, device_facts, free_memory, row
-from benchmarks.peaks import measure
 from benchmarks.record import Store
+from benchmarks.timing import measure_peaks
 
 
 def test_the_row_says_where_it_was_measured_and_can_be_stored(tmp_path):
@@ -45,7 +45,7 @@ def test_free_memory_of_a_cpu_is_known():
 
 
 def test_peaks_are_of_a_plausible_size():
-    peaks = measure("cpu", ["float32"], quick=True)
+    peaks = measure_peaks("cpu", ["float32"], quick=True)
     assert 1e8 < peaks["copy_bandwidth"] < 1e13
     assert 1e8 < peaks["read_bandwidth"] < 1e13
     assert 1e8 < peaks["matmul_flops"]["float32"] < 1e15

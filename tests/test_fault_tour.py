@@ -28,13 +28,12 @@ from rich.console import Console
 
 from benchmarks import advise, measure, run
 from benchmarks.cli import UsageError, run_command
-from benchmarks.failures import failure_of
 from benchmarks.harness import run_race
 from benchmarks.locks import locked
 from benchmarks.machine import Monitor
 from benchmarks.measure import INTERRUPTED, UNWRITABLE, Plan
 from benchmarks.plan import Case
-from benchmarks.process import ROOT, Worker, WorkerFailure, kill_all
+from benchmarks.process import ROOT, Worker, WorkerFailure, failure_of, kill_all
 from benchmarks.progress import Progress
 from benchmarks.record import Result, RowWriter, Store, Unwritable, load
 from benchmarks.report.race import races
@@ -186,7 +185,7 @@ def tour(tmp_path_factory: pytest.TempPathFactory) -> Tour:
 def test_a_worker_that_is_killed_is_a_row_and_the_run_goes_on(tour: Tour) -> None:
     (hang, crashed, reason), (good, ok, _) = tour.rows()
     assert (hang, crashed, good, ok) == ("hang", "crashed", "good", "ok")
-    assert "killed by SIGKILL (on Linux often for want of memory) during start_up" in reason
+    assert "killed by SIGKILL (on Linux often because memory ran out) during start_up" in reason
 
 
 def test_a_second_run_in_the_same_folder_is_refused_in_one_line(tour: Tour) -> None:
@@ -429,8 +428,7 @@ def test_the_compiler_on_a_read_only_disk_says_what_to_do(tmp_path: Path) -> Non
     program = textwrap.dedent(
         """
         import sys
-        from benchmarks.compiler import cache_environment
-        from benchmarks.process import Worker, WorkerFailure
+        from benchmarks.process import Worker, WorkerFailure, cache_environment
         from pathlib import Path
         folder = Path(sys.argv[1])
         worker = Worker(cache_environment(folder), timeout=100)
