@@ -20,15 +20,15 @@ import typer
 from rich.console import Console
 
 from benchmarks import advised
-from benchmarks.cli import UsageError, did_you_mean, require_zoo, run_command
-from benchmarks.measure import Plan, measure, say_where, settings_of
+from benchmarks.cli import UsageError, did_you_mean, pick, require_zoo, run_command
+from benchmarks.measure import Run, measure, say_where, settings_of
 from benchmarks.plan import DTYPES, Case
 from benchmarks.process import Worker, WorkerFailure, cache_environment
 from benchmarks.report import advised as rendering
 from benchmarks.report import choice
 from benchmarks.report.advised import Regions
 from benchmarks.report.race import races
-from benchmarks.run import RUNS, device_of, pick
+from benchmarks.run import RUNS, device_of
 from benchmarks.startup import Settings
 
 WORKLOAD = "benchmarks.advised"
@@ -81,19 +81,19 @@ def main(
             words += [word for name, value in sizes.items() for word in ("--size", f"{name}={value}")]
             return shlex.join([*words, "--seed", str(seed), *(["--quick"] if quick else [])])
 
-        plan = Plan(workload, on, cases, {}, out or RUNS / time.strftime("%Y%m%d-%H%M%S"), again)
-        plan.skip_done(resume=resume)
+        run = Run(workload, on, cases, {}, out or RUNS / time.strftime("%Y%m%d-%H%M%S"), again)
+        run.skip_done(resume=resume)
         regions = Regions(**{name: facts[name] for name in ("found", "declared", "obstacles", "none")})
 
-        def conclude(plan: Plan, console: Console, measured: set[str]) -> int:
-            results, environments = plan.results()
+        def conclude(run: Run, console: Console, measured: set[str]) -> int:
+            results, environments = run.results()
             shown = races(results, environments)
             if shown:
                 rendering.render(shown[0], calls, regions, console)
-            say_where(plan, console)
+            say_where(run, console)
             return 0 if shown and choice.choose(shown[0], calls, "cold") is not None else 1
 
-        return measure(plan, settings, console, conclude)
+        return measure(run, settings, console, conclude)
 
 
 def cases_of(model: str, device: str, dtype: str, *, cast: bool, sizes: Mapping[str, int]) -> list[Case]:

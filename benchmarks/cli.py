@@ -1,4 +1,4 @@
-"""Runs a typer command so that wrong usage is one line on stderr, with a suggestion, and exit code 2."""
+"""What the commands share: options that are checked, and wrong usage as one line on stderr with exit code 2."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ class UsageError(ValueError):
 
 
 def require_zoo() -> None:
-    """Refuse to go on with a torch that the zoo refuses, in the one line that it says.
-
-    Raises:
-        UsageError: If ``import zoo`` fails.
-    """
+    """Raise UsageError with the zoo's own message where it cannot be imported, as with a torch that is too old."""
     try:
         import zoo  # noqa: F401
     except ImportError as error:
@@ -26,10 +22,23 @@ def require_zoo() -> None:
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """What a wrong word most likely meant, else all there is: ``did you mean 'cora'?``."""
+    """The nearest known word, else all of them: ``did you mean 'cora'?``."""
     known = sorted(known)
     near = difflib.get_close_matches(wrong, known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"there is: {', '.join(known) or 'nothing'}"
+
+
+def pick(option: str, given: Sequence[str], known: Iterable[str]) -> list[str]:
+    """Values of an option that may be repeated or take a comma list, without repetition.
+
+    Raises:
+        UsageError: On a value that is not known, with a suggestion.
+    """
+    values = [value.strip() for part in given for value in part.split(",") if value.strip()]
+    for value in values:
+        if value not in known:
+            raise UsageError(f"{option}: {value!r} is not known; {did_you_mean(value, known)}")
+    return list(dict.fromkeys(values))
 
 
 def run_command(function: Callable[..., int], program: str, arguments: Sequence[str] | None = None) -> int:
@@ -49,7 +58,7 @@ def run_command(function: Callable[..., int], program: str, arguments: Sequence[
     except UsageError as error:
         message = str(error)
     except Exception as error:
-        # Typer carries its own copy of click from 0.16 or so on and uses click itself before: told by what they share.
+        # Typer's own click, or click itself, depending on the release: both have this method.
         if not hasattr(error, "format_message"):
             raise
         message = error.format_message()

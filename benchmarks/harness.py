@@ -1,42 +1,41 @@
-"""One race from its cases to its rows."""
+"""One race: from its arms to a row for each."""
 
 from __future__ import annotations
 
+import random
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.machine import free_memory
+from benchmarks.machine import Monitor, free_memory
 from benchmarks.plan import Case, twin_of
 from benchmarks.process import WorkerFailure
-from benchmarks.record import IN_RACE, Kernel, Result
+from benchmarks.record import IN_RACE, Kernel, Result, Steady
 from benchmarks.startup import (
     ArmRun,
-    Reporter,
     Settings,
-    estimate,
     estimate_rounds,
     failures_of,
     in_parallel,
     measure_compilation,
     prepare_race,
 )
-from benchmarks.steady_state import race
+
+if TYPE_CHECKING:
+    from benchmarks.progress import Progress
 
 ROUNDS_OF_A_SET = 1000  # round n of set s is numbered s * 1000 + n
 MEMORY_SHARE = 0.9  # of what is free; estimates are estimates
-
-Emit = Callable[[Result], None]
 
 
 def run_race(
     cases: Sequence[Case],
     settings: Settings,
-    report: Reporter,
-    emit: Emit,
+    progress: Progress,
+    emit: Callable[[Result], None],
     *,
     memory_bytes: Callable[[Case], int],
     running_bytes: Callable[[Case], int] | None = None,
@@ -48,11 +47,11 @@ def run_race(
     Args:
         cases: Cases of one race.
         settings: What the run was asked for.
-        report: Who is told what goes on.
+        progress: Told what goes on.
         emit: Takes each row as it is ready.
-        memory_bytes: The workload's estimate of an arm's peak, with the reference that it may have to compute.
-        running_bytes: Its estimate without the reference, where it has one.
-        peaks: What ``peaks.measure`` found on this device.
+        memory_bytes: The workload's estimate of an arm's peak, including the reference that it may have to compute.
+        running_bytes: Its estimate without the reference, if it has one.
+        peaks: Peak rates of this device.
         first_set: Number of the first set of processes: above what the file holds already, so that samples of
             different days are never paired.
     """
@@ -67,22 +66,22 @@ def run_race(
     def hand_out_failures() -> None:
         for arm in arms:
             if not arm.ok and arm.case.key not in emitted:
-                report.note(f"{arm.case.arm}: {arm.result.status}: {arm.result.reason}")
+                progress.note(f"{arm.case.arm}: {arm.result.status}: {arm.result.reason}")
                 hand_out(arm)
 
     try:
         groups = _groups(arms, settings, memory_bytes, running_bytes or memory_bytes)
-        # What cannot race side by side cannot get ready side by side either.
+        # Arms that cannot race side by side cannot get ready side by side either.
         settings = replace(settings, ahead=min(settings.ahead, _side_by_side(groups)))
         hand_out_failures()
-        measure_compilation(arms, settings, report, estimate)
+        measure_compilation(arms, settings, progress)
         _fail_controls(arms)
         hand_out_failures()
         reference = settings.scratch / ("-".join(_safe(cases[0].race)) + ".pt")
         for number in range(settings.sets):
             for index, group in enumerate(groups):
                 first_round = ((first_set + number) * len(groups) + index) * ROUNDS_OF_A_SET
-                _race_group(group, settings, report, reference, first_round, last=number == settings.sets - 1)
+                _race_group(group, settings, progress, reference, first_round, last=number == settings.sets - 1)
                 _fail_controls(arms)
                 hand_out_failures()
         _finish(arms, peaks)
@@ -94,7 +93,7 @@ def run_race(
             if arm.ok and arm.result.work is not None:
                 if not _raced(arm, settings):
                     arm.fail("interrupted", "stopped before its race had ended")
-                hand_out(arm)  # with all rounds in it, it lacks no more than what is counted after them
+                hand_out(arm)  # an arm with all its rounds lacks at most what is counted after them
         raise
     finally:
         for arm in arms:
@@ -125,10 +124,10 @@ def _groups(
     memory_bytes: Callable[[Case], int],
     running_bytes: Callable[[Case], int],
 ) -> list[list[ArmRun]]:
-    """Arms that fit in memory side by side, in the first group while one computes what all are checked by.
+    """Groups of arms that fit in memory side by side; one arm of the first group also computes the reference output.
 
-    Where not all do, each group holds the reference arm again, to be paired, unless an arm does not fit beside that
-    either: it races alone. One that does not fit alone fails here, saying what it needs.
+    Where not all fit, each group holds the reference arm again, to be paired with it, unless an arm does not fit beside
+    that either: it races alone. An arm that does not fit alone fails here, saying what it needs.
     """
     free = free_memory(arms[0].case.device, settings.monitor)
     needs: dict[str, int] = {}
@@ -161,9 +160,9 @@ def _groups(
     for arm in fitting:
         if arm is reference:
             continue
-        beside = next((group for group in groups if fit([*group, arm], first=group is groups[0])), None)
-        if beside is not None:
-            beside.append(arm)
+        roomy = next((group for group in groups if fit([*group, arm], first=group is groups[0])), None)
+        if roomy is not None:
+            roomy.append(arm)
         else:
             groups.append([reference, arm] if fit([reference, arm], first=False) else [arm])
     return groups
@@ -189,33 +188,33 @@ def _fail_controls(arms: Sequence[ArmRun]) -> None:
 
 
 def _race_group(
-    group: Sequence[ArmRun], settings: Settings, report: Reporter, reference: Path, first_round: int, *, last: bool
+    group: Sequence[ArmRun], settings: Settings, progress: Progress, reference: Path, first_round: int, *, last: bool
 ) -> None:
     racing = [arm for arm in group if arm.ok]
-    prepare_race(racing, settings, report, estimate, reference)
+    prepare_race(racing, settings, progress, reference)
     racing = [arm for arm in racing if arm.ok]
     if not racing:
         return
     seconds = estimate_rounds(len(racing), settings)
-    report.begin(f"race of {len(racing)} arms, {settings.rounds} rounds", seconds)
+    progress.begin(f"race of {len(racing)} arms, {settings.rounds} rounds", seconds)
     with settings.gpu_lock.alone():
-        began = time.monotonic()  # what was waited for others is no measure of the rounds
+        began = time.monotonic()  # waiting for other runs is no part of the rounds
         race(
             racing,
             rounds=settings.rounds,
             first_round=first_round,
             seed=settings.seed + first_round,
             monitor=settings.monitor,
-            on_round=lambda number: report.partway(number / settings.rounds, time.monotonic() - began),
+            on_round=lambda number: progress.partway(number / settings.rounds, time.monotonic() - began),
         )
     if last:
-        report.begin("kernel counts and profile", 1.0)
+        progress.begin("kernel counts and profile", 1.0)
         with settings.gpu_lock.alone():  # beside another process a kernel takes longer
             for arm in racing:
                 _count(arm)
                 if settings.traces is not None:
                     _trace(arm, settings.traces)
-        # A copy's curve stands nowhere, and the reference arm, which each group holds, has drawn its own in the first.
+        # A control's curve appears nowhere, and the reference arm, which is in each group, draws its own once.
         drawing = [arm for arm in racing if not (arm.case.control or arm.result.curve)]
         if settings.curve and drawing:
             with settings.gpu_lock.shared():
@@ -226,21 +225,70 @@ def _race_group(
             arm.worker = None
 
 
+def race(
+    arms: Sequence[ArmRun],
+    *,
+    rounds: int,
+    first_round: int,
+    seed: int,
+    monitor: Monitor,
+    on_round: Callable[[int], None] = lambda number: None,
+) -> None:
+    """In every round each arm works once, alone, in an order drawn for that round.
+
+    Before the rounds each arm measures once how many calls fill a turn and how long a call keeps the host busy. An arm
+    that fails drops out with its reason; the others go on. Samples are appended to those of earlier sets of processes,
+    under round numbers from ``first_round`` on, so that sets do not mix. ``on_round`` gets the number of rounds done.
+    """
+    draw = random.Random(seed)
+    for arm in arms:
+        with failures_of(arm):
+            if arm.ok:
+                arm.calls = arm.ask("calibrate")["calls"]
+                steady = arm.result.steady = arm.result.steady or Steady()
+                steady.host_ms = arm.ask("host")["host_ms"]
+    for number in range(rounds):
+        order = [arm for arm in arms if arm.ok]
+        draw.shuffle(order)
+        for arm in order:
+            with failures_of(arm):
+                _turn(arm, first_round + number, monitor)
+        on_round(number + 1)
+
+
+def _turn(arm: ArmRun, number: int, monitor: Monitor) -> None:
+    timed = arm.ask("round", calls=arm.calls)
+    # Read right after the work and outside of it: the query itself would disturb the clocks.
+    clock, power = (monitor.sm_clock(), monitor.power()) if arm.case.device != "cpu" else (None, None)
+    steady = arm.result.steady
+    assert steady is not None
+    steady.calls_per_round = arm.calls
+    steady.rounds.append(number)
+    steady.wall_ms.append(timed["wall_ms"])
+    if timed["device_ms"] is not None:
+        steady.device_ms.append(timed["device_ms"])
+    if clock is not None:
+        steady.sm_clock_mhz.append(clock)
+    if power is not None:
+        steady.power_w.append(power)
+
+
 def _count(arm: ArmRun) -> None:
-    """What comes after all rounds: profilers leave hooks behind. One that fails leaves what was measured as it is."""
+    """Count kernels and late recompiles. After all rounds: profilers leave hooks behind. A failure costs no row."""
     if not arm.ok:
         return
-    assert arm.result.work is not None
+    work = arm.result.work
+    assert work is not None
     try:
         counted = arm.ask("kernels")
     except WorkerFailure as error:
         arm.result.reason = f"its kernels, and what it compiled in the race, were not counted: {error.reason}"
         return
-    arm.result.work.kernels = counted["kernels"]
+    work.kernels = counted["kernels"]
     if counted["longest"] is not None:
-        arm.result.work.longest = [Kernel(**kernel) for kernel in counted["longest"]]
+        work.longest = [Kernel(**kernel) for kernel in counted["longest"]]
     if counted["others"] is not None:
-        arm.result.work.others = Kernel(**counted["others"])
+        work.others = Kernel(**counted["others"])
     if (figures := arm.result.warm or arm.result.cold) is not None:
         figures.recompiles += [IN_RACE + reason for reason in counted["recompiles"]]
 
@@ -268,7 +316,7 @@ def _raced(arm: ArmRun, settings: Settings) -> bool:
 
 
 def _finish(arms: Sequence[ArmRun], peaks: Mapping[str, Any]) -> None:
-    """What takes the whole race, or the run, to fill in."""
+    """Fill in what only the whole race, or the run, can tell."""
     eager = next((a for a in arms if a.ok and a.case.impl == "upstream" and a.case.strategy_name == "eager"), None)
     for arm in arms:
         if arm.result.check is not None and eager is not None and eager.result.check is not None:

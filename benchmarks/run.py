@@ -1,7 +1,7 @@
 """Race a family's models: ``python -m benchmarks.run --family gnn``.
 
-Exit codes: 0; 1 where an arm of the zoo failed; 2 on wrong usage; 3 where the disk took no more rows; 130 when stopped
-by Ctrl-C, what was done being kept.
+Exit codes: 0; 1 if an arm of the zoo failed; 2 on wrong usage; 3 if the disk takes no more rows; 130 when stopped by
+Ctrl-C, which keeps what was done.
 """
 
 from __future__ import annotations
@@ -9,82 +9,28 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from benchmarks.cli import UsageError, did_you_mean, require_zoo, run_command
+from benchmarks.cli import UsageError, did_you_mean, pick, require_zoo, run_command
 from benchmarks.harness import ROUNDS_OF_A_SET
-from benchmarks.measure import Plan, measure, say_where, settings_of
+from benchmarks.measure import Run, measure, say_where, settings_of
 from benchmarks.plan import DTYPES, IMPLEMENTATION_NAMES, MODES, STRATEGY_NAMES, WORKLOADS, Case, expand
+from benchmarks.record import Result
 from benchmarks.startup import Settings
 from benchmarks.worker import load_workload
-from benchmarks.workloads import Workload, families
+
+if TYPE_CHECKING:
+    from benchmarks.workloads import Workload
 
 RUNS = Path("runs")
-# What says that an arm of ours is broken. One that does not fit, or was stopped, is not.
+# Statuses that say that an arm of ours is broken. One that does not fit, or was stopped, is not.
 BROKEN = ("failed", "crashed", "timeout", "out-of-memory")
-
-
-def pick(option: str, given: Sequence[str], known: Iterable[str]) -> list[str]:
-    """Values of an option that may be repeated or take a comma list, each checked; without repetition.
-
-    Raises:
-        UsageError: On a value that is not known, with a suggestion.
-    """
-    values = [value.strip() for part in given for value in part.split(",") if value.strip()]
-    for value in values:
-        if value not in known:
-            raise UsageError(f"{option}: {value!r} is not known; {did_you_mean(value, known)}")
-    return list(dict.fromkeys(values))
-
-
-def _workload(family: str) -> Workload:
-    if "." not in family and family not in families():
-        raise UsageError(f"--family: {family!r} is not known; {did_you_mean(family, families())}")
-    try:
-        return load_workload(family)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"--family {family}: {error}") from error
-
-
-def device_of(wanted: str | None) -> str:
-    import torch
-
-    device = wanted or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device not in ("cuda", "cpu"):
-        raise UsageError(f"--device: {device!r} is not known; {did_you_mean(device, ('cuda', 'cpu'))}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch finds no usable GPU here; use --device cpu")
-    return device
-
-
-def _newest_run() -> Path:
-    """The folder of the rows that were written last; names say nothing, since --out may give any."""
-    newest = max(RUNS.glob("*/*.jsonl"), key=lambda rows: rows.stat().st_mtime, default=None)
-    if newest is None:
-        raise UsageError(f"--resume: {RUNS}/ holds no run to continue; name its folder with --out")
-    return newest.parent
-
-
-def _command(family: str, case: Case, settings: Settings) -> str:
-    """What measures this row again."""
-    words = ["python", "-m", "benchmarks.run", "--family", family, "--model", case.model, "--input", case.input]
-    words += ["--workload", case.workload, "--dtype", case.dtype, "--device", case.device]
-    words += ["--impl", case.implementation, "--strategy", case.strategy_name, "--mode", case.mode]
-    # --dynamic alone would measure the static arm too.
-    words += ["--dynamic", "--arm", replace(case, control=False).arm] if case.dynamic else []
-    words += ["--quick"] * settings.quick + ["--steady-only"] * settings.steady_only
-    words += [] if settings.first_result else ["--no-first-result"]
-    words += ["--rounds", str(settings.rounds), "--sets", str(settings.sets)]
-    words += ["--curve", str(settings.curve)] if settings.curve else []
-    words += ["--data-root", settings.data_root] if settings.data_root else []
-    words += ["--seed", str(settings.seed)] if settings.seed else []
-    return shlex.join(words)
 
 
 def main(
@@ -94,7 +40,7 @@ def main(
     strategy: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(STRATEGY_NAMES)}.")] = None,
     impl: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(IMPLEMENTATION_NAMES)}.")] = None,
     mode: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(MODES)}.")] = None,
-    arm: Annotated[list[str] | None, typer.Option(help="Keep only arms that match a pattern, as 'zoo *'.")] = None,
+    arm: Annotated[list[str] | None, typer.Option(help="Only arms whose name matches a pattern, as 'zoo *'.")] = None,
     workload: Annotated[str, typer.Option(help=f"{' or '.join(WORKLOADS)}.")] = WORKLOADS[0],
     dtype: Annotated[list[str] | None, typer.Option(help="The family's default if omitted.")] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda by default if there is a GPU.")] = None,
@@ -123,9 +69,9 @@ def main(
     console = Console(soft_wrap=False)
     if not family:
         if list_:
-            console.print("families: " + ", ".join(families()))
+            console.print("families: " + ", ".join(_families()))
             return 0
-        raise UsageError(f"--family is missing; there is: {', '.join(families())}")
+        raise UsageError(f"--family is missing; there is: {', '.join(_families())}")
     if rounds is not None and not 1 <= rounds <= ROUNDS_OF_A_SET:  # more would have the numbers of the next set's
         raise UsageError(f"--rounds is {rounds}, expected 1 to {ROUNDS_OF_A_SET}; --sets makes more of them")
     if sets < 1:
@@ -163,15 +109,11 @@ def main(
     if not cases:
         raise UsageError("nothing is left to measure: " + next(iter(refused.values()), "no model and input"))
     folder = out or (_newest_run() if resume else RUNS / time.strftime("%Y%m%d-%H%M%S"))
-
-    def again(case: Case, settings: Settings) -> str:
-        return _command(family, case, settings)
-
-    plan = Plan(loaded, on, cases, refused, folder, again)
+    run = Run(loaded, on, cases, refused, folder, lambda case, settings: _command(family, case, settings))
     if list_:
-        _list(plan, console)
+        _list(run, console)
         return 0
-    plan.skip_done(resume=resume)
+    run.skip_done(resume=resume)
     traces = (folder.parent if folder.suffix == ".jsonl" else folder) / "traces" if trace else None
     with settings_of(
         family,
@@ -186,17 +128,50 @@ def main(
         data_root=None if data_root is None else str(data_root),
         seed=seed,
     ) as settings:
-        return measure(plan, settings, console, _conclude)
+        return measure(run, settings, console, _conclude)
+
+
+def _families() -> list[str]:
+    from benchmarks.workloads import families  # imports torch
+
+    return families()
+
+
+def _workload(family: str) -> Workload:
+    if "." not in family and family not in _families():
+        raise UsageError(f"--family: {family!r} is not known; {did_you_mean(family, _families())}")
+    try:
+        return load_workload(family)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"--family {family}: {error}") from error
+
+
+def device_of(wanted: str | None) -> str:
+    """``cuda`` or ``cpu``: the wanted one, else a GPU if torch finds one."""
+    import torch
+
+    device = wanted or ("cuda" if torch.cuda.is_available() else "cpu")
+    pick("--device", [device], ("cuda", "cpu"))
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch finds no usable GPU here; use --device cpu")
+    return device
+
+
+def _newest_run() -> Path:
+    """The folder whose rows were written last; names say nothing, since --out may give any."""
+    newest = max(RUNS.glob("*/*.jsonl"), key=lambda rows: rows.stat().st_mtime, default=None)
+    if newest is None:
+        raise UsageError(f"--resume: {RUNS}/ holds no run to continue; name its folder with --out")
+    return newest.parent
 
 
 def _pairs(
     loaded: Workload, device: str, quick: bool, workload: str, models: list[str], inputs: list[str]
 ) -> list[tuple[str, str]]:
-    """Pairs of model and input: what was asked for, each with each; what was not asked for as in a plain run."""
+    """Pairs of model and input: given models and inputs, each with each; the plain run's where one is not given."""
     defaults = list(loaded.default_races(device, quick, workload))
-    every = {"models": list(loaded.models), "inputs": list(loaded.inputs)}
-    picked_models = every["models"] if models == ["all"] else pick("--model", models, loaded.models)
-    picked_inputs = every["inputs"] if inputs == ["all"] else pick("--input", inputs, loaded.inputs)
+    picked_models = list(loaded.models) if models == ["all"] else pick("--model", models, loaded.models)
+    picked_inputs = list(loaded.inputs) if inputs == ["all"] else pick("--input", inputs, loaded.inputs)
     if not (picked_models or picked_inputs):
         return defaults
     picked_models = picked_models or list(dict.fromkeys(m for m, _ in defaults))
@@ -204,29 +179,66 @@ def _pairs(
     return [(m, i) for i in picked_inputs for m in picked_models]
 
 
-def _list(plan: Plan, console: Console) -> None:
+def _command(family: str, case: Case, settings: Settings) -> str:
+    """The command line that measures this row again."""
+    words = ["python", "-m", "benchmarks.run", "--family", family, "--model", case.model, "--input", case.input]
+    words += ["--workload", case.workload, "--dtype", case.dtype, "--device", case.device]
+    words += ["--impl", case.implementation, "--strategy", case.strategy_name, "--mode", case.mode]
+    # --dynamic alone would measure the static arm too.
+    words += ["--dynamic", "--arm", replace(case, control=False).arm] if case.dynamic else []
+    words += ["--quick"] * settings.quick + ["--steady-only"] * settings.steady_only
+    words += [] if settings.first_result else ["--no-first-result"]
+    words += ["--rounds", str(settings.rounds), "--sets", str(settings.sets)]
+    words += ["--curve", str(settings.curve)] if settings.curve else []
+    words += ["--data-root", settings.data_root] if settings.data_root else []
+    words += ["--seed", str(settings.seed)] if settings.seed else []
+    return shlex.join(words)
+
+
+def _list(run: Run, console: Console) -> None:
     def show(title: str, items: Iterable[str]) -> None:
         console.print(f"{title}:", markup=False, highlight=False)
         for item in items:
             console.print(f"  {item}", markup=False, highlight=False)
 
-    show("models", plan.workload.models)
-    show("inputs", plan.workload.inputs)
-    show("races of these options", (f"{arms[0].model} on {arms[0].input}, {arms[0].dtype}" for arms in plan.races))
-    show("arms", dict.fromkeys(case.arm for case in plan.cases))
-    if plan.refused:
-        show("left out", dict.fromkeys(f"{key.rpartition(' / ')[2]}: {why}" for key, why in plan.refused.items()))
+    show("models", run.workload.models)
+    show("inputs", run.workload.inputs)
+    show("races of these options", (f"{arms[0].model} on {arms[0].input}, {arms[0].dtype}" for arms in run.races))
+    show("arms", dict.fromkeys(case.arm for case in run.cases))
+    if run.refused:
+        show("left out", dict.fromkeys(f"{key.rpartition(' / ')[2]}: {why}" for key, why in run.refused.items()))
 
 
-def _conclude(plan: Plan, console: Console, measured: set[str]) -> int:
-    """Print the tables of this run's cases and write the report; 1 where an arm of ours measured now is broken."""
-    from benchmarks.report.terminal import render  # drawing libraries, that nothing needs before rows are there
+def _conclude(run: Run, console: Console, measured: set[str]) -> int:
+    """Print the tables of this run's cases, write the report, say what was gained; 1 if an arm of ours is broken."""
+    from benchmarks.report.terminal import render  # imports libraries that draw, which measuring does not need
 
-    results, environments = plan.results()
+    results, environments = run.results()
     render(results, environments, console)
-    say_where(plan, console)
+    say_where(run, console)
+    for line in _gains(results, environments):
+        console.print(line, markup=False, highlight=False)
     broken = [r.case for r in results if r.case.impl == "zoo" and not r.case.control and r.status in BROKEN]
     return 1 if any(case.key in measured for case in broken) else 0
+
+
+def _gains(results: Sequence[Result], environments: Mapping[str, Any]) -> list[str]:
+    """A line per race: ours against upstream's best as shipped, in speed and in compile time."""
+    from benchmarks.report import numbers
+    from benchmarks.report.race import races
+
+    lines = []
+    for race in races(results, environments):
+        ours, best = race.ours, race.best_shipped
+        ratio = None if ours is None else race.speedup(ours, best)
+        if ours is None or best is None or ratio is None:
+            continue
+        told = f"{ours.name} is {numbers.interval(ratio)} as fast as {best.name}, {race.verdict(ours, best)}"
+        colds = [arm.result.cold.seconds if arm.result.cold else None for arm in (ours, best)]
+        if None not in colds:
+            told += f"; it compiles in {numbers.significant(colds[0])} s against {numbers.significant(colds[1])} s"
+        lines.append(f"  {race.case.model} on {race.case.input}: {told}")
+    return lines and ["ours against upstream's best as shipped:", *lines]
 
 
 if __name__ == "__main__":

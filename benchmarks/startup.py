@@ -1,8 +1,8 @@
 """From a fresh process to an arm that can race: cold, first result, warm, each in a process of its own.
 
-1. *cold*: empty cache folders; the compiler started, then the case compiled: the compile figure.
+1. *cold*: empty cache folders; the compiler is started, then the case compiled: the compile figure.
 2. *first result*: other empty folders, nothing compiled before: what a user feels.
-3. *race*: the folders that the first process filled; proven warm by hits. This process stays alive and races.
+3. *race*: the folders that the first process filled, proven warm by hits. This process stays alive and races.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.locks import GpuLock
 from benchmarks.machine import Monitor, cores
@@ -21,53 +22,34 @@ from benchmarks.plan import Case
 from benchmarks.process import SET_TMPDIR, Worker, WorkerFailure, cache_environment, kill_all
 from benchmarks.record import Check, Compile, Memory, Result, Work
 
-COUNTED = (
-    "seconds",
-    "later_calls",
-    "phases",
-    "graphs",
-    "breaks",
-    "recompiles",
-    "cache_hits",
-    "cache_misses",
-    "cache_bypasses",
-)
-COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
-# Where all arms start together (--steady-only), threads that spin while they wait keep those from running that they
-# wait for, and a preparation takes many times as long. Where the CPU is what is measured they may.
-WAITING = "OMP_WAIT_POLICY"
+if TYPE_CHECKING:
+    from benchmarks.progress import Progress
+
 COLD, FIRST_RESULT, RACE = "cold process", "first result", "process for the race"
-
-
-class Reporter(Protocol):
-    """Who is told what goes on."""
-
-    def begin(self, what: str, seconds: float) -> None:
-        """Something starts that was planned to take so long."""
-
-    def partway(self, share: float, seconds: float) -> None:
-        """Of what is going on so much is over, and took so long."""
-
-    def note(self, text: str) -> None:
-        """Something that the user should see."""
-
-
+COUNTS = ("graphs", "breaks", "recompiles", "cache_hits", "cache_misses", "cache_bypasses")
+COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+# Where arms start together (--steady-only), threads that spin while they wait hold up what they wait for, and getting
+# ready takes many times as long. Where the CPU is what is measured they may spin.
+WAIT_POLICY = "OMP_WAIT_POLICY"
 _CHECKING = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a run is asked for, the cases apart.
+    """What a run is asked for, except for its cases.
 
     Args:
         workload: Family, or dotted name of a workload's module.
         scratch: Folder for caches and references; the caller removes it.
+        timeout: Seconds that one step of an arm may take.
+        rounds: Rounds of a race, in each set of processes.
+        curve: Steps of the loss curve that each arm of training draws after its race.
+        quick: One process per arm.
+        steady_only: No compile figures; arms start together.
+        first_result: Whether to measure the time to first result, for which each arm is compiled once more.
         ahead: How many workers may get ready at the same time.
         gpu_lock: Held while something is timed.
         compiler_start_up: Seconds that the compiler's own start takes, measured in a process alone.
-        rounds: Rounds of a race, in each set of processes.
-        curve: Steps of the loss curve that each arm of training draws after its race.
-        first_result: Whether the time to first result is measured, for which each arm is compiled once more.
     """
 
     workload: str
@@ -90,13 +72,13 @@ class Settings:
 
 @dataclass(kw_only=True)
 class ArmRun:
-    """One arm of the race that is going on, as the harness sees it."""
+    """One arm while its race is being measured: its process and its row so far."""
 
     case: Case
     folder: Path  # of its caches; the A/A control shares its twin's
     worker: Worker | None = None
     result: Result = field(init=False)
-    calls: int = 0
+    calls: int = 0  # of one turn in the race
 
     def __post_init__(self) -> None:
         self.result = Result(case=self.case)
@@ -110,7 +92,7 @@ class ArmRun:
         return self.case.strategy != "eager"
 
     def fail(self, status: str, reason: str) -> None:
-        """Type the failure; what was measured before it stays in the row, steady state apart."""
+        """End the process and type the failure; the row keeps what was measured before, except for the steady state."""
         self.result.status, self.result.reason = status, reason
         self.result.steady = None
         if self.worker is not None:
@@ -143,41 +125,44 @@ def jobs_before_the_race(arms: Sequence[ArmRun], settings: Settings) -> list[Job
     return [Job(arm, phase) for phase in phases for arm in measured]
 
 
-def spawn(job: Job, settings: Settings, compile_threads: int | None = None) -> Worker:
-    """Start the process of a job and let it import.
+def measure_compilation(arms: Sequence[ArmRun], settings: Settings, progress: Progress) -> None:
+    """Run the cold and the first-result process of every compiled arm."""
+    for job, worker in processes(jobs_before_the_race(arms, settings), settings):
+        arm = job.arm
+        progress.begin(f"{arm.case.arm}: {job.phase}", estimate(job))
+        with failures_of(arm):
+            if job.phase == COLD:
+                arm.result.cold = bring_up(arm, worker, settings)
+            else:
+                assert arm.result.cold is not None
+                arm.result.cold.time_to_first_result = worker.ask("first_result")["seconds"]
+        worker.stop()
 
-    Args:
-        job: Whose process.
-        settings: Of the run.
-        compile_threads: How many processes its compiler may start, if all arms start together; None for the compiler's
-            default, one a core.
 
-    Raises:
-        WorkerFailure: If its cache folder cannot be made, or the process not started.
-    """
-    try:
-        job.folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        where = f"{job.folder}: {error.strerror}"
-        raise WorkerFailure("failed", f"its cache folder cannot be made ({where}); {SET_TMPDIR}") from error
-    try:
-        variables = {**cache_environment(job.folder), "BENCHMARKS_SCRATCH": str(settings.scratch)}
-        if compile_threads is not None:
-            variables[COMPILE_THREADS] = os.environ.get(COMPILE_THREADS, str(compile_threads))
-            if job.arm.case.device != "cpu":
-                variables[WAITING] = os.environ.get(WAITING, "passive")
-        worker = Worker(variables, timeout=settings.timeout)
-    except OSError as error:
-        raise WorkerFailure("failed", f"its process cannot be started ({error.strerror}); end others first") from error
-    worker.send("load", workload=settings.workload)
-    return worker
+def prepare_race(arms: Sequence[ArmRun], settings: Settings, progress: Progress, reference: Path) -> None:
+    """Bring every arm to where it can race, its process alive."""
+    jobs = [Job(arm, RACE) for arm in arms if arm.ok]
+    if settings.steady_only:
+        planned = sum(estimate(_as_planned(job, settings)) for job in jobs) / settings.ahead
+        progress.begin(f"{len(jobs)} arms start together", planned)
+        # Each would start a compile process per core.
+        threads = max(1, cores() // max(1, min(len(jobs), settings.ahead)))
+        with settings.gpu_lock.shared():
+            in_parallel(lambda job: _start_together(job, settings, reference, threads), jobs, settings.ahead)
+        return
+    for job, worker in processes(jobs, settings):
+        progress.begin(f"{job.arm.case.arm}: {job.phase}", estimate(_as_planned(job, settings)))
+        _start_racing(job.arm, worker, settings, reference)
+
+
+# Processes ------------------------------------------------------------------------------------------------------------
 
 
 def processes(jobs: Sequence[Job], settings: Settings) -> Iterator[tuple[Job, Worker]]:
     """A worker for each job, in order, ready to work; jobs of arms that failed meanwhile are left out.
 
-    Several import, build their inputs and start the compiler at the same time, and nothing is handed out while one
-    still does: an import beside a measurement would be measured with it.
+    Several import, build their inputs and start the compiler at the same time. None is handed out while another still
+    does, since an import beside a measurement would be measured with it.
     """
     for first in range(0, len(jobs), settings.ahead):
         batch: list[tuple[Job, Worker]] = []
@@ -186,8 +171,8 @@ def processes(jobs: Sequence[Job], settings: Settings) -> Iterator[tuple[Job, Wo
                 for job in jobs[first : first + settings.ahead]:
                     if job.arm.ok:
                         with failures_of(job.arm):
-                            batch.append((job, spawn(job, settings)))
-                in_parallel(lambda pair: make_ready(pair[0], pair[1], settings), batch, settings.ahead)
+                            batch.append((job, _spawn(job, settings)))
+                in_parallel(lambda pair: _make_ready(pair[0], pair[1], settings), batch, settings.ahead)
             with settings.gpu_lock.alone():
                 for job, worker in batch:
                     if job.arm.ok and worker.alive:
@@ -199,7 +184,7 @@ def processes(jobs: Sequence[Job], settings: Settings) -> Iterator[tuple[Job, Wo
 
 
 def in_parallel(work: Callable[[Any], None], items: Sequence[Any], threads: int) -> None:
-    """Do the same with several items at once. On Ctrl-C the workers end, and with them whoever waits for one."""
+    """Do the same with several items at once. On Ctrl-C all workers end, so that no thread waits for one."""
     with ThreadPoolExecutor(threads) as pool:
         try:
             list(pool.map(work, items))
@@ -209,8 +194,51 @@ def in_parallel(work: Callable[[Any], None], items: Sequence[Any], threads: int)
             raise
 
 
-def make_ready(job: Job, worker: Worker, settings: Settings) -> None:
-    """Wait for the imports, build model and inputs, and start the compiler where the job is not about that."""
+@contextmanager
+def failures_of(arm: ArmRun, phase: str = "") -> Iterator[None]:
+    """Inside, a worker's failure becomes the arm's status instead of an exception.
+
+    Args:
+        arm: Whose failure it is.
+        phase: Which of its processes is at work, if that says more than the failure itself.
+    """
+    try:
+        yield
+    except WorkerFailure as error:
+        if error.status == "interrupted":
+            raise  # another thread got the Ctrl-C; what was measured before it stays
+        reason = error.reason
+        if phase == RACE and error.operation == "first_call" and arm.result.cold is not None:
+            # The cold process compiled the same; the only difference is that the caches are not empty.
+            reason += "; the cold start worked, so an entry of the compiler's caches may be broken: measure again"
+        arm.fail(error.status, reason)
+
+
+def _spawn(job: Job, settings: Settings, compile_threads: int | None = None) -> Worker:
+    """Start the process of a job and let it import. Raises WorkerFailure if it cannot be started.
+
+    ``compile_threads`` limits the processes of its compiler, where arms start together; the default is one per core.
+    """
+    try:
+        job.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        where = f"{job.folder}: {error.strerror}"
+        raise WorkerFailure("failed", f"its cache folder cannot be made ({where}); {SET_TMPDIR}") from error
+    variables = {**cache_environment(job.folder), "BENCHMARKS_SCRATCH": str(settings.scratch)}
+    if compile_threads is not None:
+        variables[COMPILE_THREADS] = os.environ.get(COMPILE_THREADS, str(compile_threads))
+        if job.arm.case.device != "cpu":
+            variables[WAIT_POLICY] = os.environ.get(WAIT_POLICY, "passive")
+    try:
+        worker = Worker(variables, timeout=settings.timeout)
+    except OSError as error:
+        raise WorkerFailure("failed", f"its process cannot be started ({error.strerror}); end others first") from error
+    worker.send("load", workload=settings.workload)
+    return worker
+
+
+def _make_ready(job: Job, worker: Worker, settings: Settings) -> None:
+    """Wait for the imports, build model and inputs, and, but for a first result, start the compiler."""
     arm = job.arm
     with failures_of(arm):
         worker.receive()
@@ -221,82 +249,15 @@ def make_ready(job: Job, worker: Worker, settings: Settings) -> None:
         if job.phase != FIRST_RESULT:
             folder = str(arm.folder / "start-up") if arm.compiled else None
             flops = worker.ask("start_up", folder=folder)["flops"]
-        result.work = Work(
-            flops=flops,
-            bytes=ready["bytes"],
-            bytes_formula=ready["bytes_formula"],
-            count=ready["count"],
-            unit=ready["unit"],
-        )
+        counted = {name: ready[name] for name in ("bytes", "bytes_formula", "count", "unit")}
+        result.work = Work(flops=flops, **counted)
         result.memory = Memory(model=ready["model_bytes"])
 
 
-class failures_of:
-    """A context in which a worker's failure becomes the arm's status instead of an exception.
-
-    Args:
-        arm: Whose failure it is.
-        phase: Which of its processes is at work, where that says more than the failure itself.
-    """
-
-    def __init__(self, arm: ArmRun, phase: str = "") -> None:
-        self.arm = arm
-        self.phase = phase
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        if isinstance(error, WorkerFailure):
-            if error.status == "interrupted":
-                return False  # Ctrl-C is told to another thread; what was measured before it stays
-            reason = error.reason
-            if self.phase == RACE and error.operation == "first_call" and self.arm.result.cold is not None:
-                # The cold process compiled the very same: what is new are caches that are not empty.
-                reason += "; the cold start worked, so an entry of the compiler's caches may be broken: measure again"
-            self.arm.fail(error.status, reason)
-            return True
-        return False
-
-
-def measure_compilation(
-    arms: Sequence[ArmRun], settings: Settings, report: Reporter, cost: Callable[[Job], float]
-) -> None:
-    """Run the cold and the first-result process of every compiled arm."""
-    for job, worker in processes(jobs_before_the_race(arms, settings), settings):
-        arm = job.arm
-        report.begin(f"{arm.case.arm}: {job.phase}", cost(job))
-        with failures_of(arm):
-            if job.phase == COLD:
-                arm.result.cold = bring_up(arm, worker, settings)
-            else:
-                assert arm.result.cold is not None
-                arm.result.cold.time_to_first_result = worker.ask("first_result")["seconds"]
-        worker.stop()
-
-
-def prepare_race(
-    arms: Sequence[ArmRun], settings: Settings, report: Reporter, cost: Callable[[Job], float], reference: Path
-) -> None:
-    """Bring every arm to where it can race, its process alive."""
-    jobs = [Job(arm, RACE) for arm in arms if arm.ok]
-    if settings.steady_only:
-        planned = sum(cost(_as_planned(job, settings)) for job in jobs) / settings.ahead
-        report.begin(f"{len(jobs)} arms start together", planned)
-        # All of them compile at the same time, each in as many processes as there are cores if it is not told.
-        threads = max(1, cores() // max(1, min(len(jobs), settings.ahead)))
-        with settings.gpu_lock.shared():
-            in_parallel(lambda job: _start_alone(job, settings, reference, threads), jobs, settings.ahead)
-        return
-    for job, worker in processes(jobs, settings):
-        report.begin(f"{job.arm.case.arm}: {job.phase}", cost(_as_planned(job, settings)))
-        _start_racing(job.arm, worker, settings, reference)
-
-
-def _start_alone(job: Job, settings: Settings, reference: Path, compile_threads: int) -> None:
+def _start_together(job: Job, settings: Settings, reference: Path, compile_threads: int) -> None:
     with failures_of(job.arm):
-        worker = spawn(job, settings, compile_threads)
-        make_ready(job, worker, settings)
+        worker = _spawn(job, settings, compile_threads)
+        _make_ready(job, worker, settings)
         if job.arm.ok:
             _start_racing(job.arm, worker, settings, reference)
 
@@ -305,16 +266,9 @@ def _start_racing(arm: ArmRun, worker: Worker, settings: Settings, reference: Pa
     arm.worker = worker
     with failures_of(arm, RACE):
         figures = bring_up(arm, worker, settings)
-        if settings.steady_only:
+        if settings.steady_only and figures is not None:
             # Arms that start together disturb each other: counts and reasons hold, seconds do not.
-            figures = figures and Compile(
-                graphs=figures.graphs,
-                breaks=figures.breaks,
-                recompiles=figures.recompiles,
-                cache_hits=figures.cache_hits,
-                cache_misses=figures.cache_misses,
-                cache_bypasses=figures.cache_bypasses,
-            )
+            figures = Compile(**{name: getattr(figures, name) for name in COUNTS})
         if settings.quick and not settings.steady_only and arm.result.cold is None and not arm.case.control:
             arm.result.cold = figures
         else:
@@ -325,16 +279,14 @@ def _start_racing(arm: ArmRun, worker: Worker, settings: Settings, reference: Pa
         if not arm.case.cuda_graph:
             peaks = worker.ask("memory")
             arm.result.memory.allocated, arm.result.memory.reserved = peaks["allocated"], peaks["reserved"]
-        # One after the other: the first makes the reference, in a precision that takes more memory than any arm.
+        # One at a time: the first computes the reference, in a precision that takes more memory than any arm.
         with _CHECKING:
             check = worker.ask("check", reference=str(reference))
-        arm.result.check = Check(
-            error=check["error"], eager_error=check["eager_error"], reference_dtype=check["reference_dtype"]
-        )
+        arm.result.check = Check(**{name: check[name] for name in ("error", "eager_error", "reference_dtype")})
 
 
 def bring_up(arm: ArmRun, worker: Worker, settings: Settings) -> Compile | None:
-    """Compile and capture in a process that is ready. What that took; None for a plain eager arm."""
+    """Compile and capture in a process that is ready. Returns what that took; None for a plain eager arm."""
     assert arm.result.memory is not None
     first = worker.ask("first_call")
     figures = None
@@ -343,7 +295,7 @@ def bring_up(arm: ArmRun, worker: Worker, settings: Settings) -> Compile | None:
             start_up=settings.compiler_start_up,
             capture=first["recording"],
             cache_empty_at_start=first["files_at_start"] == 0,
-            **{name: first[name] for name in COUNTED},
+            **{name: first[name] for name in ("seconds", "later_calls", "phases", *COUNTS)},
         )
     if arm.case.cuda_graph:
         captured = worker.ask("capture")
@@ -356,20 +308,22 @@ def bring_up(arm: ArmRun, worker: Worker, settings: Settings) -> Compile | None:
     return figures
 
 
+# Estimates, for the plan and the time left ----------------------------------------------------------------------------
+
+
 def estimate(job: Job) -> float:
-    """Seconds that a process is likely to take; only for the plan and the time left."""
-    device = "cpu" if job.arm.case.device == "cpu" else "gpu"
+    """Seconds that a process is likely to take."""
     imports = 4.0
     if not job.arm.compiled:
         return imports + 2.0
+    cpu, gpu = {COLD: (18.0, 12.0), FIRST_RESULT: (12.0, 10.0), RACE: (5.0, 7.0)}[job.phase]
     whole = 1.6 if job.arm.case.strategy in ("full", "hierarchical") else 1.0
-    table = {"cpu": {COLD: 18.0, FIRST_RESULT: 12.0, RACE: 5.0}, "gpu": {COLD: 12.0, FIRST_RESULT: 10.0, RACE: 7.0}}
-    return imports + whole * table[device][job.phase]
+    return imports + whole * (cpu if job.arm.case.device == "cpu" else gpu)
 
 
 def _as_planned(job: Job, settings: Settings) -> Job:
-    """A racing process as the plan counts it: where none came before it, it compiles as a cold one does."""
-    cold = settings.steady_only or (settings.quick and not job.arm.case.control)  # the copy finds its twin's caches
+    """The job as the plan counts it: a racing process that none came before compiles as a cold one does."""
+    cold = settings.steady_only or (settings.quick and not job.arm.case.control)  # the control finds its twin's caches
     return Job(job.arm, COLD) if cold else job
 
 

@@ -367,14 +367,15 @@ class Handler:
         torch.cuda.synchronize()
         return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
 
-    def calibrate(self, *, milliseconds: float) -> Reply:
+    def calibrate(self, *, milliseconds: float | None = None) -> Reply:
+        """How many calls fill a turn of the race, of ``timing.ROUND_MS`` unless said otherwise."""
         from benchmarks import strategies, timing
 
         if self.trainer is not None and self.trainer.round is not None:
             self.trainer.open_loader()
             return {"calls": self.trainer.round}
         with strategies.execution_mode(self.case):
-            return {"calls": timing.calibrate(self.step, self.device, milliseconds)}
+            return {"calls": timing.calibrate(self.step, self.device, milliseconds or timing.ROUND_MS)}
 
     def host(self) -> Reply:
         """How long the host is busy with one call."""

@@ -19,7 +19,7 @@ from benchmarks.claims.claim import commands
 from benchmarks.claims.figures import Way
 from benchmarks.cli import run_command
 from benchmarks.machine import Monitor
-from benchmarks.measure import Plan
+from benchmarks.measure import Run
 from benchmarks.plan import Case
 from benchmarks.process import ROOT
 from benchmarks.record import Store
@@ -90,6 +90,20 @@ def test_a_broken_row_of_the_run_to_resume_is_named_in_one_line(capsys: pytest.C
     assert f"{file}:2 is not a JSON row" in said and "repair or delete that line" in said
 
 
+@pytest.mark.parametrize(
+    ("program", "absent"),
+    [
+        ("import benchmarks.run", ["torch", "numpy", "matplotlib", "benchmarks.report", "benchmarks.stats"]),
+        (f"run_command(main, 'run', ['--family', {FAKE!r}, '--list'])", ["matplotlib", "jinja2", "benchmarks.report"]),
+    ],
+)
+def test_nothing_is_imported_that_measuring_does_not_need(program: str, absent: list[str]):
+    code = "import sys; from benchmarks.run import main, run_command; " + program + "; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not set(absent) & set(done.stdout.split())
+
+
 def test_families_are_the_workload_files():
     assert "gnn" in families()
     assert "base" not in families()
@@ -136,11 +150,11 @@ def test_where_nothing_is_left_it_is_told_why_dynamic_or_not(capsys: pytest.Capt
     assert "no arm matches '*dynamic'" in wrong(capsys, "--family", FAKE, *arguments)
 
 
-def planned(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Plan:
+def planned(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Run:
     """What such a run would measure, wherever it is planned."""
-    plans: list[Plan] = []
+    plans: list[Run] = []
 
-    def keep(plan: Plan, *_: object) -> int:
+    def keep(plan: Run, *_: object) -> int:
         plans.append(plan)
         return 0
 
@@ -178,7 +192,7 @@ def test_a_rows_command_measures_that_row_and_no_other(
 def test_a_rows_command_measures_it_the_same_way(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: tuple[str, ...]
 ):
-    ways: list[tuple[Plan, Settings]] = []
+    ways: list[tuple[Run, Settings]] = []
     monkeypatch.setattr("benchmarks.run.measure", lambda plan, settings, *_: ways.append((plan, settings)) or 0)
     first = ("--family", FAKE, "--device", "cpu", "--strategy", "eager", *options)
     assert run_command(main, "run", [*first, "--out", str(tmp_path / "run")]) == 0
@@ -225,7 +239,11 @@ def test_a_run_types_its_failures_and_goes_on_then_resumes(tmp_path: Path):
     done = run(*options, "--out", str(tmp_path))
     # Only upstream's arms crash: nothing of ours is broken.
     assert done.returncode == 0, done.stdout + done.stderr
-    assert all(len(line) <= 80 for line in done.stdout.splitlines() if line.startswith("  ["))
+    lines = done.stdout.splitlines()
+    assert all(len(line) <= 80 for line in lines if line.startswith("  ["))
+    assert lines[1] == "each arm starts once, then all race for 6 rounds"
+    # Upstream has no times here, so nothing was gained over it.
+    assert not any("upstream's best as shipped:" in line for line in lines)
     store = Store(tmp_path / "fake-inference-float32.jsonl")
     kinds = [row["kind"] for row in store.rows()]
     assert kinds[0] == "environment" and kinds.count("environment") == 1

@@ -125,14 +125,14 @@ def test_what_is_told_to_take_how_long_adds_up_to_the_plan(
 ):
     """Where no process comes before the race's own, those compile from nothing, and are told to take as long."""
     monkeypatch.setattr("benchmarks.startup._start_racing", lambda *_: None)
-    monkeypatch.setattr("benchmarks.startup._start_alone", lambda *_: None)
+    monkeypatch.setattr("benchmarks.startup._start_together", lambda *_: None)
     monkeypatch.setattr("benchmarks.startup.processes", lambda jobs, _: ((job, NoWorker()) for job in jobs))
     monkeypatch.setattr("benchmarks.startup.bring_up", lambda *_: Compile())
     settings = replace(settings, **options)
     cases = [replace(CASE, strategy="eager"), CASE, replace(CASE, control=True)]
     arms, told = arms_of(settings, *cases), Told()
-    measure_compilation(arms, settings, told, estimate)
-    prepare_race(arms, settings, told, estimate, settings.scratch / "reference.pt")
+    measure_compilation(arms, settings, told)
+    prepare_race(arms, settings, told, settings.scratch / "reference.pt")
     assert sum(told.seconds) + estimate_rounds(len(arms), settings) == pytest.approx(estimate_race(cases, settings))
 
 
@@ -142,7 +142,7 @@ def test_cold_is_empty_and_warm_is_hit(settings: Settings, monkeypatch: pytest.M
     settings = replace(settings, compiler_start_up=1.5)
     (arm,) = arms_of(settings, CASE)
     notes = Notes()
-    measure_compilation([arm], settings, notes, estimate)
+    measure_compilation([arm], settings, notes)
     assert arm.ok, arm.result.reason
     cold = arm.result.cold
     assert cold is not None
@@ -154,7 +154,7 @@ def test_cold_is_empty_and_warm_is_hit(settings: Settings, monkeypatch: pytest.M
     # Without a start-up before it, the first call pays for the compiler's own; with it, for the case alone.
     assert cold.time_to_first_result > cold.seconds
     assert 0 < sum(cold.phases.values()) <= cold.seconds * 1.2
-    prepare_race([arm], settings, notes, estimate, settings.scratch / "reference.pt")
+    prepare_race([arm], settings, notes, settings.scratch / "reference.pt")
     assert arm.ok, arm.result.reason
     warm = arm.result.warm
     assert warm is not None
@@ -386,7 +386,7 @@ def test_threads_of_arms_that_start_together_do_not_spin_unless_the_cpu_is_measu
     case = replace(CASE, device=device)
     for steady_only in (True, False):
         arms = arms_of(settings, case)
-        prepare_race(arms, replace(settings, steady_only=steady_only), Notes(), lambda job: 1.0, settings.scratch)
+        prepare_race(arms, replace(settings, steady_only=steady_only), Notes(), settings.scratch)
     assert given == [waiting, None]
 
 
@@ -405,7 +405,7 @@ def test_arms_that_start_together_share_the_cores(
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")
     for steady_only in (True, False):
         arms = arms_of(settings, CASE, replace(CASE, strategy="full"))
-        prepare_race(arms, replace(settings, steady_only=steady_only), Notes(), lambda job: 1.0, settings.scratch)
+        prepare_race(arms, replace(settings, steady_only=steady_only), Notes(), settings.scratch)
     # What is timed is timed as it runs elsewhere.
     assert given == [threads, threads, None, None]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import race
 from benchmarks.machine import Monitor
 from benchmarks.plan import Case
 from benchmarks.process import WorkerFailure
 from benchmarks.startup import ArmRun
-from benchmarks.steady_state import race
 
 TURNS: list[str] = []
 

@@ -31,7 +31,7 @@ from benchmarks.cli import UsageError, run_command
 from benchmarks.harness import run_race
 from benchmarks.locks import locked
 from benchmarks.machine import Monitor
-from benchmarks.measure import INTERRUPTED, UNWRITABLE, Plan
+from benchmarks.measure import INTERRUPTED, UNWRITABLE, Run
 from benchmarks.plan import Case
 from benchmarks.process import ROOT, Worker, WorkerFailure, failure_of, kill_all
 from benchmarks.progress import Progress
@@ -224,7 +224,7 @@ def test_a_run_that_is_told_to_end_keeps_what_is_done_and_says_how_to_go_on(
         measure, "_environment", lambda plan, settings, progress: ({**ENVIRONMENT, "peaks": {}}, settings)
     )
     console, before = Console(file=io.StringIO(), width=80), signal.getsignal(signal.SIGTERM)
-    plan = Plan(WORKLOAD, "cpu", [CASE], {}, tmp_path / "run", lambda case, settings: "python")
+    plan = Run(WORKLOAD, "cpu", [CASE], {}, tmp_path / "run", lambda case, settings: "python")
     try:
         code = measure.measure(plan, settings, console, lambda plan, console, keys: 0)
     finally:
@@ -374,9 +374,9 @@ def test_a_full_disk_stops_the_run_with_its_own_code_and_resume_goes_on(
     )
     monkeypatch.setattr(signal, "signal", lambda *_: None)
 
-    def attempt(*, resume: bool) -> tuple[int, str, Plan]:
+    def attempt(*, resume: bool) -> tuple[int, str, Run]:
         console = Console(file=io.StringIO(), width=80)
-        plan = Plan(WORKLOAD, "cpu", cases, {}, out, lambda case, settings: "python")
+        plan = Run(WORKLOAD, "cpu", cases, {}, out, lambda case, settings: "python")
         plan.skip_done(resume=resume)
         code = measure.measure(plan, settings, console, lambda plan, console, keys: 0)
         assert isinstance(console.file, io.StringIO)
@@ -471,7 +471,7 @@ def test_no_cpp_compiler_is_said_before_anything_is_measured(
     monkeypatch.setenv("BENCHMARKS_BACKEND", "inductor")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    plan = Plan(WORKLOAD, "cpu", [CASE], {}, tmp_path / "run", lambda case, settings: "python")
+    plan = Run(WORKLOAD, "cpu", [CASE], {}, tmp_path / "run", lambda case, settings: "python")
     with pytest.raises(UsageError, match="no C\\+\\+ compiler works here: install g\\+\\+ or clang\\+\\+, or name one"):
         measure._environment(plan, settings, Progress(Console(file=io.StringIO()), 1.0))
 
@@ -491,7 +491,7 @@ def test_a_broken_cache_entry_is_compiled_anew_or_a_row_that_says_so(
         for file in (arm.folder / "cache").rglob("*"):
             if file.is_file() and broken(file):
                 file.write_bytes(b"garbage")
-        prepare_race([arm], settings, Silent(), lambda job: 1.0, settings.scratch / "reference.pt")
+        prepare_race([arm], settings, Silent(), settings.scratch / "reference.pt")
 
     start_warm(lambda file: "fxgraph" in file.parts or "aotautograd" in file.parts)
     assert arm.ok and arm.worker is not None, arm.result.reason
@@ -601,7 +601,7 @@ def test_a_busy_gpu_is_one_line_before_anything_is_measured(
         raise WorkerFailure(reply["status"], reply["reason"])
 
     monkeypatch.setattr(Worker, "ask", refuse)
-    plan = Plan(WORKLOAD, "cpu", [CASE], {}, tmp_path / "run", lambda case, settings: "python")
+    plan = Run(WORKLOAD, "cpu", [CASE], {}, tmp_path / "run", lambda case, settings: "python")
     with pytest.raises(UsageError, match="could not be measured .*another process holds the GPU") as caught:
         measure._environment(plan, settings, Progress(Console(file=io.StringIO()), 1.0))
     assert "\n" not in str(caught.value)
