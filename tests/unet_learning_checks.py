@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.layers import to_rows
+from zoo.modules import to_rows
 from zoo.ops import common
 from zoo.ops.conv import conv, conv_add
 from zoo.ops.glu import gated_gelu

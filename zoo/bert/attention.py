@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoo.layers import compute_dtype
+from zoo.modules import compute_dtype
 
 
 class Rows(NamedTuple):

@@ -18,7 +18,7 @@ from torch import Tensor
 from zoo.bert.config import USE_FIELDS, BertConfig
 from zoo.bert.heads import make_head
 from zoo.bert.model import Bert
-from zoo.layers import initialise
+from zoo.modules import initialise
 from zoo.weights import (
     Placement,
     WeightsWarning,

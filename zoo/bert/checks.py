@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zoo.bert.config import BertConfig
-from zoo.layers import bounds_outside, on_host
+from zoo.modules import bounds_outside, on_host
 
 if TYPE_CHECKING:
     from zoo.bert.packing import PackedBatch

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zoo.bert.attention import Rows, attend
 from zoo.bert.config import BertConfig
-from zoo.layers import compute_dtype, ordinary, plain
+from zoo.modules import compute_dtype, ordinary, plain
 from zoo.ops.common import differentiated, kernels_run
 from zoo.ops.gelu import bias_gelu
 from zoo.ops.norms import add_layer_norm

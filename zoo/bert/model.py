@@ -26,7 +26,7 @@ from zoo.bert.layer import BertEmbeddings, BertLayer
 from zoo.bert.outputs import Encoding, Output
 from zoo.bert.packing import PackedBatch, counted_positions, pack, unpack
 from zoo.engine.discover import Region, in_process_on_gpus
-from zoo.layers import initialise, on_host
+from zoo.modules import initialise, on_host
 
 # Embeddings and the other heads run once a call and hold little of its time. Regions are compiled one after another, as
 # the first call reaches them, and one of a single kernel takes about as long as one of five: it does not pay for that.

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from zoo.layers import bounds_outside, on_host
 from zoo.llm.cache import KVCache
 from zoo.llm.config import LLMConfig
+from zoo.modules import bounds_outside, on_host
 
 if TYPE_CHECKING:
     from zoo.llm.model import LLM

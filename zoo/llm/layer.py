@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.layers import ordinary, plain
 from zoo.llm.config import LLMConfig
+from zoo.modules import ordinary, plain
 from zoo.ops.cached_attention import attend, decode_attention, decode_layer, decodes, few_rows, norm_linear
 from zoo.ops.glu import swiglu
 from zoo.ops.rms_norm import add_rms_norm, rms_norm

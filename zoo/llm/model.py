@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from zoo.engine.discover import Region
-from zoo.layers import initialise
 from zoo.llm.cache import KVCache, make_cache
 from zoo.llm.checks import check_cache_size, check_call
 from zoo.llm.config import LLMConfig
 from zoo.llm.layer import LLMHead, LLMLayer
 from zoo.llm.rope import RotaryTable
+from zoo.modules import initialise
 
 REGIONS = (
     Region(

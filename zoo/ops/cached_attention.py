@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoo.layers import compute_dtype
+from zoo.modules import compute_dtype
 from zoo.ops.common import differentiated, kernels_run
 from zoo.ops.rotary import heads_fit, rotate_into
 

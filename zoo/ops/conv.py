@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.layers import plain, to_images, to_rows
+from zoo.modules import plain, to_images, to_rows
 from zoo.ops.common import ceil_div, differentiable_once, differentiated, kernels_run
 from zoo.ops.products import column_sums
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoo.layers import compute_dtype, ordinary
+from zoo.modules import compute_dtype, ordinary
 from zoo.ops.common import (
     ENABLED,
     accumulation_dtype,

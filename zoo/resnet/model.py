@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.engine.discover import Region
-from zoo.layers import channels_last
+from zoo.modules import channels_last
 from zoo.resnet.checks import check_images, check_norms
 from zoo.resnet.config import BlockShape, ResNetConfig
 from zoo.resnet.units import Join, Stem, Unit

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.layers import plain, to_images, to_rows
+from zoo.modules import plain, to_images, to_rows
 from zoo.ops.batch_norm import Norm, bias_act, norm_act
 from zoo.ops.common import watched
 from zoo.ops.conv_act import conv_act, linear_relu

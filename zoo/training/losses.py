@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.engine.discover import Region
-from zoo.layers import bounds_outside, on_host
+from zoo.modules import bounds_outside, on_host
 from zoo.ops.common import differentiable_once
 from zoo.ops.cross_entropy import IGNORED, cross_entropy_rows, scale_
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.layers import to_images, to_rows
+from zoo.modules import to_images, to_rows
 from zoo.ops.conv import conv, conv3, conv_add, upsample
 from zoo.ops.group_norm import cat_group_norm, group_norm
 from zoo.unet.config import BlockShape, LevelShape, UNetConfig

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from zoo.engine.discover import Region
 from zoo.engine.side_stream import branch
-from zoo.layers import channels_last
+from zoo.modules import channels_last
 from zoo.ops.conv import conv
 from zoo.ops.group_norm import group_norm
 from zoo.unet.blocks import DownLevel, MiddleLevel, ResnetBlock, Supply, UpLevel

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.layers import compute_dtype, plain
+from zoo.modules import compute_dtype, plain
 from zoo.ops.common import differentiated, kernels_run
 from zoo.ops.products import low_add_linear, low_linear, takes_low
 

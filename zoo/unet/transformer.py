@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.layers import plain, to_images, to_rows
+from zoo.modules import plain, to_images, to_rows
 from zoo.ops.common import differentiated
 from zoo.ops.glu import gated_gelu, gated_gelu_product
 from zoo.ops.group_norm import group_norm

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from zoo.layers import channels_last, to_images, to_rows
+from zoo.modules import channels_last, to_images, to_rows
 
 
 def test_rows_of_a_channels_last_image_are_its_memory():
