@@ -16,7 +16,7 @@ from torchvision.ops import FrozenBatchNorm2d
 
 import zoo
 from zoo.resnet import PRESETS
-from zoo.resnet.upstream import config_of, convert_state_dict, to_upstream
+from zoo.resnet.convert import WEIGHTS, config_of
 
 BUILT: dict[str, tuple[type[nn.Module], list[int], dict[str, Any]]] = {
     "basic": (BasicBlock, [1, 2, 1, 1], {}),
@@ -62,7 +62,7 @@ def test_outputs_and_statistics_are_torchvisions(name: str, training: bool) -> N
     x = torch.randn(3, 3, 48, 40)
     with torch.no_grad():
         assert error(ours(x), theirs(x)) < 1e-5
-    statistics = convert_state_dict(theirs.state_dict(), ours.config)
+    statistics = WEIGHTS.convert_state_dict(theirs.state_dict(), ours.config)
     for key, buffer in ours.named_buffers():
         torch.testing.assert_close(buffer, statistics[key], rtol=1e-5, atol=1e-5, msg=key)
         if "num_batches" in key:
@@ -81,7 +81,7 @@ def test_gradients_are_torchvisions(name: str, training: bool) -> None:
         (model(image) * direction).sum().backward()
     assert error(images[0].grad, images[1].grad) < 1e-9  # type: ignore[arg-type]
     gradients = {key: p.grad for key, p in theirs.named_parameters()}
-    expected = convert_state_dict({**theirs.state_dict(), **gradients}, ours.config)  # type: ignore[dict-item]
+    expected = WEIGHTS.convert_state_dict({**theirs.state_dict(), **gradients}, ours.config)  # type: ignore[dict-item]
     assert len(list(ours.parameters())) == len(gradients)
     for key, parameter in ours.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[key], rtol=1e-8, atol=1e-8, msg=key)
@@ -119,7 +119,7 @@ def test_weights_are_copied_and_their_gradients_wanted_as_before() -> None:
     with torch.no_grad():
         theirs.conv1.weight.zero_()
     assert ours.stem.conv.weight.abs().sum() > 0
-    back = to_upstream(ours)
+    back = zoo.to_upstream(ours)
     assert {key for key, p in back.named_parameters() if not p.requires_grad} == {
         key for key, p in theirs.named_parameters() if not p.requires_grad
     }
@@ -231,10 +231,10 @@ def test_state_dicts_are_strict_but_for_counters() -> None:
     config, state = config_of(theirs), theirs.state_dict()
     for key in [key for key in state if key.endswith("num_batches_tracked")]:
         del state[key]
-    assert convert_state_dict(state, config)["stem.norm.num_batches_tracked"] == 0
+    assert WEIGHTS.convert_state_dict(state, config)["stem.norm.num_batches_tracked"] == 0
     short = copy.copy(state)
     del short["layer1.0.conv1.weight"]
-    with pytest.raises(ValueError, match=r"missing \['layer1\.0\.conv1\.weight'\]"):
-        convert_state_dict(short, config)
-    with pytest.raises(ValueError, match=r"unexpected \['extra'\]"):
-        convert_state_dict({**state, "extra": torch.zeros(1)}, config)
+    with pytest.raises(ValueError, match=r"missing tensors \['layer1\.0\.conv1\.weight'\]"):
+        WEIGHTS.convert_state_dict(short, config)
+    with pytest.raises(ValueError, match=r"unexpected tensors \['extra'\]"):
+        WEIGHTS.convert_state_dict({**state, "extra": torch.zeros(1)}, config)

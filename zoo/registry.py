@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.weights import Placement, check_dtype, check_finite, fill, locate, open_tensors
+from zoo.weights import Placement, WeightMap, check_dtype, check_finite, fill, locate, open_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +29,10 @@ class Family:
             its config as ``model.config`` and its regions as ``type(model).regions``.
         model_types: Exact classes that ``build`` returns.
         example_inputs: ``(model, **sizes)`` to keyword arguments for ``model(**inputs)``, on the model's device.
-        upstream_module: Dotted name of the family's ``upstream.py``, imported only when asked for. It offers
-            ``from_upstream(module)``, ``to_upstream(model)`` and ``convert_state_dict(state_dict, config)``.
         upstream_packages: Top-level packages whose modules ``from_upstream`` takes, e.g. ``("torch_geometric",)``.
+        weights: The conversion from and to the upstream library.
+        upstream_module: In place of ``weights``, the dotted name of a module with ``from_upstream(module)``,
+            ``to_upstream(model)`` and ``convert_state_dict(state_dict, config)``, imported only when asked for.
         placements: ``(config)`` to where each tensor of an upstream checkpoint goes. With it weights are loaded tensor
             by tensor and the upstream library is not imported; without it ``convert_state_dict`` gets all of them.
         check_folder: ``(folder, config, overridden)`` raises a ValueError if the folder's own description of its
@@ -45,15 +46,16 @@ class Family:
     build: Callable[[Any], nn.Module]
     model_types: tuple[type[nn.Module], ...]
     example_inputs: Callable[..., dict[str, Any]]
-    upstream_module: str
     upstream_packages: tuple[str, ...]
+    weights: WeightMap[Any] | None = None
+    upstream_module: str = ""
     placements: Callable[[Any], Mapping[str, Placement | None]] | None = None
     check_folder: Callable[[Path, Any, Collection[str]], None] | None = None
     find_weights: Callable[[str, Any], Path | None] | None = None
 
-    def upstream(self) -> ModuleType:
-        """The family's upstream module; imports the upstream library."""
-        return importlib.import_module(self.upstream_module)
+    def upstream(self) -> WeightMap[Any] | ModuleType:
+        """What converts from and to the upstream library."""
+        return self.weights or importlib.import_module(self.upstream_module)
 
 
 _FAMILIES: dict[str, Family] = {}
@@ -222,6 +224,15 @@ def _load(
     device: torch.device | str | None,
     dtype: torch.dtype | None,
 ) -> nn.Module:
+    device, dtype_ = device or torch.get_default_device(), dtype or torch.get_default_dtype()
+    if family.weights is not None:
+        path = family.weights.locate(name, weights)
+        if path.is_dir():
+            family.weights.check_folder(path, config, overrides)
+        model = _build(family, config, torch.device("meta"), dtype)
+        with open_tensors(path) as tensors:
+            family.weights.fill(model, tensors, device=device, dtype=dtype_, source=str(weights))
+        return model
     named = None if family.find_weights is None else family.find_weights(name, weights)
     path = locate(weights) if named is None else named
     if family.check_folder is not None and path.is_dir():
@@ -231,8 +242,8 @@ def _load(
         fill(
             model,
             *_placed(family, config, tensors, set(model.state_dict())),
-            device=device or torch.get_default_device(),
-            dtype=dtype or torch.get_default_dtype(),
+            device=device,
+            dtype=dtype_,
             source=str(weights),
         )
     return model

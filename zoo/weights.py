@@ -1,33 +1,53 @@
-"""Weights from where users keep them (a file, a folder in the hub's format, a hub id): tensors only, one at a time."""
+"""Weights in and out: one table {theirs: ours} for a family, read in both directions and strict in both.
+
+A family writes the table and two functions in its ``convert.py``; the :class:`WeightMap` of them does the rest::
+
+    def table(config):  # modules or tensors; {} stands for an index; a module stands for all tensors in it
+        width = config.width
+        return {
+            "encoder.layer.{}.dense": "layers.{}.linear",
+            "encoder.layer.{}.query": Placement("layers.{}.qkv", 0, width),  # the first rows of ours
+            "encoder.layer.{}.key": Placement("layers.{}.qkv", width, width),
+            "decoder.weight": Placement("embedding.weight", repeated=True),  # their second name of tied weights
+        }
+
+    def config_of(module): ...  # our config of their module; NotImplementedError for other classes
+    def skeleton(config): ...  # their module on the meta device
+
+    WEIGHTS = WeightMap(name="mlp", noun="an MLP", classes=(MLP,), table=table, config_of=config_of, skeleton=skeleton)
+
+Entries whose modules a config does not have are passed over, so that one table serves all configs. With ``read_config``
+and ``write_config`` the map loads and saves folders in the upstream library's format. The library is imported inside
+these functions, never by ``import zoo``.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
-import pickle
 import re
-import tempfile
+import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-_PICKLED = (".pt", ".pth", ".bin", ".ckpt")
-_INDEXES = ("model.safetensors.index.json", "diffusion_pytorch_model.safetensors.index.json")
-_WHOLE = (
-    "model.safetensors",
-    "diffusion_pytorch_model.safetensors",
-    "model.pt",
-    "model.pth",
-    "pytorch_model.bin",
-)
-# No output depends on it, and the zoo's own files did not always have it: zero where it is missing.
-_UNUSED = "unused_bias"
+from zoo.files import Tensors as Tensors
+from zoo.files import locate as locate
+from zoo.files import open_tensors as open_tensors
+from zoo.files import reading as reading
+from zoo.files import replacing as replacing
+from zoo.files import write_tensors
+
+Model = TypeVar("Model", bound=nn.Module)
+Table = Mapping[str, "str | Placement"]
+# Zero where a checkpoint has none, as files of older releases: no output depends on the first, and none in eval mode
+# on the second.
+_OPTIONAL = ("unused_bias", "num_batches_tracked")
 
 
 class WeightsWarning(UserWarning):
@@ -39,7 +59,7 @@ class Placement:
     """Where a tensor of a checkpoint goes: the whole of one of our tensors, or some of its rows.
 
     Args:
-        name: Our key.
+        name: Our key; in a table also a module's name.
         start: The first row.
         rows: How many; None for all.
         repeated: The checkpoint may hold this second copy of tied weights, which must then be equal to the first.
@@ -50,141 +70,253 @@ class Placement:
     rows: int | None = None
     repeated: bool = False
 
-
-class Tensors(Mapping[str, Tensor]):
-    """Tensors of open files by key, each read when it is asked for and not kept."""
-
-    def __init__(self, readers: Mapping[str, Callable[[], Tensor]]) -> None:
-        self._readers = readers
-
-    def __getitem__(self, key: str) -> Tensor:
-        return self._readers[key]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._readers)
-
-    def __len__(self) -> int:
-        return len(self._readers)
+    def of(self, ours: Mapping[str, Tensor]) -> Tensor:
+        """A view of what this names among our tensors."""
+        whole = ours[self.name]
+        return whole if self.rows is None else whole[self.start : self.start + self.rows]
 
 
-def refuse_other_config(folder: Path, stored: Any, config: Any, free: Collection[str], family: str) -> None:
-    """Refuse a folder whose ``config.json`` describes another architecture.
+@dataclass(frozen=True, kw_only=True)
+class WeightMap(Generic[Model]):
+    """Conversion of one family's models from and to their upstream library.
 
     Args:
-        folder: Where it is.
-        stored: What it says, as a config.
-        config: The preset's, of the same class.
-        free: Fields that may differ.
-        family: Whose ``load`` reads the folder as it is.
-
-    Raises:
-        ValueError: If another field differs; the message names it.
+        name: The family's.
+        noun: What a model is, for messages: ``"an encoder"``.
+        classes: Our model classes.
+        table: Config to {theirs: ours}; see the module's docstring.
+        config_of: The config of an upstream module. NotImplementedError if it is of another class, ValueError that
+            names the option if the zoo does not support it.
+        skeleton: Config to the upstream library's module, on the meta device.
+        build: Config to our model; the first of ``classes`` when left out.
+        finish: Computes what is in no state dict of a module made by ``skeleton``, in place.
+        tensors_of: An upstream module's tensors by the table's names, ``requires_grad`` kept; its state dict when left
+            out.
+        adapt: (tensors, config, source) to the tensors by the table's names, for files of older releases.
+        refuse: Raises if a model cannot be converted or saved.
+        ignored: Their keys with these endings are passed over.
+        read_config: (folder, **overrides) to our config of a folder in the library's format.
+        write_config: (config, dtype, folder) writes the library's ``config.json``.
+        stem: Of the files with weights.
+        use_fields: Fields of the config in which a folder may differ from a preset.
+        find: (preset, weights) to the path of what the library knows by name; None for paths and hub ids.
     """
-    for field in dataclasses.fields(config):
-        theirs, ours = getattr(stored, field.name), getattr(config, field.name)
-        if theirs != ours and field.name not in free:
-            raise ValueError(
-                f"{folder}: config.json has {field.name}={theirs!r}, the preset {ours!r}; take the fitting preset, "
-                f"override {field.name}, or let zoo.{family}.load(folder) read the config"
-            )
 
+    name: str
+    noun: str
+    classes: tuple[type[Model], ...]
+    table: Callable[[Any], Table]
+    config_of: Callable[[nn.Module], Any]
+    skeleton: Callable[[Any], nn.Module]
+    build: Callable[[Any], Model] | None = None
+    finish: Callable[[Any], None] | None = None
+    tensors_of: Callable[[nn.Module], Mapping[str, Tensor]] = lambda module: module.state_dict(keep_vars=True)
+    adapt: Callable[[Mapping[str, Tensor], Any, str], Mapping[str, Tensor]] | None = None
+    refuse: Callable[[Model], None] | None = None
+    ignored: tuple[str, ...] = ()
+    read_config: Callable[..., Any] | None = None
+    write_config: Callable[[Any, torch.dtype, Path], None] | None = None
+    stem: str = "model"
+    use_fields: tuple[str, ...] = ()
+    find: Callable[[str, Any], Path | None] | None = None
 
-def check_finite(model: nn.Module, source: str, *, strict: bool) -> None:
-    """Warn the caller of the public function that calls this if a weight is NaN or infinite; ValueError if strict."""
-    broken = [name for name, tensor in model.state_dict().items() if tensor.is_floating_point() and not _finite(tensor)]
-    message = f"{source}: {len(broken)} tensor(s) with NaN or infinite values: {', '.join(broken[:8])}"
-    if broken and strict:
-        raise ValueError(f"{message}; load other weights, or leave out strict=True to be warned only")
-    if broken:
-        warnings.warn(f"{message}; strict=True makes this an error", WeightsWarning, stacklevel=3)
+    def from_upstream(self, module: nn.Module) -> Model:
+        """Our model with the weights of an upstream module, copied, in the same mode.
 
+        Raises:
+            NotImplementedError: If it is of another class.
+            ValueError: If it uses an option that the zoo does not support; the message names it.
+        """
+        model, tensors, name = self._on_meta(self.config_of(module)), self.tensors_of(module), type(module).__name__
+        places = self.places(model)
+        fill(model, tensors, places, device=_device_of(tensors), dtype=None, source=name)
+        ours, trained = dict(model.named_parameters()), dict[str, bool]()
+        for key, place in places.items():
+            if place.name in ours and key in tensors:
+                wanted = tensors[key].requires_grad
+                if trained.setdefault(place.name, wanted) != wanted:
+                    raise ValueError(
+                        f"{name}: {key}.requires_grad is {wanted}, but what shares {place.name} with it differs; rows "
+                        "of one tensor are trained together"
+                    )
+                ours[place.name].requires_grad_(wanted)
+        return model.train(module.training)
 
-def _finite(tensor: Tensor) -> bool:
-    """Whether all values are finite. Both extremes are, and finding them takes no memory, as torch.isfinite would."""
-    if tensor.is_meta or tensor.numel() == 0:
-        return True
-    if tensor.element_size() == 1:
-        tensor = tensor.bfloat16()  # aminmax takes no float8, and bfloat16 holds all of it
-    return all(extreme.isfinite() for extreme in tensor.detach().aminmax())
+    def to_upstream(self, model: nn.Module) -> nn.Module:
+        """The upstream library's module with a model's weights, copied, in the same mode.
 
+        Raises:
+            TypeError: If the model is not of this family.
+            ValueError: If the library cannot hold it.
+        """
+        checked = self._checked(model)
+        module, places, ours = self.skeleton(checked.config), self.places(checked), checked.state_dict(keep_vars=True)
+        copies = {key: tensor.detach().clone() for key, tensor in self.upstream_tensors(checked).items()}
+        first = {place.name: key for key, place in places.items() if not place.repeated}
+        second = {key: first[place.name] for key, place in places.items() if place.repeated}
+        module.load_state_dict(copies | {key: copies[of] for key, of in second.items()}, strict=True, assign=True)
+        for key, of in second.items():
+            owner, _, kind = key.rpartition(".")
+            setattr(module.get_submodule(owner), kind, module.get_parameter(of))
+        if self.finish is not None:
+            self.finish(module)
+        for key, parameter in module.named_parameters():
+            parameter.requires_grad_(ours[places[key].name].requires_grad)
+        return module.train(model.training)
 
-def locate(source: str | Path) -> Path:
-    """The file or folder; a hub id ``"owner/name"`` is downloaded first.
+    def convert_state_dict(self, tensors: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
+        """Their tensors as ours: every key that the config needs, and no other.
 
-    Raises:
-        FileNotFoundError: If a path does not exist.
-    """
-    path = Path(source)
-    return path if path.exists() else _from_hub(str(source))
+        Raises:
+            ValueError: If a tensor is missing, left over or of another shape.
+        """
+        model = self._on_meta(config)
+        self.fill(model, tensors, device=_device_of(tensors), source="the state dict")
+        return model.state_dict()
 
+    def fill(
+        self,
+        model: nn.Module,
+        tensors: Mapping[str, Tensor],
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype | None = None,
+        source: str,
+    ) -> None:
+        """Give a model on the meta device its weights, by the zoo's keys if most of these are there, else by theirs.
 
-@contextlib.contextmanager
-def open_tensors(path: Path) -> Iterator[Tensors]:
-    """Open all tensors of a file or folder; they are on the CPU and mapped from disk where the format allows.
+        Args:
+            model: Of this family.
+            tensors: By key.
+            device: For the weights.
+            dtype: Of floating-point weights; None keeps them as they are stored.
+            source: For messages.
 
-    Args:
-        path: A ``.safetensors`` file, a ``.pt``/``.pth``/``.bin`` file (read with ``weights_only=True``: nothing in it
-            is run), or a folder with ``model.safetensors`` or its sharded index.
+        Raises:
+            ValueError: If a tensor is missing, left over or of another shape; the message names it.
+        """
+        own = model.state_dict().keys()
+        places: dict[str, Placement | None]
+        if 2 * len(tensors.keys() & own) > len(own):
+            places = {key: Placement(key) for key in own}
+        else:
+            if self.adapt is not None:
+                tensors = self.adapt(tensors, model.config, source)
+            places = {**dict.fromkeys(key for key in tensors if key.endswith(self.ignored)), **self.places(model)}
+        fill(model, tensors, places, device=device, dtype=dtype, source=source)
 
-    Raises:
-        FileNotFoundError: If a folder holds no weights, or lacks a shard.
-        ValueError: If a file is of an unknown kind, is cut off, or does not hold a flat dict of tensors and no code.
-    """
-    with contextlib.ExitStack() as stack:
-        readers: dict[str, Callable[[], Tensor]] = {}
-        for file in _files(path):
-            with reading(file, "; fetch or save it again"):
-                found = _readers(file, stack)
-            for key, reader in found.items():
-                if key in readers:
-                    raise ValueError(f"{path}: two shards hold {key}")
-                readers[key] = reader
-        yield Tensors(readers)
+    def load(
+        self,
+        source: str | Path,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        strict: bool = False,
+        **overrides: Any,
+    ) -> Model:
+        """A model of any size from a folder or hub id in the upstream library's format, in eval mode.
 
+        It is built without memory and filled tensor by tensor: the weights are never in memory twice.
 
-def check_dtype(dtype: Any) -> None:
-    """ValueError unless parameters can be of this dtype; None leaves theirs as it is."""
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"dtype is {dtype!r}, but parameters need a floating-point torch.dtype")
+        Args:
+            source: A folder with ``config.json`` and safetensors, or a hub id ``"owner/name"``.
+            device: Where to; torch's default device when left out.
+            dtype: Of the parameters; as they are stored when left out.
+            strict: Refuse weights that are NaN or infinite.
+            overrides: Fields of the config to replace.
 
+        Raises:
+            FileNotFoundError: If there is no such folder, or no config or weights in it.
+            ValueError: If the config has an option that the zoo does not support, a tensor is missing, left over or of
+                another shape, or one is NaN or infinite and ``strict`` is True.
 
-@contextlib.contextmanager
-def replacing(folder: Path, *patterns: str) -> Iterator[Path]:
-    """A folder to write a checkpoint into; its files take the place of an earlier one's when all of them are written.
+        Warns:
+            WeightsWarning: If a tensor is NaN or infinite, or a head had to be drawn.
+        """
+        assert self.read_config is not None
+        check_dtype(dtype)
+        path = self.locate("", source)
+        if not (path / "config.json").exists():
+            raise FileNotFoundError(f"{path} has no config.json; zoo.create(name, weights=...) takes weights alone")
+        model = self._on_meta(self.read_config(path, **overrides))
+        with open_tensors(path) as tensors:
+            device = device or torch.get_default_device()
+            self.fill(model, tensors, device=device, dtype=dtype, source=str(source))
+        check_finite(model, str(source), strict=strict)
+        return model.eval()
 
-    Args:
-        folder: Where the checkpoint belongs. Made if it is not there; left as it was if writing ends in an error.
-        patterns: Of files that an earlier checkpoint may have left, and that would be read in place of the new ones:
-            its index and shards. What matches and is not written anew is deleted.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as made:
-        yield Path(made)
-        written = sorted(Path(made).iterdir())
-        for file in written:
-            file.replace(folder / file.name)
-        for old in {old for pattern in patterns for old in folder.glob(pattern)} - {folder / f.name for f in written}:
-            old.unlink()
+    def save(self, model: Model, folder: str | Path, *, max_shard_size: int | str = "5GB") -> None:
+        """Write a model in the upstream library's format, for its ``from_pretrained(folder)``.
 
+        Args:
+            model: Of this family.
+            folder: Made if it is not there; its weights and config are replaced once the new ones are written.
+            max_shard_size: Bytes of a file, or a number with KB, MB or GB. A larger tensor gets a file of its own.
 
-@contextlib.contextmanager
-def reading(file: Path, remedy: str) -> Iterator[None]:
-    """ValueError that names the file, and ends in ``remedy``, if it turns out not to be all there."""
-    from safetensors import SafetensorError
+        Raises:
+            TypeError: If the model is not of this family.
+            ValueError: If the size is not positive, or the library cannot hold the model.
+        """
+        assert self.write_config is not None
+        checked = self._checked(model)
+        with replacing(Path(folder), f"{self.stem}*.safetensors*") as new:
+            self.write_config(checked.config, next(model.parameters()).dtype, new)
+            write_tensors(new, self.stem, self.upstream_tensors(checked), max_shard_size=max_shard_size)
 
-    try:
-        yield
-    except (EOFError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
-            raise
-        said = (str(error) or type(error).__name__).partition(". ")[0]
-        raise ValueError(f"{file} is cut off or damaged ({said}){remedy}") from error
+    def locate(self, preset: str, source: Any) -> Path:
+        """The file or folder of what a user calls ``weights``; a hub id is downloaded first.
+
+        Raises:
+            FileNotFoundError: If a path does not exist.
+        """
+        return (None if self.find is None else self.find(preset, source)) or locate(source)
+
+    def check_folder(self, folder: Path, config: Any, overridden: Collection[str]) -> None:
+        """Refuse a folder whose ``config.json`` describes another architecture.
+
+        Raises:
+            ValueError: If a field differs that the caller did not override; the message names it.
+        """
+        if self.read_config is not None and (folder / "config.json").exists():
+            free = {*overridden, *self.use_fields}
+            refuse_other_config(folder, self.read_config(folder), config, free, self.name)
+
+    def places(self, model: Any) -> dict[str, Placement]:
+        """Where each tensor of an upstream checkpoint goes in a model, in the order of the model's tensors.
+
+        Raises:
+            ValueError: If the table leaves out a tensor or some of its rows, or names one twice.
+        """
+        ours = model.state_dict()
+        places = _expanded(self.table(model.config), ours)
+        covered = Counter[str]()
+        for place in places.values():
+            covered[place.name] += 0 if place.repeated else place.rows or _rows(ours[place.name])
+        if wrong := [name for name, tensor in ours.items() if covered[name] != _rows(tensor)]:
+            raise ValueError(f"the table of {self.name} fills {wrong[:8]} not at all, in part, or twice")
+        return places
+
+    def upstream_tensors(self, model: Any) -> dict[str, Tensor]:
+        """A model's tensors by their names in the upstream library, as views; tied weights once."""
+        ours = model.state_dict()
+        return {key: place.of(ours) for key, place in self.places(model).items() if not place.repeated}
+
+    def _on_meta(self, config: Any) -> Any:
+        with torch.device("meta"):
+            return (self.build or self.classes[0])(config)
+
+    def _checked(self, model: Any) -> Any:
+        if not isinstance(model, self.classes):
+            raise TypeError(f"{type(model).__name__} is not {self.noun} of the zoo")
+        if self.refuse is not None:
+            self.refuse(model)
+        return model
 
 
 def fill(
     model: nn.Module,
     tensors: Mapping[str, Tensor],
-    placements: Mapping[str, Placement | None],
+    placements: Mapping[str, Placement | None] | Mapping[str, Placement],
     *,
     device: torch.device | str,
     dtype: torch.dtype | None,
@@ -206,10 +338,10 @@ def fill(
     Raises:
         ValueError: If a tensor is missing, left over, of another shape or of whole numbers; the message names it.
     """
-    wanted = {key for key, place in placements.items() if place is not None and not place.repeated}
-    absent = wanted - set(tensors)
-    missing = sorted(key for key in absent if not key.endswith(_UNUSED))
-    extra = sorted(set(tensors) - set(placements))
+    wanted = {key: place for key, place in placements.items() if place is not None and not place.repeated}
+    absent = wanted.keys() - tensors.keys()
+    missing = sorted(key for key in absent if not wanted[key].name.endswith(_OPTIONAL))
+    extra = sorted(tensors.keys() - placements.keys())
     if missing or extra:
         raise ValueError(f"{source}: missing tensors {missing[:8]}, unexpected tensors {extra[:8]}")
     expected = model.state_dict()
@@ -225,8 +357,7 @@ def fill(
             if place.name not in made:
                 kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
                 made[place.name] = torch.empty(expected[place.name].shape, dtype=kept, device=device)
-            whole = made[place.name]
-            part = whole if place.rows is None else whole[place.start : place.start + place.rows]
+            part = place.of(made)
             if tensor.shape != part.shape:
                 raise ValueError(f"{source}: {key} has shape {tuple(tensor.shape)}, expected {tuple(part.shape)}")
             if dtype is None and tensor.dtype != part.dtype:
@@ -237,79 +368,87 @@ def fill(
             second = tensor.to(part)
             if not (torch.equal(part, second) or torch.allclose(part, second, rtol=0, atol=0, equal_nan=True)):
                 raise ValueError(f"{source}: {key} differs from {place.name}, but the model has one tensor for both")
-        made |= {key: torch.zeros_like(expected[key], dtype=dtype, device=device) for key in absent}
+        for name in {wanted[key].name for key in absent}:
+            like = expected[name]
+            made[name] = torch.zeros_like(like, dtype=dtype if like.is_floating_point() else None, device=device)
     model.load_state_dict(made, strict=True, assign=True)
     for module in model.modules():
         reset: Callable[[torch.device], None] | None = getattr(module, "reset_buffers", None)
         if reset is not None:
             reset(torch.device(device))
     left = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
-    if left:
+    if left and torch.device(device).type != "meta":
         raise ValueError(f"{source}: nothing was loaded into {left[:8]}")
 
 
-def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    for index in (path / name for name in _INDEXES):
-        if not index.exists():
-            continue
-        shards = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        for shard in shards:
-            if not shard.exists():
-                raise FileNotFoundError(f"{index} names {shard.name}, which is not in {path}")
-        return shards
-    for name in _WHOLE:
-        if (path / name).exists():
-            return [path / name]
-    raise FileNotFoundError(f"{path} holds no model.safetensors (or its sharded index) and no pytorch_model.bin")
+def refuse_other_config(folder: Path, stored: Any, config: Any, free: Collection[str], family: str) -> None:
+    """Refuse a folder whose ``config.json`` describes another architecture than the preset's, ``free`` fields apart."""
+    for field in dataclasses.fields(config):
+        theirs, ours = getattr(stored, field.name), getattr(config, field.name)
+        if theirs != ours and field.name not in free:
+            raise ValueError(
+                f"{folder}: config.json has {field.name}={theirs!r}, the preset {ours!r}; take the fitting preset, "
+                f"override {field.name}, or let zoo.{family}.load(folder) read the config"
+            )
 
 
-def _readers(file: Path, stack: contextlib.ExitStack) -> dict[str, Callable[[], Tensor]]:
-    if file.suffix == ".safetensors":
-        from safetensors import safe_open
-
-        handle: Any = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
-        return {key: lambda key=key: handle.get_tensor(key) for key in handle.keys()}  # type: ignore[misc]  # noqa: SIM118
-    if file.suffix in _PICKLED:
-        state = _unpickled(file)
-        if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
-            state = state["state_dict"]
-        if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-            raise ValueError(f"{file} does not hold a dict of tensors; save model.state_dict() instead")
-        return {key: lambda key=key: state[key] for key in state}  # type: ignore[misc]
-    raise ValueError(f"{file}: unknown kind of weights {file.suffix!r}; use .safetensors, {', '.join(_PICKLED)}")
+def check_finite(model: nn.Module, source: str, *, strict: bool) -> None:
+    """Warn the zoo's caller if a weight is NaN or infinite; ValueError if strict."""
+    broken = [name for name, tensor in model.state_dict().items() if tensor.is_floating_point() and not _finite(tensor)]
+    message = f"{source}: {len(broken)} tensor(s) with NaN or infinite values: {', '.join(broken[:8])}"
+    if broken and strict:
+        raise ValueError(f"{message}; load other weights, or leave out strict=True to be warned only")
+    if broken:
+        warn(f"{message}; strict=True makes this an error")
 
 
-def _unpickled(file: Path) -> Any:
-    """What a pickled file holds; ValueError if it is more than tensors in plain containers."""
-    try:
-        try:
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError as error:
-            # Files in the format from before torch 1.6 cannot be mapped.
-            if "mmap" not in str(error):
-                raise
-            return torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        named = re.search(r"GLOBAL (\S+)", str(error))
-        raise ValueError(
-            f"{file} {f'refers to {named[1]}' if named else 'cannot be unpickled'}; nothing in it was run: only "
-            "tensors are read from pickled files. If you trust it, open it by torch.load(..., weights_only=False) and "
-            "save its state dict as .safetensors"
-        ) from error
+def warn(message: str) -> None:
+    """A WeightsWarning that points to the line outside of the zoo that called it."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == "zoo":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, WeightsWarning, stacklevel=level)
 
 
-def _from_hub(name: str) -> Path:
-    parts = name.split("/")
-    if (
-        len(parts) != 2
-        or not all(parts)
-        or name.startswith((".", "~"))
-        or Path(name).suffix in (".safetensors", *_PICKLED)
-    ):
-        raise FileNotFoundError(f"weights {name!r}: no such file or folder, and not a hub id of the form owner/name")
-    from huggingface_hub import snapshot_download
+def check_dtype(dtype: Any) -> None:
+    """ValueError unless parameters can be of this dtype; None leaves theirs as it is."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype is {dtype!r}, but parameters need a floating-point torch.dtype")
 
-    # Weights, configurations, and what tokenizers are kept in.
-    return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model"]))
+
+def _expanded(table: Table, ours: Mapping[str, Tensor]) -> dict[str, Placement]:
+    """A table with a line for each tensor: modules and indices filled in from our names."""
+    inside: dict[str, list[str]] = defaultdict(list)  # the endings of all tensors in a module; "" of a tensor itself
+    for key in ours:
+        for end in [match.start() for match in re.finditer(r"\.", key)] + [len(key)]:
+            inside[key[:end]].append(key[end:])
+    places: dict[str, Placement] = {}
+    for theirs, target in table.items():
+        place = Placement(target) if isinstance(target, str) else target
+        pattern = re.compile(re.escape(place.name).replace(r"\{\}", r"(\d+)"))
+        names = [name for name in inside if pattern.fullmatch(name)] if "{}" in place.name else [place.name]
+        for name in names:
+            for ending in inside.get(name, ()):
+                key = theirs.format(*pattern.fullmatch(name).groups()) + ending  # type: ignore[union-attr]
+                if key in places:
+                    raise ValueError(f"the table names {key} twice")
+                places[key] = dataclasses.replace(place, name=name + ending)
+    order = {name: index for index, name in enumerate(ours)}
+    return dict(sorted(places.items(), key=lambda item: order[item[1].name]))
+
+
+def _rows(tensor: Tensor) -> int:
+    return tensor.shape[0] if tensor.dim() else 1
+
+
+def _device_of(tensors: Mapping[str, Tensor]) -> torch.device:
+    return next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+
+
+def _finite(tensor: Tensor) -> bool:
+    """Whether all values are finite. Both extremes are, and finding them takes no memory, as torch.isfinite would."""
+    if tensor.is_meta or tensor.numel() == 0:
+        return True
+    if tensor.element_size() == 1:
+        tensor = tensor.bfloat16()  # aminmax takes no float8, and bfloat16 holds all of it
+    return all(extreme.isfinite() for extreme in tensor.detach().aminmax())

@@ -154,11 +154,11 @@ def _implementation(case: Case, shipped: nn.Module) -> tuple[nn.Module, dict[str
     """The case's model, and the seconds of what was prepared once."""
     if case.impl == "upstream":
         return shipped, {}
-    from zoo.resnet.upstream import from_upstream
+    from zoo.resnet.convert import WEIGHTS
 
     parts = _parts(case.model)
     device = next(shipped.parameters()).device
-    model = shipped if case.impl == "upstream-tuned" else from_upstream(shipped)
+    model = shipped if case.impl == "upstream-tuned" else WEIGHTS.from_upstream(shipped)
     preparation: dict[str, float] = {}
     if case.impl == "upstream-tuned" or parts["folded"]:
         synchronise(device.type)

@@ -3,6 +3,8 @@
 from zoo.registry import Family, register
 from zoo.resnet.config import Folding as Folding
 from zoo.resnet.config import ResNetConfig as ResNetConfig
+from zoo.resnet.convert import WEIGHTS
+from zoo.resnet.convert import transforms as transforms
 from zoo.resnet.folding import fold_batch_norm as fold_batch_norm
 from zoo.resnet.model import BasicBlock as BasicBlock
 from zoo.resnet.model import Bottleneck as Bottleneck
@@ -10,8 +12,6 @@ from zoo.resnet.model import ResNet as ResNet
 from zoo.resnet.model import ResNetHead as ResNetHead
 from zoo.resnet.model import ResNetStage as ResNetStage
 from zoo.resnet.presets import PRESETS, build, example_inputs
-from zoo.resnet.pretrained import find_weights
-from zoo.resnet.pretrained import transforms as transforms
 from zoo.resnet.units import Stem as Stem
 
 FAMILY = register(
@@ -21,8 +21,7 @@ FAMILY = register(
         build=build,
         model_types=(ResNet,),
         example_inputs=example_inputs,
-        upstream_module="zoo.resnet.upstream",
         upstream_packages=("torchvision",),
-        find_weights=find_weights,
+        weights=WEIGHTS,
     )
 )

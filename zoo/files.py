@@ -1,0 +1,204 @@
+"""Files of tensors: found at a path or on the hub, read one tensor at a time, replaced all at once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PICKLED = (".pt", ".pth", ".bin", ".ckpt")
+_INDEXES = ("model.safetensors.index.json", "diffusion_pytorch_model.safetensors.index.json")
+_WHOLE = (
+    "model.safetensors",
+    "diffusion_pytorch_model.safetensors",
+    "model.pt",
+    "model.pth",
+    "pytorch_model.bin",
+)
+
+
+class Tensors(Mapping[str, Tensor]):
+    """Tensors of open files by key, each read when it is asked for and not kept."""
+
+    def __init__(self, readers: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._readers = readers
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self._readers[key]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._readers)
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+
+def locate(source: str | Path) -> Path:
+    """The file or folder; a hub id ``"owner/name"`` is downloaded first.
+
+    Raises:
+        FileNotFoundError: If a path does not exist.
+    """
+    path = Path(source)
+    return path if path.exists() else _from_hub(str(source))
+
+
+@contextlib.contextmanager
+def open_tensors(path: Path) -> Iterator[Tensors]:
+    """Open all tensors of a file or folder; they are on the CPU and mapped from disk where the format allows.
+
+    Args:
+        path: A ``.safetensors`` file, a ``.pt``/``.pth``/``.bin`` file (read with ``weights_only=True``: nothing in it
+            is run), or a folder with ``model.safetensors`` or its sharded index.
+
+    Raises:
+        FileNotFoundError: If a folder holds no weights, or lacks a shard.
+        ValueError: If a file is of an unknown kind, is cut off, or does not hold a flat dict of tensors and no code.
+    """
+    with contextlib.ExitStack() as stack:
+        readers: dict[str, Callable[[], Tensor]] = {}
+        for file in _files(path):
+            with reading(file, "; fetch or save it again"):
+                found = _readers(file, stack)
+            for key, reader in found.items():
+                if key in readers:
+                    raise ValueError(f"{path}: two shards hold {key}")
+                readers[key] = reader
+        yield Tensors(readers)
+
+
+@contextlib.contextmanager
+def reading(file: Path, remedy: str) -> Iterator[None]:
+    """ValueError that names the file, and ends in ``remedy``, if the file is cut off or damaged."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (EOFError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
+            raise
+        said = (str(error) or type(error).__name__).partition(". ")[0]
+        raise ValueError(f"{file} is cut off or damaged ({said}){remedy}") from error
+
+
+@contextlib.contextmanager
+def replacing(folder: Path, *patterns: str) -> Iterator[Path]:
+    """A folder to write a checkpoint into; its files take the place of an earlier one's when all of them are written.
+
+    Args:
+        folder: Where the checkpoint belongs. Made if it is not there; left as it was if writing ends in an error.
+        patterns: Of files that an earlier checkpoint may have left, and that would be read in place of the new ones:
+            its index and shards. What matches and is not written anew is deleted.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as made:
+        yield Path(made)
+        written = sorted(Path(made).iterdir())
+        for file in written:
+            file.replace(folder / file.name)
+        for old in {old for pattern in patterns for old in folder.glob(pattern)} - {folder / f.name for f in written}:
+            old.unlink()
+
+
+def write_tensors(folder: Path, stem: str, tensors: Mapping[str, Tensor], *, max_shard_size: int | str = "5GB") -> None:
+    """Write ``<stem>.safetensors`` into a folder, or shards and their index, as the hub's libraries do.
+
+    Args:
+        folder: An existing folder.
+        stem: ``"model"``.
+        tensors: On any device; views of larger tensors are copied, one shard at a time.
+        max_shard_size: Bytes of a file, or a number with KB, MB, GB or TB. A larger tensor gets a file of its own.
+
+    Raises:
+        ValueError: If the size is not positive, or no size.
+    """
+    import safetensors.torch
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    # On meta, where views do not count as one tensor.
+    shapes = {key: torch.empty_like(tensor, device="meta") for key, tensor in tensors.items()}
+    try:
+        if isinstance(max_shard_size, int) and max_shard_size < 1:
+            raise ValueError("it must be positive")
+        split = split_torch_state_dict_into_shards(
+            shapes, filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=max_shard_size
+        )
+    except ValueError as error:
+        raise ValueError(f"max_shard_size is {max_shard_size!r}, expected bytes or a size as '5GB': {error}") from error
+    for name, keys in split.filename_to_tensors.items():
+        shard = {key: tensors[key].detach().cpu().clone(memory_format=torch.contiguous_format) for key in keys}
+        safetensors.torch.save_file(shard, folder / name, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    for index in (path / name for name in _INDEXES):
+        if not index.exists():
+            continue
+        shards = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        for shard in shards:
+            if not shard.exists():
+                raise FileNotFoundError(f"{index} names {shard.name}, which is not in {path}")
+        return shards
+    for name in _WHOLE:
+        if (path / name).exists():
+            return [path / name]
+    raise FileNotFoundError(f"{path} holds no model.safetensors (or its sharded index) and no pytorch_model.bin")
+
+
+def _readers(file: Path, stack: contextlib.ExitStack) -> dict[str, Callable[[], Tensor]]:
+    if file.suffix == ".safetensors":
+        from safetensors import safe_open
+
+        handle: Any = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+        return {key: lambda key=key: handle.get_tensor(key) for key in handle.keys()}  # type: ignore[misc]  # noqa: SIM118
+    if file.suffix in _PICKLED:
+        state = _unpickled(file)
+        if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
+            state = state["state_dict"]
+        if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+            raise ValueError(f"{file} does not hold a dict of tensors; save model.state_dict() instead")
+        return {key: lambda key=key: state[key] for key in state}  # type: ignore[misc]
+    raise ValueError(f"{file}: unknown kind of weights {file.suffix!r}; use .safetensors, {', '.join(_PICKLED)}")
+
+
+def _unpickled(file: Path) -> Any:
+    """What a pickled file holds; ValueError if it is more than tensors in plain containers."""
+    try:
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as error:
+            # Files in the format from before torch 1.6 cannot be mapped.
+            if "mmap" not in str(error):
+                raise
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        raise ValueError(
+            f"{file} {f'refers to {named[1]}' if named else 'cannot be unpickled'}; nothing in it was run: only "
+            "tensors are read from pickled files. If you trust it, open it by torch.load(..., weights_only=False) and "
+            "save its state dict as .safetensors"
+        ) from error
+
+
+def _from_hub(name: str) -> Path:
+    parts = name.split("/")
+    is_file = Path(name).suffix in (".safetensors", *_PICKLED)
+    if len(parts) != 2 or not all(parts) or name.startswith((".", "~")) or is_file:
+        raise FileNotFoundError(f"weights {name!r}: no such file or folder, and not a hub id of the form owner/name")
+    from huggingface_hub import snapshot_download
+
+    # Weights, configurations, and what tokenizers are kept in.
+    return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model"]))

@@ -1,0 +1,251 @@
+"""To and from torchvision's ``ResNet``; its pretrained weights by name, and the preprocessing that belongs to them.
+
+torchvision is imported when a model is converted or weights are asked for by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zoo.resnet.config import NORMS, ResNetConfig
+from zoo.resnet.model import ResNet
+from zoo.weights import Table, WeightMap
+
+
+def table(config: ResNetConfig) -> Table:
+    """{theirs: ours}; the norms of a folded model cannot be told from its convolutions.
+
+    Raises:
+        ValueError: If the model's norms are folded.
+    """
+    if config.folding is not None:
+        raise ValueError(
+            "these are weights of a model with batch norms, and folding is on: create the model without it and call "
+            "zoo.resnet.fold_batch_norm(model)"
+        )
+    names = {"conv1": "stem.conv", "bn1": "stem.norm", "fc": "head.fc"}
+    last = 3 if config.block == "bottleneck" else 2
+    for stage in range(4):
+        theirs, ours = f"layer{stage + 1}.{{}}", f"stages.{stage}.blocks.{{}}"
+        for number in range(1, last + 1):
+            unit = "join" if number == last else f"conv{number}"
+            names |= {f"{theirs}.conv{number}": f"{ours}.{unit}.conv", f"{theirs}.bn{number}": f"{ours}.{unit}.norm"}
+        names |= {
+            f"{theirs}.downsample.0": f"{ours}.join.shortcut",
+            f"{theirs}.downsample.1": f"{ours}.join.shortcut_norm",
+        }
+    return names
+
+
+def config_of(module: nn.Module) -> ResNetConfig:
+    """The configuration of a torchvision model.
+
+    Raises:
+        NotImplementedError: If it is no ``ResNet``.
+        ValueError: If it is a subclass or was changed in a way that the zoo does not support; the message names it.
+    """
+    from torchvision.models import resnet as torchvision
+
+    if not isinstance(module, torchvision.ResNet):
+        raise NotImplementedError(f"{type(module).__name__} is not a torchvision ResNet")
+    if type(module) is not torchvision.ResNet:
+        raise ValueError(f"{type(module).__name__} is a subclass of torchvision's ResNet, whose forward may differ")
+    stages: list[Any] = [module.layer1, module.layer2, module.layer3, module.layer4]
+    first = stages[0][0]
+    kinds = {torchvision.BasicBlock: "basic", torchvision.Bottleneck: "bottleneck"}
+    if type(first) not in kinds:
+        _refuse("layer1.0", type(first).__name__, f"supported are {', '.join(cls.__name__ for cls in kinds)}")
+    if type(module.conv1) is not nn.Conv2d:
+        _refuse("conv1", module.conv1, "expected a Conv2d")
+    if type(module.fc) is not nn.Linear or module.fc.bias is None:
+        _refuse("fc", module.fc, "expected a Linear with a bias; put other heads behind model.features")
+    norm, options = _norm(module.bn1)
+    layers = tuple(len(stage) for stage in stages)
+    if 0 in layers:
+        _refuse("layers", layers, "every stage needs a block")
+    config = ResNetConfig(
+        block=kinds[type(first)],
+        layers=layers,  # type: ignore[arg-type]
+        num_classes=module.fc.out_features,
+        in_channels=module.conv1.in_channels,
+        groups=module.groups,
+        width_per_group=module.base_width,
+        replace_stride_with_dilation=tuple(stage[0].stride == 1 for stage in stages[1:]),  # type: ignore[arg-type]
+        norm=norm,
+        norm_kwargs=options,
+    )
+    _compare(module, skeleton(config))
+    # Of all modules only norms do something else in training.
+    norms = ((name, child) for name, child in module.named_modules() if isinstance(child, nn.BatchNorm2d))
+    odd = [name for name, child in norms if child.training != module.training]
+    if odd:
+        mode = "eval" if module.training else "training"
+        _refuse(odd[0], f"a module in {mode} mode", "the model around it is not; put all of it in one mode first")
+    return config
+
+
+def skeleton(config: ResNetConfig) -> nn.Module:
+    """Torchvision's model without memory for its weights."""
+    with torch.device("meta"):
+        return _theirs(config)
+
+
+def _theirs(config: ResNetConfig) -> nn.Module:
+    from torchvision.models import resnet as torchvision
+
+    module: Any = torchvision.ResNet(
+        torchvision.Bottleneck if config.block == "bottleneck" else torchvision.BasicBlock,
+        list(config.layers),
+        num_classes=config.num_classes,
+        groups=config.groups,
+        width_per_group=config.width_per_group,
+        replace_stride_with_dilation=list(config.replace_stride_with_dilation),
+        norm_layer=partial(_norms()[config.norm], **config.norm_kwargs),
+    )
+    if config.in_channels != 3:
+        # torchvision has no option for it; its users put another convolution there.
+        module.conv1 = nn.Conv2d(config.in_channels, 64, 7, stride=2, padding=3, bias=False)
+    return module
+
+
+def _norms() -> dict[str, type[nn.Module]]:
+    from torchvision.ops import FrozenBatchNorm2d
+
+    return {"batch": nn.BatchNorm2d, "frozen": FrozenBatchNorm2d}
+
+
+def _norm(norm: nn.Module) -> tuple[str, dict[str, Any]]:
+    kinds = {cls: name for name, cls in _norms().items()}
+    if type(norm) not in kinds:
+        _refuse("norm_layer", type(norm).__name__, "supported are BatchNorm2d and FrozenBatchNorm2d")
+    kind = kinds[type(norm)]
+    options = {key: getattr(norm, key) for key in NORMS[kind]}
+    if options.get("momentum", 0.1) is None:
+        _refuse("momentum", None, "a cumulative average reads the device at each step")
+    return kind, {key: value for key, value in options.items() if value != NORMS[kind][key]}
+
+
+def _compare(module: nn.Module, expected: nn.Module) -> None:
+    """Refuse a model that was changed after it was built: every submodule is what the configuration says."""
+    theirs, ours = dict(module.named_modules()), dict(expected.named_modules())
+    for name in {**theirs, **ours}:
+        if name not in theirs or name not in ours:
+            _refuse(name, "missing" if name in ours else theirs[name], "the configuration says otherwise")
+        found, wanted = theirs[name], ours[name]
+        # What a module without children does follows from its class and options, and its text holds both.
+        leaf = not list(wanted.children())
+        if type(found) is not type(wanted) or (leaf and not isinstance(found, nn.ReLU) and repr(found) != repr(wanted)):
+            _refuse(name, found, f"expected {wanted if leaf else type(wanted).__name__} as in the rest of the model")
+        if found._forward_hooks or found._forward_pre_hooks:
+            _refuse(name, "a module with a hook", "the hook would be lost; remove it")
+
+
+def _refuse(option: str, value: Any, why: str) -> None:
+    raise ValueError(f"torchvision's ResNet with {option}={value} is not supported: {why}")
+
+
+def transforms(weights: Any) -> Callable[[Any], Tensor]:
+    """Torchvision's preprocessing for pretrained weights: resize, crop, scale, normalise.
+
+    Args:
+        weights: One of torchvision's weight enums, its full name ``"ResNet50_Weights.IMAGENET1K_V2"``, or a preset's
+            name for the weights that torchvision recommends.
+
+    Returns:
+        What takes a PIL image, or an integer tensor [C, H, W] or [N, C, H, W], and gives what the model expects.
+
+    Raises:
+        ValueError: If there are no such weights.
+    """
+    found = _member(weights) or (_enum_of(weights).get("DEFAULT") if isinstance(weights, str) else None)
+    if found is None:
+        raise ValueError(
+            f"weights is {weights!r}, expected one of torchvision's weight enums, its full name such as "
+            "'ResNet50_Weights.IMAGENET1K_V2', or the name of a preset that has weights"
+        )
+    preprocessing: Callable[[Any], Tensor] = found.transforms()
+    return preprocessing
+
+
+def find_weights(name: str, weights: Any) -> Path | None:
+    """The file of pretrained weights in torch hub's cache, downloaded if it is not there; None for anything else.
+
+    Args:
+        name: The preset's.
+        weights: One of torchvision's weight enums, or its name, with or without the class: ``"IMAGENET1K_V2"``.
+
+    Raises:
+        ValueError: If they are the weights of another model, or this one has none of that name.
+    """
+    if isinstance(weights, str) and not _is_name(weights):
+        return None
+    if isinstance(weights, Path):
+        return None
+    known = ", ".join(_enum_of(name)) or "none that torchvision knows"
+    found = _enum_of(name).get(weights) if isinstance(weights, str) and "." not in weights else _member(weights)
+    if found is None:
+        raise ValueError(f"weights is {weights!r}; {name} has {known}")
+    if found not in _enum_of(name).values():
+        raise ValueError(f"{found} are not weights of {name}, which has {known}")
+    return _download(found.url)
+
+
+def _is_name(text: str) -> bool:
+    """Neither a path nor a hub id, which has a slash: ``IMAGENET1K_V2`` or ``ResNet50_Weights.IMAGENET1K_V2``."""
+    head, _, tail = text.rpartition(".")
+    return tail.isidentifier() and (not head or head.endswith("_Weights")) and not Path(text).exists()
+
+
+def _member(weights: Any) -> Any:
+    """The enum's member that this is or names in full, or None."""
+    from torchvision.models import WeightsEnum, get_weight
+
+    if isinstance(weights, WeightsEnum):
+        return weights
+    try:
+        return get_weight(weights) if isinstance(weights, str) and "." in weights else None
+    except (KeyError, ValueError):
+        return None
+
+
+def _enum_of(name: str) -> dict[str, Any]:
+    """Weights by name, aliases such as ``DEFAULT`` included; empty for a model that torchvision does not know."""
+    from torchvision.models import get_model_weights
+
+    try:
+        return dict(get_model_weights(name).__members__)
+    except ValueError:
+        return {}
+
+
+def _download(url: str) -> Path:
+    """The file in torch hub's cache. Files are named by the start of their hash, which is checked on the way."""
+    file = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        digest = torch.hub.HASH_REGEX.search(file.name)
+        torch.hub.download_url_to_file(url, str(file), digest[1] if digest else None, progress=True)
+    return file
+
+
+def _refuse_folded(model: ResNet) -> None:
+    if model.config.folding is not None:
+        raise ValueError("the batch norms of this model are folded into its convolutions; convert the one it came from")
+
+
+WEIGHTS = WeightMap(
+    name="resnet",
+    noun="a ResNet",
+    classes=(ResNet,),
+    table=table,
+    config_of=config_of,
+    skeleton=skeleton,
+    refuse=_refuse_folded,
+    find=find_weights,
+)
