@@ -19,10 +19,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from zoo.arguments import check_device
 from zoo.bert.checks import check_ids, check_mask
 from zoo.bert.config import BertConfig
 from zoo.bert.outputs import Output, TokenScores
+from zoo.validate import check_device
 
 _Packed = TypeVar("_Packed", bound=Tensor | Output)
 

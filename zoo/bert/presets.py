@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo.arguments import seeded
 from zoo.bert.config import BertConfig
 from zoo.bert.model import Bert
+from zoo.validate import seeded
 
 _BERT: dict[str, Any] = {
     "vocab_size": 30522,

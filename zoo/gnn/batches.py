@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zoo.arguments import check_device
 from zoo.ops.csr import GraphTensors, Transpose
+from zoo.validate import check_device
 
 
 class Bucket(NamedTuple):

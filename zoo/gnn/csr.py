@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zoo.arguments import check_device
 from zoo.gnn.checks import check_edge_weight, check_edges, node_counts
 from zoo.gnn.outside import outside_compile
 from zoo.ops import common
 from zoo.ops.csr import GraphTensors, Split, Transpose, split_rows
+from zoo.validate import check_device
 
 
 class Recipe(NamedTuple):

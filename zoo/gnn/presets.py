@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo.arguments import seeded
 from zoo.gnn.config import GATConfig, GCNConfig, GNNConfig, SAGEConfig
 from zoo.gnn.model import GAT, GCN, GraphSAGE
+from zoo.validate import seeded
 
 # ogbn-arxiv: 128 features and 40 classes, at the widths of the benchmark's own examples.
 _ARXIV: dict[str, Any] = {"in_channels": 128, "hidden_channels": 256, "num_layers": 3, "out_channels": 40}

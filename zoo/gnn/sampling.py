@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.arguments import check_device, check_seed
 from zoo.gnn.batches import Bucket, Drawn, SampledBatch, Subgraph, map_tensors
 from zoo.gnn.csr import CSRGraph
 from zoo.ops.draws import distinct
+from zoo.validate import check_device, check_seed
 
 _setting_threads = threading.Lock()
 

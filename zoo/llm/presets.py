@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo.arguments import seeded
 from zoo.llm.config import LLMConfig, RopeScaling
 from zoo.llm.model import LLM
+from zoo.validate import seeded
 
 _LLAMA: dict[str, Any] = {
     "vocab_size": 128256,

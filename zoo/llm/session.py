@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zoo.arguments import check_seed
 from zoo.engine.cuda_graph import cuda_graph as capture
 from zoo.engine.graphed_step import GraphedStep
 from zoo.llm.cache import KVCache
@@ -17,6 +16,7 @@ from zoo.llm.decode import MOST_ENDS, DecodeState, accept, decode_step
 from zoo.llm.model import LLM
 from zoo.llm.prompts import Prompts, from_start, pieces, prompt_rows
 from zoo.llm.sampling import Sampling, draw_uniform, end_tokens
+from zoo.validate import check_seed
 
 # Longer prompts go in pieces of the largest bucket, so that neither shapes nor masks grow without end.
 BUCKETS = tuple(2**power for power in range(4, 12))

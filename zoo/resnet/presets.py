@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo.arguments import seeded
 from zoo.resnet.config import ResNetConfig
 from zoo.resnet.model import ResNet
+from zoo.validate import seeded
 
 _DEEP: dict[str, Any] = {"block": "bottleneck", "num_classes": 1000}
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo.arguments import seeded
 from zoo.unet.config import UNetConfig
 from zoo.unet.model import UNet
+from zoo.validate import seeded
 
 _SD: dict[str, Any] = {
     "in_channels": 4,

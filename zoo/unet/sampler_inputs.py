@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zoo.arguments import seeded
 from zoo.unet.checks import check_condition
 from zoo.unet.model import UNet
 from zoo.unet.schedule import Schedule
+from zoo.validate import seeded
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,244 @@
+"""Checks in one form: of a model's inputs, before anything runs, and of a config's fields.
+
+Each names the argument, its value, what was expected and what to do. Checks of tensors read no value of a device, so
+they never wait for one::
+
+    tensor("input_ids", input_ids, "B T", kinds="integer")  # dense, [B, T], int64 or int32
+    tensor("images", images, "N 3 H W", kinds="floating", like=weight)  # as the weights, or autocast
+    tensor("mask", mask, "B T", sizes={"B": 4, "T": 16})  # sizes of named dimensions
+    in_range("input_ids", input_ids, config.vocab_size, "vocab_size")  # on the host only
+
+    def __post_init__(self):
+        positive(self, "vocab_size", "hidden_size")
+        divides(self, "num_attention_heads", "hidden_size")
+        one_of(self, "kind", ("bert", "roberta"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.modules import bounds_outside, on_host
+
+INTEGERS = (torch.int64, torch.int32)
+_SEEDS = -(2**63), 2**64 - 1  # what a torch.Generator takes
+
+
+def is_count(value: Any, least: int = 1) -> bool:
+    """Whether this is an integer of at least ``least``, and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+# Inputs
+
+
+def tensor(
+    name: str,
+    given: Any,
+    shape: str | None = None,
+    *,
+    kinds: str | Collection[torch.dtype] | None = None,
+    like: Tensor | None = None,
+    beside: str = "the weights",
+    sizes: Mapping[str, int] | None = None,
+    hint: str = "",
+) -> None:
+    """A dense tensor of this shape, kind, device and dtype.
+
+    Args:
+        name: The argument's.
+        given: Its value.
+        shape: A name or number for each dimension, ``"B T"`` or ``"N 3 H W"``; alternatives are separated by ``|``.
+            Dimensions of one name are equal.
+        kinds: ``"integer"`` (int64 or int32), ``"floating"``, or the very dtypes.
+        like: A tensor on the same device and, if both are floating, of the same dtype; under autocast of any.
+        beside: What ``like`` is, for the message.
+        sizes: Of dimensions whose size is known.
+        hint: What to do about a wrong shape.
+
+    Raises:
+        TypeError: If it is no dense tensor, or of another kind or dtype.
+        ValueError: If its shape or device does not fit.
+    """
+    wanted = "" if shape is None else " or ".join(f"[{', '.join(each.split())}]" for each in shape.split("|"))
+    if not isinstance(given, Tensor) or given.layout != torch.strided:
+        found = given.layout if isinstance(given, Tensor) else type(given).__name__
+        raise TypeError(f"{name} is a {found}, expected a dense tensor{wanted and ' ' + wanted}")
+    if shape is not None and not any(_fits(given.shape, each.split(), sizes or {}) for each in shape.split("|")):
+        known = "".join(f", {key} = {size}" for key, size in (sizes or {}).items())
+        raise ValueError(f"{name} has shape {list(given.shape)}, expected {wanted}{known}{hint}")
+    if like is not None and given.device != like.device:
+        raise ValueError(f"{name} is on {given.device} and {beside} on {like.device}; move one of them")
+    kind(name, given, kinds, like=like, beside=beside)
+
+
+def kind(
+    name: str,
+    given: Tensor,
+    kinds: str | Collection[torch.dtype] | None,
+    *,
+    like: Tensor | None = None,
+    beside: str = "the weights",
+) -> None:
+    """The dtype of a tensor; see :func:`tensor`.
+
+    Raises:
+        TypeError: If it is of another.
+    """
+    if kinds == "floating":
+        expected = "floating-point numbers" if like is None else str(like.dtype)
+        if not given.is_floating_point():
+            raise TypeError(f"{name} is {given.dtype}, expected {expected}; use {name}.to(dtype)")
+    elif kinds is not None:
+        known = INTEGERS if kinds == "integer" else tuple(kinds)
+        if given.dtype not in known:
+            names = " or ".join(str(dtype).removeprefix("torch.") for dtype in known)  # type: ignore[arg-type]
+            raise TypeError(f"{name} is {given.dtype}, expected {names}")
+    if like is None or given.dtype == like.dtype or not like.is_floating_point() or kinds == "integer":
+        return
+    # Autocast leaves float64 as it is.
+    castable = given.is_floating_point() and torch.float64 not in (given.dtype, like.dtype)
+    if not castable or not torch.is_autocast_enabled(given.device.type):
+        also = ", or torch.autocast" if castable else ""
+        raise TypeError(f"{name} is {given.dtype} and {beside} {like.dtype}; use {name}.to({like.dtype}){also}")
+
+
+def in_range(name: str, ids: Tensor, limit: int, field: str, hint: str = "") -> None:
+    """Integers from 0 to below ``limit``, which the model calls ``field``; values are looked at on the host only.
+
+    Raises:
+        TypeError: If they are no integers.
+        ValueError: If one is out of range.
+    """
+    kind(name, ids, "integer")
+    if on_host(ids) and (bounds := bounds_outside(ids, limit)) is not None:
+        low, high = bounds
+        raise ValueError(f"{name} has values from {low} to {high}, but {field} is {limit}: pass 0 to {limit - 1}{hint}")
+
+
+def count(name: str, value: Any, least: int = 1) -> None:
+    """An integer of at least ``least``.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if not is_count(value, least):
+        expected = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        raise ValueError(f"{name} is {value!r}, expected {expected}")
+
+
+def check_seed(seed: int) -> None:
+    """Refuse what no generator takes.
+
+    Raises:
+        TypeError: If it is no integer.
+        ValueError: If it does not fit into 64 bits.
+    """
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise TypeError(f"seed is {seed!r}, expected an integer")
+    least, greatest = _SEEDS
+    if not least <= seed <= greatest:
+        raise ValueError(f"seed is {seed}, expected {least} to {greatest}: what fits into 64 bits")
+
+
+def seeded(seed: int) -> torch.Generator:
+    """A generator on the CPU, whose numbers are the same wherever they go.
+
+    Raises:
+        TypeError, ValueError: If the seed is none.
+    """
+    check_seed(seed)
+    return torch.Generator("cpu").manual_seed(seed)
+
+
+def check_device(device: torch.device | str, what: str) -> None:
+    """Refuse a dtype in the place of a device: tensors would take it, and indices become floats.
+
+    Args:
+        device: As given.
+        what: What moves, for the message: "a graph".
+    """
+    if isinstance(device, torch.dtype):
+        raise TypeError(f"device is {device}: {what} moves to devices alone, and fits whatever the dtype of the model")
+
+
+# Fields of configs
+
+
+def positive(config: Any, *names: str) -> None:
+    """Positive integers.
+
+    Raises:
+        ValueError: If one is not.
+    """
+    for name in names:
+        count(name, getattr(config, name))
+
+
+def positive_number(config: Any, *names: str) -> None:
+    """Numbers above zero.
+
+    Raises:
+        ValueError: If one is not.
+    """
+    for name in names:
+        if not getattr(config, name) > 0:
+            raise ValueError(f"{name} is {getattr(config, name)!r}, expected a positive number")
+
+
+def divides(config: Any, part: str, whole: str) -> None:
+    """One field is a multiple of the other.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    first, second = getattr(config, whole), getattr(config, part)
+    if first % second:
+        raise ValueError(f"{whole} is {first} and {part} is {second}: the first must be a multiple of the second")
+
+
+def one_of(config: Any, name: str, known: Collection[Any]) -> None:
+    """A field has one of these values.
+
+    Raises:
+        ValueError: If it has not.
+    """
+    if getattr(config, name) not in known:
+        raise ValueError(f"{name} is {getattr(config, name)!r}, expected one of {', '.join(map(repr, known))}")
+
+
+def probability(config: Any, *names: str) -> None:
+    """Numbers from 0 to below 1, or None.
+
+    Raises:
+        ValueError: If one is not.
+    """
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not 0 <= value < 1:
+            raise ValueError(f"{name} is {value!r}, expected a probability below 1")
+
+
+def optional_index(config: Any, name: str, limit: str) -> None:
+    """None, or an index below another field.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    value, most = getattr(config, name), getattr(config, limit)
+    if value is not None and not 0 <= value < most:
+        raise ValueError(f"{name} is {value}, but {limit} is {most}: pass 0 to {most - 1}, or None")
+
+
+def _fits(shape: Sequence[int], names: Sequence[str], sizes: Mapping[str, int]) -> bool:
+    if len(shape) != len(names):
+        return False
+    known = dict(sizes)
+    for size, name in zip(shape, names, strict=True):
+        if size != (int(name) if name.isdigit() else known.setdefault(name, size)):
+            return False
+    return True
