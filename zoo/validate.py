@@ -92,7 +92,7 @@ def kind(
     if kinds == "floating":
         expected = "floating-point numbers" if like is None else str(like.dtype)
         if not given.is_floating_point():
-            raise TypeError(f"{name} is {given.dtype}, expected {expected}; use {name}.to(dtype)")
+            raise TypeError(f"{name} is {given.dtype}, expected {expected}")
     elif kinds is not None:
         known = INTEGERS if kinds == "integer" else tuple(kinds)
         if given.dtype not in known:

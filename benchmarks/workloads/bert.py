@@ -15,7 +15,7 @@ from benchmarks.workloads.bert_upstream import UpstreamStep
 from benchmarks.workloads.cuts import CUTS, MARK, cut
 from benchmarks.workloads.llm_weights import SeededWeights
 from zoo.bert import Bert, BertConfig, PackedBatch, pack, token_buckets
-from zoo.bert.checkpoint import placements
+from zoo.bert.convert import placements
 from zoo.bert.presets import PRESETS
 from zoo.weights import fill
 

@@ -21,7 +21,7 @@ from benchmarks.workloads.bert_batches import EPOCH, ROUND, Batches
 from benchmarks.workloads.bert_texts import LABELS
 from benchmarks.workloads.llm_weights import SeededWeights
 from zoo.bert import Bert, BertConfig
-from zoo.bert.checkpoint import placements
+from zoo.bert.convert import placements
 from zoo.bert.presets import PRESETS
 from zoo.weights import fill
 

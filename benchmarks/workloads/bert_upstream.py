@@ -16,14 +16,14 @@ REFERENCE_ROWS = 16
 
 def shapes(config: BertConfig) -> dict[str, tuple[int, ...]]:
     """Of all weights under transformers' names."""
-    from zoo.bert.upstream import skeleton
+    from zoo.bert.convert import skeleton
 
     return {name: tuple(parameter.shape) for name, parameter in skeleton(config).named_parameters()}
 
 
 def build(config: BertConfig, weights: Mapping[str, Tensor]) -> Any:
     """The library's model, ``BertModel`` or with a head, in eval mode with these weights, which become its own."""
-    from zoo.bert.upstream import reset_buffers, skeleton
+    from zoo.bert.convert import reset_buffers, skeleton
 
     model = skeleton(config)
     model.load_state_dict(dict(weights), strict=True, assign=True)

@@ -2,10 +2,10 @@
 
 from zoo.bert.attention import Rows as Rows
 from zoo.bert.attention import attend as attend
-from zoo.bert.checkpoint import check_folder
-from zoo.bert.checkpoint import load as load
-from zoo.bert.checkpoint import save as save
 from zoo.bert.config import BertConfig as BertConfig
+from zoo.bert.convert import WEIGHTS
+from zoo.bert.convert import load as load
+from zoo.bert.convert import save as save
 from zoo.bert.heads import MaskedLMHead as MaskedLMHead
 from zoo.bert.heads import PoolerHead as PoolerHead
 from zoo.bert.heads import SequenceHead as SequenceHead
@@ -32,8 +32,7 @@ FAMILY = register(
         build=Bert,
         model_types=(Bert,),
         example_inputs=example_inputs,
-        upstream_module="zoo.bert.upstream",
         upstream_packages=("transformers",),
-        check_folder=check_folder,
+        weights=WEIGHTS,
     )
 )

@@ -1,0 +1,278 @@
+"""To and from transformers' BERT and RoBERTa, the encoder alone or with a head.
+
+Their queries, keys and values are rows of one tensor here. Names differ by the head that a checkpoint was saved with,
+and by its age; a checkpoint of one head may be loaded under another, which then starts from random weights.
+transformers is imported when a model is converted, loaded or saved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.bert.config import ACTIVATIONS, USE_FIELDS, BertConfig
+from zoo.bert.heads import make_head
+from zoo.bert.model import Bert
+from zoo.modules import initialise
+from zoo.weights import Placement, Table, WeightMap, open_tensors, warn
+
+_KINDS = {"bert": "Bert", "roberta": "Roberta"}
+_HEADS = {
+    "none": "Model",
+    "pooled": "Model",
+    "masked-lm": "ForMaskedLM",
+    "sequence-classification": "ForSequenceClassification",
+    "token-classification": "ForTokenClassification",
+    "question-answering": "ForQuestionAnswering",
+}
+_CLASSES = {f"{name}{suffix}": (kind, head) for kind, name in _KINDS.items() for head, suffix in _HEADS.items()}
+# {theirs: ours} of the heads.
+_HEAD_TABLES: dict[tuple[str, str], dict[str, str]] = {
+    ("bert", "masked-lm"): {
+        "cls.predictions.transform.dense": "head.dense",
+        "cls.predictions.transform.LayerNorm": "head.norm",
+    },
+    ("roberta", "masked-lm"): {"lm_head.dense": "head.dense", "lm_head.layer_norm": "head.norm"},
+    ("bert", "sequence-classification"): {"bert.pooler.dense": "head.dense", "classifier": "head.classifier"},
+    ("roberta", "sequence-classification"): {
+        "classifier.dense": "head.dense",
+        "classifier.out_proj": "head.classifier",
+    },
+}
+_SAME_HEAD_TABLES = {
+    "pooled": {"pooler.dense": "head.dense"},
+    "token-classification": {"classifier": "head.classifier"},
+    "question-answering": {"qa_outputs": "head.outputs"},
+}
+# What other heads leave in a checkpoint, and buffers of old releases.
+_OTHERS = ("cls.", "lm_head.", "classifier.", "qa_outputs.", "pooler.")
+_OLD_BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
+# Fields of theirs that are ours, by the same name.
+_SHARED = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+    "type_vocab_size",
+    "layer_norm_eps",
+    "pad_token_id",
+    "hidden_act",
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "num_labels",
+    "problem_type",
+    "classifier_dropout",
+    "tie_word_embeddings",
+)
+
+
+def table(config: BertConfig) -> Table:
+    """{theirs: ours} of a checkpoint that was saved with this head."""
+    base, width = _base(config), config.hidden_size
+    layer = f"{base}encoder.layer.{{}}"
+    names: dict[str, str | Placement] = {
+        f"{base}embeddings.word_embeddings": "embeddings.word_embeddings",
+        f"{base}embeddings.position_embeddings": "embeddings.position_embeddings",
+        f"{base}embeddings.token_type_embeddings": "embeddings.token_type_embeddings",
+        f"{base}embeddings.LayerNorm": "embeddings.norm",
+        f"{layer}.attention.self.query": Placement("layers.{}.qkv", 0, width),
+        f"{layer}.attention.self.key": Placement("layers.{}.qkv", width, width),
+        f"{layer}.attention.self.value": Placement("layers.{}.qkv", 2 * width, width),
+        f"{layer}.attention.output.dense": "layers.{}.attention_output",
+        f"{layer}.attention.output.LayerNorm": "layers.{}.attention_norm",
+        f"{layer}.intermediate.dense": "layers.{}.intermediate",
+        f"{layer}.output.dense": "layers.{}.output",
+        f"{layer}.output.LayerNorm": "layers.{}.output_norm",
+    }
+    names |= _HEAD_TABLES.get((config.kind, config.head)) or _SAME_HEAD_TABLES.get(config.head, {})
+    if config.head == "masked-lm":
+        theirs = "cls.predictions" if config.kind == "bert" else "lm_head"
+        if config.tie_word_embeddings:
+            names[f"{theirs}.bias"] = "head.bias"
+            names[f"{theirs}.decoder.weight"] = Placement("embeddings.word_embeddings.weight", repeated=True)
+            names[f"{theirs}.decoder.bias"] = Placement("head.bias", repeated=True)
+        else:
+            # Untied, their product has a bias of its own, and the other one is not used.
+            names[f"{theirs}.bias"] = "head.unused_bias"
+            names[f"{theirs}.decoder.weight"] = "decoder.weight"
+            names[f"{theirs}.decoder.bias"] = "head.bias"
+    return names
+
+
+def adapt(tensors: Mapping[str, Tensor], config: BertConfig, source: str) -> dict[str, Tensor]:
+    """A checkpoint's tensors under the names of :func:`table`.
+
+    Tensors of other heads are left out. A head that is not in the checkpoint gets random weights, and a warning.
+    """
+    with torch.device("meta"):
+        places = WEIGHTS.places(Bert(config))
+    base = _base(config)
+    fitted: dict[str, Tensor] = {}
+    for key in tensors:
+        name = key.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+        bare = name.removeprefix(config.kind + ".")
+        name = base + bare if bare.startswith(("embeddings.", "encoder.", "pooler.")) else name
+        if name in places:
+            fitted[name] = tensors[key]
+        elif not bare.startswith(_OTHERS) and bare not in _OLD_BUFFERS:
+            fitted[key] = tensors[key]  # unknown: fill() names it
+    of_head = {
+        key: place.name
+        for key, place in places.items()
+        if place.name.startswith(("head.", "decoder.")) and not place.repeated
+    }
+    for what, is_pooler in (("pooler", True), (f"{config.head} head", False)):
+        group = {key: name for key, name in of_head.items() if ("pooler." in key) == is_pooler}
+        if group and not group.keys() & fitted.keys():
+            like, drawn = next(iter(fitted.values()), torch.empty(0)), _drawn_head(config)
+            fitted |= {key: drawn[name].to(like) for key, name in group.items()}
+            warn(f"{source} has no {what}: it starts from random weights and needs training")
+    return fitted
+
+
+def config_of(module: Any) -> BertConfig:
+    """The config of a transformers model.
+
+    Raises:
+        NotImplementedError: If it is of another class.
+        ValueError: If it uses an option that the zoo does not support; the message names option and value.
+    """
+    import transformers
+
+    name = type(module).__name__
+    if name not in _CLASSES or type(module) is not getattr(transformers, name):
+        raise NotImplementedError(f"{name} is not one of {', '.join(_CLASSES)}, exactly")
+    head = _CLASSES[name][1]
+    return convert_config(module.config, "none" if head == "pooled" and module.pooler is None else head)
+
+
+def skeleton(config: BertConfig) -> Any:
+    """Transformers' model without memory for its weights."""
+    import transformers
+
+    options = {"add_pooling_layer": config.head == "pooled"} if config.head in ("none", "pooled") else {}
+    with torch.device("meta"):
+        return getattr(transformers, _KINDS[config.kind] + _HEADS[config.head])(upstream_config(config), **options)
+
+
+def reset_buffers(module: Any) -> None:
+    """Compute what is in no state dict and was not computed on meta."""
+    embeddings = module.base_model.embeddings
+    rows, device = embeddings.position_embeddings.num_embeddings, embeddings.word_embeddings.weight.device
+    embeddings.position_ids = torch.arange(rows, device=device).expand((1, -1))
+    embeddings.token_type_ids = torch.zeros_like(embeddings.position_ids)
+
+
+def read_config(folder: Path, *, head: str | None = None, **overrides: Any) -> BertConfig:
+    """The config of a checkpoint folder, as transformers reads its ``config.json``.
+
+    Args:
+        folder: With the file.
+        head: None for the one that the checkpoint was saved with, ``pooled`` where the zoo does not have it, ``none``
+            where there is not even a pooler.
+        overrides: Further fields to replace.
+
+    Raises:
+        ValueError: If it is another kind of model, or has an option that the zoo does not support.
+    """
+    import transformers
+
+    theirs = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    # The one that pretraining used has two heads, of which this is the one that is kept.
+    named = (getattr(theirs, "architectures", None) or [""])[0].replace("ForPreTraining", "ForMaskedLM")
+    config = convert_config(theirs, head or _CLASSES.get(named, ("", "pooled"))[1])
+    if head is None and config.head == "pooled":
+        # transformers' class is the same with and without a pooler.
+        with open_tensors(folder) as tensors:
+            if not any("pooler." in key for key in tensors):
+                overrides = {"head": "none", **overrides}
+    return dataclasses.replace(config, **overrides)
+
+
+def convert_config(theirs: Any, head: str) -> BertConfig:
+    """A transformers config as the zoo's.
+
+    Raises:
+        ValueError: If it is another kind of model, or has an option that the zoo does not support.
+    """
+    kind = theirs.model_type
+    if kind not in _KINDS:
+        raise ValueError(f"model_type={kind!r} is not supported; the zoo has {', '.join(_KINDS)}")
+    for option, supported, why in (
+        ("is_decoder", (False,), "the zoo's is an encoder: all tokens see each other"),
+        ("add_cross_attention", (False,), "there is no decoder"),
+        ("position_embedding_type", ("absolute", None), "positions are learned, one vector each"),
+        ("quantization_config", (None,), "load the weights that were quantised instead"),
+        ("hidden_act", ACTIVATIONS, f"there are {', '.join(ACTIVATIONS)}"),
+    ):
+        value = getattr(theirs, option, supported[0])
+        if value not in supported:
+            raise ValueError(f"transformers' {kind} with {option}={value!r} is not supported: {why}")
+    shared: dict[str, Any] = {name: getattr(theirs, name, None) for name in _SHARED}
+    if head in ("none", "pooled", "masked-lm"):
+        # Of no meaning there, and whatever a checkpoint of a classifier says would make equal models differ.
+        shared |= {"num_labels": 2, "problem_type": None, "classifier_dropout": None}
+    return BertConfig(**shared, kind=kind, head=head)
+
+
+def upstream_config(config: BertConfig) -> Any:
+    """The zoo's config as transformers'."""
+    import transformers
+
+    architecture = _KINDS[config.kind] + _HEADS[config.head]
+    made = getattr(transformers, architecture).config_class(**{name: getattr(config, name) for name in _SHARED})
+    made.architectures = [architecture]
+    return made
+
+
+def write_config(config: BertConfig, dtype: torch.dtype, folder: Path) -> None:
+    """Write transformers' ``config.json``."""
+    made = upstream_config(config)
+    made.dtype = dtype
+    made.save_pretrained(folder)
+
+
+def _base(config: BertConfig) -> str:
+    """What transformers puts before the encoder's names."""
+    return "" if config.head in ("none", "pooled") else config.kind + "."
+
+
+def _drawn_head(config: BertConfig) -> dict[str, Tensor]:
+    """A new head's tensors by our names, on the CPU."""
+    with torch.device("cpu"):
+        head = make_head(config)
+        assert head is not None
+        head.apply(initialise)
+        drawn = {f"head.{name}": tensor.detach() for name, tensor in head.named_parameters()}
+        if config.head == "masked-lm" and not config.tie_word_embeddings:
+            drawn["decoder.weight"] = torch.empty(config.vocab_size, config.hidden_size).normal_(std=0.02)
+    return drawn
+
+
+WEIGHTS = WeightMap(
+    name="bert",
+    noun="an encoder",
+    classes=(Bert,),
+    table=table,
+    config_of=config_of,
+    skeleton=skeleton,
+    finish=reset_buffers,
+    adapt=adapt,
+    read_config=read_config,
+    write_config=write_config,
+    use_fields=USE_FIELDS,
+)
+load, save = WEIGHTS.load, WEIGHTS.save
+
+
+def placements(config: BertConfig) -> dict[str, Placement]:
+    """Where each tensor of a transformers checkpoint goes that was saved with this head."""
+    with torch.device("meta"):
+        return WEIGHTS.places(Bert(config))
