@@ -21,7 +21,7 @@ from benchmarks.workloads import resnet_upstream, resnet_work
 from benchmarks.workloads.cuts import CUTS
 from benchmarks.workloads.resnet import WORKLOAD, sizes
 from zoo.resnet import ResNet
-from zoo.resnet.presets import PRESETS
+from zoo.resnet.model import PRESETS
 
 DEBUG = [name for name in WORKLOAD.models if name.startswith("resnet-debug")]
 FOLDED = "resnet-debug-folded"

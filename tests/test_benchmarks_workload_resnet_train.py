@@ -24,7 +24,7 @@ from benchmarks.workloads.resnet import WORKLOAD
 from zoo.engine.compile import plan_of
 from zoo.engine.graph_log import LEDGER
 from zoo.resnet import ResNetConfig
-from zoo.resnet.presets import PRESETS
+from zoo.resnet.model import PRESETS
 from zoo.training import TrainingStep
 
 GIB = 1 << 30

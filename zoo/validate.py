@@ -45,6 +45,7 @@ def tensor(
     like: Tensor | None = None,
     beside: str = "the weights",
     sizes: Mapping[str, int] | None = None,
+    empty: bool = True,
     hint: str = "",
 ) -> None:
     """A dense tensor of this shape, kind, device and dtype.
@@ -58,7 +59,8 @@ def tensor(
         like: A tensor on the same device and, if both are floating, of the same dtype; under autocast of any.
         beside: What ``like`` is, for the message.
         sizes: Of dimensions whose size is known.
-        hint: What to do about a wrong shape.
+        empty: Whether a dimension may be 0.
+        hint: What to do about a wrong shape or kind.
 
     Raises:
         TypeError: If it is no dense tensor, or of another kind or dtype.
@@ -71,9 +73,11 @@ def tensor(
     if shape is not None and not any(_fits(given.shape, each.split(), sizes or {}) for each in shape.split("|")):
         known = "".join(f", {key} = {size}" for key, size in (sizes or {}).items())
         raise ValueError(f"{name} has shape {list(given.shape)}, expected {wanted}{known}{hint}")
+    if not empty and 0 in given.shape:
+        raise ValueError(f"{name} has shape {list(given.shape)}, expected {wanted}, none of them 0")
     if like is not None and given.device != like.device:
         raise ValueError(f"{name} is on {given.device} and {beside} on {like.device}; move one of them")
-    kind(name, given, kinds, like=like, beside=beside)
+    kind(name, given, kinds, like=like, beside=beside, hint=hint)
 
 
 def kind(
@@ -83,6 +87,7 @@ def kind(
     *,
     like: Tensor | None = None,
     beside: str = "the weights",
+    hint: str = "",
 ) -> None:
     """The dtype of a tensor; see :func:`tensor`.
 
@@ -92,12 +97,13 @@ def kind(
     if kinds == "floating":
         expected = "floating-point numbers" if like is None else str(like.dtype)
         if not given.is_floating_point():
-            raise TypeError(f"{name} is {given.dtype}, expected {expected}")
+            raise TypeError(f"{name} is {given.dtype}, expected {expected}{hint}")
     elif kinds is not None:
         known = INTEGERS if kinds == "integer" else tuple(kinds)
         if given.dtype not in known:
             names = " or ".join(str(dtype).removeprefix("torch.") for dtype in known)  # type: ignore[arg-type]
-            raise TypeError(f"{name} is {given.dtype}, expected {names}")
+            remedy = "" if kinds == "integer" else f"; use {name}.to({known[0]})"
+            raise TypeError(f"{name} is {given.dtype}, expected {names}{remedy}{hint}")
     if like is None or given.dtype == like.dtype or not like.is_floating_point() or kinds == "integer":
         return
     # Autocast leaves float64 as it is.

@@ -16,7 +16,7 @@ from benchmarks.workloads import resnet_train, resnet_upstream, resnet_work
 from benchmarks.workloads.base import UNSCALED, Prepared, dtype_of, refuses_unknown
 from benchmarks.workloads.cuts import CUTS, MARK, cut
 from zoo.resnet import ResNet, ResNetConfig, fold_batch_norm
-from zoo.resnet.presets import PRESETS
+from zoo.resnet.model import PRESETS
 
 _FOLDINGS = ("", "-folded", "-folded-matmul", "-folded-fused", "-folded-fused-matmul")
 _MODEL = re.compile(

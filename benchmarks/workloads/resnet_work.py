@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zoo.resnet import ResNetConfig
-from zoo.resnet.config import STEM_WIDTH
+from zoo.resnet.model import STEM_WIDTH
 
 BYTES_FORMULA = (
     "Convolutions are calls of their own: each reads its input and its weights and writes its output. Norm, activation "

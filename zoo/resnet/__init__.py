@@ -1,24 +1,25 @@
 """ResNet, ResNeXt and wide ResNet in channels_last, with its blocks as regions."""
 
 from zoo.registry import Family, register
-from zoo.resnet.config import Folding as Folding
-from zoo.resnet.config import ResNetConfig as ResNetConfig
 from zoo.resnet.convert import WEIGHTS
 from zoo.resnet.convert import transforms as transforms
 from zoo.resnet.folding import fold_batch_norm as fold_batch_norm
+from zoo.resnet.model import PRESETS as PRESETS
 from zoo.resnet.model import BasicBlock as BasicBlock
 from zoo.resnet.model import Bottleneck as Bottleneck
+from zoo.resnet.model import Folding as Folding
 from zoo.resnet.model import ResNet as ResNet
+from zoo.resnet.model import ResNetConfig as ResNetConfig
 from zoo.resnet.model import ResNetHead as ResNetHead
 from zoo.resnet.model import ResNetStage as ResNetStage
-from zoo.resnet.presets import PRESETS, build, example_inputs
-from zoo.resnet.units import Stem as Stem
+from zoo.resnet.model import Stem as Stem
+from zoo.resnet.model import example_inputs
 
 FAMILY = register(
     Family(
         name="resnet",
         presets=PRESETS,
-        build=build,
+        build=ResNet,
         model_types=(ResNet,),
         example_inputs=example_inputs,
         upstream_packages=("torchvision",),

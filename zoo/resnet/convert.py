@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo.resnet.config import NORMS, ResNetConfig
-from zoo.resnet.model import ResNet
+from zoo.resnet.model import NORMS, STEM_WIDTH, ResNet, ResNetConfig
 from zoo.weights import Table, WeightMap
 
 
@@ -92,25 +91,21 @@ def config_of(module: nn.Module) -> ResNetConfig:
 
 def skeleton(config: ResNetConfig) -> nn.Module:
     """Torchvision's model without memory for its weights."""
-    with torch.device("meta"):
-        return _theirs(config)
-
-
-def _theirs(config: ResNetConfig) -> nn.Module:
     from torchvision.models import resnet as torchvision
 
-    module: Any = torchvision.ResNet(
-        torchvision.Bottleneck if config.block == "bottleneck" else torchvision.BasicBlock,
-        list(config.layers),
-        num_classes=config.num_classes,
-        groups=config.groups,
-        width_per_group=config.width_per_group,
-        replace_stride_with_dilation=list(config.replace_stride_with_dilation),
-        norm_layer=partial(_norms()[config.norm], **config.norm_kwargs),
-    )
-    if config.in_channels != 3:
-        # torchvision has no option for it; its users put another convolution there.
-        module.conv1 = nn.Conv2d(config.in_channels, 64, 7, stride=2, padding=3, bias=False)
+    with torch.device("meta"):
+        module: Any = torchvision.ResNet(
+            torchvision.Bottleneck if config.block == "bottleneck" else torchvision.BasicBlock,
+            list(config.layers),
+            num_classes=config.num_classes,
+            groups=config.groups,
+            width_per_group=config.width_per_group,
+            replace_stride_with_dilation=list(config.replace_stride_with_dilation),
+            norm_layer=partial(_norms()[config.norm], **config.norm_kwargs),
+        )
+        if config.in_channels != 3:
+            # torchvision has no option for it; its users put another convolution there.
+            module.conv1 = nn.Conv2d(config.in_channels, STEM_WIDTH, 7, stride=2, padding=3, bias=False)
     return module
 
 

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo.resnet.config import Folding
-from zoo.resnet.model import ResNet
-from zoo.resnet.units import Join, Unit
+from zoo.resnet.model import Folding, Join, ResNet, Unit
 
 
 @torch.no_grad()

@@ -8,24 +8,298 @@
     bottleneck         x ─ 1 × 1 ─ norm ─ act ─ 3 × 3 ─ norm ─ act ─ 1 × 1 ─ norm ─ add ─ act ─▶
                        └──────────────────────── (1 × 1 ─ norm) ────────────────────┘
 
-The regions are the blocks, stem and head. All of it is in channels_last.
+The regions are the blocks, stem and head. All of it is in channels_last. Norms hold tensors and are never called: norm,
+residual and activation are one operator behind a convolution. In a folded model (``fold_batch_norm``) convolutions have
+biases in place of norms.
 
 Shape legend: N images, C channels, H height, W width, K classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zoo import validate
 from zoo.engine.discover import Region
-from zoo.modules import channels_last
-from zoo.resnet.checks import check_images, check_norms
-from zoo.resnet.config import BlockShape, ResNetConfig
-from zoo.resnet.units import Join, Stem, Unit
+from zoo.modules import channels_last, plain, to_images, to_rows
+from zoo.ops.batch_norm import Norm, bias_act, norm_act
+from zoo.ops.common import differentiated, watched
+from zoo.ops.conv_act import conv_act, linear_relu
+from zoo.ops.pooling import bias_act_pool, norm_act_pool
+from zoo.ops.stem_conv import stem_conv
+
+NORMS: dict[str, dict[str, Any]] = {
+    "batch": {"eps": 1e-5, "momentum": 0.1, "track_running_stats": True},
+    "frozen": {"eps": 1e-5},
+}
+STEM_WIDTH = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folding:
+    """How a model runs whose batch norms are folded into its convolutions; see ``zoo.resnet.fold_batch_norm``.
+
+    Args:
+        convolutions: ``"glue"``: the library's convolution, then bias, residual and activation in one pass.
+            ``"fused"``: all in one call of cuDNN where it runs.
+        pointwise: 1 × 1 convolutions of stride 1 as ``"convolution"``, or as ``"matmul"``: a matrix product over
+            pixels, with bias and activation in it where no residual is added.
+    """
+
+    convolutions: str = "glue"
+    pointwise: str = "convolution"
+
+    def __post_init__(self) -> None:
+        validate.one_of(self, "convolutions", ("glue", "fused"))
+        validate.one_of(self, "pointwise", ("convolution", "matmul"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockShape:
+    """Channels of one block (given, inside, returned), and the options of its 3 × 3 convolution.
+
+    The first 3 × 3 convolution and the shortcut have the stride.
+    """
+
+    inputs: int
+    inner: int
+    outputs: int
+    stride: int
+    dilation: int
+    groups: int
+
+    @property
+    def projects(self) -> bool:
+        """Whether the shortcut is a convolution: size or width change."""
+        return self.stride != 1 or self.inputs != self.outputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResNetConfig:
+    """A ResNet, ResNeXt or wide ResNet. Architecture has no default; switches default as torchvision's do.
+
+    Args:
+        block: ``"basic"`` (two 3 × 3 convolutions) or ``"bottleneck"`` (1 × 1, 3 × 3, 1 × 1).
+        layers: Blocks of each of the four stages.
+        num_classes: Width of the output.
+        in_channels: Channels of the images.
+        groups: Of the 3 × 3 convolutions; bottlenecks only.
+        width_per_group: Width of a bottleneck's inside in the first stage, for each group.
+        replace_stride_with_dilation: For stages 2, 3 and 4: keep the size and dilate instead; bottlenecks only.
+        norm: ``"batch"``, or ``"frozen"`` for torchvision's ``FrozenBatchNorm2d``.
+        norm_kwargs: Options of the norm that differ from ``NORMS``.
+        zero_init_residual: Random weights only: start every block as its shortcut.
+        folding: How a model runs whose norms are folded; None for one with norms.
+    """
+
+    block: str
+    layers: tuple[int, int, int, int]
+    num_classes: int
+    in_channels: int = 3
+    groups: int = 1
+    width_per_group: int = 64
+    replace_stride_with_dilation: tuple[bool, bool, bool] = (False, False, False)
+    norm: str = "batch"
+    norm_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    zero_init_residual: bool = False
+    folding: Folding | None = None
+
+    def __post_init__(self) -> None:
+        # Lists are common in configurations that come from files, and not equal to tuples.
+        object.__setattr__(self, "layers", tuple(self.layers))
+        object.__setattr__(self, "replace_stride_with_dilation", tuple(map(bool, self.replace_stride_with_dilation)))
+        validate.one_of(self, "block", ("basic", "bottleneck"))
+        validate.one_of(self, "norm", tuple(NORMS))
+        validate.positive(self, "num_classes", "in_channels", "groups", "width_per_group")
+        dilated = self.replace_stride_with_dilation
+        if len(self.layers) != 4 or not all(validate.is_count(count) for count in self.layers):
+            raise ValueError(f"layers is {self.layers!r}, expected four positive numbers of blocks")
+        if len(dilated) != 3:
+            raise ValueError(f"replace_stride_with_dilation is {dilated}, expected three flags, for stages 2, 3 and 4")
+        if unknown := sorted(set(self.norm_kwargs) - set(NORMS[self.norm])):
+            raise ValueError(
+                f"norm_kwargs has {', '.join(unknown)}, which norm {self.norm!r} does not take; it takes "
+                f"{', '.join(NORMS[self.norm])}"
+            )
+        if self.norm_options.get("momentum", 0.1) is None:
+            raise ValueError("norm_kwargs has momentum=None, a cumulative average that reads the device at each step")
+        if self.block == "basic" and (self.groups, self.width_per_group) != (1, 64):
+            raise ValueError(
+                f"groups is {self.groups} and width_per_group {self.width_per_group}: basic blocks have neither; use "
+                "block='bottleneck'"
+            )
+        if self.block == "basic" and any(shape.dilation != 1 for stage in self.stages() for shape in stage):
+            raise ValueError(
+                f"replace_stride_with_dilation is {dilated}: basic blocks cannot be dilated; use block='bottleneck'"
+            )
+
+    @property
+    def norm_options(self) -> dict[str, Any]:
+        """Options of the norm, all of them."""
+        return {**NORMS[self.norm], **self.norm_kwargs}
+
+    @property
+    def expansion(self) -> int:
+        """How many times wider a block's output is than its stage's width."""
+        return 4 if self.block == "bottleneck" else 1
+
+    @property
+    def features(self) -> int:
+        """Channels of the last stage."""
+        return 512 * self.expansion
+
+    @property
+    def reduction(self) -> int:
+        """Pixels of an image's side for one of the last stage's."""
+        return 4 * 2 ** sum(not replaced for replaced in self.replace_stride_with_dilation)
+
+    def stages(self) -> Iterator[list[BlockShape]]:
+        """The blocks of each stage."""
+        inputs, dilation = STEM_WIDTH, 1
+        for index, count in enumerate(self.layers):
+            width, stride, before = 64 * 2**index, 1 if index == 0 else 2, dilation
+            if index > 0 and self.replace_stride_with_dilation[index - 1]:
+                stride, dilation = 1, dilation * 2
+            inner = int(width * (self.width_per_group / 64)) * self.groups if self.block == "bottleneck" else width
+            common = {"inner": inner, "outputs": width * self.expansion, "groups": self.groups}
+            first = BlockShape(inputs=inputs, stride=stride, dilation=before, **common)
+            inputs = first.outputs
+            yield [first] + [BlockShape(inputs=inputs, stride=1, dilation=dilation, **common)] * (count - 1)
+
+
+_DEEP: dict[str, Any] = {"block": "bottleneck", "num_classes": 1000}
+
+# Named as torchvision names them.
+PRESETS: dict[str, ResNetConfig] = {
+    "resnet18": ResNetConfig(block="basic", layers=(2, 2, 2, 2), num_classes=1000),
+    "resnet34": ResNetConfig(block="basic", layers=(3, 4, 6, 3), num_classes=1000),
+    "resnet50": ResNetConfig(layers=(3, 4, 6, 3), **_DEEP),
+    "resnet101": ResNetConfig(layers=(3, 4, 23, 3), **_DEEP),
+    "resnet152": ResNetConfig(layers=(3, 8, 36, 3), **_DEEP),
+    "resnext50_32x4d": ResNetConfig(layers=(3, 4, 6, 3), groups=32, width_per_group=4, **_DEEP),
+    "resnext101_32x8d": ResNetConfig(layers=(3, 4, 23, 3), groups=32, width_per_group=8, **_DEEP),
+    "resnext101_64x4d": ResNetConfig(layers=(3, 4, 23, 3), groups=64, width_per_group=4, **_DEEP),
+    "wide_resnet50_2": ResNetConfig(layers=(3, 4, 6, 3), width_per_group=128, **_DEEP),
+    "wide_resnet101_2": ResNetConfig(layers=(3, 4, 23, 3), width_per_group=128, **_DEEP),
+    "resnet-debug": ResNetConfig(block="bottleneck", layers=(2, 2, 1, 1), num_classes=10, width_per_group=16),
+}
+
+
+class FrozenBatchNorm(nn.Module):
+    """The tensors of a batch norm that never changes, torchvision's ``FrozenBatchNorm2d``."""
+
+    weight: Tensor
+    bias: Tensor
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, channels: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        for name, value in (("weight", 1.0), ("bias", 0.0), ("running_mean", 0.0), ("running_var", 1.0)):
+            self.register_buffer(name, torch.full((channels,), value))
+
+
+def _make_norm(config: ResNetConfig, channels: int) -> nn.Module | None:
+    """A norm that holds tensors and is never called; None where norms are folded."""
+    if config.folding is not None:
+        return None
+    if config.norm == "frozen":
+        return FrozenBatchNorm(channels, **config.norm_options)
+    return nn.BatchNorm2d(channels, **config.norm_options)
+
+
+def _norm_of(norm: Any) -> Norm:
+    """A norm's tensors and options, as its own call would use them."""
+    if isinstance(norm, FrozenBatchNorm):
+        return Norm(norm.weight, norm.bias, norm.running_mean, norm.running_var, eps=norm.eps)
+    if torch.compiler.is_compiling():  # elsewhere the model has checked all
+        _check_norm(norm)
+    statistics = norm.running_mean, norm.running_var
+    batches = norm.num_batches_tracked if norm.training else None
+    of_batch = norm.training or norm.running_mean is None
+    return Norm(norm.weight, norm.bias, *statistics, batches, of_batch, norm.momentum if of_batch else 0.0, norm.eps)
+
+
+class Unit(nn.Module):
+    """Convolution, norm and activation.
+
+    Args:
+        config: The model's.
+        inputs: C_in.
+        outputs: C_out.
+        kernel: Pixels of a side.
+        options: Of the convolution, which keeps the size but for its stride.
+    """
+
+    def __init__(self, config: ResNetConfig, inputs: int, outputs: int, kernel: int, **options: int) -> None:
+        super().__init__()
+        padding = options.get("dilation", 1) * (kernel // 2)
+        self.folding = config.folding
+        self.conv = nn.Conv2d(inputs, outputs, kernel, padding=padding, bias=config.folding is not None, **options)  # type: ignore[arg-type]
+        self.norm = _make_norm(config, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, C_in, H, W] -> [N, C_out, H', W']."""
+        return self.folded(x, None) if self.norm is None else norm_act(self.conv(x), _norm_of(self.norm))
+
+    def folded(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """Relu of convolution, bias and residual."""
+        conv, weight, bias, folding = self.conv, self.conv.weight, self.conv.bias, self.folding
+        assert bias is not None and folding is not None
+        options = conv.stride, conv.padding, conv.dilation, conv.groups
+        if folding.pointwise == "matmul" and options == ((1, 1), (0, 0), (1, 1), 1):
+            rows = to_rows(x)
+            if residual is None and not watched():
+                return to_images(linear_relu(rows, weight.flatten(1), bias), x)
+            return bias_act(to_images(F.linear(rows, weight.flatten(1)), x), bias, residual)
+        if folding.convolutions == "fused" and not watched():
+            return conv_act(x, weight, bias, residual, *options)
+        return bias_act(F.conv2d(x, weight, None, *options), bias, residual)  # type: ignore[arg-type]
+
+
+class Join(Unit):
+    """The end of a block: convolution, norm, residual and activation; with a shortcut its convolution and norm."""
+
+    def __init__(self, config: ResNetConfig, shape: BlockShape, kernel: int) -> None:
+        super().__init__(config, shape.inner, shape.outputs, kernel)
+        self.shortcut = self.shortcut_norm = None
+        if shape.projects:
+            # Its bias, where its norm is folded, is part of the other convolution's.
+            self.shortcut = nn.Conv2d(shape.inputs, shape.outputs, 1, stride=shape.stride, bias=False)
+            self.shortcut_norm = _make_norm(config, shape.outputs)
+
+    def forward(self, x: Tensor, block_input: Tensor) -> Tensor:  # type: ignore[override]
+        """[N, C_in, H, W] inside the block, and the block's input -> [N, C_out, H, W]."""
+        residual = block_input if self.shortcut is None else self.shortcut(block_input)
+        if self.norm is None:
+            return self.folded(x, residual)
+        shortcut_norm = None if self.shortcut_norm is None else _norm_of(self.shortcut_norm)
+        return norm_act(self.conv(x), _norm_of(self.norm), residual, shortcut_norm)
+
+
+class Stem(Unit):
+    """Convolution of the images, norm, activation and pooling."""
+
+    def __init__(self, config: ResNetConfig) -> None:
+        super().__init__(config, config.in_channels, STEM_WIDTH, 7, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images [N, C_in, H, W] -> [N, 64, ⌈H / 4⌉, ⌈W / 4⌉]."""
+        conv = self.conv
+        if self.norm is None:
+            return bias_act_pool(stem_conv(x, conv), conv.bias)  # type: ignore[arg-type]
+        if plain(conv, nn.Conv2d):
+            x = stem_conv(x, conv)
+        else:
+            x = conv(x.contiguous(memory_format=torch.channels_last))
+        return norm_act_pool(x, _norm_of(self.norm))
 
 
 class BasicBlock(nn.Module):
@@ -127,9 +401,9 @@ class ResNet(nn.Module):
         Raises:
             TypeError, ValueError: If the images do not fit, before anything runs; the message says what to do.
         """
-        check_images(images, self.config, self.head.fc.weight, self.training)
+        _check_images(images, self.config, self.head.fc.weight, self.training)
         if self.training and not torch.compiler.is_compiling():
-            check_norms(self)
+            _check_norms(self)
         x = self.stem(images)
         outputs = []
         for stage in self.stages:
@@ -154,7 +428,7 @@ class ResNet(nn.Module):
 
 
 def _initialise(model: ResNet) -> None:
-    """As torchvision does."""
+    """Draw weights as torchvision does."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -167,3 +441,66 @@ def _initialise(model: ResNet) -> None:
 def _loaded(model: nn.Module, _: Any) -> None:
     # A loaded tensor that was assigned keeps the layout of its file.
     channels_last(model)
+
+
+def _check_images(images: Tensor, config: ResNetConfig, weight: Tensor, training: bool) -> None:
+    """Images [N, C_in, H, W] that the weights can be applied to. Reads no value, so it never synchronises."""
+    if config.folding is not None and torch.is_autocast_enabled(weight.device.type):
+        # Bias and residual would widen what the convolutions narrow, and cuDNN's fused calls would get both dtypes.
+        narrow = torch.get_autocast_dtype(weight.device.type)
+        raise ValueError(
+            f"torch.autocast is on, but a folded model runs in the dtype of its weights, {weight.dtype}; leave "
+            f"autocast, and use model.to({narrow}) for half precision"
+        )
+    hint = (
+        "; images[None] makes a batch of one image, images.permute(0, 3, 1, 2) puts channels first, and "
+        "zoo.resnet.transforms scales and normalises integers"
+    )
+    shape, kinds = f"N {config.in_channels} H W", "floating" if config.folding is None else (weight.dtype,)
+    validate.tensor("images", images, shape, kinds=kinds, like=weight, empty=False, hint=hint)
+    if config.folding is not None and differentiated(images):
+        raise ValueError("images requires a gradient, but a folded model is for inference; use the model it came from")
+    count, _, height, width = images.shape
+    if count == 1 and max(height, width) <= config.reduction and config.folding is None and config.norm == "batch":
+        keeps = config.norm_options["track_running_stats"]
+        if training or not keeps:
+            raise ValueError(
+                f"images has shape {list(images.shape)}: the last stage would have one value a channel, of which the "
+                f"norms take a variance; give more images or larger ones than {config.reduction} pixels"
+                f"{', or call model.eval()' if keeps else ''}"
+            )
+
+
+def _check_norms(model: nn.Module) -> None:
+    """:func:`_check_norm` of all modules."""
+    modules = [model]
+    while modules:
+        module = modules.pop()
+        modules.extend(child for child in module._modules.values() if child is not None)
+        _check_norm(module)
+
+
+def _check_norm(module: nn.Module) -> None:
+    """Refuse a norm that was changed, after the model was made, into one that the operators do not compute."""
+    if not (isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training):
+        return
+    if isinstance(module, nn.SyncBatchNorm):
+        raise ValueError("a norm is a SyncBatchNorm, but statistics are those of one process: keep BatchNorm2d")
+    if module.momentum is None:
+        raise ValueError(
+            "the momentum of a norm is None, a cumulative average that reads the device at each step; of torch's "
+            "update_bn, which sets it, the statistics come by way of zoo.to_upstream(model), to be loaded back"
+        )
+
+
+def example_inputs(model: ResNet, *, batch: int = 2, size: int = 64, seed: int = 0) -> dict[str, Tensor]:
+    """Normal values in place of images: ``images`` [batch, C_in, size, size] in channels_last.
+
+    The same seed gives the same images on every device.
+    """
+    validate.count("batch", batch)
+    validate.count("size", size)
+    shape = (batch, model.config.in_channels, size, size)
+    images = torch.randn(shape, generator=validate.seeded(seed), device="cpu", dtype=torch.float32)
+    weight = model.head.fc.weight
+    return {"images": images.to(weight.device, weight.dtype).contiguous(memory_format=torch.channels_last)}
