@@ -21,7 +21,7 @@ from benchmarks.worker import Handler
 from benchmarks.workloads import bert_upstream, bert_work
 from benchmarks.workloads.bert import WORKLOAD
 from zoo.bert import Bert, PackedBatch
-from zoo.bert.presets import PRESETS
+from zoo.bert.model import PRESETS
 
 LARGE = "bert-large"
 SMALL_LARGE = dataclasses.replace(

@@ -26,7 +26,7 @@ from benchmarks.workloads.bert import WORKLOAD
 from benchmarks.workloads.bert_texts import LABELS, Task, task
 from benchmarks.workloads.llm_weights import SeededWeights
 from zoo.bert import PackedBatch
-from zoo.bert.presets import PRESETS
+from zoo.bert.model import PRESETS
 from zoo.engine.compile import plan_of
 from zoo.engine.graph_log import LEDGER
 from zoo.engine.step_buffers import shapes_of

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import zoo
 from benchmarks.workloads.cuts import cut
-from zoo.bert import Bert, Encoding, attention, pack, token_buckets, unpack
-from zoo.bert.attention import Rows, attend, key_mask, rows_of
+from zoo.bert import Bert, Encoding, layer, pack, token_buckets, unpack
+from zoo.bert.layer import Rows, attend, key_mask, rows_of
 from zoo.bert.packing import filling_rows
 from zoo.engine.graph_log import LEDGER
 
@@ -177,7 +177,7 @@ def test_rows_attend_to_themselves_alone(way: str, monkeypatch: pytest.MonkeyPat
     parts = qkv.unflatten(-1, (3, heads, 4)).unbind(1)
     expected = one_by_one(*parts, offsets).flatten(1)
     if way == "kernel":
-        monkeypatch.setattr(attention, "kernel_runs", lambda like, head_dim: True)
+        monkeypatch.setattr(layer, "kernel_runs", lambda like, head_dim: True)
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", one_by_one)
     rows = rows_of(offsets, 7, 16, qkv, 4)
     assert (rows.table is None) == (way == "kernel")

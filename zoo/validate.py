@@ -66,15 +66,13 @@ def tensor(
         TypeError: If it is no dense tensor, or of another kind or dtype.
         ValueError: If its shape or device does not fit.
     """
-    wanted = "" if shape is None else " or ".join(f"[{', '.join(each.split())}]" for each in shape.split("|"))
     if not isinstance(given, Tensor) or given.layout != torch.strided:
         found = given.layout if isinstance(given, Tensor) else type(given).__name__
-        raise TypeError(f"{name} is a {found}, expected a dense tensor{wanted and ' ' + wanted}")
+        raise TypeError(f"{name} is a {found}, expected a dense tensor {_shown(shape, sizes)}".rstrip())
     if shape is not None and not any(_fits(given.shape, each.split(), sizes or {}) for each in shape.split("|")):
-        known = "".join(f", {key} = {size}" for key, size in (sizes or {}).items())
-        raise ValueError(f"{name} has shape {list(given.shape)}, expected {wanted}{known}{hint}")
+        raise ValueError(f"{name} has shape {list(given.shape)}, expected {_shown(shape, sizes)}{hint}")
     if not empty and 0 in given.shape:
-        raise ValueError(f"{name} has shape {list(given.shape)}, expected {wanted}, none of them 0")
+        raise ValueError(f"{name} has shape {list(given.shape)}, expected {_shown(shape, sizes)}, none of them 0")
     if like is not None and given.device != like.device:
         raise ValueError(f"{name} is on {given.device} and {beside} on {like.device}; move one of them")
     kind(name, given, kinds, like=like, beside=beside, hint=hint)
@@ -238,6 +236,13 @@ def optional_index(config: Any, name: str, limit: str) -> None:
     value, most = getattr(config, name), getattr(config, limit)
     if value is not None and not 0 <= value < most:
         raise ValueError(f"{name} is {value}, but {limit} is {most}: pass 0 to {most - 1}, or None")
+
+
+def _shown(shape: str | None, sizes: Mapping[str, int] | None) -> str:
+    """``"B T | 1 T"`` as ``[B, 5] or [1, 5]``, where T is known."""
+    known = sizes or {}
+    specs = [] if shape is None else shape.split("|")
+    return " or ".join(f"[{', '.join(str(known.get(name, name)) for name in each.split())}]" for each in specs)
 
 
 def _fits(shape: Sequence[int], names: Sequence[str], sizes: Mapping[str, int]) -> bool:

@@ -16,7 +16,7 @@ from benchmarks.workloads.cuts import CUTS, MARK, cut
 from benchmarks.workloads.llm_weights import SeededWeights
 from zoo.bert import Bert, BertConfig, PackedBatch, pack, token_buckets
 from zoo.bert.convert import placements
-from zoo.bert.presets import PRESETS
+from zoo.bert.model import PRESETS
 from zoo.weights import fill
 
 

@@ -22,7 +22,7 @@ from benchmarks.workloads.bert_texts import LABELS
 from benchmarks.workloads.llm_weights import SeededWeights
 from zoo.bert import Bert, BertConfig
 from zoo.bert.convert import placements
-from zoo.bert.presets import PRESETS
+from zoo.bert.model import PRESETS
 from zoo.weights import fill
 
 DROPOUT = "-dropout"

@@ -1,28 +1,29 @@
 """Encoders: BERT and RoBERTa over padded or packed batches, with the usual heads."""
 
-from zoo.bert.attention import Rows as Rows
-from zoo.bert.attention import attend as attend
-from zoo.bert.config import BertConfig as BertConfig
 from zoo.bert.convert import WEIGHTS
 from zoo.bert.convert import load as load
 from zoo.bert.convert import save as save
+from zoo.bert.heads import Encoding as Encoding
 from zoo.bert.heads import MaskedLMHead as MaskedLMHead
 from zoo.bert.heads import PoolerHead as PoolerHead
 from zoo.bert.heads import SequenceHead as SequenceHead
+from zoo.bert.heads import SequenceScores as SequenceScores
 from zoo.bert.heads import SpanHead as SpanHead
+from zoo.bert.heads import Spans as Spans
 from zoo.bert.heads import TokenHead as TokenHead
+from zoo.bert.heads import TokenScores as TokenScores
+from zoo.bert.layer import BertConfig as BertConfig
 from zoo.bert.layer import BertEmbeddings as BertEmbeddings
 from zoo.bert.layer import BertLayer as BertLayer
+from zoo.bert.layer import Rows as Rows
+from zoo.bert.layer import attend as attend
+from zoo.bert.model import PRESETS as PRESETS
 from zoo.bert.model import Bert as Bert
-from zoo.bert.outputs import Encoding as Encoding
-from zoo.bert.outputs import SequenceScores as SequenceScores
-from zoo.bert.outputs import Spans as Spans
-from zoo.bert.outputs import TokenScores as TokenScores
+from zoo.bert.model import example_inputs
 from zoo.bert.packing import PackedBatch as PackedBatch
 from zoo.bert.packing import pack as pack
 from zoo.bert.packing import token_buckets as token_buckets
 from zoo.bert.packing import unpack as unpack
-from zoo.bert.presets import PRESETS, example_inputs
 from zoo.registry import Family, register
 
 FAMILY = register(

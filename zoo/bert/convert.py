@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.bert.config import ACTIVATIONS, USE_FIELDS, BertConfig
 from zoo.bert.heads import make_head
+from zoo.bert.layer import ACTIVATIONS, USE_FIELDS, BertConfig
 from zoo.bert.model import Bert
 from zoo.modules import initialise
 from zoo.weights import Placement, Table, WeightMap, open_tensors, warn
@@ -210,7 +210,7 @@ def convert_config(theirs: Any, head: str) -> BertConfig:
         ("add_cross_attention", (False,), "there is no decoder"),
         ("position_embedding_type", ("absolute", None), "positions are learned, one vector each"),
         ("quantization_config", (None,), "load the weights that were quantised instead"),
-        ("hidden_act", ACTIVATIONS, f"there are {', '.join(ACTIVATIONS)}"),
+        ("hidden_act", tuple(ACTIVATIONS), f"there are {', '.join(ACTIVATIONS)}"),
     ):
         value = getattr(theirs, option, supported[0])
         if value not in supported:

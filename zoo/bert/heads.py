@@ -1,18 +1,72 @@
-"""What stands on the encoder, with its loss: one class a task.
+"""What stands on the encoder, with its loss: one class a task, and what it returns.
 
-Shapes: B rows, T tokens of a row, N tokens of a packed batch, C width, L labels, V vocabulary. [..., C] is [B, T, C] of
-a padded batch and [N, C] of a packed one.
+Outputs are named tuples with transformers' names: trees of tensors to the compiler and to an outer CUDA graph.
+
+Shape legend: B rows, T tokens of a row, N tokens of a packed batch, C width, L labels, V vocabulary. [..., C] is
+[B, T, C] of a padded batch and [N, C] of a packed one; ``unpack`` puts the padding back.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.bert.config import BertConfig
-from zoo.bert.layer import activation
-from zoo.bert.outputs import SequenceScores, Spans, TokenScores
+from zoo import validate
+from zoo.bert.layer import ACTIVATIONS, BertConfig
+from zoo.modules import on_host
+
+
+class Encoding(NamedTuple):
+    """Of heads ``none`` and ``pooled``.
+
+    Attributes:
+        last_hidden_state: [B, T, C].
+        pooler_output: [B, C], of each row's first token; None without a pooler.
+    """
+
+    last_hidden_state: Tensor
+    pooler_output: Tensor | None = None
+
+
+class SequenceScores(NamedTuple):
+    """Of head ``sequence-classification``.
+
+    Attributes:
+        logits: [B, L].
+        loss: A scalar where labels were given.
+    """
+
+    logits: Tensor
+    loss: Tensor | None = None
+
+
+class TokenScores(NamedTuple):
+    """Of heads ``masked-lm`` and ``token-classification``.
+
+    Attributes:
+        logits: [B, T, V or L].
+        loss: A scalar where labels were given.
+    """
+
+    logits: Tensor
+    loss: Tensor | None = None
+
+
+class Spans(NamedTuple):
+    """Of head ``question-answering``.
+
+    Attributes:
+        start_logits: [B, T].
+        end_logits: [B, T].
+        loss: A scalar where both positions were given.
+    """
+
+    start_logits: Tensor
+    end_logits: Tensor
+    loss: Tensor | None = None
 
 
 class PoolerHead(nn.Module):
@@ -33,7 +87,7 @@ class MaskedLMHead(nn.Module):
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         # RoBERTa's head has this activation whatever its layers have.
-        self.activation = activation("gelu" if config.kind == "roberta" else config.hidden_act)
+        self.activation = ACTIVATIONS["gelu" if config.kind == "roberta" else config.hidden_act]
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
@@ -134,6 +188,7 @@ class SpanHead(nn.Module):
         return Spans(start_logits, end_logits, (losses[0] + losses[1]) / 2)
 
 
+Output = Encoding | SequenceScores | TokenScores | Spans
 Head = PoolerHead | MaskedLMHead | SequenceHead | TokenHead | SpanHead
 
 
@@ -153,11 +208,54 @@ def problem_of(labels: Tensor, num_labels: int) -> str:
     """What a sequence's labels say when the config does not: as transformers tells it."""
     if num_labels == 1:
         return "regression"
-    whole = labels.dtype in (torch.int64, torch.int32)
-    return "single_label_classification" if whole else "multi_label_classification"
+    return "single_label_classification" if labels.dtype in validate.INTEGERS else "multi_label_classification"
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor | None) -> Tensor | None:
     if labels is None:
         return None
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten().long())
+
+
+def check_labels(
+    config: BertConfig,
+    labels: Tensor | None,
+    start_positions: Tensor | None,
+    end_positions: Tensor | None,
+    rows: int,
+    length: int,
+    tokens: int | None,
+) -> None:
+    """Labels that the head takes, in a shape that it takes. ``tokens`` is N of a packed batch."""
+    head, spans = config.head, {"start_positions": start_positions, "end_positions": end_positions}
+    given = [name for name, value in spans.items() if value is not None]
+    if given and head != "question-answering":
+        raise ValueError(f"start_positions and end_positions are for head 'question-answering', and this is {head!r}")
+    if len(given) == 1:
+        raise ValueError("start_positions and end_positions go together, and one of them is missing")
+    for name in given:
+        validate.tensor(name, spans[name], "B | B 1", sizes={"B": rows})
+    if labels is None:
+        return
+    classes = config.vocab_size if head == "masked-lm" else config.num_labels
+    if head in ("masked-lm", "token-classification"):
+        if tokens is None:
+            validate.tensor("labels", labels, "B T", sizes={"B": rows, "T": length})
+        else:
+            validate.tensor("labels", labels, "B T | N", sizes={"B": rows, "T": length, "N": tokens})
+    elif head == "sequence-classification":
+        problem = config.problem_type or problem_of(labels, classes)
+        shape = "B | B 1" if problem == "single_label_classification" or classes == 1 else "B L"
+        validate.tensor("labels", labels, shape, sizes={"B": rows, "L": classes}, hint=f" (labels is {labels.dtype})")
+        if problem != "single_label_classification" or classes == 1:
+            return
+    else:
+        hint = "; pass start_positions and end_positions" if head == "question-answering" else ""
+        raise ValueError(f"labels given, but head {head!r} takes none{hint}")
+    validate.kind("labels", labels, "integer", hint=" class numbers")
+    if on_host(labels):
+        wrong = labels[(labels != -100) & ((labels < 0) | (labels >= classes))]
+        if wrong.numel():
+            raise ValueError(
+                f"labels has {int(wrong[0])}, but there are {classes} classes; -100 says that none is meant"
+            )

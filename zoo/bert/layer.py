@@ -1,19 +1,29 @@
-"""The embeddings, and the block that an encoder repeats.
+"""An encoder's configuration, its embeddings, its attention, and the block that it repeats.
 
-Shapes: B rows, T tokens of a row, N tokens of a packed batch, C width, I width inside the MLP. [..., C] is [B, T, C]
-of a padded batch and [N, C] of a packed one.
+    x ─┬─ qkv ── attention ── output product ─┐
+       └──────────────────────────────────── add, norm ─┬─ product ── activation ── product ─┐
+                                                        └───────────────────────────────── add, norm ── x
+
+How rows attend is decided in this file alone. A padded batch goes through torch's attention, with a mask of keys where
+rows are short. A packed batch goes through a variable-length kernel where there is one for it. Elsewhere (a CPU,
+float32, an old GPU) its rows are put side by side for the attention alone, by tables that all layers share.
+``rows_of`` chooses between the two, once a call and outside the regions.
+
+Shape legend: B rows, T tokens of a row, N tokens of a packed batch, S rows of it with those that fill it up, C width,
+I width inside the MLP, H heads, D width of a head. [..., C] is [B, T, C] of a padded batch and [N, C] of a packed one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.bert.attention import Rows, attend
-from zoo.bert.config import BertConfig
+from zoo import validate
 from zoo.modules import compute_dtype, ordinary, plain
 from zoo.ops.common import differentiated, kernels_run
 from zoo.ops.gelu import bias_gelu
@@ -25,17 +35,113 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_new": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
     "relu": F.relu,
 }
+HEADS = (
+    "none",
+    "pooled",
+    "masked-lm",
+    "sequence-classification",
+    "token-classification",
+    "question-answering",
+)
+PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
+
+# How an encoder is used and trained, not what it is: a checkpoint may differ from a preset in these.
+USE_FIELDS = (
+    "head",
+    "num_labels",
+    "problem_type",
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "classifier_dropout",
+)
 
 
-def activation(name: str) -> Callable[[Tensor], Tensor]:
-    """The function of a ``hidden_act``."""
-    return _FUNCTIONS[name]
+@dataclass(frozen=True, kw_only=True)
+class BertConfig:
+    """An encoder with learned positions and norms after the residual adds, and what stands on it.
+
+    Args:
+        kind: ``"bert"``, or ``"roberta"``: positions are counted from ``pad_token_id + 1`` over the tokens that are not
+            padding, and the heads are cut a little differently.
+        vocab_size: Rows of the word table.
+        hidden_size: Width of the residual stream.
+        num_hidden_layers: Depth.
+        num_attention_heads: Heads; they share ``hidden_size`` evenly.
+        intermediate_size: Width inside the MLP.
+        max_position_embeddings: Rows of the position table. RoBERTa uses none up to ``pad_token_id``.
+        type_vocab_size: Rows of the token type table.
+        layer_norm_eps: Added to the variance.
+        pad_token_id: Gets no gradient; RoBERTa counts positions by it.
+        hidden_act: Of the MLP: ``gelu``, ``gelu_new``, ``gelu_pytorch_tanh`` or ``relu``.
+        hidden_dropout_prob: Of embeddings and of what is added to the residual stream.
+        attention_probs_dropout_prob: Of the attention's weights.
+        head: ``none`` (hidden states), ``pooled`` (and the first token's, pooled), ``masked-lm``,
+            ``sequence-classification``, ``token-classification`` or ``question-answering``.
+        num_labels: Classes of the two classification heads.
+        problem_type: What a sequence's labels are: ``regression``, ``single_label_classification`` or
+            ``multi_label_classification``; None to tell from the labels, as transformers does.
+        classifier_dropout: Before the classifier; ``hidden_dropout_prob`` when None.
+        tie_word_embeddings: The masked language model's output product uses the word table.
+
+    Raises:
+        ValueError: If a field has a value that makes no sense; the message names it.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int
+    max_position_embeddings: int
+    type_vocab_size: int
+    layer_norm_eps: float
+    pad_token_id: int | None
+    kind: str = "bert"
+    hidden_act: str = "gelu"
+    hidden_dropout_prob: float = 0.1
+    attention_probs_dropout_prob: float = 0.1
+    head: str = "pooled"
+    num_labels: int = 2
+    problem_type: str | None = None
+    classifier_dropout: float | None = None
+    tie_word_embeddings: bool = True
+
+    def __post_init__(self) -> None:
+        validate.positive(self, "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+        validate.positive(self, "intermediate_size", "max_position_embeddings", "type_vocab_size", "num_labels")
+        validate.divides(self, "num_attention_heads", "hidden_size")
+        validate.one_of(self, "kind", ("bert", "roberta"))
+        validate.one_of(self, "head", HEADS)
+        validate.one_of(self, "hidden_act", ACTIVATIONS)
+        validate.one_of(self, "problem_type", (None, *PROBLEM_TYPES))
+        validate.probability(self, "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
+        validate.positive_number(self, "layer_norm_eps")
+        validate.optional_index(self, "pad_token_id", "vocab_size")
+        if self.head == "question-answering" and self.num_labels != 2:
+            raise ValueError(f"num_labels is {self.num_labels}, but an answer has 2: where it starts and where it ends")
+        if self.kind == "roberta" and self.pad_token_id is None:
+            raise ValueError("pad_token_id is None, but kind 'roberta' counts positions by it")
+        if self.positions < 1:
+            raise ValueError(
+                f"max_position_embeddings is {self.max_position_embeddings}, but positions start at "
+                f"{self.first_position}: not one is left"
+            )
+
+    @property
+    def first_position(self) -> int:
+        """The position of a row's first token."""
+        return 0 if self.kind == "bert" or self.pad_token_id is None else self.pad_token_id + 1
+
+    @property
+    def positions(self) -> int:
+        """The longest row in tokens."""
+        return self.max_position_embeddings - self.first_position
 
 
 class BertEmbeddings(nn.Module):
@@ -77,10 +183,6 @@ class BertEmbeddings(nn.Module):
 class BertLayer(nn.Module):
     """Attention and MLP, each with its residual add and the norm after it.
 
-    x ─┬─ qkv ── attention ── output product ─┐
-       └──────────────────────────────────── add, norm ─┬─ product ── activation ── product ─┐
-                                                        └───────────────────────────────── add, norm ── x
-
     Under autocast the residual stream is float32, and products take a copy in a lower precision, which the norm before
     them writes as well. Where gradients are wanted and kernels of our own run, the operator behind a product adds its
     bias, and the backward sums the bias' gradient in the same pass. A module that is not what it was built as (an
@@ -92,7 +194,7 @@ class BertLayer(nn.Module):
         width, inner, eps = config.hidden_size, config.intermediate_size, config.layer_norm_eps
         self.heads = config.num_attention_heads
         self.attention_dropout = config.attention_probs_dropout_prob
-        self.activation = activation(config.hidden_act)
+        self.activation = ACTIVATIONS[config.hidden_act]
         self.qkv = nn.Linear(width, 3 * width)
         self.attention_output = nn.Linear(width, width)
         self.attention_norm = nn.LayerNorm(width, eps=eps)
@@ -155,3 +257,101 @@ def _product(x: Tensor, low: Tensor, layer: nn.Linear, *, without_bias: bool = F
     if without_bias and low.dtype == weight.dtype == bias.dtype == compute_dtype(low):
         return F.linear(low, weight), bias
     return layer(low), None
+
+
+class Rows(NamedTuple):
+    """Where the rows of a packed batch begin and end, as the layers need it.
+
+    Attributes:
+        longest: No row has more tokens: a bound that holds for all batches, not this batch's own maximum.
+        offsets: [S + 1] int32, where each row begins, and the end of the last; for the kernel, else None.
+        table: [S, longest] int64, the token of each place; without the kernel, else None.
+        inverse: [N] int64, the place of each token in the table; without the kernel, else None.
+        mask: [S, 1, 1, longest], as of ``key_mask``; without the kernel, else None.
+    """
+
+    longest: int
+    offsets: Tensor | None = None
+    table: Tensor | None = None
+    inverse: Tensor | None = None
+    mask: Tensor | None = None
+
+
+def attend(qkv: Tensor, heads: int, mask: Tensor | None, rows: Rows | None, dropout: float) -> Tensor:
+    """Attention of every token to all tokens of its row.
+
+    Args:
+        qkv: [B, T, 3 C] or [N, 3 C], queries, keys and values side by side.
+        heads: H.
+        mask: Of ``key_mask`` for a padded batch; None where all rows are full.
+        rows: Of ``rows_of`` for a packed batch, else None.
+        dropout: Probability that a weight is dropped; 0 outside of training.
+
+    Returns:
+        [B, T, C] or [N, C].
+    """
+    if rows is None:
+        return _attend_padded(qkv, heads, mask, dropout)
+    if rows.offsets is not None:
+        return _attend_packed(qkv, heads, rows.offsets, rows.longest, dropout)
+    mixed = _attend_padded(qkv[rows.table], heads, rows.mask, dropout)
+    return mixed.flatten(0, 1)[rows.inverse]
+
+
+def key_mask(attention_mask: Tensor, like: Tensor) -> Tensor:
+    """[B, T], 0 where there is padding -> [B, 1, 1, T], what is added to scores: minus infinity for padding, else 0.
+
+    It has the dtype of the scores of ``like``, so that no layer converts it. A row that is all padding sees all of it,
+    like a row that is full: its numbers mean nothing, and they are finite.
+    """
+    hidden = attention_mask == 0
+    hidden = hidden & ~hidden.all(dim=1, keepdim=True)
+    zeros = torch.zeros(hidden.shape, dtype=compute_dtype(like), device=like.device)
+    return zeros.masked_fill(hidden, float("-inf"))[:, None, None]
+
+
+def rows_of(offsets: Tensor, longest: int, tokens: int, like: Tensor, head_dim: int) -> Rows:
+    """The rows of a packed batch of N tokens with offsets [S + 1], ready for the kernel that will run on ``like``."""
+    if kernel_runs(like, head_dim):
+        return Rows(longest, offsets=offsets)
+    starts, ends = offsets[:-1, None].long(), offsets[1:, None].long()
+    place = torch.arange(longest, device=offsets.device)
+    token = starts + place
+    # An empty row shows its first place: a softmax over nothing would be NaN, and so would be gradients through it.
+    there = (token < ends) | (place == 0)
+    table = torch.where(there, token, 0).clamp(max=tokens - 1)
+    index = torch.arange(tokens, device=offsets.device)
+    row = torch.searchsorted(offsets[1:].long().contiguous(), index, right=True)
+    inverse = row * longest + index - offsets.long()[row]
+    return Rows(longest, table=table, inverse=inverse, mask=key_mask(there, like))
+
+
+def kernel_runs(like: Tensor, head_dim: int) -> bool:
+    """Whether torch's variable-length attention takes these tokens: half precision, on an Ampere GPU or newer."""
+    if like.device.type != "cuda" or torch.version.hip is not None:
+        return False
+    if compute_dtype(like) not in (torch.float16, torch.bfloat16) or head_dim % 8 or head_dim > 256:
+        return False
+    return torch.backends.cuda.is_flash_attention_available() and (
+        torch.cuda.get_device_capability(like.device) >= (8, 0)
+    )
+
+
+def _attend_padded(qkv: Tensor, heads: int, mask: Tensor | None, dropout: float) -> Tensor:
+    query, key, value = (part.transpose(1, 2) for part in qkv.unflatten(-1, (3, heads, -1)).unbind(-3))
+    mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
+    return mixed.transpose(1, 2).flatten(2)
+
+
+def _attend_packed(qkv: Tensor, heads: int, offsets: Tensor, longest: int, dropout: float) -> Tensor:
+    query, key, value = qkv.unflatten(-1, (3, heads, -1)).unbind(-3)
+    if dropout == 0.0:
+        from torch.nn.attention.varlen import varlen_attn
+
+        mixed: Tensor = varlen_attn(query, key, value, offsets, offsets, longest, longest)  # type: ignore[assignment]
+    else:
+        # The public function has no dropout. This is the operator below it, which torch's nested tensors call too.
+        mixed = torch.ops.aten._flash_attention_forward(
+            query, key, value, offsets, offsets, longest, longest, dropout, False, False
+        )[0]
+    return mixed.flatten(1)

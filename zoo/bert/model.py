@@ -7,26 +7,84 @@
 What depends on lengths alone (the mask, the tables of a packed batch) is done outside the regions, once a call. All
 layers are one graph, whatever their number. Embeddings and small heads stay eager.
 
-Shapes: B rows, T tokens of a row, N tokens of a packed batch, C width, V vocabulary.
+Shape legend: B rows, T tokens of a row, N tokens of a packed batch, C width, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from zoo.bert.attention import Rows, key_mask, rows_of
-from zoo.bert.checks import check_labels, check_packed, check_padded
-from zoo.bert.config import BertConfig
-from zoo.bert.heads import MaskedLMHead, PoolerHead, SequenceHead, SpanHead, TokenHead, make_head
-from zoo.bert.layer import BertEmbeddings, BertLayer
-from zoo.bert.outputs import Encoding, Output
-from zoo.bert.packing import PackedBatch, counted_positions, pack, unpack
+from zoo import validate
+from zoo.bert.heads import (
+    Encoding,
+    MaskedLMHead,
+    Output,
+    PoolerHead,
+    SequenceHead,
+    SpanHead,
+    TokenHead,
+    check_labels,
+    make_head,
+)
+from zoo.bert.layer import BertConfig, BertEmbeddings, BertLayer, Rows, key_mask, rows_of
+from zoo.bert.packing import PackedBatch, check_ids, counted_positions, pack, unpack
 from zoo.engine.discover import Region, in_process_on_gpus
 from zoo.modules import initialise, on_host
+
+_BERT: dict[str, Any] = {
+    "vocab_size": 30522,
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+    "layer_norm_eps": 1e-12,
+    "pad_token_id": 0,
+}
+_ROBERTA: dict[str, Any] = {
+    "kind": "roberta",
+    "vocab_size": 50265,
+    "max_position_embeddings": 514,
+    "type_vocab_size": 1,
+    "layer_norm_eps": 1e-5,
+    "pad_token_id": 1,
+}
+
+
+def _sized(common: dict[str, Any], layers: int, width: int, **options: Any) -> BertConfig:
+    """Heads of 64 and an MLP four times as wide: what all published sizes have."""
+    return BertConfig(
+        **common,
+        **options,
+        num_hidden_layers=layers,
+        hidden_size=width,
+        num_attention_heads=width // 64,
+        intermediate_size=4 * width,
+    )
+
+
+PRESETS: dict[str, BertConfig] = {
+    "bert-debug": BertConfig(
+        **{**_BERT, "vocab_size": 128, "max_position_embeddings": 64},
+        num_hidden_layers=3,
+        hidden_size=32,
+        num_attention_heads=4,
+        intermediate_size=48,
+    ),
+    # https://arxiv.org/abs/1908.08962
+    "bert-tiny": _sized(_BERT, 2, 128),
+    "bert-mini": _sized(_BERT, 4, 256),
+    "bert-small": _sized(_BERT, 4, 512),
+    "bert-medium": _sized(_BERT, 8, 512),
+    # The base's width at half its depth, as distilled models have it.
+    "bert-base-6": _sized(_BERT, 6, 768),
+    "bert-base": _sized(_BERT, 12, 768),
+    "bert-large": _sized(_BERT, 24, 1024),
+    "roberta-base": _sized(_ROBERTA, 12, 768),
+    "roberta-large": _sized(_ROBERTA, 24, 1024),
+}
+
 
 # Embeddings and the other heads run once a call and hold little of its time. Regions are compiled one after another, as
 # the first call reaches them, and one of a single kernel takes about as long as one of five: it does not pay for that.
@@ -102,7 +160,7 @@ class Bert(nn.Module):
         config = self.config
         if isinstance(input_ids, PackedBatch):
             batch = input_ids
-            check_packed(
+            _check_packed(
                 config, batch, attention_mask=attention_mask, token_type_ids=token_type_ids, position_ids=position_ids
             )
             tokens = batch.input_ids.shape[0]
@@ -111,7 +169,7 @@ class Bert(nn.Module):
                 labels = batch.take(labels, fill=-100)
             x = self._encode(*self._begin_packed(batch))
             return self._score(x, labels, start_positions, end_positions, batch)
-        check_padded(config, input_ids, attention_mask, token_type_ids, position_ids)
+        _check_padded(config, input_ids, attention_mask, token_type_ids, position_ids)
         rows, length = input_ids.shape
         check_labels(config, labels, start_positions, end_positions, rows, length, None)
         mask = _needed(attention_mask)
@@ -208,3 +266,70 @@ def _of_this_mode(ids: Tensor | None) -> Tensor | None:
     if ids is None or torch.compiler.is_compiling() or ids.is_inference() == torch.is_inference_mode_enabled():
         return ids
     return ids.clone()
+
+
+def _check_padded(
+    config: BertConfig,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    token_type_ids: Tensor | None,
+    position_ids: Tensor | None,
+) -> None:
+    """Padded inputs that fit the model and each other."""
+    check_ids(input_ids, attention_mask, token_type_ids, position_ids)
+    tokens = input_ids.shape[1]
+    if position_ids is None and tokens > config.positions:
+        raise ValueError(f"input_ids has {tokens} tokens, but the model has {config.positions} positions")
+    _check_ranges(config, input_ids, token_type_ids, position_ids)
+
+
+def _check_packed(config: BertConfig, batch: PackedBatch, **given: Tensor | None) -> None:
+    """A batch of ``pack`` that fits the model, and nothing beside it that it holds itself."""
+    twice = [name for name, value in given.items() if value is not None]
+    if twice:
+        raise ValueError(f"{', '.join(twice)} given beside a packed batch, which holds its own: pass them to pack()")
+    if batch.length > config.positions:
+        raise ValueError(
+            f"the batch has rows of up to {batch.length} tokens, but the model {config.positions} positions"
+        )
+    if batch.first_position not in (None, config.first_position):
+        raise ValueError(
+            f"the batch counts positions from {batch.first_position}, the model from {config.first_position}: pack "
+            "with config=model.config"
+        )
+    _check_ranges(config, batch.input_ids, batch.token_type_ids, batch.position_ids)
+
+
+def _check_ranges(config: BertConfig, ids: Tensor, types: Tensor | None, positions: Tensor | None) -> None:
+    validate.in_range("input_ids", ids, config.vocab_size, "vocab_size")
+    if types is not None:
+        validate.in_range("token_type_ids", types, config.type_vocab_size, "type_vocab_size")
+    if positions is not None:
+        validate.in_range("position_ids", positions, config.max_position_embeddings, "max_position_embeddings")
+
+
+def example_inputs(model: Bert, *, batch: int = 2, tokens: int = 16, seed: int = 0) -> dict[str, Tensor]:
+    """Ids, mask and token types of two segments, [batch, tokens] each; the same on every device.
+
+    Rows end between half of ``tokens`` and all of it, the last before it; of several rows the first is full.
+    """
+    config = model.config
+    if batch < 1 or not 1 <= tokens <= config.positions:
+        raise ValueError(
+            f"batch is {batch} and tokens {tokens}: both must be positive, and tokens at most {config.positions}"
+        )
+    generator = validate.seeded(seed)
+    column = torch.arange(tokens, device="cpu")
+    lengths = torch.randint((tokens + 1) // 2, tokens + 1, (batch, 1), generator=generator, device="cpu")
+    lengths[-1:] = lengths[-1:].clamp(max=max(1, tokens - 1))
+    if batch > 1:
+        lengths[0] = tokens
+    mask = (column < lengths).long()
+    ids = torch.randint(config.vocab_size, (batch, tokens), generator=generator, device="cpu")
+    if (pad := config.pad_token_id) is not None:
+        ids = torch.where(ids == pad, (pad + 1) % config.vocab_size, ids)
+        ids = torch.where(mask == 1, ids, pad)
+    types = ((column >= lengths // 2) & (mask == 1)).long().clamp(max=config.type_vocab_size - 1)
+    device = model.embeddings.word_embeddings.weight.device
+    inputs = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
+    return {name: tensor.to(device) for name, tensor in inputs.items()}

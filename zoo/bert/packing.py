@@ -6,7 +6,7 @@ N is one of a few declared sizes, so that an epoch of rows of any lengths compil
 What is left over is filled up with rows of padding of their own. They see nobody, nobody sees them, and no loss counts
 them.
 
-Shapes: B rows, T tokens of the longest row, N tokens of a packed batch, S rows with those that fill it up.
+Shape legend: B rows, T tokens of the longest row, N tokens of a packed batch, S rows with those that fill it up.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from zoo.bert.checks import check_ids, check_mask
-from zoo.bert.config import BertConfig
-from zoo.bert.outputs import Output, TokenScores
-from zoo.validate import check_device
+from zoo import validate
+from zoo.bert.heads import Output, TokenScores
+from zoo.bert.layer import BertConfig
 
 _Packed = TypeVar("_Packed", bound=Tensor | Output)
 
@@ -52,7 +51,7 @@ class PackedBatch(NamedTuple):
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedBatch:
         """The batch on another device."""
-        check_device(device, "a batch")
+        validate.check_device(device, "a batch")
         moved: dict[str, Any] = {
             name: value.to(device, non_blocking=non_blocking)
             for name, value in self._asdict().items()
@@ -82,9 +81,9 @@ def token_buckets(rows: int, length: int, *, steps: int = 8, typical: tuple[int,
         ValueError: If a number is not positive, ``length`` is 1, or ``typical`` is no range of tokens that leaves a
             step for it.
     """
-    for name, value, least in (("rows", rows, 1), ("length", length, 2), ("steps", steps, 1)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{name} is {value!r}, expected an integer of at least {least}")
+    validate.count("rows", rows)
+    validate.count("length", length, 2)
+    validate.count("steps", steps)
     if typical is None:
         tokens = [step * rows * length / steps for step in range(1, steps + 1)]
     else:
@@ -144,11 +143,10 @@ def pack(
     Raises:
         TypeError, ValueError: If an input does not fit, a row has no token, or no size is large enough.
     """
-    check_ids(input_ids, config)
+    check_ids(input_ids, attention_mask, token_type_ids, position_ids)
+    if config is not None:
+        validate.in_range("input_ids", input_ids, config.vocab_size, "vocab_size")
     batch, tokens = input_ids.shape
-    for name, value in (("attention_mask", attention_mask), ("token_type_ids", token_type_ids)):
-        if value is not None:
-            check_mask(name, value, input_ids)
     rows, length = batch if rows is None else rows, tokens if length is None else length
     if rows < batch or length < tokens:
         raise ValueError(f"input_ids is {batch} x {tokens}, but rows is {rows} and length {length}: both must hold it")
@@ -166,8 +164,6 @@ def pack(
     if position_ids is None:
         first = 0 if config is None else config.first_position
         position_ids = columns(input_ids) if not first else counted_positions(input_ids, first - 1)
-    elif position_ids.dim() != 2 or position_ids.shape[1] != tokens or position_ids.shape[0] not in (1, batch):
-        raise ValueError(f"position_ids is {list(position_ids.shape)}, expected {[batch, tokens]} or {[1, tokens]}")
     column = columns(input_ids).expand(batch, tokens)
     row = torch.arange(batch, device=input_ids.device)[:, None]
     pad = 0 if config is None or config.pad_token_id is None else config.pad_token_id
@@ -208,6 +204,21 @@ def unpack(packed: _Packed, batch: PackedBatch, fill: float = 0) -> _Packed:
     if isinstance(packed, TokenScores):
         per_token = ["logits"]
     return output._replace(**{name: unpack(getattr(output, name), batch, fill) for name in per_token})
+
+
+def check_ids(
+    input_ids: Tensor, attention_mask: Tensor | None, token_type_ids: Tensor | None, position_ids: Tensor | None
+) -> None:
+    """Padded ids [B, T], and what belongs to each of them."""
+    validate.tensor("input_ids", input_ids, "B T", kinds="integer", empty=False)
+    sizes = {"B": input_ids.shape[0], "T": input_ids.shape[1]}
+    for name, value, shape in (
+        ("attention_mask", attention_mask, "B T"),
+        ("token_type_ids", token_type_ids, "B T"),
+        ("position_ids", position_ids, "B T | 1 T"),
+    ):
+        if value is not None:
+            validate.tensor(name, value, shape, like=input_ids, beside="input_ids", sizes=sizes)
 
 
 def columns(input_ids: Tensor) -> Tensor:
