@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from benchmarks.cli import did_you_mean
 from benchmarks.plan import DTYPES, Case
-from benchmarks.workloads.base import Prepared
+from benchmarks.families.base import Prepared
 
 EXAMPLE, GIVEN, CAST = "example", "given", "given, cast"  # what stands for the input in a row
 BYTES_FORMULA = "weights, embedding tables apart, and inputs, each read once"

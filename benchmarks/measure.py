@@ -24,7 +24,7 @@ from benchmarks.record import Result, RowWriter, Store, Unwritable, load
 from benchmarks.startup import Settings, estimate_race
 
 if TYPE_CHECKING:
-    from benchmarks.workloads import Workload
+    from benchmarks.families import Workload
 
 PEAKS_SECONDS = 12.0
 SCRATCH = "regional-zoo-run-"

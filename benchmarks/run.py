@@ -26,7 +26,7 @@ from benchmarks.startup import Settings
 from benchmarks.worker import load_workload
 
 if TYPE_CHECKING:
-    from benchmarks.workloads import Workload
+    from benchmarks.families import Workload
 
 RUNS = Path("runs")
 # Statuses that say that an arm of ours is broken. One that does not fit, or was stopped, is not.
@@ -132,7 +132,7 @@ def main(
 
 
 def _families() -> list[str]:
-    from benchmarks.workloads import families  # imports torch
+    from benchmarks.families import families  # imports torch
 
     return families()
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.plan import CUDA_GRAPH_MODES, Case
-from benchmarks.workloads.base import Prepared
+from benchmarks.families.base import Prepared
 
 Call = Callable[..., Any]
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.plan import Case
-from benchmarks.workloads.base import Prepared, Training
+from benchmarks.families.base import Prepared, Training
 from zoo.training import AdamW, TrainingStep
 
 # Batches that lie ready on the device, for the steps that are timed.

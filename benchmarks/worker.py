@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     import torch
 
     from benchmarks.compiler import Recorder
+    from benchmarks.families.base import Prepared, Workload
     from benchmarks.training import Trainer
-    from benchmarks.workloads.base import Prepared, Workload
 
 Reply = dict[str, Any]
 
@@ -43,7 +43,7 @@ PROFILED_CALLS = 3
 
 def load_workload(name: str) -> Workload:
     """The workload of a family, or of a module given by its dotted name."""
-    module = importlib.import_module(name if "." in name else f"benchmarks.workloads.{name}")
+    module = importlib.import_module(name if "." in name else f"benchmarks.families.{name}")
     workload: Workload = module.WORKLOAD
     return workload
 

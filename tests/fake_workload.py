@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks.plan import Case
 from benchmarks.training import reference_losses
-from benchmarks.workloads.base import Prepared, Training
+from benchmarks.families.base import Prepared, Training
 from zoo.engine.discover import Region
 
 WIDTH = 8

@@ -13,8 +13,8 @@ import pytest
 import scipy.sparse
 import torch
 
-from benchmarks.workloads import graphs, real_graphs
-from benchmarks.workloads.graphs import INPUTS, SPECS, GraphSpec
+from benchmarks.families import graphs, real_graphs
+from benchmarks.families.graphs import INPUTS, SPECS, GraphSpec
 
 SMALL = GraphSpec(nodes=3_000, edges=40_000, features=16, classes=5, hub=900)
 

@@ -25,7 +25,7 @@ from benchmarks.process import ROOT
 from benchmarks.record import Store
 from benchmarks.run import main
 from benchmarks.startup import Settings
-from benchmarks.workloads import families
+from benchmarks.families import families
 
 FAKE = "tests.fake_workload"
 LIGHT = {"BENCHMARKS_BACKEND": "eager", "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}

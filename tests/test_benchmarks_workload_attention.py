@@ -9,9 +9,9 @@ import torch
 
 import zoo
 from benchmarks.plan import Case, expand
-from benchmarks.workloads import Prepared, families, load
-from benchmarks.workloads.attention import DECODE_INPUTS, PACKED_INPUTS, WORKLOAD
-from benchmarks.workloads.attention_choices import CHOICES, DECODE, PACKED
+from benchmarks.families import Prepared, families, load
+from benchmarks.families.attention import DECODE_INPUTS, PACKED_INPUTS, WORKLOAD
+from benchmarks.families.attention_choices import CHOICES, DECODE, PACKED
 
 # On a CPU one runs eagerly and holds all scores, the other goes through torch's older kind of nested tensors.
 pytestmark = [

@@ -18,8 +18,8 @@ from benchmarks import workloads
 from benchmarks.plan import IMPLEMENTATIONS, Case
 from benchmarks.strategies import mark_nested_regions
 from benchmarks.worker import Handler
-from benchmarks.workloads import bert_upstream, bert_work
-from benchmarks.workloads.bert import WORKLOAD
+from benchmarks.families import bert_upstream, bert_work
+from benchmarks.families.bert import WORKLOAD
 from zoo.bert import Bert, PackedBatch
 from zoo.bert.model import PRESETS
 

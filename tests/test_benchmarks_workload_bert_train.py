@@ -21,10 +21,10 @@ from benchmarks.claims.shapes import STEPS
 from benchmarks.plan import IMPLEMENTATIONS, Case
 from benchmarks.training import Trainer, plain_step
 from benchmarks.worker import Handler
-from benchmarks.workloads import bert_batches, bert_texts, bert_train, bert_upstream, bert_work
-from benchmarks.workloads.bert import WORKLOAD
-from benchmarks.workloads.bert_texts import LABELS, Task, task
-from benchmarks.workloads.llm_weights import SeededWeights
+from benchmarks.families import bert_batches, bert_texts, bert_train, bert_upstream, bert_work
+from benchmarks.families.bert import WORKLOAD
+from benchmarks.families.bert_texts import LABELS, Task, task
+from benchmarks.families.llm_weights import SeededWeights
 from zoo.bert import PackedBatch
 from zoo.bert.model import PRESETS
 from zoo.engine.compile import plan_of

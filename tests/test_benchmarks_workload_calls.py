@@ -12,8 +12,8 @@ from torch._dynamo.utils import counters
 from benchmarks.compiler import cache_environment, cached_files
 from benchmarks.plan import Case, expand
 from benchmarks.worker import Handler
-from benchmarks.workloads import families, load
-from benchmarks.workloads.calls import GRAPHS, WORKLOAD
+from benchmarks.families import families, load
+from benchmarks.families.calls import GRAPHS, WORKLOAD
 
 
 def case(**changes: Any) -> Case:

@@ -13,9 +13,9 @@ from benchmarks.compiler import Recorder
 from benchmarks.plan import Case, expand
 from benchmarks.strategies import apply, execution_mode
 from benchmarks.training import Trainer
-from benchmarks.workloads import Prepared, families, load
-from benchmarks.workloads.claims import SUBJECTS, WORKLOAD
-from benchmarks.workloads.claims_ppo import PIXELS, rollout, seen
+from benchmarks.families import Prepared, families, load
+from benchmarks.families.claims import SUBJECTS, WORKLOAD
+from benchmarks.families.claims_ppo import PIXELS, rollout, seen
 
 INFERS = [name for name, subject in SUBJECTS.items() if subject.infers]
 TRAINS = [name for name, subject in SUBJECTS.items() if subject.loss is not None]

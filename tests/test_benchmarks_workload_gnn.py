@@ -14,10 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import zoo
 from benchmarks import workloads
 from benchmarks.plan import IMPLEMENTATIONS, Case
-from benchmarks.workloads import gnn_upstream, gnn_work, graphs
-from benchmarks.workloads.gnn import KINDS, WORKLOAD, architecture
-from benchmarks.workloads.gnn_work import Architecture
-from benchmarks.workloads.graphs import GraphSpec
+from benchmarks.families import gnn_upstream, gnn_work, graphs
+from benchmarks.families.gnn import KINDS, WORKLOAD, architecture
+from benchmarks.families.gnn_work import Architecture
+from benchmarks.families.graphs import GraphSpec
 
 
 def case(**changes: Any) -> Case:

@@ -18,8 +18,8 @@ import zoo
 from benchmarks import workloads
 from benchmarks.plan import IMPLEMENTATIONS, Case
 from benchmarks.worker import Handler
-from benchmarks.workloads import llm_steps, llm_train, llm_upstream, llm_weights, llm_work
-from benchmarks.workloads.llm import WORKLOAD
+from benchmarks.families import llm_steps, llm_train, llm_upstream, llm_weights, llm_work
+from benchmarks.families.llm import WORKLOAD
 from zoo.llm import LLM, LLMHead, LLMLayer
 from zoo.llm.presets import PRESETS
 

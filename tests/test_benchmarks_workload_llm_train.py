@@ -13,8 +13,8 @@ import zoo
 from benchmarks import strategies
 from benchmarks.plan import Case
 from benchmarks.training import Trainer
-from benchmarks.workloads import llm_train, llm_work
-from benchmarks.workloads.llm import WORKLOAD
+from benchmarks.families import llm_train, llm_work
+from benchmarks.families.llm import WORKLOAD
 from zoo.llm import LLMLayer
 from zoo.llm.presets import PRESETS
 

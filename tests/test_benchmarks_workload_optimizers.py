@@ -10,8 +10,8 @@ import torch
 from benchmarks.plan import Case, expand
 from benchmarks.strategies import apply, execution_mode
 from benchmarks.worker import Handler
-from benchmarks.workloads import Prepared, families, load, optimizers
-from benchmarks.workloads.optimizers import PARAMETERS, WORKLOAD, make_optimizer
+from benchmarks.families import Prepared, families, load, optimizers
+from benchmarks.families.optimizers import PARAMETERS, WORKLOAD, make_optimizer
 from zoo.training import AdamW
 
 IMPLS = ["zoo", "upstream", "upstream-tuned"]

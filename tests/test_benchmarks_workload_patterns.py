@@ -12,8 +12,8 @@ import zoo
 from benchmarks.patterns.pattern import Counts, count
 from benchmarks.plan import Case, expand
 from benchmarks.strategies import apply, execution_mode
-from benchmarks.workloads import Prepared, families, load
-from benchmarks.workloads.patterns import PATTERNS, WORKLOAD
+from benchmarks.families import Prepared, families, load
+from benchmarks.families.patterns import PATTERNS, WORKLOAD
 
 MODULES = Path(__file__).resolve().parent.parent / "benchmarks/patterns"
 # Before and after, one call of the small size.

@@ -17,9 +17,9 @@ import zoo
 from benchmarks import workloads
 from benchmarks.plan import IMPLEMENTATIONS, Case
 from benchmarks.worker import Handler
-from benchmarks.workloads import resnet_upstream, resnet_work
-from benchmarks.workloads.cuts import CUTS
-from benchmarks.workloads.resnet import WORKLOAD, sizes
+from benchmarks.families import resnet_upstream, resnet_work
+from benchmarks.families.cuts import CUTS
+from benchmarks.families.resnet import WORKLOAD, sizes
 from zoo.resnet import ResNet
 from zoo.resnet.model import PRESETS
 

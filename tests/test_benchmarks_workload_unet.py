@@ -16,9 +16,9 @@ import zoo
 from benchmarks import strategies, workloads
 from benchmarks.plan import IMPLEMENTATIONS, Case
 from benchmarks.worker import Handler
-from benchmarks.workloads import unet_upstream, unet_work
-from benchmarks.workloads.cuts import CUTS
-from benchmarks.workloads.unet import WORKLOAD, draw_inputs, sizes
+from benchmarks.families import unet_upstream, unet_work
+from benchmarks.families.cuts import CUTS
+from benchmarks.families.unet import WORKLOAD, draw_inputs, sizes
 from zoo.unet import UNetConfig
 from zoo.unet.presets import PRESETS
 

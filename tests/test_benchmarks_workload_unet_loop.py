@@ -14,8 +14,8 @@ import zoo
 from benchmarks import strategies, workloads
 from benchmarks.plan import IMPLEMENTATIONS, Case
 from benchmarks.worker import Handler
-from benchmarks.workloads import unet_loop, unet_work
-from benchmarks.workloads.unet import WORKLOAD, sizes
+from benchmarks.families import unet_loop, unet_work
+from benchmarks.families.unet import WORKLOAD, sizes
 from zoo.unet.presets import PRESETS
 
 with warnings.catch_warnings():

@@ -16,9 +16,9 @@ from benchmarks import workloads
 from benchmarks.plan import Case
 from benchmarks.training import Trainer
 from benchmarks.worker import Handler
-from benchmarks.workloads import unet_train, unet_upstream, unet_work
-from benchmarks.workloads.base import Training
-from benchmarks.workloads.unet import WORKLOAD
+from benchmarks.families import unet_train, unet_upstream, unet_work
+from benchmarks.families.base import Training
+from benchmarks.families.unet import WORKLOAD
 from zoo.unet.presets import PRESETS
 from zoo.unet.upstream import convert_state_dict
 

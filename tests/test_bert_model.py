@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import zoo
-from benchmarks.workloads.cuts import cut
+from benchmarks.families.cuts import cut
 from zoo.bert import Bert, BertConfig, BertEmbeddings, BertLayer, pack
 from zoo.bert.model import PRESETS
 from zoo.engine.graph_log import LEDGER

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import zoo
-from benchmarks.workloads.cuts import cut
+from benchmarks.families.cuts import cut
 from zoo.bert import Bert, Encoding, layer, pack, token_buckets, unpack
 from zoo.bert.layer import Rows, attend, key_mask, rows_of
 from zoo.bert.packing import filling_rows

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 import zoo
-from benchmarks.workloads.llm_steps import cache_argument
+from benchmarks.families.llm_steps import cache_argument
 from zoo.llm import LLM, LLMConfig, RopeScaling
 from zoo.llm.rope import inverse_frequencies
 

@@ -41,5 +41,5 @@ TRAINING = (TRAIN_RESNET, TRAIN_BERT, TRAIN_LLAMA, TRAIN_UNET, TRAIN_GCN, TRAIN_
 
 
 def subject(model: str, input: str, *, dtype: str = "bfloat16", workload: str = "inference") -> Where:
-    """A race of the small models that were written for claims, see ``benchmarks/workloads/claims.py``."""
+    """A race of the small models that were written for claims, see ``benchmarks/families/claims.py``."""
     return Where(family="claims", model=model, input=input, dtype=dtype, workload=workload)

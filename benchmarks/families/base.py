@@ -1,0 +1,191 @@
+"""What a family's workload file gives the harness."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from benchmarks.plan import Case, refusal
+
+
+@dataclass(kw_only=True)
+class Training:
+    """What a training step of a case is made of; the optimizer is AdamW, fused, in every arm: the zoo's own in its own.
+
+    Args:
+        loss: Called as ``loss(model, batch)`` with the case's model, compiled or not; returns a scalar.
+        batch: The i-th batch on the device, drawn anew and the same at each call.
+        learning_rate: Small enough that the first steps lower the loss.
+        checked: Losses that are compared with the reference: of so many steps from the same weights, each on another
+            batch. A wrong gradient shows from the second on.
+        autocast: The dtype of autocast over float32 weights, or None where the weights have the case's dtype.
+        clip_norm: Largest norm of all gradients together, or None.
+        loss_module: A module inside ``loss`` that declares regions of its own, compiled where the model's are.
+        after_compile: What is done to a zoo model whose regions were compiled: activation checkpointing.
+        random: Whether the model draws dropout, which differs from arm to arm: losses are not compared then.
+        shapes: A batch of each shape that the arm declares, the largest first; the first call, and a capture, go
+            through all of them. Empty where all batches have one shape, or shapes come as they come.
+        loader: Makes an epoch's batches in order, on the device: from files, or of shapes that differ. Timed steps take
+            theirs from it, epoch after epoch, and wait for it. None: they go round batches that lie ready.
+        round: Timed steps of a round, the same in every arm, so that all of them deal with the same batches; with a
+            loader that works ahead a whole epoch of it, so that it rests while other arms work. Needed with a loader.
+    """
+
+    loss: Callable[[Any, Any], torch.Tensor]
+    batch: Callable[[int], Any]
+    learning_rate: float
+    checked: int = 6
+    autocast: torch.dtype | None = None
+    clip_norm: float | None = None
+    loss_module: nn.Module | None = None
+    after_compile: Callable[[nn.Module], Any] | None = None
+    random: bool = False
+    shapes: tuple[Any, ...] = ()
+    loader: Callable[[], Iterable[Any]] | None = None
+    round: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.checked < 2:
+            raise ValueError(f"checked is {self.checked}; the first loss says nothing of gradients, so it is 2 or more")
+        if (self.loader is None) != (self.round is None) or (self.round is not None and self.round < 1):
+            raise ValueError(f"round is {self.round}; with a loader it is a number of steps, without one None")
+
+
+@dataclass(kw_only=True)
+class Prepared:
+    """A case made ready in its worker process; nothing in it is compiled yet.
+
+    Args:
+        model: The module of ``case.impl`` in eval mode on the device, weights equal across implementations.
+        inputs: Keyword arguments of one call, ``model(**inputs)``, returning one tensor (or a tuple of them).
+        static: Names of inputs that never change between calls (a prepared graph, a cache): the outer CUDA graph
+            does not copy them in.
+        compile_regions: How ``regional`` is done for this implementation, by its library's own helper where there is
+            one: takes the model and the keyword arguments of ``torch.compile`` (backend, mode, dynamic) and returns
+            what to call, or None where it compiled in place. None for ``zoo``: the harness calls
+            ``zoo.compile_regions``.
+        compile_full: How ``full`` is done where a call is a run of many steps, the model only part of each: takes the
+            model and the keyword arguments of ``torch.compile`` and compiles in place. None: the whole call.
+        capture: Where a call is a run of many steps, this has each of them replayed as an outer CUDA graph, which the
+            call after it captures. None: one around the whole call.
+        dynamic: The ``dynamic`` of upstream as shipped; None as its users leave it.
+        tuned_dynamic: That of upstream at its documented best; True where sizes differ from call to call.
+        reset: Where calls change a state that later calls read (a position, a cache), this puts it back in place: the
+            call after it is the one that ``reference`` computes. None where every call gives the same.
+        reference: The output in float64 (or float32 where float64 would not fit), computed eagerly by the upstream
+            library on the same weights and inputs.
+        reference_dtype: Which of the two it was.
+        bytes: Fewest bytes that one call must move through device memory; how it was counted is ``bytes_formula``.
+        flops: Floating-point operations of one call, or None to have the harness count them on eager.
+        data: Where the input came from: ``real``, ``bundled``, or ``generated, uniform`` and the like.
+        preparation_seconds: What was prepared once (CSR, folding, packing), apart from everything else.
+        sizes: What a reader needs to know of the input: nodes, edges, features, batch.
+        count: How many of ``unit`` one call deals with, for the throughput; None where that says nothing.
+        unit: ``images``, ``tokens``, ``nodes``.
+        training: What a training step is made of, for ``case.workload == "train"``; then ``inputs`` is empty, and
+            ``reference`` gives the losses of ``benchmarks.training.reference_losses``.
+    """
+
+    model: nn.Module
+    inputs: dict[str, Any]
+    static: tuple[str, ...] = ()
+    compile_regions: Callable[..., nn.Module | None] | None = None
+    compile_full: Callable[..., None] | None = None
+    capture: Callable[[], None] | None = None
+    dynamic: bool | None = None
+    tuned_dynamic: bool = False
+    reset: Callable[[], None] | None = None
+    reference: Callable[[], torch.Tensor]
+    reference_dtype: str = "float64"
+    bytes: int
+    bytes_formula: str
+    flops: int | None = None
+    data: str
+    preparation_seconds: Mapping[str, float] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    count: int | None = None
+    unit: str | None = None
+    training: Training | None = None
+
+
+class Workload(Protocol):
+    """One family's models, inputs and arms. Each ``benchmarks/families/<family>.py`` holds one as ``WORKLOAD``."""
+
+    family: str
+    models: tuple[str, ...]
+    inputs: tuple[str, ...]
+
+    def default_races(self, device: str, quick: bool, workload: str = "inference") -> list[tuple[str, str]]:
+        """(model, input) pairs of a plain run of inference or training: full size on a GPU, one small pair on a CPU."""
+
+    def dtypes(self, device: str) -> tuple[str, ...]:
+        """Supported dtypes, the default first."""
+
+    def refuses(self, case: Case) -> str | None:
+        """Why this combination does not exist (no row is made for it), or None."""
+
+    def memory_bytes(self, case: Case) -> int:
+        """Estimated peak device memory of the case in bytes, the reference included, before anything is allocated.
+
+        A workload whose reference takes much may say in ``running_bytes(case)`` what is left without it: one arm of a
+        race computes it while the others wait, so that more of them fit side by side.
+        """
+
+    def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
+        """Build model and inputs on the device. Called in the worker process only."""
+
+
+def accelerated(model: nn.Module, *, raised_limit: bool, **options: Any) -> nn.Module:
+    """Regional compilation by the helper that transformers' users have, accelerate's ``compile_regions``.
+
+    Layers share a graph; what stands before and behind them is compiled too, module by module.
+
+    Args:
+        model: One of transformers'.
+        raised_limit: Allow more graphs of a layer than the eight after which it silently stays eager. Where each layer
+            reads its own index of a cache it is a graph of its own.
+        options: What ``torch.compile`` takes.
+
+    Returns:
+        A model of the same weights around compiled modules.
+    """
+    from accelerate.utils import compile_regions
+
+    if raised_limit:
+        from zoo.engine.compat import compile_limit_kwargs
+
+        options |= compile_limit_kwargs()
+    compiled: nn.Module = compile_regions(model, **options)
+    return compiled
+
+
+def dtype_of(case: Case) -> torch.dtype:
+    """The dtype that a case names."""
+    dtype: torch.dtype = getattr(torch, case.dtype)
+    return dtype
+
+
+def autocast_of(dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype of autocast over float32 weights where a case has this one: None for float32."""
+    return None if dtype is torch.float32 else dtype
+
+
+# Why a family trains in bfloat16 and not in float16.
+UNSCALED = "training in float16 needs the loss scaled; it runs in bfloat16 or float32"
+
+
+def refuses_unknown(workload: Workload, case: Case, workloads: tuple[str, ...] = ("inference",)) -> str | None:
+    """What every family refuses: names that it does not have, and arms that nobody can have."""
+    for what, value, known in (
+        ("model", case.model, workload.models),
+        ("input", case.input, workload.inputs),
+        ("workload", case.workload, workloads),
+        ("dtype", case.dtype, workload.dtypes(case.device)),
+    ):
+        if value not in known:
+            return f"{what} {value!r} is not one of {', '.join(known)} on {case.device}"
+    return refusal(case)

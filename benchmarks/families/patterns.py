@@ -1,0 +1,162 @@
+"""The patterns of docs/patterns as a family: each as people write it (``upstream``) against how the zoo writes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from benchmarks.patterns import (
+    buckets,
+    few_signatures,
+    glue,
+    layer_values,
+    no_branches,
+    once_outside,
+    outer_cuda_graph,
+    own_operators,
+    static_cache,
+)
+from benchmarks.patterns.pattern import Pattern, Sizes, compile_blocks
+from benchmarks.plan import Case
+from benchmarks.families.base import Prepared, dtype_of, refuses_unknown
+
+PATTERNS: dict[str, Pattern] = {
+    "layer-values": layer_values.PATTERN,
+    "once-outside": once_outside.PATTERN,
+    "static-cache": static_cache.PATTERN,
+    "outer-cuda-graph": outer_cuda_graph.PATTERN,
+    "buckets": buckets.PATTERN,
+    "few-signatures": few_signatures.PATTERN,
+    "own-operators": own_operators.PATTERN,
+    "glue": glue.PATTERN,
+    "no-branches": no_branches.PATTERN,
+}
+BYTES_FORMULA = "Every weight is read once, inputs are read and the output is written."
+# Where a call's CUDA context, its libraries' work space and the compiler's buffers go.
+_PROCESS_BYTES = 1 << 30
+
+
+class PatternsWorkload:
+    """Inference of small models with random weights, ``small`` for a CPU and ``large`` for a GPU.
+
+    Regions against regions: what goes wrong between them does not show where the whole model is one graph, so ``full``
+    is left to the families.
+    """
+
+    family = "patterns"
+    models: tuple[str, ...] = tuple(PATTERNS)
+    inputs: tuple[str, ...] = ("small", "large")
+
+    def default_races(self, device: str, quick: bool, workload: str = "inference") -> list[tuple[str, str]]:
+        """(model, input) pairs of a plain run."""
+        if device == "cpu":
+            return [("layer-values", "small")]
+        return [(model, "large") for model in self.models]
+
+    def dtypes(self, device: str) -> tuple[str, ...]:
+        """Supported dtypes, the default first."""
+        return ("float32", "bfloat16") if device == "cpu" else ("bfloat16", "float32", "float16")
+
+    def refuses(self, case: Case) -> str | None:
+        """Why this combination does not exist, or None."""
+        if reason := refuses_unknown(self, case):
+            return reason
+        if case.impl == "upstream-tuned":
+            return "a pattern has two sides, before (upstream) and after (zoo)"
+        if case.strategy in ("full", "hierarchical"):
+            return f"patterns are about regions; {case.strategy} is raced in the families"
+        return None
+
+    def memory_bytes(self, case: Case) -> int:
+        """Estimated peak device memory of the case in bytes, the float64 reference included, which any arm may compute.
+
+        A bound: in between, nothing in these models is as large as thirty-two times their input.
+        """
+        pattern = PATTERNS[case.model]
+        with torch.device("meta"):
+            weights = sum(p.numel() for p in pattern.before(**_model_sizes(case)).parameters())
+        given = sum(tensor.numel() for tensor in _tensors(_draw(case, seed=0)))
+        return (weights + 32 * given) * (dtype_of(case).itemsize + 8) + _PROCESS_BYTES
+
+    def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
+        """Build model and inputs on the device.
+
+        Args:
+            case: What to build.
+            data_root: Not used: there is no data set.
+            seed: Of the weights and the inputs.
+
+        Raises:
+            ValueError: If the case is one that :meth:`refuses` names.
+        """
+        if reason := self.refuses(case):
+            raise ValueError(f"{case.arm}: {reason}")
+        pattern, device, dtype = PATTERNS[case.model], torch.device(case.device), dtype_of(case)
+        model = before = _before(case, seed).to(device, dtype)
+        if case.impl == "zoo":
+            model = pattern.after(**_model_sizes(case)).eval().requires_grad_(False).to(device, dtype)
+            model.load_state_dict(before.state_dict())
+        inputs = _converted(_draw(case, seed=seed), device, dtype)
+        with torch.inference_mode():
+            written = before(**inputs).numel() * dtype.itemsize
+
+        def reference() -> Tensor:
+            # Made anew, so that an arm holds nothing that it does not run on: its memory is measured.
+            exact = _before(case, seed).to(device, dtype).double()
+            output: Tensor = exact(**_converted(inputs, device, torch.float64))
+            return output
+
+        return Prepared(
+            model=model,
+            inputs=inputs,
+            compile_regions=None if case.impl == "zoo" else pattern.compile_before or compile_blocks,
+            reference=reference,
+            reference_dtype="float64",
+            bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *_tensors(inputs))) + written,
+            bytes_formula=BYTES_FORMULA,
+            data="generated (normal)",
+            sizes={
+                **_model_sizes(case),
+                **_input_sizes(case),
+                "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            },
+        )
+
+
+def _before(case: Case, seed: int) -> nn.Module:
+    """The model as people write it, with the weights that both sides have."""
+    torch.manual_seed(seed)
+    return PATTERNS[case.model].before(**_model_sizes(case)).eval().requires_grad_(False)
+
+
+def _model_sizes(case: Case) -> Sizes:
+    return PATTERNS[case.model].model_sizes if case.input == "large" else {}
+
+
+def _input_sizes(case: Case) -> Sizes:
+    return PATTERNS[case.model].input_sizes if case.input == "large" else {}
+
+
+def _draw(case: Case, *, seed: int) -> dict[str, Any]:
+    return PATTERNS[case.model].inputs(torch.Generator().manual_seed(seed), **_input_sizes(case))
+
+
+def _tensors(inputs: dict[str, Any]) -> list[Tensor]:
+    leaves: list[Tensor] = pytree.tree_leaves(inputs)
+    return leaves
+
+
+def _converted(inputs: dict[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """On the device, and numbers that are not indices in the dtype."""
+
+    def convert(tensor: Tensor) -> Tensor:
+        return tensor.to(device, dtype if tensor.is_floating_point() else None)
+
+    converted: dict[str, Any] = pytree.tree_map(convert, inputs)
+    return converted
+
+
+WORKLOAD = PatternsWorkload()
