@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from benchmarks.cli import did_you_mean
-from benchmarks.plan import DTYPES, Case
 from benchmarks.families.base import Prepared
+from benchmarks.plan import DTYPES, Case
 
 EXAMPLE, GIVEN, CAST = "example", "given", "given, cast"  # what stands for the input in a row
 BYTES_FORMULA = "weights, embedding tables apart, and inputs, each read once"

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.plan import CUDA_GRAPH_MODES, Case
 from benchmarks.families.base import Prepared
+from benchmarks.plan import CUDA_GRAPH_MODES, Case
 
 Call = Callable[..., Any]
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.plan import Case
 from benchmarks.families.base import Prepared, Training
+from benchmarks.plan import Case
 from zoo.training import AdamW, TrainingStep
 
 # Batches that lie ready on the device, for the steps that are timed.

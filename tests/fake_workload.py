@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.families.base import Prepared, Training
 from benchmarks.plan import Case
 from benchmarks.training import reference_losses
-from benchmarks.families.base import Prepared, Training
 from zoo.engine.discover import Region
 
 WIDTH = 8

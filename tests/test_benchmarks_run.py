@@ -18,6 +18,7 @@ from benchmarks.claims import CLAIMS
 from benchmarks.claims.claim import commands
 from benchmarks.claims.figures import Way
 from benchmarks.cli import run_command
+from benchmarks.families import families
 from benchmarks.machine import Monitor
 from benchmarks.measure import Run
 from benchmarks.plan import Case
@@ -25,7 +26,6 @@ from benchmarks.process import ROOT
 from benchmarks.record import Store
 from benchmarks.run import main
 from benchmarks.startup import Settings
-from benchmarks.families import families
 
 FAKE = "tests.fake_workload"
 LIGHT = {"BENCHMARKS_BACKEND": "eager", "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}

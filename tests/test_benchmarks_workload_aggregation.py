@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import zoo
-from benchmarks.plan import Case, expand
-from benchmarks.worker import Handler
 from benchmarks.families import Prepared, families, gnn_work, load
 from benchmarks.families.aggregation import GRAPHS, WAYS, WORKLOAD, task_of
+from benchmarks.plan import Case, expand
+from benchmarks.worker import Handler
 
 DTYPES = ["float32", "bfloat16"]
 # In bfloat16 some add into the output, which then rounds after each of a hub's neighbours.

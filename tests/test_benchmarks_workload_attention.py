@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import zoo
-from benchmarks.plan import Case, expand
 from benchmarks.families import Prepared, families, load
 from benchmarks.families.attention import DECODE_INPUTS, PACKED_INPUTS, WORKLOAD
 from benchmarks.families.attention_choices import CHOICES, DECODE, PACKED
+from benchmarks.plan import Case, expand
 
 # On a CPU one runs eagerly and holds all scores, the other goes through torch's older kind of nested tensors.
 pytestmark = [

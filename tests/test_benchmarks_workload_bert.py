@@ -15,11 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
 from benchmarks import workloads
+from benchmarks.families import bert_upstream, bert_work
+from benchmarks.families.bert import WORKLOAD
 from benchmarks.plan import IMPLEMENTATIONS, Case
 from benchmarks.strategies import mark_nested_regions
 from benchmarks.worker import Handler
-from benchmarks.families import bert_upstream, bert_work
-from benchmarks.families.bert import WORKLOAD
 from zoo.bert import Bert, PackedBatch
 from zoo.bert.model import PRESETS
 

@@ -18,13 +18,13 @@ from torch.utils.flop_counter import FlopCounterMode
 import zoo
 from benchmarks import workloads
 from benchmarks.claims.shapes import STEPS
-from benchmarks.plan import IMPLEMENTATIONS, Case
-from benchmarks.training import Trainer, plain_step
-from benchmarks.worker import Handler
 from benchmarks.families import bert_batches, bert_texts, bert_train, bert_upstream, bert_work
 from benchmarks.families.bert import WORKLOAD
 from benchmarks.families.bert_texts import LABELS, Task, task
 from benchmarks.families.llm_weights import SeededWeights
+from benchmarks.plan import IMPLEMENTATIONS, Case
+from benchmarks.training import Trainer, plain_step
+from benchmarks.worker import Handler
 from zoo.bert import PackedBatch
 from zoo.bert.model import PRESETS
 from zoo.engine.compile import plan_of

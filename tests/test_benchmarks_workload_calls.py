@@ -10,10 +10,10 @@ import torch
 from torch._dynamo.utils import counters
 
 from benchmarks.compiler import cache_environment, cached_files
-from benchmarks.plan import Case, expand
-from benchmarks.worker import Handler
 from benchmarks.families import families, load
 from benchmarks.families.calls import GRAPHS, WORKLOAD
+from benchmarks.plan import Case, expand
+from benchmarks.worker import Handler
 
 
 def case(**changes: Any) -> Case:

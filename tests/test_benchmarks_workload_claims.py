@@ -10,12 +10,12 @@ import torch
 
 from benchmarks.claims import CLAIMS
 from benchmarks.compiler import Recorder
-from benchmarks.plan import Case, expand
-from benchmarks.strategies import apply, execution_mode
-from benchmarks.training import Trainer
 from benchmarks.families import Prepared, families, load
 from benchmarks.families.claims import SUBJECTS, WORKLOAD
 from benchmarks.families.claims_ppo import PIXELS, rollout, seen
+from benchmarks.plan import Case, expand
+from benchmarks.strategies import apply, execution_mode
+from benchmarks.training import Trainer
 
 INFERS = [name for name, subject in SUBJECTS.items() if subject.infers]
 TRAINS = [name for name, subject in SUBJECTS.items() if subject.loss is not None]

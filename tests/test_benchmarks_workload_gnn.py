@@ -13,11 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
 from benchmarks import workloads
-from benchmarks.plan import IMPLEMENTATIONS, Case
 from benchmarks.families import gnn_upstream, gnn_work, graphs
 from benchmarks.families.gnn import KINDS, WORKLOAD, architecture
 from benchmarks.families.gnn_work import Architecture
 from benchmarks.families.graphs import GraphSpec
+from benchmarks.plan import IMPLEMENTATIONS, Case
 
 
 def case(**changes: Any) -> Case:

@@ -15,11 +15,11 @@ from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
 
 from benchmarks import strategies
-from benchmarks.plan import Case
-from benchmarks.training import Trainer
 from benchmarks.families import gnn_sampled, gnn_upstream, gnn_work, graphs
 from benchmarks.families.base import UNSCALED
 from benchmarks.families.gnn import KINDS, WORKLOAD, _implementation, architecture
+from benchmarks.plan import Case
+from benchmarks.training import Trainer
 
 CASE = Case(family="gnn", model="gcn", input="karate", workload="train")
 

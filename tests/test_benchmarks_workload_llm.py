@@ -16,10 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
 from benchmarks import workloads
-from benchmarks.plan import IMPLEMENTATIONS, Case
-from benchmarks.worker import Handler
 from benchmarks.families import llm_steps, llm_train, llm_upstream, llm_weights, llm_work
 from benchmarks.families.llm import WORKLOAD
+from benchmarks.plan import IMPLEMENTATIONS, Case
+from benchmarks.worker import Handler
 from zoo.llm import LLM, LLMHead, LLMLayer
 from zoo.llm.presets import PRESETS
 

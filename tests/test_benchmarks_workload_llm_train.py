@@ -11,10 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
 from benchmarks import strategies
-from benchmarks.plan import Case
-from benchmarks.training import Trainer
 from benchmarks.families import llm_train, llm_work
 from benchmarks.families.llm import WORKLOAD
+from benchmarks.plan import Case
+from benchmarks.training import Trainer
 from zoo.llm import LLMLayer
 from zoo.llm.presets import PRESETS
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.families import Prepared, families, load, optimizers
+from benchmarks.families.optimizers import PARAMETERS, WORKLOAD, make_optimizer
 from benchmarks.plan import Case, expand
 from benchmarks.strategies import apply, execution_mode
 from benchmarks.worker import Handler
-from benchmarks.families import Prepared, families, load, optimizers
-from benchmarks.families.optimizers import PARAMETERS, WORKLOAD, make_optimizer
 from zoo.training import AdamW
 
 IMPLS = ["zoo", "upstream", "upstream-tuned"]

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import zoo
+from benchmarks.families import Prepared, families, load
+from benchmarks.families.patterns import PATTERNS, WORKLOAD
 from benchmarks.patterns.pattern import Counts, count
 from benchmarks.plan import Case, expand
 from benchmarks.strategies import apply, execution_mode
-from benchmarks.families import Prepared, families, load
-from benchmarks.families.patterns import PATTERNS, WORKLOAD
 
 MODULES = Path(__file__).resolve().parent.parent / "benchmarks/patterns"
 # Before and after, one call of the small size.

@@ -15,11 +15,11 @@ from torchvision import models
 
 import zoo
 from benchmarks import workloads
-from benchmarks.plan import IMPLEMENTATIONS, Case
-from benchmarks.worker import Handler
 from benchmarks.families import resnet_upstream, resnet_work
 from benchmarks.families.cuts import CUTS
 from benchmarks.families.resnet import WORKLOAD, sizes
+from benchmarks.plan import IMPLEMENTATIONS, Case
+from benchmarks.worker import Handler
 from zoo.resnet import ResNet
 from zoo.resnet.model import PRESETS
 

@@ -15,12 +15,12 @@ from torchvision import models
 
 import zoo
 from benchmarks import workloads
-from benchmarks.plan import Case
-from benchmarks.training import Trainer, make_optimizer, plain_step
-from benchmarks.worker import Handler
 from benchmarks.families import resnet_train, resnet_work
 from benchmarks.families.jpegs import CLASSES, Files, Loader
 from benchmarks.families.resnet import WORKLOAD
+from benchmarks.plan import Case
+from benchmarks.training import Trainer, make_optimizer, plain_step
+from benchmarks.worker import Handler
 from zoo.engine.compile import plan_of
 from zoo.engine.graph_log import LEDGER
 from zoo.resnet import ResNetConfig

@@ -14,11 +14,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
 from benchmarks import strategies, workloads
-from benchmarks.plan import IMPLEMENTATIONS, Case
-from benchmarks.worker import Handler
 from benchmarks.families import unet_upstream, unet_work
 from benchmarks.families.cuts import CUTS
 from benchmarks.families.unet import WORKLOAD, draw_inputs, sizes
+from benchmarks.plan import IMPLEMENTATIONS, Case
+from benchmarks.worker import Handler
 from zoo.unet import UNetConfig
 from zoo.unet.presets import PRESETS
 

@@ -12,10 +12,10 @@ from torch._dynamo.testing import CompileCounter
 
 import zoo
 from benchmarks import strategies, workloads
-from benchmarks.plan import IMPLEMENTATIONS, Case
-from benchmarks.worker import Handler
 from benchmarks.families import unet_loop, unet_work
 from benchmarks.families.unet import WORKLOAD, sizes
+from benchmarks.plan import IMPLEMENTATIONS, Case
+from benchmarks.worker import Handler
 from zoo.unet.presets import PRESETS
 
 with warnings.catch_warnings():

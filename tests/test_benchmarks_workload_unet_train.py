@@ -13,12 +13,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
 from benchmarks import workloads
-from benchmarks.plan import Case
-from benchmarks.training import Trainer
-from benchmarks.worker import Handler
 from benchmarks.families import unet_train, unet_upstream, unet_work
 from benchmarks.families.base import Training
 from benchmarks.families.unet import WORKLOAD
+from benchmarks.plan import Case
+from benchmarks.training import Trainer
+from benchmarks.worker import Handler
 from zoo.unet.presets import PRESETS
 from zoo.unet.upstream import convert_state_dict
 

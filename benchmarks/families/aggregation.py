@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from benchmarks.plan import Case
-from benchmarks.timing import synchronise
 from benchmarks.families import gnn_upstream, graphs
 from benchmarks.families.base import Prepared, dtype_of, refuses_unknown
+from benchmarks.plan import Case
+from benchmarks.timing import synchronise
 from zoo.engine.discover import Region
 from zoo.gnn import CSRGraph
 from zoo.ops.csr import GraphTensors

@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from benchmarks.plan import Case
 from benchmarks.families import bert_work
 from benchmarks.families.attention_choices import CHOICES, DECODE, PACKED, Choice, offsets_of
 from benchmarks.families.base import Prepared, dtype_of, refuses_unknown
+from benchmarks.plan import Case
 from zoo.engine.discover import Region
 
 DECODE_BYTES_FORMULA = (

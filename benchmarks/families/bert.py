@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.plan import Case
 from benchmarks.families import bert_texts, bert_train, bert_upstream, bert_work
 from benchmarks.families.base import Prepared, accelerated, dtype_of, refuses_unknown
 from benchmarks.families.bert_upstream import UpstreamStep
 from benchmarks.families.cuts import CUTS, MARK, cut
 from benchmarks.families.llm_weights import SeededWeights
+from benchmarks.plan import Case
 from zoo.bert import Bert, BertConfig, PackedBatch, pack, token_buckets
 from zoo.bert.convert import placements
 from zoo.bert.model import PRESETS

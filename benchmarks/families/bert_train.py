@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.plan import Case
-from benchmarks.training import checkpointed, reference_losses
 from benchmarks.families import bert_texts, bert_upstream, bert_work
 from benchmarks.families.base import UNSCALED, Prepared, Training, accelerated, autocast_of, dtype_of
 from benchmarks.families.bert_batches import EPOCH, ROUND, Batches
 from benchmarks.families.bert_texts import LABELS
 from benchmarks.families.llm_weights import SeededWeights
+from benchmarks.plan import Case
+from benchmarks.training import checkpointed, reference_losses
 from zoo.bert import Bert, BertConfig
 from zoo.bert.convert import placements
 from zoo.bert.model import PRESETS

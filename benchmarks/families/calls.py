@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import zoo
 from benchmarks import strategies
 from benchmarks.compiler import other_cache
+from benchmarks.families.base import Prepared, Training, autocast_of, dtype_of, refuses_unknown
 from benchmarks.plan import Case
 from benchmarks.training import reference_losses
-from benchmarks.families.base import Prepared, Training, autocast_of, dtype_of, refuses_unknown
 from zoo import Region
 
 BATCH, WIDTH, DEPTH = 4, 256, 8

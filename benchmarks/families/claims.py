@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.plan import Case
-from benchmarks.training import READY_BATCHES, reference_losses
 from benchmarks.families import claims_llama, claims_ppo, claims_small
 from benchmarks.families.base import Prepared, Training, autocast_of, dtype_of, refuses_unknown
 from benchmarks.families.claims_subject import Inputs, Made, Size, Subject, converted, tensors
+from benchmarks.plan import Case
+from benchmarks.training import READY_BATCHES, reference_losses
 
 SUBJECTS: dict[str, Subject] = {**claims_small.SUBJECTS, **claims_ppo.SUBJECTS}
 LEARNING_RATE = 1e-3

@@ -6,9 +6,9 @@ output product weighs more here than in the whole model: four times as much besi
 
 from __future__ import annotations
 
-from benchmarks.plan import Case
 from benchmarks.families import llm, llm_train, llm_work
 from benchmarks.families.base import Prepared
+from benchmarks.plan import Case
 from zoo.llm import LLMConfig
 from zoo.llm.presets import PRESETS
 

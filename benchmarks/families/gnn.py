@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.plan import Case
-from benchmarks.timing import synchronise
 from benchmarks.families import gnn_sampled, gnn_train, gnn_upstream, gnn_work, graphs
 from benchmarks.families.base import UNSCALED, Prepared, autocast_of, dtype_of, refuses_unknown
 from benchmarks.families.gnn_sampled import SAMPLED
 from benchmarks.families.gnn_work import Architecture
 from benchmarks.families.graphs import POWER_LAW, Graph
+from benchmarks.plan import Case
+from benchmarks.timing import synchronise
 
 KINDS = ("gcn", "gat", "graphsage")
 HEADS = 8

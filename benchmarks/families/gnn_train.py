@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.plan import Case
-from benchmarks.training import reference_losses
 from benchmarks.families import gnn_upstream, gnn_work
 from benchmarks.families.base import Prepared, Training, autocast_of, dtype_of
 from benchmarks.families.gnn_work import Architecture
 from benchmarks.families.graphs import Graph
+from benchmarks.plan import Case
+from benchmarks.training import reference_losses
 
 BYTES_FORMULA = (
     "Twice what inference must move: the backward gathers as much as the forward. Left out, so that it is a lower "

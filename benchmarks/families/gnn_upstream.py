@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.plan import Case
 from benchmarks.families.gnn_work import Architecture, dense_bytes, message_bytes
+from benchmarks.plan import Case
 
 
 def build(arch: Architecture, *, seed: int, **options: Any) -> nn.Module:

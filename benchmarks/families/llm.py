@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.plan import Case
 from benchmarks.families import llm_steps, llm_train, llm_upstream, llm_weights, llm_work
 from benchmarks.families.base import Prepared, accelerated, dtype_of, refuses_unknown
 from benchmarks.families.llm_work import Task
+from benchmarks.plan import Case
 from zoo.llm import LLM, LLMConfig
 from zoo.llm.checkpoint import placements
 from zoo.llm.presets import PRESETS

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.plan import Case
-from benchmarks.training import reference_losses
 from benchmarks.families import llm_upstream, llm_work
 from benchmarks.families.base import Prepared, Training, accelerated
 from benchmarks.families.llm_weights import SeededWeights
+from benchmarks.plan import Case
+from benchmarks.training import reference_losses
 from zoo.llm import LLM, LLMConfig, LLMLayer
 from zoo.llm.checkpoint import placements
 from zoo.training import LinearCrossEntropy, checkpoint_regions

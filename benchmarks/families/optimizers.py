@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from benchmarks.plan import Case
 from benchmarks.families.base import Prepared, dtype_of, refuses_unknown
+from benchmarks.plan import Case
 from zoo.training import AdamW
 
 BYTES_FORMULA = "Weights, gradients, averages and averages of squares are read once, and all but the gradients written."

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from benchmarks.families.base import Prepared, dtype_of, refuses_unknown
 from benchmarks.patterns import (
     buckets,
     few_signatures,
@@ -21,7 +22,6 @@ from benchmarks.patterns import (
 )
 from benchmarks.patterns.pattern import Pattern, Sizes, compile_blocks
 from benchmarks.plan import Case
-from benchmarks.families.base import Prepared, dtype_of, refuses_unknown
 
 PATTERNS: dict[str, Pattern] = {
     "layer-values": layer_values.PATTERN,

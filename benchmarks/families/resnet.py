@@ -9,12 +9,12 @@ import time
 import torch
 from torch import nn
 
-from benchmarks.plan import Case
-from benchmarks.timing import synchronise
-from benchmarks.training import READY_BATCHES
 from benchmarks.families import resnet_train, resnet_upstream, resnet_work
 from benchmarks.families.base import UNSCALED, Prepared, dtype_of, refuses_unknown
 from benchmarks.families.cuts import CUTS, MARK, cut
+from benchmarks.plan import Case
+from benchmarks.timing import synchronise
+from benchmarks.training import READY_BATCHES
 from zoo.resnet import ResNet, ResNetConfig, fold_batch_norm
 from zoo.resnet.model import PRESETS
 

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.plan import Case
-from benchmarks.training import checkpointed, reference_losses
 from benchmarks.families import resnet_upstream, resnet_work
 from benchmarks.families.base import Prepared, Training, autocast_of
 from benchmarks.families.jpegs import Files, Loader
+from benchmarks.plan import Case
+from benchmarks.training import checkpointed, reference_losses
 from zoo.resnet import ResNetConfig
 
 LEARNING_RATE = 1e-4

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.plan import Case
-from benchmarks.timing import synchronise
-from benchmarks.training import READY_BATCHES
 from benchmarks.families import unet_loop, unet_train, unet_upstream, unet_work
 from benchmarks.families.base import Prepared, dtype_of, refuses_unknown
 from benchmarks.families.cuts import CUTS, MARK, cut
 from benchmarks.families.llm_weights import draw
 from benchmarks.families.unet_work import TOKENS
+from benchmarks.plan import Case
+from benchmarks.timing import synchronise
+from benchmarks.training import READY_BATCHES
 from zoo.unet import UNet, UNetConfig
 from zoo.unet.checkpoint import placements
 from zoo.unet.presets import PRESETS

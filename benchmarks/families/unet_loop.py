@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from benchmarks.plan import Case
 from benchmarks.families import unet_upstream, unet_work
 from benchmarks.families.base import Prepared
 from benchmarks.families.llm_weights import draw
+from benchmarks.plan import Case
 from zoo.unet import Sampler, UNet, UNetConfig, make_schedule
 
 # Diffusers' Euler with Stable Diffusion's noise. It keeps its tables on the host, and waits for the device once a run.

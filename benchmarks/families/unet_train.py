@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.plan import Case
-from benchmarks.training import reference_losses
 from benchmarks.families import unet_upstream, unet_work
 from benchmarks.families.base import UNSCALED, Prepared, Training, autocast_of
+from benchmarks.plan import Case
+from benchmarks.training import reference_losses
 from zoo.unet import UNetConfig
 
 BYTES_FORMULA = (
