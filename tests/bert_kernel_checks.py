@@ -15,9 +15,9 @@ from torch import Tensor
 
 import zoo
 import zoo.ops.common
-from zoo.ops.gelu import bias_gelu
+from zoo.ops.glu import bias_gelu
 from zoo.ops.norms import WIDEST_NORM, add_layer_norm
-from zoo.ops.triton import gelu, norms, sums
+from zoo.ops.triton import glu, norms, sums
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
@@ -47,7 +47,7 @@ def _programs_go_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sums, "PARTS", 2)
     monkeypatch.setattr(sums, "PARTS_AT_ONCE", 2)
     monkeypatch.setattr(sums, "LAST_COLUMNS", 64)
-    for module in (sums, gelu):
+    for module in (sums, glu):
         monkeypatch.setattr(module, "ROWS", 2)
         monkeypatch.setattr(module, "COLUMNS", 32)
 

@@ -19,9 +19,8 @@ from zoo.gnn.csr import Recipe
 from zoo.ops import common, csr, draws
 from zoo.ops.common import next_power
 from zoo.ops.csr import GraphTensors
-from zoo.ops.csr_max import max_neighbours
-from zoo.ops.csr_sum import mean_neighbours, sum_neighbours
-from zoo.ops.triton import csr_attention, csr_max, csr_sum
+from zoo.ops.csr_sum import max_neighbours, mean_neighbours, sum_neighbours
+from zoo.ops.triton import csr_attention, csr_sum
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
@@ -45,7 +44,7 @@ def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if DEVICE == "cpu":
         monkeypatch.setattr(common, "triton_runs_on", lambda device: True)
         # The interpreter reduces number by number, and a tile for a GPU holds thousands of chunks.
-        for module in (csr_attention, csr_max, csr_sum):
+        for module in (csr_attention, csr_sum):
             monkeypatch.setattr(module, "merge_tile", lambda channels: (32, min(next_power(channels), 8), 1))
     yield
 
@@ -220,7 +219,7 @@ def test_attention_of_every_width_with_rows_whole_and_split(
 @pytest.mark.parametrize("chunks", [2, 4])
 def test_long_rows_of_more_chunks_than_a_step_adds_up(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(csr, "EDGES_PER_CHUNK", 4)
-    for module in (csr_attention, csr_max, csr_sum):
+    for module in (csr_attention, csr_sum):
         monkeypatch.setattr(module, "merge_tile", lambda channels: (chunks, 16, 1))
     edges = 60  # a third of them in one row
     check_sum(hub(weight=True, edges=edges), values(11, 20))

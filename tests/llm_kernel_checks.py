@@ -20,11 +20,11 @@ import zoo.ops.common
 from tests.llm_checks import DEVICE, MARKS, check_close, let_kernels_run, values
 from zoo.llm import KVCache
 from zoo.llm.decode import DecodeState, accept
-from zoo.ops.cached_attention import attend, decode_attention
+from zoo.ops.attention import attend, decode_attention
 from zoo.ops.glu import swiglu
-from zoo.ops.rms_norm import add_rms_norm, rms_norm
+from zoo.ops.norms import add_rms_norm, rms_norm
 from zoo.ops.rotary import rotate_into, split_rotated
-from zoo.ops.triton import decode_products as products
+from zoo.ops.triton import decode as products
 
 pytestmark = MARKS
 # Kernels begin early on a GPU that lets them.

@@ -12,8 +12,8 @@ from torch import Tensor
 import zoo
 import zoo.ops.common
 from tests.llm_checks import DEVICE, MARKS, check_close, let_kernels_run, values
-from zoo.ops.rms_norm import add_rms_norm, reference_rms_norm, rms_norm
-from zoo.ops.triton import rms_norm as kernels
+from zoo.ops.norms import add_rms_norm, reference_rms_norm, rms_norm
+from zoo.ops.triton import norms as kernels
 from zoo.ops.triton import sums
 
 pytestmark = MARKS

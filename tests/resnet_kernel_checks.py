@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import zoo
-from zoo.ops import batch_norm, common, stem_conv
+from zoo.ops import batch_norm, common, conv
 from zoo.ops.batch_norm import Norm, bias_act, norm_act
 from zoo.ops.triton import batch_norm as kernels
-from zoo.ops.triton import norm_tiles as tiles
+from zoo.ops.triton import tiles
 from zoo.resnet import fold_batch_norm
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -323,9 +323,9 @@ def test_a_folded_model_predicts_as_without_kernels(monkeypatch: pytest.MonkeyPa
 )
 def test_squares_of_pixels(shape: tuple[int, ...], arguments: tuple[int, ...], dtype: torch.dtype) -> None:
     x = values(*shape, dtype=dtype)
-    expected = stem_conv.space_to_depth(x.double(), *arguments, torch.float64)  # float64 is torch's own
+    expected = conv.space_to_depth(x.double(), *arguments, torch.float64)  # float64 is torch's own
     for images in (x, x.contiguous(memory_format=torch.channels_last), x.mT.contiguous().mT):
-        found = stem_conv.space_to_depth(images, *arguments, dtype)
+        found = conv.space_to_depth(images, *arguments, dtype)
         assert found.dtype == dtype and found.stride() == expected.stride()
         assert torch.equal(found.double(), expected)
 

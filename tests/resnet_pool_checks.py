@@ -15,8 +15,8 @@ from torch import Tensor
 import zoo
 from zoo.ops import common, pooling
 from zoo.ops.batch_norm import Norm
-from zoo.ops.triton import norm_tiles as tiles
 from zoo.ops.triton import pooling as kernels
+from zoo.ops.triton import tiles
 from zoo.resnet import fold_batch_norm
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"

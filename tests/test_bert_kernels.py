@@ -23,7 +23,7 @@ from tests.fake_gpu import Gpu, traced
 from tests.kernel_runs import run_checks
 from zoo.bert import BertLayer, pack
 from zoo.bert.layer import _product
-from zoo.ops import gelu, norms, products
+from zoo.ops import glu, norms, products
 from zoo.training import checkpoint_regions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,8 +57,8 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         "norm and its copy": (norm, (grown(2, 8), grown(2, 8, dtype=low), grown(8), grown(8), grown(8), 1e-6, low)),
         "norm of a low sum": (norm, (grown(2, 8), grown(2, 8, dtype=low), None, grown(8), grown(8), 1e-6)),
         "norm of low rows": (norm, (*grown(2, 2, 8, dtype=low).unbind(), None, *grown(2, 8, dtype=low).unbind(), 1e-6)),
-        "GELU": (gelu.bias_gelu, (grown(2, 3, 8), grown(8), False)),
-        "GELU by tanh": (gelu.bias_gelu, (grown(3, 8, dtype=low), grown(8), True)),
+        "GELU": (glu.bias_gelu, (grown(2, 3, 8), grown(8), False)),
+        "GELU by tanh": (glu.bias_gelu, (grown(3, 8, dtype=low), grown(8), True)),
         "bias of a product": (products.column_sums, (torch.randn(2, 3, 8), low)),
     }
 
@@ -82,7 +82,7 @@ def test_without_kernels_the_operators_are_torchs(shifted: bool, dtype: torch.dt
     total = x + added + (shift if shifted else 0.0)
     torch.testing.assert_close(out, F.layer_norm(total, (8,), weight, bias, 1e-6))
     assert torch.equal(low, out.bfloat16())
-    activated = gelu.bias_gelu(x, bias, True)
+    activated = glu.bias_gelu(x, bias, True)
     torch.testing.assert_close(activated, F.gelu(x + bias, approximate="tanh"))
     assert out.dtype == activated.dtype == dtype and torch.autograd.grad(out.sum() + activated.sum(), x)
 
@@ -119,7 +119,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     monkeypatch.setattr(zoo.ops.common, "triton_runs_on", lambda device: True)
     monkeypatch.setattr(norms, "_AddLayerNorm", Norm)
-    monkeypatch.setattr(gelu, "_BiasGelu", Activation)
+    monkeypatch.setattr(glu, "_BiasGelu", Activation)
     sums = products.column_sums
     monkeypatch.setattr(products, "kernels_run", lambda *_: False)
     monkeypatch.setattr(products, "column_sums", lambda x, dtype: (count("column_sums"), sums(x, dtype))[1])
@@ -390,7 +390,7 @@ def test_functional_transforms_are_torchs(counted: Counter[str]) -> None:
 
 @needs_triton
 def test_tokens_lie_along_the_axis_of_the_grid_that_has_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    from zoo.ops.triton import gelu, norms, sums
+    from zoo.ops.triton import glu, norms, sums
 
     grids: dict[str, tuple[int, ...]] = {}
 
@@ -403,7 +403,7 @@ def test_tokens_lie_along_the_axis_of_the_grid_that_has_no_limit(monkeypatch: py
             return lambda *_, **__: None
 
     names = {
-        gelu: ["_bias_gelu", "_bias_gelu_backward"],
+        glu: ["_bias_gelu", "_bias_gelu_backward"],
         norms: ["_add_layer_norm", "_add_layer_norm_backward"],
         sums: ["_column_sums"],
     }
@@ -413,10 +413,10 @@ def test_tokens_lie_along_the_axis_of_the_grid_that_has_no_limit(monkeypatch: py
     monkeypatch.setattr(sums, "_add_parts", Noting("_add_parts"))
     tokens = 1 << 21
     x, vector, row = (torch.empty(shape, device="meta") for shape in ((tokens, 1024), (1024,), (tokens,)))
-    gelu.bias_gelu(x, vector, False)
-    gelu.bias_gelu_backward(x, x, vector, False)
+    glu.bias_gelu(x, vector, False)
+    glu.bias_gelu_backward(x, x, vector, False)
     norms.add_layer_norm(x, x, None, vector, vector, 1e-6, None)
     norms.add_layer_norm_backward(x, row, row, vector, x, None, None, False)
     sums.column_sums(x, torch.float32)
     assert len(grids) == 6 and all(size < 1 << 16 for grid in grids.values() for size in grid[1:])
-    assert grids["_bias_gelu"][0] * gelu.ROWS == tokens
+    assert grids["_bias_gelu"][0] * glu.ROWS == tokens

@@ -41,7 +41,7 @@ def test_newer_releases_and_processes_without_inductor_are_left_alone(monkeypatc
 @pytest.mark.slow
 def test_a_chain_of_operators_compiles_in_no_time() -> None:
     """On 2.11 a chain half as long takes minutes without the shorter name; a timeout of the run would tell."""
-    from zoo.ops.conv_act import operator
+    from zoo.ops.conv import operator
 
     like = "zoo_test_compat", "(Tensor x, Tensor y) -> Tensor", lambda x, y: torch.empty_like(x)
 

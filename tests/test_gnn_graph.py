@@ -18,8 +18,7 @@ from zoo.engine.graphed_step import synchronising_raises
 from zoo.gnn import CSRGraph, GATConv, GCNConv, SAGEConv, prepare
 from zoo.gnn.csr import Recipe
 from zoo.gnn.prepare import GraphMemory
-from zoo.ops.csr_max import max_neighbours
-from zoo.ops.csr_sum import mean_neighbours, sum_neighbours
+from zoo.ops.csr_sum import max_neighbours, mean_neighbours, sum_neighbours
 
 GRAPHS: dict[str, tuple[list[list[int]], tuple[int, int]]] = {
     "square": ([[0, 1, 2, 3, 1, 4], [1, 0, 1, 4, 3, 3]], (5, 5)),

@@ -28,8 +28,7 @@ from zoo.gnn.csr import Recipe
 from zoo.ops import common, csr, csr_sum
 from zoo.ops.csr import GraphTensors, split_rows
 from zoo.ops.csr_attention import attention
-from zoo.ops.csr_max import max_neighbours
-from zoo.ops.csr_sum import mean_neighbours, sum_neighbours
+from zoo.ops.csr_sum import max_neighbours, mean_neighbours, sum_neighbours
 from zoo.ops.draws import distinct
 from zoo.ops.triton.kernel import Kernel
 

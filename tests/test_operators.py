@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from zoo.ops import common as operators
-from zoo.ops.conv_act import operator
+from zoo.ops.conv import operator
 
 
 @pytest.fixture

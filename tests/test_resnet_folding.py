@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchvision import models
 
 import zoo
-from zoo.ops.conv_act import conv_act, linear_relu
+from zoo.ops.conv import conv_act, linear_relu
 from zoo.resnet import Folding, ResNet, fold_batch_norm
 
 WAYS = list(itertools.product(("glue", "fused"), ("convolution", "matmul")))

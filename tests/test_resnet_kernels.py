@@ -18,8 +18,8 @@ import zoo
 from tests.kernel_runs import run_checks
 from zoo.engine.direct import has_nothing_to_fuse
 from zoo.ops.batch_norm import Norm, bias_act, norm_act
+from zoo.ops.conv import stem_conv
 from zoo.ops.pooling import bias_act_pool, max_pool, norm_act_pool
-from zoo.ops.stem_conv import stem_conv
 
 ROOT = Path(__file__).resolve().parent.parent
 needs_triton = pytest.mark.skipif(

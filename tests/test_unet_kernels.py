@@ -20,11 +20,11 @@ from tests import fake_gpu
 from tests.kernel_runs import run_checks
 from zoo.ops import conv as convs
 from zoo.ops import products as low_products
+from zoo.ops.attention import short_attention
 from zoo.ops.conv import conv_add, upsample, windows, windows_run
 from zoo.ops.glu import gated_gelu, gated_gelu_product
 from zoo.ops.group_norm import cat_group_norm, group_norm
-from zoo.ops.row_norm import add_norm, row_norm
-from zoo.ops.short_attention import attend
+from zoo.ops.norms import add_norm, layer_norm
 from zoo.training import checkpoint_regions
 from zoo.unet import ResnetBlock, Transformer, TransformerBlock, products
 
@@ -71,13 +71,13 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         "bias and residual that learn": (conv_add, (*learning(low, bias), x)),
         "doubling": (upsample, (image,)),
         "windows": (windows, (image.permute(0, 2, 3, 1), 2)),
-        "norm": (row_norm, (low, weight, bias, 1e-5)),
-        "norm that learns": (row_norm, (*learning(x, weight, bias), 1e-5)),
+        "norm": (layer_norm, (low, weight, bias, 1e-5)),
+        "norm that learns": (layer_norm, (*learning(x, weight, bias), 1e-5)),
         "sum and norm": (add_norm, (low, x, weight, bias, None, 1e-5)),
         "sum and norm that learn": (add_norm, (*learning(low, low, weight, bias), None, 1e-5)),
         "sum, shift and norm that learn": (add_norm, (*learning(x, x, weight, bias, bias), 1e-5)),
         "norm of weights that do not learn": (add_norm, (*learning(low), low, weight, bias, None, 1e-5)),
-        "attention": (attend, torch.randn(3, 2, 5, 3, 8).bfloat16().unbind()),
+        "attention": (short_attention, torch.randn(3, 2, 5, 3, 8).bfloat16().unbind()),
         "group norm of a small image": (group_norm, (image.bfloat16(), None, weight, bias, *tail)),
         "group norm of a large image": (group_norm, (large, low[:2], weight, bias, *tail)),
         "group norm that learns": (group_norm, (*learning(image, x[:2], weight, bias), *tail)),
@@ -150,7 +150,7 @@ def test_glue_computes_what_torch_does_where_no_kernel_runs() -> None:
     product = F.linear(x, torch.stack([weight, bias]))
     found = gated_gelu_product(x, torch.stack([weight, bias]), bias[:2])
     torch.testing.assert_close(found, (product[:, :1] + bias[0]) * F.gelu(product[:, 1:] + bias[1]))
-    torch.testing.assert_close(row_norm(x, weight, bias, 1e-3), F.layer_norm(x, (8,), weight, bias, 1e-3))
+    torch.testing.assert_close(layer_norm(x, weight, bias, 1e-3), F.layer_norm(x, (8,), weight, bias, 1e-3))
 
 
 def test_glue_of_shapes_that_do_not_fit_is_refused() -> None:
@@ -172,7 +172,7 @@ def test_glue_of_shapes_that_do_not_fit_is_refused() -> None:
     one = torch.randn(2, 5, 2, 8)
     for key, value in ((one[:1], one[:1]), (one, one[:, :3]), (one[..., :4], one[..., :4])):
         with pytest.raises(ValueError, match=r"expected \[B, T, N, D\] and twice \[B, L, N, D\]"):
-            attend(one, key, value)
+            short_attention(one, key, value)
 
 
 def test_windows_are_what_a_convolution_multiplies() -> None:
@@ -203,7 +203,7 @@ def test_a_second_derivative_of_a_kernel_is_refused(gpu: fake_gpu.Gpu, monkeypat
     for call, arguments in (
         (gated_gelu, (x, row)),
         (conv_add, (x, row, x)),
-        (lambda *given: row_norm(*given, 1e-5), (x, row, row)),
+        (lambda *given: layer_norm(*given, 1e-5), (x, row, row)),
         (lambda *given: add_norm(*given, None, 1e-5)[1], (x, x, row, row)),
         (lambda x, weight: group_norm(x, None, weight, weight, 2, 1e-5, True), (image, row)),
         (lambda x, weight: cat_group_norm(x[:, :4], x[:, 4:], weight, weight, 2, 1e-5, True)[0], (image, row)),

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import zoo
+from zoo.ops import attention as ops
 from zoo.ops import common
-from zoo.ops import short_attention as ops
-from zoo.ops.short_attention import attend
-from zoo.ops.triton import short_attention as kernels
+from zoo.ops.attention import short_attention
+from zoo.ops.triton import attention as kernels
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
@@ -40,7 +40,7 @@ def heads(*shape: int, dtype: torch.dtype = torch.float16, scale: float = 1.0) -
 
 
 def close(found: Tensor, query: Tensor, key: Tensor, value: Tensor) -> None:
-    expected = attend(query.double(), key.double(), value.double())
+    expected = short_attention(query.double(), key.double(), value.double())
     assert found.shape == expected.shape and found.dtype == query.dtype and found.is_contiguous()
     error = (found.double() - expected).norm() / expected.norm()
     assert error < RELATIVE[query.dtype], error
@@ -51,35 +51,35 @@ def close(found: Tensor, query: Tensor, key: Tensor, value: Tensor) -> None:
 def test_attends(queries: int, keys: int, count: int, width: int, dtype: torch.dtype) -> None:
     query = heads(2, queries, count, width, dtype=dtype, scale=2.0)
     key, value = (heads(2, keys, count, width, dtype=dtype) for _ in range(2))
-    close(attend(query, key, value), query, key, value)
+    close(short_attention(query, key, value), query, key, value)
 
 
 def test_reads_heads_where_they_lie_in_a_product() -> None:
     query, key, value = heads(2, 65, 3, 2, 40).unbind(2)
-    found = attend(query, key, value)
+    found = short_attention(query, key, value)
     close(found, query, key, value)
     # Nothing is copied, and what has other strides is.
     assert all(kernels._in_vectors(each) is each for each in (query, key, value))
     scattered = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in (query, key, value)]
-    assert torch.equal(attend(*scattered), found)
+    assert torch.equal(short_attention(*scattered), found)
     shifted = heads(2 * 65 * 80 + 1)[1:].view(2, 65, 2, 40)
-    close(attend(shifted, key, value), shifted, key, value)
+    close(short_attention(shifted, key, value), shifted, key, value)
 
 
 def test_scores_far_apart_neither_overflow_nor_vanish() -> None:
     query, key = heads(1, 4, 1, 16, scale=40.0), heads(1, 120, 1, 16, scale=40.0)
-    close(attend(query, key, key), query, key, key)
+    close(short_attention(query, key, key), query, key, key)
     # All keys alike, and far below zero.
     key = -query[:, :1].expand(1, 100, 1, 16)
     value = heads(1, 100, 1, 16)
-    found = attend(query[:, :1], key, value)
+    found = short_attention(query[:, :1], key, value)
     torch.testing.assert_close(found, value.mean(1).flatten(1), rtol=2e-3, atol=2e-3)
 
 
 def test_no_queries() -> None:
     key = heads(2, 77, 2, 40)
-    assert attend(key[:, :0], key, key).shape == (0, 80)
-    assert attend(key[:0], key[:0], key[:0]).shape == (0, 80)
+    assert short_attention(key[:, :0], key, key).shape == (0, 80)
+    assert short_attention(key[:0], key[:0], key[:0]).shape == (0, 80)
 
 
 def test_whose_attention_is_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,16 +87,16 @@ def test_whose_attention_is_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None
     inner = kernels.short_attention
     monkeypatch.setattr(kernels, "short_attention", lambda *given: (ran.append(1), inner(*given))[1])
     query, key = heads(2, 5, 2, 16), heads(2, 7, 2, 16)
-    close(attend(query, key, key, None), query, key, key)
+    close(short_attention(query, key, key, None), query, key, key)
     assert len(ran) == 1
     long, odd, wide = heads(2, 129, 2, 16), heads(2, 7, 2, 12), heads(1, 7, 1, 264)
     masked = torch.zeros(2, 1, 1, 7, device=DEVICE, dtype=query.dtype)
-    attend(query, key, key, masked)
-    attend(query, long, long, None)
-    attend(odd, odd, odd, None)
-    attend(wide, wide, wide, None)
-    attend(query.float(), key.float(), key.float(), None)
-    attend(query.clone().requires_grad_(), key, key, None).sum().backward()
+    short_attention(query, key, key, masked)
+    short_attention(query, long, long, None)
+    short_attention(odd, odd, odd, None)
+    short_attention(wide, wide, wide, None)
+    short_attention(query.float(), key.float(), key.float(), None)
+    short_attention(query.clone().requires_grad_(), key, key, None).sum().backward()
     assert len(ran) == 1
 
 

@@ -19,11 +19,11 @@ from zoo.engine.graph_log import LEDGER
 from zoo.ops import common, glu
 from zoo.ops.conv import conv, conv_add, upsample, windows
 from zoo.ops.glu import gated_gelu, gated_gelu_product
-from zoo.ops.row_norm import add_norm, row_norm
+from zoo.ops.norms import add_norm, layer_norm
 from zoo.ops.triton import conv as conv_kernels
 from zoo.ops.triton import glu as kernels
 from zoo.ops.triton import group_norm
-from zoo.ops.triton import row_norm as norm_kernels
+from zoo.ops.triton import norms as norm_kernels
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
@@ -113,9 +113,9 @@ def test_norms(rows: int, columns: int, dtype: torch.dtype) -> None:
     weight, bias = values(columns, dtype=dtype, mean=1.0), values(columns, dtype=dtype)
     total, normed = add_norm(x, residual, weight, bias, None, 1e-5)
     close(total, x.double() + residual.double(), dtype)
-    close(normed, row_norm(total.double(), weight.double(), bias.double(), 1e-5), dtype)
+    close(normed, layer_norm(total.double(), weight.double(), bias.double(), 1e-5), dtype)
     # It is the rounded sum that is normed.
-    assert torch.equal(row_norm(total, weight, bias, 1e-5), normed)
+    assert torch.equal(layer_norm(total, weight, bias, 1e-5), normed)
 
 
 @pytest.mark.parametrize("dtype", RELATIVE)
@@ -174,20 +174,20 @@ def test_products_that_the_kernel_does_not_take(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_mean_far_from_zero_costs_no_variance() -> None:
     x, weight, bias = values(3, 320, mean=1e4), values(320), values(320)
-    found = row_norm(x, weight, bias, 1e-5)
+    found = layer_norm(x, weight, bias, 1e-5)
     # One bit of the mean is a thousandth of the deviation, and the mean of 320 is within some of them.
-    close(found, row_norm(x.double(), weight.double(), bias.double(), 1e-5), torch.float32, times=1000)
+    close(found, layer_norm(x.double(), weight.double(), bias.double(), 1e-5), torch.float32, times=1000)
     x[:] = 3.0
-    assert torch.equal(row_norm(x, weight, bias, 1e-5), bias.expand(3, -1))
+    assert torch.equal(layer_norm(x, weight, bias, 1e-5), bias.expand(3, -1))
 
 
 def test_rows_wider_than_a_program_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norm_kernels, "_launch", lambda *_: pytest.fail("a kernel ran"))
+    monkeypatch.setattr(norm_kernels, "_launch_layer_norm", lambda *_: pytest.fail("a kernel ran"))
     x, weight, bias = values(3, 2049), values(2049), values(2049)
     with torch.no_grad():
-        found = row_norm(x, weight, bias, 1e-5)
+        found = layer_norm(x, weight, bias, 1e-5)
         torch.testing.assert_close(found, F.layer_norm(x, (2049,), weight, bias))
-        torch.testing.assert_close(add_norm(x, x, weight, bias, None, 1e-5)[1], row_norm(x + x, weight, bias, 1e-5))
+        torch.testing.assert_close(add_norm(x, x, weight, bias, None, 1e-5)[1], layer_norm(x + x, weight, bias, 1e-5))
 
 
 def test_other_dtypes_of_parameters_and_residuals() -> None:
@@ -199,7 +199,7 @@ def test_other_dtypes_of_parameters_and_residuals() -> None:
     total, normed = add_norm(x, wide, weight, bias, None, 1e-5)
     expected = x.double() + wide.double()
     close(total, expected, torch.float32)
-    close(normed, row_norm(expected, weight.double(), bias.double(), 1e-5), torch.float32)
+    close(normed, layer_norm(expected, weight.double(), bias.double(), 1e-5), torch.float32)
 
 
 def test_rows_that_are_not_contiguous_nor_aligned() -> None:
@@ -207,8 +207,8 @@ def test_rows_that_are_not_contiguous_nor_aligned() -> None:
     gated = gated_gelu(x.double(), bias.double())
     close(gated_gelu(x, bias), gated, torch.float32)
     close(conv_add(x, bias, x), 2 * x.double() + bias.double(), torch.float32)
-    expected = row_norm(x.double(), weight.double(), bias.double(), 1e-5)
-    close(row_norm(x, weight, bias, 1e-5), expected, torch.float32)
+    expected = layer_norm(x.double(), weight.double(), bias.double(), 1e-5)
+    close(layer_norm(x, weight, bias, 1e-5), expected, torch.float32)
     shifted = values(9 * 24 + 1)[1:].view(9, 24)
     gated = gated_gelu(shifted.double(), bias.double())
     close(gated_gelu(shifted, bias), gated, torch.float32)
@@ -217,7 +217,7 @@ def test_rows_that_are_not_contiguous_nor_aligned() -> None:
 def test_no_rows() -> None:
     x, weight = values(0, 24), values(24)
     assert gated_gelu(x, weight).shape == (0, 12)
-    assert conv_add(x, weight, x).shape == row_norm(x, weight, weight, 1e-5).shape == (0, 24)
+    assert conv_add(x, weight, x).shape == layer_norm(x, weight, weight, 1e-5).shape == (0, 24)
     assert all(out.shape == (0, 24) for out in add_norm(x, x, weight, weight, None, 1e-5))
 
 
@@ -230,7 +230,7 @@ def test_kernels_run_with_gradients_and_without(monkeypatch: pytest.MonkeyPatch)
 
     for name in ("conv_add", "upsample"):
         note(conv_kernels, name)
-    for name in ("add_norm", "row_norm"):
+    for name in ("add_norm", "layer_norm"):
         note(norm_kernels, name)
     note(kernels, "gated_gelu")
     layer = nn.Conv2d(8, 4, 3, stride=2, padding=1).to(DEVICE, memory_format=torch.channels_last)
@@ -240,19 +240,19 @@ def test_kernels_run_with_gradients_and_without(monkeypatch: pytest.MonkeyPatch)
         wanted = [F.interpolate(image, scale_factor=2.0), layer(image)]
         found = [upsample(image), conv(image, layer)]
         add_norm(x, x, bias, bias, None, 1e-5)
-        row_norm(x, bias, bias, 1e-5)
+        layer_norm(x, bias, bias, 1e-5)
         gated_gelu(x, bias)
         assert gated_gelu(x.double(), bias.double()).dtype == torch.float64
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
         assert one.is_contiguous(memory_format=torch.channels_last)
-    assert ran == ["upsample", "conv_add", "add_norm", "row_norm", "gated_gelu"]
+    assert ran == ["upsample", "conv_add", "add_norm", "layer_norm", "gated_gelu"]
     conv(upsample(image.requires_grad_()), layer).sum().backward()
     x.requires_grad_()
     sum(add_norm(x, x, bias, bias, None, 1e-5)).sum().backward()
-    row_norm(x, bias, bias, 1e-5).sum().backward()
+    layer_norm(x, bias, bias, 1e-5).sum().backward()
     gated_gelu(x, bias).sum().backward()
-    assert ran[5:] == ["conv_add", "add_norm", "row_norm", "gated_gelu"]
+    assert ran[5:] == ["conv_add", "add_norm", "layer_norm", "gated_gelu"]
 
 
 def test_a_model_predicts_as_without_kernels_in_as_many_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ from zoo.ops import common
 from zoo.ops import group_norm as ops
 from zoo.ops.triton import group_norm as kernels
 from zoo.ops.triton import group_norm_backward
-from zoo.ops.triton import group_norm_small as small
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
@@ -51,7 +50,7 @@ def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def _ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways to a norm, whatever the image would take."""
     for limit in ("PIXELS", "PIXELS_OF_BOTH"):
-        monkeypatch.setattr(small, limit, 1 << 30 if request.param == "one launch" else 0)
+        monkeypatch.setattr(kernels, limit, 1 << 30 if request.param == "one launch" else 0)
 
 
 both_ways = pytest.mark.usefixtures("_ways")
@@ -118,7 +117,7 @@ def test_sizes(batch: int, size: tuple[int, int]) -> None:
 
 def test_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     # As many as are put together, and no more where an image could be cut into more.
-    monkeypatch.setattr(small, "PIXELS", 0)
+    monkeypatch.setattr(kernels, "PIXELS", 0)
     monkeypatch.setattr(kernels, "ENOUGH", 1000)
     monkeypatch.setattr(kernels, "TILE", 128 * kernels.STEPS)
     for size, chunks in (((16, 16), 64), ((20, 17), 43), ((3, 3), 3)):
@@ -131,7 +130,7 @@ def test_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("pixels", [1, 7, 64, 300 if DEVICE == "cpu" else 1000])
 @pytest.mark.parametrize("size", [1, 3, 10, 30, 60, 80])
 def test_one_launch_of_some_tiles(size: int, pixels: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(small, "PIXELS_OF_BOTH", small.PIXELS)
+    monkeypatch.setattr(kernels, "PIXELS_OF_BOTH", kernels.PIXELS)
     # Means that differ from channel to channel are most of a group's deviation.
     x, shift = values(2, 2 * size, pixels, 1), values(2, 2 * size, mean=-3.0)
     weight, bias = values(2 * size), values(2 * size)
@@ -163,19 +162,19 @@ class Recorder:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
     found: list[tuple[str, dict[str, Any]]] = []
-    for module, name in ((small, "_norm"), (kernels, "_partial"), (kernels, "_apply")):
+    for module, name in ((kernels, "_small"), (kernels, "_partial"), (kernels, "_apply")):
         monkeypatch.setattr(module, name, Recorder(found, name))
     return found
 
 
 def test_small_images_take_one_launch_and_large_ones_two(launched: list[tuple[str, dict[str, Any]]]) -> None:
-    one, two = ["_norm"], ["_partial", "_apply"]
+    one, two = ["_small"], ["_partial", "_apply"]
     for channels, side, first, names, names_of_both in (
         (20, 32, 10, one, one),
         (20, 32, 9, one, two),
         (20, 16, 9, one, one),
         (20, 33, 10, two, two),
-        (2 * 32 * small.WARPS + 2, 1, 9, two, two),
+        (2 * 32 * kernels.SMALL_WARPS + 2, 1, 9, two, two),
         (20, 0, 9, [], []),
     ):
         x, weight = values(1, channels, side, side), values(channels)

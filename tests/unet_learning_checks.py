@@ -19,9 +19,9 @@ from zoo.modules import to_rows
 from zoo.ops import common
 from zoo.ops.conv import conv, conv_add
 from zoo.ops.glu import gated_gelu
-from zoo.ops.row_norm import add_norm, row_norm
+from zoo.ops.norms import add_norm, layer_norm
 from zoo.ops.triton import glu as gate_kernels
-from zoo.ops.triton import row_norm as norm_kernels
+from zoo.ops.triton import norms as norm_kernels
 from zoo.ops.triton import sums
 from zoo.unet import TransformerBlock
 
@@ -45,9 +45,9 @@ def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def _programs_go_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of many rows, and of many columns."""
-    for name, size in {"ROWS": 2, "COLUMNS": 16, "PROGRAMS": 8}.items():
+    for name, size in {"GATE_ROWS": 2, "GATE_COLUMNS": 16, "PROGRAMS": 8}.items():
         monkeypatch.setattr(gate_kernels, name, size)
-    monkeypatch.setattr(norm_kernels, "PROGRAMS", 2)
+    monkeypatch.setattr(norm_kernels, "ROW_PROGRAMS", 2)
     for name, size in {"PARTS": 2, "PARTS_AT_ONCE": 2, "LAST_COLUMNS": 64, "ROWS": 2, "COLUMNS": 32}.items():
         monkeypatch.setattr(sums, name, size)
 
@@ -142,7 +142,7 @@ def test_norms_of_rows(rows: int, columns: int, dtype: torch.dtype, wide: torch.
     given = [values(rows, columns, dtype=dtype, mean=2.0), values(columns, dtype=wide, mean=1.0)]
     given.append(values(columns, dtype=wide))
 
-    check(lambda *given: row_norm(*given, 1e-3), given)
+    check(lambda *given: layer_norm(*given, 1e-3), given)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(9, 320), (2, 2048)])
@@ -226,7 +226,7 @@ def glue() -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
         "bias": (conv_add, [x, bias]),
         "bias and residual": (conv_add, [x, bias, y]),
         "add and norm": (lambda *given: add_norm(*given, 1e-3), [x, y, weight, bias, shift]),
-        "norm": (lambda *given: row_norm(*given, 1e-3), [x, weight, bias]),
+        "norm": (lambda *given: layer_norm(*given, 1e-3), [x, weight, bias]),
     }
 
 

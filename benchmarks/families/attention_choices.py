@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from zoo.bert.layer import Rows, attend, key_mask
-from zoo.ops.cached_attention import decode_attention
+from zoo.ops.attention import decode_attention
 
 # As its documentation calls it. Uncompiled it holds the scores of all tokens with all.
 _FLEX: Callable[..., Any] = flex_attention

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from zoo import validate
 from zoo.modules import compute_dtype, ordinary, plain
 from zoo.ops.common import differentiated, kernels_run
-from zoo.ops.gelu import bias_gelu
+from zoo.ops.glu import bias_gelu
 from zoo.ops.norms import add_layer_norm
 from zoo.ops.products import low_linear, takes_low, with_low_copy
 

@@ -24,8 +24,7 @@ from zoo.gnn.prepare import GraphMemory, weight_dtype
 from zoo.ops.common import kernels_run
 from zoo.ops.csr import GraphTensors, Own
 from zoo.ops.csr_attention import attention
-from zoo.ops.csr_max import max_neighbours
-from zoo.ops.csr_sum import mean_neighbours, sum_neighbours
+from zoo.ops.csr_sum import max_neighbours, mean_neighbours, sum_neighbours
 
 Graph: TypeAlias = GraphTensors | CSRGraph | Tensor
 # A sampled batch's, one a layer.

@@ -15,7 +15,7 @@ from zoo.llm.model import LLM as LLM
 from zoo.llm.presets import PRESETS, example_inputs
 from zoo.llm.quantize import quantize_int8 as quantize_int8
 from zoo.llm.session import Session as Session
-from zoo.ops.cached_attention import attend as attend
+from zoo.ops.attention import attend as attend
 from zoo.registry import Family, register
 
 FAMILY = register(

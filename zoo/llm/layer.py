@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from zoo.llm.config import LLMConfig
 from zoo.modules import ordinary, plain
-from zoo.ops.cached_attention import attend, decode_attention, decode_layer, decodes, few_rows, norm_linear
+from zoo.ops.attention import attend, decode_attention, decode_layer, decodes, few_rows, norm_linear
 from zoo.ops.glu import swiglu
-from zoo.ops.rms_norm import add_rms_norm, rms_norm
+from zoo.ops.norms import add_rms_norm, rms_norm
 from zoo.ops.rotary import rotate_into, split_rotated
 
 

@@ -5,14 +5,17 @@ Shape legend: B images, C channels, H height, W width, R rows (pixels of all ima
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zoo.engine.compat import name_fallbacks_alone
 from zoo.modules import plain, to_images, to_rows
-from zoo.ops.common import ceil_div, differentiable_once, differentiated, kernels_run
+from zoo.ops.common import KERNEL_DTYPES, Function, ceil_div, differentiable_once, differentiated, kernels_run
 from zoo.ops.products import column_sums
 
 # Convolutions to no more pixels, from no fewer channels, are a product of windows, measured on an H200.
@@ -121,3 +124,146 @@ def windows(x: Tensor, stride: int) -> Tensor:
 def _product_of_windows(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tensor:
     rows = F.linear(windows(x.permute(0, 2, 3, 1), stride), weight.permute(0, 2, 3, 1).flatten(1), bias)
     return rows.view(x.shape[0], ceil_div(x.shape[2], stride), -1, weight.shape[0]).permute(0, 3, 1, 2)
+
+
+# Where squares of pixels begin, so that the padding of 3 and a tap of zeros before the others come out even.
+_IMAGE_OFFSET, _WEIGHT_OFFSET = 4, 1
+
+
+def stem_conv(x: Tensor, conv: nn.Conv2d) -> Tensor:
+    """The first convolution of a network, without its bias: on squares of pixels where kernels run.
+
+    Args:
+        x: Images [N, C, H, W], in any layout.
+        conv: Of any kind.
+
+    Returns:
+        [N, O, H', W'] in channels_last.
+    """
+    if not (_is_stem(conv) and x.numel() and kernels_run(x, conv.weight)) or differentiated(x):
+        x = x.contiguous(memory_format=torch.channels_last)
+        return F.conv2d(x, conv.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups)
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    height, width = (x.shape[2] + 1) // 2 + 3, (x.shape[3] + 1) // 2 + 3
+    depth = 8 if x.shape[1] <= 2 else 16  # a multiple of eight, and a power of two
+    squares = space_to_depth(x, _IMAGE_OFFSET, height, width, depth, dtype)
+    # Under autocast the convolution narrows its weight.
+    return F.conv2d(squares, space_to_depth(conv.weight, _WEIGHT_OFFSET, 4, 4, depth, conv.weight.dtype))
+
+
+def _is_stem(conv: nn.Conv2d) -> bool:
+    """Whether the convolution is the stem's, over few channels."""
+    fits = (conv.kernel_size, conv.stride, conv.padding) == ((7, 7), (2, 2), (3, 3))
+    return fits and conv.dilation == (1, 1) and conv.groups == 1 and conv.in_channels <= 4
+
+
+def space_to_depth(x: Tensor, offset: int, height: int, width: int, channels: int, dtype: torch.dtype) -> Tensor:
+    """Squares of 2 × 2 pixels as channels.
+
+    Args:
+        x: [N, C, H, W], in any layout.
+        offset: Rows and columns of zeros before the first pixel.
+        height: Of the result.
+        width: Of the result.
+        channels: D, at least 4 C and a power of two.
+        dtype: Of the result.
+
+    Returns:
+        [N, D, height, width] in channels_last: channel (2 q + s) D / 4 + c of pixel (i, j) is channel c of pixel
+        (2 i + q - offset, 2 j + s - offset), zero outside and where there is no channel c.
+    """
+    if kernels_run(x) and not differentiated(x):
+        from zoo.ops.triton import conv as kernels
+
+        return kernels.space_to_depth(x, offset, height, width, channels, dtype)
+    below, right = 2 * height - x.shape[2] - offset, 2 * width - x.shape[3] - offset
+    padded = F.pad(
+        x if x.dtype == dtype else x.to(dtype), (offset, right, offset, below, 0, channels // 4 - x.shape[1])
+    )
+    squares = padded.unflatten(3, (width, 2)).unflatten(2, (height, 2)).permute(0, 3, 5, 1, 2, 4)
+    return squares.flatten(1, 3).contiguous(memory_format=torch.channels_last)
+
+
+def operator(namespace: str, schema: str, shapes: Function) -> Callable[[Function], Any]:
+    """Make a function an operator, which has no gradient.
+
+    ``torch.library.custom_op`` would do the same, and import Dynamo at the first eager call.
+
+    Args:
+        namespace: As in ``torch.ops.<namespace>``.
+        schema: Arguments and outputs; an argument that is written to is marked in it.
+        shapes: Says shapes and dtypes of the outputs; takes the same arguments.
+    """
+
+    def define(function: Function) -> Any:
+        @functools.wraps(shapes)
+        def traced(*arguments: Any) -> Any:
+            # Whoever asks is about to compile a graph with the operator in it.
+            name_fallbacks_alone()
+            return shapes(*arguments)
+
+        name = f"{namespace}::{function.__name__}"
+        torch.library.define(name, schema, tags=torch.Tag.pt2_compliant_tag)
+        torch.library.impl(name, "default", function)
+        torch.library.register_fake(name, traced)
+        return getattr(getattr(torch.ops, namespace), function.__name__).default
+
+    return define
+
+
+def _shape(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, *options: Any) -> Tensor:
+    out = torch.ops.aten.convolution.default(x, weight, bias, *options[:3], False, [0, 0], options[3])
+    return out.contiguous(memory_format=torch.channels_last)
+
+
+@operator(
+    "zoo_resnet",
+    "(Tensor x, Tensor weight, Tensor bias, Tensor? residual, int[] stride, int[] padding, int[] dilation, int groups)"
+    " -> Tensor",
+    _shape,
+)
+def conv_act(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """Relu of convolution, bias and residual. Without gradients: for folded models.
+
+    Args:
+        x: [N, C_in, H, W], in channels_last.
+        weight: [C_out, C_in / groups, K, K], in channels_last.
+        bias: [C_out].
+        residual: [N, C_out, H', W'], added before the relu, or None.
+        stride: Of both directions, as padding and dilation.
+        padding: Of zeros.
+        dilation: Pixels between taps.
+        groups: Of channels.
+
+    Returns:
+        [N, C_out, H', W'], in channels_last.
+    """
+    cudnn = x.is_cuda and torch.version.hip is None and x.dtype in KERNEL_DTYPES and torch.backends.cudnn.enabled
+    if not cudnn:
+        out = F.conv2d(x, weight, bias, stride, padding, dilation, groups)  # type: ignore[arg-type]
+        out = (out if residual is None else out + residual).relu_()
+    elif residual is None:
+        out = torch.ops.aten.cudnn_convolution_relu(x, weight, bias, stride, padding, dilation, groups)
+    else:
+        out = torch.ops.aten.cudnn_convolution_add_relu(x, weight, residual, 1, bias, stride, padding, dilation, groups)
+    return out.contiguous(memory_format=torch.channels_last)
+
+
+@operator(
+    "zoo_resnet",
+    "(Tensor x, Tensor weight, Tensor bias) -> Tensor",
+    lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]),
+)
+def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Relu of rows x [R, C_in] times weight [C_out, C_in] plus bias [C_out]: [R, C_out]. Without gradients."""
+    return torch.ops.aten._addmm_activation(bias, x, weight.t())

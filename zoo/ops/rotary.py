@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zoo.ops.common import accumulation_dtype, differentiable_once, differentiated, kernels_run
-from zoo.ops.rms_norm import reference_rms_norm
+from zoo.ops.norms import reference_rms_norm
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:

@@ -30,9 +30,8 @@ from zoo.engine.discover import Region
 from zoo.modules import channels_last, plain, to_images, to_rows
 from zoo.ops.batch_norm import Norm, bias_act, norm_act
 from zoo.ops.common import differentiated, watched
-from zoo.ops.conv_act import conv_act, linear_relu
+from zoo.ops.conv import conv_act, linear_relu, stem_conv
 from zoo.ops.pooling import bias_act_pool, norm_act_pool
-from zoo.ops.stem_conv import stem_conv
 
 NORMS: dict[str, dict[str, Any]] = {
     "batch": {"eps": 1e-5, "momentum": 0.1, "track_running_stats": True},

@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.modules import plain, to_images, to_rows
+from zoo.ops.attention import short_attention
 from zoo.ops.common import differentiated
 from zoo.ops.glu import gated_gelu, gated_gelu_product
 from zoo.ops.group_norm import group_norm
-from zoo.ops.row_norm import add_norm, row_norm
-from zoo.ops.short_attention import attend
+from zoo.ops.norms import add_norm, layer_norm
 from zoo.unet.config import BlockShape, UNetConfig
 from zoo.unet.products import add_linear, linear, product
 
@@ -81,15 +81,15 @@ class TransformerBlock(nn.Module):
         batch, heads = text.shape[0], (self.heads, x.shape[1] // self.heads)
         text_out, mlp_out = self.text_out, self.mlp_out
         text_bias_ahead, mlp_bias_ahead = plain(text_out), plain(mlp_out)
-        normed = row_norm(x, self.norm1.weight, self.norm1.bias, EPS)
+        normed = layer_norm(x, self.norm1.weight, self.norm1.bias, EPS)
         # Taken apart at once, so that their gradients are put side by side at once.
         own_query, own_key, own_value = product(normed, self.qkv).view(batch, -1, 3, *heads).unbind(2)
-        mixed = product(attend(own_query, own_key, own_value, self_bias), self.self_out)
+        mixed = product(short_attention(own_query, own_key, own_value, self_bias), self.self_out)
         ahead = text_out.bias if text_bias_ahead else None
         x, normed = add_norm(mixed, x, self.norm2.weight, self.norm2.bias, ahead, EPS)
         query = product(normed, self.query).view(batch, -1, *heads)
         key, value = text.unflatten(2, (2, *heads)).unbind(2)
-        mixed = attend(query, key, value, text_bias)
+        mixed = short_attention(query, key, value, text_bias)
         mixed = linear(mixed, text_out.weight) if text_bias_ahead else text_out(mixed)
         ahead = mlp_out.bias if mlp_bias_ahead else None
         x, normed = add_norm(mixed, x, self.norm3.weight, self.norm3.bias, ahead, EPS)

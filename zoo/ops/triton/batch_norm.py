@@ -26,10 +26,10 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.ops.common import ceil_div
-from zoo.ops.triton import norm_tiles as tiles
+from zoo.ops.triton import tiles
 from zoo.ops.triton.kernel import kernel
-from zoo.ops.triton.norm_tiles import norm_of, of_channels, of_rows, span
 from zoo.ops.triton.sums import total_of
+from zoo.ops.triton.tiles import norm_of, of_channels, of_rows, span
 
 # Mean, variance, weight and bias of a norm; of one that is not there None.
 Tensors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]

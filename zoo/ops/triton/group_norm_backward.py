@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.ops.common import ceil_div, next_power
-from zoo.ops.triton.group_norm_small import as_given
+from zoo.ops.triton.group_norm import as_given
 from zoo.ops.triton.kernel import kernel
 from zoo.ops.triton.sums import total_of
 

@@ -11,10 +11,11 @@ Shape legend: R rows, C columns, P programs, S sums.
 from __future__ import annotations
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.ops.common import next_power
+from zoo.ops.common import ceil_div, next_power
 from zoo.ops.triton.kernel import kernel
 from zoo.ops.triton.sums import add_parts
 
@@ -168,3 +169,272 @@ def add_layer_norm_backward(
 def warps_of(block: int) -> int:
     """Of a program that holds a row in so many places."""
     return min(max(block // (32 * NUMBERS), 1), 32)
+
+
+@kernel
+def _rms_norm(x, residual, weight, total, out, rstds, columns, eps: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    live = column < columns
+    place = row * columns + column
+    value = tl.load(x + place, mask=live, other=0.0)
+    if residual is not None:
+        value = value.to(tl.float32) + tl.load(residual + place, mask=live, other=0.0).to(tl.float32)
+        # What is normed is what the next block will read.
+        value = value.to(total.dtype.element_ty)
+        tl.store(total + place, value, mask=live)
+    factor = tl.load(weight + column, mask=live, other=0.0).to(tl.float32)
+    wide = value.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(wide * wide, 0) / columns + eps)
+    tl.store(rstds + row, rstd)
+    unit = (wide * rstd).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + place, (unit * factor).to(out.dtype.element_ty), mask=live)
+
+
+@kernel(do_not_specialize=["rows"])
+def _rms_norm_backward(grad, x, weight, rstds, past, out, part, rows, columns, COLUMNS: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    live = column < columns
+    factor = tl.load(weight + column, mask=live, other=0.0)
+    total = tl.zeros([COLUMNS], tl.float32)
+    change = tl.load(grad + first * columns + column, mask=live, other=0.0)
+    value = tl.load(x + first * columns + column, mask=live, other=0.0)
+    rstd = tl.load(rstds + first)
+    for row in range(first, rows, tl.num_programs(0)):
+        place = row * columns + column
+        if past is not None:
+            beside = tl.load(past + place, mask=live, other=0.0)
+        # The next row is under way while the sum of this one waits for all threads.
+        following = row + tl.num_programs(0)
+        seen = live & (following < rows)
+        place_after = following * columns + column
+        change_after = tl.load(grad + place_after, mask=seen, other=0.0)
+        value_after = tl.load(x + place_after, mask=seen, other=0.0)
+        rstd_after = tl.load(rstds + following, mask=following < rows, other=0.0)
+        unit = value.to(tl.float32) * rstd
+        wide = change.to(tl.float32)
+        total += wide * unit.to(x.dtype.element_ty).to(tl.float32)
+        wide *= factor.to(tl.float32)
+        along = tl.sum(wide * unit, 0) / columns
+        result = (wide - unit * along) * rstd
+        if past is not None:
+            result += beside.to(tl.float32)
+        tl.store(out + place, result.to(out.dtype.element_ty), mask=live)
+        change, value, rstd = change_after, value_after, rstd_after
+    tl.store(part + first * columns + column, total, mask=live)
+
+
+def rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """X [..., C] plus what is added, or x itself; the norm of that; and its factors [...]."""
+    x = x.contiguous()
+    out, rstd = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    total = x if added is None else torch.empty_like(x)
+    if rows := rstd.numel():
+        block = next_power(x.shape[-1])
+        _rms_norm[(rows,)](
+            x, None if added is None else added.contiguous(), weight.contiguous(), None if added is None else total,
+            out, rstd, x.shape[-1], eps, COLUMNS=block, num_warps=warps_of(block),
+        )  # fmt: skip
+    return total, out, rstd
+
+
+def rms_norm_backward(
+    grad: Tensor, past: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of what was normed [..., C], with ``past``, which reached it past the norm; and of the weight [C]."""
+    grad, x, weight, rstd = (each.contiguous() for each in (grad, x, weight, rstd))
+    past = None if past is None else past.contiguous()
+    out, grad_weight = torch.empty_like(x), torch.empty_like(weight)
+    rows, columns = rstd.numel(), x.shape[-1]
+    programs = min(rows, PROGRAMS)
+    part = x.new_empty(programs, 1, columns, dtype=torch.float32)
+    block = next_power(columns)
+    if rows:
+        _rms_norm_backward[(programs,)](
+            grad, x, weight, rstd, past, out, part, rows, columns,
+            COLUMNS=block, num_warps=warps_of(block),
+        )  # fmt: skip
+    add_parts(part, grad_weight)
+    return out, grad_weight
+
+
+# Numbers of a tile of whole rows, and rows of it at most: 16 numbers a thread, 4 warps; in the backward 8 of 8 warps.
+TILE, ROWS = 2048, 4
+# Programs of the backward at most: two a multiprocessor, which holds as many with the next rows on their way.
+ROW_PROGRAMS = 256
+
+
+@kernel(do_not_specialize=["rows"])
+def _layer_norm(
+    x, residual, weight, bias, shift, total, out, kept, mean, rstd, rows, columns, added, shifted, eps: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    live = column < columns
+    seen = (first + row < rows)[:, None] & live[None, :]
+    place = row[:, None] * columns + column[None, :]
+    # A mask and no branch, so that both loads are under way before either is waited for.
+    both = seen & (column < added)[None, :]
+    value = tl.load(x + first * columns + place, mask=seen, other=0.0).to(tl.float32)
+    value += tl.load(residual + first * columns + place, mask=both, other=0.0).to(tl.float32)
+    moved = tl.load(shift + column, mask=column < shifted, other=0.0).to(tl.float32)
+    tl.store(total + first * columns + place, (value + moved[None, :]).to(total.dtype.element_ty), mask=both)
+    # What is normed is rounded, as it would be if it were written.
+    value = value.to(out.dtype.element_ty)
+    if kept is not None:
+        tl.store(kept + first * columns + place, value, mask=seen & (column < shifted)[None, :])
+    value = value.to(tl.float32)
+    factor = tl.load(weight + column, mask=live, other=0.0).to(tl.float32)
+    offset = tl.load(bias + column, mask=live, other=0.0).to(tl.float32)
+    # Rounded as torch rounds: a row of equal values has no variance.
+    middle = tl.div_rn(tl.sum(value, 1), tl.zeros([ROWS], tl.float32) + columns)
+    apart = tl.where(seen, value - middle[:, None], 0.0)
+    root = tl.rsqrt(tl.sum(apart * apart, 1) / columns + eps)
+    if mean is not None:
+        tl.store(mean + first + row, middle, mask=first + row < rows)
+        tl.store(rstd + first + row, root, mask=first + row < rows)
+    value = apart * root[:, None] * factor[None, :] + offset[None, :]
+    tl.store(out + first * columns + place, value.to(out.dtype.element_ty), mask=seen)
+
+
+@triton.jit
+def _read_rows(grad, more, summed, mean, rstd, first, row, column, rows, columns, joined):
+    """Of rows [ROWS, COLUMNS]: the norm's gradient, the sum, its other gradient, and mean and factor of each row."""
+    inside = first + row < rows
+    seen = inside[:, None] & (column < columns)[None, :]
+    place = first * columns + row[:, None] * columns + column[None, :]
+    change = tl.load(grad + place, mask=seen, other=0.0)
+    value = tl.load(summed + place, mask=seen, other=0.0)
+    # A mask and no branch, so that all loads are under way before any is waited for.
+    beside = tl.load(more + place, mask=seen & (column < joined)[None, :], other=0.0)
+    middle = tl.load(mean + first + row, mask=inside, other=0.0)
+    root = tl.load(rstd + first + row, mask=inside, other=0.0)
+    return change, value, beside, middle, root
+
+
+@kernel(do_not_specialize=["rows"])
+def _layer_norm_backward(
+    grad, more, summed, mean, rstd, weight, out, part, rows, columns, joined,
+    WEIGHTED: tl.constexpr, SHIFTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    mine = tl.program_id(0).to(tl.int64)
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    live = column < columns
+    factor = tl.load(weight + column, mask=live, other=0.0).to(tl.float32)[None, :]
+    weights = tl.zeros([ROWS, COLUMNS], tl.float32)
+    biases = tl.zeros([ROWS, COLUMNS], tl.float32)
+    shifts = tl.zeros([ROWS, COLUMNS], tl.float32)
+    first = mine * ROWS
+    change, value, beside, middle, root = _read_rows(
+        grad, more, summed, mean, rstd, first, row, column, rows, columns, joined
+    )
+    for first in range(mine * ROWS, rows, tl.num_programs(0) * ROWS):
+        # The next rows are under way while the sums of these wait for all threads.
+        following = first + tl.num_programs(0) * ROWS
+        change_after, value_after, beside_after, middle_after, root_after = _read_rows(
+            grad, more, summed, mean, rstd, following, row, column, rows, columns, joined
+        )
+        wide, added = change.to(tl.float32), beside.to(tl.float32)
+        unit = (value.to(tl.float32) - middle[:, None]) * root[:, None]
+        if WEIGHTED:
+            biases += wide
+            weights += wide * unit
+        if SHIFTED:
+            shifts += added
+        wide *= factor
+        level = tl.sum(wide, 1) / columns
+        along = tl.sum(wide * unit, 1) / columns
+        result = (wide - level[:, None] - unit * along[:, None]) * root[:, None] + added
+        seen = (first + row < rows)[:, None] & live[None, :]
+        place = first * columns + row[:, None] * columns + column[None, :]
+        tl.store(out + place, result.to(out.dtype.element_ty), mask=seen)
+        change, value, beside = change_after, value_after, beside_after
+        middle, root = middle_after, root_after
+    part += mine * (2 * WEIGHTED + SHIFTED) * columns + column
+    if WEIGHTED:
+        tl.store(part, tl.sum(weights, 0), mask=live)
+        tl.store(part + columns, tl.sum(biases, 0), mask=live)
+    if SHIFTED:
+        tl.store(part + 2 * WEIGHTED * columns, tl.sum(shifts, 0), mask=live)
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Layer norm of x [R, C] with weight [C] and bias [C]: [R, C]; mean and factor of each row [R] if kept."""
+    x = x.contiguous()
+    out, mean, rstd = torch.empty_like(x), *_statistics(x, keep)
+    _launch_layer_norm(x, None, weight, bias, None, eps, None, out, None, mean, rstd)
+    return out, mean, rstd
+
+
+def add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float, keep: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """X [R, C] plus residual [R, C] plus shift [C], and the layer norm of the sum without the shift.
+
+    If kept also that sum [R, C], and mean and factor of each row [R].
+    """
+    x = x.contiguous()
+    total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
+    out, mean, rstd = torch.empty_like(total), *_statistics(x, keep)
+    summed = torch.empty_like(total) if keep and shift is not None else None
+    _launch_layer_norm(x, residual, weight, bias, shift, eps, total, out, summed, mean, rstd)
+    return total, out, total if summed is None else summed, mean, rstd
+
+
+def _statistics(x: Tensor, keep: bool) -> tuple[Tensor | None, Tensor | None]:
+    if not keep:
+        return None, None
+    return x.new_empty(x.shape[:-1], dtype=torch.float32), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+def _launch_layer_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float,
+    total: Tensor | None, out: Tensor, summed: Tensor | None, mean: Tensor | None, rstd: Tensor | None,
+) -> None:  # fmt: skip
+    if not x.numel():
+        return
+    columns = x.shape[-1]
+    rows, block = x.numel() // columns, next_power(columns)
+    at_once = max(1, min(ROWS, TILE // block))
+    # Where there is none another tensor stands for it, of which nothing is read; one of its own for what is written:
+    # the compiler takes what an argument writes for the whole of a tensor.
+    weight = weight.contiguous()
+    added = x if residual is None else residual.contiguous()
+    moved = weight if shift is None else shift.contiguous()
+    sizes = rows, columns, 0 if residual is None else columns, 0 if shift is None else columns
+    _layer_norm[(ceil_div(rows, at_once),)](
+        x, added, weight, bias.contiguous(), moved, out.new_empty(1) if total is None else total, out, summed,
+        mean, rstd, *sizes, eps, ROWS=at_once, COLUMNS=block, num_warps=4,
+    )  # fmt: skip
+
+
+def layer_norm_backward(
+    grad: Tensor, more: Tensor | None, summed: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor,
+    weighted: bool, shift: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of the sum [R, C], of weight and bias [C] if weighted, and of a shift [C] of a dtype, if it is said."""
+    columns, grad, summed, weight = summed.shape[-1], grad.contiguous(), summed.contiguous(), weight.contiguous()
+    out = torch.empty_like(summed)
+    grad_weight = torch.empty_like(weight) if weighted else None
+    grad_bias = torch.empty_like(bias) if weighted else None
+    grad_shift = None if shift is None else weight.new_empty(columns, dtype=shift)
+    sums = [each for each in (grad_weight, grad_bias, grad_shift) if each is not None]
+    rows, block = mean.numel(), next_power(columns)
+    at_once = max(1, min(ROWS, TILE // block))
+    parts = max(1, min(ceil_div(rows, at_once), ROW_PROGRAMS))
+    # Where there is no tensor another one stands for it, of which nothing is read or written.
+    part = mean if not sums else mean.new_empty(parts, len(sums), columns)
+    _layer_norm_backward[(parts,)](
+        grad, grad if more is None else more.contiguous(), summed, mean, rstd, weight, out, part, rows,
+        columns, 0 if more is None else columns, WEIGHTED=weighted, SHIFTED=shift is not None, ROWS=at_once,
+        COLUMNS=block, num_warps=8,
+    )  # fmt: skip
+    if sums:
+        add_parts(part, *sums)
+    return out, grad_weight, grad_bias, grad_shift

@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.ops.triton import norm_tiles as tiles
+from zoo.ops.triton import tiles
 from zoo.ops.triton.kernel import kernel
-from zoo.ops.triton.norm_tiles import norm_of, of_channels, of_rows, strip
+from zoo.ops.triton.tiles import norm_of, of_channels, of_rows, strip
 
 
 @triton.jit

@@ -1,10 +1,168 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-"""Tiles of rows and columns."""
+"""How rows, and lines of images, are cut into programs. All sizes that can be tuned are here.
+
+Shape legend: R rows, C channels, K chunks of rows.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from zoo.ops.common import ceil_div
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows and channels that a program holds at once, and its warps. Channels are a power of two."""
+
+    rows: int
+    channels: int
+    warps: int
+
+    def code(self) -> dict[str, int]:
+        """As a launch takes it."""
+        return {"ROWS": self.rows, "BLOCK": self.channels, "num_warps": self.warps}
+
+
+# What writes rows: the forward, and gradients of rows.
+APPLY = Tile(rows=64, channels=64, warps=4)
+GRADIENTS = Tile(rows=32, channels=64, warps=4)
+# A program takes several tiles where there are more than this many, and at most so many.
+ENOUGH = 4096
+MOST_TILES = 4
+# What pools: of the output so many columns, whose lines a program goes down. 56 columns are whole tiles.
+POOL = Tile(rows=8, channels=64, warps=2)
+# What sums up rows: the statistics of a batch, and their gradients. Chunks are cut so that about so many programs run.
+MOMENTS = Tile(rows=64, channels=64, warps=8)
+SUMS = Tile(rows=64, channels=64, warps=8)
+PROGRAMS = 512
+# What puts chunks together: few channels a program, since there is little else to spread over a GPU.
+FINISH = Tile(rows=512, channels=8, warps=8)
+
+
+def rows_to_write(rows: int, channels: int, tile: Tile) -> tuple[int, int]:
+    """(rows of a program, programs) of a kernel that writes rows."""
+    blocks = ceil_div(channels, tile.channels)
+    tiles = ceil_div(rows, tile.rows)
+    share = tile.rows * max(1, min(MOST_TILES, tiles * blocks // ENOUGH))
+    return share, ceil_div(rows, share) * blocks
+
+
+def lines_to_pool(images: int, lines: int, columns: int, channels: int) -> tuple[int, int]:
+    """(lines of a program, programs) of the kernel that pools, by the size of its output."""
+    strips = ceil_div(columns, POOL.rows) * ceil_div(channels, POOL.channels)
+    share = max(1, min(MOST_TILES, images * lines * strips // ENOUGH))
+    return share, images * ceil_div(lines, share) * strips
+
+
+def rows_to_sum(rows: int, channels: int, tile: Tile) -> tuple[int, int, int]:
+    """(rows of a chunk, chunks, programs) of a kernel that sums up rows."""
+    blocks = ceil_div(channels, tile.channels)
+    wanted = max(1, PROGRAMS // blocks)
+    share = ceil_div(ceil_div(rows, wanted), tile.rows) * tile.rows
+    chunks = ceil_div(rows, share)
+    return share, chunks, chunks * blocks
+
+
+def pixels_of(x: Tensor) -> Tensor:
+    """[N, C, H, W] -> [N, H, W, C], without a copy in channels_last; rows [R, C] as they are."""
+    return (x if x.dim() == 2 else x.permute(0, 2, 3, 1)).contiguous()
+
+
+def images_of(pixels: Tensor) -> Tensor:
+    """[N, H, W, C] -> [N, C, H, W] in channels_last; rows [R, C] as they are."""
+    return pixels if pixels.dim() == 2 else pixels.permute(0, 3, 1, 2)
+
+
+def size_of(pixels: Tensor) -> tuple[int, int]:
+    """(R, C) of pixels as rows."""
+    channels = pixels.shape[-1]
+    return pixels.numel() // channels, channels
+
+
+def check(
+    x: Tensor, like: tuple[Tensor | None, ...], channels: tuple[Tensor | None, ...], names: tuple[str, ...]
+) -> None:
+    """Refuse shapes that a kernel would read beyond the ends of, but in a traced block: its own shapes fit.
+
+    Dynamo takes a comparison of shapes apart; with these it would take twice as long for a block.
+
+    Raises:
+        ValueError: If x is neither rows nor images, one of ``like`` not like it, or one of ``channels`` not [C] and
+            contiguous. ``names`` are those of ``like`` and ``channels``.
+    """
+    if torch.compiler.is_compiling():
+        return
+    shape, device = x.shape, x.device
+    if len(shape) not in (2, 4):
+        raise ValueError(f"x has shape {tuple(shape)}, expected rows [R, C] or images [N, C, H, W]")
+    for tensor in like:
+        if tensor is not None and (tensor.shape != shape or tensor.device != device):
+            _refuse(tensor, (*like, *channels), names, shape, device)
+    wanted = shape[1:2]
+    for tensor in channels:
+        if tensor is not None and (tensor.shape != wanted or tensor.device != device or not tensor.is_contiguous()):
+            _refuse(tensor, (*like, *channels), names, wanted, device)
+
+
+def _refuse(
+    tensor: Tensor, given: tuple[Tensor | None, ...], names: tuple[str, ...], shape: torch.Size, device: torch.device
+) -> None:
+    name = next(name for name, each in zip(names, given, strict=True) if each is tensor)
+    if tensor.shape != shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(shape)} as of x")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device} and x on {device}; move one of them")
+    raise ValueError(f"{name} has stride {tensor.stride(0)}, expected 1; use {name}.contiguous()")
+
+
+@triton.jit
+def span(rows, channels, share, BLOCK: tl.constexpr):
+    """Of this program: its chunk, channels [BLOCK], which of them there are, first row, and the row behind its last."""
+    blocks = tl.cdiv(channels, BLOCK)
+    program = tl.program_id(0)
+    # Neighbours share rows, so that what runs at a time lies together.
+    chunk = program // blocks
+    channel = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    begin = chunk * share
+    return chunk, channel, channel < channels, begin, tl.minimum(begin + share, rows)
+
+
+@triton.jit
+def strip(lines, columns, channels, share, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Of this program, of a kernel that pools: image, channels [BLOCK], output columns [ROWS], lines from and to."""
+    blocks, strips, bands = tl.cdiv(channels, BLOCK), tl.cdiv(columns, ROWS), tl.cdiv(lines, share)
+    program = tl.program_id(0)
+    channel = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    column = (program // blocks) % strips * ROWS + tl.arange(0, ROWS)
+    begin = (program // (blocks * strips)) % bands * share
+    image = (program // (blocks * strips * bands)).to(tl.int64)
+    return image, channel, column, begin, tl.minimum(begin + share, lines)
+
+
+@triton.jit
+def norm_of(mean, variance, channel, live, eps):
+    """Mean and rstd of channels [BLOCK]."""
+    middle = tl.load(mean + channel, mask=live, other=0.0).to(tl.float32)
+    spread = tl.load(variance + channel, mask=live, other=1.0).to(tl.float32)
+    return middle, tl.rsqrt(spread + eps)
+
+
+@triton.jit
+def of_channels(tensor, channel, live):
+    """Values of channels [BLOCK] in float32."""
+    return tl.load(tensor + channel, mask=live, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def of_rows(tensor, place, inner, seen):
+    """Values of a tile [ROWS, BLOCK] in float32, at places ``inner`` behind the first."""
+    return tl.load(tensor + place + inner, mask=seen, other=0.0).to(tl.float32)
 
 
 @triton.jit

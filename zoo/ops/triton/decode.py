@@ -18,13 +18,175 @@ Shape legend: M rows of features, a few, N rows of the weight, C columns.
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.engine.tracing import traced_to_run
 from zoo.ops.common import ceil_div, next_power
-from zoo.ops.triton.decode_attention import can_overlap, decode_attention
 from zoo.ops.triton.kernel import kernel
+
+# Slots that a program takes at a step.
+BLOCK = 64
+# Programs that fill a large GPU.
+ENOUGH = 264
+
+
+@triton.jit
+def _turned(source, norm, cos, sin, half, inside, eps, D: tl.constexpr, COUNT: tl.constexpr):
+    """Two halves of heads [COUNT, D / 2] each, normed if ``norm`` is there, and turned."""
+    place = (tl.arange(0, COUNT) * D)[:, None] + half[None, :]
+    first = tl.load(source + place, mask=inside[:, None], other=0.0).to(tl.float32)
+    second = tl.load(source + place + D // 2, mask=inside[:, None], other=0.0).to(tl.float32)
+    if norm is not None:
+        scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / D + eps)[:, None]
+        first *= scale * tl.load(norm + half).to(tl.float32)[None, :]
+        second *= scale * tl.load(norm + D // 2 + half).to(tl.float32)[None, :]
+    return first * cos[None, :] - second * sin[None, :], second * cos[None, :] + first * sin[None, :]
+
+
+@kernel
+def _attend(
+    qkv, q_norm, k_norm, rotary, positions, cache, partial, stats, eps: tl.constexpr, scale: tl.constexpr, slots,
+    window,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    part = tl.program_id(0)
+    key_head = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    half = tl.arange(0, D // 2)
+    member = tl.arange(0, GROUP)
+    real = member < HEADS // KEY_HEADS
+    given = tl.load(positions + batch)
+    # A position that has no slot sees what the nearest one would, and is not written: no slot is another head's.
+    position = tl.minimum(tl.maximum(given, 0), slots - 1)
+    oldest = tl.maximum(position - window + 1, 0)
+    steps = tl.cdiv(tl.cdiv(position + 1 - oldest, BLOCK), PARTS)
+    first = oldest + part * steps * BLOCK
+    end = tl.minimum(first + steps * BLOCK, position + 1)
+    row = qkv + batch * ((HEADS + 2 * KEY_HEADS) * D)
+    cos = tl.load(rotary + batch * D + half)
+    sin = tl.load(rotary + batch * D + D // 2 + half)
+    keys = cache + (batch * KEY_HEADS + key_head) * slots * D
+    values = keys + tl.num_programs(2).to(tl.int64) * KEY_HEADS * slots * D
+    if (first <= position) & (position < end) & (position == given):
+        # The new token belongs to this part: into the cache with it, from where the loop below reads it as all others.
+        one = tl.arange(0, 1)
+        source = row + (HEADS + key_head) * D
+        left, right = _turned(source, k_norm, cos, sin, half, one == 0, eps, D, 1)
+        target = keys + position * D
+        kind = cache.dtype.element_ty
+        tl.store(target + half[None, :] + one[:, None], left.to(qkv.dtype.element_ty).to(kind))
+        tl.store(target + D // 2 + half[None, :] + one[:, None], right.to(qkv.dtype.element_ty).to(kind))
+        column = tl.arange(0, D)
+        tl.store(values + position * D + column, tl.load(source + KEY_HEADS * D + column).to(kind))
+        tl.debug_barrier()
+    left, right = _turned(row + key_head * (HEADS // KEY_HEADS) * D, q_norm, cos, sin, half, real, eps, D, GROUP)
+    left = left.to(cache.dtype.element_ty)
+    right = right.to(cache.dtype.element_ty)
+    column = tl.arange(0, D)
+    greatest = tl.full([GROUP], float("-inf"), tl.float32)
+    exponents = tl.zeros([GROUP], tl.float32)
+    total = tl.zeros([GROUP, D], tl.float32)
+    for begin in range(first, end, BLOCK):
+        slot = begin + tl.arange(0, BLOCK)
+        live = slot < end
+        place = (slot * D)[:, None]
+        key_left = tl.load(keys + place + half[None, :], mask=live[:, None], other=0.0)
+        key_right = tl.load(keys + place + D // 2 + half[None, :], mask=live[:, None], other=0.0)
+        value = tl.load(values + place + column[None, :], mask=live[:, None], other=0.0)
+        score = tl.dot(left, tl.trans(key_left), input_precision="ieee")
+        score = tl.dot(right, tl.trans(key_right), score, input_precision="ieee") * scale
+        score = tl.where(live[None, :], score, float("-inf"))
+        top = tl.maximum(greatest, tl.max(score, 1))
+        fade = tl.exp(greatest - top)
+        share = tl.exp(score - top[:, None])
+        exponents = exponents * fade + tl.sum(share, 1)
+        total = tl.dot(share.to(value.dtype), value, total * fade[:, None], input_precision="ieee")
+        greatest = top
+    if OVERLAP:
+        # Not before: weights on their way for later kernels would stand before the keys and values of this one.
+        tl.extra.cuda.gdc_launch_dependents()
+    head = (batch * KEY_HEADS + key_head) * (HEADS // KEY_HEADS) + member
+    place = head * PARTS + part
+    tl.store(partial + (place * D)[:, None] + column[None, :], total, mask=real[:, None])
+    tl.store(stats + place * 2, greatest, mask=real)
+    tl.store(stats + place * 2 + 1, exponents, mask=real)
+
+
+@kernel
+def _merge(partial, stats, out, D: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, OVERLAP: tl.constexpr):
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    head = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, BLOCK_PARTS)
+    column = tl.arange(0, D)
+    live = part < PARTS
+    tops = tl.load(stats + (head * PARTS + part) * 2, mask=live, other=float("-inf"))
+    # Rounding aside, parts beyond what is filled add nothing: their greatest is minus infinity.
+    fade = tl.exp(tops - tl.max(tops, 0))
+    exponents = tl.sum(fade * tl.load(stats + (head * PARTS + part) * 2 + 1, mask=live, other=0.0), 0)
+    place = ((head * PARTS + part) * D)[:, None] + column[None, :]
+    total = tl.sum(fade[:, None] * tl.load(partial + place, mask=live[:, None], other=0.0), 0)
+    tl.store(out + head * D + column, (total / exponents).to(out.dtype.element_ty))
+
+
+_HAS_WAIT = hasattr(tl.extra.cuda, "gdc_wait")  # from Triton 3.4 on
+
+
+def can_overlap(device: torch.device) -> bool:
+    """Whether kernels here begin while the one before them ends. Inductor of torch 2.11 would not launch them so."""
+    if torch.compiler.is_dynamo_compiling():
+        return traced_to_run() and _has_dependent_launch(device)
+    return _is_known_to_have_dependent_launch(device)
+
+
+def _has_dependent_launch(device: torch.device) -> bool:
+    on_cuda = device.type == "cuda" and torch.version.hip is None
+    return on_cuda and _HAS_WAIT and torch.cuda.get_device_properties(device).major >= 9
+
+
+_is_known_to_have_dependent_launch = functools.cache(_has_dependent_launch)
+
+
+def decode_attention(
+    qkv: Tensor,
+    cache: Tensor,
+    positions: Tensor,
+    rotary: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    heads: int,
+    window: int | None,
+) -> Tensor:
+    """See ``zoo/ops/cached_attention.py``."""
+    qkv, positions, rotary = qkv.contiguous(), positions.contiguous(), rotary.contiguous()
+    _, batch, key_heads, slots, width = cache.shape
+    parts = max(1, min(ceil_div(slots, BLOCK), ceil_div(ENOUGH, batch * key_heads), 64))
+    partial = qkv.new_empty(batch, heads, parts, width, dtype=torch.float32)
+    stats = qkv.new_empty(batch, heads, parts, 2, dtype=torch.float32)
+    out = qkv.new_empty(batch, heads * width)
+    overlap = can_overlap(qkv.device)
+    early = {"launch_pdl": True} if overlap else {}
+    _attend[(parts, key_heads, batch)](
+        qkv, q_norm, k_norm, rotary, positions, cache, partial, stats, eps, width**-0.5, slots,
+        slots if window is None else window,
+        HEADS=heads, KEY_HEADS=key_heads, D=width, GROUP=max(next_power(heads // key_heads), 16),
+        PARTS=parts, BLOCK=BLOCK, OVERLAP=overlap, num_warps=4, **early,
+    )  # fmt: skip
+    _merge[(batch * heads,)](
+        partial, stats, out,
+        D=width, PARTS=parts, BLOCK_PARTS=next_power(parts), OVERLAP=overlap, num_warps=4, **early,
+    )  # fmt: skip
+    return out
 
 
 @triton.jit
@@ -105,14 +267,14 @@ def _gate(
 # Bytes of the weight that a thread holds at once, and programs that keep a large GPU busy: measured on an H200, for the
 # whole chain of a step, since what is best for a kernel alone is not best for those that overlap.
 THREAD_BYTES = 128
-ENOUGH = 1600
+ENOUGH_ROWS = 1600
 
 
 def _tile(rows: int, columns: int, itemsize: int) -> tuple[int, int, int]:
     """(rows, columns, warps) of a program for a weight [rows, columns]: whole rows at once where they fit."""
     # Rows share the features that they are multiplied with: as many as leave enough programs.
     block = min(next_power(columns), 8192)
-    count = next((count for count in (4, 2) if rows // count >= ENOUGH), 1)
+    count = next((count for count in (4, 2) if rows // count >= ENOUGH_ROWS), 1)
     warps = next_power(count * block * itemsize) // (32 * THREAD_BYTES)
     return count, block, min(max(warps, 2), 8)
 
