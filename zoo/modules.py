@@ -1,17 +1,16 @@
-"""What several families use: first weights, images as rows, and what may be known of layers and ids.
-
-In channels_last a row of channels for each pixel is the same memory.
-
-Shape legend: B images, C channels, H height, W width, R = B H W rows.
-"""
+"""What several families use: first weights, images as rows, and what may be known of layers and ids."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-# Looked up once, not in every call.
-_unsafe_view = torch.ops.aten._unsafe_view.default
+from zoo.ops.common import compute_dtype as compute_dtype
+from zoo.ops.common import is_plain_tensor, is_unmodified
+from zoo.ops.common import to_images as to_images
+from zoo.ops.common import to_rows as to_rows
+
+plain, ordinary = is_unmodified, is_plain_tensor
 
 
 def initialise(module: nn.Module) -> None:
@@ -28,44 +27,6 @@ def initialise(module: nn.Module) -> None:
 def channels_last(model: nn.Module) -> None:
     """Lay out the weights of all convolutions as they are used, wherever they were built or came from."""
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-
-def to_rows(x: Tensor) -> Tensor:
-    """[B, C, H, W] -> [R, C], without a copy in channels_last."""
-    rows = x.permute(0, 2, 3, 1)
-    # Of a view the compiler would guard the base as well.
-    return _unsafe_view(rows, (-1, x.shape[1])) if rows.is_contiguous() else rows.reshape(-1, x.shape[1])
-
-
-def to_images(rows: Tensor, like: Tensor) -> Tensor:
-    """[R, C] -> [B, C, H, W] in channels_last, with the size of ``like``; a view."""
-    count, _, height, width = like.shape
-    return rows.view(count, height, width, -1).permute(0, 3, 1, 2)
-
-
-def plain(layer: nn.Module, cls: type[nn.Module] = nn.Linear) -> bool:
-    """Whether a layer is of this very class, and nobody listens to its calls: then its tensors stand for it.
-
-    Adapters take a layer's place or that of its ``forward``, some ways to prune or to quantise change its weight before
-    each call, and who explains a model listens to gradients.
-    """
-    if type(layer) is not cls or "forward" in vars(layer):
-        return False
-    there, back = (layer._forward_hooks, layer._forward_pre_hooks), (layer._backward_hooks, layer._backward_pre_hooks)
-    return not any(there) and not any(back)
-
-
-def ordinary(tensor: Tensor | None) -> bool:
-    """Whether a tensor is there, and not made of several that stand for it."""
-    return tensor is not None and not hasattr(tensor, "__tensor_flatten__")
-
-
-def compute_dtype(like: Tensor) -> torch.dtype:
-    """The dtype that products of ``like`` have, autocast included."""
-    device = like.device.type
-    if like.dtype != torch.float64 and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return like.dtype
 
 
 def on_host(tensor: Tensor) -> bool:

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoo.modules import compute_dtype
-from zoo.ops.common import differentiated, kernels_run
+from zoo.ops.common import compute_dtype, differentiated, kernels_run
 from zoo.ops.rotary import heads_fit, rotate_into
 
 # From here on a matrix product of the vendor's library reads weights as fast.

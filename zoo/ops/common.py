@@ -1,4 +1,4 @@
-"""What operators have in common: when kernels of our own run, and what their gradients refuse."""
+"""What operators have in common: when Triton kernels run, what their gradients refuse, dtypes and layouts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Function = Callable[..., Any]
+# Looked up once, not in every call.
+_unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 def differentiable_once(backward: Function) -> Function:
@@ -139,6 +141,44 @@ def watched() -> bool:
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """What numbers of a floating-point dtype are computed and summed in, at least float32."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def compute_dtype(like: Tensor) -> torch.dtype:
+    """The dtype that products of ``like`` have, autocast included."""
+    device = like.device.type
+    if like.dtype != torch.float64 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return like.dtype
+
+
+def is_unmodified(layer: nn.Module, cls: type[nn.Module] = nn.Linear) -> bool:
+    """Whether a layer is of this very class and has no hooks: then its tensors stand for it.
+
+    Adapters replace a layer or its ``forward``, some ways to prune or to quantise change its weight before each call,
+    and tools that explain a model listen to gradients.
+    """
+    if type(layer) is not cls or "forward" in vars(layer):
+        return False
+    there, back = (layer._forward_hooks, layer._forward_pre_hooks), (layer._backward_hooks, layer._backward_pre_hooks)
+    return not any(there) and not any(back)
+
+
+def is_plain_tensor(tensor: Tensor | None) -> bool:
+    """Whether there is a tensor, and it is no subclass made of several."""
+    return tensor is not None and not hasattr(tensor, "__tensor_flatten__")
+
+
+def to_rows(x: Tensor) -> Tensor:
+    """[B, C, H, W] -> [B H W, C], without a copy in channels_last."""
+    rows = x.permute(0, 2, 3, 1)
+    # Of a view the compiler would guard the base as well.
+    return _unsafe_view(rows, (-1, x.shape[1])) if rows.is_contiguous() else rows.reshape(-1, x.shape[1])
+
+
+def to_images(rows: Tensor, like: Tensor) -> Tensor:
+    """[B H W, C] -> [B, C, H, W] in channels_last, with the size of ``like``; a view."""
+    count, _, height, width = like.shape
+    return rows.view(count, height, width, -1).permute(0, 3, 1, 2)
 
 
 def ceil_div(value: int, parts: int) -> int:

@@ -14,8 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.engine.compat import name_fallbacks_alone
-from zoo.modules import plain, to_images, to_rows
-from zoo.ops.common import KERNEL_DTYPES, Function, ceil_div, differentiable_once, differentiated, kernels_run
+from zoo.ops.common import (
+    KERNEL_DTYPES,
+    Function,
+    ceil_div,
+    differentiable_once,
+    differentiated,
+    is_unmodified,
+    kernels_run,
+    to_images,
+    to_rows,
+)
 from zoo.ops.products import column_sums
 
 # Convolutions to no more pixels, from no fewer channels, are a product of windows, measured on an H200.
@@ -82,7 +91,7 @@ def conv(x: Tensor, layer: nn.Conv2d) -> Tensor:
     bias = layer.bias
     if bias is None or not kernels_run(x, layer.weight, bias):
         return layer(x)  # type: ignore[no-any-return]
-    if differentiated(x, layer.weight, bias) and not plain(layer, nn.Conv2d):
+    if differentiated(x, layer.weight, bias) and not is_unmodified(layer, nn.Conv2d):
         return layer(x)  # type: ignore[no-any-return]
     stride, usual = layer.stride[0], layer.kernel_size == (3, 3) and layer.padding == (1, 1)
     if usual and windows_run(x, layer.weight, stride):

@@ -14,13 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoo.modules import compute_dtype, ordinary
 from zoo.ops.common import (
     ENABLED,
     accumulation_dtype,
+    compute_dtype,
     differentiable_once,
     differentiated,
     forward_mode,
+    is_plain_tensor,
     kernels_run,
     transformed,
 )
@@ -30,9 +31,9 @@ _LOW = (torch.bfloat16, torch.float16)
 
 def takes_low(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether autocast would convert weight and bias for x, and ``low_linear`` is for them."""
-    if not ENABLED or x.dtype not in _LOW or not ordinary(weight) or weight.dtype != torch.float32:
+    if not ENABLED or x.dtype not in _LOW or not is_plain_tensor(weight) or weight.dtype != torch.float32:
         return False
-    if bias is not None and not (ordinary(bias) and bias.dtype == torch.float32):
+    if bias is not None and not (is_plain_tensor(bias) and bias.dtype == torch.float32):
         return False
     if transformed() or forward_mode():
         return False

@@ -1,1 +1,15 @@
-"""Triton kernels and their launches. Imported when one is first needed: the zoo itself imports no Triton."""
+"""Triton kernels and their launches. ``zoo.ops.triton.norms`` is imported when first named: the zoo imports no Triton."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from types import ModuleType
+
+_MODULES = frozenset(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.{name}")
