@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw as fused_adamw
 
+from zoo.ops import triton as kernels
 from zoo.ops.common import kernels_run
 
 # Least numbers of a launch: its beginning and end are little of it then. On an H200 ResNet-50's step took longer with
@@ -27,15 +28,11 @@ _VECTOR = 16
 def adamw(
     group: dict[str, Any], tensors: list[list[Tensor]], scale: Tensor | None, skip: Tensor | None, *, has_complex: bool
 ) -> None:
-    """Update the parameters of a group in place.
+    """Update the parameters of a group in place; ``group`` holds the options of ``torch.optim.AdamW``.
 
-    Args:
-        group: Options of ``torch.optim.AdamW``.
-        tensors: Parameters, gradients, averages of gradients and of their squares, the greatest of these, which only
-            ``amsgrad`` has, and steps so far.
-        scale: What gradients are to be divided by, on the device.
-        skip: On the device, 1 where nothing is to be updated.
-        has_complex: Whether some parameters are complex.
+    Tensors are parameters, gradients, averages of gradients and of their squares, the greatest of these, which only
+    ``amsgrad`` has, and steps so far. Gradients are divided by ``scale``, on the device; nothing is updated where
+    ``skip``, on the device, is 1.
     """
     params, grads, averages, squares, greatest, counts = tensors
     launches = _launches(group, tensors, scale, skip)
@@ -91,12 +88,10 @@ def _is_on_host(rate: Tensor | float) -> bool:
 
 
 def _launch(group: dict[str, Any], tensors: list[list[Tensor]], scale: Tensor | None, skip: Tensor | None) -> None:
-    from zoo.ops.triton import adamw as kernels
-
     params, grads, averages, squares, counts = tensors
     # To the kernel a whole number would be of another type.
     rate = float(group["lr"]) if _is_on_host(group["lr"]) else group["lr"]
-    kernels.adamw(
+    kernels.adamw.adamw(
         params, grads, averages, squares, counts, rate, scale, skip,
         group["betas"], float(group["eps"]), float(group["weight_decay"]), group["maximize"],
     )  # fmt: skip

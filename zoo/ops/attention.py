@@ -1,4 +1,4 @@
-"""Attention of grouped queries over a cache in which the token of position p lies in slot p.
+"""Attention of grouped queries over a cache in which the token of position p lies in slot p, and to few keys.
 
 Shape legend: B batch, T tokens, S slots of the cache, H query heads, K key and value heads, G = H / K, D width of a
 head, M rows of features, C columns, N rows of a weight.
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zoo.ops import triton as kernels
 from zoo.ops.common import compute_dtype, differentiated, kernels_run
 from zoo.ops.rotary import heads_fit, rotate_into
 
@@ -20,23 +21,13 @@ MOST_ROWS = 4
 
 
 def attend(query: Tensor, cache: Tensor, positions: Tensor, window: int | None) -> Tensor:
-    """Attention over the cache, which holds the queries' own tokens already.
+    """Attention of query [B, T, H, D] over cache [2, B, K, S, D], keys and values: [B, T, H, D].
 
-    A query at position p sees slots 0 to p, or the last ``window`` of them; what lies behind p is not looked at.
-
-    Args:
-        query: [B, T, H, D].
-        cache: [2, B, K, S, D], keys and values.
-        positions: [B, T] int64, of the queries.
-        window: How many last tokens are seen; None for all.
-
-    Returns:
-        [B, T, H, D].
+    The cache holds the queries' own tokens already. A query at position p (positions [B, T] int64) sees slots 0 to p,
+    or the last ``window`` of them.
     """
     if _kernels_fit(query, cache) and not differentiated(query, cache):
-        from zoo.ops.triton import attention as kernels
-
-        return kernels.prefill_attention(query, cache, positions, window)
+        return kernels.attention.prefill_attention(query, cache, positions, window)
     batch, tokens, heads, width = query.shape
     _, _, key_heads, slots, _ = cache.shape
     groups = heads // key_heads
@@ -53,37 +44,17 @@ def attend(query: Tensor, cache: Tensor, positions: Tensor, window: int | None) 
 
 
 def decode_attention(
-    qkv: Tensor,
-    cache: Tensor,
-    positions: Tensor,
-    rotary: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    heads: int,
-    window: int | None,
-) -> Tensor:
-    """``rotate_into`` and ``attend`` of one new token a row.
+    qkv: Tensor, cache: Tensor, positions: Tensor, rotary: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
+    eps: float, heads: int, window: int | None,
+) -> Tensor:  # fmt: skip
+    """``rotate_into`` and ``attend`` of one new token per row: qkv [B, (H + 2 K) D] -> [B, H D].
 
-    Args:
-        qkv: [B, (H + 2 K) D].
-        cache: [2, B, K, S, D], written in place.
-        positions: [B] int64. By kernels one that the cache has no slot for is not written, and sees what the nearest
-            slot would; elsewhere it is an error.
-        rotary: [B, D] float32, cosines and sines of the positions.
-        q_norm: [D], weight of the queries' RMS norm, or None.
-        k_norm: [D], of the keys'.
-        eps: Of both.
-        heads: H.
-        window: How many last tokens are seen; None for all.
-
-    Returns:
-        [B, H D].
+    The token's key and value are written into cache [2, B, K, S, D] at positions [B] int64. Kernels do not write a
+    position without a slot, and let it see what the nearest slot would; elsewhere it is an error. Rotary [B, D] float32
+    holds the positions' cosines and sines; q_norm and k_norm [D] are the weights of RMS norms, or None.
     """
     if _kernels_fit(qkv, cache):
-        from zoo.ops.triton import decode as kernels
-
-        return kernels.decode_attention(qkv, cache, positions, rotary, q_norm, k_norm, eps, heads, window)
+        return kernels.decode.decode_attention(qkv, cache, positions, rotary, q_norm, k_norm, eps, heads, window)
     where = positions[:, None]
     query = rotate_into(qkv[:, None], cache, where, rotary[:, None], q_norm, k_norm, eps, heads)
     return attend(query, cache, where, window).flatten(1)
@@ -94,7 +65,7 @@ def _kernels_fit(x: Tensor, cache: Tensor) -> bool:
 
 
 def few_rows(x: Tensor, *weights: Tensor) -> bool:
-    """Whether these functions take x [M, C] with these weights: few rows, of the dtype of products, no gradients."""
+    """Whether the products of a decoding step take x [M, C]: few rows, of the dtype of products, no gradients."""
     alike = x.shape[0] <= MOST_ROWS and compute_dtype(x) == x.dtype and all(each.dtype == x.dtype for each in weights)
     return alike and kernels_run(x, *weights) and not differentiated(x, *weights)
 
@@ -114,17 +85,12 @@ def decode_layer(x: Tensor, *arguments: Any) -> Tensor:
     Cache [2, M, K, S, D] is written in place at positions [M] int64; rotary [M, D] are the positions' cosines and
     sines; the rest are the layer's weights and numbers.
     """
-    from zoo.ops.triton import decode as kernels
-
-    return kernels.decode_layer(x, *arguments)
+    return kernels.decode.decode_layer(x, *arguments)
 
 
 def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
     """RMS norm of x [M, C], times weight [N, C]: [M, N]."""
-    from zoo.ops.triton import decode as kernels
-    from zoo.ops.triton.decode import can_overlap
-
-    return kernels.norm_linear(x, norm, eps, weight, None, can_overlap(x.device))
+    return kernels.decode.norm_linear(x, norm, eps, weight, None, kernels.decode.can_overlap(x.device))
 
 
 # Attention to more keys than this is the library's, measured on an H200; the widest head that a program holds.
@@ -133,16 +99,10 @@ WIDEST_HEAD = 256
 
 
 def short_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Attention of all queries of an image to all its keys; by a kernel of ours to few, without bias and gradients.
+    """Attention of query [B, T, N, D] to key and value [B, L, N, D], N heads: [B T, N D], heads side by side.
 
-    Args:
-        query: [B, T, N, D], T queries of N heads.
-        key: [B, L, N, D].
-        value: [B, L, N, D].
-        bias: [B, 1, 1, L], added to scores, or None.
-
-    Returns:
-        [B T, N D]: heads side by side.
+    Own kernels run for few keys, without a bias [B, 1, 1, L] on the scores and without gradients: the library's are
+    made for long rows of keys.
 
     Raises:
         ValueError: If the shapes do not fit.
@@ -151,17 +111,15 @@ def short_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | No
     if key.shape != value.shape or tuple(key.shape) != expected:
         shapes = ", ".join(str(tuple(each.shape)) for each in (query, key, value))
         raise ValueError(f"query, key and value have shapes {shapes}; expected [B, T, N, D] and twice [B, L, N, D]")
-    if bias is None and _kernel_fits(query, key, value):
-        from zoo.ops.triton import attention as kernels
-
-        return kernels.short_attention(query, key, value)
+    if bias is None and _short_fits(query, key, value):
+        return kernels.attention.short_attention(query, key, value)
     mixed = F.scaled_dot_product_attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask=bias
     )
     return mixed.transpose(1, 2).reshape(-1, query.shape[2] * query.shape[3])
 
 
-def _kernel_fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _short_fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
     if query.dtype not in (torch.bfloat16, torch.float16) or not query.dtype == key.dtype == value.dtype:
         return False
     width, keys = key.shape[3], key.shape[1]

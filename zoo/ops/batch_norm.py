@@ -13,48 +13,30 @@ from typing import Any, NamedTuple, TypeAlias
 import torch.nn.functional as F
 from torch import Tensor, autograd
 
+from zoo.ops import triton as kernels
 from zoo.ops.common import differentiable_once, differentiated, kernels_run
 
 Tensors: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 class Norm(NamedTuple):
-    """A batch norm as operators take it.
-
-    Args:
-        weight: [C].
-        bias: [C].
-        running_mean: [C], or None for a norm that keeps no statistics.
-        running_variance: [C], or None.
-        batches: How many batches were counted, int64, or None.
-        of_batch: Whether x is normalised by its own statistics, towards which the running ones are moved in place.
-        momentum: How far they are moved, of 1.
-        eps: Added to the variance.
-    """
+    """A batch norm as operators take it; vectors are [C]."""
 
     weight: Tensor
     bias: Tensor
-    running_mean: Tensor | None
+    running_mean: Tensor | None  # None for a norm that keeps no statistics
     running_variance: Tensor | None
-    batches: Tensor | None = None
-    of_batch: bool = False
+    batches: Tensor | None = None  # how many were counted, int64
+    of_batch: bool = False  # normalise x by its own statistics, and move the running ones towards them in place
     momentum: float = 0.0
     eps: float = 1e-5
 
 
 def norm_act(x: Tensor, norm: Norm, residual: Tensor | None = None, residual_norm: Norm | None = None) -> Tensor:
-    """Relu of the batch norm of x, plus a residual or the batch norm of one.
+    """Relu of the batch norm of x [N, C, H, W] or [R, C], plus a residual or the batch norm of one: like x.
 
-    Where kernels run all is computed in float32 and rounded once, and gradients have no gradients.
-
-    Args:
-        x: [N, C, H, W], in channels_last read as it is, or rows [R, C].
-        norm: Of x.
-        residual: Of the shape of ``x``, or None.
-        residual_norm: Of the residual, or None where it is added as it is.
-
-    Returns:
-        Of the shape and dtype of ``x``; images in channels_last.
+    Images in channels_last are read as they are, and so is the result. Where kernels run all is computed in float32 and
+    rounded once, and gradients have no gradients.
 
     Raises:
         ValueError: If there is one row and its own statistics are wanted.
@@ -68,11 +50,8 @@ def norm_act(x: Tensor, norm: Norm, residual: Tensor | None = None, residual_nor
     if alike and rows_run(x, residual) and kernels_run(*given):
         own, other = _tensors(x, norm), _tensors(residual, residual_norm)
         if differentiated(*given):
-            out: Tensor = _NormAct.apply(x, *own, residual, *other, norm.eps, norm.of_batch)
-            return out
-        from zoo.ops.triton import batch_norm as kernels
-
-        return kernels.norm_act(x, own, residual, other, norm.eps)
+            return _NormAct.apply(x, *own, residual, *other, norm.eps, norm.of_batch)
+        return kernels.batch_norm.norm_act(x, own, residual, other, norm.eps)
     out = _normalised(x, norm)
     if residual is not None:
         out = out + (residual if residual_norm is None else _normalised(residual, residual_norm))
@@ -97,9 +76,7 @@ def _tensors(x: Tensor | None, norm: Norm | None) -> Tensors:
         return None, None, None, None
     mean, variance = norm.running_mean, norm.running_variance
     if norm.of_batch:
-        from zoo.ops.triton import batch_norm as kernels
-
-        mean, variance = kernels.batch_statistics(x.detach(), mean, variance, norm.batches, norm.momentum)
+        mean, variance = kernels.batch_norm.batch_statistics(x.detach(), mean, variance, norm.batches, norm.momentum)
     return mean, variance, norm.weight, norm.bias
 
 
@@ -108,10 +85,8 @@ class _NormAct(autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        from zoo.ops.triton import batch_norm as kernels
-
         x, mean, variance, weight, bias, residual, *other, ctx.eps, ctx.of_batch = arguments
-        out: Tensor = kernels.norm_act(x, (mean, variance, weight, bias), residual, tuple(other), ctx.eps)
+        out: Tensor = kernels.batch_norm.norm_act(x, (mean, variance, weight, bias), residual, tuple(other), ctx.eps)
         # Without a residual the relu is computed again, and one that is not normalised is not needed.
         kept = None if other[0] is None else residual
         ctx.save_for_backward(x, mean, variance, weight, bias, kept, *other, None if residual is None else out)
@@ -120,11 +95,9 @@ class _NormAct(autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        from zoo.ops.triton import batch_norm as kernels
-
         x, mean, variance, weight, bias, residual, *other, out = ctx.saved_tensors
         affine = any(ctx.needs_input_grad[index] for index in (3, 4, 8, 9))
-        grad_x, grad_weight, grad_bias, grad_residual, *grad_other = kernels.norm_act_backward(
+        grad_x, grad_weight, grad_bias, grad_residual, *grad_other = kernels.batch_norm.norm_act_backward(
             grad, x, (mean, variance, weight, bias), residual, tuple(other), out, ctx.eps, ctx.of_batch, affine
         )
         return grad_x, None, None, grad_weight, grad_bias, grad_residual, None, None, *grad_other, None, None
@@ -134,8 +107,6 @@ def bias_act(x: Tensor, bias: Tensor, residual: Tensor | None = None) -> Tensor:
     """Relu of x [N, C, H, W] plus bias [C] plus residual, if there is one: as ``norm_act``, where a norm is folded."""
     given = [each for each in (x, bias, residual) if each is not None]
     if rows_run(x, residual) and kernels_run(*given) and not differentiated(*given):
-        from zoo.ops.triton import batch_norm as kernels
-
-        return kernels.bias_act(x, bias, residual)
+        return kernels.batch_norm.bias_act(x, bias, residual)
     out = x + (bias if x.dim() == 2 else bias[:, None, None])
     return F.relu(out if residual is None else out + residual)

@@ -1,6 +1,7 @@
-"""What lies around convolutions of channels_last images: biases, residuals, doubling, and the windows of a product.
+"""Convolutions of channels_last images, and what lies around them: biases, residuals, doubling, windows of a product.
 
-Shape legend: B images, C channels, H height, W width, R rows (pixels of all images).
+Shape legend: B or N images, C channels, H height, W width, R rows (pixels of all images), O channels of the output, D
+channels of squares of pixels.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.engine.compat import name_fallbacks_alone
+from zoo.ops import triton as kernels
 from zoo.ops.common import (
     KERNEL_DTYPES,
     Function,
@@ -43,11 +45,8 @@ def conv_add(x: Tensor, bias: Tensor, residual: Tensor | None = None) -> Tensor:
     if residual is not None and x.shape != residual.shape:
         raise ValueError(f"residual has shape {tuple(residual.shape)}, expected that of x, {tuple(x.shape)}")
     if kernels_run(*given):
-        if differentiated(*given):
-            return _ConvAdd.apply(x, bias, residual)  # type: ignore[no-any-return]
-        from zoo.ops.triton import conv as kernels
-
-        return kernels.conv_add(x, bias, residual)
+        learn = differentiated(*given)
+        return _ConvAdd.apply(x, bias, residual) if learn else kernels.conv.conv_add(x, bias, residual)
     # Under autocast parameters stay wide, and would make activations wide as well.
     total = x + bias.to(x.dtype)
     return total if residual is None else total + residual
@@ -56,10 +55,8 @@ def conv_add(x: Tensor, bias: Tensor, residual: Tensor | None = None) -> Tensor:
 class _ConvAdd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor, residual: Tensor | None) -> Tensor:
-        from zoo.ops.triton import conv as kernels
-
         ctx.dtypes = x.dtype, bias.dtype, None if residual is None else residual.dtype
-        return kernels.conv_add(x, bias, residual)
+        return kernels.conv.conv_add(x, bias, residual)
 
     @staticmethod
     @differentiable_once
@@ -74,9 +71,7 @@ def upsample(x: Tensor) -> Tensor:
     """Nearest neighbours: [B, C, H, W] -> [B, C, 2 H, 2 W] in channels_last, each pixel four times."""
     if differentiated(x) or not kernels_run(x):
         return F.interpolate(x, scale_factor=2.0, mode="nearest")
-    from zoo.ops.triton import conv as kernels
-
-    return kernels.upsample(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+    return kernels.conv.upsample(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
 def conv3(x: Tensor, weight: Tensor) -> Tensor:
@@ -90,9 +85,9 @@ def conv(x: Tensor, layer: nn.Conv2d) -> Tensor:
     """A convolution with its bias: [B, C_in, H, W] -> [B, C_out, H', W']. Hooks of the layer are not for inference."""
     bias = layer.bias
     if bias is None or not kernels_run(x, layer.weight, bias):
-        return layer(x)  # type: ignore[no-any-return]
+        return layer(x)
     if differentiated(x, layer.weight, bias) and not is_unmodified(layer, nn.Conv2d):
-        return layer(x)  # type: ignore[no-any-return]
+        return layer(x)
     stride, usual = layer.stride[0], layer.kernel_size == (3, 3) and layer.padding == (1, 1)
     if usual and windows_run(x, layer.weight, stride):
         return _product_of_windows(x, layer.weight, bias, stride)
@@ -123,9 +118,7 @@ def windows(x: Tensor, stride: int) -> Tensor:
     if stride < 1:
         raise ValueError(f"stride is {stride}, expected at least 1")
     if kernels_run(x) and not differentiated(x):
-        from zoo.ops.triton import conv as kernels
-
-        return kernels.windows(x, stride)
+        return kernels.conv.windows(x, stride)
     around = F.pad(x, (0, 0, 1, 1, 1, 1)).unfold(1, 3, stride).unfold(2, 3, stride)
     return around.permute(0, 1, 2, 4, 5, 3).reshape(-1, 9 * x.shape[3])
 
@@ -140,14 +133,14 @@ _IMAGE_OFFSET, _WEIGHT_OFFSET = 4, 1
 
 
 def stem_conv(x: Tensor, conv: nn.Conv2d) -> Tensor:
-    """The first convolution of a network, without its bias: on squares of pixels where kernels run.
+    """The first convolution of a network, without its bias: images in any layout -> [N, O, H', W'] in channels_last.
 
-    Args:
-        x: Images [N, C, H, W], in any layout.
-        conv: Of any kind.
+    A convolution library's fast kernels want channels by the eight, and three leave most of a matrix unit idle. Where
+    kernels run, a 7 × 7 convolution of stride 2 is computed as a 4 × 4 one of stride 1 over squares of 2 × 2 pixels,
+    which have 16 channels: the same products, and zeros. With a, b in 0 .. 6, p, r in 0 .. 3 and q, s in 0, 1,
 
-    Returns:
-        [N, O, H', W'] in channels_last.
+        y[i, j] = Σ w[a, b] x[2 i + a - 3, 2 j + b - 3]
+                = Σ w[2 p + q - 1, 2 r + s - 1] x[2 (i + p - 2) + q, 2 (j + r - 2) + s]
     """
     if not (_is_stem(conv) and x.numel() and kernels_run(x, conv.weight)) or differentiated(x):
         x = x.contiguous(memory_format=torch.channels_last)
@@ -168,24 +161,13 @@ def _is_stem(conv: nn.Conv2d) -> bool:
 
 
 def space_to_depth(x: Tensor, offset: int, height: int, width: int, channels: int, dtype: torch.dtype) -> Tensor:
-    """Squares of 2 × 2 pixels as channels.
+    """Squares of 2 × 2 pixels as channels: [N, C, H, W] -> [N, D, height, width] in channels_last.
 
-    Args:
-        x: [N, C, H, W], in any layout.
-        offset: Rows and columns of zeros before the first pixel.
-        height: Of the result.
-        width: Of the result.
-        channels: D, at least 4 C and a power of two.
-        dtype: Of the result.
-
-    Returns:
-        [N, D, height, width] in channels_last: channel (2 q + s) D / 4 + c of pixel (i, j) is channel c of pixel
-        (2 i + q - offset, 2 j + s - offset), zero outside and where there is no channel c.
+    Channel (2 q + s) D / 4 + c of pixel (i, j) is channel c of pixel (2 i + q - offset, 2 j + s - offset), zero outside
+    and where there is no channel c. D is at least 4 C and a power of two.
     """
     if kernels_run(x) and not differentiated(x):
-        from zoo.ops.triton import conv as kernels
-
-        return kernels.space_to_depth(x, offset, height, width, channels, dtype)
+        return kernels.conv.space_to_depth(x, offset, height, width, channels, dtype)
     below, right = 2 * height - x.shape[2] - offset, 2 * width - x.shape[3] - offset
     padded = F.pad(
         x if x.dtype == dtype else x.to(dtype), (offset, right, offset, below, 0, channels // 4 - x.shape[1])
@@ -194,15 +176,17 @@ def space_to_depth(x: Tensor, offset: int, height: int, width: int, channels: in
     return squares.flatten(1, 3).contiguous(memory_format=torch.channels_last)
 
 
+# The library calls below have bias, residual and relu in them, for models whose norms are folded. They stay behind
+# torch.library: cuDNN's have no rule for the shapes of their outputs, so no compiler takes them, and Inductor takes
+# aten::_addmm_activation apart into a product and an activation. Modes that watch each operator, such as a FLOP
+# counter, do not know them: ask ``zoo.ops.common.watched`` first.
+
+
 def operator(namespace: str, schema: str, shapes: Function) -> Callable[[Function], Any]:
-    """Make a function an operator, which has no gradient.
+    """Make a function the operator ``torch.ops.<namespace>.<its name>``, which has no gradient.
 
-    ``torch.library.custom_op`` would do the same, and import Dynamo at the first eager call.
-
-    Args:
-        namespace: As in ``torch.ops.<namespace>``.
-        schema: Arguments and outputs; an argument that is written to is marked in it.
-        shapes: Says shapes and dtypes of the outputs; takes the same arguments.
+    ``shapes`` takes the same arguments, and returns tensors like the outputs. ``torch.library.custom_op`` would do the
+    same, and import Dynamo at the first eager call.
     """
 
     def define(function: Function) -> Any:
@@ -233,29 +217,12 @@ def _shape(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, *op
     _shape,
 )
 def conv_act(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    residual: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-) -> Tensor:
-    """Relu of convolution, bias and residual. Without gradients: for folded models.
+    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, stride: Sequence[int], padding: Sequence[int],
+    dilation: Sequence[int], groups: int,
+) -> Tensor:  # fmt: skip
+    """Relu of a convolution with its bias, plus residual [N, C_out, H', W'] if any. Without gradients.
 
-    Args:
-        x: [N, C_in, H, W], in channels_last.
-        weight: [C_out, C_in / groups, K, K], in channels_last.
-        bias: [C_out].
-        residual: [N, C_out, H', W'], added before the relu, or None.
-        stride: Of both directions, as padding and dilation.
-        padding: Of zeros.
-        dilation: Pixels between taps.
-        groups: Of channels.
-
-    Returns:
-        [N, C_out, H', W'], in channels_last.
+    X [N, C_in, H, W] and weight [C_out, C_in / groups, K, K] are in channels_last, and so is the result.
     """
     cudnn = x.is_cuda and torch.version.hip is None and x.dtype in KERNEL_DTYPES and torch.backends.cudnn.enabled
     if not cudnn:

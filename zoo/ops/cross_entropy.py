@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zoo.ops import triton as kernels
 from zoo.ops.common import kernels_run
 
 # The label of a row without a loss.
@@ -27,9 +28,7 @@ def cross_entropy_rows(logits: Tensor, labels: Tensor, scale: Tensor) -> tuple[T
         Float32 [n], and [n, V] like ``logits``.
     """
     if kernels_run(logits) and logits.is_contiguous():
-        from zoo.ops.triton import cross_entropy as kernels
-
-        return kernels.cross_entropy_rows_(logits, labels.contiguous(), scale, IGNORED), logits
+        return kernels.cross_entropy.cross_entropy_rows_(logits, labels.contiguous(), scale, IGNORED), logits
     seen = labels != IGNORED
     index = torch.where(seen, labels, 0)[:, None]
     x = logits.float()
@@ -43,9 +42,7 @@ def cross_entropy_rows(logits: Tensor, labels: Tensor, scale: Tensor) -> tuple[T
 def scale_(x: Tensor, factor: Tensor) -> None:
     """Multiply in place by a scalar on the device, in float32. The kernel reads and writes nothing where it is one."""
     if kernels_run(x) and x.is_contiguous():
-        from zoo.ops.triton import cross_entropy as kernels
-
-        kernels.scale_(x, factor)
+        kernels.cross_entropy.scale_(x, factor)
     else:
         # Of one dimension, so that half precision is multiplied in float32 and not by a rounded factor.
         x.mul_(factor.reshape(1))

@@ -11,7 +11,8 @@ rows at most, H heads, C channels.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -110,21 +111,25 @@ class Rows(NamedTuple):
         return 0 if self.chunks is None else self.chunks.shape[0]
 
 
+def rows_from(tables: Sequence[Any], chunk_size: int) -> Rows:
+    """Rows whose four tensors went through an autograd function one by one."""
+    pointers, nodes, chunks, long_rows = tables
+    return Rows(pointers, nodes, chunks, long_rows, chunk_size)
+
+
 def rows_of(graph: GraphTensors) -> Rows:
     """The edges by destination."""
     return Rows(graph.rowptr, graph.source, *(graph.split or ()))
 
 
-def columns_of(graph: GraphTensors, learn: bool) -> Rows:
-    """The edges by source, which the gradients of kernels walk; None of them where there are no gradients."""
+def columns_of(graph: GraphTensors) -> Rows:
+    """The edges by source, which the gradients of kernels walk."""
     transpose = graph.transpose
     if transpose is None:
-        if learn:
-            raise RuntimeError(
-                "a gradient of an aggregation walks the transposed graph, which this one was prepared without; run the "
-                "forward with gradients enabled on a CSRGraph or on raw edges"
-            )
-        return Rows(graph.rowptr, None)
+        raise RuntimeError(
+            "a gradient of an aggregation walks the transposed graph, which this one was prepared without; run the "
+            "forward with gradients enabled on a CSRGraph or on raw edges"
+        )
     return Rows(transpose.colptr, transpose.destination, *(transpose.split or ()))
 
 
@@ -166,10 +171,7 @@ def edges_per_chunk(edges: int, rows: int) -> int:
 def split_rows(pointers: Tensor, edges: int, size: int | None = None) -> Split | None:
     """The tables of a graph, or None if no row has more than ``size`` edges. Reads two numbers from the device.
 
-    Args:
-        pointers: [R + 1] int64, where the edges of each row start.
-        edges: E.
-        size: Most edges in a chunk; ``edges_per_chunk`` when left out.
+    Pointers [R + 1] int64 say where the edges of each row start. ``size`` is ``edges_per_chunk`` when left out.
     """
     size = edges_per_chunk(edges, pointers.shape[0] - 1) if size is None else size
     if edges <= size or pointers.is_meta:

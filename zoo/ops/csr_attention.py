@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zoo.ops import triton as kernels
 from zoo.ops.common import accumulation_dtype, differentiable_once, differentiated, kernels_run
-from zoo.ops.csr import GraphTensors, Rows, columns_of, edge_max, edge_sum, rows_of
+from zoo.ops.csr import GraphTensors, columns_of, edge_max, edge_sum, rows_from, rows_of
 
 # The kernels hold all channels of a head at once.
 WIDEST_HEAD = 4096
@@ -28,20 +29,11 @@ def attention(
     *,
     average: bool = False,
 ) -> Tensor:
-    """Neighbours weighed by the softmax of their leaky scores.
+    """Neighbours weighed by the softmax of their leaky scores: [D, H C] or, the ``average`` over heads, [D, C].
 
-    Args:
-        table: [S, H C + H], features of all heads, then one part of each edge's score; or [N, H C + 2 H] with the
-            destinations' part last.
-        a_destination: [D, H], the destinations' part, or None if it is in the table.
-        heads: H.
-        graph: Its weights are not used.
-        slope: Of the leaky relu below zero.
-        dropout: Probability that a neighbour is left out.
-        average: Take the mean over heads.
-
-    Returns:
-        [D, H C] or, with ``average``, [D, C]; zero where there is no neighbour.
+    The table [S, H C + H] holds the features of all heads, then the sources' part of each edge's score. The
+    destinations' part is a_destination [D, H], or None if it is last in the table, [N, H C + 2 H]. Dropout is the
+    probability that a neighbour is left out. The graph's weights are not used; rows without neighbours are zero.
 
     Raises:
         RuntimeError: If kernels run, gradients are wanted and the graph has no transpose.
@@ -52,16 +44,13 @@ def attention(
         seed = torch.randint(2**62, (1,), device=table.device) if dropout > 0.0 else None
         plan = heads, channels, average, slope
         if differentiated(*[each for each in (table, a_destination) if each is not None]):
-            rows, columns = rows_of(graph), columns_of(graph, True)
+            rows, columns = rows_of(graph), columns_of(graph)
             assert graph.transpose is not None
-            out: Tensor = _Attention.apply(
+            return _Attention.apply(
                 table, a_destination, plan, seed, dropout, (rows.chunk_size, columns.chunk_size),
                 graph.transpose.permutation, *rows[:4], *columns[:4],
             )  # fmt: skip
-            return out
-        from zoo.ops.triton import csr_attention as kernels
-
-        return kernels.gat(table, a_destination, *plan, seed, dropout, rows_of(graph))[0]
+        return kernels.csr_attention.gat(table, a_destination, *plan, seed, dropout, rows_of(graph))[0]
     x, scores = table[:, : heads * channels].unflatten(1, (heads, channels)), table[:, heads * channels :]
     own = scores[:, heads:] if a_destination is None else a_destination
     dtype = accumulation_dtype(table.dtype)
@@ -82,20 +71,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        table: Tensor,
-        a_destination: Tensor | None,
-        plan: tuple[int, int, bool, float],
-        seed: Tensor | None,
-        dropout: float,
-        sizes: tuple[int, int],
-        permutation: Tensor,
-        *tables: Any,
-    ) -> Tensor:
-        from zoo.ops.triton import csr_attention as kernels
-
-        rows = Rows(*tables[:4])._replace(chunk_size=sizes[0])
-        out, lse = kernels.gat(table, a_destination, *plan, seed, dropout, rows)
+        ctx: Any, table: Tensor, a_destination: Tensor | None, plan: tuple[int, int, bool, float], seed: Tensor | None,
+        dropout: float, sizes: tuple[int, int], permutation: Tensor, *tables: Any,
+    ) -> Tensor:  # fmt: skip
+        rows = rows_from(tables[:4], sizes[0])
+        out, lse = kernels.csr_attention.gat(table, a_destination, *plan, seed, dropout, rows)
         ctx.plan, ctx.dropout, ctx.sizes = plan, dropout, sizes
         ctx.save_for_backward(table, a_destination, lse, seed, permutation, *tables)
         return out
@@ -103,15 +83,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        from zoo.ops.triton import csr_attention as kernels
-
         table, a_destination, lse, seed, permutation, *tables = ctx.saved_tensors
-        rows, columns = (
-            Rows(*tables[i : i + 4])._replace(chunk_size=size) for i, size in zip((0, 4), ctx.sizes, strict=True)
+        rows, columns = rows_from(tables[:4], ctx.sizes[0]), rows_from(tables[4:], ctx.sizes[1])
+        grads = kernels.csr_attention.gat_backward(
+            grad, table, a_destination, lse, *ctx.plan, seed, ctx.dropout, rows, columns, permutation
         )
-        heads, channels, average, slope = ctx.plan
-        grads = kernels.gat_backward(
-            grad, table, a_destination, lse, heads, channels, average, slope, seed, ctx.dropout, rows, columns,
-            permutation,
-        )  # fmt: skip
         return *grads, *(None,) * 13

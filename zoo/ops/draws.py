@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from zoo.ops import common
+from zoo.ops import triton as kernels
 
 # Places of a node that the kernel draws, which holds them in registers.
 MOST_AT_ONCE = 512
@@ -19,10 +20,7 @@ def distinct(degree: Tensor, count: int, random: torch.Generator) -> Tensor:
     uniform = torch.rand(count, len(degree), generator=random, dtype=torch.float64, device=degree.device)
     if count <= MOST_AT_ONCE and common.triton_runs_on(degree.device):
         # The same draws in one launch. By columns they are most of what the host launches for a batch.
-        from zoo.ops.triton import draws as kernels
-
-        found: Tensor = kernels.distinct(degree, uniform)
-        return found
+        return kernels.draws.distinct(degree, uniform)
     places = torch.empty((len(degree), count), dtype=torch.int64, device=degree.device)
     for column in range(count):
         last = degree - count + column

@@ -1,4 +1,4 @@
-"""Gated linear units: with GELU, alone and with the product before it, and with SiLU.
+"""GELU with the bias before it, and gated linear units: with GELU, alone and with the product before it, and with SiLU.
 
 Shape legend: R rows, C channels, I width inside the MLP.
 """
@@ -11,10 +11,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zoo.ops import triton as kernels
 from zoo.ops.common import differentiable_once, differentiated, kernels_run
 
 # Of fewer rows the library's product and a gate are faster, measured on an H200.
 LEAST_ROWS = 2048
+
+
+def bias_gelu(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
+    """GELU of x [..., I] plus bias [I], by erf or its approximation by tanh: [..., I], in the dtype of x.
+
+    Own kernels run where a gradient is wanted: that of the bias is a sum of the pass that writes the product's.
+    """
+    if kernels_run(x, bias) and differentiated(x, bias):
+        return _BiasGelu.apply(x, bias, tanh)
+    return F.gelu(x + bias, approximate="tanh" if tanh else "none").to(x.dtype)
+
+
+class _BiasGelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
+        ctx.save_for_backward(x, bias)
+        ctx.tanh = tanh
+        return kernels.glu.bias_gelu(x, bias, tanh)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *kernels.glu.bias_gelu_backward(grad, *ctx.saved_tensors, ctx.tanh), None
 
 
 def gated_gelu(x: Tensor, bias: Tensor) -> Tensor:
@@ -28,12 +52,8 @@ def gated_gelu(x: Tensor, bias: Tensor) -> Tensor:
     if bias.shape != x.shape[-1:]:
         raise ValueError(f"bias has shape {tuple(bias.shape)}, expected one number a column: ({x.shape[-1]},)")
     if kernels_run(x, bias):
-        if differentiated(x, bias):
-            return _GatedGelu.apply(x, bias)  # type: ignore[no-any-return]
-        from zoo.ops.triton import glu as kernels
-
-        return kernels.gated_gelu(x, bias)
-    # Under autocast parameters stay wide, and would make activations wide as well.
+        return _GatedGelu.apply(x, bias) if differentiated(x, bias) else kernels.glu.gated_gelu(x, bias)
+    # Under autocast parameters stay in float32, and would make activations float32 as well.
     value, gate = (x + bias.to(x.dtype)).chunk(2, dim=-1)
     return value * F.gelu(gate)
 
@@ -41,18 +61,13 @@ def gated_gelu(x: Tensor, bias: Tensor) -> Tensor:
 class _GatedGelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
-        from zoo.ops.triton import glu as kernels
-
         ctx.save_for_backward(x, bias)
-        return kernels.gated_gelu(x, bias)
+        return kernels.glu.gated_gelu(x, bias)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        from zoo.ops.triton import glu as kernels
-
-        x, bias = ctx.saved_tensors
-        return kernels.gated_gelu_backward(grad, x, bias, ctx.needs_input_grad[1])
+        return kernels.glu.gated_gelu_backward(grad, *ctx.saved_tensors, ctx.needs_input_grad[1])
 
 
 def gated_product_runs(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
@@ -74,15 +89,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def gated_gelu_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """A product and ``gated_gelu`` of it, in one kernel where ``gated_product_runs``.
-
-    Args:
-        x: [R, C].
-        weight: [2 I, C].
-        bias: [2 I].
-
-    Returns:
-        [R, I].
+    """``gated_gelu`` of x [R, C] by weight [2 I, C], with bias [2 I]: [R, I], one kernel if ``gated_product_runs``.
 
     Raises:
         ValueError: If the shapes do not fit.
@@ -91,22 +98,15 @@ def gated_gelu_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         shapes = ", ".join(str(tuple(each.shape)) for each in (x, weight, bias))
         raise ValueError(f"x, weight and bias have shapes {shapes}; expected [R, C], [2 I, C] and [2 I]")
     if gated_product_runs(x, weight, bias):
-        from zoo.ops.triton import glu as kernels
-
-        return kernels.gated_gelu_product(x, weight, bias)
-    # The bias is the gate's: with it the library takes a kernel that clears a buffer first.
+        return kernels.glu.gated_gelu_product(x, weight, bias)
+    # The gate adds the bias: with it the library takes a kernel that clears a buffer first.
     return gated_gelu(F.linear(x, weight), bias)
 
 
 def swiglu(x: Tensor) -> Tensor:
     """SiLU of the first half of x [..., 2 I] times the second: [..., I] (https://arxiv.org/abs/2002.05202)."""
     if kernels_run(x):
-        if differentiated(x):
-            out: Tensor = _SwiGLU.apply(x)
-            return out
-        from zoo.ops.triton import glu as kernels
-
-        return kernels.swiglu(x)
+        return _SwiGLU.apply(x) if differentiated(x) else kernels.glu.swiglu(x)
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -114,43 +114,10 @@ def swiglu(x: Tensor) -> Tensor:
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        from zoo.ops.triton import glu as kernels
-
         ctx.save_for_backward(x)
-        return kernels.swiglu(x)
+        return kernels.glu.swiglu(x)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        from zoo.ops.triton import glu as kernels
-
-        return kernels.swiglu_backward(grad, *ctx.saved_tensors)
-
-
-def bias_gelu(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
-    """GELU of x [..., I] plus bias [I], by erf or its approximation by tanh: [..., I], in the dtype of x.
-
-    Own kernels run where a gradient is wanted: that of the bias is a sum of the pass that writes the product's.
-    """
-    if kernels_run(x, bias) and differentiated(x, bias):
-        out: Tensor = _BiasGelu.apply(x, bias, tanh)
-        return out
-    return F.gelu(x + bias, approximate="tanh" if tanh else "none").to(x.dtype)
-
-
-class _BiasGelu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
-        from zoo.ops.triton import glu as kernels
-
-        ctx.save_for_backward(x, bias)
-        ctx.tanh = tanh
-        return kernels.bias_gelu(x, bias, tanh)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        from zoo.ops.triton import glu as kernels
-
-        x, bias = ctx.saved_tensors
-        return (*kernels.bias_gelu_backward(grad, x, bias, ctx.tanh), None)
+        return kernels.glu.swiglu_backward(grad, *ctx.saved_tensors)

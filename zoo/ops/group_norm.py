@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zoo.ops import triton as kernels
 from zoo.ops.common import accumulation_dtype, differentiable_once, differentiated, kernels_run
 
 # The kernels hold all channels of a group at once.
@@ -22,55 +23,31 @@ WIDEST_GROUP = 4096
 def group_norm(
     x: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
 ) -> Tensor:
-    """Group norm of images, shifted before it and activated after it where asked for. Statistics are in float32.
+    """Group norm of images x [B, C, H, W] in channels_last; weight and bias [C]. Statistics are in float32.
 
-    Args:
-        x: [B, C, H, W], in channels_last.
-        shift: [B, C], added to each pixel first, or None.
-        weight: [C].
-        bias: [C].
-        groups: Of channels.
-        eps: Added to the variance.
-        silu: Whether SiLU follows.
-
-    Returns:
-        [B, C, H, W] in channels_last, in the dtype of ``x``.
+    A shift [B, C], if any, is added to each pixel first; SiLU follows where asked for.
     """
     given = (x, weight, bias) if shift is None else (x, weight, bias, shift)
     if not _kernels_fit(groups, *given):
         return _reference(x, shift, weight, bias, groups, eps, silu)
     if differentiated(*given):
-        return _GroupNorm.apply(x, shift, weight, bias, groups, eps, silu)  # type: ignore[no-any-return]
-    from zoo.ops.triton import group_norm as kernels
-
-    return kernels.group_norm(x, shift, weight, bias, groups, eps, silu)[0]
+        return _GroupNorm.apply(x, shift, weight, bias, groups, eps, silu)
+    return kernels.group_norm.group_norm(x, shift, weight, bias, groups, eps, silu)[0]
 
 
 def cat_group_norm(
     x: Tensor, skip: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
 ) -> tuple[Tensor, Tensor]:
-    """Channels of two images side by side, and their group norm, without a pass for the first.
+    """Channels of x [B, C, H, W] and skip [B, S, H, W] side by side, and their group norm, without a pass to join them.
 
-    Args:
-        x: [B, C, H, W], in channels_last.
-        skip: [B, S, H, W], in channels_last.
-        weight: [C + S].
-        bias: [C + S].
-        groups: Of all channels; one may reach across.
-        eps: Added to the variance.
-        silu: Whether SiLU follows the norm.
-
-    Returns:
-        The norm [B, C + S, H, W] and what it was taken of, both in channels_last.
+    Returns the norm [B, C + S, H, W] and what it was taken of, both in channels_last. A group may reach across.
     """
     if not _kernels_fit(groups, x, weight, bias, skip):
         joined = torch.cat([x, skip.to(x.dtype)], dim=1).contiguous(memory_format=torch.channels_last)
         return _reference(joined, None, weight, bias, groups, eps, silu), joined
     if differentiated(x, skip, weight, bias):
-        return _CatGroupNorm.apply(x, skip, weight, bias, groups, eps, silu)  # type: ignore[no-any-return]
-    from zoo.ops.triton import group_norm as kernels
-
-    return kernels.cat_group_norm(x, skip, weight, bias, groups, eps, silu)[:2]
+        return _CatGroupNorm.apply(x, skip, weight, bias, groups, eps, silu)
+    return kernels.group_norm.cat_group_norm(x, skip, weight, bias, groups, eps, silu)[:2]
 
 
 def _kernels_fit(groups: int, x: Tensor, weight: Tensor, *others: Tensor) -> bool:
@@ -91,9 +68,7 @@ class _GroupNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
     ) -> Tensor:
-        from zoo.ops.triton import group_norm as kernels
-
-        out, statistics = kernels.group_norm(x, shift, weight, bias, groups, eps, silu)
+        out, statistics = kernels.group_norm.group_norm(x, shift, weight, bias, groups, eps, silu)
         ctx.silu = silu
         ctx.save_for_backward(x, shift, weight, bias, statistics)
         return out
@@ -101,11 +76,8 @@ class _GroupNorm(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        from zoo.ops.triton import group_norm_backward as kernels
-
-        x, shift, weight, bias, statistics = ctx.saved_tensors
-        grad_x, _, grad_shift, grad_weight, grad_bias = kernels.group_norm_backward(
-            grad, x, shift, weight, bias, statistics, None, x.shape[1], ctx.silu
+        grad_x, _, grad_shift, grad_weight, grad_bias = kernels.group_norm_backward.group_norm_backward(
+            grad, *ctx.saved_tensors, None, grad.shape[1], ctx.silu
         )
         return grad_x, grad_shift, grad_weight, grad_bias, None, None, None
 
@@ -115,9 +87,7 @@ class _CatGroupNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, skip: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
     ) -> tuple[Tensor, Tensor]:
-        from zoo.ops.triton import group_norm as kernels
-
-        out, joined, statistics = kernels.cat_group_norm(x, skip, weight, bias, groups, eps, silu)
+        out, joined, statistics = kernels.group_norm.cat_group_norm(x, skip, weight, bias, groups, eps, silu)
         ctx.silu, ctx.channels, ctx.skip_dtype = silu, x.shape[1], skip.dtype
         ctx.save_for_backward(joined, weight, bias, statistics)
         if not torch.compiler.is_compiling():  # zeros for a gradient that is not there would be a launch
@@ -127,15 +97,13 @@ class _CatGroupNorm(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor | None, joined_grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        from zoo.ops.triton import group_norm_backward as kernels
-
         joined, weight, bias, statistics = ctx.saved_tensors
         if grad is None:
             if joined_grad is None:
                 return (None,) * 7
             grad_x, grad_skip = joined_grad.split([ctx.channels, joined.shape[1] - ctx.channels], dim=1)
             return grad_x, grad_skip.to(ctx.skip_dtype), None, None, None, None, None
-        grad_x, grad_skip, _, grad_weight, grad_bias = kernels.group_norm_backward(
+        grad_x, grad_skip, _, grad_weight, grad_bias = kernels.group_norm_backward.group_norm_backward(
             grad, joined, None, weight, bias, statistics, joined_grad, ctx.channels, ctx.silu
         )
         return grad_x, grad_skip.to(ctx.skip_dtype), grad_weight, grad_bias, None, None, None

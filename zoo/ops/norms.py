@@ -1,6 +1,6 @@
-"""Norms over the last dimension, with the residual add before them.
+"""Norms over the last dimension, alone and with the residual add before them.
 
-Shape legend: C columns. Kernels compute and sum in float32.
+RMS norm is Zhang and Sennrich, 2019; layer norm is Ba, Kiros and Hinton, 2016. Shape legend: R rows, C columns.
 """
 
 from __future__ import annotations
@@ -11,200 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zoo.ops import triton as kernels
 from zoo.ops.common import accumulation_dtype, differentiable_once, differentiated, kernels_run
 from zoo.ops.products import column_sums
 
-# A program holds a whole row of a norm.
-WIDEST_NORM = 8192
-
-
-def add_layer_norm(
-    x: Tensor,
-    added: Tensor,
-    shift: Tensor | None,
-    weight: Tensor,
-    bias: Tensor,
-    eps: float,
-    low_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The residual stream plus what is added to it, and the layer norm of the sum. Ba, Kiros and Hinton, 2016.
-
-    Own kernels run where a gradient is wanted; elsewhere the compiler writes one pass as well.
-
-    Args:
-        x: [..., C], the stream.
-        added: [..., C], of any dtype.
-        shift: [C], added as well, or None: the bias that the product before it lacks, whose gradient is one more sum of
-            the same pass.
-        weight: [C].
-        bias: [C].
-        eps: Added to the variance.
-        low_dtype: Of the second result, for the products that follow; None for that of the first.
-
-    Returns:
-        The norm [..., C], and the same in ``low_dtype``.
-    """
-    if _residual_fits(x, added, shift, weight, bias):
-        if low_dtype is not None and low_dtype != x.dtype:
-            both: tuple[Tensor, Tensor] = _AddLayerNorm.apply(x, added, shift, weight, bias, eps, low_dtype)
-            return both
-        out: Tensor = _AddLayerNorm.apply(x, added, shift, weight, bias, eps, None)
-        return out, out
-    out = F.layer_norm(x + (added if shift is None else added + shift), weight.shape, weight, bias, eps)
-    return out, out if low_dtype is None else out.to(low_dtype)
-
-
-def _residual_fits(x: Tensor, added: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor) -> bool:
-    """Whether the kernels are for these; what does not fit is torch's to broadcast or to refuse."""
-    vectors = (weight, bias) if shift is None else (weight, bias, shift)
-    if not kernels_run(x, added, *vectors) or not differentiated(x, added, *vectors):
-        return False
-    # What autocast normalises is float32, whatever it is given.
-    if x.dtype != torch.float32 and torch.is_autocast_enabled(x.device.type):
-        return False
-    fit = all(each.shape == x.shape[-1:] and each.dtype == x.dtype for each in vectors)
-    return fit and added.shape == x.shape and x.shape[-1] <= WIDEST_NORM
-
-
-class _AddLayerNorm(torch.autograd.Function):
-    """The norm, and its copy if there is one. Keeps the sum."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        added: Tensor,
-        shift: Tensor | None,
-        weight: Tensor,
-        bias: Tensor,
-        eps: float,
-        low_dtype: torch.dtype | None,
-    ) -> Any:
-        from zoo.ops.triton import norms as kernels
-
-        out, low, total, mean, rstd = kernels.add_layer_norm(x, added, shift, weight, bias, eps, low_dtype)
-        ctx.save_for_backward(total, mean, rstd, weight)
-        ctx.added_dtype = None if added.dtype == x.dtype else added.dtype
-        ctx.shifted = shift is not None
-        return out if low is None else (out, low)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad: Tensor, low_grad: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        from zoo.ops.triton import norms as kernels
-
-        total, mean, rstd, weight = ctx.saved_tensors
-        out, low, grad_weight, grad_bias, grad_shift = kernels.add_layer_norm_backward(
-            total, mean, rstd, weight, grad, low_grad, ctx.added_dtype, ctx.shifted
-        )
-        return out, out if low is None else low, grad_shift, grad_weight, grad_bias, None, None
-
-
-# The kernels hold all channels of a row at once.
-WIDEST_ROW = 2048
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Layer norm of x [R, C] with weight [C] and bias [C], in float32: [R, C] in the dtype of ``x``."""
-    if x.shape[-1] > WIDEST_ROW or not kernels_run(x, weight, bias):
-        return F.layer_norm(x, weight.shape, weight, bias, eps).to(x.dtype)
-    if differentiated(x, weight, bias):
-        return _LayerNorm.apply(x, weight, bias, eps)  # type: ignore[no-any-return]
-    from zoo.ops.triton import norms as kernels
-
-    return kernels.layer_norm(x, weight, bias, eps, keep=False)[0]
-
-
-def add_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    """The sum of two, and its layer norm, in float32; the sum is rounded before it is normed.
-
-    Args:
-        x: [R, C].
-        residual: [R, C].
-        weight: [C].
-        bias: [C].
-        shift: [C], added to the sum that is returned and not to the one that is normed, or None.
-        eps: Added to the variance.
-
-    Returns:
-        Sum and norm, [R, C] each, in the wider dtype of x and residual.
-
-    Raises:
-        ValueError: If the two differ in shape, or the shift has not a number for each column.
-    """
-    if x.shape != residual.shape:
-        raise ValueError(f"residual has shape {tuple(residual.shape)}, expected that of x, {tuple(x.shape)}")
-    if shift is not None and shift.shape != x.shape[-1:]:
-        raise ValueError(f"shift has shape {tuple(shift.shape)}, expected one number a column: ({x.shape[-1]},)")
-    given = (x, residual, weight, bias) if shift is None else (x, residual, weight, bias, shift)
-    if x.shape[-1] > WIDEST_ROW or not kernels_run(*given):
-        total = residual + x
-        normed = F.layer_norm(total, weight.shape, weight, bias, eps).to(total.dtype)
-        return total if shift is None else total + shift.to(total.dtype), normed
-    if differentiated(*given):
-        return _AddNorm.apply(x, residual, weight, bias, shift, eps)  # type: ignore[no-any-return]
-    from zoo.ops.triton import norms as kernels
-
-    return kernels.add_norm(x, residual, weight, bias, shift, eps, keep=False)[:2]
-
-
-class _LayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        from zoo.ops.triton import norms as kernels
-
-        out, mean, rstd = kernels.layer_norm(x, weight, bias, eps, keep=True)
-        ctx.save_for_backward(x, mean, rstd, weight, bias)
-        return out
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        from zoo.ops.triton import norms as kernels
-
-        weighted = any(ctx.needs_input_grad[1:3])
-        summed, mean, rstd, weight, bias = ctx.saved_tensors
-        x, weight, bias, _ = kernels.layer_norm_backward(grad, None, summed, mean, rstd, weight, bias, weighted, None)
-        return x, weight, bias, None
-
-
-class _AddNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        from zoo.ops.triton import norms as kernels
-
-        total, out, summed, mean, rstd = kernels.add_norm(x, residual, weight, bias, shift, eps, keep=True)
-        ctx.dtypes = x.dtype, residual.dtype, None if shift is None else shift.dtype
-        ctx.save_for_backward(summed, mean, rstd, weight, bias)
-        if not torch.compiler.is_compiling():  # zeros for a gradient that is not there would be a launch
-            ctx.set_materialize_grads(False)
-        return total, out
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, more: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        from zoo.ops.triton import norms as kernels
-
-        x, residual, shift = ctx.dtypes
-        shifted = shift if ctx.needs_input_grad[4] and more is not None else None
-        if grad is not None:
-            weighted = any(ctx.needs_input_grad[2:4])
-            summed, mean, rstd, weight, bias = ctx.saved_tensors
-            given = grad, more, summed, mean, rstd, weight, bias, weighted, shifted
-            out, *sums = kernels.layer_norm_backward(*given)
-        elif more is not None:
-            out, sums = more, [None, None, None if shifted is None else column_sums(more, shifted)]
-        else:
-            return (None,) * 6
-        return out.to(x), out.to(residual), *sums, None
-
-
-# A program of the kernels holds a whole row.
-WIDEST_RMS_NORM = 16384
+# The widest rows that a program of each kernel holds.
+WIDEST_RMS_NORM, WIDEST_NORM, WIDEST_ROW = 16384, 8192, 2048
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -212,11 +24,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if not _rms_norm_fits(x, weight):
         return reference_rms_norm(x, weight, eps)
     if differentiated(x, weight):
-        normed: Tensor = _RMSNorm.apply(x, None, weight, eps, False)
-        return normed
-    from zoo.ops.triton import norms as kernels
-
-    return kernels.rms_norm(x, None, weight, eps)[1]
+        return _RMSNorm.apply(x, None, weight, eps, False)
+    return kernels.norms.rms_norm(x, None, weight, eps)[1]
 
 
 def add_rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -228,12 +37,8 @@ def add_rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) ->
         total = x if added is None else x + added
         return total, reference_rms_norm(total, weight, eps)
     if differentiated(x, weight) or (added is not None and differentiated(added)):
-        both: tuple[Tensor, Tensor] = _RMSNorm.apply(x, added, weight, eps, True)
-        return both
-    from zoo.ops.triton import norms as kernels
-
-    total, normed, _ = kernels.rms_norm(x, added, weight, eps)
-    return total, normed
+        return _RMSNorm.apply(x, added, weight, eps, True)
+    return kernels.norms.rms_norm(x, added, weight, eps)[:2]
 
 
 def reference_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -250,24 +55,145 @@ def _rms_norm_fits(x: Tensor, weight: Tensor, added: Tensor | None = None) -> bo
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Returns the norm, or with ``both`` the sum and the norm."""
+    """Returns the norm, or with ``keep_sum`` the sum and the norm."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, eps: float, both: bool) -> Any:
-        from zoo.ops.triton import norms as kernels
-
-        total, normed, rstd = kernels.rms_norm(x, added, weight, eps)
+    def forward(ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, eps: float, keep_sum: bool) -> Any:
+        total, normed, rstd = kernels.norms.rms_norm(x, added, weight, eps)
         ctx.save_for_backward(total, weight, rstd)
         ctx.adds = added is not None
-        if not both:
+        if not keep_sum:
             return normed
         return (total if ctx.adds else x.view_as(x)), normed
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from zoo.ops.triton import norms as kernels
-
-        past = grads[0] if len(grads) == 2 else None
-        grad, weight_grad = kernels.rms_norm_backward(grads[-1], past, *ctx.saved_tensors)
+        sum_grad = grads[0] if len(grads) == 2 else None
+        grad, weight_grad = kernels.norms.rms_norm_backward(grads[-1], sum_grad, *ctx.saved_tensors)
         return grad, grad if ctx.adds else None, weight_grad, None, None
+
+
+def add_layer_norm(
+    x: Tensor, added: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, eps: float,
+    low_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Layer norm of x [..., C] + added [..., C] + shift [C], and the same in ``low_dtype`` for products that follow.
+
+    The shift, or None, is the bias that the product before lacks: its gradient is one more sum of the same pass. Own
+    kernels run where a gradient is wanted; elsewhere the compiler writes one pass as well.
+    """
+    if _add_layer_norm_fits(x, added, shift, weight, bias):
+        low_dtype = None if low_dtype == x.dtype else low_dtype
+        out = _AddLayerNorm.apply(x, added, shift, weight, bias, eps, low_dtype)
+        return (out, out) if low_dtype is None else out
+    out = F.layer_norm(x + (added if shift is None else added + shift), weight.shape, weight, bias, eps)
+    return out, out if low_dtype is None else out.to(low_dtype)
+
+
+def _add_layer_norm_fits(x: Tensor, added: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor) -> bool:
+    """Whether the kernels take these; torch broadcasts or refuses what does not fit."""
+    vectors = (weight, bias) if shift is None else (weight, bias, shift)
+    if not kernels_run(x, added, *vectors) or not differentiated(x, added, *vectors):
+        return False
+    # Autocast normalises in float32, whatever it is given.
+    if x.dtype != torch.float32 and torch.is_autocast_enabled(x.device.type):
+        return False
+    fit = all(each.shape == x.shape[-1:] and each.dtype == x.dtype for each in vectors)
+    return fit and added.shape == x.shape and x.shape[-1] <= WIDEST_NORM
+
+
+class _AddLayerNorm(torch.autograd.Function):
+    """The norm, and its copy if there is one. Keeps the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, added: Tensor, shift: Tensor | None, *arguments: Any) -> Any:
+        out, low, total, mean, rstd = kernels.norms.add_layer_norm(x, added, shift, *arguments)
+        ctx.save_for_backward(total, mean, rstd, arguments[0])
+        ctx.added_dtype = None if added.dtype == x.dtype else added.dtype
+        ctx.shifted = shift is not None
+        return out if low is None else (out, low)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor, low_grad: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        out, low, grad_weight, grad_bias, grad_shift = kernels.norms.add_layer_norm_backward(
+            *ctx.saved_tensors, grad, low_grad, ctx.added_dtype, ctx.shifted
+        )
+        return out, out if low is None else low, grad_shift, grad_weight, grad_bias, None, None
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Layer norm of x [R, C] with weight [C] and bias [C], in float32: [R, C] in the dtype of ``x``."""
+    if x.shape[-1] > WIDEST_ROW or not kernels_run(x, weight, bias):
+        return F.layer_norm(x, weight.shape, weight, bias, eps).to(x.dtype)
+    if differentiated(x, weight, bias):
+        return _LayerNorm.apply(x, weight, bias, eps)
+    return kernels.norms.layer_norm(x, weight, bias, eps, keep=False)[0]
+
+
+def add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The sum of x [R, C] and residual [R, C], and its layer norm: [R, C] each, in the wider dtype of the two.
+
+    Computed in float32; the sum is rounded before it is normed. A shift [C] is added to the sum that is returned, and
+    not to the one that is normed.
+
+    Raises:
+        ValueError: If the two differ in shape, or the shift has not a number for each column.
+    """
+    if x.shape != residual.shape:
+        raise ValueError(f"residual has shape {tuple(residual.shape)}, expected that of x, {tuple(x.shape)}")
+    if shift is not None and shift.shape != x.shape[-1:]:
+        raise ValueError(f"shift has shape {tuple(shift.shape)}, expected one number a column: ({x.shape[-1]},)")
+    given = (x, residual, weight, bias) if shift is None else (x, residual, weight, bias, shift)
+    if x.shape[-1] > WIDEST_ROW or not kernels_run(*given):
+        total = residual + x
+        normed = F.layer_norm(total, weight.shape, weight, bias, eps).to(total.dtype)
+        return total if shift is None else total + shift.to(total.dtype), normed
+    if differentiated(*given):
+        return _AddNorm.apply(x, residual, weight, bias, shift, eps)
+    return kernels.norms.add_norm(x, residual, weight, bias, shift, eps, keep=False)[:2]
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        out, mean, rstd = kernels.norms.layer_norm(x, weight, bias, eps, keep=True)
+        ctx.save_for_backward(x, mean, rstd, weight, bias)
+        return out
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weighted = any(ctx.needs_input_grad[1:3])
+        grads = kernels.norms.layer_norm_backward(grad, None, *ctx.saved_tensors, weighted, None)
+        return *grads[:3], None
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total, out, summed, mean, rstd = kernels.norms.add_norm(x, residual, weight, bias, shift, eps, keep=True)
+        ctx.dtypes = x.dtype, residual.dtype, None if shift is None else shift.dtype
+        ctx.save_for_backward(summed, mean, rstd, weight, bias)
+        if not torch.compiler.is_compiling():  # zeros for a gradient that is not there would be a launch
+            ctx.set_materialize_grads(False)
+        return total, out
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, sum_grad: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, residual, shift = ctx.dtypes
+        shifted = shift if ctx.needs_input_grad[4] and sum_grad is not None else None
+        if grad is not None:
+            weighted = any(ctx.needs_input_grad[2:4])
+            out, *sums = kernels.norms.layer_norm_backward(grad, sum_grad, *ctx.saved_tensors, weighted, shifted)
+        elif sum_grad is not None:
+            out, sums = sum_grad, [None, None, None if shifted is None else column_sums(sum_grad, shifted)]
+        else:
+            return (None,) * 6
+        return out.to(x), out.to(residual), *sums, None

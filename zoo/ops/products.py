@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zoo.ops import triton as kernels
 from zoo.ops.common import (
     ENABLED,
     accumulation_dtype,
@@ -79,9 +80,7 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
     """[..., C] -> [C] in another dtype: the gradient of a product's bias. Summed in float32, without a gradient."""
     if kernels_run(x):
-        from zoo.ops.triton import sums as kernels
-
-        return kernels.column_sums(x, dtype)
+        return kernels.sums.column_sums(x, dtype)
     return x.reshape(-1, x.shape[-1]).sum(0, dtype=accumulation_dtype(x.dtype)).to(dtype)
 
 

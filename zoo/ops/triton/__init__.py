@@ -1,4 +1,4 @@
-"""Triton kernels and their launches. ``zoo.ops.triton.norms`` is imported when first named: the zoo imports no Triton."""
+"""Triton kernels and their launches. A module is imported when it is first named: ``import zoo`` imports no Triton."""
 
 from __future__ import annotations
 
