@@ -404,7 +404,7 @@ def test_tokens_lie_along_the_axis_of_the_grid_that_has_no_limit(monkeypatch: py
 
     names = {
         glu: ["_bias_gelu", "_bias_gelu_backward"],
-        norms: ["_add_layer_norm", "_add_layer_norm_backward"],
+        norms: ["_norm", "_norm_backward"],
         sums: ["_column_sums"],
     }
     for module, kernels in names.items():

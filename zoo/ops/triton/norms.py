@@ -1,9 +1,15 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-"""A residual add and the layer norm of the sum where gradients are wanted: each direction is one pass.
+"""Norms of rows with the residual add before them: each direction is one pass.
 
-    forward     the sum, its norm, and the norm in the dtype of products, a row a program
-    backward    both gradients of the norm's outputs -> of the sum, in both dtypes. Few programs go over all rows, so
-                that each holds what its rows give to weight and biases until the end; ``sums.py`` adds the rest
+RMS norms and the layer norms of post-norm blocks take a row a program:
+
+    forward     the sum, its norm, and the norm in the dtype of products
+    backward    the gradients of all outputs -> of the sum, in both dtypes. Few programs go over all rows, so that each
+                holds what its rows give to weight and biases until the end; ``sums.py`` adds the rest
+
+Layer norms of narrower rows take some whole rows a program, and backward programs go over rows at equal distances.
+Left to the compiler the residual add stands alone or the gradients are added on the way, and the gradient of the weight
+is summed by few programs. One compilation for each power of two that a width fits in.
 
 Shape legend: R rows, C columns, P programs, S sums.
 """
@@ -26,42 +32,49 @@ PROGRAMS = 512
 
 
 @kernel
-def _add_layer_norm(
+def _norm(
     x, added, shift, weight, bias, total, out, low, mean, rstd, columns, eps: tl.constexpr, COLUMNS: tl.constexpr
 ):
+    """A layer norm, or without a bias an RMS norm, of x, or of x + added + shift, which goes to ``total``."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     live = column < columns
     place = row * columns + column
-    value = tl.load(added + place, mask=live, other=0.0).to(tl.float32)
-    value += tl.load(x + place, mask=live, other=0.0).to(tl.float32)
-    if shift is not None:
-        value += tl.load(shift + column, mask=live, other=0.0).to(tl.float32)
-    # What is normed is rounded, as the backward will read it.
-    value = value.to(total.dtype.element_ty)
-    tl.store(total + place, value, mask=live)
+    value = tl.load(x + place, mask=live, other=0.0)
+    if added is not None:
+        value = value.to(tl.float32) + tl.load(added + place, mask=live, other=0.0).to(tl.float32)
+        if shift is not None:
+            value += tl.load(shift + column, mask=live, other=0.0).to(tl.float32)
+        # What is normed is rounded, as the backward and the next block will read it.
+        value = value.to(total.dtype.element_ty)
+        tl.store(total + place, value, mask=live)
     value = value.to(tl.float32)
     factor = tl.load(weight + column, mask=live, other=0.0).to(tl.float32)
-    offset = tl.load(bias + column, mask=live, other=0.0).to(tl.float32)
-    middle = tl.sum(value, 0) / columns
-    # What rounding left of the mean goes too: a row of equal values has no variance, and with a small eps a rest of it
-    # would be made large.
-    middle += tl.sum(tl.where(live, value - middle, 0.0), 0) / columns
-    apart = tl.where(live, value - middle, 0.0)
-    root = tl.rsqrt(tl.sum(apart * apart, 0) / columns + eps)
-    tl.store(mean + row, middle)
+    if bias is None:
+        root = tl.rsqrt(tl.sum(value * value, 0) / columns + eps)
+        value = (value * root).to(out.dtype.element_ty).to(tl.float32) * factor
+    else:
+        offset = tl.load(bias + column, mask=live, other=0.0).to(tl.float32)
+        middle = tl.sum(value, 0) / columns
+        # What rounding left of the mean goes too: a row of equal values has no variance, and with a small eps a rest of
+        # it would be made large.
+        middle += tl.sum(tl.where(live, value - middle, 0.0), 0) / columns
+        apart = tl.where(live, value - middle, 0.0)
+        root = tl.rsqrt(tl.sum(apart * apart, 0) / columns + eps)
+        tl.store(mean + row, middle)
+        value = apart * root * factor + offset
     tl.store(rstd + row, root)
-    value = apart * root * factor + offset
     tl.store(out + place, value.to(out.dtype.element_ty), mask=live)
     if low is not None:
         tl.store(low + place, value.to(low.dtype.element_ty), mask=live)
 
 
 @kernel(do_not_specialize=["rows"])
-def _add_layer_norm_backward(
-    total, mean, rstd, weight, grad, low_grad, out, low_out, part, rows, columns,
+def _norm_backward(
+    total, mean, rstd, weight, grad, low_grad, sum_grad, out, low_out, part, rows, columns,
     COLUMNS: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
+    """Of a layer norm, or without a mean of an RMS norm; ``sum_grad`` reached the sum past the norm."""
     first = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     live = column < columns
@@ -71,192 +84,136 @@ def _add_layer_norm_backward(
     shifts = tl.zeros([COLUMNS], tl.float32)
     change = tl.load(grad + first * columns + column, mask=live, other=0.0)
     value = tl.load(total + first * columns + column, mask=live, other=0.0)
-    low = change
     if low_grad is not None:
         low = tl.load(low_grad + first * columns + column, mask=live, other=0.0)
-    middle = tl.load(mean + first)
+    if mean is not None:
+        middle = tl.load(mean + first)
     root = tl.load(rstd + first)
     for row in range(first, rows, tl.num_programs(0)):
         place = row * columns + column
+        if sum_grad is not None:
+            past = tl.load(sum_grad + place, mask=live, other=0.0)
         # The next row is under way while the sums of this one wait for all threads.
         following = row + tl.num_programs(0)
         seen = live & (following < rows)
         place_after = following * columns + column
         change_after = tl.load(grad + place_after, mask=seen, other=0.0)
         value_after = tl.load(total + place_after, mask=seen, other=0.0)
-        low_after = change_after
         if low_grad is not None:
             low_after = tl.load(low_grad + place_after, mask=seen, other=0.0)
-        middle_after = tl.load(mean + following, mask=following < rows, other=0.0)
+        if mean is not None:
+            middle_after = tl.load(mean + following, mask=following < rows, other=0.0)
         root_after = tl.load(rstd + following, mask=following < rows, other=0.0)
-        wide = change.to(tl.float32)
+        gradient = change.to(tl.float32)
         if low_grad is not None:
-            wide += low.to(tl.float32)
-        unit = (value.to(tl.float32) - middle) * root
-        biases += wide
-        weights += wide * unit
-        wide *= factor
-        level = tl.sum(wide, 0) / columns
-        along = tl.sum(wide * unit, 0) / columns
-        result = (wide - level - unit * along) * root
+            gradient += low.to(tl.float32)
+        if mean is None:
+            unit = value.to(tl.float32) * root
+            weights += gradient * unit.to(total.dtype.element_ty).to(tl.float32)
+            gradient *= factor
+            result = (gradient - unit * (tl.sum(gradient * unit, 0) / columns)) * root
+        else:
+            unit = (value.to(tl.float32) - middle) * root
+            biases += gradient
+            weights += gradient * unit
+            gradient *= factor
+            level = tl.sum(gradient, 0) / columns
+            result = (gradient - level - unit * (tl.sum(gradient * unit, 0) / columns)) * root
+        if sum_grad is not None:
+            result += past.to(tl.float32)
         tl.store(out + place, result.to(out.dtype.element_ty), mask=live)
         if low_out is not None:
             tl.store(low_out + place, result.to(low_out.dtype.element_ty), mask=live)
         if SUMS == 3:
             shifts += result
-        change, value, low = change_after, value_after, low_after
-        middle, root = middle_after, root_after
+        change, value, root = change_after, value_after, root_after
+        if low_grad is not None:
+            low = low_after
+        if mean is not None:
+            middle = middle_after
     place = first * SUMS * columns + column
     tl.store(part + place, weights, mask=live)
-    tl.store(part + place + columns, biases, mask=live)
+    if SUMS > 1:
+        tl.store(part + place + columns, biases, mask=live)
     if SUMS == 3:
         tl.store(part + place + 2 * columns, shifts, mask=live)
 
 
-def add_layer_norm(
-    x: Tensor,
-    added: Tensor,
-    shift: Tensor | None,
-    weight: Tensor,
-    bias: Tensor,
-    eps: float,
-    low_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
-    """The norm, its copy of another dtype, the sum [..., C], and mean and reciprocal deviation [...] of each row."""
-    x, added, weight, bias = x.contiguous(), added.contiguous(), weight.contiguous(), bias.contiguous()
-    shift = None if shift is None else shift.contiguous()
-    total, out = torch.empty_like(x), torch.empty_like(x)
-    low = None if low_dtype is None else torch.empty_like(x, dtype=low_dtype)
-    mean, rstd = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
-    if rows := mean.numel():
-        columns = x.shape[-1]
-        block = next_power(columns)
-        _add_layer_norm[(rows,)](
-            x, added, shift, weight, bias, total, out, low, mean, rstd, columns, eps,
-            COLUMNS=block, num_warps=warps_of(block),
-        )  # fmt: skip
-    return out, low, total, mean, rstd
-
-
-def add_layer_norm_backward(
-    total: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor,
-    grad: Tensor,
-    low_grad: Tensor | None,
-    low_dtype: torch.dtype | None,
-    shifted: bool,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:
-    """Gradients of the sum [..., C], its copy of another dtype, and of weight, bias and shift [C]."""
-    weight, grad = weight.contiguous(), grad.contiguous()
-    low_grad = None if low_grad is None else low_grad.contiguous()
-    out = torch.empty_like(total)
-    low = None if low_dtype is None else torch.empty_like(total, dtype=low_dtype)
-    rows, columns = mean.numel(), total.shape[-1]
-    sums = [torch.empty_like(weight) for _ in range(3 if shifted else 2)]
-    part = total.new_empty(min(rows, PROGRAMS), len(sums), columns, dtype=torch.float32)
-    if rows:
-        block = next_power(columns)
-        _add_layer_norm_backward[(min(rows, PROGRAMS),)](
-            total, mean, rstd, weight, grad, low_grad, out, low, part, rows, columns,
-            COLUMNS=block, SUMS=len(sums), num_warps=warps_of(block),
-        )  # fmt: skip
-    add_parts(part, *sums)
-    return out, low, sums[0], sums[1], sums[2] if shifted else None
-
-
-def warps_of(block: int) -> int:
-    """Of a program that holds a row in so many places."""
-    return min(max(block // (32 * NUMBERS), 1), 32)
-
-
-@kernel
-def _rms_norm(x, residual, weight, total, out, rstds, columns, eps: tl.constexpr, COLUMNS: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, COLUMNS)
-    live = column < columns
-    place = row * columns + column
-    value = tl.load(x + place, mask=live, other=0.0)
-    if residual is not None:
-        value = value.to(tl.float32) + tl.load(residual + place, mask=live, other=0.0).to(tl.float32)
-        # What is normed is what the next block will read.
-        value = value.to(total.dtype.element_ty)
-        tl.store(total + place, value, mask=live)
-    factor = tl.load(weight + column, mask=live, other=0.0).to(tl.float32)
-    wide = value.to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(wide * wide, 0) / columns + eps)
-    tl.store(rstds + row, rstd)
-    unit = (wide * rstd).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + place, (unit * factor).to(out.dtype.element_ty), mask=live)
-
-
-@kernel(do_not_specialize=["rows"])
-def _rms_norm_backward(grad, x, weight, rstds, past, out, part, rows, columns, COLUMNS: tl.constexpr):
-    first = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, COLUMNS)
-    live = column < columns
-    factor = tl.load(weight + column, mask=live, other=0.0)
-    total = tl.zeros([COLUMNS], tl.float32)
-    change = tl.load(grad + first * columns + column, mask=live, other=0.0)
-    value = tl.load(x + first * columns + column, mask=live, other=0.0)
-    rstd = tl.load(rstds + first)
-    for row in range(first, rows, tl.num_programs(0)):
-        place = row * columns + column
-        if past is not None:
-            beside = tl.load(past + place, mask=live, other=0.0)
-        # The next row is under way while the sum of this one waits for all threads.
-        following = row + tl.num_programs(0)
-        seen = live & (following < rows)
-        place_after = following * columns + column
-        change_after = tl.load(grad + place_after, mask=seen, other=0.0)
-        value_after = tl.load(x + place_after, mask=seen, other=0.0)
-        rstd_after = tl.load(rstds + following, mask=following < rows, other=0.0)
-        unit = value.to(tl.float32) * rstd
-        wide = change.to(tl.float32)
-        total += wide * unit.to(x.dtype.element_ty).to(tl.float32)
-        wide *= factor.to(tl.float32)
-        along = tl.sum(wide * unit, 0) / columns
-        result = (wide - unit * along) * rstd
-        if past is not None:
-            result += beside.to(tl.float32)
-        tl.store(out + place, result.to(out.dtype.element_ty), mask=live)
-        change, value, rstd = change_after, value_after, rstd_after
-    tl.store(part + first * columns + column, total, mask=live)
-
-
 def rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """X [..., C] plus what is added, or x itself; the norm of that; and its factors [...]."""
-    x = x.contiguous()
-    out, rstd = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
-    total = x if added is None else torch.empty_like(x)
-    if rows := rstd.numel():
-        block = next_power(x.shape[-1])
-        _rms_norm[(rows,)](
-            x, None if added is None else added.contiguous(), weight.contiguous(), None if added is None else total,
-            out, rstd, x.shape[-1], eps, COLUMNS=block, num_warps=warps_of(block),
-        )  # fmt: skip
+    out, _, total, _, rstd = _launch_norm(x, added, None, weight, None, eps, None)
     return total, out, rstd
 
 
 def rms_norm_backward(
-    grad: Tensor, past: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor
+    grad: Tensor, sum_grad: Tensor | None, total: Tensor, weight: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of what was normed [..., C], with ``past``, which reached it past the norm; and of the weight [C]."""
-    grad, x, weight, rstd = (each.contiguous() for each in (grad, x, weight, rstd))
-    past = None if past is None else past.contiguous()
-    out, grad_weight = torch.empty_like(x), torch.empty_like(weight)
-    rows, columns = rstd.numel(), x.shape[-1]
-    programs = min(rows, PROGRAMS)
-    part = x.new_empty(programs, 1, columns, dtype=torch.float32)
-    block = next_power(columns)
-    if rows:
-        _rms_norm_backward[(programs,)](
-            grad, x, weight, rstd, past, out, part, rows, columns,
-            COLUMNS=block, num_warps=warps_of(block),
+    """Gradients of what was normed [..., C], with ``sum_grad``, which reached it past the norm; and of the weight."""
+    out, _, sums = _launch_norm_backward(total, None, rstd, weight, grad, None, sum_grad, None, 1)
+    return out, sums[0]
+
+
+def add_layer_norm(
+    x: Tensor, added: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, eps: float,
+    low_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """The norm, its copy of another dtype, the sum [..., C], and mean and reciprocal deviation [...] of each row."""
+    return _launch_norm(x, added, shift, weight, bias, eps, low_dtype)
+
+
+def add_layer_norm_backward(
+    total: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, grad: Tensor, low_grad: Tensor | None,
+    low_dtype: torch.dtype | None, shifted: bool,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Gradients of the sum [..., C], its copy of another dtype, and of weight, bias and shift [C]."""
+    given = total, mean, rstd, weight, grad, low_grad, None, low_dtype
+    out, low, sums = _launch_norm_backward(*given, 3 if shifted else 2)
+    return out, low, sums[0], sums[1], sums[2] if shifted else None
+
+
+def _launch_norm(
+    x: Tensor, added: Tensor | None, shift: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
+    low_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor]:  # fmt: skip
+    x, weight = x.contiguous(), weight.contiguous()
+    added, shift, bias = (None if each is None else each.contiguous() for each in (added, shift, bias))
+    out, rstd = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    total = None if added is None else torch.empty_like(x)
+    low = None if low_dtype is None else torch.empty_like(x, dtype=low_dtype)
+    mean = None if bias is None else torch.empty_like(rstd)
+    if rows := rstd.numel():
+        block = next_power(x.shape[-1])
+        _norm[(rows,)](
+            x, added, shift, weight, bias, total, out, low, mean, rstd, x.shape[-1], eps,
+            COLUMNS=block, num_warps=_warps(block),
         )  # fmt: skip
-    add_parts(part, grad_weight)
-    return out, grad_weight
+    return out, low, x if total is None else total, mean, rstd
+
+
+def _launch_norm_backward(
+    total: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, grad: Tensor, low_grad: Tensor | None,
+    sum_grad: Tensor | None, low_dtype: torch.dtype | None, number: int,
+) -> tuple[Tensor, Tensor | None, list[Tensor]]:  # fmt: skip
+    total, rstd, weight, grad = (each.contiguous() for each in (total, rstd, weight, grad))
+    low_grad, sum_grad = (None if each is None else each.contiguous() for each in (low_grad, sum_grad))
+    out = torch.empty_like(total)
+    low = None if low_dtype is None else torch.empty_like(total, dtype=low_dtype)
+    rows, columns = rstd.numel(), total.shape[-1]
+    sums = [torch.empty_like(weight) for _ in range(number)]
+    part = total.new_empty(min(rows, PROGRAMS), number, columns, dtype=torch.float32)
+    if rows:
+        block = next_power(columns)
+        _norm_backward[(min(rows, PROGRAMS),)](
+            total, mean, rstd, weight, grad, low_grad, sum_grad, out, low, part, rows, columns,
+            COLUMNS=block, SUMS=number, num_warps=_warps(block),
+        )  # fmt: skip
+    add_parts(part, *sums)
+    return out, low, sums
+
+
+def _warps(block: int) -> int:
+    """Of a program that holds a row in so many places."""
+    return min(max(block // (32 * NUMBERS), 1), 32)
 
 
 # Numbers of a tile of whole rows, and rows of it at most: 16 numbers a thread, 4 warps; in the backward 8 of 8 warps.
