@@ -106,9 +106,9 @@ class Rows(NamedTuple):
     chunk_size: int = 0
 
     @property
-    def num_chunks(self) -> int:
-        """X, 0 where no row is cut."""
-        return 0 if self.chunks is None else self.chunks.shape[0]
+    def limits(self) -> tuple[int, int, int]:
+        """(R, X, chunk_size); X is 0 where no row is cut."""
+        return self.pointers.shape[0] - 1, 0 if self.chunks is None else self.chunks.shape[0], self.chunk_size
 
 
 def rows_from(tables: Sequence[Any], chunk_size: int) -> Rows:

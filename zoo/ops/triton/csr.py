@@ -18,11 +18,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.ops.common import next_power
+from zoo.ops.common import ceil_div, next_power
+from zoo.ops.csr import Rows
 
 # Of an H200, about. Strips of half precision that do not stay in it are better gathered wider.
 L2_BYTES = 50 * 2**20
@@ -85,6 +87,20 @@ class Blocks(NamedTuple):
     edges: int
     columns: int
     warps: int
+
+    def grid(self, rows: Rows, channels: int) -> tuple[int, int]:
+        """Programs of a launch: those that take a chunk each, those that take rows, and tiles of columns."""
+        number, num_chunks, _ = rows.limits
+        return num_chunks + ceil_div(number, self.rows), ceil_div(channels, self.columns)
+
+    def code(self) -> dict[str, int]:
+        """As a launch takes them."""
+        return {"ROWS": self.rows, "EDGES": self.edges, "COLUMNS": self.columns, "num_warps": self.warps}
+
+
+def partial_of(rows: Rows, x: Tensor, *shape: int) -> Tensor | None:
+    """Memory for a result [X, ...] of each chunk, if there are any."""
+    return None if rows.chunks is None else x.new_empty(rows.chunks.shape[0], *shape, dtype=torch.float32)
 
 
 def choose_blocks(channels: int, itemsize: int, nodes: int = 0) -> Blocks:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from zoo.ops.common import ceil_div, next_power
 from zoo.ops.csr import Rows
-from zoo.ops.triton.csr import choose_blocks, merge_grid, merge_tile, span, written
+from zoo.ops.triton.csr import choose_blocks, merge_grid, merge_tile, partial_of, span, written
 from zoo.ops.triton.csr_sum import csr_sum, merge_sums
 from zoo.ops.triton.kernel import kernel
 
@@ -322,31 +322,21 @@ def choose_tile(heads: int, channels: int, itemsize: int = 4) -> Tile:
 
 
 def gat(
-    table: Tensor,
-    a_destination: Tensor | None,
-    heads: int,
-    channels: int,
-    average: bool,
-    slope: float,
-    seed: Tensor | None,
-    dropout: float,
-    rows: Rows,
-) -> tuple[Tensor, Tensor]:
+    table: Tensor, a_destination: Tensor | None, heads: int, channels: int, average: bool, slope: float,
+    seed: Tensor | None, dropout: float, rows: Rows,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Table [S, W], scores [D, H] unless in it -> weighted sums [D, H C] or their mean [D, C], log-sum-exp [D, H]."""
     table, a_destination, a_stride = _contiguous(table, a_destination)
-    number, tile = rows.pointers.shape[0] - 1, choose_tile(heads, channels, table.element_size())
+    number, tile = rows.limits[0], choose_tile(heads, channels, table.element_size())
     average_here = average and tile.heads >= heads
     width = channels if average_here else heads * channels
     out = table.new_empty(number, width)
     lse = table.new_empty(number, heads, dtype=torch.float32)
     if number and width:
-        partial = stats = None
-        if rows.chunks is not None:
-            partial = table.new_empty(rows.num_chunks, heads * channels, dtype=torch.float32)
-            stats = table.new_empty(rows.num_chunks, heads, 2, dtype=torch.float32)
-        _gat[(rows.num_chunks + number, ceil_div(heads, tile.heads))](
+        partial, stats = partial_of(rows, table, heads * channels), partial_of(rows, table, heads, 2)
+        _gat[(rows.limits[1] + number, ceil_div(heads, tile.heads))](
             table, a_destination, rows.nodes, rows.pointers, seed, rows.chunks, out, lse, partial, stats,
-            number, rows.num_chunks, rows.chunk_size, slope, dropout, _keep_scale(dropout),
+            *rows.limits, slope, dropout, _keep_scale(dropout),
             HEADS=heads, CHANNELS=channels, STRIDE=table.shape[1], A_STRIDE=a_stride, OUT_STRIDE=width,
             AVERAGE=average_here, EDGES=tile.edges, HEAD_BLOCK=tile.heads, COLUMNS=tile.columns, TAIL=tile.tail,
             num_warps=tile.warps,
@@ -364,36 +354,22 @@ def gat(
 
 
 def gat_backward(
-    grad: Tensor,
-    table: Tensor,
-    a_destination: Tensor | None,
-    lse: Tensor,
-    heads: int,
-    channels: int,
-    average: bool,
-    slope: float,
-    seed: Tensor | None,
-    dropout: float,
-    rows: Rows,
-    transpose: Rows,
-    permutation: Tensor,
-) -> tuple[Tensor, Tensor | None]:
+    grad: Tensor, table: Tensor, a_destination: Tensor | None, lse: Tensor, heads: int, channels: int, average: bool,
+    slope: float, seed: Tensor | None, dropout: float, rows: Rows, transpose: Rows, permutation: Tensor,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Gradients of the table [S, W] and of the destinations' scores [D, H], None if they are in it."""
     grad = grad.contiguous()
     table, a_destination, a_stride = _contiguous(table, a_destination)
-    number, tile = transpose.pointers.shape[0] - 1, choose_tile(heads, channels)
+    number, tile = transpose.limits[0], choose_tile(heads, channels)
     edges, stride = permutation.shape[0], table.shape[1]
     grad_table = torch.empty_like(table)
     moved = table.new_empty(edges, heads, dtype=torch.float32)
-    limits = number, transpose.num_chunks, transpose.chunk_size
-    partial = partial_a = None
-    if transpose.chunks is not None:
-        partial = table.new_empty(transpose.num_chunks, heads * channels, dtype=torch.float32)
-        partial_a = table.new_empty(transpose.num_chunks, heads, dtype=torch.float32)
+    partial, partial_a = partial_of(transpose, table, heads * channels), partial_of(transpose, table, heads)
     if number:
-        _gat_backward[(transpose.num_chunks + number, ceil_div(heads, tile.heads))](
+        _gat_backward[(transpose.limits[1] + number, ceil_div(heads, tile.heads))](
             table, grad, a_destination, lse, transpose.nodes, permutation, transpose.pointers, seed, transpose.chunks,
-            grad_table, moved, partial, *limits, slope, dropout, _keep_scale(dropout), 1.0 / heads if average else 1.0,
+            grad_table, moved, partial, *transpose.limits, slope, dropout, _keep_scale(dropout),
+            1.0 / heads if average else 1.0,
             HEADS=heads, CHANNELS=channels, STRIDE=stride, A_STRIDE=a_stride, GRAD_STRIDE=grad.shape[1],
             GRAD_HEAD_STRIDE=0 if average else channels, EDGES=tile.edges, HEAD_BLOCK=tile.heads,
             COLUMNS=tile.columns, TAIL=tile.tail, num_warps=tile.warps,
@@ -404,10 +380,9 @@ def gat_backward(
     delta = csr_sum(moved, by_edge)
     if number:
         blocks = choose_blocks(heads, itemsize=4)
-        programs = transpose.num_chunks + ceil_div(number, blocks.rows)
-        _softmax_backward[(programs, ceil_div(heads, blocks.columns))](
+        _softmax_backward[blocks.grid(transpose, heads)](
             table, a_destination, lse, delta, transpose.nodes, permutation, transpose.pointers, transpose.chunks,
-            moved, grad_table, partial_a, *limits, slope,
+            moved, grad_table, partial_a, *transpose.limits, slope,
             HEADS=heads, CHANNELS=channels, STRIDE=stride, A_STRIDE=a_stride,
             ROWS=blocks.rows, EDGES=blocks.edges, HEAD_BLOCK=blocks.columns, num_warps=blocks.warps,
         )  # fmt: skip

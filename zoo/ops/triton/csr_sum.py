@@ -1,5 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-"""Weighted sums over rows, and their gradient with respect to the weights."""
+"""Weighted sums over rows with their gradient with respect to the weights, and maxima.
+
+Ties share the gradient of a maximum, as with torch's scatter_reduce.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from torch import Tensor
 
 from zoo.ops.common import ceil_div, next_power
 from zoo.ops.csr import Own, Rows
-from zoo.ops.triton.csr import choose_blocks, greater, merge_grid, merge_tile, span, written
+from zoo.ops.triton.csr import choose_blocks, greater, merge_grid, merge_tile, partial_of, span, written
 from zoo.ops.triton.kernel import kernel
 
 
@@ -126,33 +129,17 @@ def _edge_dot(
 
 
 def csr_sum(
-    x: Tensor,
-    rows: Rows,
-    weight: Tensor | None = None,
-    gather_scale: Tensor | None = None,
-    row_scale: Tensor | None = None,
-    bias: Tensor | None = None,
-    own: Own = None,
-    channels: int | None = None,
-    out: Tensor | None = None,
-    out_column: int = 0,
-) -> Tensor:
-    """Weighted sums of gathered rows: x [S, W] -> [R, C].
+    x: Tensor, rows: Rows, weight: Tensor | None = None, gather_scale: Tensor | None = None,
+    row_scale: Tensor | None = None, bias: Tensor | None = None, own: Own = None, channels: int | None = None,
+    out: Tensor | None = None, out_column: int = 0,
+) -> Tensor:  # fmt: skip
+    """Weighted sums of gathered rows: x [S, W] -> [R, C], or into ``out`` [R, ...] from ``out_column`` on.
 
-    Args:
-        x: [S, W], or [S, 2 W] with ``own="added"``. Without nodes in ``rows`` it is [E, W], a row an edge.
-        rows: What to sum over.
-        weight: [E], a factor an edge.
-        gather_scale: [S], a factor a source.
-        row_scale: [R], a factor a sum.
-        bias: [C].
-        own: Add the second half of x to the sums, or put x beside them: [R, 2 C]. Rows that x has not are zero.
-        channels: C; W when left out. Of more than W columns the last ones are zero.
-        out: [R, ...], to be written to.
-        out_column: Where in its rows.
+    Factors are weight [E], gather_scale [S] and row_scale [R]; bias is [C]. With ``own="added"`` x is [S, 2 W] and its
+    second half is added to the sums; with ``own="beside"`` x is put beside them: [R, 2 C]. Rows that x has not are
+    zero. Without nodes in ``rows`` x is [E, W], a row an edge. C is W when left out; of more columns the last are zero.
     """
-    x = x.contiguous()
-    number = rows.pointers.shape[0] - 1
+    x, number = x.contiguous(), rows.limits[0]
     readable = x.shape[1] // 2 if own == "added" else x.shape[1]
     channels = readable if channels is None else channels
     if out is None:
@@ -160,15 +147,13 @@ def csr_sum(
     if not number or not channels:
         return out
     blocks = choose_blocks(max(channels, readable), x.element_size(), x.shape[0])
-    partial = None if rows.chunks is None else x.new_empty(rows.num_chunks, channels, dtype=torch.float32)
-    own_rows, own_number = x.shape[0], _OWN[own]
-    own_column = readable if own == "added" else 0
-    _csr_sum[(rows.num_chunks + ceil_div(number, blocks.rows), ceil_div(channels, blocks.columns))](
+    partial = partial_of(rows, x, channels)
+    own_number, own_column = _OWN[own], readable if own == "added" else 0
+    _csr_sum[blocks.grid(rows, channels)](
         x, rows.nodes, rows.pointers, weight, gather_scale, row_scale, bias, rows.chunks, out, partial,
-        number, rows.num_chunks, rows.chunk_size, own_rows,
+        *rows.limits, x.shape[0],
         CHANNELS=channels, READABLE=readable, STRIDE=x.shape[1], OWN=own_number, OWN_COLUMN=own_column,
-        OUT_STRIDE=out.shape[1], OUT_COLUMN=out_column,
-        ROWS=blocks.rows, EDGES=blocks.edges, COLUMNS=blocks.columns, num_warps=blocks.warps,
+        OUT_STRIDE=out.shape[1], OUT_COLUMN=out_column, **blocks.code(),
     )  # fmt: skip
     if partial is not None:
         merge_sums(partial, rows, out, out_column, row_scale, bias, x, own_number, readable, own_column)
@@ -179,17 +164,9 @@ _OWN = {None: 0, "added": 1, "beside": 2}
 
 
 def merge_sums(
-    partial: Tensor,
-    rows: Rows,
-    out: Tensor,
-    out_column: int = 0,
-    row_scale: Tensor | None = None,
-    bias: Tensor | None = None,
-    x: Tensor | None = None,
-    own: int = 0,
-    readable: int = 0,
-    own_column: int = 0,
-) -> None:
+    partial: Tensor, rows: Rows, out: Tensor, out_column: int = 0, row_scale: Tensor | None = None,
+    bias: Tensor | None = None, x: Tensor | None = None, own: int = 0, readable: int = 0, own_column: int = 0,
+) -> None:  # fmt: skip
     """Add up the chunks of long rows: partial [X, C] into some rows of out [R, ...], from ``out_column`` on."""
     assert rows.long_rows is not None
     channels, number = partial.shape[1], rows.long_rows.shape[0]
@@ -331,20 +308,18 @@ def _csr_max_backward(
 def csr_max(x: Tensor, rows: Rows, count_ties: bool) -> tuple[Tensor, Tensor]:
     """Greatest of gathered rows, x [S, C] -> [R, C], and how many edges reach it, [R, C] float32 (or [0])."""
     x = x.contiguous()
-    number, channels = rows.pointers.shape[0] - 1, x.shape[1]
+    number, channels = rows.limits[0], x.shape[1]
     out = x.new_empty(number, channels)
     ties = x.new_empty((number, channels) if count_ties else (0,), dtype=torch.float32)
     if not out.numel():
         return out, ties
     blocks = choose_blocks(channels, x.element_size(), x.shape[0])
-    partial = None if rows.chunks is None else x.new_empty(rows.num_chunks, channels, dtype=torch.float32)
+    partial = partial_of(rows, x, channels)
     partial_ties = None if partial is None or not count_ties else torch.empty_like(partial)
     given_ties = ties if count_ties else None
-    tiles = ceil_div(channels, blocks.columns)
-    _csr_max[(rows.num_chunks + ceil_div(number, blocks.rows), tiles)](
-        x, rows.nodes, rows.pointers, rows.chunks, out, given_ties, partial, partial_ties,
-        number, rows.num_chunks, rows.chunk_size,
-        CHANNELS=channels, ROWS=blocks.rows, EDGES=blocks.edges, COLUMNS=blocks.columns, num_warps=blocks.warps,
+    _csr_max[blocks.grid(rows, channels)](
+        x, rows.nodes, rows.pointers, rows.chunks, out, given_ties, partial, partial_ties, *rows.limits,
+        CHANNELS=channels, **blocks.code(),
     )  # fmt: skip
     if rows.long_rows is not None:
         chunks, columns, warps = merge_tile(channels)
@@ -359,17 +334,14 @@ def csr_max(x: Tensor, rows: Rows, count_ties: bool) -> tuple[Tensor, Tensor]:
 def csr_max_backward(x: Tensor, values: Tensor, shares: Tensor, rows: Rows) -> Tensor:
     """Over the transpose, x [S, C], values and shares [D, C] -> [S, C]: the shares of all maxima that x reaches."""
     x, values, shares = x.contiguous(), values.contiguous(), shares.contiguous()
-    number, channels = x.shape
-    out = torch.empty_like(x)
+    channels, out = x.shape[1], torch.empty_like(x)
     if not out.numel():
         return out
     blocks = choose_blocks(channels, x.element_size(), values.shape[0])
-    partial = None if rows.chunks is None else x.new_empty(rows.num_chunks, channels, dtype=torch.float32)
-    tiles = ceil_div(channels, blocks.columns)
-    _csr_max_backward[(rows.num_chunks + ceil_div(number, blocks.rows), tiles)](
-        x, values, shares, rows.nodes, rows.pointers, rows.chunks, out, partial,
-        number, rows.num_chunks, rows.chunk_size,
-        CHANNELS=channels, ROWS=blocks.rows, EDGES=blocks.edges, COLUMNS=blocks.columns, num_warps=blocks.warps,
+    partial = partial_of(rows, x, channels)
+    _csr_max_backward[blocks.grid(rows, channels)](
+        x, values, shares, rows.nodes, rows.pointers, rows.chunks, out, partial, *rows.limits,
+        CHANNELS=channels, **blocks.code(),
     )  # fmt: skip
     if partial is not None:
         merge_sums(partial, rows, out)
