@@ -13,7 +13,13 @@ A program takes a few rows of the weight, whole ones in registers where they fit
 product lets the next kernel start at once. Attention lets it start late: its loads are few, follow one another, and
 would stand in line behind weights that are not needed yet.
 
-Shape legend: M rows of features, a few, N rows of the weight, C columns.
+Attention takes norms of heads, rotation, the cache's write and the read in one. The filled part of a row's cache is
+split evenly over some programs, which read its length on the device. A program holds all queries of one key head, so
+that keys and values are read once. Each leaves an unfinished softmax, and a second kernel puts them together, in their
+order: the same bits at every run.
+
+Shape legend: M or B rows of features, a few, N rows of the weight, C columns, H query heads, K key and value heads,
+G = H / K, S slots of the cache, P parts of it, D width of a head.
 """
 
 from __future__ import annotations
@@ -157,17 +163,10 @@ _is_known_to_have_dependent_launch = functools.cache(_has_dependent_launch)
 
 
 def decode_attention(
-    qkv: Tensor,
-    cache: Tensor,
-    positions: Tensor,
-    rotary: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    heads: int,
-    window: int | None,
-) -> Tensor:
-    """See ``zoo/ops/cached_attention.py``."""
+    qkv: Tensor, cache: Tensor, positions: Tensor, rotary: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
+    eps: float, heads: int, window: int | None,
+) -> Tensor:  # fmt: skip
+    """See ``zoo/ops/attention.py``."""
     qkv, positions, rotary = qkv.contiguous(), positions.contiguous(), rotary.contiguous()
     _, batch, key_heads, slots, width = cache.shape
     parts = max(1, min(ceil_div(slots, BLOCK), ceil_div(ENOUGH, batch * key_heads), 64))
@@ -223,44 +222,28 @@ def _dots(x, norm, first, weight, row, live, m, eps, C: tl.constexpr, BLOCK_C: t
 def _linear(
     x, norm, weight, bias, residual, out, eps: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    GATED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < N
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     first = _part(weight, row, live, 0, C, BLOCK_C)
+    if GATED:
+        first_up = _part(weight + N * C, row, live, 0, C, BLOCK_C)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     for m in tl.static_range(M):
         result = _dots(x, norm, first, weight, row, live, m, eps, C, BLOCK_C)
+        if GATED:
+            up = _dots(x, norm, first_up, weight + N * C, row, live, m, eps, C, BLOCK_C)
+            result = result * tl.sigmoid(result) * up
         if bias is not None:
             result += tl.load(bias + row, mask=live, other=0.0).to(tl.float32)
         if residual is not None:
             # Rounded before the addition, as where the product is a kernel of its own.
             result = result.to(out.dtype.element_ty).to(tl.float32)
             result += tl.load(residual + m * N + row, mask=live, other=0.0).to(tl.float32)
-        tl.store(out + m * N + row, result.to(out.dtype.element_ty), mask=live)
-
-
-@kernel
-def _gate(
-    x, norm, weight, out, eps: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    live = row < N
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-    first_gate = _part(weight, row, live, 0, C, BLOCK_C)
-    first_up = _part(weight + N * C, row, live, 0, C, BLOCK_C)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-    for m in tl.static_range(M):
-        gate = _dots(x, norm, first_gate, weight, row, live, m, eps, C, BLOCK_C)
-        up = _dots(x, norm, first_up, weight + N * C, row, live, m, eps, C, BLOCK_C)
-        result = gate * tl.sigmoid(gate) * up
         tl.store(out + m * N + row, result.to(out.dtype.element_ty), mask=live)
 
 
@@ -279,72 +262,45 @@ def _tile(rows: int, columns: int, itemsize: int) -> tuple[int, int, int]:
     return count, block, min(max(warps, 2), 8)
 
 
-def _options(overlap: bool) -> dict[str, bool]:
-    return {"OVERLAP": True, "launch_pdl": True} if overlap else {"OVERLAP": False}
-
-
 def norm_linear(
     x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None, overlap: bool
 ) -> Tensor:
     """RMS norm of x [M, C], unless ``norm`` is None, times weight [N, C], plus bias [N]: [M, N]."""
-    return _launch(x, norm, eps, weight, bias, None, overlap)
+    return _launch(x, norm, eps, weight, bias, None, False, overlap)
 
 
 def linear_add(x: Tensor, weight: Tensor, residual: Tensor, overlap: bool) -> Tensor:
     """Features x [M, C] times weight [N, C], plus residual [M, N]."""
-    return _launch(x, None, 0.0, weight, None, residual, overlap)
-
-
-def _launch(
-    x: Tensor,
-    norm: Tensor | None,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    overlap: bool,
-) -> Tensor:
-    x, (n, columns) = x.contiguous(), weight.shape
-    out = x.new_empty(x.shape[0], n)
-    rows, block, warps = _tile(n, columns, x.element_size())
-    _linear[(ceil_div(n, rows),)](
-        x, norm, weight.contiguous(), bias, None if residual is None else residual.contiguous(), out, eps,
-        M=x.shape[0], N=n, C=columns, ROWS=rows, BLOCK_C=block, num_warps=warps, **_options(overlap),
-    )  # fmt: skip
-    return out
+    return _launch(x, None, 0.0, weight, None, residual, False, overlap)
 
 
 def norm_gate(x: Tensor, norm: Tensor, eps: float, weight: Tensor, overlap: bool) -> Tensor:
     """RMS norm of x [M, C] times weight [2 N, C]; SiLU of the first half times the second: [M, N]."""
-    x, n, columns = x.contiguous(), weight.shape[0] // 2, weight.shape[1]
+    return _launch(x, norm, eps, weight, None, None, True, overlap)
+
+
+def _launch(
+    x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
+    gated: bool, overlap: bool,
+) -> Tensor:  # fmt: skip
+    x, (n, columns) = x.contiguous(), weight.shape
+    n = n // 2 if gated else n
     out = x.new_empty(x.shape[0], n)
     rows, block, warps = _tile(n, columns, x.element_size())
-    _gate[(ceil_div(n, rows),)](
-        x, norm, weight.contiguous(), out, eps,
-        M=x.shape[0], N=n, C=columns, ROWS=rows, BLOCK_C=block, num_warps=warps, **_options(overlap),
+    early = {"launch_pdl": True} if overlap else {}
+    _linear[(ceil_div(n, rows),)](
+        x, norm, weight.contiguous(), bias, None if residual is None else residual.contiguous(), out, eps,
+        M=x.shape[0], N=n, C=columns, ROWS=rows, BLOCK_C=block, GATED=gated, OVERLAP=overlap, num_warps=warps, **early,
     )  # fmt: skip
     return out
 
 
 def decode_layer(
-    x: Tensor,
-    cache: Tensor,
-    positions: Tensor,
-    rotary: Tensor,
-    norm: Tensor,
-    qkv_weight: Tensor,
-    qkv_bias: Tensor | None,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    o_weight: Tensor,
-    norm_after: Tensor,
-    gate_up_weight: Tensor,
-    down_weight: Tensor,
-    eps: float,
-    heads: int,
-    window: int | None,
-) -> Tensor:
-    """See ``zoo/ops/cached_attention.py``."""
+    x: Tensor, cache: Tensor, positions: Tensor, rotary: Tensor, norm: Tensor, qkv_weight: Tensor,
+    qkv_bias: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, o_weight: Tensor, norm_after: Tensor,
+    gate_up_weight: Tensor, down_weight: Tensor, eps: float, heads: int, window: int | None,
+) -> Tensor:  # fmt: skip
+    """See ``zoo/ops/attention.py``."""
     overlap = can_overlap(x.device)
     qkv = norm_linear(x, norm, eps, qkv_weight, qkv_bias, overlap)
     mixed = decode_attention(qkv, cache, positions, rotary, q_norm, k_norm, eps, heads, window)
