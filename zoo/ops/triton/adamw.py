@@ -101,19 +101,10 @@ def _adamw(
 
 
 def adamw(
-    params: list[Tensor],
-    grads: list[Tensor],
-    averages: list[Tensor],
-    squares: list[Tensor],
-    counts: list[Tensor],
-    rate: Tensor | float,
-    scale: Tensor | None,
-    skip: Tensor | None,
-    betas: tuple[float, float],
-    eps: float,
-    decay: float,
-    maximize: bool,
-) -> None:
+    params: list[Tensor], grads: list[Tensor], averages: list[Tensor], squares: list[Tensor], counts: list[Tensor],
+    rate: Tensor | float, scale: Tensor | None, skip: Tensor | None, betas: tuple[float, float], eps: float,
+    decay: float, maximize: bool,
+) -> None:  # fmt: skip
     """One update of K parameters, in place. Each one's four tensors of M numbers lie alike, without gaps.
 
     The dtypes are the first's, and ``counts`` include this step.

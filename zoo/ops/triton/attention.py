@@ -4,7 +4,13 @@
 A program takes some tokens of one head and walks the slots that they see, and no others: where a prompt goes on from is
 known on the device alone. Query heads that share a key head read the same keys, none is copied.
 
-Shape legend: B rows, T tokens, H query heads, K key and value heads, S slots, D width of a head.
+Attention to few keys, those of a text or the pixels of a small image: the library's kernels are made for long rows of
+keys. They clear a counter first, which in a CUDA graph keeps the GPU idle on both sides, and take as long again to
+begin. Here a program holds some queries of a head, and the keys of the head are one or two tiles; all three are read
+where they lie, between others of the same product. One compilation for each power of two that a head's width fits in.
+
+Shape legend: B rows or images, T tokens or queries of each, L keys of each, H or N query heads, K key and value heads,
+S slots, D width of a head.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-"""Units gated by GELU or SiLU, their gradients, and a product that is gated before it is written.
+"""GELU with the bias before it, units gated by GELU or SiLU, their gradients, and a product gated before it is written.
 
 Programs hold tiles of rows and columns. Sizes are no part of the code: one compilation serves all levels of a model.
 

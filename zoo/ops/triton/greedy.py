@@ -52,15 +52,9 @@ def _accept(
 
 
 def accept_greedy(
-    logits: Tensor,
-    tokens: Tensor,
-    positions: Tensor,
-    finished: Tensor,
-    step: Tensor,
-    output: Tensor,
-    ends: Tensor,
+    logits: Tensor, tokens: Tensor, positions: Tensor, finished: Tensor, step: Tensor, output: Tensor, ends: Tensor,
     pad: Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """See ``zoo/llm/decode.py``; ``ends`` are a power of two."""
     logits = logits.contiguous()
     batch, vocabulary = logits.shape

@@ -1,7 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
 """Group norm of channels_last images, with what stands before and behind it.
 
-Small images take one launch, see group_norm_small.py, and others two, so that the whole GPU reads each of them:
+Small images take one launch: a program has a group of an image to itself, and reads its pixels twice. A group is a few
+channels of a line, and room for numbers that are not there costs as much as numbers: so threads lie along the group's
+own, pixel after pixel. A step is as many whole pixels as there are threads for, and a tile is some steps: a thread has
+the same channels in all of them, and what belongs to a channel is read once.
+
+Other images take two launches, so that the whole GPU reads each of them:
 
     1. a program reads a chunk of pixels of some groups, and leaves each group's mean and sum of squared deviations
     2. a program puts the chunks' together in their order, reads the same pixels again, and normalises them
@@ -16,7 +21,7 @@ Launches are made of waiting: for memory, and of threads for each other. So prog
 look at those they have, threads sum what they read themselves, and all chunks of an image are put together at once:
 there are never more than fit.
 
-Shape legend: B images, P pixels, C channels, G groups, K chunks of pixels.
+Shape legend: B images, P pixels, C channels, G groups, K chunks of pixels, V vectors of a step, N vectors of a tile.
 """
 
 from __future__ import annotations

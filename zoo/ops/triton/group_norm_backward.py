@@ -180,16 +180,9 @@ def _gradients(
 
 
 def group_norm_backward(
-    grad: Tensor,
-    x: Tensor,
-    shift: Tensor | None,
-    weight: Tensor,
-    bias: Tensor,
-    stats: Tensor,
-    more: Tensor | None,
-    first: int,
-    silu: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    grad: Tensor, x: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, stats: Tensor, more: Tensor | None,
+    first: int, silu: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
     """Gradients of x [B, C, H, W] (plus ``more``), first channels and rest; of shift, weight [C] and bias [C]."""
     x, grad = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (x, grad))
     images, channels, height, side = x.shape

@@ -32,9 +32,8 @@ def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 def compile_together(launches: Sequence[tuple[Kernel, list[Any], dict[str, Any]]]) -> None:
     """Compile the kernels of some launches side by side, where the first launch of each would compile it alone.
 
-    Args:
-        launches: Kernels, arguments with dtypes in place of tensors, and options. What does not compile is left to its
-            launch, which says why.
+    Launches are kernels, arguments with dtypes in place of tensors, and options. A kernel that does not compile is left
+    to its launch, which says why.
     """
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads, suppress(Exception):
         with triton.AsyncCompileMode(threads, ignore_errors=True):
@@ -97,17 +96,10 @@ class Kernel(JITFunction):  # type: ignore[misc]
     def bound(
         self, grid: tuple[int, ...], arguments: list[Any], positions: list[int], options: dict[str, Any]
     ) -> Callable[..., None]:
-        """A launch of which nothing changes but the tensors.
+        """A launch of which nothing changes but the tensors: a function of the tensors at these positions.
 
-        Args:
-            grid: Of the launch.
-            arguments: By position; whatever stands where a tensor goes is replaced.
-            positions: Where tensors go.
-            options: Of the launch, by name.
-
-        Returns:
-            A function of the tensors, whose kinds may not change, and whose device is the current one in each call.
-            It takes half the host's time of ``kernel[grid](...)``.
+        Their kinds may not change, and their device is the current one in each call. It takes half the host's time of
+        ``kernel[grid](...)``.
         """
         found: tuple[Any, ...] | None = None
         x, y, z = (*grid, 1, 1)[:3]

@@ -62,15 +62,9 @@ def _rotate_into(
 
 
 def rotate_into(
-    qkv: Tensor,
-    cache: Tensor,
-    positions: Tensor,
-    rotary: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    heads: int,
-) -> Tensor:
+    qkv: Tensor, cache: Tensor, positions: Tensor, rotary: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
+    eps: float, heads: int,
+) -> Tensor:  # fmt: skip
     """See ``zoo/ops/rotary.py``."""
     qkv, positions, rotary = qkv.contiguous(), positions.contiguous(), rotary.contiguous()
     batch, tokens = positions.shape

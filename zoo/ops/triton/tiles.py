@@ -88,37 +88,26 @@ def size_of(pixels: Tensor) -> tuple[int, int]:
 def check(
     x: Tensor, like: tuple[Tensor | None, ...], channels: tuple[Tensor | None, ...], names: tuple[str, ...]
 ) -> None:
-    """Refuse shapes that a kernel would read beyond the ends of, but in a traced block: its own shapes fit.
+    """Refuse shapes that a kernel would read beyond the ends of: ``like`` is to be like x, ``channels`` [C].
 
-    Dynamo takes a comparison of shapes apart; with these it would take twice as long for a block.
-
-    Raises:
-        ValueError: If x is neither rows nor images, one of ``like`` not like it, or one of ``channels`` not [C] and
-            contiguous. ``names`` are those of ``like`` and ``channels``.
+    Not in a traced block, whose own shapes fit: Dynamo takes a comparison of shapes apart, and would take twice as long
+    for a block with these.
     """
     if torch.compiler.is_compiling():
         return
     shape, device = x.shape, x.device
     if len(shape) not in (2, 4):
         raise ValueError(f"x has shape {tuple(shape)}, expected rows [R, C] or images [N, C, H, W]")
-    for tensor in like:
-        if tensor is not None and (tensor.shape != shape or tensor.device != device):
-            _refuse(tensor, (*like, *channels), names, shape, device)
-    wanted = shape[1:2]
-    for tensor in channels:
-        if tensor is not None and (tensor.shape != wanted or tensor.device != device or not tensor.is_contiguous()):
-            _refuse(tensor, (*like, *channels), names, wanted, device)
-
-
-def _refuse(
-    tensor: Tensor, given: tuple[Tensor | None, ...], names: tuple[str, ...], shape: torch.Size, device: torch.device
-) -> None:
-    name = next(name for name, each in zip(names, given, strict=True) if each is tensor)
-    if tensor.shape != shape:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(shape)} as of x")
-    if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device} and x on {device}; move one of them")
-    raise ValueError(f"{name} has stride {tensor.stride(0)}, expected 1; use {name}.contiguous()")
+    wanted = [shape] * len(like) + [shape[1:2]] * len(channels)
+    for name, tensor, expected in zip(names, (*like, *channels), wanted, strict=True):
+        if tensor is None:
+            continue
+        if tensor.shape != expected:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(expected)} as of x")
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device} and x on {device}; move one of them")
+        if len(expected) == 1 and not tensor.is_contiguous():
+            raise ValueError(f"{name} has stride {tensor.stride(0)}, expected 1; use {name}.contiguous()")
 
 
 @triton.jit
