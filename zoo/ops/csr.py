@@ -30,35 +30,21 @@ ENOUGH_PIECES = 8192
 
 
 class Split(NamedTuple):
-    """Tables of chunks, padded to powers of two, so that graphs of one kind and size have them of one shape.
+    """Tables of chunks, padded to powers of two, so that graphs of one kind and size have them of one shape."""
 
-    Args:
-        chunks: [X, 3] int64, (row, first edge, end) of each chunk, those of one row side by side; empty at the end.
-        rows: [L, 3] int64, (row, first chunk, end) of each long row; row -1 at the end.
-        size: Most edges of a row that is not long.
-    """
-
-    chunks: Tensor
-    rows: Tensor
-    size: int
+    chunks: Tensor  # [X, 3] int64, (row, first edge, end) of each, those of one row side by side; empty at the end
+    rows: Tensor  # [L, 3] int64, (row, first chunk, end) of each long row; row -1 at the end
+    size: int  # most edges of a row that is not long
 
 
 class Transpose(NamedTuple):
-    """The same edges sorted by source, for backward passes of kernels.
+    """The same edges sorted by source, for backward passes of kernels."""
 
-    Args:
-        colptr: [S + 1] int64, where the edges of each source start.
-        destination: [E], the node that each edge goes to.
-        permutation: [E], each edge's place in CSR order.
-        weight: [E], the graph's weights in this order, or None.
-        split: Long columns in pieces, or None if there are none.
-    """
-
-    colptr: Tensor
-    destination: Tensor
-    permutation: Tensor
-    weight: Tensor | None = None
-    split: Split | None = None
+    colptr: Tensor  # [S + 1] int64, where the edges of each source start
+    destination: Tensor  # [E], the node that each edge goes to
+    permutation: Tensor  # [E], each edge's place in CSR order
+    weight: Tensor | None = None  # [E], the graph's weights in this order
+    split: Split | None = None  # long columns in pieces, if there are any
 
 
 class GraphTensors(NamedTuple):
@@ -66,44 +52,26 @@ class GraphTensors(NamedTuple):
 
     Edges are sorted by destination, and keep the order of the input within one destination. Nodes are int32 where the
     graph has fewer than 2^31 nodes and edges, else int64.
-
-    Args:
-        rowptr: [D + 1] int64, where the edges of each destination start.
-        source: [E], the node that each edge comes from.
-        destination: [E], ascending, the node that each edge goes to; D for edges that are padding.
-        weight: [E], one factor an edge, or None.
-        inverse_degree: [D], one over the number of incoming edges (1 where there are none), or None.
-        split: Long rows in pieces, where kernels run on the graph's device and it has any.
-        transpose: For backward passes, where gradients are enabled.
-        rows: [] int64, how many of the D stand for nodes, where the ones behind are padding; None for all.
     """
 
-    rowptr: Tensor
-    source: Tensor
-    destination: Tensor
-    weight: Tensor | None = None
-    inverse_degree: Tensor | None = None
-    split: Split | None = None
-    transpose: Transpose | None = None
-    rows: Tensor | None = None
+    rowptr: Tensor  # [D + 1] int64, where the edges of each destination start
+    source: Tensor  # [E], the node that each edge comes from
+    destination: Tensor  # [E], ascending, the node that each edge goes to; D for edges that are padding
+    weight: Tensor | None = None  # [E], one factor per edge
+    inverse_degree: Tensor | None = None  # [D], one over the number of incoming edges, 1 where there are none
+    split: Split | None = None  # long rows in pieces, where kernels run on the graph's device and it has any
+    transpose: Transpose | None = None  # for backward passes, where gradients are enabled
+    rows: Tensor | None = None  # [] int64, how many of the D stand for nodes, the ones behind are padding; None for all
 
 
 class Rows(NamedTuple):
-    """One orientation of a graph, as kernels walk it.
+    """One orientation of a graph, as kernels walk it."""
 
-    Args:
-        pointers: [R + 1] int64, where the edges of each row start.
-        nodes: [E], the node at the other end of each edge, or None where values lie an edge a row already.
-        chunks: [X, 3], as of ``Split``.
-        long_rows: [L, 3].
-        chunk_size: Most edges of a row that is not long.
-    """
-
-    pointers: Tensor
-    nodes: Tensor | None
-    chunks: Tensor | None = None
-    long_rows: Tensor | None = None
-    chunk_size: int = 0
+    pointers: Tensor  # [R + 1] int64, where the edges of each row start
+    nodes: Tensor | None  # [E], the node at the other end of each edge, or None where values lie an edge a row already
+    chunks: Tensor | None = None  # [X, 3], as of ``Split``
+    long_rows: Tensor | None = None  # [L, 3]
+    chunk_size: int = 0  # most edges of a row that is not long
 
     @property
     def limits(self) -> tuple[int, int, int]:

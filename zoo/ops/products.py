@@ -47,21 +47,18 @@ def with_low_copy(x: Tensor) -> tuple[Tensor, Tensor]:
     if low == x.dtype:
         return x, x
     if kernels_run(x) and differentiated(x):
-        both: tuple[Tensor, Tensor] = _WithLowCopy.apply(x, low)
-        return both
+        return _WithLowCopy.apply(x, low)
     return x, x.to(low)
 
 
 def low_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A low x [..., C] times a float32 weight [N, C], and a bias [N]: [..., N], low. With a gradient."""
-    out: Tensor = _Linear.apply(x, weight, bias)
-    return out
+    return _Linear.apply(x, weight, bias, None)
 
 
 def low_add_linear(added: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """The same of x [R, C] without a bias, in one product with what it is added to [R, N], low as well."""
-    out: Tensor = _AddLinear.apply(added, x, weight)
-    return out
+    return _Linear.apply(x, weight, None, added)
 
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
@@ -97,49 +94,28 @@ class _WithLowCopy(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
-    """Gradients of weight and bias are summed and kept in float32."""
+    """Gradients of weight and bias are summed and kept in float32; what is added has the gradient of the sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None) -> Tensor:
         low = weight.to(x.dtype)
-        _keep_factors(ctx, x, low, *ctx.needs_input_grad[:2])
-        ctx.biased = bias is not None
+        x_learns, weight_learns = ctx.needs_input_grad[:2]
+        # Each factor is for the gradient of the other: before a frozen weight no activation is held.
+        ctx.save_for_backward(x if weight_learns else None, low if x_learns else None)
+        ctx.biased, ctx.adds = bias is not None, added is not None
+        if added is not None:
+            return torch.addmm(added, x, low.t())
         return F.linear(x, low, None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, low = ctx.saved_tensors
-        rows = _rows(grad)
+        rows = grad.reshape(-1, grad.shape[-1])
         wanted = ctx.needs_input_grad
         return (
             grad @ low if wanted[0] else None,
-            weight_gradient(rows, _rows(x)) if wanted[1] else None,
+            weight_gradient(rows, x.reshape(-1, x.shape[-1])) if wanted[1] else None,
             column_sums(rows, torch.float32) if ctx.biased and wanted[2] else None,
+            grad if ctx.adds else None,
         )
-
-
-class _AddLinear(torch.autograd.Function):
-    """Of what is added the gradient is the sum's as it is."""
-
-    @staticmethod
-    def forward(ctx: Any, added: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        low = weight.to(x.dtype)
-        _keep_factors(ctx, x, low, *ctx.needs_input_grad[1:])
-        return torch.addmm(added, x, low.t())
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, low = ctx.saved_tensors
-        wanted = ctx.needs_input_grad
-        return grad, grad @ low if wanted[1] else None, weight_gradient(grad, x) if wanted[2] else None
-
-
-def _keep_factors(ctx: Any, x: Tensor, low: Tensor, x_learns: bool, weight_learns: bool) -> None:
-    """Each factor is for the gradient of the other: before a frozen weight no activation is held."""
-    ctx.save_for_backward(x if weight_learns else None, low if x_learns else None)
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
