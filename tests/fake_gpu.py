@@ -66,7 +66,7 @@ def lower(source: Any, options: Any) -> None:
 
 
 def kernels() -> list[Any]:
-    from zoo.ops.triton.kernel import Kernel
+    from zoo.engine.kernel import Kernel
 
     found = [
         module
@@ -115,7 +115,7 @@ def traced(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], *argum
     from torch.utils import _triton
     from triton.runtime import driver
 
-    from zoo.ops.triton.kernel import Kernel
+    from zoo.engine.kernel import Kernel
 
     graphs: list[list[str]] = []
 

@@ -18,8 +18,8 @@ from torch import nn
 import zoo
 from zoo import Region
 from zoo.engine.compile import _mode_and_options, plan_of
-from zoo.engine.discover import in_process_on_gpus
 from zoo.engine.graph_log import LEDGER
+from zoo.engine.region import in_process_on_gpus
 
 
 def compiled(model: nn.Module, **kwargs: object) -> nn.Module:

@@ -18,8 +18,8 @@ from torch.utils import _triton
 
 from tests.fake_gpu import Gpu
 from zoo.engine import direct
-from zoo.ops.common import differentiable_once
-from zoo.ops.triton.kernel import Kernel, kernel
+from zoo.engine.autograd import differentiable_once
+from zoo.engine.kernel import Kernel, kernel
 
 
 @kernel(do_not_specialize=["rows"])

@@ -28,7 +28,7 @@ from tests import (
     test_unet_kernels,
 )
 from tests.fake_gpu import Gpu, kernels, lower
-from zoo.ops.triton.kernel import kernel
+from zoo.engine.kernel import kernel
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 

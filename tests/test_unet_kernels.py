@@ -196,7 +196,7 @@ def test_convolutions_of_few_pixels_and_many_channels_are_products(monkeypatch: 
 
 
 def test_a_second_derivative_of_a_kernel_is_refused(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zoo.ops.triton.kernel import Kernel
+    from zoo.engine.kernel import Kernel
 
     monkeypatch.setattr(Kernel, "launch", lambda *_, **__: None)
     x, row, image = torch.randn(6, 8), torch.ones(8), images(2, 8, 3, 3)
@@ -289,7 +289,7 @@ def test_importing_and_running_the_family_brings_no_triton() -> None:
         "import sys, torch, zoo\n"
         "before = 'triton' in sys.modules\n"
         "model = zoo.create('unet-debug'); model(**zoo.example_inputs(model))\n"
-        "assert not before and 'triton' not in sys.modules and 'zoo.ops.triton.kernel' not in sys.modules\n"
+        "assert not before and 'triton' not in sys.modules and 'zoo.engine.kernel' not in sys.modules\n"
         "assert 'diffusers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)

@@ -19,8 +19,8 @@ from zoo.engine.compile import uncompile as uncompile
 from zoo.engine.compile import warm_up as warm_up
 from zoo.engine.cuda_graph import captures as captures
 from zoo.engine.cuda_graph import cuda_graph as cuda_graph
-from zoo.engine.discover import Region as Region
 from zoo.engine.discover import find_regions as find_regions
+from zoo.engine.region import Region as Region
 from zoo.registry import create as create
 from zoo.registry import example_inputs as example_inputs
 from zoo.registry import from_upstream as from_upstream

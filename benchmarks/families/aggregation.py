@@ -18,7 +18,7 @@ from benchmarks.families import gnn_upstream, graphs
 from benchmarks.families.base import Prepared, dtype_of, refuses_unknown
 from benchmarks.plan import Case
 from benchmarks.timing import synchronise
-from zoo.engine.discover import Region
+from zoo.engine.region import Region
 from zoo.gnn import CSRGraph
 from zoo.ops.csr import GraphTensors
 from zoo.ops.csr_sum import sum_neighbours

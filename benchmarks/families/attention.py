@@ -16,7 +16,7 @@ from benchmarks.families import bert_work
 from benchmarks.families.attention_choices import CHOICES, DECODE, PACKED, Choice, offsets_of
 from benchmarks.families.base import Prepared, dtype_of, refuses_unknown
 from benchmarks.plan import Case
-from zoo.engine.discover import Region
+from zoo.engine.region import Region
 
 DECODE_BYTES_FORMULA = (
     "Of every layer the new tokens are read, keys and values of the slots that are seen are read once, and mixed "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from zoo.bert import Bert, BertEmbeddings, PoolerHead, SequenceHead, SpanHead, TokenHead
-from zoo.engine.discover import Region
+from zoo.engine.region import Region
 from zoo.resnet import ResNet, ResNetHead, ResNetStage, Stem
 from zoo.unet import ResnetBlock, UNet
 

@@ -32,7 +32,7 @@ from zoo.bert.heads import (
 )
 from zoo.bert.layer import BertConfig, BertEmbeddings, BertLayer, Rows, key_mask, rows_of
 from zoo.bert.packing import PackedBatch, check_ids, counted_positions, pack, unpack
-from zoo.engine.discover import Region, in_process_on_gpus
+from zoo.engine.region import Region, in_process_on_gpus
 from zoo.modules import initialise, on_host
 
 _BERT: dict[str, Any] = {

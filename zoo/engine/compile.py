@@ -16,9 +16,10 @@ from torch.utils import _pytree as pytree
 from zoo.engine.call import IdleWatch, RegionCall, RegionWarning
 from zoo.engine.compat import compile_limit_kwargs
 from zoo.engine.direct import DirectOrInductor
-from zoo.engine.discover import FoundRegion, Region, RegionReport, declares, nothing_repeats, report_on, resolve
+from zoo.engine.discover import FoundRegion, RegionReport, declares, nothing_repeats, report_on, resolve
 from zoo.engine.graph_log import LEDGER, Entry
 from zoo.engine.observe import undisturbed
+from zoo.engine.region import Region
 from zoo.engine.signature import mode as mode_in_words
 from zoo.engine.step_buffers import tensors_in
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from zoo.ops.common import differentiable_once
+from zoo.engine.autograd import differentiable_once
 
 # Products, convolutions and attention, which a library computes whoever calls it.
 _LIBRARY = {
@@ -113,7 +113,7 @@ def _launches(node: fx.Node) -> bool:
 
 def _is_ours(node: fx.Node) -> bool:
     """Whether a launch is of one kernel that can be bound, and not of somebody's choice between several."""
-    from zoo.ops.triton.kernel import Kernel
+    from zoo.engine.kernel import Kernel
 
     return isinstance(_kernel(node.kwargs["kernel_idx"])[0], Kernel)
 
@@ -154,7 +154,7 @@ def run_directly(graph: fx.GraphModule) -> Callable[..., Any]:
     gpu = gpus.pop() if len(gpus) == 1 else None
     run = _straight_line(graph, gpu, kernels)
     if kernels:
-        from zoo.ops.triton.kernel import compile_together
+        from zoo.engine.kernel import compile_together
 
         compile_together(kernels)
     return run if gpu is None else _on(gpu, run)

@@ -6,15 +6,13 @@ import contextlib
 import itertools
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from zoo.engine.region import Region
 from zoo.engine.signature import input_kinds, is_torch_class
-
-if TYPE_CHECKING:
-    from zoo.engine.discover import Region
 
 
 @contextlib.contextmanager

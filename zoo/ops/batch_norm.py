@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch.nn.functional as F
 from torch import Tensor, autograd
 
+from zoo.engine.autograd import differentiable_once
 from zoo.ops import triton as kernels
-from zoo.ops.common import differentiable_once, differentiated, kernels_run
+from zoo.ops.common import differentiated, kernels_run
 
 Tensors: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 

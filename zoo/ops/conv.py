@@ -14,13 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zoo.engine.autograd import Function, differentiable_once
 from zoo.engine.compat import name_fallbacks_alone
 from zoo.ops import triton as kernels
 from zoo.ops.common import (
     KERNEL_DTYPES,
-    Function,
     ceil_div,
-    differentiable_once,
     differentiated,
     is_unmodified,
     kernels_run,

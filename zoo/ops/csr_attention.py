@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zoo.engine.autograd import differentiable_once
 from zoo.ops import triton as kernels
-from zoo.ops.common import accumulation_dtype, differentiable_once, differentiated, kernels_run
+from zoo.ops.common import accumulation_dtype, differentiated, kernels_run
 from zoo.ops.csr import GraphTensors, columns_of, edge_max, edge_sum, rows_from, rows_of
 
 # The kernels hold all channels of a head at once.

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zoo.engine.autograd import differentiable_once
 from zoo.ops import triton as kernels
-from zoo.ops.common import differentiable_once, differentiated, kernels_run
+from zoo.ops.common import differentiated, kernels_run
 
 # Of fewer rows the library's product and a gate are faster, measured on an H200.
 LEAST_ROWS = 2048

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zoo.engine.autograd import differentiable_once
 from zoo.ops import triton as kernels
-from zoo.ops.common import accumulation_dtype, differentiable_once, differentiated, kernels_run
+from zoo.ops.common import accumulation_dtype, differentiated, kernels_run
 
 # The kernels hold all channels of a group at once.
 WIDEST_GROUP = 4096

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zoo.engine.autograd import differentiable_once
 from zoo.ops import triton as kernels
-from zoo.ops.common import accumulation_dtype, differentiable_once, differentiated, kernels_run
+from zoo.ops.common import accumulation_dtype, differentiated, kernels_run
 from zoo.ops.products import column_sums
 
 # The widest rows that a program of each kernel holds.

@@ -10,9 +10,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, autograd
 
+from zoo.engine.autograd import differentiable_once
 from zoo.ops import triton as kernels
 from zoo.ops.batch_norm import Norm, norm_act, rows_run
-from zoo.ops.common import differentiable_once, differentiated, kernels_run
+from zoo.ops.common import differentiated, kernels_run
 
 
 def norm_act_pool(x: Tensor, norm: Norm) -> Tensor:

@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zoo.engine.autograd import differentiable_once
 from zoo.ops import triton as kernels
 from zoo.ops.common import (
     ENABLED,
     accumulation_dtype,
     compute_dtype,
-    differentiable_once,
     differentiated,
     forward_mode,
     is_plain_tensor,

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo import validate
-from zoo.engine.discover import Region
+from zoo.engine.region import Region
 from zoo.modules import channels_last, plain, to_images, to_rows
 from zoo.ops.batch_norm import Norm, bias_act, norm_act
 from zoo.ops.common import differentiated, watched

@@ -1,13 +1,14 @@
-"""What a CUDA graph cannot hold of a training step, said before anything runs."""
+"""What a captured training step asks of the model and the optimizer, said before anything runs."""
 
 from __future__ import annotations
+
+import inspect
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from zoo.training.checkpointing import restores_random_state
-from zoo.training.updates import can_skip, has_fused
 
 
 def capture_obstacles(model: nn.Module, optimizer: Optimizer) -> list[str]:
@@ -28,7 +29,9 @@ def capture_obstacles(model: nn.Module, optimizer: Optimizer) -> list[str]:
     name = type(optimizer).__name__
     obstacles = []
     if not can_skip(optimizer):
-        remedy = f"{name}(..., fused=True)" if has_fused(optimizer) else "torch.optim has AdamW and SGD with fused=True"
+        remedy = (
+            f"{name}(..., fused=True)" if _has_fused(optimizer) else "torch.optim has AdamW and SGD with fused=True"
+        )
         obstacles.append(f"{name} is not fused, and could not skip a bad step without waiting: {remedy}")
     if any(group.get("capturable") is False for group in optimizer.param_groups):
         obstacles.append(f"{name} keeps its step count on the host: {name}(..., capturable=True)")
@@ -96,3 +99,39 @@ class FrozenOptions:
     @staticmethod
     def _options(group: dict[str, object]) -> dict[str, object]:
         return {name: value for name, value in group.items() if name not in ("params", "initial_lr", "param_names")}
+
+
+def can_skip(optimizer: Optimizer) -> bool:
+    """Whether an update can be skipped by a flag on the device: torch's fused optimizers can."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def _has_fused(optimizer: Optimizer) -> bool:
+    """Whether an optimizer of this class could be fused."""
+    return "fused" in inspect.signature(type(optimizer)).parameters
+
+
+def wants_closure(optimizer: Optimizer) -> bool:
+    """Whether its ``step()`` must be given a function that computes the loss, as that of LBFGS."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def starts_defined(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's state is defined if its first update is skipped. Makes it so where that can be done.
+
+    Torch's fused SGD takes momentum of memory as it is, and writes it in the first update, unless that is skipped; and
+    it takes no parameter without momentum beside others that have one, as one that was unfrozen later.
+    """
+    if not can_skip(optimizer):
+        return True
+    if isinstance(optimizer, torch.optim.SGD):
+        with_momentum = [group for group in optimizer.param_groups if group["momentum"]]
+        if any(group["dampening"] for group in with_momentum):
+            return bool(optimizer.state)  # whose first update is unlike all later ones
+        for group in with_momentum:
+            for param in group["params"]:
+                if param.requires_grad and optimizer.state[param].get("momentum_buffer") is None:
+                    optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
+        return True
+    return bool(optimizer.state) or isinstance(optimizer, (torch.optim.Adam, torch.optim.Adagrad))

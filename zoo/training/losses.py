@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from zoo.engine.discover import Region
+from zoo.engine.autograd import differentiable_once
+from zoo.engine.region import Region
 from zoo.modules import bounds_outside, on_host
-from zoo.ops.common import differentiable_once
 from zoo.ops.cross_entropy import IGNORED, cross_entropy_rows, scale_
 
 

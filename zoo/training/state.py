@@ -8,7 +8,7 @@ import re
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,15 +17,12 @@ from torch.utils import _pytree as pytree
 
 from zoo.weights import reading, replacing
 
-if TYPE_CHECKING:
-    from zoo.training.step import TrainingStep
-
 WEIGHTS, REST = "model.safetensors", "training.pt"
 _FORMAT = 1
 _REMEDY = ": go on from another folder"
 
 
-def save(step: TrainingStep, folder: Path, others: Mapping[str, Any]) -> None:
+def save(step: Any, folder: Path, others: Mapping[str, Any]) -> None:
     """Write both files; each replaces the old one when it is complete."""
     from safetensors.torch import save_model
 
@@ -48,7 +45,7 @@ def save(step: TrainingStep, folder: Path, others: Mapping[str, Any]) -> None:
         torch.save(rest, new / REST)
 
 
-def load(step: TrainingStep, folder: Path, others: Mapping[str, Any]) -> None:
+def load(step: Any, folder: Path, others: Mapping[str, Any]) -> None:
     """Read both files; nothing is changed unless all of it fits."""
     from safetensors.torch import load_model
 
@@ -110,14 +107,14 @@ def _state_of(name: str, other: Any) -> Any:
     return state
 
 
-def _parameters_of(step: TrainingStep) -> list[tuple[str, int]]:
+def _parameters_of(step: Any) -> list[tuple[str, int]]:
     """Name and group of the optimizer's parameters, whose states it numbers in this order."""
     names = {parameter: name for name, parameter in step.model.named_parameters()}
     groups = enumerate(step.optimizer.param_groups)
     return [(names.get(param, "none of the model's"), index) for index, group in groups for param in group["params"]]
 
 
-def _check_order(step: TrainingStep, rest: Mapping[str, Any], file: Path) -> None:
+def _check_order(step: Any, rest: Mapping[str, Any], file: Path) -> None:
     """ValueError if states would be given to other parameters, beyond whose memory fused optimizers would write."""
     now = _parameters_of(step)
     # Older files do not say.

@@ -17,9 +17,9 @@ from torch.utils import _pytree as pytree
 
 from zoo.engine.graphed_step import CaptureError, GraphedStep, synchronisations
 from zoo.engine.step_buffers import check_leaves, describe, is_captured, shapes_of
-from zoo.training.capture import FrozenOptions, capture_obstacles
+from zoo.training import state
+from zoo.training.capture import FrozenOptions, can_skip, capture_obstacles, starts_defined, wants_closure
 from zoo.training.finite import FiniteWatch
-from zoo.training.updates import can_skip, starts_defined, wants_closure
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -179,10 +179,8 @@ class TrainingStep:
             NonFiniteError: If a loss was not finite: what is saved is worth going on from.
             ValueError: If something has no state, or one that :meth:`load` could not read.
         """
-        from zoo.training.state import save
-
         self._watch.check()
-        save(self, Path(folder), others)
+        state.save(self, Path(folder), others)
 
     def load(self, folder: str | Path, **others: Any) -> None:
         """Go on from what :meth:`save` wrote: the losses that follow are those of an uninterrupted run.
@@ -196,9 +194,7 @@ class TrainingStep:
             ValueError: If what was saved is of another model, optimizer or precision, is cut off, or has other names.
                 Nothing is changed then.
         """
-        from zoo.training.state import load
-
-        load(self, Path(folder), others)
+        state.load(self, Path(folder), others)
         self.release()
 
     def _begin_anew(self) -> None:

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.engine.kernel import kernel
 from zoo.ops.adamw import TOGETHER
 from zoo.ops.common import ceil_div
-from zoo.ops.triton.kernel import kernel
 
 # Numbers of a program, and its warps: 8 numbers of each tensor for a thread, a vector of half precision.
 BLOCK, WARPS = 1024, 4

@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div, next_power
-from zoo.ops.triton.kernel import kernel
 
 
 @triton.jit

@@ -14,8 +14,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div
-from zoo.ops.triton.kernel import kernel
 from zoo.ops.triton.tiles import tile_of
 
 # Rows and columns of a tile: a thread reads 8 numbers of each summand. Widths in the models are multiples of 64.

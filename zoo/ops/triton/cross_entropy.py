@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div
-from zoo.ops.triton.kernel import kernel
 
 # Bytes of a row that a program takes at once (16 two-byte logits a thread), readings under way and what is computed
 # with, and warps: as many as a program can have, of 64 threads each on AMD's GPUs, which hold less that is under way.

@@ -31,9 +31,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.engine.kernel import kernel
 from zoo.engine.tracing import traced_to_run
 from zoo.ops.common import ceil_div, next_power
-from zoo.ops.triton.kernel import kernel
 
 # Slots that a program takes at a step.
 BLOCK = 64

@@ -7,9 +7,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div, next_power
 from zoo.ops.draws import MOST_AT_ONCE
-from zoo.ops.triton.kernel import kernel
 
 # Places that a program holds in registers, 16 a thread: of two nodes at least.
 _HELD = 2 * MOST_AT_ONCE

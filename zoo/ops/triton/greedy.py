@@ -10,8 +10,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div, next_power
-from zoo.ops.triton.kernel import kernel
 
 BLOCK = 1024
 

@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div, next_power
 from zoo.ops.triton.group_norm import as_given
-from zoo.ops.triton.kernel import kernel
 from zoo.ops.triton.sums import total_of
 
 # Channels and pixels that a program holds at once, 4 warps: a vector of 8 numbers a thread.

@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div, next_power
-from zoo.ops.triton.kernel import kernel
 from zoo.ops.triton.sums import add_parts
 
 # Numbers of a row that a thread holds: 32 bytes of each tensor in float32.

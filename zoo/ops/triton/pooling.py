@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.engine.kernel import kernel
 from zoo.ops.triton import tiles
-from zoo.ops.triton.kernel import kernel
 from zoo.ops.triton.tiles import norm_of, of_channels, of_rows, strip
 
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
+from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div
-from zoo.ops.triton.kernel import kernel
 
 # Heads of a program.
 COUNT = 16

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div
-from zoo.ops.triton.kernel import kernel
 
 # Rows and columns of a tile, 8 warps: 32 bytes a thread in half precision, where a warp reads lines as they are.
 ROWS, COLUMNS = 8, 512
