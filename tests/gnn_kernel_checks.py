@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.gnn_reference import attend, edge_attention, edge_max, edge_softmax, edge_sum, kept
 from zoo.gnn import CSRGraph
-from zoo.gnn.csr import Recipe
+from zoo.gnn.graph import Recipe
 from zoo.ops import common, csr, draws
 from zoo.ops.common import next_power
 from zoo.ops.csr import GraphTensors

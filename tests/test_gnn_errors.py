@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zoo
 from zoo.gnn import CSRGraph, GATConv, GCNConv, SAGEConv
-from zoo.gnn.presets import build
+from zoo.gnn.model import build
 from zoo.ops.csr_sum import mean_neighbours
 
 X = torch.randn(5, 12)

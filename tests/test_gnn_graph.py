@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import zoo
 from tests.gnn_reference import attend, edge_softmax
 from zoo.engine.graphed_step import synchronising_raises
-from zoo.gnn import CSRGraph, GATConv, GCNConv, SAGEConv, prepare
-from zoo.gnn.csr import Recipe
-from zoo.gnn.prepare import GraphMemory
+from zoo.gnn import CSRGraph, GATConv, GCNConv, SAGEConv
+from zoo.gnn import graph as graphs
+from zoo.gnn.graph import GraphMemory, Recipe
 from zoo.ops.csr_sum import max_neighbours, mean_neighbours, sum_neighbours
 
 GRAPHS: dict[str, tuple[list[list[int]], tuple[int, int]]] = {
@@ -265,15 +265,15 @@ def test_weights_of_another_thread_are_never_taken(monkeypatch: pytest.MonkeyPat
         return memory.graph(edge_index, weight, sizes, Recipe(), torch.float32).tensors.weight
 
     expected = given(weights[0])
-    is_still = prepare._Seen.is_still
+    is_still = graphs._Seen.is_still
 
-    def interrupted(seen: prepare._Seen, tensor: Tensor) -> bool:
+    def interrupted(seen: graphs._Seen, tensor: Tensor) -> bool:
         known = is_still(seen, tensor)
         if tensor is weights[0]:
             given(weights[1])  # as another thread might, once this one has found its own
         return known
 
-    monkeypatch.setattr(prepare._Seen, "is_still", interrupted)
+    monkeypatch.setattr(graphs._Seen, "is_still", interrupted)
     found = given(weights[0])
     assert found is not None
     torch.testing.assert_close(found, expected, rtol=0, atol=0)

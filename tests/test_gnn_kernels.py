@@ -25,7 +25,7 @@ from tests.gnn_reference import attend, edge_attention, edge_max, edge_sum
 from tests.kernel_runs import run_checks
 from zoo.engine.kernel import Kernel
 from zoo.gnn import CSRGraph, convs
-from zoo.gnn.csr import Recipe
+from zoo.gnn.graph import Recipe
 from zoo.ops import common, csr, csr_sum
 from zoo.ops.csr import GraphTensors, split_rows
 from zoo.ops.csr_attention import attention

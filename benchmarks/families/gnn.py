@@ -212,7 +212,7 @@ def _implementation(
         autocast = autocast_of(dtype_of(case)) if case.workload == "train" else None
         model, inputs = gnn_upstream.tune(arch, shipped, graph.edge_index, graph.nodes, layout, autocast=autocast)
         return model, inputs, "CSR adjacency" if layout == "csr" else "sorted edges"
-    from zoo.gnn.upstream import from_upstream
+    from zoo.gnn.convert import from_upstream
 
     ours: Any = from_upstream(shipped)
     if sampled:

@@ -3,20 +3,20 @@
 from zoo.gnn.batches import Bucket as Bucket
 from zoo.gnn.batches import SampledBatch as SampledBatch
 from zoo.gnn.batches import Subgraph as Subgraph
-from zoo.gnn.config import GATConfig as GATConfig
-from zoo.gnn.config import GCNConfig as GCNConfig
-from zoo.gnn.config import SAGEConfig as SAGEConfig
 from zoo.gnn.convs import GATConv as GATConv
 from zoo.gnn.convs import GCNConv as GCNConv
 from zoo.gnn.convs import SAGEConv as SAGEConv
-from zoo.gnn.csr import CSRGraph as CSRGraph
+from zoo.gnn.graph import CSRGraph as CSRGraph
 from zoo.gnn.model import GAT as GAT
 from zoo.gnn.model import GCN as GCN
+from zoo.gnn.model import PRESETS, build, example_inputs
+from zoo.gnn.model import GATConfig as GATConfig
+from zoo.gnn.model import GCNConfig as GCNConfig
 from zoo.gnn.model import GNNEpilogue as GNNEpilogue
 from zoo.gnn.model import GNNHead as GNNHead
 from zoo.gnn.model import GNNLayer as GNNLayer
 from zoo.gnn.model import GraphSAGE as GraphSAGE
-from zoo.gnn.presets import PRESETS, build, example_inputs
+from zoo.gnn.model import SAGEConfig as SAGEConfig
 from zoo.gnn.sampling import NeighborSampler as NeighborSampler
 from zoo.registry import Family, register
 
@@ -27,7 +27,7 @@ FAMILY = register(
         build=build,
         model_types=(GCN, GAT, GraphSAGE),
         example_inputs=example_inputs,
-        upstream_module="zoo.gnn.upstream",
+        upstream_module="zoo.gnn.convert",
         upstream_packages=("torch_geometric",),
     )
 )

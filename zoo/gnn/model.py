@@ -12,21 +12,171 @@ Shape legend: N nodes, E edges, C channels, H heads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from zoo.engine.discover import Region
-from zoo.gnn.checks import check_features, check_layers, check_nodes
-from zoo.gnn.config import GATConfig, GCNConfig, GNNConfig, SAGEConfig
-from zoo.gnn.convs import GATConv, GCNConv, Graph, Graphs, SAGEConv, prepare_graph
-from zoo.gnn.csr import CSRGraph, Recipe
-from zoo.gnn.norms import make_activation, make_norm
-from zoo.gnn.outside import outside_compile
-from zoo.gnn.prepare import GraphMemory, weight_dtype
+from zoo.gnn.convs import GATConv, GCNConv, Graph, Graphs, SAGEConv, make_activation, make_norm, prepare_graph
+from zoo.gnn.graph import (
+    CSRGraph,
+    GraphMemory,
+    Recipe,
+    check_features,
+    check_nodes,
+    dynamo_disabled,
+    weight_dtype,
+)
 from zoo.ops.csr import GraphTensors
+from zoo.validate import seeded
+
+
+@dataclass(frozen=True, kw_only=True)
+class GNNConfig:
+    """What the three models share. Widths and depth have no default; switches default as torch-geometric's do.
+
+    Args:
+        in_channels: Width of the features.
+        hidden_channels: Width of every layer but the last.
+        num_layers: Number of convolutions.
+        out_channels: Width of the output; None for ``hidden_channels``.
+        dropout: Probability of dropping an activation in training (and a neighbour, in GAT).
+        act: Activation by name, or None; see ``zoo.gnn.convs.ACTIVATIONS``.
+        act_first: Activate before and not after the normalisation.
+        act_kwargs: Options of the activation.
+        norm: ``"batch"``, ``"layer"`` or None.
+        norm_kwargs: Options of the normalisation.
+        jk: Jumping knowledge: ``"last"``, ``"cat"`` or ``"max"`` puts a linear layer at the end, over the last or all
+            layers' outputs; None makes the last convolution the output.
+    """
+
+    in_channels: int
+    hidden_channels: int
+    num_layers: int
+    out_channels: int | None
+    dropout: float = 0.0
+    act: str | None = "relu"
+    act_first: bool = False
+    act_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    norm: str | None = None
+    norm_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    jk: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("in_channels", "hidden_channels", "num_layers", "out_channels"):
+            value = getattr(self, name)
+            if value is None and name == "out_channels":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} is {value!r}, expected a positive integer")
+        if not 0.0 <= self.dropout <= 1.0:
+            raise ValueError(f"dropout is {self.dropout!r}, expected a probability, 0 to 1")
+        if self.jk not in (None, "last", "cat", "max"):
+            raise ValueError(f"jk is {self.jk!r}, expected None, 'last', 'cat' or 'max'")
+
+    @property
+    def output_width(self) -> int:
+        """Width of the output."""
+        return self.hidden_channels if self.out_channels is None else self.out_channels
+
+    @property
+    def ends_in_conv(self) -> bool:
+        """Whether the last convolution has the output's width."""
+        return self.out_channels is not None and self.jk is None
+
+    def widths(self) -> list[tuple[int, int]]:
+        """(input, output) of each layer's convolution."""
+        outputs = [self.hidden_channels] * self.num_layers
+        if self.ends_in_conv:
+            outputs[-1] = self.output_width
+        return list(zip([self.in_channels, *outputs[:-1]], outputs, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GCNConfig(GNNConfig):
+    """A GCN.
+
+    Args:
+        improved: Added self-loops weigh 2; only graphs with edge weights notice, as in torch-geometric.
+        add_self_loops: Give nodes a self-loop; None follows ``normalize``.
+        normalize: Symmetric degree normalisation.
+        bias: Of the convolutions.
+        cached: Kept for the way back to torch-geometric. Prepared graphs are always remembered here, and unlike there
+            another graph is never mistaken for the first.
+    """
+
+    improved: bool = False
+    add_self_loops: bool | None = None
+    normalize: bool = True
+    bias: bool = True
+    cached: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.add_self_loops is None:
+            # Resolved here, so that configs of equal models are equal.
+            object.__setattr__(self, "add_self_loops", self.normalize)
+        if self.add_self_loops and not self.normalize:
+            raise ValueError("add_self_loops is True and normalize False: self-loops are added by the normalisation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GATConfig(GNNConfig):
+    """A GAT.
+
+    Args:
+        heads: Attention heads. With ``concat`` they share ``hidden_channels``; the last convolution averages them.
+        concat: Put the heads of hidden layers side by side; else each has the full width and they are averaged.
+        negative_slope: Of the leaky relu on attention scores.
+        add_self_loops: Every node attends to itself.
+        bias: Of the convolutions.
+        residual: Add each layer's input, times a weight.
+    """
+
+    heads: int
+    concat: bool = True
+    negative_slope: float = 0.2
+    add_self_loops: bool = True
+    bias: bool = True
+    residual: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.heads, int) or self.heads < 1:
+            raise ValueError(f"heads is {self.heads!r}, expected a positive integer")
+        hidden = self.num_layers > 1 or not self.ends_in_conv
+        if self.concat and hidden and self.hidden_channels % self.heads:
+            raise ValueError(
+                f"hidden_channels is {self.hidden_channels} and heads {self.heads}: with concat=True the heads share "
+                "the width, so it must be a multiple of their number"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SAGEConfig(GNNConfig):
+    """A GraphSAGE.
+
+    Args:
+        aggr: ``"mean"``, ``"max"`` or ``"sum"``.
+        normalize: Divide each row of a convolution's output by its Euclidean norm.
+        root_weight: Add the node's own features, times a weight.
+        project: Pass neighbours through a linear layer and relu first.
+        bias: Of the convolutions.
+    """
+
+    aggr: str = "mean"
+    normalize: bool = False
+    root_weight: bool = True
+    project: bool = False
+    bias: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.aggr not in ("mean", "max", "sum"):
+            raise ValueError(f"aggr is {self.aggr!r}, expected 'mean', 'max' or 'sum'")
 
 
 class GNNHead(nn.Module):
@@ -147,7 +297,7 @@ class _Model(nn.Module):
         self.recipe: Recipe = self._first_conv.recipe
         self._memory = GraphMemory()
 
-    @outside_compile
+    @dynamo_disabled
     def prepare(
         self, edge_index: Tensor | CSRGraph, edge_weight: Tensor | None = None, num_nodes: int | None = None
     ) -> CSRGraph:
@@ -304,3 +454,79 @@ class GraphSAGE(_Model):
         if not isinstance(edge_index, tuple) or isinstance(edge_index, GraphTensors):
             return 1
         return len({(edges.rowptr.shape, edges.source.shape) for edges in edge_index})
+
+
+def check_layers(x: Tensor, graphs: tuple[GraphTensors, ...], layers: int) -> None:
+    """A graph a layer, each from what the layer before it computes, or a part of that, to its own rows."""
+    if len(graphs) != layers:
+        raise ValueError(
+            f"there are graphs of {len(graphs)} layers and the model has {layers}; sample as many hops as it has layers"
+        )
+    if (nodes := _sources(graphs[0], x.shape[0])) != x.shape[0]:
+        raise ValueError(f"x has {x.shape[0]} rows and the batch {nodes} nodes; pass x[batch.nodes]")
+    check_nodes(x, nodes, graphs[0].rowptr.device)
+    known = x.shape[0]
+    for index, graph in enumerate(graphs):
+        rows = graph.rowptr.shape[0] - 1
+        if rows > known or _sources(graph, known) != known:
+            raise ValueError(
+                f"the graph of layer {index} takes {_sources(graph, known)} rows to {rows}, and the layer is given "
+                f"{known}; pass the graphs of a SampledBatch as they are"
+            )
+        known = rows
+
+
+def _sources(graph: GraphTensors, default: int) -> int:
+    return default if graph.transpose is None else graph.transpose.colptr.shape[0] - 1
+
+
+# ogbn-arxiv: 128 features and 40 classes, at the widths of the benchmark's own examples.
+_ARXIV: dict[str, Any] = {"in_channels": 128, "hidden_channels": 256, "num_layers": 3, "out_channels": 40}
+# Cora: 1433 features and 7 classes, at the widths of the papers.
+_CORA: dict[str, Any] = {"in_channels": 1433, "hidden_channels": 64, "num_layers": 2, "out_channels": 7}
+_DEBUG: dict[str, Any] = {"in_channels": 12, "hidden_channels": 16, "num_layers": 3, "out_channels": 5}
+
+PRESETS: dict[str, GNNConfig] = {
+    "gcn": GCNConfig(**_ARXIV),
+    "gat": GATConfig(**_ARXIV, heads=8),
+    "graphsage": SAGEConfig(**_ARXIV),
+    "gcn-cora": GCNConfig(**_CORA),
+    "gat-cora": GATConfig(**_CORA, heads=8, act="elu"),
+    "graphsage-cora": SAGEConfig(**_CORA),
+    "gcn-debug": GCNConfig(**_DEBUG),
+    "gat-debug": GATConfig(**_DEBUG, heads=4),
+    "graphsage-debug": SAGEConfig(**_DEBUG),
+}
+
+_MODELS: dict[type[GNNConfig], type[nn.Module]] = {GCNConfig: GCN, GATConfig: GAT, SAGEConfig: GraphSAGE}
+
+
+def build(config: GNNConfig) -> nn.Module:
+    """A randomly initialised model on the current default device and dtype.
+
+    Raises:
+        TypeError: If the config is none of the family's.
+    """
+    if type(config) not in _MODELS:
+        raise TypeError(f"config is a {type(config).__name__}, expected one of {[c.__name__ for c in _MODELS]}")
+    return _MODELS[type(config)](config)
+
+
+def example_inputs(model: nn.Module, *, num_nodes: int = 64, num_edges: int = 256, seed: int = 0) -> dict[str, Tensor]:
+    """Normal features and uniformly drawn edges on the model's device: ``x`` [N, C_in], ``edge_index`` [2, E].
+
+    The same seed gives the same graph on every device. Edges may repeat. There are no self-loops (but for a single
+    node): a graph's shape is its number of edges once self-loops are in, so that all seeds give graphs of one shape.
+    """
+    if num_nodes < 1 and num_edges > 0:
+        raise ValueError(f"num_nodes is {num_nodes} and num_edges {num_edges}: edges need nodes")
+    weight, config = next(model.parameters()), model.config
+    if not isinstance(config, GNNConfig):
+        raise TypeError(f"{type(model).__name__} is not a GCN, GAT or GraphSAGE of the zoo")
+    generator = seeded(seed)
+    on_cpu: dict[str, Any] = {"generator": generator, "device": "cpu"}
+    x = torch.randn(num_nodes, config.in_channels, dtype=torch.float32, **on_cpu)
+    source = torch.randint(max(num_nodes, 1), (num_edges,), **on_cpu)
+    distance = torch.randint(max(num_nodes - 1, 1), (num_edges,), **on_cpu) + 1
+    edges = torch.stack([source, (source + distance) % max(num_nodes, 1)])
+    return {"x": x.to(weight.device, weight.dtype), "edge_index": edges.to(weight.device)}

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from zoo.gnn.batches import Bucket, Drawn, SampledBatch, Subgraph, map_tensors
-from zoo.gnn.csr import CSRGraph
+from zoo.gnn.graph import CSRGraph
 from zoo.ops.draws import distinct
 from zoo.validate import check_device, check_seed
 

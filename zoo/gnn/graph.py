@@ -1,20 +1,39 @@
 """A graph as the aggregations want it: edges sorted by destination, with self-loops and normalisation prepared once.
 
+Raw edges are prepared once and remembered, outside of what is compiled.
+
 Shape legend: N nodes, S sources and D destinations of a rectangular graph, E edges.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from zoo.gnn.checks import check_edge_weight, check_edges, node_counts
-from zoo.gnn.outside import outside_compile
+from zoo.engine.step_buffers import is_step_input
 from zoo.ops import common
 from zoo.ops.csr import GraphTensors, Split, Transpose, split_rows
 from zoo.validate import check_device
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def dynamo_disabled(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Keep Dynamo out of a function. ``torch.compiler.disable`` as a decorator would import Dynamo with the zoo."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 class Recipe(NamedTuple):
@@ -256,7 +275,7 @@ class CSRGraph:
             self._add_transpose()
         return self
 
-    @outside_compile
+    @dynamo_disabled
     def _add_transpose(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
             self._edges.transpose()
@@ -369,3 +388,211 @@ def _normalized(edges: _Structure, weight: Tensor | None, dtype: torch.dtype) ->
     scale = degree.masked_fill(isolated, 1.0).pow(-0.5).masked_fill(isolated, 0.0)
     both = scale.index_select(0, edges.source) * scale.index_select(0, edges.destination)
     return both if weight is None else both * weight
+
+
+def weight_dtype(x: Tensor) -> torch.dtype:
+    """Weights stay in float32 beside half-precision features: sums over many edges are kept in it anyway."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+class _Seen:
+    """A tensor as it was: the same object, unchanged since."""
+
+    def __init__(self, tensor: Tensor, on_death: Callable[[Any], None] | None = None) -> None:
+        self._reference = weakref.ref(tensor, on_death)
+        self._stamp = _stamp(tensor)
+
+    def is_still(self, tensor: Tensor) -> bool:
+        return self._reference() is tensor and self._stamp is not None and self._stamp == _stamp(tensor)
+
+
+def _stamp(tensor: Tensor) -> tuple[Any, ...] | None:
+    """Changes with every in-place operation that torch counts, which it does not through ``.data`` or NumPy.
+
+    Inference tensors keep no count, so nothing is known of them.
+    """
+    if tensor.is_inference():
+        return None
+    return tensor._version, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+
+
+class _Entry:
+    def __init__(self, edges: _Seen, num_nodes: tuple[int, int], plain: CSRGraph) -> None:
+        self.edges = edges
+        self.num_nodes = num_nodes
+        self.plain = plain
+        # Read and written as one: another thread may call with other weights.
+        self.weighted: tuple[_Seen, CSRGraph] | None = None
+
+
+class GraphMemory:
+    """Graphs prepared from raw ``edge_index`` tensors, by identity and version of the tensors.
+
+    The last ``size`` graphs are kept, each until its ``edge_index`` dies. A copy or a pickle of the model starts with
+    an empty memory.
+    """
+
+    def __init__(self, size: int = 8) -> None:
+        self._size = size
+        self._entries: dict[int, _Entry] = {}
+        self._captured: list[CSRGraph] = []
+
+    def keep(self, graph: CSRGraph) -> None:
+        """Hold a graph that went into a CUDA graph as long as the model lives: replays read its memory."""
+        self._captured.append(graph)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphMemory:
+        return GraphMemory(self._size)
+
+    def __reduce__(self) -> tuple[type[GraphMemory], tuple[int]]:
+        return GraphMemory, (self._size,)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def graph(
+        self,
+        edge_index: Tensor | CSRGraph,
+        edge_weight: Tensor | None,
+        num_nodes: tuple[int, int],
+        recipe: Recipe,
+        dtype: torch.dtype,
+    ) -> CSRGraph:
+        """The prepared graph of raw edges or of any CSRGraph.
+
+        Raises:
+            TypeError, ValueError: As ``CSRGraph.from_edge_index``; if weights come twice, or are of no use.
+        """
+        if isinstance(edge_index, CSRGraph):
+            if edge_weight is not None:
+                raise ValueError(
+                    "edge_weight was given beside a CSRGraph; put it into the graph: graph.with_weights(edge_weight)"
+                )
+            return edge_index.prepared(recipe, dtype)
+        check_edges(edge_index, edge_weight)
+        if edge_weight is not None and not recipe.weighted:
+            raise ValueError("edge_weight was given, but this layer does not use edge weights; leave it out")
+        entry = self._entries.pop(id(edge_index), None)
+        if entry is None or entry.num_nodes != num_nodes or not entry.edges.is_still(edge_index):
+            entry = _Entry(
+                _Seen(edge_index, functools.partial(_forget, self._entries, id(edge_index))),
+                num_nodes,
+                CSRGraph.from_edge_index(edge_index, None, num_nodes),
+            )
+        self._entries[id(edge_index)] = entry
+        if len(self._entries) > self._size:
+            del self._entries[next(iter(self._entries))]
+        if edge_weight is None:
+            return entry.plain.prepared(recipe, dtype)
+        if edge_weight.requires_grad or is_step_input(edge_weight):
+            # Anew at each call: of what is learned for its gradient, and of an input of a captured step because every
+            # replay brings other values.
+            return entry.plain.with_weights(edge_weight).prepared(recipe, dtype)
+        weighted = entry.weighted
+        if weighted is None or not weighted[0].is_still(edge_weight):
+            weighted = entry.weighted = _Seen(edge_weight), entry.plain.with_weights(edge_weight)
+        return weighted[1].prepared(recipe, dtype)
+
+
+def _forget(entries: dict[int, _Entry], key: int, _: Any) -> None:
+    entries.pop(key, None)
+
+
+def check_features(x: Tensor, channels: int, weight: Tensor, what: str = "x") -> None:
+    """Features that the weights can be applied to. Reads no value, so it never synchronises."""
+    if not isinstance(x, Tensor) or x.layout != torch.strided:
+        found = x.layout if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{what} is a {found}, expected a dense tensor [N, {channels}] of features")
+    if x.dim() != 2 or x.shape[1] != channels:
+        raise ValueError(f"{what} has shape {tuple(x.shape)}, expected [N, {channels}]: a row of {channels} a node")
+    if x.device != weight.device:
+        raise ValueError(f"{what} is on {x.device} and the weights are on {weight.device}; move one of them")
+    if not x.dtype.is_floating_point:
+        raise TypeError(f"{what} is {x.dtype}, expected {weight.dtype}; use {what}.to({weight.dtype})")
+    if x.dtype != weight.dtype:
+        if torch.float64 in (x.dtype, weight.dtype):
+            # Autocast leaves it as it is.
+            raise TypeError(f"{what} is {x.dtype} and the weights are {weight.dtype}; use {what}.to({weight.dtype})")
+        if not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(
+                f"{what} is {x.dtype} and the weights are {weight.dtype}; use {what}.to({weight.dtype}), or "
+                "torch.autocast"
+            )
+
+
+def check_nodes(x: Tensor, count: int, device: torch.device, what: str = "x") -> None:
+    """One row of features for each node of the graph, beside it."""
+    if x.shape[0] != count:
+        raise ValueError(
+            f"{what} has {x.shape[0]} rows and the graph has {count} nodes; prepare the graph with "
+            f"num_nodes={x.shape[0]}"
+        )
+    if x.device != device:
+        raise ValueError(f"{what} is on {x.device} and the graph on {device}; move one of them, graph.to({x.device})")
+
+
+def check_edges(edge_index: Tensor, edge_weight: Tensor | None) -> None:
+    """Kinds and shapes of a raw graph, checked without reading a value."""
+    if not isinstance(edge_index, Tensor):
+        if isinstance(edge_index, list) and any(isinstance(each, GraphTensors) for each in edge_index):
+            raise TypeError(
+                "edge_index is a list of GraphTensors, as torch's DataLoader makes of a batch's graphs; pass "
+                "tuple(batch.graphs), or move the batch by batch.to(device), which makes them a tuple again"
+            )
+        raise TypeError(
+            f"edge_index is a {type(edge_index).__name__}, expected an int64 tensor [2, E] or a CSRGraph; build one "
+            "with CSRGraph.from_edge_index"
+        )
+    if edge_index.layout != torch.strided:
+        raise TypeError(f"edge_index is {edge_index.layout}, expected a dense int64 tensor [2, E] or a CSRGraph")
+    if edge_index.dtype != torch.int64:
+        raise TypeError(f"edge_index is {edge_index.dtype}, expected torch.int64; use edge_index.long()")
+    if edge_index.dim() != 2 or edge_index.shape[0] != 2:
+        hint = "; transpose it with .t()" if edge_index.dim() == 2 and edge_index.shape[1] == 2 else ""
+        raise ValueError(f"edge_index has shape {tuple(edge_index.shape)}, expected [2, E]{hint}")
+    if edge_weight is not None:
+        check_edge_weight(edge_weight, edge_index.shape[1], edge_index.device)
+
+
+def check_edge_weight(edge_weight: Tensor, edges: int, device: torch.device) -> None:
+    """One real factor an edge."""
+    if not isinstance(edge_weight, Tensor) or edge_weight.layout != torch.strided:
+        raise TypeError(f"edge_weight is a {type(edge_weight).__name__}, expected a dense tensor [E] of floats")
+    if not edge_weight.dtype.is_floating_point:
+        raise TypeError(f"edge_weight is {edge_weight.dtype}, expected floating point; use edge_weight.float()")
+    if tuple(edge_weight.shape) != (edges,):
+        raise ValueError(
+            f"edge_weight has shape {tuple(edge_weight.shape)} and there are {edges} edges, expected one weight an "
+            f"edge, ({edges},)"
+        )
+    if edge_weight.device != device:
+        raise ValueError(f"edge_weight is on {edge_weight.device} and the edges on {device}; move one of them")
+
+
+def node_counts(edge_index: Tensor, num_nodes: int | tuple[int, int] | None) -> tuple[int, int]:
+    """(S, D), with every index checked. Reads two numbers from the device."""
+    least, greatest = [-1, -1], [-1, -1]
+    if edge_index.shape[1]:
+        low, high = edge_index.aminmax(dim=1)
+        (least, greatest) = torch.stack([low, high]).tolist()
+    given = num_nodes
+    if num_nodes is None:
+        num_nodes = max(*greatest, -1) + 1
+    if isinstance(num_nodes, int):
+        num_nodes = (num_nodes, num_nodes)
+    if not isinstance(num_nodes, tuple) or len(num_nodes) != 2 or not all(_is_count(n) for n in num_nodes):
+        raise ValueError(f"num_nodes is {given!r}, expected a count, or (sources, destinations)")
+    if edge_index.shape[1]:
+        for row, what in enumerate(("source", "destination")):
+            if least[row] < 0:
+                raise ValueError(f"edge_index holds the negative {what} {least[row]}; nodes are numbered from 0")
+            if greatest[row] >= num_nodes[row]:
+                raise ValueError(
+                    f"edge_index holds {what} {greatest[row]}, but there are {num_nodes[row]} nodes (0 to "
+                    f"{num_nodes[row] - 1}); give features for every node, or drop the edge"
+                )
+    return num_nodes
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zoo
 from zoo.gnn import GATConfig, GCNConfig, GraphSAGE, SAGEConfig
-from zoo.gnn.upstream import config_of, convert_state_dict, from_upstream, to_upstream
+from zoo.gnn.convert import config_of, convert_state_dict, from_upstream, to_upstream
 
 IN, HIDDEN, OUT = 6, 8, 5
 

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch_geometric.nn.aggr import MaxAggregation, MeanAggregation, SumAggregation
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
-from zoo.gnn.config import GATConfig, GCNConfig, GNNConfig, SAGEConfig
-from zoo.gnn.norms import ACTIVATIONS
-from zoo.gnn.presets import build
+from zoo.gnn.convs import ACTIVATIONS
+from zoo.gnn.model import GATConfig, GCNConfig, GNNConfig, SAGEConfig, build
 
 # {theirs: ours}; {} is the layer's index, {last} the last layer's. No two entries overlap.
 KEYS = {
