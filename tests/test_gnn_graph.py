@@ -262,7 +262,7 @@ def test_weights_of_another_thread_are_never_taken(monkeypatch: pytest.MonkeyPat
     weights = [torch.rand(6), torch.rand(6)]
 
     def given(weight: Tensor) -> Tensor | None:
-        return memory.graph(edge_index, weight, sizes, Recipe(), torch.float32).tensors.weight
+        return memory.prepare(edge_index, weight, [torch.empty(sizes[0], 0)], Recipe()).tensors.weight
 
     expected = given(weights[0])
     is_still = graphs._Seen.is_still
@@ -293,7 +293,7 @@ def test_edges_alone_are_let_go_of_once_self_loops_were_added(loop: bool) -> Non
     """Who holds a graph of a hundred million edges holds it once; what was let go of can be had again."""
     edge_index = torch.tensor([[3, 0, 1, 2, 3, 1], [0, 1, 1 if loop else 2, 1, 0, 0]])
     graph = CSRGraph.from_edge_index(edge_index, None, 5)
-    edges = weakref.ref(graph._structure.source)
+    edges = weakref.ref(graph._structure.edges.source)
     looped = graph.gcn_normalized()
     assert (edges() is None) != loop
     assert (looped.num_edges, graph.num_edges, graph.device) == (10 if loop else 11, 6, edge_index.device)

@@ -15,7 +15,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 import zoo
-from zoo.gnn import CSRGraph, convs
+from zoo.gnn import CSRGraph
+from zoo.gnn import graph as graphs
 
 MODELS = ["gcn-debug", "gat-debug", "graphsage-debug"]
 # The first layer, the last and all between, at any depth; with a jumping-knowledge head no layer is a last one.
@@ -130,7 +131,7 @@ def test_a_captured_step_keeps_what_was_prepared_from_raw_edges(monkeypatch: pyt
     x, edge_index = zoo.example_inputs(model).values()
     model(x, edge_index)
     # Stands in for a capture, which the CPU does not have.
-    monkeypatch.setattr(convs, "is_captured", lambda device: True)
+    monkeypatch.setattr(graphs, "is_captured", lambda device: True)
     model(x, edge_index)
     (entry,) = model._memory._entries.values()
     pointers = weakref.ref(entry.plain.tensors.rowptr)

@@ -17,16 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.engine.step_buffers import is_captured, is_step_input
-from zoo.gnn.graph import (
-    CSRGraph,
-    GraphMemory,
-    Recipe,
-    check_features,
-    check_nodes,
-    dynamo_disabled,
-    weight_dtype,
-)
+from zoo.gnn.graph import CSRGraph, GraphMemory, Recipe, check_features, check_nodes
 from zoo.ops.common import kernels_run
 from zoo.ops.csr import GraphTensors, Own
 from zoo.ops.csr_attention import attention
@@ -39,31 +30,6 @@ Features: TypeAlias = Tensor | tuple[Tensor, Tensor]
 # Values of 16 bytes in half precision; and the nodes from which on padding the weights, a launch, is nothing.
 VECTOR = 8
 MANY_NODES = 2**16
-
-
-@dynamo_disabled
-def prepare_graph(
-    memory: GraphMemory,
-    graph: CSRGraph | Tensor,
-    edge_weight: Tensor | None,
-    features: Sequence[Tensor],
-    recipe: Recipe,
-) -> CSRGraph:
-    """Raw edges or any CSRGraph to what ``recipe`` asks for; ``features`` are those of sources and destinations."""
-    if isinstance(graph, Tensor) and is_step_input(graph):
-        raise ValueError(
-            "edge_index is an input of zoo.cuda_graph, which would bake in the graph prepared from its first value; "
-            "pass model.prepare(edge_index, num_nodes=N) and name it in static="
-        )
-    nodes = features[0].shape[0], features[-1].shape[0]
-    if isinstance(graph, Tensor) and graph.device != features[0].device:
-        raise ValueError(
-            f"edge_index is on {graph.device} and x on {features[0].device}; use edge_index.to({features[0].device})"
-        )
-    prepared = memory.graph(graph, edge_weight, nodes, recipe, weight_dtype(features[0]))
-    if isinstance(graph, Tensor) and is_captured(prepared.device):
-        memory.keep(prepared)
-    return prepared
 
 
 class _Conv(nn.Module):
@@ -94,7 +60,7 @@ class _Conv(nn.Module):
     def _tensors(
         self, features: Sequence[Tensor], graph: CSRGraph | Tensor, edge_weight: Tensor | None
     ) -> GraphTensors:
-        prepared = prepare_graph(self._memory, graph, edge_weight, features, self.recipe)
+        prepared = self._memory.prepare(graph, edge_weight, features, self.recipe)
         check_nodes(features[0], prepared.num_sources, prepared.device)
         check_nodes(features[-1], prepared.num_destinations, prepared.device)
         return prepared.tensors

@@ -1,27 +1,31 @@
 """A graph as the aggregations want it: edges sorted by destination, with self-loops and normalisation prepared once.
 
-Raw edges are prepared once and remembered, outside of what is compiled.
+``CSRGraph`` is the prepared graph, ``GraphMemory`` remembers the graphs that were prepared from raw edges. Both work
+outside of what is compiled.
 
-Shape legend: N nodes, S sources and D destinations of a rectangular graph, E edges.
+Shape legend: N nodes, S sources and D destinations of a rectangular graph, E edges, C channels.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from zoo.engine.step_buffers import is_step_input
+from zoo.engine.step_buffers import is_captured, is_step_input
 from zoo.ops import common
 from zoo.ops.csr import GraphTensors, Split, Transpose, split_rows
 from zoo.validate import check_device
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+# A model remembers this many graphs that were prepared from raw edges.
+REMEMBERED = 8
 
 
 def dynamo_disabled(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -55,103 +59,87 @@ class Recipe(NamedTuple):
     weighted: bool = True
 
 
+class _Edges(NamedTuple):
+    """Edges [E] sorted by destination. ``origin`` is each edge's place in the input; past its end for an added one."""
+
+    source: Tensor
+    destination: Tensor
+    origin: Tensor
+
+    def at(self, places: Tensor) -> _Edges:
+        return _Edges(*(each.index_select(0, places) for each in self))
+
+
 class _Structure:
-    """Sorted edges without weights. ``origin`` [E] is each edge's place in the input; past its end for an added one.
+    """A graph without weights. Graphs that differ in weights and recipe share it, and what is derived from it."""
 
-    Once self-loops were added to edges without any, the edges alone are let go of: the others hold them.
-    """
-
-    def __init__(self, source: Tensor, destination: Tensor, origin: Tensor | None, inputs: int, sizes: tuple[int, int]):
-        destination, order = torch.sort(destination, stable=True)
-        order = order.to(source.dtype)
-        source = source.index_select(0, order)
-        self._sorted: tuple[Tensor, Tensor, Tensor] | None = (
-            source,
-            destination,
-            order if origin is None else origin.index_select(0, order),
-        )
-        self.count = source.shape[0]
+    def __init__(self, edges: _Edges, inputs: int, sizes: tuple[int, int]) -> None:
+        order = torch.sort(edges.destination, stable=True).indices
+        self._sorted: _Edges | None = edges.at(order)
+        self.count = len(order)
         self.inputs = inputs
         self.sizes = sizes
-        self.rowptr = _pointers(destination, sizes[1])
+        self.rowptr = _pointers(self.edges.destination, sizes[1])
         self.split = _split(self.rowptr, self.count)
         self.transposed: Transpose | None = None
         self._looped: _Structure | None = None
-        # Places in the input of self-loops that another of the same node replaced, and of those others.
-        self.passed_over: tuple[Tensor, Tensor] | None = None
-        self.unweighted: dict[tuple[Recipe, torch.dtype, bool], GraphTensors] = {}
+        # [2, K]: places in the input of self-loops that another one of the same node replaced, and of those others.
+        self.replaced: Tensor | None = None
+        self.unweighted: dict[Any, GraphTensors] = {}
 
     @property
-    def source(self) -> Tensor:
-        return self._all()[0]
-
-    @property
-    def destination(self) -> Tensor:
-        return self._all()[1]
-
-    @property
-    def origin(self) -> Tensor:
-        return self._all()[2]
-
-    def _all(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Source, destination and origin."""
-        edges = self._sorted
-        if edges is None:
+    def edges(self) -> _Edges:
+        if self._sorted is None:
             assert self._looped is not None
             with torch.inference_mode(False), torch.no_grad():
-                source, destination, origin = self._looped._all()
-                given = (origin < self.inputs).nonzero().view(-1)
-                edges = self._sorted = source[given], destination[given], origin[given]
-        return edges
+                edges = self._looped.edges
+                self._sorted = edges.at((edges.origin < self.inputs).nonzero().view(-1))
+        return self._sorted
 
     def looped(self) -> _Structure:
-        """The same graph with exactly one self-loop a node, if the node is both a source and a destination."""
+        """The same graph with exactly one self-loop a node, if the node is both a source and a destination.
+
+        If no self-loops were there before, this one lets go of its edges: those with self-loops hold them too.
+        """
         if self._looped is None:
-            nodes = min(self.sizes)
-            is_loop = self.source == self.destination
-            here, elsewhere = is_loop.nonzero().view(-1), (~is_loop).nonzero().view(-1)
-            loop = torch.arange(nodes, dtype=self.source.dtype, device=self.source.device)
+            edges = self.edges
+            is_loop = edges.source == edges.destination
+            loops, others = edges.at(is_loop.nonzero().view(-1)), edges.at((~is_loop).nonzero().view(-1))
+            nodes = torch.arange(min(self.sizes), dtype=edges.source.dtype, device=edges.source.device)
             # Of several self-loops of a node the last of the input counts, on every device.
-            origin = torch.full_like(loop, -1)
-            origin.scatter_reduce_(0, self.source[here].long(), self.origin[here], "amax")
-            kept = origin[self.source[here]]
-            passed_over = (kept != self.origin[here]).nonzero().view(-1)
-            self._looped = _Structure(
-                torch.cat([self.source[elsewhere], loop]),
-                torch.cat([self.destination[elsewhere], loop]),
-                torch.cat([self.origin[elsewhere], origin.masked_fill_(origin == -1, self.inputs)]),
-                self.inputs,
-                self.sizes,
-            )
-            if passed_over.numel():
-                self._looped.passed_over = self.origin[here][passed_over], kept[passed_over]
-            if not here.numel():
+            origin = torch.full_like(nodes, -1)
+            origin.scatter_reduce_(0, loops.source.long(), loops.origin, "amax")
+            kept = origin[loops.source]
+            replaced = (kept != loops.origin).nonzero().view(-1)
+            added = _Edges(nodes, nodes, origin.masked_fill(origin == -1, self.inputs))
+            both = _Edges(*(torch.cat(pair) for pair in zip(others, added, strict=True)))
+            self._looped = _Structure(both, self.inputs, self.sizes)
+            if replaced.numel():
+                self._looped.replaced = torch.stack([loops.origin[replaced], kept[replaced]])
+            if not loops.source.numel():
                 self._sorted = None
         return self._looped
 
     def transpose(self) -> Transpose:
         """Without weights; sorted at first use."""
         if self.transposed is None:
-            source, order = torch.sort(self.source, stable=True)
+            edges = self.edges
+            source, order = torch.sort(edges.source, stable=True)
             permutation = order.to(source.dtype)
             colptr = _pointers(source, self.sizes[0])
-            destination = self.destination.index_select(0, permutation)
+            destination = edges.destination.index_select(0, permutation)
             self.transposed = Transpose(colptr, destination, permutation, None, _split(colptr, self.count))
         return self.transposed
 
     def to(self, device: torch.device | str) -> _Structure:
-        moved = _Structure.__new__(_Structure)
-        edges = self._sorted
-        moved._sorted = None if edges is None else (edges[0].to(device), edges[1].to(device), edges[2].to(device))
+        moved = copy.copy(self)
+        if self._sorted is not None:
+            moved._sorted = _Edges(*(each.to(device) for each in self._sorted))
         moved.rowptr = self.rowptr.to(device)
-        moved.count, moved.inputs, moved.sizes = self.count, self.inputs, self.sizes
-        moved.split = _split(moved.rowptr, moved.count)
-        moved.transposed = None
+        moved.split = _split(moved.rowptr, self.count)
+        moved.transposed, moved.unweighted = None, {}
         moved._looped = None if self._looped is None else self._looped.to(device)
-        moved.passed_over = None
-        if self.passed_over is not None:
-            moved.passed_over = self.passed_over[0].to(device), self.passed_over[1].to(device)
-        moved.unweighted = {}
+        moved.replaced = None if self.replaced is None else self.replaced.to(device)
         return moved
 
 
@@ -177,12 +165,17 @@ class CSRGraph:
     """
 
     def __init__(
-        self, structure: _Structure, edge_weight: Tensor | None, recipe: Recipe, weight_dtype: torch.dtype
+        self,
+        structure: _Structure,
+        edge_weight: Tensor | None,
+        recipe: Recipe,
+        weight_dtype: torch.dtype,
+        derived: dict[Any, GraphTensors],
     ) -> None:
         self._structure = structure
         self._edge_weight = edge_weight
         self._differentiable = edge_weight is not None and edge_weight.requires_grad
-        self._siblings: dict[tuple[Recipe, torch.dtype, bool], GraphTensors] = {}
+        self._derived = derived
         self.recipe = recipe
         self.weight_dtype = weight_dtype
         self.is_square = structure.sizes[0] == structure.sizes[1]
@@ -211,32 +204,34 @@ class CSRGraph:
         with torch.inference_mode(False), torch.no_grad():
             # Subclasses of Tensor (torch-geometric's EdgeIndex) carry metadata that the plain tensor does not need.
             plain = edge_index.as_subclass(Tensor)
-            sizes = node_counts(plain, num_nodes)
+            sizes, count = _node_counts(plain, num_nodes), plain.shape[1]
             # Half the bytes to sort, to keep and to read again at every call.
-            few = plain.shape[1] + max(sizes) < 2**31
-            source, destination = plain.to(torch.int32 if few else torch.int64)
-            structure = _Structure(source, destination, None, plain.shape[1], sizes)
+            dtype = torch.int32 if count + max(sizes) < 2**31 else torch.int64
+            source, destination = plain.to(dtype)
+            origin = torch.arange(count, dtype=dtype, device=plain.device)
+            structure = _Structure(_Edges(source, destination, origin), count, sizes)
         return cls._attach(structure, edge_weight)
 
     @classmethod
     def _attach(cls, structure: _Structure, edge_weight: Tensor | None) -> CSRGraph:
-        if edge_weight is not None and not edge_weight.requires_grad:
+        if edge_weight is None:
+            return cls(structure, None, Recipe(), torch.float32, structure.unweighted)
+        if not edge_weight.requires_grad:
             with torch.inference_mode(False):
                 edge_weight = edge_weight.clone()
-        dtype = torch.float64 if edge_weight is not None and edge_weight.dtype == torch.float64 else torch.float32
-        # Most graphs are never used without what a recipe adds, and would hold both.
-        return cls(structure, edge_weight, Recipe(), dtype)
+        return cls(structure, edge_weight, Recipe(), weight_dtype(edge_weight), {})
 
     def with_weights(self, edge_weight: Tensor | None) -> CSRGraph:
         """The graph without self-loops or normalisation and with other weights, [E] in the order of the input."""
         if edge_weight is not None:
-            check_edge_weight(edge_weight, self._structure.inputs, self.device)
+            _check_edge_weight(edge_weight, self._structure.inputs, self.device)
         return self._attach(self._structure, edge_weight)
 
     def prepared(self, recipe: Recipe, weight_dtype: torch.dtype = torch.float32) -> CSRGraph:
         """The graph that a recipe asks for, always derived from the edges as they were given."""
         if recipe == self.recipe and weight_dtype == self.weight_dtype:
-            return self._ready()
+            self._prepare()
+            return self
         if self._edge_weight is not None and not recipe.weighted:
             raise ValueError("the graph carries edge weights, which this layer does not use; build it without them")
         if recipe.normalize and not self.is_square:
@@ -244,9 +239,9 @@ class CSRGraph:
                 f"normalisation needs a square graph, this one has {self.num_sources} sources and "
                 f"{self.num_destinations} destinations; use normalize=False, or GraphSAGE or GAT"
             )
-        derived = CSRGraph(self._structure, self._edge_weight, recipe, weight_dtype)
-        derived._siblings = self._siblings
-        return derived._ready()
+        graph = CSRGraph(self._structure, self._edge_weight, recipe, weight_dtype, self._derived)
+        graph._prepare()
+        return graph
 
     def with_self_loops(self, *, improved: bool = False) -> CSRGraph:
         """The graph with exactly one self-loop a node; see ``Recipe``."""
@@ -259,72 +254,66 @@ class CSRGraph:
     @property
     def tensors(self) -> GraphTensors:
         """What a region is given: with the transpose if gradients are enabled."""
-        if self._tensors is None and not self._differentiable and not torch.compiler.is_compiling():
-            self._fill()
-        if not torch.is_grad_enabled():
-            return self._tensors if self._tensors is not None else self._build(False)
-        if self._edges.transposed is None or (self._tensors is not None and self._tensors_for_grad is None):
-            self._add_transpose()
-        return self._tensors_for_grad if self._tensors_for_grad is not None else self._build(True)
-
-    def _ready(self) -> CSRGraph:
-        """Whoever prepares a graph with gradients enabled will train on it."""
-        if self._tensors is None:
-            self._fill()
-        if torch.is_grad_enabled():
-            self._add_transpose()
-        return self
+        learn = torch.is_grad_enabled()
+        if self._differentiable:
+            if learn and self._edges.transposed is None:
+                self._prepare()
+            return self._build(learn)
+        ready = self._tensors_for_grad if learn else self._tensors
+        if ready is None:
+            self._prepare()
+            ready = self._tensors_for_grad if learn else self._tensors
+            assert ready is not None
+        return ready
 
     @dynamo_disabled
-    def _add_transpose(self) -> None:
+    def _prepare(self) -> None:
+        """Build all that can be built once: the transpose if gradients are enabled, as for who will train on it."""
+        learn = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.no_grad():
-            self._edges.transpose()
+            # Adding self-loops reads sizes from the device: here, also where weights are normalised at each use.
+            edges = self._edges
+            if learn:
+                edges.transpose()
             if not self._differentiable:
-                self._tensors_for_grad = self._remembered(True)
-
-    def _fill(self) -> CSRGraph:
-        with torch.inference_mode(False), torch.no_grad():
-            # Also where only the weights are left to do: adding self-loops reads sizes from the device.
-            _ = self._edges
-            if not self._differentiable:
-                self._tensors = self._remembered(False)
-        return self
+                self._tensors = self._tensors or self._remembered(False)
+                if learn:
+                    self._tensors_for_grad = self._tensors_for_grad or self._remembered(True)
 
     def _remembered(self, transpose: bool) -> GraphTensors:
-        # Without weights all graphs of one structure share; with weights, all that have the same.
-        known = self._structure.unweighted if self._edge_weight is None else self._siblings
         key = self.recipe, self.weight_dtype, transpose
-        if key not in known:
-            known[key] = self._build(transpose)
-        return known[key]
+        if key not in self._derived:
+            self._derived[key] = self._build(transpose)
+        return self._derived[key]
 
     def _build(self, transpose: bool) -> GraphTensors:
-        edges = self._edges
+        structure = self._edges
         if transpose and self._tensors is not None:
-            return self._tensors._replace(transpose=_weighted(edges.transpose(), self._tensors.weight))
+            return self._tensors._replace(transpose=_weighted(structure.transpose(), self._tensors.weight))
+        source, destination, origin = structure.edges
         weight = None
         if self._edge_weight is not None:
             wide = self._edge_weight.to(torch.promote_types(self._edge_weight.dtype, self.weight_dtype))
-            if self._differentiable and edges.passed_over is not None:
+            if self._differentiable and structure.replaced is not None:
                 # Adds nothing, but passes the gradient on, as torch-geometric's does.
-                lost, kept = edges.passed_over
+                lost, kept = structure.replaced
                 wide = wide.index_add(0, kept, (wide - wide.detach()).index_select(0, lost))
             added = wide.new_full((1,), 2.0 if self.recipe.improved else 1.0)
-            weight = torch.cat([wide, added]).index_select(0, edges.origin)
+            weight = torch.cat([wide, added]).index_select(0, origin)
         if self.recipe.normalize:
-            weight = _normalized(edges, weight, self.weight_dtype)
+            weight = _normalized(structure, weight, self.weight_dtype)
         inverse_degree = None
         if self.recipe.mean:
-            inverse_degree = edges.rowptr.diff().clamp(min=1).to(self.weight_dtype).reciprocal()
+            inverse_degree = structure.rowptr.diff().clamp(min=1).to(self.weight_dtype).reciprocal()
         weight = None if weight is None else weight.to(self.weight_dtype)
         return GraphTensors(
-            edges.rowptr,
-            edges.source,
-            edges.destination,
-            weight,
-            inverse_degree,
-            edges.split,
-            _weighted(edges.transpose(), weight) if transpose else None,
+            rowptr=structure.rowptr,
+            source=source,
+            destination=destination,
+            weight=weight,
+            inverse_degree=inverse_degree,
+            split=structure.split,
+            transpose=_weighted(structure.transpose(), weight) if transpose else None,
         )
 
     @property
@@ -363,8 +352,12 @@ class CSRGraph:
         with torch.inference_mode(False):
             weight = None if self._edge_weight is None else self._edge_weight.to(device)
             structure = self._structure.to(device)
-        moved = CSRGraph(structure, weight, self.recipe, self.weight_dtype)
-        return moved if self._tensors is None and not self._differentiable else moved._fill()
+        derived = structure.unweighted if weight is None else {}
+        moved = CSRGraph(structure, weight, self.recipe, self.weight_dtype, derived)
+        if self._tensors is not None:
+            with torch.no_grad():
+                moved._prepare()
+        return moved
 
     def __repr__(self) -> str:
         nodes = self.num_sources if self.is_square else self._structure.sizes
@@ -378,15 +371,16 @@ def _weighted(transpose: Transpose, weight: Tensor | None) -> Transpose:
     return transpose if weight is None else transpose._replace(weight=weight.index_select(0, transpose.permutation))
 
 
-def _normalized(edges: _Structure, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _normalized(structure: _Structure, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
     """w_ij / sqrt(d_i d_j) [E], in at least ``dtype``; a degree of zero gives zero and no gradient."""
+    source, destination, _ = structure.edges
     if weight is None:
-        degree = edges.rowptr.diff().to(dtype)
+        degree = structure.rowptr.diff().to(dtype)
     else:
-        degree = weight.new_zeros(edges.sizes[1]).index_add(0, edges.destination, weight)
+        degree = weight.new_zeros(structure.sizes[1]).index_add(0, destination, weight)
     isolated = degree == 0
     scale = degree.masked_fill(isolated, 1.0).pow(-0.5).masked_fill(isolated, 0.0)
-    both = scale.index_select(0, edges.source) * scale.index_select(0, edges.destination)
+    both = scale.index_select(0, source) * scale.index_select(0, destination)
     return both if weight is None else both * weight
 
 
@@ -428,70 +422,75 @@ class _Entry:
 class GraphMemory:
     """Graphs prepared from raw ``edge_index`` tensors, by identity and version of the tensors.
 
-    The last ``size`` graphs are kept, each until its ``edge_index`` dies. A copy or a pickle of the model starts with
-    an empty memory.
+    The last ``REMEMBERED`` graphs are kept, each until its ``edge_index`` dies. A copy or a pickle of the model starts
+    with an empty memory.
     """
 
-    def __init__(self, size: int = 8) -> None:
-        self._size = size
+    def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
         self._captured: list[CSRGraph] = []
 
-    def keep(self, graph: CSRGraph) -> None:
-        """Hold a graph that went into a CUDA graph as long as the model lives: replays read its memory."""
-        self._captured.append(graph)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> GraphMemory:
-        return GraphMemory(self._size)
-
-    def __reduce__(self) -> tuple[type[GraphMemory], tuple[int]]:
-        return GraphMemory, (self._size,)
+    def __reduce__(self) -> tuple[type[GraphMemory], tuple[()]]:
+        return GraphMemory, ()
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def graph(
+    @dynamo_disabled
+    def prepare(
         self,
-        edge_index: Tensor | CSRGraph,
+        graph: CSRGraph | Tensor,
         edge_weight: Tensor | None,
-        num_nodes: tuple[int, int],
+        features: Sequence[Tensor],
         recipe: Recipe,
-        dtype: torch.dtype,
     ) -> CSRGraph:
-        """The prepared graph of raw edges or of any CSRGraph.
-
-        Raises:
-            TypeError, ValueError: As ``CSRGraph.from_edge_index``; if weights come twice, or are of no use.
-        """
-        if isinstance(edge_index, CSRGraph):
+        """Raw edges or any CSRGraph to what ``recipe`` asks for; ``features`` are those of sources and destinations."""
+        x, dtype = features[0], weight_dtype(features[0])
+        if isinstance(graph, CSRGraph):
             if edge_weight is not None:
                 raise ValueError(
                     "edge_weight was given beside a CSRGraph; put it into the graph: graph.with_weights(edge_weight)"
                 )
-            return edge_index.prepared(recipe, dtype)
-        check_edges(edge_index, edge_weight)
+            return graph.prepared(recipe, dtype)
+        check_edges(graph, edge_weight)
+        if is_step_input(graph):
+            raise ValueError(
+                "edge_index is an input of zoo.cuda_graph, which would bake in the graph prepared from its first "
+                "value; pass model.prepare(edge_index, num_nodes=N) and name it in static="
+            )
+        if graph.device != x.device:
+            raise ValueError(f"edge_index is on {graph.device} and x on {x.device}; use edge_index.to({x.device})")
         if edge_weight is not None and not recipe.weighted:
             raise ValueError("edge_weight was given, but this layer does not use edge weights; leave it out")
-        entry = self._entries.pop(id(edge_index), None)
+        entry = self._entry(graph, (x.shape[0], features[-1].shape[0]))
+        prepared = self._weighted(entry, edge_weight).prepared(recipe, dtype)
+        if is_captured(prepared.device):
+            # Replays of the CUDA graph read its memory as long as the model lives.
+            self._captured.append(prepared)
+        return prepared
+
+    def _entry(self, edge_index: Tensor, num_nodes: tuple[int, int]) -> _Entry:
+        key = id(edge_index)
+        entry = self._entries.pop(key, None)
         if entry is None or entry.num_nodes != num_nodes or not entry.edges.is_still(edge_index):
-            entry = _Entry(
-                _Seen(edge_index, functools.partial(_forget, self._entries, id(edge_index))),
-                num_nodes,
-                CSRGraph.from_edge_index(edge_index, None, num_nodes),
-            )
-        self._entries[id(edge_index)] = entry
-        if len(self._entries) > self._size:
+            seen = _Seen(edge_index, functools.partial(_forget, self._entries, key))
+            entry = _Entry(seen, num_nodes, CSRGraph.from_edge_index(edge_index, None, num_nodes))
+        self._entries[key] = entry
+        if len(self._entries) > REMEMBERED:
             del self._entries[next(iter(self._entries))]
+        return entry
+
+    def _weighted(self, entry: _Entry, edge_weight: Tensor | None) -> CSRGraph:
         if edge_weight is None:
-            return entry.plain.prepared(recipe, dtype)
+            return entry.plain
         if edge_weight.requires_grad or is_step_input(edge_weight):
             # Anew at each call: of what is learned for its gradient, and of an input of a captured step because every
             # replay brings other values.
-            return entry.plain.with_weights(edge_weight).prepared(recipe, dtype)
+            return entry.plain.with_weights(edge_weight)
         weighted = entry.weighted
         if weighted is None or not weighted[0].is_still(edge_weight):
             weighted = entry.weighted = _Seen(edge_weight), entry.plain.with_weights(edge_weight)
-        return weighted[1].prepared(recipe, dtype)
+        return weighted[1]
 
 
 def _forget(entries: dict[int, _Entry], key: int, _: Any) -> None:
@@ -499,7 +498,7 @@ def _forget(entries: dict[int, _Entry], key: int, _: Any) -> None:
 
 
 def check_features(x: Tensor, channels: int, weight: Tensor, what: str = "x") -> None:
-    """Features that the weights can be applied to. Reads no value, so it never synchronises."""
+    """Refuse features that the weights cannot be applied to. Reads no value, so it never synchronises."""
     if not isinstance(x, Tensor) or x.layout != torch.strided:
         found = x.layout if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"{what} is a {found}, expected a dense tensor [N, {channels}] of features")
@@ -509,19 +508,17 @@ def check_features(x: Tensor, channels: int, weight: Tensor, what: str = "x") ->
         raise ValueError(f"{what} is on {x.device} and the weights are on {weight.device}; move one of them")
     if not x.dtype.is_floating_point:
         raise TypeError(f"{what} is {x.dtype}, expected {weight.dtype}; use {what}.to({weight.dtype})")
-    if x.dtype != weight.dtype:
-        if torch.float64 in (x.dtype, weight.dtype):
-            # Autocast leaves it as it is.
-            raise TypeError(f"{what} is {x.dtype} and the weights are {weight.dtype}; use {what}.to({weight.dtype})")
-        if not torch.is_autocast_enabled(x.device.type):
-            raise TypeError(
-                f"{what} is {x.dtype} and the weights are {weight.dtype}; use {what}.to({weight.dtype}), or "
-                "torch.autocast"
-            )
+    # Autocast leaves float64 as it is.
+    cast = torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, weight.dtype)
+    if x.dtype != weight.dtype and not cast:
+        raise TypeError(
+            f"{what} is {x.dtype} and the weights are {weight.dtype}; use {what}.to({weight.dtype}), or, between "
+            "float32 and half precision, torch.autocast"
+        )
 
 
 def check_nodes(x: Tensor, count: int, device: torch.device, what: str = "x") -> None:
-    """One row of features for each node of the graph, beside it."""
+    """Refuse features that are not one row for each node of the graph, on its device."""
     if x.shape[0] != count:
         raise ValueError(
             f"{what} has {x.shape[0]} rows and the graph has {count} nodes; prepare the graph with "
@@ -532,7 +529,7 @@ def check_nodes(x: Tensor, count: int, device: torch.device, what: str = "x") ->
 
 
 def check_edges(edge_index: Tensor, edge_weight: Tensor | None) -> None:
-    """Kinds and shapes of a raw graph, checked without reading a value."""
+    """Refuse a raw graph of a wrong kind or shape. Reads no value."""
     if not isinstance(edge_index, Tensor):
         if isinstance(edge_index, list) and any(isinstance(each, GraphTensors) for each in edge_index):
             raise TypeError(
@@ -551,11 +548,10 @@ def check_edges(edge_index: Tensor, edge_weight: Tensor | None) -> None:
         hint = "; transpose it with .t()" if edge_index.dim() == 2 and edge_index.shape[1] == 2 else ""
         raise ValueError(f"edge_index has shape {tuple(edge_index.shape)}, expected [2, E]{hint}")
     if edge_weight is not None:
-        check_edge_weight(edge_weight, edge_index.shape[1], edge_index.device)
+        _check_edge_weight(edge_weight, edge_index.shape[1], edge_index.device)
 
 
-def check_edge_weight(edge_weight: Tensor, edges: int, device: torch.device) -> None:
-    """One real factor an edge."""
+def _check_edge_weight(edge_weight: Tensor, edges: int, device: torch.device) -> None:
     if not isinstance(edge_weight, Tensor) or edge_weight.layout != torch.strided:
         raise TypeError(f"edge_weight is a {type(edge_weight).__name__}, expected a dense tensor [E] of floats")
     if not edge_weight.dtype.is_floating_point:
@@ -569,30 +565,21 @@ def check_edge_weight(edge_weight: Tensor, edges: int, device: torch.device) -> 
         raise ValueError(f"edge_weight is on {edge_weight.device} and the edges on {device}; move one of them")
 
 
-def node_counts(edge_index: Tensor, num_nodes: int | tuple[int, int] | None) -> tuple[int, int]:
-    """(S, D), with every index checked. Reads two numbers from the device."""
-    least, greatest = [-1, -1], [-1, -1]
+def _node_counts(edge_index: Tensor, num_nodes: int | tuple[int, int] | None) -> tuple[int, int]:
+    """(S, D), with every index checked. Reads the least and the greatest index from the device."""
+    least, greatest = [0, 0], [-1, -1]
     if edge_index.shape[1]:
-        low, high = edge_index.aminmax(dim=1)
-        (least, greatest) = torch.stack([low, high]).tolist()
-    given = num_nodes
-    if num_nodes is None:
-        num_nodes = max(*greatest, -1) + 1
-    if isinstance(num_nodes, int):
-        num_nodes = (num_nodes, num_nodes)
-    if not isinstance(num_nodes, tuple) or len(num_nodes) != 2 or not all(_is_count(n) for n in num_nodes):
-        raise ValueError(f"num_nodes is {given!r}, expected a count, or (sources, destinations)")
-    if edge_index.shape[1]:
-        for row, what in enumerate(("source", "destination")):
-            if least[row] < 0:
-                raise ValueError(f"edge_index holds the negative {what} {least[row]}; nodes are numbered from 0")
-            if greatest[row] >= num_nodes[row]:
-                raise ValueError(
-                    f"edge_index holds {what} {greatest[row]}, but there are {num_nodes[row]} nodes (0 to "
-                    f"{num_nodes[row] - 1}); give features for every node, or drop the edge"
-                )
-    return num_nodes
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        least, greatest = torch.stack(edge_index.aminmax(dim=1)).tolist()
+    counts = max(greatest) + 1 if num_nodes is None else num_nodes
+    counts = counts if isinstance(counts, tuple) else (counts, counts)
+    if len(counts) != 2 or not all(type(count) is int and (count >= 0 or num_nodes is None) for count in counts):
+        raise ValueError(f"num_nodes is {num_nodes!r}, expected a count, or (sources, destinations)")
+    for what, low, high, count in zip(("source", "destination"), least, greatest, counts, strict=True):
+        if low < 0:
+            raise ValueError(f"edge_index holds the negative {what} {low}; nodes are numbered from 0")
+        if high >= count:
+            raise ValueError(
+                f"edge_index holds {what} {high}, but there are {count} nodes (0 to {count - 1}); give features for "
+                "every node, or drop the edge"
+            )
+    return counts

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.engine.discover import Region
-from zoo.gnn.convs import GATConv, GCNConv, Graph, Graphs, SAGEConv, make_activation, make_norm, prepare_graph
+from zoo.gnn.convs import GATConv, GCNConv, Graph, Graphs, SAGEConv, make_activation, make_norm
 from zoo.gnn.graph import (
     CSRGraph,
     GraphMemory,
@@ -361,7 +361,7 @@ class _Model(nn.Module):
         ):
             graph = edge_index
         else:
-            graph = prepare_graph(self._memory, edge_index, edge_weight, (x,), self.recipe)
+            graph = self._memory.prepare(edge_index, edge_weight, (x,), self.recipe)
         if not graph.is_square:
             raise ValueError(
                 f"the graph has {graph.num_sources} sources and {graph.num_destinations} destinations, but a model of "
