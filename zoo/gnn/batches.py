@@ -1,7 +1,8 @@
 """A sampled part of a graph: as it was drawn, and padded to one of few static shapes, layer by layer.
 
-A batch's nodes stand hop by hop from the seeds outward. So what a layer need compute are the first rows of what the one
-before it computed: all nodes but those met last, then all but those met in the last two hops, in the end the seeds.
+A batch lists its nodes hop by hop, the seeds first. Each layer computes a prefix of the rows of the layer before it:
+the first layer all nodes but those of the last hop, the next one all but those of the last two hops, the last layer the
+seeds.
 
 Shape legend: B seeds of a batch, N nodes and E edges of its bucket, R rows of a layer; n and e before padding.
 """
@@ -9,11 +10,11 @@ Shape legend: B seeds of a batch, N nodes and E edges of its bucket, R rows of a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from zoo.ops.csr import GraphTensors, Transpose
 from zoo.validate import check_device
@@ -37,7 +38,7 @@ class Bucket(NamedTuple):
         return self.layers[0][1]
 
     def holds(self, other: Bucket) -> bool:
-        """Whether a batch of the other's sizes fits."""
+        """True if a batch of the other's sizes fits."""
         both = zip(other.layers, self.layers, strict=True)
         return other.nodes <= self.nodes and all(
             rows <= most_rows and edges <= most_edges for (rows, edges), (most_rows, most_edges) in both
@@ -48,11 +49,11 @@ class SampledBatch(NamedTuple):
     """A sampled part of a graph, padded; tensors only, so that a captured step takes it as it is.
 
     Attributes:
-        nodes: [N] int64, which nodes of the large graph they are, the seeds first; 0 where padded.
+        nodes: [N] int64, their numbers in the large graph, the seeds first; 0 where padded.
         seeds: [B] int64, the nodes to learn from; -1 where the last batch of an epoch has fewer.
-        graphs: For a model in place of ``edge_index``: the edges of each layer, the first layer first. It takes the
-            rows of the layer before it (the first one N) to the R rows that the next one reads, in the end to B.
-            Padding is behind the last row that was drawn for, where nothing reads it.
+        graphs: The edges of each layer, for a model in place of ``edge_index``. The first layer takes N rows; each
+            layer writes the R rows that the next one reads, the last one B. Rows and edges that are padding come last,
+            and no seed depends on them.
     """
 
     nodes: Tensor
@@ -62,14 +63,16 @@ class SampledBatch(NamedTuple):
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> SampledBatch:
         """The batch on a device; from pinned memory without waiting."""
         check_device(device, "a batch")
-        return SampledBatch(*map_tensors(self, lambda tensor: tensor.to(device, non_blocking=non_blocking)))
+        moved = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=non_blocking), self)
+        # Torch's DataLoader makes lists of tuples.
+        return SampledBatch(moved.nodes, moved.seeds, tuple(moved.graphs))
 
     def pin_memory(self) -> SampledBatch:
         """The batch in pinned memory."""
-        return SampledBatch(*map_tensors(self, lambda tensor: tensor.pin_memory()))
+        return SampledBatch(*pytree.tree_map_only(Tensor, Tensor.pin_memory, tuple(self)))
 
     def labels(self, labels: Tensor) -> Tensor:
-        """Labels [B, ...] of the seeds out of [N, ...] of all nodes; -100, which a loss leaves out, where padded."""
+        """The seeds' part [B, ...] of all nodes' labels; -100, which torch's losses leave out, where padded."""
         missing = (self.seeds < 0).view(-1, *(1,) * (labels.dim() - 1))
         return torch.where(missing, -100, labels[self.seeds.clamp(min=0)])
 
@@ -78,7 +81,7 @@ class Subgraph(NamedTuple):
     """A sampled part of a graph as it was drawn, n nodes and e edges.
 
     Attributes:
-        nodes: [n] int64, which nodes of the large graph they are, the seeds first.
+        nodes: [n] int64, their numbers in the large graph, the seeds first.
         seeds: [B] int64, the nodes to learn from; fewer at the end of an epoch.
         edge_index: [2, e] int64, sources above destinations, in the numbers of ``nodes``.
         hop_nodes: How many nodes each hop met first, the seeds before all.
@@ -96,10 +99,10 @@ class Drawn(NamedTuple):
     """A batch before it is padded.
 
     Attributes:
-        nodes: Those that were met, the seeds first.
-        counts: How many edges come into each of them but those met last, which have none.
-        source: Where each edge comes from, in that order.
-        sizes: How many there are.
+        nodes: [n] int64, the seeds first.
+        counts: How many edges go into each node, for all nodes but those of the last hop.
+        source: [e] int32, the source of each edge; edges are sorted by destination.
+        sizes: The smallest bucket that holds it.
     """
 
     nodes: Tensor
@@ -108,7 +111,7 @@ class Drawn(NamedTuple):
     sizes: Bucket
 
     def subgraph(self, seeds: Tensor) -> Subgraph:
-        """With its edges as an ``edge_index``."""
+        """The batch with its edges as an ``edge_index``."""
         destination = _destinations(self.counts, len(self.source)).long()
         rows, edges = zip(*reversed(self.sizes.layers), strict=True)
         return Subgraph(
@@ -120,7 +123,7 @@ class Drawn(NamedTuple):
         )
 
     def padded(self, seeds: Tensor, bucket: Bucket) -> SampledBatch:
-        """In the shapes of a bucket that holds it."""
+        """The batch in the shapes of a bucket that holds it."""
         most_rows, most_edges = bucket.layers[0]
         rows, edges = self.sizes.layers[0]
         rowptr = torch.full((most_rows + 1,), edges, device=self.counts.device)
@@ -145,19 +148,12 @@ def _destinations(counts: Tensor, edges: int) -> Tensor:
 
 
 def _first_rows(graph: GraphTensors, rows: int, edges: int, sizes: tuple[int, int], sources: int) -> GraphTensors:
-    """The part of a graph that a layer needs, with a transpose of its own.
+    """The part of a graph that one layer needs, padded to R ``rows`` and ``edges``, with a transpose of its own.
 
-    Args:
-        graph: With the edges of these rows and of more behind.
-        rows: R.
-        edges: How many edges to keep, padded.
-        sizes: Of both the ones that were drawn: edges that a layer may walk, into rows that it is for. The rows behind
-            them are padding, though nodes may be there.
-        sources: Rows of what the layer reads.
+    ``sizes`` are the rows and edges that were drawn; ``sources`` is the number of rows that the layer reads.
     """
     assert graph.inverse_degree is not None
     nodes, drawn = sizes
-    # Of one source's edges those to the first rows come first, but all of the transpose moves up.
     source = graph.source[:drawn]
     order = source.sort(stable=True).indices.int()
     # Counted without waiting for a GPU, as bincount would.
@@ -182,17 +178,3 @@ def _pad(values: Tensor, size: int, fill: int = 0) -> Tensor:
     padded = values.new_full((size,), fill)
     padded[: len(values)] = values
     return padded
-
-
-def map_tensors(item: Any, function: Callable[[Tensor], Any]) -> list[Any]:
-    """Fields of a tuple, its tensors changed, tuples in it likewise, as lists that torch's DataLoader makes of them."""
-
-    def field(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return function(value)
-        if value is None or (isinstance(value, list) and not any(isinstance(each, (Tensor, tuple)) for each in value)):
-            return value
-        fields = map_tensors(value, function)
-        return type(value)(*fields) if hasattr(value, "_fields") else tuple(fields)
-
-    return [field(value) for value in item]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.gnn.graph import CSRGraph, GraphMemory, Recipe, check_features, check_nodes
-from zoo.ops.common import kernels_run
+from zoo.ops.common import accumulation_dtype, kernels_run
 from zoo.ops.csr import GraphTensors, Own
 from zoo.ops.csr_attention import attention
 from zoo.ops.csr_sum import max_neighbours, mean_neighbours, sum_neighbours
@@ -35,7 +35,7 @@ MANY_NODES = 2**16
 class _Conv(nn.Module):
     """What the convolutions share: how a graph becomes tensors.
 
-    A convolution is a product with weights and a sum over edges, in the order that moves less.
+    A convolution is a product with weights and a sum over edges, in the order that moves fewer values.
     """
 
     recipe: Recipe
@@ -49,20 +49,29 @@ class _Conv(nn.Module):
         """A parameter whose dtype and device the features must have."""
         return next(self.parameters())
 
-    def _refuse_weights(self, edge_weight: Tensor | None) -> None:
-        """Prepared tensors have theirs in them."""
-        if edge_weight is not None:
-            raise ValueError(
-                "edge_weight was given beside prepared tensors; put it into the graph they are of: "
-                "graph.with_weights(edge_weight)"
-            )
-
     def _tensors(
-        self, features: Sequence[Tensor], graph: CSRGraph | Tensor, edge_weight: Tensor | None
+        self, graph: Graph, edge_weight: Tensor | None, *features: tuple[Tensor, nn.Linear | None]
     ) -> GraphTensors:
-        prepared = self._memory.prepare(graph, edge_weight, features, self.recipe)
-        check_nodes(features[0], prepared.num_sources, prepared.device)
-        check_nodes(features[-1], prepared.num_destinations, prepared.device)
+        """Prepare a graph. Features of sources (and of destinations) come with the layer that takes them."""
+        if isinstance(graph, GraphTensors):
+            if edge_weight is not None:
+                raise ValueError(
+                    "edge_weight was given beside prepared tensors; put it into the graph they are of: "
+                    "graph.with_weights(edge_weight)"
+                )
+            return graph
+        for x, linear in features:
+            if linear is not None:
+                check_features(x, linear.in_features, linear.weight)
+            elif not isinstance(x, Tensor):
+                raise TypeError(
+                    f"x of the destinations is a {type(x).__name__}, expected a tensor; without root weight its rows "
+                    "are counted and nothing is read: torch.empty(D, 0)"
+                )
+        prepared = self._memory.prepare(graph, edge_weight, [x for x, _ in features], self.recipe)
+        counts = prepared.num_sources, prepared.num_destinations
+        for (x, _), count in zip(features, counts, strict=False):
+            check_nodes(x, count, prepared.device)
         return prepared.tensors
 
 
@@ -110,12 +119,7 @@ class GCNConv(_Conv):
 
     def forward(self, x: Tensor, graph: Graph, edge_weight: Tensor | None = None) -> Tensor:
         """Features [N, C_in] -> [N, C_out]; a rectangular graph without normalisation takes [S, C_in] to [D, C_out]."""
-        if not isinstance(graph, GraphTensors):
-            check_features(x, self.lin.in_features, self.lin.weight)
-            sizes = (x, x.new_empty(graph.num_destinations, 0)) if isinstance(graph, CSRGraph) else (x,)
-            graph = self._tensors(sizes, graph, edge_weight)
-        else:
-            self._refuse_weights(edge_weight)
+        graph = self._tensors(graph, edge_weight, (x, self.lin))
         if self.aggregate_first:
             return F.linear(sum_neighbours(x, graph), self.lin.weight, self.bias)
         table = _product(x, self.lin.weight)
@@ -174,18 +178,7 @@ class SAGEConv(_Conv):
     def forward(self, x: Features, graph: Graph, edge_weight: Tensor | None = None) -> Tensor:
         """Features [N, C_in] -> [N, C_out]; ([S, C_s], [D, C_d]) -> [D, C_out] on a rectangular graph."""
         sources, root = x if isinstance(x, tuple) else (x, x)
-        if not isinstance(graph, GraphTensors):
-            check_features(sources, self.lin_l.in_features, self.lin_l.weight)
-            if self.lin_r is not None:
-                check_features(root, self.lin_r.in_features, self.lin_r.weight)
-            elif not isinstance(root, Tensor):
-                raise TypeError(
-                    f"x of the destinations is a {type(root).__name__}, expected a tensor; without root weight its "
-                    "rows are counted and nothing is read: torch.empty(D, 0)"
-                )
-            graph = self._tensors((sources, root), graph, edge_weight)
-        else:
-            self._refuse_weights(edge_weight)
+        graph = self._tensors(graph, edge_weight, (sources, self.lin_l), (root, self.lin_r))
         fewer = graph.rowptr.shape[0] <= root.shape[0]
         if not self.in_one or not isinstance(x, Tensor):
             out = self._apart(sources, root[: graph.rowptr.shape[0] - 1] if fewer else root, graph)
@@ -302,12 +295,7 @@ class GATConv(_Conv):
         """Features [N, C_in] -> [N, H * C] or, without concat, [N, C]; ([S, C_s], [D, C_d]) -> [D, ...]."""
         sources, own = x if isinstance(x, tuple) else (x, x)
         of_sources, of_own = self._linears
-        if not isinstance(graph, GraphTensors):
-            for features, linear in ((sources, of_sources), (own, of_own)):
-                check_features(features, linear.in_features, linear.weight)
-            graph = self._tensors((sources, own), graph, edge_weight)
-        else:
-            self._refuse_weights(edge_weight)
+        graph = self._tensors(graph, edge_weight, (sources, of_sources), (own, of_own))
         # A score is a product with the transformed features, so of the features with a product of the weights: it comes
         # out of the same pass. Under torch.set_float32_matmul_precision("high") a GPU rounds its factors to TF32, where
         # torch-geometric rounds those of the features alone: the two differ by 1e-4, and are equally far from float64.
@@ -354,35 +342,16 @@ def _add(x: Tensor, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + bias.to(x.dtype)
 
 
-ACTIVATIONS: dict[str, type[nn.Module]] = {
-    "relu": nn.ReLU,
-    "relu6": nn.ReLU6,
-    "elu": nn.ELU,
-    "celu": nn.CELU,
-    "selu": nn.SELU,
-    "leaky_relu": nn.LeakyReLU,
-    "gelu": nn.GELU,
-    "silu": nn.SiLU,
-    "mish": nn.Mish,
-    "tanh": nn.Tanh,
-    "sigmoid": nn.Sigmoid,
-    "hardtanh": nn.Hardtanh,
-    "hardswish": nn.Hardswish,
-    "softplus": nn.Softplus,
-    "identity": nn.Identity,
-}
-
-
 class GraphBatchNorm(nn.BatchNorm1d):
     """Batch normalisation over nodes, torch-geometric's ``BatchNorm``. [N, C] -> [N, C].
 
-    Over the first ``rows`` nodes alone, where the ones behind are padding: their number is not known to the host, so
-    that a single one is not refused there. It becomes the bias.
+    Where the last rows are padding, the first ``rows`` nodes give the statistics. The host does not know their number,
+    so a single node is not refused there: it becomes the bias.
 
     Args:
         channels: C.
         eps, momentum, affine, track_running_stats: As for ``nn.BatchNorm1d``; ``momentum`` must be a number.
-        allow_single_element: A single node in training is normalised by the running statistics, not refused.
+        allow_single_element: Normalise a single node in training by the running statistics; else it is refused.
     """
 
     def __init__(
@@ -403,7 +372,7 @@ class GraphBatchNorm(nn.BatchNorm1d):
 
     @property
     def over_nodes(self) -> bool:
-        """Whether what a node gets depends on the others, so that padding would count."""
+        """True if a node's output depends on other nodes: padding must then be left out."""
         return self.training or self.running_mean is None
 
     def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
@@ -415,10 +384,10 @@ class GraphBatchNorm(nn.BatchNorm1d):
         return super().forward(x)
 
     def _over_first(self, x: Tensor, rows: Tensor) -> Tensor:
-        wide, counts = _wide(x), _counts(x, rows)
+        wide, is_node = x.to(accumulation_dtype(x.dtype)), _is_node(x, rows)
         rows = rows.to(wide.dtype)
-        mean = torch.where(counts, wide, 0).sum(dim=0) / rows
-        variance = torch.where(counts, wide - mean, 0).square().sum(dim=0) / rows
+        mean = torch.where(is_node, wide, 0).sum(dim=0) / rows
+        variance = torch.where(is_node, wide - mean, 0).square().sum(dim=0) / rows
         if self.training and self.running_mean is not None:
             assert self.running_var is not None and self.num_batches_tracked is not None and self.momentum is not None
             if self.allow_single_element:
@@ -426,7 +395,6 @@ class GraphBatchNorm(nn.BatchNorm1d):
                 mean = torch.where(alone, self.running_mean, mean)
                 variance = torch.where(alone, self.running_var, variance)
             with torch.no_grad():
-                # Of nodes in general, which these are a sample of.
                 unbiased = variance * (rows / (rows - 1).clamp(min=1))
                 if self.allow_single_element:
                     unbiased = torch.where(alone, self.running_var, unbiased)
@@ -440,13 +408,13 @@ class GraphBatchNorm(nn.BatchNorm1d):
 
 
 class GraphLayerNorm(nn.Module):
-    """Layer normalisation over a whole graph or over each node, torch-geometric's ``LayerNorm``. [N, C] -> [N, C].
+    """Layer normalisation, torch-geometric's ``LayerNorm``. [N, C] -> [N, C].
 
     Args:
         channels: C.
         eps: Added to the standard deviation (graph) or to the variance (node).
         affine: Have a weight and a bias.
-        mode: ``"graph"`` or ``"node"``.
+        mode: ``"graph"``: over all nodes and channels; ``"node"``: over the channels of each node.
     """
 
     def __init__(self, channels: int, eps: float = 1e-5, affine: bool = True, mode: str = "graph") -> None:
@@ -470,52 +438,49 @@ class GraphLayerNorm(nn.Module):
         return x if self.weight is None else x * self.weight + self.bias
 
     def _over_first(self, x: Tensor, rows: Tensor) -> Tensor:
-        wide, counts, numbers = _wide(x), _counts(x, rows), rows * x.shape[1]
-        wide = wide - torch.where(counts, wide, 0).sum() / numbers
-        variance = torch.where(counts, wide, 0).square().sum() / numbers
+        wide, is_node, values = x.to(accumulation_dtype(x.dtype)), _is_node(x, rows), rows * x.shape[1]
+        wide = wide - torch.where(is_node, wide, 0).sum() / values
+        variance = torch.where(is_node, wide, 0).square().sum() / values
         deviation = variance.clamp(min=torch.finfo(wide.dtype).tiny).sqrt()  # the root of zero has no derivative
         return (wide / (deviation + self.eps)).to(x.dtype)
 
 
-def _counts(x: Tensor, rows: Tensor) -> Tensor:
-    """[N, 1], whether a row is one of the first."""
+def _is_node(x: Tensor, rows: Tensor) -> Tensor:
+    """[N, 1], True for the first ``rows`` rows; the others are padding."""
     return (torch.arange(x.shape[0], device=x.device) < rows)[:, None]
 
 
-def _wide(x: Tensor) -> Tensor:
-    """In what sums over many rows are taken in."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
+# By the names that torch-geometric gives them.
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    **{"relu": nn.ReLU, "relu6": nn.ReLU6, "leaky_relu": nn.LeakyReLU, "elu": nn.ELU, "celu": nn.CELU, "selu": nn.SELU},
+    **{"gelu": nn.GELU, "silu": nn.SiLU, "mish": nn.Mish, "softplus": nn.Softplus, "identity": nn.Identity},
+    **{"tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "hardtanh": nn.Hardtanh, "hardswish": nn.Hardswish},
+}
 NORMS: dict[str, type[nn.Module]] = {"batch": GraphBatchNorm, "layer": GraphLayerNorm}
 
 
 def make_activation(name: str | None, options: Mapping[str, Any]) -> nn.Module:
     """An activation by name; None for none."""
-    if name is None:
-        return nn.Identity()
-    if name not in ACTIVATIONS:
-        raise ValueError(f"act is {name!r}, expected None or one of {', '.join(ACTIVATIONS)}")
-    if "inplace" in options:
-        # It changes where, not what is computed; and what an operator returned is not always ours to write to.
-        options = {**options, "inplace": False}
-    return _make("act_kwargs", ACTIVATIONS[name], options)
+    # An activation in place would write into what an operator returned, which may be needed elsewhere.
+    return _make("act", ACTIVATIONS, name, {**options, "inplace": False} if "inplace" in options else options)
 
 
 def make_norm(name: str | None, channels: int, options: Mapping[str, Any]) -> nn.Module:
     """A normalisation by name; None for none."""
+    return _make("norm", NORMS, name, {"channels": channels, **options})
+
+
+def _make(
+    field: str, classes: Mapping[str, type[nn.Module]], name: str | None, options: Mapping[str, Any]
+) -> nn.Module:
     if name is None:
         return nn.Identity()
-    if name not in NORMS:
-        raise ValueError(f"norm is {name!r}, expected None or one of {', '.join(NORMS)}")
-    return _make("norm_kwargs", NORMS[name], {"channels": channels, **options})
-
-
-def _make(what: str, cls: type[nn.Module], options: Mapping[str, Any]) -> nn.Module:
-    known = inspect.signature(cls).parameters
+    if name not in classes:
+        raise ValueError(f"{field} is {name!r}, expected None or one of {', '.join(classes)}")
+    known = inspect.signature(classes[name]).parameters
     wrong = [key for key in options if key not in known]
-    if wrong and cls is not nn.Identity:
+    if wrong and classes[name] is not nn.Identity:
         raise ValueError(
-            f"{what} has {', '.join(wrong)}, which {cls.__name__} does not take; it takes {', '.join(known)}"
+            f"{field}_kwargs has {', '.join(wrong)}, which {name} does not take; it takes {', '.join(known)}"
         )
-    return cls(**options)
+    return classes[name](**options)

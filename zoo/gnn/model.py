@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -179,6 +179,49 @@ class SAGEConfig(GNNConfig):
             raise ValueError(f"aggr is {self.aggr!r}, expected 'mean', 'max' or 'sum'")
 
 
+# ogbn-arxiv: 128 features and 40 classes, at the widths of the benchmark's own examples.
+_ARXIV: dict[str, Any] = {"in_channels": 128, "hidden_channels": 256, "num_layers": 3, "out_channels": 40}
+# Cora: 1433 features and 7 classes, at the widths of the papers.
+_CORA: dict[str, Any] = {"in_channels": 1433, "hidden_channels": 64, "num_layers": 2, "out_channels": 7}
+_DEBUG: dict[str, Any] = {"in_channels": 12, "hidden_channels": 16, "num_layers": 3, "out_channels": 5}
+
+PRESETS: dict[str, GNNConfig] = {
+    "gcn": GCNConfig(**_ARXIV),
+    "gat": GATConfig(**_ARXIV, heads=8),
+    "graphsage": SAGEConfig(**_ARXIV),
+    "gcn-cora": GCNConfig(**_CORA),
+    "gat-cora": GATConfig(**_CORA, heads=8, act="elu"),
+    "graphsage-cora": SAGEConfig(**_CORA),
+    "gcn-debug": GCNConfig(**_DEBUG),
+    "gat-debug": GATConfig(**_DEBUG, heads=4),
+    "graphsage-debug": SAGEConfig(**_DEBUG),
+}
+
+
+# The convolution of a config, and the fields of the config that it takes as arguments of the same names.
+_CONVS: dict[type[GNNConfig], tuple[type[GCNConv | GATConv | SAGEConv], tuple[str, ...]]] = {
+    GCNConfig: (GCNConv, ("improved", "add_self_loops", "normalize", "bias")),
+    GATConfig: (GATConv, ("heads", "negative_slope", "dropout", "add_self_loops", "bias", "residual")),
+    SAGEConfig: (SAGEConv, ("aggr", "normalize", "root_weight", "project", "bias")),
+}
+
+
+def make_conv(config: GNNConfig, index: int) -> GCNConv | GATConv | SAGEConv:
+    """The convolution of one layer."""
+    if type(config) not in _CONVS:
+        raise TypeError(f"config is a {type(config).__name__}, expected one of {[c.__name__ for c in _CONVS]}")
+    cls, names = _CONVS[type(config)]
+    in_channels, out_channels = config.widths()[index]
+    options: dict[str, Any] = {name: getattr(config, name) for name in names}
+    if isinstance(config, GATConfig):
+        options["concat"] = config.concat and not (config.ends_in_conv and index == config.num_layers - 1)
+        if options["concat"]:
+            out_channels //= config.heads
+    else:
+        options["input_layer"] = index == 0
+    return cls(in_channels, out_channels, **options)
+
+
 class GNNHead(nn.Module):
     """The end of a model with jumping knowledge: a linear layer over the last or all layers' outputs."""
 
@@ -203,7 +246,8 @@ class GNNEpilogue(nn.Module):
         self.norm = make_norm(config.norm, config.hidden_channels, config.norm_kwargs)
         self.act = make_activation(config.act, config.act_kwargs)
         self.act_first = config.act_first
-        self.dropout = nn.Dropout(config.dropout)
+        # Dropout of nothing would be an operation that the compiler has to fuse with the activation.
+        self.dropout = nn.Dropout(config.dropout) if config.dropout > 0 else nn.Identity()
 
     def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
         """Sums of a convolution [N, C] -> [N, C]; ``rows`` [] int64: how many are no padding, None for all."""
@@ -231,46 +275,6 @@ class GNNLayer(nn.Module):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         x = self.conv(x, graph)
         return x if self.epilogue is None else self.epilogue(x, graph.rows)
-
-
-def make_conv(config: GNNConfig, index: int) -> GCNConv | GATConv | SAGEConv:
-    """The convolution of one layer."""
-    in_channels, out_channels = config.widths()[index]
-    if isinstance(config, GCNConfig):
-        return GCNConv(
-            in_channels,
-            out_channels,
-            improved=config.improved,
-            add_self_loops=config.add_self_loops,
-            normalize=config.normalize,
-            bias=config.bias,
-            input_layer=index == 0,
-        )
-    if isinstance(config, SAGEConfig):
-        return SAGEConv(
-            in_channels,
-            out_channels,
-            aggr=config.aggr,
-            normalize=config.normalize,
-            root_weight=config.root_weight,
-            project=config.project,
-            bias=config.bias,
-            input_layer=index == 0,
-        )
-    if isinstance(config, GATConfig):
-        concat = config.concat and not (index == config.num_layers - 1 and config.ends_in_conv)
-        return GATConv(
-            in_channels,
-            out_channels // config.heads if concat else out_channels,
-            heads=config.heads,
-            concat=concat,
-            negative_slope=config.negative_slope,
-            dropout=config.dropout,
-            add_self_loops=config.add_self_loops,
-            bias=config.bias,
-            residual=config.residual,
-        )
-    raise TypeError(f"config is a {type(config).__name__}, expected GCNConfig, GATConfig or SAGEConfig")
 
 
 # A few kernels a graph: compiled in this process they are ready before a worker would have been handed them. What
@@ -334,34 +338,16 @@ class _Model(nn.Module):
 
     def _graph(self, x: Tensor, edge_index: Graph | Graphs, edge_weight: Tensor | None) -> GraphTensors | Graphs:
         check_features(x, self.config.in_channels, self._first_conv.weight)
-        if isinstance(edge_index, GraphTensors):
-            self._refuse_a_recipe(edge_weight)
-            check_nodes(x, edge_index.rowptr.shape[0] - 1, edge_index.rowptr.device)
-            return edge_index
         if isinstance(edge_index, tuple):
-            if not all(isinstance(each, GraphTensors) for each in edge_index):
-                raise TypeError(
-                    f"edge_index is a {type(edge_index).__name__} of {[type(each).__name__ for each in edge_index]}; "
-                    "of a SampledBatch pass batch.graphs, with x[batch.nodes]"
-                )
-            self._refuse_a_recipe(edge_weight)
-            if not isinstance(self._first_conv, SAGEConv):
-                raise ValueError(
-                    f"{type(self).__name__} was given the graphs of a sampled batch, a layer each, which GraphSAGE "
-                    "alone takes; pass a CSRGraph of sampler.subgraphs(epoch)"
-                )
-            graphs = cast("Graphs", edge_index)  # a single one is a tuple as well, and was returned above
-            check_layers(x, graphs, self.config.num_layers)
-            return graphs
+            return self._sampled(x, edge_index, edge_weight)
+        graph = edge_index
         if (
-            isinstance(edge_index, CSRGraph)
-            and edge_weight is None
-            and edge_index.recipe == self.recipe
-            and edge_index.weight_dtype == weight_dtype(x)
+            not isinstance(graph, CSRGraph)
+            or edge_weight is not None
+            or graph.recipe != self.recipe
+            or graph.weight_dtype != weight_dtype(x)
         ):
-            graph = edge_index
-        else:
-            graph = self._memory.prepare(edge_index, edge_weight, (x,), self.recipe)
+            graph = self._memory.prepare(graph, edge_weight, (x,), self.recipe)
         if not graph.is_square:
             raise ValueError(
                 f"the graph has {graph.num_sources} sources and {graph.num_destinations} destinations, but a model of "
@@ -371,13 +357,29 @@ class _Model(nn.Module):
         check_nodes(x, tensors.rowptr.shape[0] - 1, tensors.rowptr.device)
         return tensors
 
-    def _refuse_a_recipe(self, edge_weight: Tensor | None) -> None:
-        """Tensors that are prepared already can only be for a model that adds nothing to its graph."""
+    def _sampled(self, x: Tensor, graphs: GraphTensors | Graphs, edge_weight: Tensor | None) -> GraphTensors | Graphs:
+        """Check tensors that are prepared already: of one graph, or of a sampled batch with a graph per layer."""
+        single = isinstance(graphs, GraphTensors)
+        if not single and not all(isinstance(each, GraphTensors) for each in graphs):
+            raise TypeError(
+                f"edge_index is a {type(graphs).__name__} of {[type(each).__name__ for each in graphs]}; "
+                "of a SampledBatch pass batch.graphs, with x[batch.nodes]"
+            )
         if self.recipe.self_loops or self.recipe.normalize or edge_weight is not None:
             raise ValueError(
                 f"{type(self).__name__} was given prepared tensors (of a sampled batch), which do not say whether "
                 "self-loops and weights are in them; pass a CSRGraph, or use GraphSAGE"
             )
+        if isinstance(graphs, GraphTensors):
+            check_nodes(x, graphs.rowptr.shape[0] - 1, graphs.rowptr.device)
+            return graphs
+        if not isinstance(self._first_conv, SAGEConv):
+            raise ValueError(
+                f"{type(self).__name__} was given the graphs of a sampled batch, one per layer, which only GraphSAGE "
+                "takes; pass a CSRGraph of sampler.subgraphs(epoch)"
+            )
+        _check_layers(x, graphs, self.config.num_layers)
+        return graphs
 
     def _run(self, x: Tensor, graph: GraphTensors | Graphs) -> Tensor:
         graphs = [graph] * len(self.layers) if isinstance(graph, GraphTensors) else graph
@@ -456,8 +458,8 @@ class GraphSAGE(_Model):
         return len({(edges.rowptr.shape, edges.source.shape) for edges in edge_index})
 
 
-def check_layers(x: Tensor, graphs: tuple[GraphTensors, ...], layers: int) -> None:
-    """A graph a layer, each from what the layer before it computes, or a part of that, to its own rows."""
+def _check_layers(x: Tensor, graphs: tuple[GraphTensors, ...], layers: int) -> None:
+    """Each layer's graph must read the rows that the layer before it computes, and write at most as many."""
     if len(graphs) != layers:
         raise ValueError(
             f"there are graphs of {len(graphs)} layers and the model has {layers}; sample as many hops as it has layers"
@@ -480,24 +482,6 @@ def _sources(graph: GraphTensors, default: int) -> int:
     return default if graph.transpose is None else graph.transpose.colptr.shape[0] - 1
 
 
-# ogbn-arxiv: 128 features and 40 classes, at the widths of the benchmark's own examples.
-_ARXIV: dict[str, Any] = {"in_channels": 128, "hidden_channels": 256, "num_layers": 3, "out_channels": 40}
-# Cora: 1433 features and 7 classes, at the widths of the papers.
-_CORA: dict[str, Any] = {"in_channels": 1433, "hidden_channels": 64, "num_layers": 2, "out_channels": 7}
-_DEBUG: dict[str, Any] = {"in_channels": 12, "hidden_channels": 16, "num_layers": 3, "out_channels": 5}
-
-PRESETS: dict[str, GNNConfig] = {
-    "gcn": GCNConfig(**_ARXIV),
-    "gat": GATConfig(**_ARXIV, heads=8),
-    "graphsage": SAGEConfig(**_ARXIV),
-    "gcn-cora": GCNConfig(**_CORA),
-    "gat-cora": GATConfig(**_CORA, heads=8, act="elu"),
-    "graphsage-cora": SAGEConfig(**_CORA),
-    "gcn-debug": GCNConfig(**_DEBUG),
-    "gat-debug": GATConfig(**_DEBUG, heads=4),
-    "graphsage-debug": SAGEConfig(**_DEBUG),
-}
-
 _MODELS: dict[type[GNNConfig], type[nn.Module]] = {GCNConfig: GCN, GATConfig: GAT, SAGEConfig: GraphSAGE}
 
 
@@ -505,7 +489,7 @@ def build(config: GNNConfig) -> nn.Module:
     """A randomly initialised model on the current default device and dtype.
 
     Raises:
-        TypeError: If the config is none of the family's.
+        TypeError: If the config is not one of the family's.
     """
     if type(config) not in _MODELS:
         raise TypeError(f"config is a {type(config).__name__}, expected one of {[c.__name__ for c in _MODELS]}")

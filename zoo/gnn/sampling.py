@@ -1,8 +1,8 @@
-"""Neighbour sampling for training on large graphs, in few static shapes: batches change, what compiles does not.
+"""Neighbour sampling for training on large graphs, in few static shapes.
 
-Nodes and edges of a batch are padded to a bucket, so that a compiled and captured step serves every batch. Sampling is
-done by threads of the host, or by a GPU that holds the edges, ahead of the step that trains on the last batch. It
-depends on nothing but the seed, and on which of the two it was.
+Nodes and edges of a batch are padded to a bucket, so that one compiled and captured step serves every batch of a
+bucket. Threads of the host sample ahead of the training step, or a GPU that holds the edges does. The seed and the kind
+of device alone decide what they draw.
 
 Shape legend: B seeds of a batch, N nodes and E edges of its bucket.
 """
@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from zoo.gnn.batches import Bucket, Drawn, SampledBatch, Subgraph, map_tensors
+from zoo.gnn.batches import Bucket, Drawn, SampledBatch, Subgraph
 from zoo.gnn.graph import CSRGraph
 from zoo.ops.draws import distinct
 from zoo.validate import check_device, check_seed
@@ -33,9 +34,9 @@ _setting_threads = threading.Lock()
 class NeighborSampler:
     """Batches of seeds with sampled neighbours, hop by hop, for a GraphSAGE whose layers are as many as the hops.
 
-    Each node that is met gets up to ``fanouts[hop]`` of its neighbours, drawn without replacement; a node is expanded
-    once, in the hop that first met it, as torch-geometric's ``NeighborLoader`` does it. Batch ``i`` of epoch ``e`` is
-    the same in every run with this seed, however many threads sample; a GPU draws the same seeds and other neighbours.
+    Each node gets up to ``fanouts[hop]`` of its neighbours, drawn without replacement, in the hop that first meets it,
+    as in torch-geometric's ``NeighborLoader``. Batch ``i`` of epoch ``e`` is the same in every run with this seed,
+    however many threads sample; a GPU draws the same seeds and other neighbours.
 
     Args:
         edge_index: [2, E] int64, sources above destinations.
@@ -43,9 +44,9 @@ class NeighborSampler:
         batch_size: B.
         seeds: Nodes to draw batches from; all when left out.
         num_nodes: Of the graph; one more than the greatest index when left out.
-        buckets: What batches are padded to, the smallest that fits: each a ``Bucket``, or (nodes, edges), whose layers
-            are then as large as they can come up. When left out one that held the largest of a few batches with some
-            room, and the most that can come up.
+        buckets: Sizes that batches are padded to, each a ``Bucket`` or (nodes, edges); a batch takes the smallest that
+            holds it. When left out there are two: one with a tenth of room over a few batches, and the largest that any
+            batch can need.
         shuffle: Draw seeds in a new order each epoch.
         seed: Of orders and neighbours.
         workers: Threads that sample ahead on the host; 0 samples when a batch is asked for. A GPU needs none.
@@ -53,7 +54,7 @@ class NeighborSampler:
             host's threads and the copy of each batch.
 
     Raises:
-        TypeError: If seeds are no int64 tensor, or the device or the seed is none.
+        TypeError: If ``seeds`` is not an int64 tensor, or ``device`` or ``seed`` is of another type.
         ValueError: If a size is out of range, or a bucket list cannot hold every batch.
     """
 
@@ -112,7 +113,7 @@ class NeighborSampler:
         return -(-len(self.seeds) // self.batch_size)
 
     def to(self, device: torch.device | str) -> NeighborSampler:
-        """The same on another device, in the same buckets; this one stays."""
+        """The same sampler on another device, with the same buckets; this one stays."""
         other = copy.copy(self)
         other.device, other._stream = _device(device), None
         other._rowptr, other._source = self._rowptr.to(device), self._source.to(device)
@@ -129,9 +130,9 @@ class NeighborSampler:
         """All batches of an epoch, in order, on the sampler's device; some are sampled ahead.
 
         Args:
-            number: Which epoch: the same number gives the same batches.
-            then: What to do with each batch: on the host by the thread that sampled it, with one core, to pin its
-                memory, say; of a GPU's by whoever takes it.
+            number: The epoch; the same number gives the same batches.
+            then: A function for each batch, such as one that pins its memory. On the host the thread that sampled the
+                batch calls it.
         """
         return self._ahead(number, self._batch, then)
 
@@ -142,41 +143,33 @@ class NeighborSampler:
     def _ahead(
         self, epoch: int, draw: Callable[[Tensor, int, int], Any], then: Callable[[Any], Any] | None
     ) -> Iterator[Any]:
-        parts = self.seeds_of(epoch)
-        if self.device.type == "cuda":
-            drawn = self._beside_the_step(parts, epoch, draw)
-            yield from drawn if then is None else map(then, drawn)
-            return
-
         def make(part: Tensor, index: int) -> Any:
             batch = draw(part, epoch, index)
             return batch if then is None else then(batch)
 
-        if not self.workers:
-            for index, part in enumerate(parts):
-                yield make(part, index)
-            return
-        # Two a thread: one that is sampled while the other waits to be trained on.
-        ahead: deque[Future[Any]] = deque()
-        with ThreadPoolExecutor(self.workers, initializer=_run_alone) as pool:
-            todo = enumerate(parts)
+        parts = self.seeds_of(epoch)
+        if self.device.type == "cuda":
+            drawn = self._on_stream(parts, epoch, draw)
+            yield from drawn if then is None else map(then, drawn)
+        elif not self.workers:
+            yield from map(make, parts, itertools.count())
+        else:
+            pool = ThreadPoolExecutor(self.workers, initializer=_one_core)
+            ahead: deque[Future[Any]] = deque()
             try:
-                for index, part in itertools.islice(todo, 2 * self.workers):
+                for index, part in enumerate(parts):
                     ahead.append(pool.submit(make, part, index))
+                    # Two per thread: one that is sampled while the other waits to be trained on.
+                    if len(ahead) > 2 * self.workers:
+                        yield ahead.popleft().result()
                 while ahead:
-                    batch = ahead.popleft().result()
-                    for index, part in itertools.islice(todo, 1):
-                        ahead.append(pool.submit(make, part, index))
-                    yield batch
+                    yield ahead.popleft().result()
             finally:
-                for future in ahead:
-                    future.cancel()
+                pool.shutdown(cancel_futures=True)
 
-    def _beside_the_step(
-        self, parts: Sequence[Tensor], epoch: int, draw: Callable[[Tensor, int, int], Any]
-    ) -> Iterator[Any]:
-        """Sampled on a stream of their own, for whose sizes the host waits while the GPU is busy with the last step."""
-        # Always the same one: memory that is kept for a stream is no other's.
+    def _on_stream(self, parts: Sequence[Tensor], epoch: int, draw: Callable[[Tensor, int, int], Any]) -> Iterator[Any]:
+        """Sample on a stream of its own: the host waits for sizes while the GPU runs the last step."""
+        # Always the same stream: the allocator keeps memory for each.
         stream = self._stream = self._stream or torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         for index, part in enumerate(parts):
@@ -184,8 +177,8 @@ class NeighborSampler:
                 batch = draw(part, epoch, index)
             user = torch.cuda.current_stream(self.device)
             user.wait_stream(stream)
-            # Memory that is freed while the user's work on it waits is not for the next batch.
-            map_tensors(batch, methodcaller("record_stream", user))
+            # The allocator must not reuse a batch's memory before the user's stream is done with it.
+            pytree.tree_map_only(Tensor, methodcaller("record_stream", user), batch)
             yield batch
 
     def batch(self, epoch: int, index: int) -> SampledBatch:
@@ -205,22 +198,16 @@ class NeighborSampler:
         return index % len(self)
 
     def padded_to(self, bucket: Bucket) -> SampledBatch:
-        """A batch of this bucket's shape, to compile and capture it before it comes up.
+        """A batch of this bucket's shape with one seed and no edges, to compile and capture a step before it is needed.
 
         Raises:
-            ValueError: If it is none of ``buckets``.
+            ValueError: If it is not one of ``buckets``.
         """
         if bucket not in self.buckets:
             raise ValueError(f"{bucket} is none of the buckets {self.buckets}")
-        seeds = self.seeds_of(0)[0][:1]
-        drawn = self._sample(seeds, self._random(0, 0, self.device))
-        if not bucket.holds(drawn.sizes):
-            # Of the seed alone: this one's neighbours are too many.
-            none = self._source[:0]
-            drawn = Drawn(
-                seeds, none.new_zeros(1, dtype=torch.int64), none.int(), Bucket(1, ((1, 0),) * len(self.fanouts))
-            )
-        return drawn.padded(seeds, bucket)
+        seed, counts = self.seeds_of(0)[0][:1], self._rowptr.new_zeros(1)
+        alone = Drawn(seed, counts, counts[:0].int(), Bucket(1, ((1, 0),) * len(self.fanouts)))
+        return alone.padded(seed, bucket)
 
     def edges_of(self, batch: SampledBatch) -> Tensor:
         """The batch's edges as an ``edge_index`` [2, edges] of its own numbering, without padding."""
@@ -236,7 +223,7 @@ class NeighborSampler:
         return seeds.to(self.device).split(self.batch_size)
 
     def _random(self, epoch: int, batch: int = -1, device: torch.device | str = "cpu") -> torch.Generator:
-        """Numbers of their own for each order and each batch: a batch does not depend on the ones before it."""
+        """A generator for each epoch's order (batch -1) and for each batch: none depends on another."""
         return torch.Generator(device).manual_seed(zlib.crc32(f"{self.seed} {epoch} {batch}".encode()))
 
     def _batch(self, seeds: Tensor, epoch: int, index: int) -> SampledBatch:
@@ -258,7 +245,7 @@ class NeighborSampler:
         for fanout in self.fanouts:
             picked, count = self._neighbours(frontier, fanout, random)
             edges += len(picked)
-            # The layer that reads what this hop meets computes what was met before it.
+            # The layer that reads this hop's nodes computes the nodes of the hops before.
             layers.append((known, edges))
             new = torch.unique(picked[local[picked] < 0])
             local[new] = torch.arange(known, known + len(new), dtype=torch.int32, device=device)
@@ -286,7 +273,7 @@ class NeighborSampler:
         return self._source[start[of] + place].long(), count
 
     def _most(self) -> Bucket:
-        """What no batch exceeds: a node is expanded once, and no edge is drawn twice."""
+        """A bucket that holds every batch: a node is expanded once, and no edge is drawn twice."""
         frontier = nodes = min(self.batch_size, len(self.seeds))
         edges, all_edges = 0, len(self._source)
         layers = []
@@ -299,7 +286,7 @@ class NeighborSampler:
         return self._with_all_seeds(nodes, layers)
 
     def _measured_buckets(self, most: Bucket, probes: int = 4) -> list[Bucket]:
-        """One that a few batches fit into with a tenth of room, and the most that can come up."""
+        """A bucket with a tenth of room over a few batches, and the one that holds every batch."""
         parts = self.seeds_of(0)[:probes]
         sizes = [self._sample(part, self._random(0, i, self.device)).sizes for i, part in enumerate(parts)]
 
@@ -314,35 +301,34 @@ class NeighborSampler:
         return [most] if usual == most else [usual, most]
 
     def _with_all_seeds(self, nodes: int, layers: Sequence[tuple[int, int]]) -> Bucket:
-        """Of layers from the last to the first; the last computes B rows and no layer fewer, met or not."""
+        """A bucket of layers given from the last to the first; every layer computes at least B rows."""
         seeds = self.batch_size
         sizes = [(seeds, layers[0][1]), *((max(rows, seeds), edges) for rows, edges in layers[1:])]
         return Bucket(max(nodes, seeds), tuple(reversed(sizes)))
 
 
-def _run_alone() -> None:
-    """Have this thread's operators run in it alone, as in the processes of torch's DataLoader.
+def _one_core() -> None:
+    """Run this thread's operators on one core, as in the processes of torch's DataLoader.
 
-    Otherwise each of the pool's threads asks for one on every core, and they wait for each other most of the time.
-    Torch has one setting for a thread and for those that begin later: for some microseconds it is 1 for all that first
-    use torch meanwhile.
+    Otherwise each thread of the pool uses every core, and they wait for each other. ``torch.set_num_threads`` sets the
+    number of the calling thread and of those that start later, so another new thread restores the latter.
     """
     if not torch.backends.openmp.is_available():
-        return  # torch's own pool then serves all threads, and none has a number of its own
+        return  # torch has one pool for all threads then
     with _setting_threads:
-        others = torch.get_num_threads()  # and this thread's own is settled: torch does it once, when it is first asked
-        settled = threading.Event()
+        others = torch.get_num_threads()  # also fixes this thread's number, which torch sets at the first question
+        ready = threading.Event()
 
         def restore() -> None:
-            settled.wait()
-            torch.set_num_threads(others)  # from a thread that ends, for those that begin later
+            ready.wait()
+            torch.set_num_threads(others)
 
         thread = threading.Thread(target=restore)
         thread.start()
         try:
             torch.set_num_threads(1)
         finally:
-            settled.set()
+            ready.set()
             thread.join()
 
 
@@ -351,7 +337,6 @@ def _is_fanout(value: object) -> bool:
 
 
 def _check_seeds(seeds: Tensor) -> Tensor:
-    """Numbers of nodes, whatever they are."""
     if not isinstance(seeds, Tensor):
         raise TypeError(f"seeds are a {type(seeds).__name__}, expected an int64 tensor [n]; use torch.tensor(seeds)")
     if seeds.dtype == torch.bool:
@@ -371,7 +356,7 @@ def _device(device: torch.device | str) -> torch.device:
 
 
 def _bucket(given: Bucket | tuple[int, int], most: Bucket, seeds: int) -> Bucket:
-    """As it was given; of nodes and edges alone one whose layers hold all that comes up."""
+    """A bucket as it was given; if (nodes, edges), one with layers as large as any batch needs within these."""
     if not isinstance(given, Bucket):
         nodes, edges = given
         if nodes < seeds:
