@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 import zoo
+from zoo.engine.direct import has_nothing_to_fuse
 from zoo.gnn import CSRGraph
 from zoo.gnn import graph as graphs
 
@@ -186,6 +187,39 @@ def test_all_weights_lie_in_regions(name: str) -> None:
     inside = {parameter for found in zoo.find_regions(model).regions for each in found.modules
               for parameter in model.get_submodule(each).parameters()}  # fmt: skip
     assert inside == set(model.parameters())
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize(
+    ("name", "direct"),
+    [("gcn-debug", [True] * 3), ("graphsage-debug", [True] * 3), ("gat-debug", [False, False, True])],
+)
+def test_layers_of_products_and_kernels_need_no_inductor(
+    name: str, direct: list[bool], train: bool, gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="torch came without Triton, which GPUs only need")
+    from torch.utils import _triton
+
+    from zoo.ops.triton.kernel import Kernel
+
+    monkeypatch.setattr(gpu, "get_active_torch_device", lambda: torch.device("cuda", 0), raising=False)
+    for each in ("has_triton", "has_triton_package"):
+        monkeypatch.setattr(_triton, each, lambda *_, **__: True)
+    monkeypatch.setattr(Kernel, "launch", lambda *_, **__: None)
+    monkeypatch.setattr("zoo.ops.common.triton_runs_on", lambda device: True)
+    model = zoo.create(name, hidden_channels=32).train(train)
+    x, edge_index = zoo.example_inputs(model).values()
+    found: list[bool] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.append(has_nothing_to_fuse(graph))
+        return graph.forward
+
+    for layer in model.layers:
+        layer.compile(fullgraph=True, dynamic=False, backend=backend)
+    with torch.set_grad_enabled(train):
+        model(x, model.prepare(edge_index, num_nodes=64))
+    assert found == direct
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -339,7 +339,10 @@ def _product(x: Tensor, *weights: Tensor) -> Tensor:
 
 
 def _add(x: Tensor, bias: Tensor | None) -> Tensor:
-    return x if bias is None else x + bias.to(x.dtype)
+    if bias is None:
+        return x
+    # Even a cast that changes nothing is an operation that the compiler would fuse with the sum.
+    return x + (bias if bias.dtype == x.dtype else bias.to(x.dtype))
 
 
 class GraphBatchNorm(nn.BatchNorm1d):
