@@ -171,7 +171,7 @@ def test_sampled_training(
         drawn = sampler.edges_of(batch)
         plain = run(theirs, drawn, x[batch.nodes])
         named = dict(zip((n for n, _ in theirs.named_parameters()), plain[1:], strict=True))
-        expected = zoo.gnn.convert.convert_state_dict({**theirs.state_dict(), **named}, ours.config)
+        expected = zoo.gnn.convert.WEIGHTS.convert_state_dict({**theirs.state_dict(), **named}, ours.config)
         tolerance = 1e-4 if dtype == torch.float32 else 1e-9
         torch.testing.assert_close(found[0], plain[0], rtol=tolerance, atol=tolerance)
         scale = 1 + max(float(each.norm()) for each in plain[1:] if each is not None)

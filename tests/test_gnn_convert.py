@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 import zoo
 from zoo.gnn import GATConfig, GCNConfig, GraphSAGE, SAGEConfig
-from zoo.gnn.convert import config_of, convert_state_dict, from_upstream, to_upstream
+from zoo.gnn.convert import WEIGHTS, config_of
 
+from_upstream, to_upstream = WEIGHTS.from_upstream, WEIGHTS.to_upstream
+convert_state_dict = WEIGHTS.convert_state_dict
 IN, HIDDEN, OUT = 6, 8, 5
 
 
@@ -274,9 +276,12 @@ def test_state_dicts_convert_strictly() -> None:
     state = theirs.state_dict()
     GraphSAGE(config).load_state_dict(convert_state_dict(state, config), strict=True)
     for change, message in (
-        (lambda s: s.pop("convs.1.lin_r.weight"), r"missing \['convs.1.lin_r.weight'\]"),
-        (lambda s: s.update({"convs.2.lin_l.weight": torch.zeros(1)}), r"unexpected \['convs.2.lin_l.weight'\]"),
-        (lambda s: s.update({"lin.extra": torch.zeros(1)}), r"unexpected \['lin.extra'\]"),
+        (lambda s: s.pop("convs.1.lin_r.weight"), r"missing tensors \['convs.1.lin_r.weight'\]"),
+        (
+            lambda s: s.update({"convs.2.lin_l.weight": torch.zeros(1)}),
+            r"unexpected tensors \['convs.2.lin_l.weight'\]",
+        ),
+        (lambda s: s.update({"lin.extra": torch.zeros(1)}), r"unexpected tensors \['lin.extra'\]"),
     ):
         changed = dict(state)
         change(changed)

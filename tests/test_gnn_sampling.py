@@ -556,11 +556,15 @@ def test_what_is_out_of_range_is_refused(options: dict[str, Any], message: str):
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
-        ({"seeds": torch.ones(NODES, dtype=torch.bool)}, TypeError, r"seeds are torch.bool.*mask.nonzero\(\)"),
-        ({"seeds": torch.tensor([1.0])}, TypeError, r"seeds are torch.float32, expected torch.int64; use seeds.long"),
-        ({"seeds": torch.tensor([1], dtype=torch.int32)}, TypeError, "seeds are torch.int32"),
-        ({"seeds": [1, 2]}, TypeError, r"seeds are a list.*torch.tensor\(seeds\)"),
-        ({"seeds": torch.tensor([[1]])}, ValueError, r"seeds have shape \(1, 1\), expected \[n\]"),
+        ({"seeds": torch.ones(NODES, dtype=torch.bool)}, TypeError, r"seeds is torch.bool.*mask.nonzero\(\)"),
+        (
+            {"seeds": torch.tensor([1.0])},
+            TypeError,
+            r"seeds is torch.float32, expected int64; use seeds.to\(",
+        ),
+        ({"seeds": torch.tensor([1], dtype=torch.int32)}, TypeError, "seeds is torch.int32"),
+        ({"seeds": [1, 2]}, TypeError, r"seeds is a list, expected a dense tensor \[n\]"),
+        ({"seeds": torch.tensor([[1]])}, ValueError, r"seeds has shape \[1, 1\], expected \[n\]"),
         ({"fanouts": 4}, ValueError, "fanouts are 4; one a hop"),
         ({"fanouts": (4.0, 3)}, ValueError, r"fanouts are \[4.0, 3\]; one a hop, an integer"),
         ({"batch_size": 16.0}, ValueError, "batch_size is 16.0; an integer"),

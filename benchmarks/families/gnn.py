@@ -212,9 +212,9 @@ def _implementation(
         autocast = autocast_of(dtype_of(case)) if case.workload == "train" else None
         model, inputs = gnn_upstream.tune(arch, shipped, graph.edge_index, graph.nodes, layout, autocast=autocast)
         return model, inputs, "CSR adjacency" if layout == "csr" else "sorted edges"
-    from zoo.gnn.convert import from_upstream
+    from zoo.gnn.convert import WEIGHTS
 
-    ours: Any = from_upstream(shipped)
+    ours: Any = WEIGHTS.from_upstream(shipped)
     if sampled:
         return ours, {}, None
     return ours, {"edge_index": ours.prepare(graph.edge_index, num_nodes=graph.nodes)}, "CSRGraph"

@@ -3,6 +3,7 @@
 from zoo.gnn.batches import Bucket as Bucket
 from zoo.gnn.batches import SampledBatch as SampledBatch
 from zoo.gnn.batches import Subgraph as Subgraph
+from zoo.gnn.convert import WEIGHTS
 from zoo.gnn.convs import GATConv as GATConv
 from zoo.gnn.convs import GCNConv as GCNConv
 from zoo.gnn.convs import SAGEConv as SAGEConv
@@ -27,7 +28,7 @@ FAMILY = register(
         build=build,
         model_types=(GCN, GAT, GraphSAGE),
         example_inputs=example_inputs,
-        upstream_module="zoo.gnn.convert",
         upstream_packages=("torch_geometric",),
+        weights=WEIGHTS,
     )
 )

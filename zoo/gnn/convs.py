@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zoo import validate
 from zoo.gnn.graph import CSRGraph, GraphMemory, Recipe, check_features, check_nodes
 from zoo.ops.common import accumulation_dtype, kernels_run
 from zoo.ops.csr import GraphTensors, Own
@@ -256,8 +257,7 @@ class GATConv(_Conv):
         residual: bool = False,
     ) -> None:
         super().__init__()
-        if not isinstance(heads, int) or heads < 1:
-            raise ValueError(f"heads is {heads!r}, expected a positive integer")
+        validate.count("heads", heads)
         if not 0.0 <= dropout <= 1.0:
             raise ValueError(f"dropout is {dropout!r}, expected a probability, 0 to 1")
         self.recipe = Recipe(self_loops=add_self_loops, weighted=False)

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from zoo import validate
 from zoo.engine.step_buffers import is_captured, is_step_input
 from zoo.ops import common
 from zoo.ops.csr import GraphTensors, Split, Transpose, split_rows
-from zoo.validate import check_device
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -348,7 +348,7 @@ class CSRGraph:
 
     def to(self, device: torch.device | str) -> CSRGraph:
         """The graph on another device; this one stays."""
-        check_device(device, "a graph")
+        validate.check_device(device, "a graph")
         with torch.inference_mode(False):
             weight = None if self._edge_weight is None else self._edge_weight.to(device)
             structure = self._structure.to(device)
@@ -497,70 +497,36 @@ def _forget(entries: dict[int, _Entry], key: int, _: Any) -> None:
     entries.pop(key, None)
 
 
-def check_features(x: Tensor, channels: int, weight: Tensor, what: str = "x") -> None:
-    """Refuse features that the weights cannot be applied to. Reads no value, so it never synchronises."""
-    if not isinstance(x, Tensor) or x.layout != torch.strided:
-        found = x.layout if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"{what} is a {found}, expected a dense tensor [N, {channels}] of features")
-    if x.dim() != 2 or x.shape[1] != channels:
-        raise ValueError(f"{what} has shape {tuple(x.shape)}, expected [N, {channels}]: a row of {channels} a node")
-    if x.device != weight.device:
-        raise ValueError(f"{what} is on {x.device} and the weights are on {weight.device}; move one of them")
-    if not x.dtype.is_floating_point:
-        raise TypeError(f"{what} is {x.dtype}, expected {weight.dtype}; use {what}.to({weight.dtype})")
-    # Autocast leaves float64 as it is.
-    cast = torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, weight.dtype)
-    if x.dtype != weight.dtype and not cast:
-        raise TypeError(
-            f"{what} is {x.dtype} and the weights are {weight.dtype}; use {what}.to({weight.dtype}), or, between "
-            "float32 and half precision, torch.autocast"
-        )
+def check_features(x: Tensor, channels: int, weight: Tensor) -> None:
+    """Refuse features that the weights cannot be applied to."""
+    validate.tensor("x", x, f"N {channels}", kinds="floating", like=weight)
 
 
-def check_nodes(x: Tensor, count: int, device: torch.device, what: str = "x") -> None:
+def check_nodes(x: Tensor, count: int, device: torch.device) -> None:
     """Refuse features that are not one row for each node of the graph, on its device."""
     if x.shape[0] != count:
         raise ValueError(
-            f"{what} has {x.shape[0]} rows and the graph has {count} nodes; prepare the graph with "
-            f"num_nodes={x.shape[0]}"
+            f"x has {x.shape[0]} rows and the graph has {count} nodes; prepare the graph with num_nodes={x.shape[0]}"
         )
     if x.device != device:
-        raise ValueError(f"{what} is on {x.device} and the graph on {device}; move one of them, graph.to({x.device})")
+        raise ValueError(f"x is on {x.device} and the graph on {device}; move one of them, graph.to({x.device})")
 
 
 def check_edges(edge_index: Tensor, edge_weight: Tensor | None) -> None:
     """Refuse a raw graph of a wrong kind or shape. Reads no value."""
-    if not isinstance(edge_index, Tensor):
-        if isinstance(edge_index, list) and any(isinstance(each, GraphTensors) for each in edge_index):
-            raise TypeError(
-                "edge_index is a list of GraphTensors, as torch's DataLoader makes of a batch's graphs; pass "
-                "tuple(batch.graphs), or move the batch by batch.to(device), which makes them a tuple again"
-            )
+    if isinstance(edge_index, list) and any(isinstance(each, GraphTensors) for each in edge_index):
         raise TypeError(
-            f"edge_index is a {type(edge_index).__name__}, expected an int64 tensor [2, E] or a CSRGraph; build one "
-            "with CSRGraph.from_edge_index"
+            "edge_index is a list of GraphTensors, as torch's DataLoader makes of a batch's graphs; pass "
+            "tuple(batch.graphs), or move the batch by batch.to(device), which makes them a tuple again"
         )
-    if edge_index.layout != torch.strided:
-        raise TypeError(f"edge_index is {edge_index.layout}, expected a dense int64 tensor [2, E] or a CSRGraph")
-    if edge_index.dtype != torch.int64:
-        raise TypeError(f"edge_index is {edge_index.dtype}, expected torch.int64; use edge_index.long()")
-    if edge_index.dim() != 2 or edge_index.shape[0] != 2:
-        hint = "; transpose it with .t()" if edge_index.dim() == 2 and edge_index.shape[1] == 2 else ""
-        raise ValueError(f"edge_index has shape {tuple(edge_index.shape)}, expected [2, E]{hint}")
+    hint = "; transpose it with .t()" if getattr(edge_index, "shape", ())[1:] == (2,) else ""
+    validate.tensor("edge_index", edge_index, "2 E", kinds=(torch.int64,), hint=hint)
     if edge_weight is not None:
         _check_edge_weight(edge_weight, edge_index.shape[1], edge_index.device)
 
 
 def _check_edge_weight(edge_weight: Tensor, edges: int, device: torch.device) -> None:
-    if not isinstance(edge_weight, Tensor) or edge_weight.layout != torch.strided:
-        raise TypeError(f"edge_weight is a {type(edge_weight).__name__}, expected a dense tensor [E] of floats")
-    if not edge_weight.dtype.is_floating_point:
-        raise TypeError(f"edge_weight is {edge_weight.dtype}, expected floating point; use edge_weight.float()")
-    if tuple(edge_weight.shape) != (edges,):
-        raise ValueError(
-            f"edge_weight has shape {tuple(edge_weight.shape)} and there are {edges} edges, expected one weight an "
-            f"edge, ({edges},)"
-        )
+    validate.tensor("edge_weight", edge_weight, f"{edges}", kinds="floating", hint=", one weight per edge")
     if edge_weight.device != device:
         raise ValueError(f"edge_weight is on {edge_weight.device} and the edges on {device}; move one of them")
 

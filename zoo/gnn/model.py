@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from zoo import validate
 from zoo.engine.discover import Region
 from zoo.gnn.convs import GATConv, GCNConv, Graph, Graphs, SAGEConv, make_activation, make_norm
 from zoo.gnn.graph import (
@@ -31,7 +32,6 @@ from zoo.gnn.graph import (
     weight_dtype,
 )
 from zoo.ops.csr import GraphTensors
-from zoo.validate import seeded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,16 +66,12 @@ class GNNConfig:
     jk: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("in_channels", "hidden_channels", "num_layers", "out_channels"):
-            value = getattr(self, name)
-            if value is None and name == "out_channels":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} is {value!r}, expected a positive integer")
+        validate.positive(self, "in_channels", "hidden_channels", "num_layers")
+        if self.out_channels is not None:
+            validate.positive(self, "out_channels")
         if not 0.0 <= self.dropout <= 1.0:
             raise ValueError(f"dropout is {self.dropout!r}, expected a probability, 0 to 1")
-        if self.jk not in (None, "last", "cat", "max"):
-            raise ValueError(f"jk is {self.jk!r}, expected None, 'last', 'cat' or 'max'")
+        validate.one_of(self, "jk", (None, "last", "cat", "max"))
 
     @property
     def output_width(self) -> int:
@@ -145,8 +141,7 @@ class GATConfig(GNNConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.heads, int) or self.heads < 1:
-            raise ValueError(f"heads is {self.heads!r}, expected a positive integer")
+        validate.positive(self, "heads")
         hidden = self.num_layers > 1 or not self.ends_in_conv
         if self.concat and hidden and self.hidden_channels % self.heads:
             raise ValueError(
@@ -175,8 +170,7 @@ class SAGEConfig(GNNConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.aggr not in ("mean", "max", "sum"):
-            raise ValueError(f"aggr is {self.aggr!r}, expected 'mean', 'max' or 'sum'")
+        validate.one_of(self, "aggr", ("mean", "max", "sum"))
 
 
 # ogbn-arxiv: 128 features and 40 classes, at the widths of the benchmark's own examples.
@@ -482,10 +476,10 @@ def _sources(graph: GraphTensors, default: int) -> int:
     return default if graph.transpose is None else graph.transpose.colptr.shape[0] - 1
 
 
-_MODELS: dict[type[GNNConfig], type[nn.Module]] = {GCNConfig: GCN, GATConfig: GAT, SAGEConfig: GraphSAGE}
+_MODELS: dict[type[GNNConfig], type[GCN | GAT | GraphSAGE]] = {GCNConfig: GCN, GATConfig: GAT, SAGEConfig: GraphSAGE}
 
 
-def build(config: GNNConfig) -> nn.Module:
+def build(config: GNNConfig) -> GCN | GAT | GraphSAGE:
     """A randomly initialised model on the current default device and dtype.
 
     Raises:
@@ -493,7 +487,8 @@ def build(config: GNNConfig) -> nn.Module:
     """
     if type(config) not in _MODELS:
         raise TypeError(f"config is a {type(config).__name__}, expected one of {[c.__name__ for c in _MODELS]}")
-    return _MODELS[type(config)](config)
+    model: GCN | GAT | GraphSAGE = _MODELS[type(config)](config)
+    return model
 
 
 def example_inputs(model: nn.Module, *, num_nodes: int = 64, num_edges: int = 256, seed: int = 0) -> dict[str, Tensor]:
@@ -507,7 +502,7 @@ def example_inputs(model: nn.Module, *, num_nodes: int = 64, num_edges: int = 25
     weight, config = next(model.parameters()), model.config
     if not isinstance(config, GNNConfig):
         raise TypeError(f"{type(model).__name__} is not a GCN, GAT or GraphSAGE of the zoo")
-    generator = seeded(seed)
+    generator = validate.seeded(seed)
     on_cpu: dict[str, Any] = {"generator": generator, "device": "cpu"}
     x = torch.randn(num_nodes, config.in_channels, dtype=torch.float32, **on_cpu)
     source = torch.randint(max(num_nodes, 1), (num_edges,), **on_cpu)

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from zoo import validate
 from zoo.gnn.batches import Bucket, Drawn, SampledBatch, Subgraph
 from zoo.gnn.graph import CSRGraph
 from zoo.ops.draws import distinct
-from zoo.validate import check_device, check_seed
 
 _setting_threads = threading.Lock()
 
@@ -79,7 +79,7 @@ class NeighborSampler:
             raise ValueError(f"batch_size is {batch_size}; an integer, and at least one seed is needed")
         if not isinstance(workers, int) or workers < 0:
             raise ValueError(f"workers is {workers}; an integer, and 0 samples when a batch is asked for")
-        check_seed(seed)
+        validate.check_seed(seed)
         self.device = _device(device)
         self._stream: torch.cuda.Stream | None = None
         with torch.no_grad():
@@ -337,19 +337,14 @@ def _is_fanout(value: object) -> bool:
 
 
 def _check_seeds(seeds: Tensor) -> Tensor:
-    if not isinstance(seeds, Tensor):
-        raise TypeError(f"seeds are a {type(seeds).__name__}, expected an int64 tensor [n]; use torch.tensor(seeds)")
-    if seeds.dtype == torch.bool:
-        raise TypeError("seeds are torch.bool, expected the numbers of nodes; use mask.nonzero().view(-1)")
-    if seeds.dtype != torch.int64:
-        raise TypeError(f"seeds are {seeds.dtype}, expected torch.int64; use seeds.long()")
-    if seeds.dim() != 1:
-        raise ValueError(f"seeds have shape {tuple(seeds.shape)}, expected [n]; use seeds.view(-1)")
+    if isinstance(seeds, Tensor) and seeds.dtype == torch.bool:
+        raise TypeError("seeds is torch.bool, expected the numbers of nodes; use mask.nonzero().view(-1)")
+    validate.tensor("seeds", seeds, "n", kinds=(torch.int64,))
     return seeds
 
 
 def _device(device: torch.device | str) -> torch.device:
-    check_device(device, "a sampler")
+    validate.check_device(device, "a sampler")
     if torch.device(device).type not in ("cpu", "cuda"):
         raise ValueError(f"device is {device}; batches are sampled on the host, 'cpu', or on a GPU, 'cuda'")
     return torch.device(device)
