@@ -296,6 +296,10 @@ class WeightMap(Generic[Model]):
             raise ValueError(f"the table of {self.name} fills {wrong[:8]} not at all, in part, or twice")
         return places
 
+    def placements(self, config: Any) -> dict[str, Placement]:
+        """Where each tensor of an upstream checkpoint goes in a model of this config."""
+        return self.places(self._on_meta(config))
+
     def upstream_tensors(self, model: Any) -> dict[str, Tensor]:
         """A model's tensors by their names in the upstream library, as views; tied weights once."""
         ours = model.state_dict()

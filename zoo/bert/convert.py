@@ -111,9 +111,7 @@ def adapt(tensors: Mapping[str, Tensor], config: BertConfig, source: str) -> dic
 
     Tensors of other heads are left out. A head that is not in the checkpoint gets random weights, and a warning.
     """
-    with torch.device("meta"):
-        places = WEIGHTS.places(Bert(config))
-    base = _base(config)
+    places, base = WEIGHTS.placements(config), _base(config)
     fitted: dict[str, Tensor] = {}
     for key in tensors:
         name = key.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
@@ -269,10 +267,4 @@ WEIGHTS = WeightMap(
     write_config=write_config,
     use_fields=USE_FIELDS,
 )
-load, save = WEIGHTS.load, WEIGHTS.save
-
-
-def placements(config: BertConfig) -> dict[str, Placement]:
-    """Where each tensor of a transformers checkpoint goes that was saved with this head."""
-    with torch.device("meta"):
-        return WEIGHTS.places(Bert(config))
+load, save, placements = WEIGHTS.load, WEIGHTS.save, WEIGHTS.placements

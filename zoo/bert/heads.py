@@ -246,7 +246,8 @@ def check_labels(
     elif head == "sequence-classification":
         problem = config.problem_type or problem_of(labels, classes)
         shape = "B | B 1" if problem == "single_label_classification" or classes == 1 else "B L"
-        validate.tensor("labels", labels, shape, sizes={"B": rows, "L": classes}, hint=f" (labels is {labels.dtype})")
+        hint = "; integers are class numbers, floats a number for each label"
+        validate.tensor("labels", labels, shape, sizes={"B": rows, "L": classes}, hint=hint)
         if problem != "single_label_classification" or classes == 1:
             return
     else:
