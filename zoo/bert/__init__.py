@@ -17,9 +17,8 @@ from zoo.bert.layer import BertEmbeddings as BertEmbeddings
 from zoo.bert.layer import BertLayer as BertLayer
 from zoo.bert.layer import Rows as Rows
 from zoo.bert.layer import attend as attend
-from zoo.bert.model import PRESETS as PRESETS
+from zoo.bert.model import PRESETS, example_inputs
 from zoo.bert.model import Bert as Bert
-from zoo.bert.model import example_inputs
 from zoo.bert.packing import PackedBatch as PackedBatch
 from zoo.bert.packing import pack as pack
 from zoo.bert.packing import token_buckets as token_buckets

@@ -267,4 +267,9 @@ WEIGHTS = WeightMap(
     write_config=write_config,
     use_fields=USE_FIELDS,
 )
-load, save, placements = WEIGHTS.load, WEIGHTS.save, WEIGHTS.placements
+placements = WEIGHTS.placements
+load = WEIGHTS.load
+"""A model from a folder or hub id in transformers' format: :meth:`zoo.weights.WeightMap.load`, with ``head=`` of
+``BertConfig`` among the fields to replace; the head that the checkpoint was saved with when left out."""
+save = WEIGHTS.save
+"""Write a folder that ``AutoModel...from_pretrained`` loads: :meth:`zoo.weights.WeightMap.save`."""

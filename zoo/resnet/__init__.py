@@ -4,7 +4,7 @@ from zoo.registry import Family, register
 from zoo.resnet.convert import WEIGHTS
 from zoo.resnet.convert import transforms as transforms
 from zoo.resnet.folding import fold_batch_norm as fold_batch_norm
-from zoo.resnet.model import PRESETS as PRESETS
+from zoo.resnet.model import PRESETS, example_inputs
 from zoo.resnet.model import BasicBlock as BasicBlock
 from zoo.resnet.model import Bottleneck as Bottleneck
 from zoo.resnet.model import Folding as Folding
@@ -13,7 +13,6 @@ from zoo.resnet.model import ResNetConfig as ResNetConfig
 from zoo.resnet.model import ResNetHead as ResNetHead
 from zoo.resnet.model import ResNetStage as ResNetStage
 from zoo.resnet.model import Stem as Stem
-from zoo.resnet.model import example_inputs
 
 FAMILY = register(
     Family(
