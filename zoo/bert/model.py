@@ -30,7 +30,7 @@ from zoo.bert.heads import (
     check_labels,
     make_head,
 )
-from zoo.bert.layer import BertConfig, BertEmbeddings, BertLayer, Rows, key_mask, rows_of
+from zoo.bert.layer import BertConfig, BertEmbeddings, BertLayer, key_mask, rows_of
 from zoo.bert.packing import PackedBatch, check_ids, counted_positions, pack, unpack
 from zoo.engine.region import Region, in_process_on_gpus
 from zoo.modules import initialise, on_host
@@ -157,7 +157,7 @@ class Bert(nn.Module):
         Raises:
             TypeError, ValueError: If an input does not fit, before anything runs. Values are looked at on the host.
         """
-        config = self.config
+        config, batch, mask, rows = self.config, None, None, None
         if isinstance(input_ids, PackedBatch):
             batch = input_ids
             _check_packed(
@@ -167,14 +167,21 @@ class Bert(nn.Module):
             check_labels(config, labels, start_positions, end_positions, batch.rows, batch.length, tokens)
             if labels is not None and config.head in ("masked-lm", "token-classification") and labels.dim() == 2:
                 labels = batch.take(labels, fill=-100)
-            x = self._encode(*self._begin_packed(batch))
-            return self._score(x, labels, start_positions, end_positions, batch)
-        _check_padded(config, input_ids, attention_mask, token_type_ids, position_ids)
-        rows, length = input_ids.shape
-        check_labels(config, labels, start_positions, end_positions, rows, length, None)
-        mask = _needed(attention_mask)
-        x = self._encode(*self._begin_padded(input_ids, mask, token_type_ids, position_ids))
-        return self._score(x, labels, start_positions, end_positions, None)
+            x = self._embed(batch.input_ids, batch.token_type_ids, batch.position_ids)
+            rows = rows_of(batch.offsets, batch.length, tokens, x, config.hidden_size // config.num_attention_heads)
+            rows = rows._replace(offsets=_match_mode(rows.offsets))
+        else:
+            _check_padded(config, input_ids, attention_mask, token_type_ids, position_ids)
+            count, length = input_ids.shape
+            check_labels(config, labels, start_positions, end_positions, count, length, None)
+            if position_ids is None and config.first_position:
+                position_ids = counted_positions(input_ids, config.first_position - 1)
+            x = self._embed(input_ids, token_type_ids, position_ids)
+            if attention_mask is not None and not _hides_nothing(attention_mask):
+                mask = key_mask(attention_mask, x)
+        for layer in self.layers:
+            x = layer(x, mask, rows)
+        return self._score(x, labels, start_positions, end_positions, batch)
 
     def without_padding(
         self,
@@ -200,37 +207,13 @@ class Bert(nn.Module):
         output: Output = self(batch, **labels)
         return unpack(output, batch)
 
-    def _begin_packed(self, batch: PackedBatch) -> tuple[Tensor, None, Rows]:
-        """What layers take."""
-        x = self._embed(batch.input_ids, batch.token_type_ids, batch.position_ids)
-        return x, None, self._rows(batch, x)
-
-    def _begin_padded(
-        self, ids: Tensor, mask: Tensor | None, types: Tensor | None, positions: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, None]:
-        if positions is None and self.config.first_position:
-            positions = counted_positions(ids, self.config.first_position - 1)
-        x = self._embed(ids, types, positions)
-        return x, None if mask is None else key_mask(mask, x), None
-
     def _embed(self, ids: Tensor, types: Tensor | None, positions: Tensor | None) -> Tensor:
-        return self.embeddings(_of_this_mode(ids), _of_this_mode(types), _of_this_mode(positions))
-
-    def _rows(self, batch: PackedBatch, x: Tensor) -> Rows:
-        config = self.config
-        head_dim = config.hidden_size // config.num_attention_heads
-        rows = rows_of(batch.offsets, batch.length, batch.input_ids.shape[0], x, head_dim)
-        return rows._replace(offsets=_of_this_mode(rows.offsets))
-
-    def _encode(self, x: Tensor, mask: Tensor | None, rows: Rows | None) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, mask, rows)
-        return x
+        return self.embeddings(_match_mode(ids), _match_mode(types), _match_mode(positions))
 
     def _score(
         self, x: Tensor, labels: Tensor | None, start: Tensor | None, end: Tensor | None, batch: PackedBatch | None
     ) -> Output:
-        head, labels = self.head, _of_this_mode(labels)
+        head, labels = self.head, _match_mode(labels)
         match head:
             case PoolerHead():
                 return Encoding(x, head(_first_tokens(x, batch)))
@@ -242,10 +225,10 @@ class Bert(nn.Module):
             case TokenHead():
                 return head(x, labels)
             case SpanHead():
-                start, end = _of_this_mode(start), _of_this_mode(end)
+                start, end = _match_mode(start), _match_mode(end)
                 if batch is None:
                     return head(x, start, end)
-                return head(x, start, end, batch.rows, batch.length, _of_this_mode(batch.places))
+                return head(x, start, end, batch.rows, batch.length, _match_mode(batch.places))
         return Encoding(x)
 
 
@@ -254,15 +237,13 @@ def _first_tokens(x: Tensor, batch: PackedBatch | None) -> Tensor:
     return x[:, 0].contiguous() if batch is None else x.index_select(0, batch.offsets[: batch.rows])
 
 
-def _needed(attention_mask: Tensor | None) -> Tensor | None:
-    """The mask, or None where it is known to hide nothing."""
-    if attention_mask is not None and on_host(attention_mask) and bool((attention_mask != 0).all()):
-        return None
-    return attention_mask
+def _hides_nothing(attention_mask: Tensor) -> bool:
+    """Whether a mask is known to: one on the host is looked at, one on a device never."""
+    return on_host(attention_mask) and bool((attention_mask != 0).all())
 
 
-def _of_this_mode(ids: Tensor | None) -> Tensor | None:
-    """A tensor made outside of inference mode costs a region another graph inside it, and the other way round."""
+def _match_mode(ids: Tensor | None) -> Tensor | None:
+    """A copy where the tensor was made in another inference mode, which would cost a region another graph."""
     if ids is None or torch.compiler.is_compiling() or ids.is_inference() == torch.is_inference_mode_enabled():
         return ids
     return ids.clone()
