@@ -9,7 +9,6 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,16 +28,8 @@ class Family:
             its config as ``model.config`` and its regions as ``type(model).regions``.
         model_types: Exact classes that ``build`` returns.
         example_inputs: ``(model, **sizes)`` to keyword arguments for ``model(**inputs)``, on the model's device.
-        upstream_packages: Top-level packages whose modules ``from_upstream`` takes, e.g. ``("torch_geometric",)``.
+        upstream_packages: Top-level packages whose modules the family converts, e.g. ``("torch_geometric",)``.
         weights: The conversion from and to the upstream library.
-        upstream_module: In place of ``weights``, the dotted name of a module with ``from_upstream(module)``,
-            ``to_upstream(model)`` and ``convert_state_dict(state_dict, config)``, imported only when asked for.
-        placements: ``(config)`` to where each tensor of an upstream checkpoint goes. With it weights are loaded tensor
-            by tensor and the upstream library is not imported; without it ``convert_state_dict`` gets all of them.
-        check_folder: ``(folder, config, overridden)`` raises a ValueError if the folder's own description of its
-            weights contradicts the config in a field that the caller did not override.
-        find_weights: ``(preset, weights)`` is the local file of weights that the upstream library knows by name, or
-            None for anything else, which is then a path or a hub id.
     """
 
     name: str
@@ -48,14 +39,42 @@ class Family:
     example_inputs: Callable[..., dict[str, Any]]
     upstream_packages: tuple[str, ...]
     weights: WeightMap[Any] | None = None
+    # For families that have functions in place of a WeightMap.
     upstream_module: str = ""
     placements: Callable[[Any], Mapping[str, Placement | None]] | None = None
     check_folder: Callable[[Path, Any, Collection[str]], None] | None = None
     find_weights: Callable[[str, Any], Path | None] | None = None
 
-    def upstream(self) -> WeightMap[Any] | ModuleType:
+    def upstream(self) -> Any:
         """What converts from and to the upstream library."""
-        return self.weights or importlib.import_module(self.upstream_module)
+        return self.weights or _Functions(self)
+
+
+@dataclass(frozen=True)
+class _Functions:
+    """The methods of a ``WeightMap``, by a family's own functions."""
+
+    family: Family
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self.family.upstream_module), name)
+
+    def locate(self, preset: str, source: Any) -> Path:
+        find = self.family.find_weights
+        return (None if find is None else find(preset, source)) or locate(source)
+
+    def check_folder(self, folder: Path, config: Any, overridden: Collection[str]) -> None:
+        if self.family.check_folder is not None:
+            self.family.check_folder(folder, config, overridden)
+
+    def fill(self, model: Any, tensors: Mapping[str, torch.Tensor], **options: Any) -> None:
+        own: dict[str, Placement | None] = {key: Placement(key) for key in model.state_dict()}
+        if 2 * len(tensors.keys() & own.keys()) > len(own):
+            fill(model, tensors, own, **options)
+        elif self.family.placements is None:
+            fill(model, self.convert_state_dict(dict(tensors), model.config), own, **options)
+        else:
+            fill(model, tensors, self.family.placements(model.config), **options)
 
 
 _FAMILIES: dict[str, Family] = {}
@@ -224,28 +243,14 @@ def _load(
     device: torch.device | str | None,
     dtype: torch.dtype | None,
 ) -> nn.Module:
-    device, dtype_ = device or torch.get_default_device(), dtype or torch.get_default_dtype()
-    if family.weights is not None:
-        path = family.weights.locate(name, weights)
-        if path.is_dir():
-            family.weights.check_folder(path, config, overrides)
-        model = _build(family, config, torch.device("meta"), dtype)
-        with open_tensors(path) as tensors:
-            family.weights.fill(model, tensors, device=device, dtype=dtype_, source=str(weights))
-        return model
-    named = None if family.find_weights is None else family.find_weights(name, weights)
-    path = locate(weights) if named is None else named
-    if family.check_folder is not None and path.is_dir():
-        family.check_folder(path, config, overrides)
+    conversion = family.upstream()
+    path = conversion.locate(name, weights)
+    if path.is_dir():
+        conversion.check_folder(path, config, overrides)
     model = _build(family, config, torch.device("meta"), dtype)
+    device, dtype = device or torch.get_default_device(), dtype or torch.get_default_dtype()
     with open_tensors(path) as tensors:
-        fill(
-            model,
-            *_placed(family, config, tensors, set(model.state_dict())),
-            device=device,
-            dtype=dtype_,
-            source=str(weights),
-        )
+        conversion.fill(model, tensors, device=device, dtype=dtype, source=str(weights))
     return model
 
 
@@ -259,18 +264,6 @@ def _build(family: Family, config: Any, device: torch.device | str | None, dtype
             return family.build(config)
     finally:
         torch.set_default_dtype(before)
-
-
-def _placed(
-    family: Family, config: Any, tensors: Mapping[str, torch.Tensor], own: set[str]
-) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Placement | None]]:
-    """The tensors, and where they go: by the zoo's keys if most of these are there, else by the upstream library's."""
-    ours: dict[str, Placement | None] = {key: Placement(key) for key in own}
-    if 2 * len(tensors.keys() & own) > len(own):
-        return tensors, ours
-    if family.placements is None:
-        return family.upstream().convert_state_dict(dict(tensors), config), ours
-    return tensors, family.placements(config)
 
 
 def _did_you_mean(wrong: str, known: Any) -> str:

@@ -24,8 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo import validate
-from zoo.modules import compute_dtype, ordinary, plain
-from zoo.ops.common import differentiated, kernels_run
+from zoo.ops.common import compute_dtype, differentiated, is_plain_tensor, is_unmodified, kernels_run
 from zoo.ops.glu import bias_gelu
 from zoo.ops.norms import add_layer_norm
 from zoo.ops.products import low_linear, takes_low, with_low_copy
@@ -236,10 +235,10 @@ class BertLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """A product of y, dropout, the residual add, and the norm of the sum [..., C], in both dtypes."""
         # Dropout drops the bias with the rest.
-        dropped = not plain(self.dropout, nn.Dropout) or (self.dropout.training and self.dropout.p > 0.0)
+        dropped = not is_unmodified(self.dropout, nn.Dropout) or (self.dropout.training and self.dropout.p > 0.0)
         added, bias = _product(y, y, layer, without_bias=not dropped)
         added = self.dropout(added)
-        if plain(norm, nn.LayerNorm) and ordinary(norm.weight) and ordinary(norm.bias):
+        if is_unmodified(norm, nn.LayerNorm) and is_plain_tensor(norm.weight) and is_plain_tensor(norm.bias):
             return add_layer_norm(x, added, bias, norm.weight, norm.bias, norm.eps, low_dtype)
         x = norm(x + (added if bias is None else added + bias))
         return x, x if low_dtype is None else x.to(low_dtype)
@@ -247,10 +246,10 @@ class BertLayer(nn.Module):
 
 def _product(x: Tensor, low: Tensor, layer: nn.Linear, *, without_bias: bool = False) -> tuple[Tensor, Tensor | None]:
     """A linear layer of x, of which ``low`` is what products take; and the bias, if it is still to be added."""
-    if not plain(layer):
+    if not is_unmodified(layer):
         return layer(x), None
     weight, bias = layer.weight, layer.bias
-    if not (ordinary(bias) and kernels_run(low, weight, bias) and differentiated(low, weight, bias)):
+    if not (is_plain_tensor(bias) and kernels_run(low, weight, bias) and differentiated(low, weight, bias)):
         return layer(low), None
     if takes_low(low, weight, bias):
         return low_linear(low, weight, None if without_bias else bias), bias if without_bias else None

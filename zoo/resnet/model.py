@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 from zoo import validate
 from zoo.engine.region import Region
-from zoo.modules import channels_last, plain, to_images, to_rows
+from zoo.modules import channels_last
 from zoo.ops.batch_norm import Norm, bias_act, norm_act
-from zoo.ops.common import differentiated, watched
+from zoo.ops.common import differentiated, is_unmodified, to_images, to_rows, watched
 from zoo.ops.conv import conv_act, linear_relu, stem_conv
 from zoo.ops.pooling import bias_act_pool, norm_act_pool
 
@@ -294,7 +294,7 @@ class Stem(Unit):
         conv = self.conv
         if self.norm is None:
             return bias_act_pool(stem_conv(x, conv), conv.bias)  # type: ignore[arg-type]
-        if plain(conv, nn.Conv2d):
+        if is_unmodified(conv, nn.Conv2d):
             x = stem_conv(x, conv)
         else:
             x = conv(x.contiguous(memory_format=torch.channels_last))
