@@ -110,21 +110,6 @@ def test_presets_are_torchvisions_models(name: str) -> None:
     assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
 
 
-def test_weights_are_copied_and_their_gradients_wanted_as_before() -> None:
-    theirs = build("basic")
-    theirs.layer1.requires_grad_(False)
-    ours = zoo.from_upstream(theirs)
-    frozen = {key for key, p in ours.named_parameters() if not p.requires_grad}
-    assert frozen and all(key.startswith("stages.0.") for key in frozen)
-    with torch.no_grad():
-        theirs.conv1.weight.zero_()
-    assert ours.stem.conv.weight.abs().sum() > 0
-    back = zoo.to_upstream(ours)
-    assert {key for key, p in back.named_parameters() if not p.requires_grad} == {
-        key for key, p in theirs.named_parameters() if not p.requires_grad
-    }
-
-
 def test_other_channels_of_images() -> None:
     theirs = build("basic").eval()
     theirs.conv1 = nn.Conv2d(4, 64, 7, stride=2, padding=3, bias=False)
