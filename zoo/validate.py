@@ -125,23 +125,14 @@ def in_range(name: str, ids: Tensor, limit: int, field: str, hint: str = "") -> 
 
 
 def count(name: str, value: Any, least: int = 1) -> None:
-    """An integer of at least ``least``.
-
-    Raises:
-        ValueError: If it is not.
-    """
+    """An integer of at least ``least``."""
     if not is_count(value, least):
         expected = "a positive integer" if least == 1 else f"an integer of at least {least}"
         raise ValueError(f"{name} is {value!r}, expected {expected}")
 
 
 def check_seed(seed: int) -> None:
-    """Refuse what no generator takes.
-
-    Raises:
-        TypeError: If it is no integer.
-        ValueError: If it does not fit into 64 bits.
-    """
+    """Refuse what no generator takes."""
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise TypeError(f"seed is {seed!r}, expected an integer")
     least, greatest = _SEEDS
@@ -150,11 +141,7 @@ def check_seed(seed: int) -> None:
 
 
 def seeded(seed: int) -> torch.Generator:
-    """A generator on the CPU, whose numbers are the same wherever they go.
-
-    Raises:
-        TypeError, ValueError: If the seed is none.
-    """
+    """A generator on the CPU, whose numbers are the same wherever they go."""
     check_seed(seed)
     return torch.Generator("cpu").manual_seed(seed)
 
@@ -174,53 +161,33 @@ def check_device(device: torch.device | str, what: str) -> None:
 
 
 def positive(config: Any, *names: str) -> None:
-    """Positive integers.
-
-    Raises:
-        ValueError: If one is not.
-    """
+    """Positive integers."""
     for name in names:
         count(name, getattr(config, name))
 
 
 def positive_number(config: Any, *names: str) -> None:
-    """Numbers above zero.
-
-    Raises:
-        ValueError: If one is not.
-    """
+    """Numbers above zero."""
     for name in names:
         if not getattr(config, name) > 0:
             raise ValueError(f"{name} is {getattr(config, name)!r}, expected a positive number")
 
 
 def divides(config: Any, part: str, whole: str) -> None:
-    """One field is a multiple of the other.
-
-    Raises:
-        ValueError: If it is not.
-    """
+    """One field is a multiple of the other."""
     first, second = getattr(config, whole), getattr(config, part)
     if first % second:
         raise ValueError(f"{whole} is {first} and {part} is {second}: the first must be a multiple of the second")
 
 
 def one_of(config: Any, name: str, known: Collection[Any]) -> None:
-    """A field has one of these values.
-
-    Raises:
-        ValueError: If it has not.
-    """
+    """A field has one of these values."""
     if getattr(config, name) not in known:
         raise ValueError(f"{name} is {getattr(config, name)!r}, expected one of {', '.join(map(repr, known))}")
 
 
 def probability(config: Any, *names: str) -> None:
-    """Numbers from 0 to below 1, or None.
-
-    Raises:
-        ValueError: If one is not.
-    """
+    """Numbers from 0 to below 1, or None."""
     for name in names:
         value = getattr(config, name)
         if value is not None and not 0 <= value < 1:
@@ -228,11 +195,7 @@ def probability(config: Any, *names: str) -> None:
 
 
 def optional_index(config: Any, name: str, limit: str) -> None:
-    """None, or an index below another field.
-
-    Raises:
-        ValueError: If it is not.
-    """
+    """None, or an index below another field."""
     value, most = getattr(config, name), getattr(config, limit)
     if value is not None and not 0 <= value < most:
         raise ValueError(f"{name} is {value}, but {limit} is {most}: pass 0 to {most - 1}, or None")
