@@ -71,11 +71,12 @@ def map_of(table: Any = TABLE) -> WeightMap[Any]:
 
 
 def test_a_table_there_and_back() -> None:
-    theirs, weights = Theirs(), map_of()
+    theirs: Any = Theirs()
+    weights = map_of()
     theirs.block[1].requires_grad_(False)
     ours = weights.from_upstream(theirs.eval())
     assert torch.equal(ours.layers[1]["qkv"].weight[:4], theirs.block[1]["q"].weight) and not ours.training
-    back = weights.to_upstream(ours)
+    back: Any = weights.to_upstream(ours)
     torch.testing.assert_close(back.state_dict(), theirs.state_dict(), rtol=0, atol=0)
     assert back.out.weight is back.embed.weight and not back.block[1]["kv"].bias.requires_grad
     assert weights.upstream_tensors(ours).keys() == theirs.state_dict().keys() - {"out.weight"}
@@ -151,7 +152,9 @@ def model_of(family: Any, *, seed: int) -> torch.nn.Module:
     return zoo.create(MODELS[family.__name__.removeprefix("zoo.")])
 
 
-def test_a_save_that_fails_leaves_the_folder_as_it_was(family: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_save_that_fails_leaves_the_folder_as_it_was(
+    family: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = (model_of(family, seed=seed) for seed in (1, 2))
     family.save(first, tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -166,7 +169,7 @@ def test_a_save_that_fails_leaves_the_folder_as_it_was(family: Any, tmp_path: Pa
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_saved_weights_that_are_not_finite_are_named(family: Any, tmp_path: Path):
+def test_saved_weights_that_are_not_finite_are_named(family: Any, tmp_path: Path) -> None:
     model = model_of(family, seed=1)
     key, tensor = list(model.named_parameters())[-1]
     with torch.no_grad():
@@ -179,7 +182,7 @@ def test_saved_weights_that_are_not_finite_are_named(family: Any, tmp_path: Path
         family.load(tmp_path, strict=True)
 
 
-def test_what_an_earlier_model_left_goes_and_other_files_stay(family: Any, tmp_path: Path):
+def test_what_an_earlier_model_left_goes_and_other_files_stay(family: Any, tmp_path: Path) -> None:
     model = model_of(family, seed=1)
     family.save(model, tmp_path)
     (weights,) = tmp_path.glob("*.safetensors")
@@ -194,7 +197,7 @@ def test_what_an_earlier_model_left_goes_and_other_files_stay(family: Any, tmp_p
     torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
-def test_folders_and_arguments_that_are_wrong(family: Any, tmp_path: Path):
+def test_folders_and_arguments_that_are_wrong(family: Any, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="has no config.json"):
         family.load(tmp_path)
     with pytest.raises(FileNotFoundError, match="not a hub id"):

@@ -53,24 +53,7 @@ _SAME_HEAD_TABLES = {
 _OTHERS = ("cls.", "lm_head.", "classifier.", "qa_outputs.", "pooler.")
 _OLD_BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
 # Fields of theirs that are ours, by the same name.
-_SHARED = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-    "max_position_embeddings",
-    "type_vocab_size",
-    "layer_norm_eps",
-    "pad_token_id",
-    "hidden_act",
-    "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-    "num_labels",
-    "problem_type",
-    "classifier_dropout",
-    "tie_word_embeddings",
-)
+_SHARED = tuple(field.name for field in dataclasses.fields(BertConfig) if field.name not in ("kind", "head"))
 
 
 def table(config: BertConfig) -> Table:

@@ -20,49 +20,28 @@ from zoo.modules import on_host
 
 
 class Encoding(NamedTuple):
-    """Of heads ``none`` and ``pooled``.
-
-    Attributes:
-        last_hidden_state: [B, T, C].
-        pooler_output: [B, C], of each row's first token; None without a pooler.
-    """
+    """Of heads ``none`` and ``pooled``: [B, T, C], and [B, C] of each row's first token, None without a pooler."""
 
     last_hidden_state: Tensor
     pooler_output: Tensor | None = None
 
 
 class SequenceScores(NamedTuple):
-    """Of head ``sequence-classification``.
-
-    Attributes:
-        logits: [B, L].
-        loss: A scalar where labels were given.
-    """
+    """Of head ``sequence-classification``: logits [B, L], and a scalar loss where labels were given."""
 
     logits: Tensor
     loss: Tensor | None = None
 
 
 class TokenScores(NamedTuple):
-    """Of heads ``masked-lm`` and ``token-classification``.
-
-    Attributes:
-        logits: [B, T, V or L].
-        loss: A scalar where labels were given.
-    """
+    """Of heads ``masked-lm`` and ``token-classification``: logits [B, T, V or L], a loss where labels were given."""
 
     logits: Tensor
     loss: Tensor | None = None
 
 
 class Spans(NamedTuple):
-    """Of head ``question-answering``.
-
-    Attributes:
-        start_logits: [B, T].
-        end_logits: [B, T].
-        loss: A scalar where both positions were given.
-    """
+    """Of head ``question-answering``: logits [B, T], and a scalar loss where both positions were given."""
 
     start_logits: Tensor
     end_logits: Tensor

@@ -40,14 +40,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": _gelu_tanh,
     "relu": F.relu,
 }
-HEADS = (
-    "none",
-    "pooled",
-    "masked-lm",
-    "sequence-classification",
-    "token-classification",
-    "question-answering",
-)
+HEADS = ("none", "pooled", "masked-lm", "sequence-classification", "token-classification", "question-answering")
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 
 # How an encoder is used and trained, not what it is: a checkpoint may differ from a preset in these.
