@@ -19,7 +19,7 @@ import zoo
 import zoo.ops.common
 from tests.llm_checks import DEVICE, MARKS, check_close, let_kernels_run, values
 from zoo.llm import KVCache
-from zoo.llm.decode import DecodeState, accept
+from zoo.llm.generate import DecodeState, accept
 from zoo.ops.attention import attend, decode_attention
 from zoo.ops.glu import swiglu
 from zoo.ops.norms import add_rms_norm, rms_norm

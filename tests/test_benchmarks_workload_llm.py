@@ -21,7 +21,7 @@ from benchmarks.families.llm import WORKLOAD
 from benchmarks.plan import IMPLEMENTATIONS, Case
 from benchmarks.worker import Handler
 from zoo.llm import LLM, LLMHead, LLMLayer
-from zoo.llm.presets import PRESETS
+from zoo.llm.config import PRESETS
 
 # A stand-in for the preset of this name: norms of heads, an output product of its own, heads that do not add up.
 QWEN = "qwen3-8b"

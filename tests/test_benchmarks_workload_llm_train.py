@@ -16,7 +16,7 @@ from benchmarks.families.llm import WORKLOAD
 from benchmarks.plan import Case
 from benchmarks.training import Trainer
 from zoo.llm import LLMLayer
-from zoo.llm.presets import PRESETS
+from zoo.llm.config import PRESETS
 
 CASE = Case(family="llm", model="llm-debug", input="2x16", workload="train")
 

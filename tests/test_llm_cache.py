@@ -10,8 +10,7 @@ import torch.nn.functional as F
 
 import zoo
 from zoo.llm import LLM, attend
-from zoo.llm.layer import attend_tokens
-from zoo.llm.model import token_mask
+from zoo.llm.model import attend_tokens, token_mask
 
 
 @pytest.fixture(params=[None, 5], ids=["full", "window"])

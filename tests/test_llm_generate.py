@@ -13,8 +13,7 @@ import zoo
 from zoo.engine.compile import plan_of
 from zoo.engine.graph_log import LEDGER
 from zoo.llm import LLM, Session, generate, stream
-from zoo.llm.prompts import from_start, pieces
-from zoo.llm.sampling import sample
+from zoo.llm.generate import from_start, pieces, sample
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [3], [40, 41, 42]]
 

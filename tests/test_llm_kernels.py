@@ -20,8 +20,8 @@ from tests.kernel_runs import run_checks
 from zoo.engine.direct import has_nothing_to_fuse
 from zoo.engine.tracing import tracing_to_run
 from zoo.llm import LLM, LLMLayer
-from zoo.llm.decode import DecodeState, accept
-from zoo.llm.layer import _add_linear
+from zoo.llm.generate import DecodeState, accept
+from zoo.llm.model import _add_linear
 from zoo.ops.attention import MOST_ROWS, attend, decode_attention, few_rows
 from zoo.ops.glu import swiglu
 from zoo.ops.norms import WIDEST_RMS_NORM, add_rms_norm, rms_norm

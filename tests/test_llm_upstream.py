@@ -13,7 +13,7 @@ from torch import nn
 import zoo
 from benchmarks.families.llm_steps import cache_argument
 from zoo.llm import LLM, LLMConfig, RopeScaling
-from zoo.llm.rope import inverse_frequencies
+from zoo.llm.model import inverse_frequencies
 
 TIGHT = 1e-5
 
@@ -242,7 +242,7 @@ def test_windows_with_biases_and_norms_go_back(kind: str, window: int | None) ->
 
 
 def test_state_dicts_convert_strictly() -> None:
-    from zoo.llm.upstream import convert_state_dict
+    from zoo.llm.convert import convert_state_dict
 
     theirs = reference.make("qwen3")
     model = convert(theirs)

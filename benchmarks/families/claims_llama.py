@@ -10,7 +10,7 @@ from benchmarks.families import llm, llm_train, llm_work
 from benchmarks.families.base import Prepared
 from benchmarks.plan import Case
 from zoo.llm import LLMConfig
-from zoo.llm.presets import PRESETS
+from zoo.llm.config import PRESETS
 
 CONFIGS = {
     "llama-7b-8": LLMConfig(

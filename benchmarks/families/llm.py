@@ -12,8 +12,8 @@ from benchmarks.families.base import Prepared, accelerated, dtype_of, refuses_un
 from benchmarks.families.llm_work import Task
 from benchmarks.plan import Case
 from zoo.llm import LLM, LLMConfig
-from zoo.llm.checkpoint import placements
-from zoo.llm.presets import PRESETS
+from zoo.llm.config import PRESETS
+from zoo.llm.convert import placements
 from zoo.weights import fill
 
 

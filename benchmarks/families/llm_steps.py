@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.families.llm_work import Task
 from zoo.llm import LLM
-from zoo.llm.decode import DecodeState, accept
+from zoo.llm.generate import DecodeState, accept
 
 # A layer's index to its keys and values, [B, K, S, D] each.
 Past = Callable[[int], tuple[Tensor, Tensor]]

@@ -22,7 +22,7 @@ from benchmarks.families.llm_weights import SeededWeights
 from benchmarks.plan import Case
 from benchmarks.training import reference_losses
 from zoo.llm import LLM, LLMConfig, LLMLayer
-from zoo.llm.checkpoint import placements
+from zoo.llm.convert import placements
 from zoo.training import LinearCrossEntropy, checkpoint_regions
 from zoo.weights import fill
 

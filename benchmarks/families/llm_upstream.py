@@ -21,7 +21,7 @@ def skeleton(config: LLMConfig) -> nn.Module:
     """``LlamaForCausalLM`` or its like in eval mode, without memory for its weights."""
     import transformers
 
-    from zoo.llm.upstream import upstream_config
+    from zoo.llm.convert import upstream_config
 
     theirs = upstream_config(config)
     with torch.device("meta"):

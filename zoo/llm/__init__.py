@@ -1,20 +1,21 @@
 """Decoder-only language models: Llama, Mistral, Qwen2 and Qwen3 with a static cache."""
 
 from zoo.llm.cache import KVCache as KVCache
-from zoo.llm.checkpoint import check_folder, placements
-from zoo.llm.checkpoint import load as load
-from zoo.llm.checkpoint import save as save
+from zoo.llm.config import PRESETS
 from zoo.llm.config import LLMConfig as LLMConfig
 from zoo.llm.config import RopeScaling as RopeScaling
+from zoo.llm.convert import check_folder, placements
+from zoo.llm.convert import load as load
+from zoo.llm.convert import quantize_int8 as quantize_int8
+from zoo.llm.convert import save as save
+from zoo.llm.generate import Session as Session
 from zoo.llm.generate import generate as generate
 from zoo.llm.generate import stream as stream
-from zoo.llm.layer import LLMHead as LLMHead
-from zoo.llm.layer import LLMLayer as LLMLayer
-from zoo.llm.layer import RMSNorm as RMSNorm
 from zoo.llm.model import LLM as LLM
-from zoo.llm.presets import PRESETS, example_inputs
-from zoo.llm.quantize import quantize_int8 as quantize_int8
-from zoo.llm.session import Session as Session
+from zoo.llm.model import LLMHead as LLMHead
+from zoo.llm.model import LLMLayer as LLMLayer
+from zoo.llm.model import RMSNorm as RMSNorm
+from zoo.llm.model import example_inputs
 from zoo.ops.attention import attend as attend
 from zoo.registry import Family, register
 
@@ -25,7 +26,7 @@ FAMILY = register(
         build=LLM,
         model_types=(LLM,),
         example_inputs=example_inputs,
-        upstream_module="zoo.llm.upstream",
+        upstream_module="zoo.llm.convert",
         upstream_packages=("transformers",),
         placements=placements,
         check_folder=check_folder,

@@ -11,10 +11,9 @@ import torch
 
 from zoo.engine.compile import compile_regions
 from zoo.llm.bandwidth import bytes_per_token, read_bandwidth
-from zoo.llm.checkpoint import load
-from zoo.llm.generate import fitting_slots
+from zoo.llm.convert import load
+from zoo.llm.generate import Session, fitting_slots
 from zoo.llm.model import LLM
-from zoo.llm.session import Session
 from zoo.llm.text import TextStream, encode, read_end_tokens, read_tokenizer
 from zoo.weights import locate
 

@@ -61,3 +61,9 @@ def make_cache(
     with torch.inference_mode(False):
         shape = (2, batch, key_heads, slots, width)
         return KVCache(tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)))
+
+
+def check_is_cache(cache: KVCache) -> None:
+    """Whether it is one at all."""
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"cache is a {type(cache).__name__}, expected a KVCache from model.make_cache(batch, slots)")

@@ -55,7 +55,7 @@ def accept_greedy(
     logits: Tensor, tokens: Tensor, positions: Tensor, finished: Tensor, step: Tensor, output: Tensor, ends: Tensor,
     pad: Tensor,
 ) -> None:  # fmt: skip
-    """See ``zoo/llm/decode.py``; ``ends`` are a power of two."""
+    """See ``zoo/llm/generate.py``; ``ends`` are a power of two."""
     logits = logits.contiguous()
     batch, vocabulary = logits.shape
     parts = ceil_div(vocabulary, BLOCK)
