@@ -13,7 +13,7 @@ import zoo
 from zoo.engine.compile import plan_of
 from zoo.engine.graph_log import LEDGER
 from zoo.llm import LLM, Session, generate, stream
-from zoo.llm.generate import from_start, pieces, sample
+from zoo.llm.generate import _in_one_bucket, _in_pieces, sample
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [3], [40, 41, 42]]
 
@@ -77,6 +77,19 @@ def test_the_configs_end_tokens_are_the_default() -> None:
     assert generate(model, [[5, 6]], max_new_tokens=12, eos=()).shape == (1, 12)
 
 
+def test_generating_is_a_method_too(model: LLM) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 1.2, "top_k": 40, "seed": 3, "cuda_graph": True}
+    expected = generate(model, PROMPTS, **options)
+    torch.testing.assert_close(model.generate(PROMPTS, **options), expected, rtol=0, atol=0)
+    chunks = list(model.stream(PROMPTS, cache=model.make_cache(3, 16), stride=2, **options))
+    assert [chunk.shape[1] for chunk in chunks] == [1, 2, 2, 1]
+    torch.testing.assert_close(torch.cat(chunks, 1), expected, rtol=0, atol=0)
+    with pytest.raises(TypeError, match="max_length"):
+        model.generate(PROMPTS, max_length=6)
+    with pytest.raises(TypeError, match="max_new_tokens"):
+        model.generate(PROMPTS)
+
+
 def test_tensors_and_lists_are_the_same_prompts(model: LLM) -> None:
     ids = torch.randint(256, (2, 5))
     expected = generate(model, ids.tolist(), max_new_tokens=4)
@@ -92,7 +105,8 @@ def test_buckets_do_not_change_the_answer(model: LLM, buckets: tuple[int, ...]) 
 
 def test_prompts_are_cut_into_pieces_that_repeat_the_last_token() -> None:
     got = [
-        (tokens.tolist(), positions.tolist()) for tokens, positions in pieces([[1, 2, 3, 4, 5], [9]], [0, 7], (2, 4))
+        (tokens.tolist(), positions.tolist())
+        for tokens, positions in _in_pieces([[1, 2, 3, 4, 5], [9]], [0, 7], (2, 4))
     ]
     assert got == [
         ([[1, 2, 3, 4], [9, 9, 9, 9]], [[0, 1, 2, 3], [7, 7, 7, 7]]),
@@ -101,11 +115,11 @@ def test_prompts_are_cut_into_pieces_that_repeat_the_last_token() -> None:
 
 
 def test_a_text_that_begins_is_padded_behind_its_end() -> None:
-    found = from_start([[1, 2, 3], [9]], (2, 4, 8), slots=4)
+    found = _in_one_bucket([[1, 2, 3], [9]], (2, 4, 8), slots=4)
     assert found is not None
     assert [each.tolist() for each in found] == [[[1, 2, 3, 3], [9, 9, 9, 9]], [[2], [0]]]
-    assert from_start([[1, 2, 3], [9]], (2, 4, 8), slots=3) is None, "a slot for each"
-    assert from_start([[1] * 9], (2, 4, 8), slots=64) is None, "in pieces"
+    assert _in_one_bucket([[1, 2, 3], [9]], (2, 4, 8), slots=3) is None, "a slot for each"
+    assert _in_one_bucket([[1] * 9], (2, 4, 8), slots=64) is None, "in pieces"
 
 
 @pytest.mark.parametrize("conversation", [False, True])

@@ -1,4 +1,7 @@
-"""The static cache of keys and values."""
+"""The static cache of keys and values.
+
+Shapes: B batch, K key and value heads, S slots, D width of a head.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zoo.llm.config import LLMConfig
+
 
 @dataclass(frozen=True, eq=False)
 class KVCache:
     """Keys and values of all layers, in memory that never moves: made by ``model.make_cache``.
 
-    The token of a row's position p lies in slot p, so that rows of different lengths need no padding inside. What lies
-    behind a row's last position is never looked at; taking tokens back is no more than going on from an earlier
-    position.
+    The token at position p of a row lies in slot p, so rows of different lengths need no padding between their tokens.
+    Slots behind a row's last position are never read: to take tokens back, go on from an earlier position.
 
     Args:
-        layers: A tensor a layer, [2, B, K, S, D]: keys and values, batch, key heads, slots, width of a head.
+        layers: One tensor per layer, [2, B, K, S, D]: keys, then values.
     """
 
     layers: tuple[Tensor, ...]
@@ -34,12 +38,12 @@ class KVCache:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the keys and values."""
+        """Dtype of the keys and values."""
         return self.layers[0].dtype
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
+        """Device of the keys and values."""
         return self.layers[0].device
 
     @property
@@ -52,18 +56,45 @@ class KVCache:
         return f"KVCache({len(self.layers)} layers of {shape}, {self.dtype}, {self.nbytes / 2**20:.1f} MiB)"
 
 
-def make_cache(
-    *, layers: int, batch: int, key_heads: int, slots: int, width: int, dtype: torch.dtype, device: torch.device
-) -> KVCache:
+def make_cache(config: LLMConfig, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> KVCache:
     """A cache of zeros."""
-    # An ordinary tensor whatever the caller's mode: a cache made under inference mode would be another kind of input,
-    # and cost every region a second graph. Zeros, because a masked NaN is a NaN all the same.
+    for name, value in (("batch", batch), ("slots", slots)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} is {value!r}, expected a positive integer")
+    if slots > config.max_position_embeddings:
+        raise ValueError(f"slots is {slots}, but the model has {config.max_position_embeddings} positions")
+    shape = (2, batch, config.num_key_value_heads, slots, config.head_dim)
+    # A tensor made under inference mode would be another kind of input, and cost every region a second graph.
+    # Zeros, because a masked NaN is a NaN all the same.
     with torch.inference_mode(False):
-        shape = (2, batch, key_heads, slots, width)
-        return KVCache(tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)))
+        return KVCache(tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)))
 
 
 def check_is_cache(cache: KVCache) -> None:
-    """Whether it is one at all."""
+    """TypeError for anything else than a cache."""
     if not isinstance(cache, KVCache):
         raise TypeError(f"cache is a {type(cache).__name__}, expected a KVCache from model.make_cache(batch, slots)")
+
+
+def check_cache(cache: KVCache, config: LLMConfig, weight: Tensor, input_ids: Tensor, from_zero: bool) -> None:
+    """ValueError if a cache is not of this model, or too small for these tokens."""
+    check_is_cache(cache)
+    kind = weight.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    if (cache.dtype, cache.device) != (dtype, weight.device):
+        raise ValueError(
+            f"cache is {cache.dtype} on {cache.device}, but the model computes in {dtype} on {weight.device}: "
+            f"model.make_cache(batch, slots, dtype={dtype}) makes one that fits"
+        )
+    if len(cache.layers) != config.num_hidden_layers:
+        raise ValueError(f"cache has {len(cache.layers)} layers, but the model has {config.num_hidden_layers}")
+    heads, width = cache.layers[0].shape[2], cache.layers[0].shape[4]
+    if (heads, width) != (config.num_key_value_heads, config.head_dim):
+        raise ValueError(
+            f"cache has {heads} heads of width {width}, but the model {config.num_key_value_heads} of {config.head_dim}"
+        )
+    batch, tokens = input_ids.shape
+    if cache.batch != batch:
+        raise ValueError(f"cache has {cache.batch} rows, but input_ids {batch}")
+    if from_zero and tokens > cache.slots:
+        raise ValueError(f"input_ids has {tokens} tokens, but the cache {cache.slots} slots")

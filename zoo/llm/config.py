@@ -1,4 +1,4 @@
-"""The configuration of a decoder: one frozen dataclass, fields named as transformers names them."""
+"""The configuration of a decoder, its fields named as in transformers; the presets, and inputs to try them on."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-ROPE_KINDS = ("linear", "llama3")
+import torch
+from torch import Tensor
 
-# What describes how a model is used and not what it computes: a checkpoint may differ from a preset in these.
+from zoo.validate import seeded
+
+# These fields say how a model is used, and not what it computes: a checkpoint may differ from a preset in them.
 USE_FIELDS = ("max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "model_type")
 
 
@@ -17,9 +20,9 @@ class RopeScaling:
     """How rotary frequencies are stretched to longer texts than a model was first trained on.
 
     Args:
-        kind: ``"linear"`` divides all frequencies by ``factor``; ``"llama3"`` divides the slow ones, leaves the fast
+        kind: ``"linear"`` divides all frequencies by ``factor``; ``"llama3"`` divides the slow ones, keeps the fast
             ones and blends between (https://arxiv.org/abs/2407.21783).
-        factor: By how much.
+        factor: The divisor.
         low_freq_factor: Waves longer than ``original_max_position_embeddings`` over this are slow.
         high_freq_factor: Waves shorter than ``original_max_position_embeddings`` over this are fast.
         original_max_position_embeddings: Tokens that the model was first trained on.
@@ -32,8 +35,8 @@ class RopeScaling:
     original_max_position_embeddings: int | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in ROPE_KINDS:
-            raise ValueError(f"kind is {self.kind!r}, expected one of {ROPE_KINDS}")
+        if self.kind not in ("linear", "llama3"):
+            raise ValueError(f"kind is {self.kind!r}, expected 'linear' or 'llama3'")
         if not self.factor > 0:
             raise ValueError(f"factor is {self.factor!r}, expected a positive number")
         bounds = (self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings)
@@ -54,7 +57,7 @@ class LLMConfig:
         num_hidden_layers: Depth.
         num_attention_heads: Query heads.
         num_key_value_heads: Key and value heads; each serves an equal group of query heads.
-        head_dim: Width of a head. Heads need not add up to ``hidden_size``.
+        head_dim: Width of a head. All heads together may be wider or narrower than ``hidden_size``.
         max_position_embeddings: Longest text in tokens; the rotary table has a row for each position.
         rope_theta: Base of the rotary frequencies.
         rms_norm_eps: Added to the mean square.
@@ -63,11 +66,11 @@ class LLMConfig:
         qkv_bias: Bias of queries, keys and values (Qwen2).
         qk_norm: RMSNorm over each head of queries and keys (Qwen3).
         sliding_window: A token sees this many last tokens, itself included; None for all.
-        pad_token_id: Gets no gradient, and fills rows that have ended.
-        bos_token_id: Kept for the way back to transformers.
-        eos_token_id: Tokens that end a text. ``generate`` takes its own.
-        model_type: ``"mistral"`` for a Mistral without a window, which has Llama's options; None where the options say
-            which class of transformers the model is converted to.
+        pad_token_id: Its embedding gets no gradient, and ``generate`` fills rows that have ended with it.
+        bos_token_id: Kept for the conversion to transformers.
+        eos_token_id: Tokens that end a text, unless ``generate`` is given others.
+        model_type: ``"mistral"`` converts a model without a window to transformers' Mistral, which has Llama's options;
+            None lets the options decide.
     """
 
     vocab_size: int
@@ -113,7 +116,7 @@ class LLMConfig:
                 f"{self.num_key_value_heads}: the first must be a multiple of the second, so that groups are equal"
             )
         if self.model_type not in (None, "mistral"):
-            raise ValueError(f"model_type is {self.model_type!r}, expected 'mistral' or None: options say the rest")
+            raise ValueError(f"model_type is {self.model_type!r}, expected 'mistral' or None")
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}, but rotary embeddings turn pairs: it must be even")
         for name in ("rope_theta", "rms_norm_eps"):
@@ -123,22 +126,23 @@ class LLMConfig:
             raise ValueError(f"pad_token_id is {self.pad_token_id}, but the vocabulary has {self.vocab_size} tokens")
 
 
-_LLAMA: dict[str, Any] = {
-    "vocab_size": 128256,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-5,
-    "bos_token_id": 128000,
-    "eos_token_id": (128001,),
-}
-_LLAMA_32_SCALING = RopeScaling(
+_LLAMA_SCALING = RopeScaling(
     kind="llama3",
     factor=32.0,
     low_freq_factor=1.0,
     high_freq_factor=4.0,
     original_max_position_embeddings=8192,
 )
+_LLAMA: dict[str, Any] = {
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": _LLAMA_SCALING,
+    "bos_token_id": 128000,
+    "eos_token_id": (128001,),
+}
 _QWEN3: dict[str, Any] = {
     "vocab_size": 151936,
     "num_key_value_heads": 8,
@@ -164,7 +168,7 @@ PRESETS: dict[str, LLMConfig] = {
         rope_theta=10000.0,
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
-        rope_scaling=dataclasses.replace(_LLAMA_32_SCALING, factor=4.0, original_max_position_embeddings=128),
+        rope_scaling=dataclasses.replace(_LLAMA_SCALING, factor=4.0, original_max_position_embeddings=128),
     ),
     "llama-3.2-1b": LLMConfig(
         **_LLAMA,
@@ -174,7 +178,6 @@ PRESETS: dict[str, LLMConfig] = {
         num_attention_heads=32,
         head_dim=64,
         tie_word_embeddings=True,
-        rope_scaling=_LLAMA_32_SCALING,
     ),
     "llama-3.2-3b": LLMConfig(
         **_LLAMA,
@@ -184,17 +187,15 @@ PRESETS: dict[str, LLMConfig] = {
         num_attention_heads=24,
         head_dim=128,
         tie_word_embeddings=True,
-        rope_scaling=_LLAMA_32_SCALING,
     ),
     "llama-3.1-8b": LLMConfig(
-        **_LLAMA,
+        **{**_LLAMA, "rope_scaling": dataclasses.replace(_LLAMA_SCALING, factor=8.0)},
         hidden_size=4096,
         intermediate_size=14336,
         num_hidden_layers=32,
         num_attention_heads=32,
         head_dim=128,
         tie_word_embeddings=False,
-        rope_scaling=dataclasses.replace(_LLAMA_32_SCALING, factor=8.0),
     ),
     "qwen3-0.6b": LLMConfig(
         **_QWEN3,
@@ -213,3 +214,12 @@ PRESETS: dict[str, LLMConfig] = {
         tie_word_embeddings=False,
     ),
 }
+
+
+def example_inputs(model: Any, *, batch: int = 2, tokens: int = 16, seed: int = 0) -> dict[str, Tensor]:
+    """``input_ids`` [batch, tokens] on the model's device, uniformly drawn; the same on every device."""
+    limit = model.config.max_position_embeddings
+    if batch < 1 or not 1 <= tokens <= limit:
+        raise ValueError(f"batch is {batch} and tokens {tokens}: both must be positive, and tokens at most {limit}")
+    drawn = torch.randint(model.config.vocab_size, (batch, tokens), generator=seeded(seed), device="cpu")
+    return {"input_ids": drawn.to(model.embed_tokens.weight.device)}

@@ -1,13 +1,19 @@
 """A decoder-only language model: Llama, Mistral, Qwen2 and Qwen3.
 
-    tokens [B, T] ─ embedding ─ layer ─ layer ─ ... ─ head ─▶ logits [B, T, V]
-    positions [B, T] ─ rotary rows ─┴─ to every layer
-    cache ── a tensor a layer ──────┘
+    input_ids ─ embedding ─ layer ─ layer ─ ... ─ head ─▶ logits
+    positions ─ rotary rows ──┴───────┴─ to every layer
+    cache ─ one tensor per layer
 
-What depends on positions and padding alone (rotary rows, masks) is done outside the regions, once a step. All layers
-are one graph, whatever their number: what differs between them is weights and a tensor of the cache.
+One layer:
 
-Shapes: B batch, T tokens, S slots of the cache, V vocabulary, C width, D width of a head.
+    x ─┬─ norm ─ qkv_proj ─ rotary ─ attention ─ o_proj ─ + ─┬─ norm ─ gate_up_proj ─ SwiGLU ─ down_proj ─ + ─▶ x
+       └─────────────── keys, values: cache ──────────────┘  └─────────────────────────────────────────────┘
+
+What depends on positions and padding alone (rotary rows, masks) is computed once per step, outside the regions. All
+layers share one graph at any depth: they differ in weights and in their tensor of the cache, which are inputs.
+
+Shapes: B batch, T tokens, L tokens that get logits, V vocabulary, C width, I width inside the MLP, H query heads, K key
+and value heads, D width of a head, S slots of the cache, P positions.
 """
 
 from __future__ import annotations
@@ -21,120 +27,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.engine.discover import Region
-from zoo.llm.cache import KVCache, check_is_cache, make_cache
+from zoo.llm.cache import KVCache, check_cache, make_cache
 from zoo.llm.config import LLMConfig
+from zoo.llm.generate import GenerationMixin
 from zoo.modules import bounds_outside, initialise, on_host, ordinary, plain
 from zoo.ops.attention import attend, decode_attention, decode_layer, decodes, few_rows, norm_linear
 from zoo.ops.glu import swiglu
 from zoo.ops.norms import add_rms_norm, rms_norm
 from zoo.ops.rotary import rotate_into, split_rotated
-from zoo.validate import seeded
 
 _INTEGERS = (torch.int64, torch.int32)
-
-
-def check_call(
-    model: LLM,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    position_ids: Tensor | None,
-    cache: KVCache | None,
-    logits_to_keep: int | Tensor,
-) -> None:
-    """Check the inputs of ``LLM.forward``."""
-    if not isinstance(input_ids, Tensor):
-        raise TypeError(f"input_ids is a {type(input_ids).__name__}, expected a tensor [batch, tokens]")
-    if input_ids.dtype not in _INTEGERS:
-        raise TypeError(f"input_ids is {input_ids.dtype}, expected int64 or int32")
-    if input_ids.dim() != 2 or not input_ids.numel():
-        raise ValueError(f"input_ids has shape {list(input_ids.shape)}, expected [batch, tokens], neither empty")
-    vocabulary = model.config.vocab_size
-    check_values("input_ids", input_ids, vocabulary, f"the vocabulary has {vocabulary} tokens")
-    batch, tokens = input_ids.shape
-    limit = model.config.max_position_embeddings
-    if position_ids is None and tokens > limit:
-        raise ValueError(f"input_ids has {tokens} tokens, but the model has {limit} positions")
-    if position_ids is not None:
-        if position_ids.dtype not in _INTEGERS:
-            raise TypeError(f"position_ids is {position_ids.dtype}, expected int64 or int32")
-        if position_ids.dim() != 2 or position_ids.shape[1] != tokens or position_ids.shape[0] not in (1, batch):
-            raise ValueError(
-                f"position_ids has shape {list(position_ids.shape)}, expected {[batch, tokens]} or {[1, tokens]}"
-            )
-    if attention_mask is not None:
-        if cache is not None:
-            raise ValueError(
-                "attention_mask and cache cannot both be given: a row's token of position p lies in slot p, without "
-                "padding; pass position_ids, and repeat the last token of short rows to fill them up"
-            )
-        if not isinstance(attention_mask, Tensor) or attention_mask.shape != input_ids.shape:
-            given = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
-            raise ValueError(f"attention_mask is {given}, expected a tensor like input_ids, {[batch, tokens]}")
-    if position_ids is not None:
-        check_values("position_ids", position_ids, limit, f"the model has {limit} positions", seen=attention_mask)
-    if cache is not None:
-        check_cache(model, cache, batch, tokens, position_ids is None)
-        if position_ids is not None:
-            held = f"the cache has {cache.slots} slots"
-            check_values("position_ids", position_ids, cache.slots, held, ", or make a cache with more slots")
-    if isinstance(logits_to_keep, Tensor):
-        if logits_to_keep.dtype != torch.int64:
-            raise TypeError(f"logits_to_keep is {logits_to_keep.dtype}, expected int64 indices")
-        if logits_to_keep.dim() not in (1, 2) or (logits_to_keep.dim() == 2 and logits_to_keep.shape[0] != batch):
-            raise ValueError(
-                f"logits_to_keep has shape {list(logits_to_keep.shape)}, expected [kept] or [{batch}, kept]"
-            )
-    elif not isinstance(logits_to_keep, int) or logits_to_keep < 0:
-        raise ValueError(f"logits_to_keep is {logits_to_keep!r}, expected 0 for all, a number or a tensor of indices")
-
-
-def check_values(
-    name: str, given: Tensor, limit: int, why: str, otherwise: str = "", *, seen: Tensor | None = None
-) -> None:
-    """Whether values lie from 0 to below ``limit``, where they can be read at no cost and Python may depend on them.
-
-    Of a batch that is padded only those are looked at that ``seen`` [B, T] marks: the others are nobody's.
-    """
-    if not all(on_host(each) for each in (given, seen) if each is not None):
-        return
-    if seen is not None:
-        given = given.expand(seen.shape)[seen.bool()]
-    if (bounds := bounds_outside(given, limit)) is not None:
-        low, high = bounds
-        raise ValueError(f"{name} has values from {low} to {high}, but {why}: pass 0 to {limit - 1}{otherwise}")
-
-
-def check_cache(model: LLM, cache: KVCache, batch: int, tokens: int, from_zero: bool) -> None:
-    """Whether a cache is of this model and large enough."""
-    check_is_cache(cache)
-    config, weight = model.config, model.embed_tokens.weight
-    kind = weight.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-    if (cache.dtype, cache.device) != (dtype, weight.device):
-        raise ValueError(
-            f"cache is {cache.dtype} on {cache.device}, but the model computes in {dtype} on {weight.device}: "
-            f"model.make_cache(batch, slots, dtype={dtype}) makes one that fits"
-        )
-    if len(cache.layers) != config.num_hidden_layers:
-        raise ValueError(f"cache has {len(cache.layers)} layers, but the model has {config.num_hidden_layers}")
-    heads, width = cache.layers[0].shape[2], cache.layers[0].shape[4]
-    if (heads, width) != (config.num_key_value_heads, config.head_dim):
-        raise ValueError(
-            f"cache has {heads} heads of width {width}, but the model {config.num_key_value_heads} of {config.head_dim}"
-        )
-    if cache.batch != batch:
-        raise ValueError(f"cache has {cache.batch} rows, but input_ids {batch}")
-    if from_zero and tokens > cache.slots:
-        raise ValueError(f"input_ids has {tokens} tokens, but the cache {cache.slots} slots")
-
-
-def check_cache_size(config: LLMConfig, batch: int, slots: int) -> None:
-    """Whether a cache of this size makes sense."""
-    for name, value in (("batch", batch), ("slots", slots)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} is {value!r}, expected a positive integer")
-    if slots > config.max_position_embeddings:
-        raise ValueError(f"slots is {slots}, but the model has {config.max_position_embeddings} positions")
 
 
 def inverse_frequencies(config: LLMConfig, device: torch.device | None = None) -> Tensor:
@@ -154,7 +56,7 @@ def inverse_frequencies(config: LLMConfig, device: torch.device | None = None) -
 
 
 class RotaryTable(nn.Module):
-    """Cosines and sines of all positions, float32 in every dtype of the model: made once, gathered once a step."""
+    """Cosines and sines of all positions, float32 in every dtype of the model (https://arxiv.org/abs/2104.09864)."""
 
     table: Tensor
 
@@ -171,7 +73,7 @@ class RotaryTable(nn.Module):
         self.table = torch.cat((angles.cos(), angles.sin()), dim=-1)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryTable:
-        # A model that is rounded to bfloat16, moved, or given empty memory gets its table anew.
+        # A model that is rounded to bfloat16, moved, or given empty memory computes its table again.
         before = self.table
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.table is not before:
@@ -222,7 +124,7 @@ class LLMLayer(nn.Module):
         cache: Tensor | None = None,
         from_start: bool = False,
     ) -> Tensor:
-        """Run the block; with a cache its tokens are written there first.
+        """Run the block; with a cache, keys and values of the tokens are written there first.
 
         Args:
             x: [B, T, C].
@@ -230,7 +132,7 @@ class LLMLayer(nn.Module):
             mask: [B or 1, 1, T, T] bool without a cache; None for causal.
             positions: [B, T] int64 with a cache.
             cache: [2, B, K, S, D], or None.
-            from_start: Whether positions are 0 to T - 1 in every row, so that tokens see each other and nothing else.
+            from_start: Positions are 0 to T - 1 in every row, so that tokens see only each other.
 
         Returns:
             [B, T, C].
@@ -251,7 +153,7 @@ class LLMLayer(nn.Module):
         cache: Tensor | None,
         from_start: bool,
     ) -> Tensor:
-        """Queries, keys and values [B, T, (H + 2 K) D] -> mixed values [B, T, H D]."""
+        """Queries, keys and values [B, T, (H + 2 K) D] -> attention's output [B, T, H D]."""
         qkv, q_norm, k_norm, eps = self._normed_heads(qkv)
         norms, window = (q_norm, k_norm, eps, self.heads), self.window
         if cache is None or positions is None:
@@ -259,25 +161,29 @@ class LLMLayer(nn.Module):
         batch, tokens = positions.shape
         if tokens == 1:
             return decode_attention(qkv[:, 0], cache, positions[:, 0], rotary[:, 0], *norms, window)[:, None]
-        query = rotate_into(qkv, cache, positions, rotary, *norms)
+        q = rotate_into(qkv, cache, positions, rotary, *norms)
         if not from_start:
-            return attend(query, cache, positions, window).flatten(2)
-        # The library's causal attention is faster than one that looks up where a prompt begins.
-        key, value = cache[:, :batch, :, :tokens].transpose(2, 3)
-        return attend_tokens(query, key, value, None).flatten(2)
+            return attend(q, cache, positions, window).flatten(2)
+        # torch's causal attention is faster than one that looks up where each prompt begins.
+        k, v = cache[:, :batch, :, :tokens].transpose(2, 3)
+        return attend_tokens(q, k, v, None).flatten(2)
 
     def _normed_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, float]:
-        """What comes of the product, weights of queries' and keys' norms that are still to be taken, and their eps."""
+        """The heads; and weights and eps of the norms of q and k, where the kernel that rotates them is to apply these.
+
+        Norms that were replaced or have hooks are called here.
+        """
         q_norm, k_norm = self.q_norm, self.k_norm
         if q_norm is None or k_norm is None:
             return qkv, None, None, 0.0
         if plain(q_norm, RMSNorm) and plain(k_norm, RMSNorm):
             return qkv, q_norm.weight, k_norm.weight, q_norm.eps
         heads = qkv.unflatten(-1, (-1, self.head_dim))
-        query, key, value = heads.split((self.heads, self.key_heads, self.key_heads), dim=2)
-        return torch.cat((q_norm(query), k_norm(key), value), dim=2).flatten(2), None, None, 0.0
+        q, k, v = heads.split((self.heads, self.key_heads, self.key_heads), dim=2)
+        return torch.cat((q_norm(q), k_norm(k), v), dim=2).flatten(2), None, None, 0.0
 
     def _decodes(self, x: Tensor, cache: Tensor) -> bool:
+        """True if the decoding kernels take x [B, C]: few rows, and no submodule was replaced or has hooks."""
         products = self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj
         norms = self.input_layernorm, self.post_attention_layernorm, self.q_norm, self.k_norm
         if not all(norm is None or plain(norm, RMSNorm) for norm in norms):
@@ -296,14 +202,14 @@ class LLMLayer(nn.Module):
 
 
 class LLMHead(nn.Module):
-    """The last norm, and the product with the vocabulary's vectors where logits are wanted."""
+    """The last norm, and the product with the vocabulary."""
 
     def __init__(self, config: LLMConfig) -> None:
         super().__init__()
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """X [B, T, C], weight [V, C], which may be the embedding's -> logits [B, T, V]; without one x normalised."""
+        """X [B, L, C], weight [V, C] -> logits [B, L, V]; without a weight -> normed x [B, L, C]."""
         norm = self.norm
         if weight is not None and x.shape[1] == 1 and plain(norm, RMSNorm) and few_rows(x[:, 0], norm.weight, weight):
             logits: Tensor = norm_linear(x[:, 0], norm.weight, norm.eps, weight)[:, None]
@@ -312,31 +218,19 @@ class LLMHead(nn.Module):
         return normed if weight is None else F.linear(normed, weight)
 
 
-def attend_tokens(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention among the tokens at hand, without a cache: scoring and training.
+def attend_tokens(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention among the tokens of this call: q [B, T, H, D], k and v [B, T, K, D] -> [B, T, H, D].
 
-    Args:
-        query: [B, T, H, D].
-        key: [B, T, K, D].
-        value: [B, T, K, D].
-        mask: [B or 1, 1, T, T] bool, True where a query (row) sees a key; None for all up to the query's own.
-
-    Returns:
-        [B, T, H, D].
+    ``mask`` [B or 1, 1, T, T] is True where a query (row) sees a key; None for causal.
     """
-    out = F.scaled_dot_product_attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        attn_mask=mask,
-        is_causal=mask is None,
-        enable_gqa=query.shape[2] != key.shape[2],
-    )
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
     return out.transpose(1, 2)
 
 
 def _add_norm(x: Tensor, added: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """X [B, T, C] plus what is added, and the norm of that, in one pass unless somebody listens to the norm."""
+    """The sum of x and ``added`` [B, T, C], and its norm: one kernel, unless the norm was replaced or has hooks."""
     if plain(norm, RMSNorm):
         return add_rms_norm(x, added, norm.weight, norm.eps)  # type: ignore[arg-type]
     x = x if added is None else x + added
@@ -344,13 +238,13 @@ def _add_norm(x: Tensor, added: Tensor | None, norm: nn.Module) -> tuple[Tensor,
 
 
 def _add_linear(x: Tensor, hidden: Tensor, linear: nn.Module) -> Tensor:
-    """X [B, T, C] plus a linear layer of hidden [B, T, I], in one product where that is the same."""
+    """X [B, T, C] plus a linear layer of hidden [B, T, I], as one product where that gives the same numbers."""
     autocast = torch.is_autocast_enabled(x.device.type)
     if autocast or not plain(linear) or linear.bias is not None or not ordinary(linear.weight):  # type: ignore[arg-type]
         return x + linear(hidden)  # type: ignore[no-any-return]
     if not x.dtype == hidden.dtype == linear.weight.dtype:
         return x + linear(hidden)  # type: ignore[no-any-return]
-    # The compiler finds an add behind a product only where both have two dimensions.
+    # Inductor fuses an add behind a product only where both have two dimensions.
     return torch.addmm(x.flatten(0, -2), hidden.flatten(0, -2), linear.weight.t()).view_as(x)  # type: ignore[operator]
 
 
@@ -368,7 +262,7 @@ REGIONS = (
 )
 
 
-class LLM(nn.Module):
+class LLM(GenerationMixin):
     """A decoder-only language model.
 
     Args:
@@ -385,7 +279,7 @@ class LLM(nn.Module):
         self.rotary = RotaryTable(config)
         self.layers = nn.ModuleList(LLMLayer(config) for _ in range(config.num_hidden_layers))
         self.head = LLMHead(config)
-        # Tied weights exist once: the head is handed the embedding's. No second name can come loose.
+        # Tied weights exist once: the head is passed the embedding's.
         self.lm_head = (
             None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         )
@@ -402,7 +296,7 @@ class LLM(nn.Module):
         """Logits of the next token.
 
         Without a cache: scoring and training. With one: keys and values of the tokens are written into the slots of
-        their positions, and each token sees the slots up to its own. Nothing waits for the device.
+        their positions, and each token sees the slots up to its own. The call never synchronises with the device.
 
         Args:
             input_ids: [B, T] integers.
@@ -419,80 +313,33 @@ class LLM(nn.Module):
         Raises:
             TypeError, ValueError: If an input does not fit, before anything runs.
         """
-        check_call(self, input_ids, attention_mask, position_ids, cache, logits_to_keep)
+        _check_inputs(self, input_ids, attention_mask, position_ids, cache, logits_to_keep)
         x = self._run_layers(input_ids, attention_mask, position_ids, cache)
         return self.head(_kept(x, logits_to_keep), self.output_weight)
 
     def features(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
     ) -> Tensor:
-        """What the output product is taken of: ``F.linear(model.features(ids), model.output_weight)`` are the logits.
+        """Normed output of the last layer, [B, T, C]: the logits are ``F.linear(features, model.output_weight)``.
 
-        For a loss that never holds all of them, as ``zoo.training.LinearCrossEntropy``.
-
-        Args:
-            input_ids: As ``forward`` takes them, without a cache.
-            attention_mask: The same.
-            position_ids: The same.
-
-        Returns:
-            [B, T, C].
-
-        Raises:
-            TypeError, ValueError: If an input does not fit, before anything runs.
+        For losses that compute the logits in chunks, such as ``zoo.training.LinearCrossEntropy``. Takes what
+        ``forward`` takes without a cache, and raises the same errors.
         """
-        check_call(self, input_ids, attention_mask, position_ids, None, 0)
+        _check_inputs(self, input_ids, attention_mask, position_ids, None, 0)
         return self.head(self._run_layers(input_ids, attention_mask, position_ids, None), None)
 
     def output_product(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Both sides of the output product: ``F.linear(*model.output_product(ids))`` are the logits.
-
-        Takes and returns what ``features`` does, and ``output_weight`` [V, C] beside.
-        """
+        """``features`` [B, T, C] and ``output_weight`` [V, C], whose product are the logits."""
         weight = self.output_weight
-        # A reentrant checkpoint would make the parameter itself an output of its own.
+        # A reentrant checkpoint would return the parameter itself as an output of its own.
         weight = weight if torch.is_grad_enabled() else weight.detach()
         return self.features(input_ids, attention_mask, position_ids), weight
 
-    def _run_layers(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        cache: KVCache | None,
-    ) -> Tensor:
-        """All before the head: [B, T] -> [B, T, C]."""
-        x = self.embed_tokens(input_ids)
-        batch, tokens = input_ids.shape
-        if cache is not None and x.requires_grad:
-            raise ValueError(
-                "a cache is written in place and passes no gradients on: call the model under torch.inference_mode() "
-                "or torch.no_grad(), or leave out the cache"
-            )
-        positions = position_ids
-        if positions is None:
-            positions = torch.arange(tokens, device=x.device)[None]
-        mask = None
-        if cache is None:
-            mask = token_mask(tokens, attention_mask, self.config.sliding_window, x.device)
-        else:
-            positions = positions.expand(batch, tokens).long().contiguous()
-        rotary = self.rotary(positions)
-        window = self.config.sliding_window
-        from_start = position_ids is None and tokens > 1 and (window is None or tokens <= window)
-        for index, layer in enumerate(self.layers):
-            if cache is None:
-                x = layer(x, rotary, mask)
-            else:
-                held = cache.layers[index]
-                x = layer(x, rotary, None, positions, held, from_start and held.dtype == x.dtype)
-        return x
-
     @property
     def output_weight(self) -> Tensor:
-        """Vectors of the vocabulary in the output product, [V, C]: the embedding's where they are tied."""
+        """Weights of the output product, [V, C]: the embedding's where they are tied."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def make_cache(
@@ -507,30 +354,56 @@ class LLM(nn.Module):
 
         Args:
             batch: Rows.
-            slots: Tokens a row, at most ``max_position_embeddings``.
-            dtype: Of keys and values; the weights' when left out.
+            slots: Tokens per row, at most ``max_position_embeddings``.
+            dtype: Dtype of keys and values; the weights' when left out.
             device: The weights' when left out.
 
         Raises:
             ValueError: If a size is not positive or ``slots`` is more than the model has positions.
         """
-        check_cache_size(self.config, batch, slots)
         weight = self.embed_tokens.weight
-        return make_cache(
-            layers=self.config.num_hidden_layers,
-            batch=batch,
-            key_heads=self.config.num_key_value_heads,
-            slots=slots,
-            width=self.config.head_dim,
-            dtype=dtype or weight.dtype,
-            device=torch.device(device) if device is not None else weight.device,
-        )
+        where = weight.device if device is None else torch.device(device)
+        return make_cache(self.config, batch, slots, dtype or weight.dtype, where)
+
+    def _run_layers(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cache: KVCache | None,
+    ) -> Tensor:
+        """Embedding and layers: [B, T] -> [B, T, C]."""
+        x = self.embed_tokens(input_ids)
+        batch, tokens = input_ids.shape
+        if cache is not None and x.requires_grad:
+            raise ValueError(
+                "a cache is written in place and passes no gradients on: call the model under torch.inference_mode() "
+                "or torch.no_grad(), or leave out the cache"
+            )
+        positions = position_ids
+        if positions is None:
+            positions = torch.arange(tokens, device=x.device)[None]
+        window = self.config.sliding_window
+        mask = None
+        if cache is None:
+            mask = token_mask(tokens, attention_mask, window, x.device)
+        else:
+            positions = positions.expand(batch, tokens).long().contiguous()
+        rotary = self.rotary(positions)
+        from_start = position_ids is None and tokens > 1 and (window is None or tokens <= window)
+        for index, layer in enumerate(self.layers):
+            if cache is None:
+                x = layer(x, rotary, mask)
+            else:
+                held = cache.layers[index]
+                x = layer(x, rotary, None, positions, held, from_start and held.dtype == x.dtype)
+        return x
 
 
 def _kept(x: Tensor, which: int | Tensor) -> Tensor:
-    """The positions of x [B, T, C] that get logits, laid out anew: prefill and decoding share the head's graph."""
+    """The positions of x [B, T, C] that get logits, contiguous: prefill and decoding then share the head's graph."""
     if isinstance(which, int):
-        # Not contiguous(): of one row the last position is, with the strides of the whole.
+        # contiguous() would not copy the last position of a single row, and keep the strides of the whole.
         return x if which in (0, x.shape[1]) else x[:, -which:].clone(memory_format=torch.contiguous_format)
     if which.dim() == 1:
         return x[:, which]
@@ -538,14 +411,7 @@ def _kept(x: Tensor, which: int | Tensor) -> Tensor:
 
 
 def token_mask(tokens: int, attention_mask: Tensor | None, window: int | None, device: torch.device) -> Tensor | None:
-    """The mask of ``attend_tokens``; None where plain causal attention is meant.
-
-    Args:
-        tokens: T.
-        attention_mask: [B, T], 0 where a token is padding; or None.
-        window: How many last tokens are seen; None for all.
-        device: Where.
-    """
+    """The mask of ``attend_tokens`` for padding and a window; None where causal attention needs none."""
     if window is not None and window >= tokens:
         window = None
     if attention_mask is None and window is None:
@@ -562,13 +428,72 @@ def token_mask(tokens: int, attention_mask: Tensor | None, window: int | None, d
     return mask
 
 
-def example_inputs(model: nn.Module, *, batch: int = 2, tokens: int = 16, seed: int = 0) -> dict[str, Tensor]:
-    """``input_ids`` [batch, tokens] on the model's device, uniformly drawn; the same on every device."""
-    if not isinstance(model, LLM):
-        raise TypeError(f"{type(model).__name__} is not a language model of the zoo")
+def _check_inputs(
+    model: LLM,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    cache: KVCache | None,
+    logits_to_keep: int | Tensor,
+) -> None:
+    """Check the inputs of ``LLM.forward``."""
+    if not isinstance(input_ids, Tensor):
+        raise TypeError(f"input_ids is a {type(input_ids).__name__}, expected a tensor [batch, tokens]")
+    if input_ids.dtype not in _INTEGERS:
+        raise TypeError(f"input_ids is {input_ids.dtype}, expected int64 or int32")
+    if input_ids.dim() != 2 or not input_ids.numel():
+        raise ValueError(f"input_ids has shape {list(input_ids.shape)}, expected [batch, tokens], neither empty")
+    vocabulary = model.config.vocab_size
+    _check_values("input_ids", input_ids, vocabulary, f"the vocabulary has {vocabulary} tokens")
+    batch, tokens = input_ids.shape
     limit = model.config.max_position_embeddings
-    if batch < 1 or not 1 <= tokens <= limit:
-        raise ValueError(f"batch is {batch} and tokens {tokens}: both must be positive, and tokens at most {limit}")
-    generator = seeded(seed)
-    drawn = torch.randint(model.config.vocab_size, (batch, tokens), generator=generator, device="cpu")
-    return {"input_ids": drawn.to(model.embed_tokens.weight.device)}
+    if position_ids is None and tokens > limit:
+        raise ValueError(f"input_ids has {tokens} tokens, but the model has {limit} positions")
+    if position_ids is not None:
+        if position_ids.dtype not in _INTEGERS:
+            raise TypeError(f"position_ids is {position_ids.dtype}, expected int64 or int32")
+        if position_ids.dim() != 2 or position_ids.shape[1] != tokens or position_ids.shape[0] not in (1, batch):
+            raise ValueError(
+                f"position_ids has shape {list(position_ids.shape)}, expected {[batch, tokens]} or {[1, tokens]}"
+            )
+    if attention_mask is not None:
+        if cache is not None:
+            raise ValueError(
+                "attention_mask and cache cannot both be given: a row's token of position p lies in slot p, without "
+                "padding; pass position_ids, and repeat the last token of short rows to fill them up"
+            )
+        if not isinstance(attention_mask, Tensor) or attention_mask.shape != input_ids.shape:
+            given = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+            raise ValueError(f"attention_mask is {given}, expected a tensor like input_ids, {[batch, tokens]}")
+    if position_ids is not None:
+        _check_values("position_ids", position_ids, limit, f"the model has {limit} positions", seen=attention_mask)
+    if cache is not None:
+        check_cache(cache, model.config, model.embed_tokens.weight, input_ids, position_ids is None)
+        if position_ids is not None:
+            held = f"the cache has {cache.slots} slots"
+            _check_values("position_ids", position_ids, cache.slots, held, ", or make a cache with more slots")
+    if isinstance(logits_to_keep, Tensor):
+        if logits_to_keep.dtype != torch.int64:
+            raise TypeError(f"logits_to_keep is {logits_to_keep.dtype}, expected int64 indices")
+        if logits_to_keep.dim() not in (1, 2) or (logits_to_keep.dim() == 2 and logits_to_keep.shape[0] != batch):
+            raise ValueError(
+                f"logits_to_keep has shape {list(logits_to_keep.shape)}, expected [kept] or [{batch}, kept]"
+            )
+    elif not isinstance(logits_to_keep, int) or logits_to_keep < 0:
+        raise ValueError(f"logits_to_keep is {logits_to_keep!r}, expected 0 for all, a number or a tensor of indices")
+
+
+def _check_values(
+    name: str, given: Tensor, limit: int, why: str, otherwise: str = "", *, seen: Tensor | None = None
+) -> None:
+    """Whether values lie from 0 to below ``limit``, where they can be read at no cost and Python may depend on them.
+
+    Of a batch that is padded only those are looked at that ``seen`` [B, T] marks: the others are nobody's.
+    """
+    if not all(on_host(each) for each in (given, seen) if each is not None):
+        return
+    if seen is not None:
+        given = given.expand(seen.shape)[seen.bool()]
+    if (bounds := bounds_outside(given, limit)) is not None:
+        low, high = bounds
+        raise ValueError(f"{name} has values from {low} to {high}, but {why}: pass 0 to {limit - 1}{otherwise}")
