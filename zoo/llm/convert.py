@@ -1,4 +1,8 @@
-"""To and from transformers' models and folders, and weights in 8 bits."""
+"""Weights and configs from and to transformers' Llama, Mistral, Qwen2 and Qwen3, and weights in 8 bits.
+
+transformers is imported when it is first needed. Its queries, keys and values, and its two halves of the MLP, are rows
+of one tensor each here.
+"""
 
 from __future__ import annotations
 
@@ -15,46 +19,27 @@ from zoo.llm.config import USE_FIELDS, LLMConfig, RopeScaling
 from zoo.llm.model import LLM
 from zoo.weights import Placement, check_dtype, check_finite, fill, locate, open_tensors, refuse_other_config, replacing
 
-
-def quantize_int8(model: LLM) -> LLM:
-    """Round the weights of all products to int8, a scale for each row, in place. Opt-in: outputs change a little.
-
-    Activations, the cache, norms and the embedding stay as they are; so does the output product where it is tied to
-    the embedding. What was rounded cannot be saved or taken to transformers.
-
-    Args:
-        model: Not compiled yet.
-
-    Returns:
-        The same model.
-
-    Raises:
-        ImportError: If torchao is not installed.
-        TypeError: If the model is not of this family.
-        ValueError: If its regions are compiled already.
-    """
-    try:
-        from torchao.quantization import (  # type: ignore[import-not-found, import-untyped]
-            Int8WeightOnlyConfig,
-            quantize_,
-        )
-    except ImportError as error:
-        raise ImportError("quantize_int8 needs torchao: pip install torchao") from error
-    if not isinstance(model, LLM):
-        raise TypeError(f"model is a {type(model).__name__}, expected a language model of the zoo")
-    if plan_of(model) is not None:
-        raise ValueError("the model's regions are compiled already; call zoo.uncompile(model) first")
-    quantize_(model, Int8WeightOnlyConfig())
-    return model
-
-
-def refuse_quantized(model: LLM) -> None:
-    """A ValueError for a model whose weights were rounded."""
-    if any(hasattr(parameter, "__tensor_flatten__") for parameter in model.parameters()):
-        raise ValueError("the model's weights were rounded to int8; save or convert it before quantize_int8")
-
-
-# {theirs: ours} of tensors that are the same in both; {} is the layer's index.
+_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+# Fields of theirs that are ours, by the same name.
+_SHARED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "pad_token_id",
+    "bos_token_id",
+)
+# {theirs: ours} of a layer's tensors that are the same in both.
 _LAYER = {
     "input_layernorm.weight": "input_layernorm.weight",
     "self_attn.q_norm.weight": "q_norm.weight",
@@ -63,7 +48,6 @@ _LAYER = {
     "post_attention_layernorm.weight": "post_attention_layernorm.weight",
     "mlp.down_proj.weight": "down_proj.weight",
 }
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def placements(config: LLMConfig) -> dict[str, Placement | None]:
@@ -104,6 +88,69 @@ def upstream_tensors(model: LLM) -> Iterator[tuple[str, Tensor]]:
         if place is not None and not place.repeated:
             whole = ours[place.name]
             yield key, whole if place.rows is None else whole[place.start : place.start + place.rows]
+
+
+def from_upstream(module: nn.Module) -> LLM:
+    """The zoo's model with the weights of a transformers model, copied.
+
+    Raises:
+        NotImplementedError: If it is another class.
+        ValueError: If it uses an option that the zoo does not support; the message names option and value.
+    """
+    import transformers
+
+    name = type(module).__name__
+    if name not in _CLASSES.values() or type(module) is not getattr(transformers, name):
+        raise NotImplementedError(f"{name} is not one of {', '.join(_CLASSES.values())}, exactly")
+    config = convert_config(module.config)
+    with torch.device("meta"):
+        model = LLM(config)
+    state = dict(module.state_dict())
+    device = state["model.embed_tokens.weight"].device
+    fill(model, state, placements(config), device=device, dtype=None, source=name)
+    ours = dict(model.named_parameters())
+    trained: dict[str, bool] = {}
+    for their_name, parameter in module.named_parameters():
+        place = placements(config)[their_name]
+        if place is None:
+            continue
+        if trained.setdefault(place.name, parameter.requires_grad) != parameter.requires_grad:
+            raise ValueError(
+                f"{name}: {their_name}.requires_grad is {parameter.requires_grad}, but what shares {place.name} with "
+                "it differs; rows of one tensor are trained together"
+            )
+        ours[place.name].requires_grad_(parameter.requires_grad)
+    return model.train(module.training)
+
+
+def to_upstream(model: LLM) -> nn.Module:
+    """The transformers model with a zoo model's weights, copied; its class follows from the config.
+
+    Raises:
+        TypeError: If the model is not of this family.
+        ValueError: If no class has the model's options, or the weights were rounded by ``quantize_int8``.
+    """
+    import transformers
+
+    _check_convertible(model)
+    config = upstream_config(model.config)
+    with torch.device("meta"):
+        module = getattr(transformers, _CLASSES[config.model_type])(config)
+    state = {key: tensor.detach().clone() for key, tensor in upstream_tensors(model)}
+    if model.config.tie_word_embeddings:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    module.load_state_dict(state, strict=True, assign=True)
+    if model.config.tie_word_embeddings:
+        module.lm_head.weight = module.model.embed_tokens.weight
+    # Its frequencies are in no state dict, and were not computed on meta.
+    module.model.rotary_emb = type(module.model.rotary_emb)(config).to(model.embed_tokens.weight.device)
+    ours = dict(model.named_parameters())
+    for their_name, parameter in module.named_parameters():
+        place = placements(model.config)[their_name]
+        if place is not None:
+            parameter.requires_grad_(ours[place.name].requires_grad)
+    result: nn.Module = module.train(model.training)
+    return result
 
 
 def load(
@@ -156,176 +203,49 @@ def save(model: LLM, folder: str | Path, *, max_shard_size: int | str = "5GB") -
     Args:
         model: A language model of the zoo.
         folder: Made if it is not there; its weights and config are replaced once the new ones are written.
-        max_shard_size: Bytes of a file, or a number with KB, MB or GB. A larger tensor gets a file of its own.
+        max_shard_size: Bytes of a file, or a number with KB, MB, GB or TB. A larger tensor gets a file of its own.
 
     Raises:
         TypeError: If the model is not of this family.
         ValueError: If the size is not positive, no transformers class has the model's options, or the weights were
             rounded by ``quantize_int8``.
     """
+    from huggingface_hub import split_state_dict_into_shards_factory
     from safetensors.torch import save_file
 
-    if not isinstance(model, LLM):
-        raise TypeError(f"{type(model).__name__} is not a language model of the zoo")
-    refuse_quantized(model)
-    limit = _bytes(max_shard_size)
+    _check_convertible(model)
     config = upstream_config(model.config)
     config.dtype = model.embed_tokens.weight.dtype
-    shards: list[list[str]] = [[]]
-    sizes: dict[str, int] = {}
-    for key, tensor in upstream_tensors(model):
-        if shards[-1] and sum(sizes[name] for name in shards[-1]) + tensor.nbytes > limit:
-            shards.append([])
-        shards[-1].append(key)
-        sizes[key] = tensor.nbytes
-    names = (
-        ["model.safetensors"]
-        if len(shards) == 1
-        else [f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors" for index in range(len(shards))]
-    )
     views = dict(upstream_tensors(model))
+    try:
+        if not isinstance(max_shard_size, str) and max_shard_size < 1:
+            raise ValueError("expected a positive number of bytes")
+        shards = split_state_dict_into_shards_factory(
+            views,
+            get_storage_size=lambda tensor: tensor.nbytes,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=max_shard_size,
+        )
+    except ValueError as error:
+        raise ValueError(f"max_shard_size is {max_shard_size!r}: {error}") from error
     with replacing(Path(folder), "model*.safetensors*") as new:
         config.save_pretrained(new)
-        for name, keys in zip(names, shards, strict=True):
-            # Rows of one tensor share its memory, which the format refuses: a shard at a time is copied.
+        for name, keys in shards.filename_to_tensors.items():
+            # Rows of one tensor share its memory, which the format refuses: one shard at a time is copied.
             save_file({key: views[key].detach().cpu().clone() for key in keys}, new / name, metadata={"format": "pt"})
-        if len(shards) > 1:
-            index = {
-                "metadata": {"total_size": sum(sizes.values())},
-                "weight_map": {key: name for name, keys in zip(names, shards, strict=True) for key in keys},
-            }
+        if shards.is_sharded:
+            index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
             (new / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def check_folder(folder: Path, config: LLMConfig, overridden: Collection[str]) -> None:
-    """Refuse a folder whose ``config.json`` describes another architecture.
-
-    Raises:
-        ValueError: If a field differs that the caller did not override; the message names it.
-    """
-    if not (folder / "config.json").exists():
-        return
-    stored = read_config(folder)
-    refuse_other_config(folder, stored, config, (*overridden, *USE_FIELDS), "llm")
-
-
-def _bytes(size: Any) -> int:
-    if isinstance(size, str):
-        number, unit = size[:-2].strip(), size[-2:].upper()
-        if unit not in _UNITS or not number.replace(".", "", 1).isdigit():
-            raise ValueError(f"max_shard_size is {size!r}, expected bytes or a number with {', '.join(_UNITS)}")
-        size = int(float(number) * _UNITS[unit])
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ValueError(f"max_shard_size is {size!r}, expected a positive number of bytes")
-    return size
-
-
-_CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-# Fields of theirs that are ours, by the same name.
-_SHARED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-    "pad_token_id",
-    "bos_token_id",
-)
-
-
-def from_upstream(module: nn.Module) -> LLM:
-    """The zoo's model with the weights of a transformers model, copied.
-
-    Raises:
-        NotImplementedError: If it is another class.
-        ValueError: If it uses an option that the zoo does not support; the message names option and value.
-    """
-    import transformers
-
-    name = type(module).__name__
-    if name not in _CLASSES.values() or type(module) is not getattr(transformers, name):
-        raise NotImplementedError(f"{name} is not one of {', '.join(_CLASSES.values())}, exactly")
-    config = convert_config(module.config)
-    with torch.device("meta"):
-        model = LLM(config)
-    state = dict(module.state_dict())
-    device = state["model.embed_tokens.weight"].device
-    fill(model, state, placements(config), device=device, dtype=None, source=name)
-    ours = dict(model.named_parameters())
-    trained: dict[str, bool] = {}
-    for their_name, parameter in module.named_parameters():
-        place = placements(config)[their_name]
-        if place is None:
-            continue
-        if trained.setdefault(place.name, parameter.requires_grad) != parameter.requires_grad:
-            raise ValueError(
-                f"{name}: {their_name}.requires_grad is {parameter.requires_grad}, but what shares {place.name} with "
-                "it differs; rows of one tensor are trained together"
-            )
-        ours[place.name].requires_grad_(parameter.requires_grad)
-    return model.train(module.training)
-
-
-def to_upstream(model: nn.Module) -> nn.Module:
-    """The transformers model with a zoo model's weights, copied; its class follows from the config.
-
-    Raises:
-        TypeError: If the model is not of this family.
-        ValueError: If no class has the model's options, or the weights were rounded by ``quantize_int8``.
-    """
-    if not isinstance(model, LLM):
-        raise TypeError(f"{type(model).__name__} is not a language model of the zoo")
-    import transformers
-
-    refuse_quantized(model)
-    config = upstream_config(model.config)
-    with torch.device("meta"):
-        module = getattr(transformers, _CLASSES[config.model_type])(config)
-    state = {key: tensor.detach().clone() for key, tensor in upstream_tensors(model)}
-    if model.config.tie_word_embeddings:
-        state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    module.load_state_dict(state, strict=True, assign=True)
-    if model.config.tie_word_embeddings:
-        module.lm_head.weight = module.model.embed_tokens.weight
-    # Its frequencies are in no state dict, and were not computed on meta.
-    module.model.rotary_emb = type(module.model.rotary_emb)(config).to(model.embed_tokens.weight.device)
-    ours = dict(model.named_parameters())
-    for their_name, parameter in module.named_parameters():
-        place = placements(model.config)[their_name]
-        if place is not None:
-            parameter.requires_grad_(ours[place.name].requires_grad)
-    result: nn.Module = module.train(model.training)
-    return result
-
-
-def convert_state_dict(state_dict: Mapping[str, Tensor], config: LLMConfig) -> dict[str, Tensor]:
-    """Their tensors as ours, strictly: every key that the config needs, and no other.
-
-    Raises:
-        ValueError: If a tensor is missing, left over or of another shape.
-    """
-    with torch.device("meta"):
-        model = LLM(config)
-    device = next(iter(state_dict.values())).device if state_dict else "cpu"
-    fill(model, state_dict, placements(config), device=device, dtype=None, source="the state dict")
-    return model.state_dict()
+    """Refuse a folder whose ``config.json`` describes another architecture, but for fields that were overridden."""
+    if (folder / "config.json").exists():
+        refuse_other_config(folder, read_config(folder), config, (*overridden, *USE_FIELDS), "llm")
 
 
 def read_config(folder: Path) -> LLMConfig:
-    """The config of a checkpoint folder, as transformers reads its ``config.json``.
-
-    Raises:
-        ValueError: If it is another kind of model, or has an option that the zoo does not support.
-    """
+    """The config of a checkpoint folder, as transformers reads its ``config.json``."""
     import transformers
 
     return convert_config(transformers.AutoConfig.from_pretrained(folder, local_files_only=True))
@@ -437,3 +357,42 @@ def _window(kind: str, theirs: Any) -> int | None:
 
 def _refuse(kind: str, option: str, value: Any, why: str) -> Any:
     raise ValueError(f"transformers' {kind} with {option}={value!r} is not supported: {why}")
+
+
+def quantize_int8(model: LLM) -> LLM:
+    """Round the weights of all products to int8, a scale for each row, in place. Opt-in: outputs change a little.
+
+    Activations, the cache, norms and the embedding stay as they are; so does the output product where it is tied to
+    the embedding. What was rounded cannot be saved or taken to transformers.
+
+    Args:
+        model: Not compiled yet.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ImportError: If torchao is not installed.
+        TypeError: If the model is not of this family.
+        ValueError: If its regions are compiled already.
+    """
+    try:
+        from torchao.quantization import (  # type: ignore[import-not-found, import-untyped]
+            Int8WeightOnlyConfig,
+            quantize_,
+        )
+    except ImportError as error:
+        raise ImportError("quantize_int8 needs torchao: pip install torchao") from error
+    if not isinstance(model, LLM):
+        raise TypeError(f"model is a {type(model).__name__}, expected a language model of the zoo")
+    if plan_of(model) is not None:
+        raise ValueError("the model's regions are compiled already; call zoo.uncompile(model) first")
+    quantize_(model, Int8WeightOnlyConfig())
+    return model
+
+
+def _check_convertible(model: LLM) -> None:
+    if not isinstance(model, LLM):
+        raise TypeError(f"{type(model).__name__} is not a language model of the zoo")
+    if any(hasattr(parameter, "__tensor_flatten__") for parameter in model.parameters()):
+        raise ValueError("the model's weights were rounded to int8; save or convert it before quantize_int8")
