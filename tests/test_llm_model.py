@@ -173,18 +173,22 @@ def test_blocks_build_on_their_own(model: LLM) -> None:
         ({"input_ids": torch.ones(1, 0, dtype=torch.int64)}, ValueError, "neither empty"),
         ({"input_ids": torch.ones(1, 513, dtype=torch.int64)}, ValueError, "513 tokens, but the model has 512"),
         ({"position_ids": torch.ones(2, 12)}, TypeError, "position_ids is torch.float32"),
-        ({"input_ids": torch.tensor([[3, 256]])}, ValueError, "from 3 to 256, but the vocabulary has 256 tokens"),
-        ({"input_ids": torch.tensor([[-1, 2]])}, ValueError, "from -1 to 2, but the vocabulary .* pass 0 to 255"),
-        ({"position_ids": torch.arange(501, 513)[None]}, ValueError, "501 to 512, but the model has 512 positions"),
+        ({"input_ids": torch.tensor([[3, 256]])}, ValueError, "from 3 to 256, but vocab_size is 256: pass 0 to 255"),
+        ({"input_ids": torch.tensor([[-1, 2]])}, ValueError, "from -1 to 2, but vocab_size is 256"),
+        ({"position_ids": torch.arange(501, 513)[None]}, ValueError, "501 to 512, but max_position_embeddings is 512"),
         ({"position_ids": torch.arange(-1, 11)[None]}, ValueError, "position_ids has values from -1 to 10"),
         ({"position_ids": torch.arange(11)[None]}, ValueError, r"position_ids has shape \[1, 11\]"),
-        ({"attention_mask": torch.ones(2, 11)}, ValueError, r"attention_mask is \[2, 11\]"),
+        ({"attention_mask": torch.ones(2, 11)}, ValueError, r"attention_mask has shape \[2, 11\]"),
         ({"attention_mask": torch.ones(2, 1, 12, 12)}, ValueError, r"\[2, 1, 12, 12\]"),
-        ({"attention_mask": {"full": 1}}, ValueError, "attention_mask is dict"),
+        ({"attention_mask": {"full": 1}}, TypeError, "attention_mask is a dict"),
         ({"cache": 3}, TypeError, "make_cache"),
         ({"logits_to_keep": -1}, ValueError, "logits_to_keep is -1"),
         ({"logits_to_keep": torch.ones(2)}, TypeError, "logits_to_keep is torch.float32"),
-        ({"logits_to_keep": torch.ones(3, 1, dtype=torch.int64)}, ValueError, r"expected \[kept\] or \[2, kept\]"),
+        (
+            {"logits_to_keep": torch.ones(3, 1, dtype=torch.int64)},
+            ValueError,
+            r"expected \[L\] or \[2, L\]",
+        ),
     ],
 )
 def test_bad_inputs_are_named(model: LLM, inputs: dict[str, Any], error: type[Exception], words: str) -> None:
@@ -219,7 +223,7 @@ def test_values_that_torch_transforms_are_not_looked_at(model: LLM) -> None:
 def test_a_position_behind_the_cache_is_named(model: LLM) -> None:
     cache = model.make_cache(2, 16)
     with (
-        pytest.raises(ValueError, match="from 5 to 16, but the cache has 16 slots: .* more slots"),
+        pytest.raises(ValueError, match="from 5 to 16, but cache.slots is 16: .* more slots"),
         torch.inference_mode(),
     ):
         model(ids(), position_ids=torch.arange(5, 17)[None], cache=cache)

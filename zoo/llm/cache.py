@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zoo.llm.config import LLMConfig
+from zoo.validate import count
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,9 +59,8 @@ class KVCache:
 
 def make_cache(config: LLMConfig, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> KVCache:
     """A cache of zeros."""
-    for name, value in (("batch", batch), ("slots", slots)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} is {value!r}, expected a positive integer")
+    count("batch", batch)
+    count("slots", slots)
     if slots > config.max_position_embeddings:
         raise ValueError(f"slots is {slots}, but the model has {config.max_position_embeddings} positions")
     shape = (2, batch, config.num_key_value_heads, slots, config.head_dim)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.validate import seeded
+from zoo.validate import divides, one_of, optional_index, positive, positive_number, seeded
 
 # These fields say how a model is used, and not what it computes: a checkpoint may differ from a preset in them.
 USE_FIELDS = ("max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "model_type")
@@ -35,10 +35,8 @@ class RopeScaling:
     original_max_position_embeddings: int | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in ("linear", "llama3"):
-            raise ValueError(f"kind is {self.kind!r}, expected 'linear' or 'llama3'")
-        if not self.factor > 0:
-            raise ValueError(f"factor is {self.factor!r}, expected a positive number")
+        one_of(self, "kind", ("linear", "llama3"))
+        positive_number(self, "factor")
         bounds = (self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings)
         if self.kind == "linear" and bounds != (None, None, None):
             raise ValueError(f"kind 'linear' has a factor only, but low, high and original length are {bounds}")
@@ -94,36 +92,16 @@ class LLMConfig:
     model_type: str | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "max_position_embeddings",
-            "sliding_window",
-        ):
-            value = getattr(self, name)
-            if value is None and name == "sliding_window":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} is {value!r}, expected a positive integer")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads is {self.num_attention_heads} and num_key_value_heads is "
-                f"{self.num_key_value_heads}: the first must be a multiple of the second, so that groups are equal"
-            )
-        if self.model_type not in (None, "mistral"):
-            raise ValueError(f"model_type is {self.model_type!r}, expected 'mistral' or None")
+        positive(self, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        positive(self, "num_key_value_heads", "head_dim", "max_position_embeddings")
+        if self.sliding_window is not None:
+            positive(self, "sliding_window")
+        divides(self, "num_key_value_heads", "num_attention_heads")
+        positive_number(self, "rope_theta", "rms_norm_eps")
+        optional_index(self, "pad_token_id", "vocab_size")
+        one_of(self, "model_type", (None, "mistral"))
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}, but rotary embeddings turn pairs: it must be even")
-        for name in ("rope_theta", "rms_norm_eps"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)!r}, expected a positive number")
-        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
-            raise ValueError(f"pad_token_id is {self.pad_token_id}, but the vocabulary has {self.vocab_size} tokens")
 
 
 _LLAMA_SCALING = RopeScaling(

@@ -20,7 +20,7 @@ from zoo.engine.graphed_step import GraphedStep
 from zoo.llm.cache import KVCache, check_is_cache
 from zoo.llm.config import LLMConfig
 from zoo.ops.common import kernels_run
-from zoo.validate import check_seed
+from zoo.validate import check_seed, is_count, positive
 
 Prompts: TypeAlias = Tensor | Sequence[Sequence[int]]
 
@@ -56,13 +56,9 @@ class GenerationOptions:
     stride: int = 16
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "top_k", "stride"):
-            value = getattr(self, name)
-            if name == "top_k" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                or_none = ", or None for all tokens" if name == "top_k" else ""
-                raise ValueError(f"{name} is {value!r}, expected a positive integer{or_none}")
+        positive(self, "max_new_tokens", "stride")
+        if self.top_k is not None:
+            positive(self, "top_k")
         if not (isinstance(self.temperature, (int, float)) and 0 <= self.temperature < math.inf):
             raise ValueError(f"temperature is {self.temperature!r}, expected 0 for greedy or a positive number")
         if self.top_p is not None and not (isinstance(self.top_p, (int, float)) and 0 < self.top_p <= 1):
@@ -214,7 +210,7 @@ class Session:
     ) -> None:
         _check_model(model)
         self.buckets = BUCKETS if buckets is None else tuple(sorted(set(buckets)))
-        if not self.buckets or not all(isinstance(bucket, int) and bucket > 0 for bucket in self.buckets):
+        if not self.buckets or not all(map(is_count, self.buckets)):
             raise ValueError(f"buckets is {buckets!r}, expected positive lengths")
         if cache is not None:
             check_is_cache(cache)

@@ -26,17 +26,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zoo import validate
 from zoo.engine.discover import Region
 from zoo.llm.cache import KVCache, check_cache, make_cache
 from zoo.llm.config import LLMConfig
 from zoo.llm.generate import GenerationMixin
-from zoo.modules import bounds_outside, initialise, on_host, ordinary, plain
+from zoo.modules import initialise, on_host, ordinary, plain
 from zoo.ops.attention import attend, decode_attention, decode_layer, decodes, few_rows, norm_linear
 from zoo.ops.glu import swiglu
 from zoo.ops.norms import add_rms_norm, rms_norm
 from zoo.ops.rotary import rotate_into, split_rotated
-
-_INTEGERS = (torch.int64, torch.int32)
 
 
 def inverse_frequencies(config: LLMConfig, device: torch.device | None = None) -> Tensor:
@@ -436,64 +435,37 @@ def _check_inputs(
     cache: KVCache | None,
     logits_to_keep: int | Tensor,
 ) -> None:
-    """Check the inputs of ``LLM.forward``."""
-    if not isinstance(input_ids, Tensor):
-        raise TypeError(f"input_ids is a {type(input_ids).__name__}, expected a tensor [batch, tokens]")
-    if input_ids.dtype not in _INTEGERS:
-        raise TypeError(f"input_ids is {input_ids.dtype}, expected int64 or int32")
-    if input_ids.dim() != 2 or not input_ids.numel():
-        raise ValueError(f"input_ids has shape {list(input_ids.shape)}, expected [batch, tokens], neither empty")
-    vocabulary = model.config.vocab_size
-    _check_values("input_ids", input_ids, vocabulary, f"the vocabulary has {vocabulary} tokens")
+    config = model.config
+    validate.tensor("input_ids", input_ids, "B T", kinds="integer")
+    if not input_ids.numel():
+        raise ValueError(f"input_ids has shape {list(input_ids.shape)}, expected [B, T], neither empty")
+    validate.in_range("input_ids", input_ids, config.vocab_size, "vocab_size")
     batch, tokens = input_ids.shape
-    limit = model.config.max_position_embeddings
+    sizes = {"B": batch, "T": tokens}
+    if attention_mask is not None and cache is not None:
+        raise ValueError(
+            "attention_mask and cache cannot both be given: a row's token of position p lies in slot p, without "
+            "padding; pass position_ids, and repeat the last token of short rows to fill them up"
+        )
+    if attention_mask is not None:
+        validate.tensor("attention_mask", attention_mask, "B T", sizes=sizes)
+    if cache is not None:
+        check_cache(cache, config, model.embed_tokens.weight, input_ids, position_ids is None)
+    limit = config.max_position_embeddings
     if position_ids is None and tokens > limit:
         raise ValueError(f"input_ids has {tokens} tokens, but the model has {limit} positions")
     if position_ids is not None:
-        if position_ids.dtype not in _INTEGERS:
-            raise TypeError(f"position_ids is {position_ids.dtype}, expected int64 or int32")
-        if position_ids.dim() != 2 or position_ids.shape[1] != tokens or position_ids.shape[0] not in (1, batch):
-            raise ValueError(
-                f"position_ids has shape {list(position_ids.shape)}, expected {[batch, tokens]} or {[1, tokens]}"
-            )
-    if attention_mask is not None:
+        validate.tensor("position_ids", position_ids, "1 T | B T", kinds="integer", sizes=sizes)
+        if attention_mask is None:
+            validate.in_range("position_ids", position_ids, limit, "max_position_embeddings")
+        elif on_host(position_ids) and on_host(attention_mask):
+            # Positions of padding may have any value.
+            seen = position_ids.expand(batch, tokens)[attention_mask.bool()]
+            validate.in_range("position_ids", seen, limit, "max_position_embeddings")
         if cache is not None:
-            raise ValueError(
-                "attention_mask and cache cannot both be given: a row's token of position p lies in slot p, without "
-                "padding; pass position_ids, and repeat the last token of short rows to fill them up"
-            )
-        if not isinstance(attention_mask, Tensor) or attention_mask.shape != input_ids.shape:
-            given = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
-            raise ValueError(f"attention_mask is {given}, expected a tensor like input_ids, {[batch, tokens]}")
-    if position_ids is not None:
-        _check_values("position_ids", position_ids, limit, f"the model has {limit} positions", seen=attention_mask)
-    if cache is not None:
-        check_cache(cache, model.config, model.embed_tokens.weight, input_ids, position_ids is None)
-        if position_ids is not None:
-            held = f"the cache has {cache.slots} slots"
-            _check_values("position_ids", position_ids, cache.slots, held, ", or make a cache with more slots")
+            remedy = ", or make a cache with more slots"
+            validate.in_range("position_ids", position_ids, cache.slots, "cache.slots", remedy)
     if isinstance(logits_to_keep, Tensor):
-        if logits_to_keep.dtype != torch.int64:
-            raise TypeError(f"logits_to_keep is {logits_to_keep.dtype}, expected int64 indices")
-        if logits_to_keep.dim() not in (1, 2) or (logits_to_keep.dim() == 2 and logits_to_keep.shape[0] != batch):
-            raise ValueError(
-                f"logits_to_keep has shape {list(logits_to_keep.shape)}, expected [kept] or [{batch}, kept]"
-            )
-    elif not isinstance(logits_to_keep, int) or logits_to_keep < 0:
+        validate.tensor("logits_to_keep", logits_to_keep, "L | B L", kinds=(torch.int64,), sizes={"B": batch})
+    elif not validate.is_count(logits_to_keep, least=0):
         raise ValueError(f"logits_to_keep is {logits_to_keep!r}, expected 0 for all, a number or a tensor of indices")
-
-
-def _check_values(
-    name: str, given: Tensor, limit: int, why: str, otherwise: str = "", *, seen: Tensor | None = None
-) -> None:
-    """Whether values lie from 0 to below ``limit``, where they can be read at no cost and Python may depend on them.
-
-    Of a batch that is padded only those are looked at that ``seen`` [B, T] marks: the others are nobody's.
-    """
-    if not all(on_host(each) for each in (given, seen) if each is not None):
-        return
-    if seen is not None:
-        given = given.expand(seen.shape)[seen.bool()]
-    if (bounds := bounds_outside(given, limit)) is not None:
-        low, high = bounds
-        raise ValueError(f"{name} has values from {low} to {high}, but {why}: pass 0 to {limit - 1}{otherwise}")
