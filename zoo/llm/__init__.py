@@ -4,7 +4,7 @@ from zoo.llm.cache import KVCache as KVCache
 from zoo.llm.config import PRESETS, example_inputs
 from zoo.llm.config import LLMConfig as LLMConfig
 from zoo.llm.config import RopeScaling as RopeScaling
-from zoo.llm.convert import check_folder, placements
+from zoo.llm.convert import WEIGHTS
 from zoo.llm.convert import load as load
 from zoo.llm.convert import quantize_int8 as quantize_int8
 from zoo.llm.convert import save as save
@@ -26,9 +26,7 @@ FAMILY = register(
         build=LLM,
         model_types=(LLM,),
         example_inputs=example_inputs,
-        upstream_module="zoo.llm.convert",
         upstream_packages=("transformers",),
-        placements=placements,
-        check_folder=check_folder,
+        weights=WEIGHTS,
     )
 )

@@ -6,18 +6,18 @@ of one tensor each here.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterator, Mapping
+import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zoo.engine.compile import plan_of
 from zoo.llm.config import USE_FIELDS, LLMConfig, RopeScaling
 from zoo.llm.model import LLM
-from zoo.weights import Placement, check_dtype, check_finite, fill, locate, open_tensors, refuse_other_config, replacing
+from zoo.weights import Placement, Table, WeightMap
 
 _CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -39,216 +39,72 @@ _SHARED = (
     "pad_token_id",
     "bos_token_id",
 )
-# {theirs: ours} of a layer's tensors that are the same in both.
-_LAYER = {
-    "input_layernorm.weight": "input_layernorm.weight",
-    "self_attn.q_norm.weight": "q_norm.weight",
-    "self_attn.k_norm.weight": "k_norm.weight",
-    "self_attn.o_proj.weight": "o_proj.weight",
-    "post_attention_layernorm.weight": "post_attention_layernorm.weight",
-    "mlp.down_proj.weight": "down_proj.weight",
-}
 
 
-def placements(config: LLMConfig) -> dict[str, Placement | None]:
-    """Where each tensor of a transformers checkpoint goes."""
-    places: dict[str, Placement | None] = {
-        "model.embed_tokens.weight": Placement("embed_tokens.weight"),
-        "model.norm.weight": Placement("head.norm.weight"),
-        "lm_head.weight": (
-            Placement("embed_tokens.weight", repeated=True)
-            if config.tie_word_embeddings
-            else Placement("lm_head.weight")
-        ),
-    }
-    query_rows = config.num_attention_heads * config.head_dim
-    key_rows = config.num_key_value_heads * config.head_dim
+def table(config: LLMConfig) -> Table:
+    """{theirs: ours}. Our qkv_proj and gate_up_proj hold the rows of several tensors of theirs."""
+    q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     inner = config.intermediate_size
-    for index in range(config.num_hidden_layers):
-        theirs, ours = f"model.layers.{index}.", f"layers.{index}."
-        for their_name, our_name in _LAYER.items():
-            if config.qk_norm or "_norm." not in their_name:
-                places[theirs + their_name] = Placement(ours + our_name)
-        for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
-            start = 0
-            for name, rows in (("q", query_rows), ("k", key_rows), ("v", key_rows)):
-                places[f"{theirs}self_attn.{name}_proj.{kind}"] = Placement(f"{ours}qkv_proj.{kind}", start, rows)
-                start += rows
-        places[theirs + "mlp.gate_proj.weight"] = Placement(ours + "gate_up_proj.weight", 0, inner)
-        places[theirs + "mlp.up_proj.weight"] = Placement(ours + "gate_up_proj.weight", inner, inner)
-        # Old checkpoints hold the frequencies, which follow from the config.
-        places[theirs + "self_attn.rotary_emb.inv_freq"] = None
-    return places
+    layer: dict[str, str | Placement] = {
+        "input_layernorm": "layers.{}.input_layernorm",
+        "self_attn.q_proj": Placement("layers.{}.qkv_proj", 0, q),
+        "self_attn.k_proj": Placement("layers.{}.qkv_proj", q, kv),
+        "self_attn.v_proj": Placement("layers.{}.qkv_proj", q + kv, kv),
+        "self_attn.q_norm": "layers.{}.q_norm",
+        "self_attn.k_norm": "layers.{}.k_norm",
+        "self_attn.o_proj": "layers.{}.o_proj",
+        "post_attention_layernorm": "layers.{}.post_attention_layernorm",
+        "mlp.gate_proj": Placement("layers.{}.gate_up_proj", 0, inner),
+        "mlp.up_proj": Placement("layers.{}.gate_up_proj", inner, inner),
+        "mlp.down_proj": "layers.{}.down_proj",
+    }
+    return {
+        "model.embed_tokens": "embed_tokens",
+        **{"model.layers.{}." + theirs: ours for theirs, ours in layer.items()},
+        "model.norm": "head.norm",
+        "lm_head": Placement("embed_tokens", repeated=True) if config.tie_word_embeddings else "lm_head",
+    }
 
 
-def upstream_tensors(model: LLM) -> Iterator[tuple[str, Tensor]]:
-    """A model's tensors under transformers' names, as views; tied weights once."""
-    ours = model.state_dict()
-    for key, place in placements(model.config).items():
-        if place is not None and not place.repeated:
-            whole = ours[place.name]
-            yield key, whole if place.rows is None else whole[place.start : place.start + place.rows]
-
-
-def from_upstream(module: nn.Module) -> LLM:
-    """The zoo's model with the weights of a transformers model, copied.
-
-    Raises:
-        NotImplementedError: If it is another class.
-        ValueError: If it uses an option that the zoo does not support; the message names option and value.
-    """
+def config_of(module: nn.Module) -> LLMConfig:
+    """The config of a transformers model; NotImplementedError for other classes."""
     import transformers
 
     name = type(module).__name__
     if name not in _CLASSES.values() or type(module) is not getattr(transformers, name):
         raise NotImplementedError(f"{name} is not one of {', '.join(_CLASSES.values())}, exactly")
-    config = convert_config(module.config)
-    with torch.device("meta"):
-        model = LLM(config)
-    state = dict(module.state_dict())
-    device = state["model.embed_tokens.weight"].device
-    fill(model, state, placements(config), device=device, dtype=None, source=name)
-    ours = dict(model.named_parameters())
-    trained: dict[str, bool] = {}
-    for their_name, parameter in module.named_parameters():
-        place = placements(config)[their_name]
-        if place is None:
-            continue
-        if trained.setdefault(place.name, parameter.requires_grad) != parameter.requires_grad:
-            raise ValueError(
-                f"{name}: {their_name}.requires_grad is {parameter.requires_grad}, but what shares {place.name} with "
-                "it differs; rows of one tensor are trained together"
-            )
-        ours[place.name].requires_grad_(parameter.requires_grad)
-    return model.train(module.training)
+    return convert_config(module.config)
 
 
-def to_upstream(model: LLM) -> nn.Module:
-    """The transformers model with a zoo model's weights, copied; its class follows from the config.
-
-    Raises:
-        TypeError: If the model is not of this family.
-        ValueError: If no class has the model's options, or the weights were rounded by ``quantize_int8``.
-    """
+def skeleton(config: LLMConfig) -> nn.Module:
+    """The transformers model of a config, without memory; its class follows from the config's options."""
     import transformers
 
-    _check_convertible(model)
-    config = upstream_config(model.config)
+    theirs = upstream_config(config)
     with torch.device("meta"):
-        module = getattr(transformers, _CLASSES[config.model_type])(config)
-    state = {key: tensor.detach().clone() for key, tensor in upstream_tensors(model)}
-    if model.config.tie_word_embeddings:
-        state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    module.load_state_dict(state, strict=True, assign=True)
-    if model.config.tie_word_embeddings:
-        module.lm_head.weight = module.model.embed_tokens.weight
-    # Its frequencies are in no state dict, and were not computed on meta.
-    module.model.rotary_emb = type(module.model.rotary_emb)(config).to(model.embed_tokens.weight.device)
-    ours = dict(model.named_parameters())
-    for their_name, parameter in module.named_parameters():
-        place = placements(model.config)[their_name]
-        if place is not None:
-            parameter.requires_grad_(ours[place.name].requires_grad)
-    result: nn.Module = module.train(model.training)
-    return result
+        module: nn.Module = getattr(transformers, _CLASSES[theirs.model_type])(theirs)
+    return module
 
 
-def load(
-    source: str | Path,
-    *,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-    strict: bool = False,
-) -> LLM:
-    """A model of any size from a folder or hub id in transformers' format, in eval mode.
-
-    It is built without memory and filled shard by shard, tensor by tensor: the weights are never in memory twice.
-
-    Args:
-        source: A folder with ``config.json`` and safetensors, or a hub id ``"owner/name"``.
-        device: Where to; torch's default device when left out.
-        dtype: Of the parameters; as they are stored when left out.
-        strict: Refuse weights that are NaN or infinite.
-
-    Raises:
-        FileNotFoundError: If there is no such folder, or no config or weights in it.
-        ValueError: If the config has an option that the zoo does not support, a tensor is missing, left over or of
-            another shape, or one is NaN or infinite and ``strict`` is True.
-
-    Warns:
-        WeightsWarning: If a tensor is NaN or infinite; the message names it.
-    """
-    check_dtype(dtype)
-    path = locate(source)
-    if not (path / "config.json").exists():
-        raise FileNotFoundError(f"{path} has no config.json; zoo.create(name, weights=...) takes weights alone")
-    with torch.device("meta"):
-        model = LLM(read_config(path))
-    with open_tensors(path) as tensors:
-        fill(
-            model,
-            tensors,
-            placements(model.config),
-            device=device or torch.get_default_device(),
-            dtype=dtype,
-            source=str(source),
-        )
-    check_finite(model, str(source), strict=strict)
-    return model.eval()
+def reset_buffers(module: Any) -> None:
+    """Compute the rotary frequencies, which no state dict holds, of a transformers model that was built on meta."""
+    decoder = module.model
+    decoder.rotary_emb = type(decoder.rotary_emb)(module.config).to(decoder.embed_tokens.weight.device)
 
 
-def save(model: LLM, folder: str | Path, *, max_shard_size: int | str = "5GB") -> None:
-    """Write a model in transformers' format, which ``AutoModelForCausalLM.from_pretrained(folder)`` loads.
-
-    Args:
-        model: A language model of the zoo.
-        folder: Made if it is not there; its weights and config are replaced once the new ones are written.
-        max_shard_size: Bytes of a file, or a number with KB, MB, GB or TB. A larger tensor gets a file of its own.
-
-    Raises:
-        TypeError: If the model is not of this family.
-        ValueError: If the size is not positive, no transformers class has the model's options, or the weights were
-            rounded by ``quantize_int8``.
-    """
-    from huggingface_hub import split_state_dict_into_shards_factory
-    from safetensors.torch import save_file
-
-    _check_convertible(model)
-    config = upstream_config(model.config)
-    config.dtype = model.embed_tokens.weight.dtype
-    views = dict(upstream_tensors(model))
-    try:
-        if not isinstance(max_shard_size, str) and max_shard_size < 1:
-            raise ValueError("expected a positive number of bytes")
-        shards = split_state_dict_into_shards_factory(
-            views,
-            get_storage_size=lambda tensor: tensor.nbytes,
-            filename_pattern="model{suffix}.safetensors",
-            max_shard_size=max_shard_size,
-        )
-    except ValueError as error:
-        raise ValueError(f"max_shard_size is {max_shard_size!r}: {error}") from error
-    with replacing(Path(folder), "model*.safetensors*") as new:
-        config.save_pretrained(new)
-        for name, keys in shards.filename_to_tensors.items():
-            # Rows of one tensor share its memory, which the format refuses: one shard at a time is copied.
-            save_file({key: views[key].detach().cpu().clone() for key in keys}, new / name, metadata={"format": "pt"})
-        if shards.is_sharded:
-            index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
-            (new / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def check_folder(folder: Path, config: LLMConfig, overridden: Collection[str]) -> None:
-    """Refuse a folder whose ``config.json`` describes another architecture, but for fields that were overridden."""
-    if (folder / "config.json").exists():
-        refuse_other_config(folder, read_config(folder), config, (*overridden, *USE_FIELDS), "llm")
-
-
-def read_config(folder: Path) -> LLMConfig:
-    """The config of a checkpoint folder, as transformers reads its ``config.json``."""
+def read_config(folder: Path, **overrides: Any) -> LLMConfig:
+    """The config of a checkpoint folder, as transformers reads its ``config.json``, with some fields replaced."""
     import transformers
 
-    return convert_config(transformers.AutoConfig.from_pretrained(folder, local_files_only=True))
+    config = convert_config(transformers.AutoConfig.from_pretrained(folder, local_files_only=True))
+    return dataclasses.replace(config, **overrides)
+
+
+def write_config(config: LLMConfig, dtype: torch.dtype, folder: Path) -> None:
+    """Write transformers' ``config.json``."""
+    made = upstream_config(config)
+    made.dtype = dtype
+    made.save_pretrained(folder)
 
 
 def convert_config(theirs: Any) -> LLMConfig:
@@ -391,8 +247,29 @@ def quantize_int8(model: LLM) -> LLM:
     return model
 
 
-def _check_convertible(model: LLM) -> None:
-    if not isinstance(model, LLM):
-        raise TypeError(f"{type(model).__name__} is not a language model of the zoo")
+def _refuse_quantized(model: LLM) -> None:
     if any(hasattr(parameter, "__tensor_flatten__") for parameter in model.parameters()):
         raise ValueError("the model's weights were rounded to int8; save or convert it before quantize_int8")
+
+
+WEIGHTS = WeightMap(
+    name="llm",
+    noun="a language model",
+    classes=(LLM,),
+    table=table,
+    config_of=config_of,
+    skeleton=skeleton,
+    finish=reset_buffers,
+    refuse=_refuse_quantized,
+    ignored=("rotary_emb.inv_freq",),  # old checkpoints hold the frequencies, which follow from the config
+    read_config=read_config,
+    write_config=write_config,
+    use_fields=USE_FIELDS,
+)
+load, save = WEIGHTS.load, WEIGHTS.save
+
+
+def placements(config: LLMConfig) -> dict[str, Placement]:
+    """Where each tensor of a transformers checkpoint goes."""
+    with torch.device("meta"):
+        return WEIGHTS.places(LLM(config))
