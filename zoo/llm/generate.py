@@ -15,18 +15,19 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from zoo import validate
 from zoo.engine.cuda_graph import cuda_graph as capture
 from zoo.engine.graphed_step import GraphedStep
 from zoo.llm.cache import KVCache, check_is_cache
 from zoo.llm.config import LLMConfig
 from zoo.ops.common import kernels_run
-from zoo.validate import check_seed, is_count, positive
 
 Prompts: TypeAlias = Tensor | Sequence[Sequence[int]]
 
 # Prompts are padded to one of these lengths; longer ones go in pieces of the largest.
 BUCKETS = tuple(2**power for power in range(4, 12))
 MOST_ENDS = 16
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +57,9 @@ class GenerationOptions:
     stride: int = 16
 
     def __post_init__(self) -> None:
-        positive(self, "max_new_tokens", "stride")
+        validate.positive(self, "max_new_tokens", "stride")
         if self.top_k is not None:
-            positive(self, "top_k")
+            validate.positive(self, "top_k")
         if not (isinstance(self.temperature, (int, float)) and 0 <= self.temperature < math.inf):
             raise ValueError(f"temperature is {self.temperature!r}, expected 0 for greedy or a positive number")
         if self.top_p is not None and not (isinstance(self.top_p, (int, float)) and 0 < self.top_p <= 1):
@@ -66,7 +67,7 @@ class GenerationOptions:
                 f"top_p is {self.top_p!r}, expected a probability above 0, up to 1, or None for all tokens"
             )
         if self.seed is not None:
-            check_seed(self.seed)
+            validate.check_seed(self.seed)
 
     @property
     def greedy(self) -> bool:
@@ -159,7 +160,8 @@ def stream(
                 f"the longest prompt and max_new_tokens are {longest} tokens together, but the model has {limit} "
                 "positions"
             )
-        slots = fitting_slots(longest, limit)
+        # A power of two, so that texts of similar lengths share their graphs.
+        slots = min(max(16, 1 << (longest - 1).bit_length()), limit)
     else:
         check_is_cache(cache)
         slots = cache.slots
@@ -167,11 +169,6 @@ def stream(
             raise ValueError(f"tokens has {len(rows)} rows, but the cache {cache.batch}")
     session = Session(model, len(rows), slots, cache=cache, cuda_graph=cuda_graph, buckets=buckets, conversation=False)
     return session._start(rows, checked)
-
-
-def fitting_slots(tokens: int, limit: int) -> int:
-    """Slots for so many tokens: a power of two, so that texts of similar lengths share their graphs."""
-    return min(max(16, 1 << (tokens - 1).bit_length()), limit)
 
 
 class Session:
@@ -210,7 +207,7 @@ class Session:
     ) -> None:
         _check_model(model)
         self.buckets = BUCKETS if buckets is None else tuple(sorted(set(buckets)))
-        if not self.buckets or not all(map(is_count, self.buckets)):
+        if not self.buckets or not all(map(validate.is_count, self.buckets)):
             raise ValueError(f"buckets is {buckets!r}, expected positive lengths")
         if cache is not None:
             check_is_cache(cache)
@@ -479,10 +476,7 @@ def _prompt_rows(tokens: Prompts, vocab_size: int) -> list[list[int]]:
     """Token ids of each row, checked."""
     rows: list[Any]
     if isinstance(tokens, Tensor):
-        if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
-            raise TypeError(f"tokens is {tokens.dtype}, expected integers")
-        if tokens.dim() != 2:
-            raise ValueError(f"tokens has shape {list(tokens.shape)}, expected [batch, tokens]")
+        validate.tensor("tokens", tokens, "B T", kinds=_INTEGERS)
         rows = tokens.tolist()
     elif isinstance(tokens, Sequence) and not isinstance(tokens, str):
         rows = [row.tolist() if isinstance(row, Tensor) and row.dim() == 1 else row for row in tokens]
@@ -495,11 +489,10 @@ def _prompt_rows(tokens: Prompts, vocab_size: int) -> list[list[int]]:
             raise TypeError(f"row {index} of tokens is a {type(row).__name__}, expected a list of token ids: [[1, 2]]")
         if not row:
             raise ValueError(f"row {index} of tokens is empty: give it a first token")
-        for token in row:
-            if not isinstance(token, int) or isinstance(token, bool):
-                raise TypeError(f"row {index} of tokens holds {token!r}, expected integers")
-            if not 0 <= token < vocab_size:
-                raise ValueError(f"row {index} of tokens holds {token}, but the vocabulary has {vocab_size} tokens")
+        if wrong := [token for token in row if not isinstance(token, int) or isinstance(token, bool)]:
+            raise TypeError(f"row {index} of tokens holds {wrong[0]!r}, expected integers")
+        if wrong := [token for token in row if not 0 <= token < vocab_size]:
+            raise ValueError(f"row {index} of tokens holds {wrong[0]}, but the vocabulary has {vocab_size} tokens")
     return [list(row) for row in rows]
 
 
