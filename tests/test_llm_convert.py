@@ -1,0 +1,476 @@
+"""Conversion: transformers' logits, gradients and weights, its folders both ways, memory, and every error."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import llm_reference as reference
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+import zoo
+from benchmarks.families.llm_steps import cache_argument
+from zoo.llm import LLM, LLMConfig, RopeScaling, load, save
+from zoo.llm.model import inverse_frequencies
+
+TIGHT = 1e-5
+
+
+def convert(module: nn.Module) -> LLM:
+    model = zoo.from_upstream(module)
+    assert isinstance(model, LLM) and not model.training
+    return model
+
+
+@pytest.mark.parametrize("kind", reference.KINDS)
+def test_whole_prompts(kind: str) -> None:
+    theirs = reference.make(kind)
+    model = convert(theirs)
+    ids = reference.tokens(3, 17)
+    with torch.inference_mode():
+        expected = theirs(ids).logits
+        assert reference.relative_error(model(ids), expected) < TIGHT
+        assert reference.relative_error(model(ids, logits_to_keep=2), expected[:, -2:]) < TIGHT
+        which = torch.tensor([3, 0])
+        assert reference.relative_error(model(ids, logits_to_keep=which), expected[:, which]) < TIGHT
+        shifted = torch.arange(40, 57)[None]
+        assert (
+            reference.relative_error(model(ids, position_ids=shifted), theirs(ids, position_ids=shifted).logits) < TIGHT
+        )
+
+
+@pytest.mark.parametrize("kind", [kind for kind in reference.KINDS if "llama3" not in kind])
+def test_nothing_but_the_rotary_table_is_rounded_to_float32_in_float64(kind: str) -> None:
+    theirs = reference.make(kind).double()
+    ids = reference.tokens(2, 17)
+    with torch.inference_mode(), reference.exact_norms():
+        assert reference.relative_error(convert(theirs)(ids), theirs(ids).logits) < 1e-13
+
+
+def test_a_padding_token_of_minus_one_freezes_no_row() -> None:
+    # torch counts padding_idx=-1 from the end: transformers' last token would get no gradient.
+    model = convert(reference.make("llama", pad_token_id=-1))
+    last = model.config.vocab_size - 1
+    model(torch.tensor([[3, last]])).sum().backward()
+    assert model.config.pad_token_id is None and model.embed_tokens.weight.grad[last].norm() > 0
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", reference.KINDS)
+def test_padded_batches(kind: str, side: str) -> None:
+    theirs = reference.make(kind)
+    model = convert(theirs)
+    ids = reference.tokens(3, 12)
+    mask = torch.ones_like(ids)
+    for row, padding in enumerate((0, 4, 11)):
+        mask[row, slice(0, padding) if side == "left" else slice(12 - padding, None)] = 0
+    with torch.inference_mode():
+        got, expected = model(ids, attention_mask=mask), theirs(ids, attention_mask=mask).logits
+    assert got.isfinite().all()
+    assert reference.relative_error(got[mask.bool()], expected[mask.bool()]) < TIGHT
+
+
+@pytest.mark.parametrize("kind", reference.KINDS)
+def test_prefill_and_decode_with_a_cache(kind: str) -> None:
+    theirs = reference.make(kind)
+    model = convert(theirs)
+    ids = reference.tokens(2, 14)
+    with torch.inference_mode():
+        expected = theirs(ids).logits
+        cache = model.make_cache(2, 20)
+        first = model(ids[:, :9], cache=cache)
+        assert reference.relative_error(first, expected[:, :9]) < TIGHT
+        their_cache = theirs(ids[:, :9], use_cache=True).past_key_values
+        for at in range(9, 14):
+            one = ids[:, at : at + 1]
+            step = model(one, position_ids=torch.full((2, 1), at), cache=cache)
+            assert reference.relative_error(step, expected[:, at : at + 1]) < TIGHT
+            their_step = theirs(one, use_cache=True, **{cache_argument(theirs): their_cache}).logits
+            assert reference.relative_error(step, their_step) < TIGHT
+
+
+@pytest.mark.parametrize("kind", reference.KINDS)
+def test_gradients(kind: str) -> None:
+    theirs = reference.make(kind)
+    model = convert(theirs)
+    ids = reference.tokens(2, 8)
+    for each in (lambda x: theirs(x).logits, model):
+        nn.functional.cross_entropy(each(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    # Their names and shapes for our gradients, by way of the model that goes back.
+    for parameter in model.parameters():
+        parameter.data.copy_(parameter.grad)
+    back = dict(zoo.to_upstream(model).named_parameters())
+    for name, parameter in theirs.named_parameters():
+        assert reference.relative_error(back[name].detach(), parameter.grad) < 1e-4, name
+
+
+@pytest.mark.parametrize("kind", reference.KINDS)
+def test_there_and_back(kind: str) -> None:
+    theirs = reference.make(kind)
+    model = convert(theirs)
+    back = zoo.to_upstream(model)
+    assert type(back) is type(theirs)
+    assert back.state_dict().keys() == theirs.state_dict().keys()
+    for key, tensor in theirs.state_dict().items():
+        torch.testing.assert_close(back.state_dict()[key], tensor, rtol=0, atol=0)
+    tied = theirs.config.tie_word_embeddings
+    assert (back.lm_head.weight is back.model.embed_tokens.weight) == tied
+    ids = reference.tokens(2, 9)
+    with torch.inference_mode():
+        torch.testing.assert_close(back(ids).logits, theirs(ids).logits, rtol=0, atol=0)
+    assert zoo.from_upstream(back).config == model.config
+
+
+def test_weights_are_copies_and_flags_are_kept() -> None:
+    theirs = reference.make("qwen2").to(torch.bfloat16)
+    theirs.model.norm.weight.requires_grad_(False)
+    theirs.train()
+    model = zoo.from_upstream(theirs)
+    assert model.training and {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert not model.head.norm.weight.requires_grad and model.layers[0].qkv_proj.weight.requires_grad
+    with torch.no_grad():
+        model.layers[0].qkv_proj.weight.zero_()
+    assert theirs.model.layers[0].self_attn.q_proj.weight.abs().sum() > 0
+    back = zoo.to_upstream(model)
+    assert back.training and not back.model.norm.weight.requires_grad
+    theirs.model.layers[1].self_attn.k_proj.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"k_proj.weight.requires_grad is False.*layers.1.qkv_proj.weight"):
+        zoo.from_upstream(theirs)
+
+
+def test_bfloat16_is_as_near_to_float64_as_theirs() -> None:
+    theirs = reference.make("llama-tied-llama3").to(torch.bfloat16).to(torch.float64)
+    ids = reference.tokens(16, 60)
+
+    def error(logits: torch.Tensor) -> float:
+        return float((logits.double() - exact).norm() / exact.norm())
+
+    with torch.inference_mode():
+        theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config)
+        exact = theirs(ids).logits
+        theirs.to(torch.bfloat16)
+        # Their frequencies were rounded with the weights, which is not what from_pretrained(dtype=...) gives.
+        theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config)
+        their_error, our_error = error(theirs(ids).logits), error(zoo.from_upstream(theirs)(ids))
+    assert our_error < 1.1 * their_error
+    assert their_error < 0.1
+
+
+def test_tokens_are_kept() -> None:
+    theirs = reference.make("llama", pad_token_id=3, bos_token_id=1, eos_token_id=[2, 5])
+    config = convert(theirs).config
+    assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (3, 1, (2, 5))
+    assert zoo.to_upstream(zoo.from_upstream(theirs)).config.eos_token_id == [2, 5]
+    assert convert(reference.make("llama", eos_token_id=7)).config.eos_token_id == (7,)
+    assert convert(reference.make("llama")).config.eos_token_id == ()
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-linear-one-head", "llama-tied-llama3"])
+def test_rotary_frequencies(kind: str) -> None:
+    theirs = reference.make(kind)
+    torch.testing.assert_close(inverse_frequencies(convert(theirs).config), theirs.model.rotary_emb.inv_freq)
+
+
+def test_published_frequencies_of_llama() -> None:
+    config = zoo.create("llama-3.2-1b", device="meta").config
+    scaling = config.rope_scaling
+    assert scaling == RopeScaling(
+        kind="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+    )
+    parameters = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0}
+    theirs = transformers.LlamaConfig(
+        hidden_size=2048,
+        num_attention_heads=32,
+        max_position_embeddings=131072,
+        rope_parameters={**parameters, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    )
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    torch.testing.assert_close(inverse_frequencies(config), LlamaRotaryEmbedding(theirs).inv_freq)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ("llama", {"attention_bias": True}, "attention_bias=True"),
+        ("llama", {"mlp_bias": True}, "mlp_bias=True"),
+        ("qwen3", {"attention_bias": True}, "attention_bias=True"),
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ("llama", {"rope_parameters": YARN}, "rope_type='yarn'"),
+        ("qwen2", {"rope_parameters": {**YARN, "rope_type": "dynamic"}}, "rope_type='dynamic'"),
+        ("llama", {"rope_parameters": PARTIAL}, "partial_rotary_factor=0.5"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}, "layer_types="),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}, "layer_types="),
+    ],
+)
+def test_unsupported_options_are_named(kind: str, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=f"transformers' {kind} with {words}"):
+        zoo.from_upstream(reference.make(kind, **options))
+
+
+def test_other_classes_are_not_taken() -> None:
+    theirs = reference.make("llama")
+    with pytest.raises(TypeError, match="LlamaModel"):
+        zoo.from_upstream(theirs.model)
+    gpt = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9))
+    with pytest.raises(TypeError, match="GPT2LMHeadModel"):
+        zoo.from_upstream(gpt)
+
+
+def test_options_without_a_class_of_theirs() -> None:
+    config = dict(zoo.create("llm-debug").config.__dict__)
+    with pytest.raises(ValueError, match="qkv_bias and qk_norm"):
+        zoo.to_upstream(LLM(LLMConfig(**{**config, "qkv_bias": True, "qk_norm": True})))
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("kind", ["qkv_bias", "qk_norm"])
+def test_windows_with_biases_and_norms_go_back(kind: str, window: int | None) -> None:
+    model = zoo.create("llm-debug", sliding_window=window, tie_word_embeddings=False, **{kind: True})
+    theirs = zoo.to_upstream(model)
+    assert type(theirs).__name__ == {"qkv_bias": "Qwen2ForCausalLM", "qk_norm": "Qwen3ForCausalLM"}[kind]
+    ids = torch.randint(256, (2, 13))
+    with torch.inference_mode():
+        assert reference.relative_error(model(ids), theirs(ids).logits) < TIGHT
+
+
+# --- folders ---
+
+# The debug preset as one of theirs; its config.json then agrees with the preset.
+PRESET = "llm-debug"
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*.safetensors"))
+
+
+def same(ours: LLM, theirs: Any) -> None:
+    ids = torch.randint(ours.config.vocab_size, (2, 9))
+    with torch.inference_mode():
+        assert reference.relative_error(ours(ids), theirs(ids).logits) < 1e-5
+
+
+@pytest.mark.parametrize("size", ["5GB", "20KB"], ids=["one-file", "shards"])
+@pytest.mark.parametrize("kind", reference.KINDS)
+def test_folders_that_transformers_wrote(kind: str, size: str, tmp_path: Path) -> None:
+    theirs = reference.make(kind)
+    theirs.save_pretrained(tmp_path, max_shard_size=size)
+    assert (len(files(tmp_path)) > 2) == (size == "20KB")
+    model = load(tmp_path)
+    assert not model.training and model.config == zoo.from_upstream(theirs).config
+    same(model, theirs)
+
+
+@pytest.mark.parametrize("size", ["5GB", 20_000], ids=["one-file", "shards"])
+@pytest.mark.parametrize("kind", reference.KINDS)
+def test_folders_that_transformers_reads(kind: str, size: Any, tmp_path: Path) -> None:
+    source = reference.make(kind)
+    model = zoo.from_upstream(source)
+    assert isinstance(model, LLM)
+    save(model, tmp_path / "new", max_shard_size=size)
+    written = files(tmp_path / "new")
+    assert (len(written) > 2) == (size == 20_000)
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new", output_loading_info=True)
+    assert not any(report.get(key) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    assert type(theirs) is type(source)
+    same(model, theirs.eval())
+    again = load(tmp_path / "new")
+    assert again.config == model.config
+    for key, tensor in model.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[key], tensor, rtol=0, atol=0)
+    # A smaller model over a larger one leaves nothing behind.
+    save(model, tmp_path / "new")
+    assert files(tmp_path / "new") == ["model.safetensors"]
+    same(load(tmp_path / "new"), theirs)
+
+
+def test_a_preset_takes_a_folder_that_agrees(tmp_path: Path) -> None:
+    source = zoo.create(PRESET)
+    save(source, tmp_path)
+    model = zoo.create(PRESET, weights=tmp_path)
+    ids = zoo.example_inputs(model)["input_ids"]
+    torch.testing.assert_close(model(ids), source(ids), rtol=0, atol=0)
+    assert zoo.create(PRESET, weights=tmp_path, dtype=torch.bfloat16).layers[0].qkv_proj.weight.dtype is torch.bfloat16
+    # How long texts may be is the user's to choose; what is computed is not, unless it is said.
+    assert zoo.create(PRESET, weights=tmp_path, max_position_embeddings=64).rotary.table.shape == (64, 16)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rms_norm_eps"] = 1e-3
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"config.json has rms_norm_eps=0.001, the preset 1e-05"):
+        zoo.create(PRESET, weights=tmp_path)
+    assert zoo.create(PRESET, weights=tmp_path, rms_norm_eps=1e-3).config.rms_norm_eps == 1e-3
+    assert zoo.create(PRESET, weights=tmp_path, rms_norm_eps=1e-4).config.rms_norm_eps == 1e-4
+    config["hidden_size"] = 32
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"config.json has (hidden_size=32|head_dim=)"):
+        zoo.create(PRESET, weights=tmp_path, rms_norm_eps=1e-3)
+
+
+def test_dtypes(tmp_path: Path) -> None:
+    save(zoo.create(PRESET, dtype=torch.bfloat16), tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    assert {parameter.dtype for parameter in load(tmp_path).parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in load(tmp_path, dtype=torch.float16).parameters()} == {torch.float16}
+    assert {parameter.dtype for parameter in zoo.create(PRESET, weights=tmp_path).parameters()} == {torch.float32}
+    assert load(tmp_path).rotary.table.dtype is torch.float32
+    for dtype in (torch.int8, "bfloat16"):
+        with pytest.raises(ValueError, match=f"dtype is {dtype!r}, but parameters need a floating-point torch.dtype"):
+            load(tmp_path, dtype=dtype)
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes of tensors made inside that were alive at once; storages mapped from a file do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not out.is_meta and not out._is_view():
+            self.alive[out] = out.untyped_storage().nbytes()
+            storages = {tensor.untyped_storage().data_ptr(): size for tensor, size in self.alive.items()}
+            self.most = max(self.most, sum(storages.values()))
+        return out
+
+
+@pytest.mark.parametrize("how", ["load", "create"])
+def test_weights_are_never_in_memory_twice(how: str, tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 8, "hidden_size": 128, "intermediate_size": 256, "tie_word_embeddings": False}
+    source = zoo.create(PRESET, **sizes)
+    total = sum(parameter.nbytes for parameter in source.parameters())
+    largest = max(parameter.nbytes for parameter in source.parameters())
+    save(source, tmp_path, max_shard_size=200_000)
+    assert len(files(tmp_path)) > 10 and total > 10 * largest
+    del source
+    gc.collect()
+    with LiveBytes() as live:
+        model = load(tmp_path) if how == "load" else zoo.create(PRESET, weights=tmp_path, **sizes)
+    table = model.rotary.table.nbytes
+    assert total <= live.most < total + 2 * largest + 3 * table
+
+
+def test_loading_reads_each_tensor_once_and_lets_it_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zoo import weights
+
+    save(zoo.create(PRESET), tmp_path)
+    reads: list[str] = []
+    handed_out: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+    original = weights.Tensors.__getitem__
+
+    def noted(self: weights.Tensors, key: str) -> torch.Tensor:
+        tensor = original(self, key)
+        alive.append(sum(each() is not None for each in handed_out))
+        handed_out.append(weakref.ref(tensor))
+        reads.append(key)
+        return tensor
+
+    monkeypatch.setattr(weights.Tensors, "__getitem__", noted)
+    load(tmp_path)
+    assert sorted(reads) == sorted(load_file(tmp_path / "model.safetensors"))
+    assert max(alive) <= 1
+
+
+def test_loading_with_the_zoos_own_keys(tmp_path: Path) -> None:
+    source = zoo.create(PRESET)
+    save_file(source.state_dict(), tmp_path / "ours.safetensors")
+    model = zoo.create(PRESET, weights=tmp_path / "ours.safetensors")
+    ids = zoo.example_inputs(model)["input_ids"]
+    torch.testing.assert_close(model(ids), source(ids), rtol=0, atol=0)
+    state = source.state_dict()
+    del state["layers.2.o_proj.weight"]
+    save_file(state, tmp_path / "ours.safetensors")
+    with pytest.raises(ValueError, match=r"missing tensors \['layers.2.o_proj.weight'\]"):
+        zoo.create(PRESET, weights=tmp_path / "ours.safetensors")
+
+
+def test_tied_weights_may_be_stored_twice_if_they_are_equal(tmp_path: Path) -> None:
+    save(zoo.create(PRESET), tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in state
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(state, tmp_path / "model.safetensors")
+    assert load(tmp_path).lm_head is None
+    state["lm_head.weight"][3, 4] += 1
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="lm_head.weight differs from embed_tokens.weight"):
+        load(tmp_path)
+
+
+def test_wrong_tensors_are_named(tmp_path: Path) -> None:
+    save(zoo.create(PRESET), tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    key = "model.layers.1.self_attn.k_proj.weight"
+    for broken, words in [
+        ({k: v for k, v in state.items() if k != key}, rf"missing tensors \['{key}'\]"),
+        ({**state, "model.layers.3.mlp.up_proj.weight": torch.ones(2)}, r"unexpected tensors \['model.layers.3"),
+        ({**state, key: torch.ones(31, 64)}, rf"{key} has shape \(31, 64\), expected \(32, 64\)"),
+        ({**state, key: state[key].bfloat16()}, r"torch.bfloat16.* in layers.1.qkv_proj.weight"),
+        ({**state, key: state[key].to(torch.int8)}, rf"{key} is torch.int8, expected floating-point numbers"),
+    ]:
+        save_file(broken, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=words):
+            load(tmp_path)
+
+
+@pytest.mark.parametrize("kept", [0, 10, 500], ids=["nothing", "its size", "the beginning"])
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_file_that_was_cut_off_is_named(name: str, kept: int, tmp_path: Path) -> None:
+    save(zoo.create(PRESET), tmp_path)
+    if name.endswith(".bin"):
+        torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / name)
+        (tmp_path / "model.safetensors").unlink()
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:kept])
+    with pytest.raises(ValueError, match=rf"{name} is cut off or damaged.*; fetch or save it again"):
+        load(tmp_path)
+
+
+def test_wrong_folders_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no such file or folder"):
+        load(tmp_path / "nowhere.d" / "x")
+    with pytest.raises(FileNotFoundError, match="has no config.json"):
+        load(tmp_path)
+    transformers.GPT2Config().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="model_type='gpt2' is not supported"):
+        load(tmp_path)
+    transformers.LlamaConfig(mlp_bias=True).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="mlp_bias=True"):
+        load(tmp_path)
+    save(zoo.create(PRESET), tmp_path, max_shard_size="50KB")
+    (tmp_path / files(tmp_path)[1]).unlink()
+    with pytest.raises(FileNotFoundError, match="names model-00002-of-"):
+        load(tmp_path)
+    with pytest.raises(TypeError, match="GCN is not a language model"):
+        save(zoo.create("gcn-debug"), tmp_path)  # type: ignore[arg-type]
+    for size in ("5 lots", 0, "GB"):
+        with pytest.raises(ValueError, match="max_shard_size is"):
+            save(zoo.create(PRESET), tmp_path, max_shard_size=size)
+
+
+def test_configs_from_before_transformers_5(tmp_path: Path) -> None:
+    model = zoo.create(PRESET)
+    save(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = rope
+    config["torch_dtype"] = config.pop("dtype")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load(tmp_path).config == model.config
