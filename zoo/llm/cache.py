@@ -77,24 +77,19 @@ def check_is_cache(cache: KVCache) -> None:
 
 
 def check_cache(cache: KVCache, config: LLMConfig, weight: Tensor, input_ids: Tensor, from_zero: bool) -> None:
-    """ValueError if a cache is not of this model, or too small for these tokens."""
+    """ValueError if a cache is not one for this model and these tokens."""
     check_is_cache(cache)
     kind = weight.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-    if (cache.dtype, cache.device) != (dtype, weight.device):
-        raise ValueError(
-            f"cache is {cache.dtype} on {cache.device}, but the model computes in {dtype} on {weight.device}: "
-            f"model.make_cache(batch, slots, dtype={dtype}) makes one that fits"
-        )
-    if len(cache.layers) != config.num_hidden_layers:
-        raise ValueError(f"cache has {len(cache.layers)} layers, but the model has {config.num_hidden_layers}")
-    heads, width = cache.layers[0].shape[2], cache.layers[0].shape[4]
-    if (heads, width) != (config.num_key_value_heads, config.head_dim):
-        raise ValueError(
-            f"cache has {heads} heads of width {width}, but the model {config.num_key_value_heads} of {config.head_dim}"
-        )
     batch, tokens = input_ids.shape
-    if cache.batch != batch:
-        raise ValueError(f"cache has {cache.batch} rows, but input_ids {batch}")
+    heads, width = cache.layers[0].shape[2], cache.layers[0].shape[4]
+    given = len(cache.layers), cache.batch, heads, width, cache.dtype, cache.device
+    needed = (config.num_hidden_layers, batch, config.num_key_value_heads, config.head_dim, dtype, weight.device)
+    if given != needed:
+        text = "{} layers of {} rows, {} heads of width {}, {} on {}"
+        raise ValueError(
+            f"cache has {text.format(*given)}, but the model and input_ids need {text.format(*needed)}: "
+            f"model.make_cache({batch}, slots, dtype={dtype}) makes one that fits"
+        )
     if from_zero and tokens > cache.slots:
         raise ValueError(f"input_ids has {tokens} tokens, but the cache {cache.slots} slots")
