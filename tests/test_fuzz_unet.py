@@ -31,7 +31,6 @@ from torch import Tensor, nn
 
 import zoo
 from zoo.unet import Sampler, make_schedule
-from zoo.unet.scheduler_options import OPTIONS
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -118,16 +117,46 @@ def tiny() -> Any:
     return randomize(UNet2DConditionModel(**channels, **kinds, **sizes), 0).eval()
 
 
+SPACINGS, PREDICTIONS = ("leading", "trailing", "linspace"), ("epsilon", "v_prediction")
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "num_train_timesteps": (20, 100, 1000),
+    "beta_schedule": ("linear", "scaled_linear", "squaredcos_cap_v2"),
+    "beta_end": (0.012, 0.02),
+    "steps_offset": (0, 1),
+    "timestep_spacing": SPACINGS,
+    "prediction_type": PREDICTIONS,
+}
+SIGMAS: dict[str, tuple[Any, ...]] = {
+    "prediction_type": (*PREDICTIONS, "sample"),
+    "rescale_betas_zero_snr": (False, True),
+    "use_karras_sigmas": (False, True),
+    "final_sigmas_type": ("zero", "sigma_min"),
+}
+SCHEDULERS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "DDIMScheduler": {
+        "prediction_type": (*PREDICTIONS, "sample"),
+        "rescale_betas_zero_snr": (False, True),
+        "clip_sample": (False,),
+        "set_alpha_to_one": (False, True),
+    },
+    "PNDMScheduler": {"skip_prk_steps": (True,), "set_alpha_to_one": (False, True)},
+    "EulerDiscreteScheduler": SIGMAS,
+    "DPMSolverMultistepScheduler": {
+        **SIGMAS,
+        "solver_order": (1, 2, 3),
+        "solver_type": ("midpoint", "heun"),
+        "lower_order_final": (True, False),
+        "euler_at_final": (False, True),
+    },
+    "HeunDiscreteScheduler": {"use_karras_sigmas": (False, True)},
+}
+
+
 @st.composite
 def schedulers(draw: Any) -> dict[str, Any]:
-    name = draw(one_of(*OPTIONS))
-    options = {
-        key: draw(one_of(*(value for value in supported if value is not None)))
-        for key, (_, supported) in OPTIONS[name].items()
-        if supported is not None and any(value is not None for value in supported)
-    }
-    options |= {"num_train_timesteps": draw(one_of(20, 100, 1000)), "beta_end": draw(one_of(0.012, 0.02))}
-    return {"_class_name": name, **options, "steps_offset": draw(one_of(0, 1))}
+    name = draw(one_of(*SCHEDULERS))
+    options = {key: draw(one_of(*values)) for key, values in {**OPTIONS, **SCHEDULERS[name]}.items()}
+    return {"_class_name": name, **options}
 
 
 @fuzz

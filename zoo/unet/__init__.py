@@ -17,7 +17,7 @@ from zoo.unet.model import UNetOutput as UNetOutput
 from zoo.unet.presets import PRESETS, example_inputs
 from zoo.unet.sampler import Sampler as Sampler
 from zoo.unet.schedule import Schedule as Schedule
-from zoo.unet.schedulers import make_schedule as make_schedule
+from zoo.unet.schedule import make_schedule as make_schedule
 from zoo.unet.transformer import Transformer as Transformer
 from zoo.unet.transformer import TransformerBlock as TransformerBlock
 

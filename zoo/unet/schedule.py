@@ -1,41 +1,40 @@
-"""The steps from noise to an image, as tables: what each step does to the latents is one small matrix.
+"""The steps from noise to an image as tables of small matrices, read from diffusers' schedulers.
 
-A solver of this kind computes its next latents, and whatever it remembers of earlier steps, as sums of what it has: the
-latents, what it remembers, and the model's output. So a step is a matrix [K, K + 1], with one row for each of the K
-tensors that go on to the next step, and all steps of all solvers are the same work on the device.
+A solver computes its next latents as a sum of what it has: latents and model outputs of this step and of a few steps
+before. So a step is a matrix [K, K + 1], with one row for each of the K tensors that go on to the next step, and all
+steps of all solvers are the same work on the device.
 
-Symbols: a (signal) and s (noise) are the shares of image and noise in latents x = a image + s noise, a² + s² = 1.
-
-Shape legend: N steps, K tensors that go from step to step, the latents first.
+Shape legend: N steps, K tensors that go from step to step, the latents first, V values of a probe.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
-# Of the linear multistep method: weights of the output and the three before it.
-_MULTISTEP = (
-    (1.0, 0.0, 0.0, 0.0),
-    (1 / 2, 1 / 2, 0.0, 0.0),
-    (3 / 2, -1 / 2, 0.0, 0.0),
-    (23 / 12, -16 / 12, 5 / 12, 0.0),
-    (55 / 24, -59 / 24, 37 / 24, -9 / 24),
-)
+# Short names of diffusers' schedulers, with what each needs so that its steps are sums.
+SOLVERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddim": ("DDIMScheduler", {"clip_sample": False}),
+    "euler": ("EulerDiscreteScheduler", {}),
+    "dpm++": ("DPMSolverMultistepScheduler", {}),
+    "pndm": ("PNDMScheduler", {"skip_prk_steps": True}),
+}
+# A step costs K² passes over the latents.
+MOST_KEPT = 16
+_TRIALS = 8
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Schedule:
-    """All steps of a run; ``make_schedule`` reads one from diffusers' configuration.
+    """All steps of a run; ``make_schedule`` reads one from a scheduler of diffusers.
 
     Args:
-        timesteps: [N], what the model is told in each step.
-        input_scales: [N], what the latents are multiplied by before the model sees them.
+        timesteps: [N], the timestep that the model gets in each step.
+        input_scales: [N], factors of the latents before the model.
         transitions: [N, K, K + 1]: row k of a step's matrix are the shares of the latents, of the K - 1 tensors that
             are remembered, and of the model's output, in the k-th tensor of the next step.
         noise_scale: Standard deviation of the latents at the start.
@@ -57,129 +56,147 @@ class Schedule:
         return self.transitions.shape[1]
 
 
-@dataclass(frozen=True)
-class Level:
-    """A noise level: the shares of image and noise, with the ratio of them that it came from.
+def make_schedule(scheduler: Any, steps: int, *, solver: str | None = None) -> Schedule:
+    """The steps that a scheduler of diffusers takes; diffusers must be installed.
 
     Args:
-        signal: a.
-        noise: s.
-        sigma: s / a; infinite where there is nothing but noise.
+        scheduler: A scheduler of diffusers, or its configuration with ``_class_name``, as ``scheduler_config.json``
+            has it. Its steps must be sums: no clipping, no thresholding, no fresh noise.
+        steps: diffusers' ``num_inference_steps``. Some solvers run the model more often.
+        solver: ``"ddim"``, ``"euler"``, ``"dpm++"`` or ``"pndm"`` in place of the scheduler's own, with its noise.
+
+    Returns:
+        Tables on the CPU, whatever torch's default device is.
+
+    Raises:
+        ImportError: If diffusers is not installed.
+        TypeError: If ``scheduler`` is neither.
+        ValueError: If the scheduler, its configuration or the number of steps is not supported; the message says why.
     """
-
-    signal: float
-    noise: float
-    sigma: float
-
-    @classmethod
-    def of_variance(cls, kept: float) -> Level:
-        """From a², one of diffusers' ``alphas_cumprod``."""
-        signal, noise = kept**0.5, (1 - kept) ** 0.5
-        return cls(signal, noise, noise / signal if signal else float("inf"))
-
-    @classmethod
-    def of_sigma(cls, sigma: float) -> Level:
-        """From s / a."""
-        signal = (sigma**2 + 1) ** -0.5
-        return cls(signal, sigma * signal, sigma)
-
-    def image(self, prediction: str) -> tuple[float, float]:
-        """Shares of the latents and of the model's output in the image that the model expects."""
-        if prediction == "epsilon":
-            return 1 / self.signal, -self.noise / self.signal
-        return (self.signal, -self.noise) if prediction == "v_prediction" else (0.0, 1.0)
-
-    def towards(self, other: Level) -> tuple[float, float]:
-        """Shares of the latents and of the expected image in latents of another level, along a straight line."""
-        share = other.noise / self.noise
-        return share, other.signal - share * self.signal
-
-
-def ddim(timesteps: Tensor, levels: Sequence[tuple[Level, Level]], prediction: str) -> Schedule:
-    """Song et al., "Denoising Diffusion Implicit Models", without noise; each step from one level to another."""
-    rows = []
-    for level, following in levels:
-        share, image = level.towards(following)
-        latents, output = level.image(prediction)
-        rows.append([[share + image * latents, image * output]])
-    return _schedule(timesteps, [1.0] * len(rows), rows, 1.0)
+    # A scheduler that draws noise draws it from the global state, before it is refused.
+    with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        theirs = _build(scheduler, solver)
+        total = theirs.config.num_train_timesteps
+        if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps <= total:
+            raise ValueError(f"steps is {steps!r}, expected an integer from 1 to {total}")
+        if len(theirs.alphas_cumprod) != total:
+            raise ValueError(
+                f"trained_betas has {len(theirs.alphas_cumprod)} values, and num_train_timesteps is {total}"
+            )
+        theirs.set_timesteps(steps)
+        _to_float64(theirs)
+        low, high = float(theirs.timesteps.min()), float(theirs.timesteps.max())
+        if low < 0 or high > total - 1:
+            raise ValueError(
+                f"{steps} steps with steps_offset={theirs.config.get('steps_offset')} have timesteps {low:g} to "
+                f"{high:g}, and 0 to {total - 1} were trained on; take fewer steps"
+            )
+        scales, of_latents, of_outputs = _probe(theirs)
+        transitions = _matrices(of_latents, of_outputs)
+        if transitions.shape[1] > MOST_KEPT:
+            raise ValueError(
+                f"diffusers' {type(theirs).__name__} remembers {transitions.shape[1]} tensors in {steps} steps, and at "
+                f"most {MOST_KEPT} are supported; choose another solver, as solver='dpm++'"
+            )
+        return Schedule(
+            timesteps=theirs.timesteps.to(torch.float32),
+            input_scales=scales,
+            transitions=transitions,
+            noise_scale=float(theirs.init_noise_sigma),
+        )
 
 
-def euler(timesteps: Tensor, sigmas: Sequence[float], prediction: str, noise_scale: float) -> Schedule:
-    """Karras et al., "Elucidating the Design Space of Diffusion-Based Generative Models", Algorithm 2, first order.
+def _build(scheduler: Any, solver: str | None) -> Any:
+    """A new scheduler with the given one's configuration, of the solver's class if one is named."""
+    try:
+        import diffusers
+    except ImportError as error:
+        raise ImportError("make_schedule reads a scheduler of diffusers; install it: pip install diffusers") from error
+    config = scheduler if isinstance(scheduler, Mapping) else getattr(scheduler, "config", None)
+    if not isinstance(config, Mapping):
+        raise TypeError(f"scheduler is a {type(scheduler).__name__}, expected diffusers' or its configuration")
+    name = config.get("_class_name") if scheduler is config else type(scheduler).__name__
+    cls: Any = getattr(diffusers, name or "", None) if scheduler is config else type(scheduler)
+    theirs: Any = cls.from_config(config) if hasattr(cls, "set_timesteps") else None
+    if not hasattr(theirs, "alphas_cumprod") or not hasattr(theirs, "scale_model_input"):
+        raise ValueError(
+            f"{name or 'a scheduler without _class_name'} is not supported; the zoo takes diffusers' schedulers of "
+            "Stable Diffusion's noise, as DDIMScheduler and EulerDiscreteScheduler"
+        )
+    if solver is None:
+        return theirs
+    if solver not in SOLVERS:
+        raise ValueError(f"there is no solver {solver!r}; choose one of {', '.join(SOLVERS)}")
+    name, options = SOLVERS[solver]
+    return getattr(diffusers, name).from_config(theirs.config, **options)
 
-    Its latents are divided by a, so that noise has a standard deviation of sigma; ``sigmas`` [N + 1] end with the last.
+
+def _to_float64(theirs: Any) -> None:
+    """Tables that diffusers made in float32 are as exact as before, and sums of them more so."""
+    for name, value in vars(theirs).items():
+        if isinstance(value, Tensor) and value.dtype == torch.float32:
+            setattr(theirs, name, value.double())
+
+
+def _probe(theirs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Factors of the model's input [N], and the shares [N, N] of all steps' latents and outputs in each step's result.
+
+    Every step gets latents and an output of its own, each with a 1 where all others have a 0, so that its result lists
+    the shares. The solver's memory of earlier steps shows like anything else.
     """
-    scales, rows = [], []
-    for sigma, following in pairwise(sigmas):
-        level = Level.of_sigma(sigma)
-        latents, output = level.image(prediction)
-        share = following / sigma
-        rows.append([[share + (1 - share) * latents * level.signal, (1 - share) * output]])
-        scales.append(level.signal)
-    return _schedule(timesteps, scales, rows, noise_scale)
+    steps = len(theirs.timesteps)
+    unit = torch.eye(2 * steps, dtype=torch.float64)
+    # Beside the ones, random values on which the shares found must agree with the solver.
+    trials = 3 * torch.randn(2 * steps, _TRIALS, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    given = torch.cat([unit, trials], dim=1)[:, None, None]  # [2 N, 1, 1, V]: images of one channel
+    if hasattr(theirs, "set_begin_index"):
+        theirs.set_begin_index(0)  # otherwise it looks for its place by the timestep, of which there may be two
+    sigmas, scales, returned = getattr(theirs, "sigmas", None), [], []
+    for step, timestep in enumerate(theirs.timesteps):
+        latents, output = given[step], given[steps + step]
+        scales.append(float(theirs.scale_model_input(torch.ones(1, 1, dtype=torch.float64), timestep)))
+        after: Tensor = theirs.step(output, timestep, latents, return_dict=False)[0].double()
+        if after.isnan().any() and sigmas is not None and sigmas[step] == sigmas[step + 1]:
+            # Karras' sigmas may end in a step of no width, for which Heun's formula divides zero by zero.
+            after = latents
+        returned.append(after.flatten())
+    results = torch.stack(returned)
+    shares = results[:, : 2 * steps]
+    name, config = type(theirs).__name__, theirs.config
+    if not results.isfinite().all():
+        raise ValueError(
+            f"diffusers' {name} divides by zero with rescale_betas_zero_snr={config.get('rescale_betas_zero_snr')} "
+            f"and prediction_type={config.get('prediction_type')!r}; choose another timestep_spacing or prediction_type"
+        )
+    if not torch.allclose(shares @ trials, results[:, 2 * steps :], rtol=1e-4, atol=1e-4 * float(results.abs().max())):
+        options = (
+            f"{key}={config[key]!r}" for key in ("clip_sample", "thresholding", "algorithm_type") if key in config
+        )
+        raise ValueError(
+            f"diffusers' {name} with {', '.join(options) or 'its options'} is not supported: its steps clip values or "
+            "draw noise; switch that off, or choose a deterministic scheduler"
+        )
+    return torch.tensor(scales, dtype=torch.float64), shares[:, :steps], shares[:, steps:]
 
 
-def dpm_multistep(
-    timesteps: Tensor, sigmas: Sequence[float], prediction: str, *, second: Sequence[bool], heun: bool
-) -> Schedule:
-    """Lu et al., "DPM-Solver++", the multistep solver of the expected image, which is remembered for a step.
+def _matrices(of_latents: Tensor, of_outputs: Tensor) -> Tensor:
+    """Shares [N, N] twice -> transitions [N, K, K + 1], over the latents of as many steps as matter, and the outputs.
 
-    Args:
-        timesteps: [N].
-        sigmas: [N + 1], the last what the run ends at.
-        prediction: What the model predicts.
-        second: Of each step whether it is of second order, with what the step before expected.
-        heun: The second order in the manner of Heun, else of the midpoint.
+    Columns are the latents of this step, of the one before and so on, then outputs from the oldest to this step's.
     """
-    levels, rows = [Level.of_sigma(sigma) for sigma in sigmas], []
-    for step, (level, following) in enumerate(pairwise(levels)):
-        share, image = level.towards(following)
-        latents, output = level.image(prediction)
-        before = 0.0
-        # A step from a level to itself, at which Karras' sigmas may end, changes nothing in either order.
-        if second[step] and following != level:
-            width, width_before = _log_ratio(level, following), _log_ratio(levels[step - 1], level)
-            slope = following.signal + (following.noise / level.sigma - following.signal) / width if heun else image / 2
-            slope *= width / width_before
-            image, before = image + slope, -slope
-        rows.append([[share + image * latents, before, image * output], [latents, 0.0, output]])
-    return _schedule(timesteps, [1.0] * len(rows), rows, 1.0)
+    steps = len(of_latents)
+    latents, outputs = (1 + _longest_lag(shares) for shares in (of_latents, of_outputs))
+    kept = latents + outputs - 1
+    matrices = torch.zeros(steps, kept, kept + 1, dtype=torch.float64)
+    for lag in range(latents):
+        matrices[lag:, 0, lag] = of_latents.diagonal(-lag)
+    for lag in range(outputs):
+        matrices[lag:, 0, kept - lag] = of_outputs.diagonal(-lag)
+    for row in range(1, kept):
+        matrices[:, row, row - 1 if row < latents else row + 1] = 1.0
+    return matrices
 
 
-def multistep(timesteps: Tensor, levels: Sequence[tuple[Level, Level]], prediction: str) -> Schedule:
-    """Liu et al., "Pseudo Numerical Methods for Diffusion Models", the linear multistep method alone.
-
-    The second step takes the first again, with the mean of both outputs. Remembered are the three outputs before; the
-    last of them is not needed yet when the latents of the first step take its place.
-    """
-    rows = []
-    for step, (level, following) in enumerate(levels):
-        share, image = level.towards(following)
-        latents, output = level.image(prediction)
-        weights = [image * output * weight for weight in _MULTISTEP[min(step, 4)]]
-        start = share + image * latents
-        moved = [start, *weights[1:], weights[0]]
-        history = [[0.0, 0.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0, 0.0]]
-        if step == 0:
-            history[2] = [1.0, 0.0, 0.0, 0.0, 0.0]
-        elif step == 1:
-            moved[0], moved[3] = 0.0, start
-            history = [[0.0, 1.0, 0.0, 0.0, 0.0], [0.0] * 5, [0.0] * 5]
-        rows.append([moved, *history])
-    return _schedule(timesteps, [1.0] * len(rows), rows, 1.0)
-
-
-def _log_ratio(level: Level, following: Level) -> float:
-    return math.log(level.sigma / following.sigma)
-
-
-def _schedule(
-    timesteps: Tensor, scales: Sequence[float], rows: Sequence[Sequence[Sequence[float]]], noise_scale: float
-) -> Schedule:
-    return Schedule(
-        timesteps=timesteps.to(torch.float32),
-        input_scales=torch.tensor(scales, dtype=torch.float64, device="cpu"),
-        transitions=torch.tensor(rows, dtype=torch.float64, device="cpu"),
-        noise_scale=noise_scale,
-    )
+def _longest_lag(shares: Tensor) -> int:
+    step, earlier = shares.nonzero(as_tuple=True)
+    return int((step - earlier).max()) if len(step) else 0
