@@ -20,7 +20,7 @@ from benchmarks.families.unet import WORKLOAD, draw_inputs, sizes
 from benchmarks.plan import IMPLEMENTATIONS, Case
 from benchmarks.worker import Handler
 from zoo.unet import UNetConfig
-from zoo.unet.presets import PRESETS
+from zoo.unet.config import PRESETS
 
 with warnings.catch_warnings():
     # What diffusers imports warns of what it imports.

@@ -16,7 +16,7 @@ from benchmarks.families import unet_loop, unet_work
 from benchmarks.families.unet import WORKLOAD, sizes
 from benchmarks.plan import IMPLEMENTATIONS, Case
 from benchmarks.worker import Handler
-from zoo.unet.presets import PRESETS
+from zoo.unet.config import PRESETS
 
 with warnings.catch_warnings():
     # What diffusers imports warns of what it imports.

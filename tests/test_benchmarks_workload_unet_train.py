@@ -19,8 +19,8 @@ from benchmarks.families.unet import WORKLOAD
 from benchmarks.plan import Case
 from benchmarks.training import Trainer
 from benchmarks.worker import Handler
-from zoo.unet.presets import PRESETS
-from zoo.unet.upstream import convert_state_dict
+from zoo.unet.config import PRESETS
+from zoo.unet.convert import convert_state_dict
 
 with warnings.catch_warnings():
     # What diffusers imports warns of what it imports.

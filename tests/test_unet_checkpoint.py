@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import zoo
 from zoo.unet import load, save
-from zoo.unet.checkpoint import convert_config, upstream_config
+from zoo.unet.convert import convert_config, upstream_config
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 

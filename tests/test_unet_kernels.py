@@ -26,7 +26,8 @@ from zoo.ops.glu import gated_gelu, gated_gelu_product
 from zoo.ops.group_norm import cat_group_norm, group_norm
 from zoo.ops.norms import add_norm, layer_norm
 from zoo.training import checkpoint_regions
-from zoo.unet import ResnetBlock, Transformer, TransformerBlock, products
+from zoo.unet import ResnetBlock, Transformer, TransformerBlock
+from zoo.unet import blocks as products
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKS = ("unet_kernel_checks.py", "unet_glue_checks.py", "unet_learning_checks.py", "unet_attention_checks.py")

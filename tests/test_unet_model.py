@@ -17,7 +17,7 @@ from tests.dispatched import Dispatched
 from zoo.engine.compile import plan_of
 from zoo.engine.graph_log import LEDGER
 from zoo.unet import ResnetBlock, TextKeysValues, TimeShifts, TransformerBlock, UNet
-from zoo.unet.presets import PRESETS
+from zoo.unet.config import PRESETS
 
 MODES: dict[str, tuple[bool, Any]] = {
     "train": (True, nullcontext),

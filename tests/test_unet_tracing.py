@@ -12,8 +12,7 @@ from torch import Tensor
 import zoo
 from tests import fake_gpu
 from zoo.unet import ResnetBlock, TransformerBlock, UNet
-from zoo.unet.config import BlockShape
-from zoo.unet.presets import PRESETS
+from zoo.unet.config import PRESETS, BlockShape
 
 pytest.importorskip("triton")
 LAUNCH = "triton_kernel_wrapper_functional"

@@ -14,7 +14,7 @@ from torch import nn
 
 import zoo
 from zoo.unet import PRESETS, UNet
-from zoo.unet.upstream import config_of, convert_state_dict
+from zoo.unet.convert import config_of, convert_state_dict
 
 
 @pytest.mark.parametrize("case", reference.CASES)

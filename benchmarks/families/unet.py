@@ -19,8 +19,8 @@ from benchmarks.plan import Case
 from benchmarks.timing import synchronise
 from benchmarks.training import READY_BATCHES
 from zoo.unet import UNet, UNetConfig
-from zoo.unet.checkpoint import placements
-from zoo.unet.presets import PRESETS
+from zoo.unet.config import PRESETS
+from zoo.unet.convert import placements
 from zoo.weights import fill
 
 _INPUT = re.compile(r"(?P<run>loop-|pipeline-)?(?P<count>\d+)x(?P<size>\d+)x(?P=size)")

@@ -37,7 +37,7 @@ def skeleton(config: UNetConfig) -> Any:
     """``UNet2DConditionModel`` in eval mode, without memory for its weights."""
     from diffusers import UNet2DConditionModel
 
-    from zoo.unet.checkpoint import upstream_config
+    from zoo.unet.convert import upstream_config
 
     with torch.device("meta"):
         return UNet2DConditionModel(**upstream_config(config)).eval()

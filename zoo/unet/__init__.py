@@ -4,22 +4,23 @@ from zoo.registry import Family, register
 from zoo.unet.blocks import DownLevel as DownLevel
 from zoo.unet.blocks import MiddleLevel as MiddleLevel
 from zoo.unet.blocks import ResnetBlock as ResnetBlock
+from zoo.unet.blocks import TextKeysValues as TextKeysValues
+from zoo.unet.blocks import TextProjections as TextProjections
+from zoo.unet.blocks import TimeShifts as TimeShifts
+from zoo.unet.blocks import Transformer as Transformer
+from zoo.unet.blocks import TransformerBlock as TransformerBlock
 from zoo.unet.blocks import UpLevel as UpLevel
-from zoo.unet.checkpoint import check_folder, find_weights, placements
-from zoo.unet.checkpoint import load as load
-from zoo.unet.checkpoint import save as save
-from zoo.unet.conditions import TextKeysValues as TextKeysValues
-from zoo.unet.conditions import TextProjections as TextProjections
-from zoo.unet.conditions import TimeShifts as TimeShifts
+from zoo.unet.config import PRESETS as PRESETS
 from zoo.unet.config import UNetConfig as UNetConfig
+from zoo.unet.convert import check_folder, find_weights, placements
+from zoo.unet.convert import load as load
+from zoo.unet.convert import save as save
 from zoo.unet.model import UNet as UNet
 from zoo.unet.model import UNetOutput as UNetOutput
-from zoo.unet.presets import PRESETS, example_inputs
+from zoo.unet.model import example_inputs
 from zoo.unet.sampler import Sampler as Sampler
 from zoo.unet.schedule import Schedule as Schedule
 from zoo.unet.schedule import make_schedule as make_schedule
-from zoo.unet.transformer import Transformer as Transformer
-from zoo.unet.transformer import TransformerBlock as TransformerBlock
 
 FAMILY = register(
     Family(
@@ -28,7 +29,7 @@ FAMILY = register(
         build=UNet,
         model_types=(UNet,),
         example_inputs=example_inputs,
-        upstream_module="zoo.unet.upstream",
+        upstream_module="zoo.unet.convert",
         upstream_packages=("diffusers",),
         placements=placements,
         check_folder=check_folder,

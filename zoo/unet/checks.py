@@ -14,7 +14,7 @@ from torch import Tensor
 from zoo.unet.config import UNetConfig
 
 if TYPE_CHECKING:
-    from zoo.unet.conditions import TextKeysValues, TimeShifts
+    from zoo.unet.blocks import TextKeysValues, TimeShifts
 
 
 def check_sample(sample: Tensor, config: UNetConfig, weight: Tensor) -> None:

@@ -24,7 +24,21 @@ from zoo.engine.side_stream import branch
 from zoo.modules import channels_last
 from zoo.ops.conv import conv
 from zoo.ops.group_norm import group_norm
-from zoo.unet.blocks import DownLevel, MiddleLevel, ResnetBlock, Supply, UpLevel
+from zoo.unet.blocks import (
+    Conditions,
+    DownLevel,
+    Embedding,
+    MiddleLevel,
+    ResnetBlock,
+    Supply,
+    TextKeysValues,
+    TextProjections,
+    TimeProjections,
+    TimeShifts,
+    TransformerBlock,
+    UpLevel,
+    hiding_bias,
+)
 from zoo.unet.checks import (
     as_timesteps,
     check_condition,
@@ -36,17 +50,8 @@ from zoo.unet.checks import (
     check_time,
     check_unsupported,
 )
-from zoo.unet.conditions import (
-    Conditions,
-    Embedding,
-    TextKeysValues,
-    TextProjections,
-    TimeProjections,
-    TimeShifts,
-    hiding_bias,
-)
 from zoo.unet.config import UNetConfig
-from zoo.unet.transformer import TransformerBlock
+from zoo.validate import seeded
 
 # Of Stable Diffusion 14 + 4 + 1: a level's blocks differ by what they read of a skip connection.
 REGIONS = (
@@ -258,3 +263,54 @@ class UNet(nn.Module):
 def _loaded(model: nn.Module, _: Any) -> None:
     # A loaded tensor that was assigned keeps the layout of its file.
     channels_last(model)
+
+
+def example_inputs(
+    model: nn.Module, *, batch: int = 2, size: int | None = None, tokens: int = 77, seed: int = 0
+) -> dict[str, Any]:
+    """Normal values in place of latents and texts, and random timesteps; the same on every device.
+
+    Args:
+        model: A UNet of the zoo.
+        batch: B; with guidance twice the images.
+        size: Height and width of the sample; what the model was trained on when left out.
+        tokens: L.
+        seed: Of the random values.
+
+    Returns:
+        ``sample`` [B, C_in, size, size] in channels_last, ``timestep`` [B], ``encoder_hidden_states`` [B, L, D], and
+        ``added_cond_kwargs`` where the model takes them.
+    """
+    if not isinstance(model, UNet):
+        raise TypeError(f"{type(model).__name__} is not a UNet of the zoo")
+    config = model.config
+    if size is None:
+        trained = config.sample_size
+        size = 64 if trained is None else trained if isinstance(trained, int) else trained[0]
+    if batch < 1 or tokens < 1 or size < 1 or size % config.reduction:
+        raise ValueError(
+            f"batch is {batch}, tokens {tokens} and size {size}: all must be positive, and size divisible by "
+            f"{config.reduction}"
+        )
+    generator = seeded(seed)
+
+    def normal(*shape: int) -> Tensor:
+        drawn = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
+        return drawn.to(model.device, model.dtype)
+
+    sample = normal(batch, config.in_channels, size, size).contiguous(memory_format=torch.channels_last)
+    inputs: dict[str, Any] = {
+        "sample": sample,
+        "timestep": torch.randint(1000, (batch,), generator=generator, device="cpu").to(model.device),
+        "encoder_hidden_states": normal(batch, tokens, config.cross_attention_dim),
+    }
+    if config.addition_embed_type is not None:
+        assert config.addition_time_embed_dim is not None and config.projection_class_embeddings_input_dim is not None
+        pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+        # Original size, upper left corner and target size, in pixels of the image.
+        sizes = torch.tensor([8.0 * size, 8.0 * size, 0.0, 0.0, 8.0 * size, 8.0 * size], device="cpu")
+        inputs["added_cond_kwargs"] = {
+            "text_embeds": normal(batch, pooled),
+            "time_ids": sizes.expand(batch, -1).to(model.device, model.dtype),
+        }
+    return inputs
