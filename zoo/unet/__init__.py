@@ -4,9 +4,7 @@ from zoo.registry import Family, register
 from zoo.unet.blocks import DownLevel as DownLevel
 from zoo.unet.blocks import MiddleLevel as MiddleLevel
 from zoo.unet.blocks import ResnetBlock as ResnetBlock
-from zoo.unet.blocks import TextKeysValues as TextKeysValues
 from zoo.unet.blocks import TextProjections as TextProjections
-from zoo.unet.blocks import TimeShifts as TimeShifts
 from zoo.unet.blocks import Transformer as Transformer
 from zoo.unet.blocks import TransformerBlock as TransformerBlock
 from zoo.unet.blocks import UpLevel as UpLevel
@@ -15,6 +13,8 @@ from zoo.unet.config import UNetConfig as UNetConfig
 from zoo.unet.convert import check_folder, find_weights, placements
 from zoo.unet.convert import load as load
 from zoo.unet.convert import save as save
+from zoo.unet.model import TextKeysValues as TextKeysValues
+from zoo.unet.model import TimeShifts as TimeShifts
 from zoo.unet.model import UNet as UNet
 from zoo.unet.model import UNetOutput as UNetOutput
 from zoo.unet.model import example_inputs

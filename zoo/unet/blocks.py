@@ -1,28 +1,32 @@
-"""Resnet blocks, and the levels that a UNet goes down and up through.
+"""The blocks of a UNet: resnet blocks, transformers, the levels that they form, and what conditions them.
 
-    x ─ group norm, SiLU ─ 3 × 3 ─ shift, group norm, SiLU ─ 3 × 3 ─ bias, add ─▶
-    └──────────────────────── (1 × 1) ───────────────────────────────────┘
+    resnet block       x ─ group norm, SiLU ─ 3 × 3 ─ shift, group norm, SiLU ─ 3 × 3 ─ bias, add ─▶
+                       └─────────────────────────── (1 × 1) ───────────────────────────────┘
+    transformer        x ─ group norm ─ product ─ block ─ block ─ ... ─ product ─ add ─▶
+                       └─────────────────────────────────────────────────────────┘
+    transformer block  h ─ norm ─ self-attention ─ add, norm ─ attention to text ─ add, norm ─ MLP, add ─▶
 
-Convolutions run without bias: the library would add it in a pass of its own. Inside a block it is part of the shift
-that comes from the timestep, at its end of the residual add.
+A pixel is a token: in channels_last an image and its tokens are the same memory. Convolutions run without bias, which
+the library would add in a pass of its own: the first one's bias is part of the timestep's shift, the second one's of
+the residual add. A product's bias is added with the norm before it where a product adds the residual: the library has
+products that add a bias and products that add a matrix, none that adds both.
 
-Shape legend: B images, C channels, H height, W width.
+Shape legend: B images, C channels, H height, W width, T = H W tokens, R = B T rows, N heads, L tokens of the text and D
+its width, K channels of all its keys and values, E width of the embedded timestep, S channels of all shifts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.modules import compute_dtype, plain, to_images, to_rows
 from zoo.ops.attention import short_attention
-from zoo.ops.common import differentiated, kernels_run
+from zoo.ops.common import compute_dtype, differentiated, is_unmodified, kernels_run, to_images, to_rows
 from zoo.ops.conv import conv, conv3, conv_add, upsample
 from zoo.ops.glu import gated_gelu, gated_gelu_product
 from zoo.ops.group_norm import cat_group_norm, group_norm
@@ -30,9 +34,12 @@ from zoo.ops.norms import add_norm, layer_norm
 from zoo.ops.products import low_add_linear, low_linear, takes_low
 from zoo.unet.config import BlockShape, LevelShape, UNetConfig
 
+# Diffusers' for the norm before a transformer, and torch's default for the norms inside.
+ENTRY_EPS, EPS = 1e-6, 1e-5
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A product [..., C], [N, C] and [N] or None -> [..., N]; under autocast with gradients of ``zoo.ops.products``."""
+    """``F.linear``, whose gradients under autocast are summed in float32 by ``zoo.ops.products``."""
     given = (x, weight) if bias is None else (x, weight, bias)
     if differentiated(*given) and kernels_run(*given):
         low = x.to(compute_dtype(x))  # as autocast would
@@ -42,7 +49,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def add_linear(added: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """Added [R, N], which nobody else reads any more, plus x [R, C] by weight [N, C], in one product."""
+    """Added [R, N] plus x [R, C] by weight [N, C], in one product; ``added`` may be overwritten."""
     learns = differentiated(added, x, weight) and kernels_run(added, x, weight)
     if learns and added.dtype == x.dtype and takes_low(x, weight, None):
         return low_add_linear(added, x, weight)
@@ -53,288 +60,11 @@ def add_linear(added: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def product(x: Tensor, layer: nn.Linear) -> Tensor:
-    """``linear`` of a layer, which is called if it is not what it was built as."""
-    if plain(layer):
+    """``linear`` with a layer's tensors; a layer that was replaced or has a hook is called."""
+    if is_unmodified(layer):
         return linear(x, layer.weight, layer.bias)
     out: Tensor = layer(x)
     return out
-
-
-class TimeShifts(NamedTuple):
-    """What timesteps add inside the resnet blocks; ``UNet.time_shifts`` makes it.
-
-    Attributes:
-        shifts: [B, S], or [1, S] for all rows alike. ``time_shifts`` of many steps gives [steps, B, S]; one of
-            them is ``TimeShifts(many.shifts[step])``.
-    """
-
-    shifts: Tensor
-
-
-class TextKeysValues(NamedTuple):
-    """Keys and values of a condition in every cross-attention; ``UNet.text_keys_values`` makes it.
-
-    Attributes:
-        keys_values: [B, L, K].
-    """
-
-    keys_values: Tensor
-
-
-def sinusoids(values: Tensor, width: int, cosines_first: bool, freq_shift: float) -> Tensor:
-    """[...] to [..., width] in float32: sines and cosines of falling frequencies."""
-    half = width // 2
-    step = -math.log(10000) / (half - freq_shift)
-    frequencies = torch.exp(step * torch.arange(half, dtype=torch.float32, device=values.device))
-    angles = values.float()[..., None] * frequencies
-    pair = (angles.cos(), angles.sin()) if cosines_first else (angles.sin(), angles.cos())
-    joined = torch.cat(pair, dim=-1)
-    return F.pad(joined, (0, 1)) if width % 2 else joined
-
-
-class Embedding(nn.Module):
-    """Two products with SiLU between them; diffusers' ``TimestepEmbedding``."""
-
-    def __init__(self, inputs: int, width: int, further: int | None = None) -> None:
-        super().__init__()
-        self.linear_1 = nn.Linear(inputs, width)
-        self.cond_proj = None if further is None else nn.Linear(further, inputs, bias=False)
-        self.linear_2 = nn.Linear(width, width)
-
-    def forward(self, x: Tensor, further: Tensor | None = None) -> Tensor:
-        """[..., I], and a further condition [..., F] where there is one, to [..., E]."""
-        if further is not None:
-            assert self.cond_proj is not None
-            x = x + self.cond_proj(further)
-        return self.linear_2(F.silu(self.linear_1(x)))
-
-
-class TimeProjections(nn.Module):
-    """The products of all resnet blocks with the embedded timestep, in the order of the blocks, as one.
-
-    The bias of each block's first convolution is part of its shift: a convolution without one is a pass less.
-    """
-
-    def __init__(self, width: int, channels: Sequence[int]) -> None:
-        super().__init__()
-        self.channels = tuple(channels)
-        total = sum(channels)
-        self.weight = nn.Parameter(torch.empty(total, width))
-        self.bias = nn.Parameter(torch.empty(total))
-        self.conv_bias = nn.Parameter(torch.empty(total))
-        bound = width**-0.5
-        for parameter in (self.weight, self.bias, self.conv_bias):
-            nn.init.uniform_(parameter, -bound, bound)
-
-    def forward(self, embedded: Tensor) -> Tensor:
-        """[..., E] to [..., S]."""
-        return linear(F.silu(embedded), self.weight, self.bias + self.conv_bias)
-
-
-class TextProjections(nn.Module):
-    """Keys and values of all cross-attentions, in the order of their blocks, as one product."""
-
-    def __init__(self, width: int, channels: Sequence[int]) -> None:
-        super().__init__()
-        self.channels = tuple(channels)
-        self.weight = nn.Parameter(torch.empty(2 * sum(channels), width))
-        nn.init.uniform_(self.weight, -(width**-0.5), width**-0.5)
-
-    def forward(self, text: Tensor) -> Tensor:
-        """[B, L, D] to [B, L, K]: keys, then values, of one block after the other."""
-        return linear(text, self.weight)
-
-
-class Conditions(nn.Module):
-    """All that is computed from timesteps and sizes, up to the embedded timestep."""
-
-    def __init__(self, config: UNetConfig) -> None:
-        super().__init__()
-        self.config = config
-        width = config.time_width
-        self.time_embedding = Embedding(config.block_out_channels[0], width, config.time_cond_proj_dim)
-        self.add_embedding = None
-        if config.addition_embed_type == "text_time":
-            assert config.projection_class_embeddings_input_dim is not None
-            self.add_embedding = Embedding(config.projection_class_embeddings_input_dim, width)
-
-    def forward(self, timesteps: Tensor, added: Mapping[str, Tensor] | None, further: Tensor | None) -> Tensor:
-        """Embed timesteps, the pooled condition and sizes.
-
-        Args:
-            timesteps: [B], [1], or [steps, 1] for a whole run.
-            added: ``text_embeds`` [B, X] and ``time_ids`` [B, Y], where the model takes them.
-            further: [B, F], where the model takes it.
-
-        Returns:
-            [B, E], [1, E], or [steps, B, E].
-        """
-        config = self.config
-        dtype = self.time_embedding.linear_1.weight.dtype
-        embedded = sinusoids(timesteps, config.block_out_channels[0], config.flip_sin_to_cos, config.freq_shift)
-        embedded = self.time_embedding(embedded.to(dtype), further)
-        if self.add_embedding is None:
-            return embedded
-        assert added is not None and config.addition_time_embed_dim is not None
-        sizes = sinusoids(
-            added["time_ids"], config.addition_time_embed_dim, config.flip_sin_to_cos, config.freq_shift
-        ).flatten(1)
-        pooled = torch.cat([added["text_embeds"], sizes], dim=-1)
-        return embedded + self.add_embedding(pooled.to(dtype))
-
-
-def hiding_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask [B, T], 1 where a token is seen, as what is added to scores: [B, 1, 1, T], 0 or -10000 as diffusers'."""
-    return ((1 - mask.to(dtype)) * -10000.0)[:, None, None, :]
-
-
-# Diffusers fixes that of the norm before a transformer, and torch's default is that of the norms inside.
-ENTRY_EPS, EPS = 1e-6, 1e-5
-
-
-class TransformerBlock(nn.Module):
-    """Self-attention, attention to the text and an MLP.
-
-    Args:
-        width: C.
-        heads: N.
-        groups: Of the norm before it, where ``forward`` is given the ends of a transformer.
-    """
-
-    def __init__(self, width: int, heads: int, groups: int = 32) -> None:
-        super().__init__()
-        self.heads, self.groups = heads, groups
-        # The norms hold tensors and are never called.
-        self.norm1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.self_out = nn.Linear(width, width)
-        self.norm2 = nn.LayerNorm(width)
-        self.query = nn.Linear(width, width, bias=False)
-        self.text_out = nn.Linear(width, width)
-        self.norm3 = nn.LayerNorm(width)
-        self.mlp_in = nn.Linear(width, 8 * width)
-        self.mlp_out = nn.Linear(4 * width, width)
-
-    def forward(
-        self,
-        x: Tensor,
-        text: Tensor,
-        self_bias: Tensor | None,
-        text_bias: Tensor | None,
-        ends: Sequence[Tensor | None] | None = None,
-    ) -> Tensor:
-        """Run the block.
-
-        Args:
-            x: [R, C]; with ``ends`` an image [B, C, H, W].
-            text: [B, L, 2 C], keys and values of the text side by side.
-            self_bias: [B, 1, 1, T], added to the scores of self-attention, or None.
-            text_bias: [B, 1, 1, L], of attention to the text, or None.
-            ends: Of a transformer of this block alone: weight and bias of its norm, and of both products around it.
-
-        Returns:
-            Like ``x``.
-        """
-        if ends is not None:
-            image, x = x, enter(x, ends, self.groups)
-        batch, heads = text.shape[0], (self.heads, x.shape[1] // self.heads)
-        text_out, mlp_out = self.text_out, self.mlp_out
-        text_bias_ahead, mlp_bias_ahead = plain(text_out), plain(mlp_out)
-        normed = layer_norm(x, self.norm1.weight, self.norm1.bias, EPS)
-        # Taken apart at once, so that their gradients are put side by side at once.
-        own_query, own_key, own_value = product(normed, self.qkv).view(batch, -1, 3, *heads).unbind(2)
-        mixed = product(short_attention(own_query, own_key, own_value, self_bias), self.self_out)
-        ahead = text_out.bias if text_bias_ahead else None
-        x, normed = add_norm(mixed, x, self.norm2.weight, self.norm2.bias, ahead, EPS)
-        query = product(normed, self.query).view(batch, -1, *heads)
-        key, value = text.unflatten(2, (2, *heads)).unbind(2)
-        mixed = short_attention(query, key, value, text_bias)
-        mixed = linear(mixed, text_out.weight) if text_bias_ahead else text_out(mixed)
-        ahead = mlp_out.bias if mlp_bias_ahead else None
-        x, normed = add_norm(mixed, x, self.norm3.weight, self.norm3.bias, ahead, EPS)
-        hidden = self._hidden(normed)
-        x = add_linear(x, hidden, mlp_out.weight) if mlp_bias_ahead else x + mlp_out(hidden)
-        return x if ends is None else leave(x, image, ends)
-
-    def _hidden(self, normed: Tensor) -> Tensor:
-        """[R, C] -> [R, 4 C], inside the MLP."""
-        layer = self.mlp_in
-        if not plain(layer):
-            value, gate = layer(normed).chunk(2, dim=-1)
-            return value * F.gelu(gate)
-        if differentiated(normed, layer.weight, layer.bias):
-            return gated_gelu(linear(normed, layer.weight), layer.bias)
-        return gated_gelu_product(normed, layer.weight, layer.bias)
-
-
-def enter(image: Tensor, ends: Sequence[Tensor | None], groups: int) -> Tensor:
-    """Image [B, C, H, W] -> its normed rows after a product [R, C]."""
-    norm_weight, norm_bias, weight, bias, *_ = ends
-    assert norm_weight is not None and norm_bias is not None and weight is not None
-    rows = to_rows(group_norm(image, None, norm_weight, norm_bias, groups, ENTRY_EPS, False))
-    return linear(rows, weight.flatten(1), bias)
-
-
-def leave(rows: Tensor, image: Tensor, ends: Sequence[Tensor | None]) -> Tensor:
-    """Rows [R, C] and the image before [B, C, H, W] -> the image plus a product of the rows."""
-    *_, weight, bias = ends
-    assert weight is not None
-    rows = linear(rows, weight.flatten(1), bias)
-    return to_images(torch.add(rows, to_rows(image)), image)
-
-
-class Transformer(nn.Module):
-    """Transformer blocks over the pixels of an image, and a residual around them; diffusers' ``Transformer2DModel``."""
-
-    def __init__(self, config: UNetConfig, shape: BlockShape) -> None:
-        super().__init__()
-        width = shape.outputs
-        assert shape.depth is not None
-        self.groups = config.norm_num_groups
-        self.norm = nn.GroupNorm(self.groups, width, eps=ENTRY_EPS)
-        # Products over pixels either way; the checkpoint decides how many dimensions the weight has.
-        self.proj_in = _product(config, width)
-        self.blocks = nn.ModuleList(TransformerBlock(width, shape.heads, self.groups) for _ in range(shape.depth))
-        self.proj_out = _product(config, width)
-
-    def forward(
-        self,
-        x: Tensor,
-        texts: Sequence[Tensor],
-        self_bias: Tensor | None,
-        text_bias: Tensor | None,
-    ) -> Tensor:
-        """[B, C, H, W], and keys and values [B, L, 2 C] of each block -> [B, C, H, W]."""
-        norm, first, last = self.norm, self.proj_in, self.proj_out
-        ends = norm.weight, norm.bias, first.weight, first.bias, last.weight, last.bias
-        if len(self.blocks) == 1:  # both ends are part of its region
-            out: Tensor = self.blocks[0](x, texts[0], self_bias, text_bias, ends)
-            return out
-        rows = enter(x, ends, self.groups)
-        for block, text in zip(self.blocks, texts, strict=True):
-            rows = block(rows, text, self_bias, text_bias)
-        return leave(rows, x, ends)
-
-
-def _product(config: UNetConfig, width: int) -> nn.Linear | nn.Conv2d:
-    return nn.Linear(width, width) if config.use_linear_projection else nn.Conv2d(width, width, 1)
-
-
-@dataclass(frozen=True)
-class Supply:
-    """What the blocks take from outside, in the order in which they run.
-
-    Args:
-        shifts: [B, C] of each resnet block.
-        texts: Keys and values [B, L, 2 C] of the text for each transformer block.
-        self_bias: [B, 1, 1, T], added to scores of self-attention, or None.
-        text_bias: [B, 1, 1, L], added to scores of attention to the text, or None.
-    """
-
-    shifts: Iterator[Tensor]
-    texts: Iterator[Tensor]
-    self_bias: Tensor | None
-    text_bias: Tensor | None
 
 
 class ResnetBlock(nn.Module):
@@ -379,6 +109,143 @@ class ResnetBlock(nn.Module):
         return to_images(conv_add(to_rows(hidden), self.conv2.bias, residual), hidden)
 
 
+class TransformerBlock(nn.Module):
+    """Self-attention, attention to the text and an MLP; diffusers' ``BasicTransformerBlock``.
+
+    Args:
+        width: C.
+        heads: N.
+        groups: Of the norm before the transformer, where ``forward`` is given ``ends``.
+    """
+
+    def __init__(self, width: int, heads: int, groups: int = 32) -> None:
+        super().__init__()
+        self.heads, self.groups = heads, groups
+        # The norms hold tensors and are never called.
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.self_out = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.query = nn.Linear(width, width, bias=False)
+        self.text_out = nn.Linear(width, width)
+        self.norm3 = nn.LayerNorm(width)
+        self.mlp_in = nn.Linear(width, 8 * width)
+        self.mlp_out = nn.Linear(4 * width, width)
+
+    def forward(
+        self,
+        x: Tensor,
+        text: Tensor,
+        self_bias: Tensor | None,
+        text_bias: Tensor | None,
+        ends: Sequence[Tensor | None] | None = None,
+    ) -> Tensor:
+        """Run the block.
+
+        Args:
+            x: [R, C]; with ``ends`` an image [B, C, H, W].
+            text: [B, L, 2 C], keys and values of the text side by side.
+            self_bias: [B, 1, 1, T], added to the scores of self-attention, or None.
+            text_bias: [B, 1, 1, L], of attention to the text, or None.
+            ends: For the only block of a transformer, weight and bias of the transformer's norm, of the product before
+                the block and of the one after it.
+
+        Returns:
+            Like ``x``.
+        """
+        if ends is not None:
+            image, x = x, enter(x, ends, self.groups)
+        batch, heads = text.shape[0], (self.heads, x.shape[1] // self.heads)
+        text_out, mlp_out = self.text_out, self.mlp_out
+        # The bias of a product is added with the norm before it, unless the layer has to be called.
+        text_bias_ahead, mlp_bias_ahead = is_unmodified(text_out), is_unmodified(mlp_out)
+        normed = layer_norm(x, self.norm1.weight, self.norm1.bias, EPS)
+        # Taken apart at once, so that their gradients are put side by side at once.
+        q, k, v = product(normed, self.qkv).view(batch, -1, 3, *heads).unbind(2)
+        attended = product(short_attention(q, k, v, self_bias), self.self_out)
+        ahead = text_out.bias if text_bias_ahead else None
+        x, normed = add_norm(attended, x, self.norm2.weight, self.norm2.bias, ahead, EPS)
+        q = product(normed, self.query).view(batch, -1, *heads)
+        k, v = text.unflatten(2, (2, *heads)).unbind(2)
+        attended = short_attention(q, k, v, text_bias)
+        attended = linear(attended, text_out.weight) if text_bias_ahead else text_out(attended)
+        ahead = mlp_out.bias if mlp_bias_ahead else None
+        x, normed = add_norm(attended, x, self.norm3.weight, self.norm3.bias, ahead, EPS)
+        gated = self._gated(normed)
+        x = add_linear(x, gated, mlp_out.weight) if mlp_bias_ahead else x + mlp_out(gated)
+        return x if ends is None else leave(x, image, ends)
+
+    def _gated(self, normed: Tensor) -> Tensor:
+        """The MLP's first product and its gate: [R, C] -> [R, 4 C]."""
+        layer = self.mlp_in
+        if not is_unmodified(layer):
+            up, gate = layer(normed).chunk(2, dim=-1)
+            return up * F.gelu(gate)
+        if differentiated(normed, layer.weight, layer.bias):
+            return gated_gelu(linear(normed, layer.weight), layer.bias)
+        return gated_gelu_product(normed, layer.weight, layer.bias)
+
+
+def enter(image: Tensor, ends: Sequence[Tensor | None], groups: int) -> Tensor:
+    """Image [B, C, H, W] -> its normed rows after a product [R, C]."""
+    norm_weight, norm_bias, weight, bias, *_ = ends
+    assert norm_weight is not None and norm_bias is not None and weight is not None
+    rows = to_rows(group_norm(image, None, norm_weight, norm_bias, groups, ENTRY_EPS, False))
+    return linear(rows, weight.flatten(1), bias)
+
+
+def leave(rows: Tensor, image: Tensor, ends: Sequence[Tensor | None]) -> Tensor:
+    """Rows [R, C] and the image before [B, C, H, W] -> the image plus a product of the rows."""
+    *_, weight, bias = ends
+    assert weight is not None
+    rows = linear(rows, weight.flatten(1), bias)
+    return to_images(torch.add(rows, to_rows(image)), image)
+
+
+class Transformer(nn.Module):
+    """Transformer blocks over the pixels of an image, and a residual around them; diffusers' ``Transformer2DModel``."""
+
+    def __init__(self, config: UNetConfig, shape: BlockShape) -> None:
+        super().__init__()
+        width = shape.outputs
+        assert shape.depth is not None
+        self.groups = config.norm_num_groups
+        self.norm = nn.GroupNorm(self.groups, width, eps=ENTRY_EPS)
+        # Products over pixels either way; the checkpoint decides how many dimensions the weight has.
+        self.proj_in = nn.Linear(width, width) if config.use_linear_projection else nn.Conv2d(width, width, 1)
+        self.blocks = nn.ModuleList(TransformerBlock(width, shape.heads, self.groups) for _ in range(shape.depth))
+        self.proj_out = nn.Linear(width, width) if config.use_linear_projection else nn.Conv2d(width, width, 1)
+
+    def forward(self, x: Tensor, texts: Sequence[Tensor], self_bias: Tensor | None, text_bias: Tensor | None) -> Tensor:
+        """[B, C, H, W], and keys and values [B, L, 2 C] for each block -> [B, C, H, W]."""
+        norm, first, last = self.norm, self.proj_in, self.proj_out
+        ends = norm.weight, norm.bias, first.weight, first.bias, last.weight, last.bias
+        if len(self.blocks) == 1:  # both ends are part of its region
+            out: Tensor = self.blocks[0](x, texts[0], self_bias, text_bias, ends)
+            return out
+        rows = enter(x, ends, self.groups)
+        for block, text in zip(self.blocks, texts, strict=True):
+            rows = block(rows, text, self_bias, text_bias)
+        return leave(rows, x, ends)
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """What the blocks of a level take beside the image.
+
+    Args:
+        shifts: [B, C] for each resnet block.
+        texts: For each resnet block, keys and values [B, L, 2 C] of the text for all transformer blocks behind it.
+        self_bias: [B, 1, 1, T], added to scores of self-attention, or None.
+        text_bias: [B, 1, 1, L], added to scores of attention to the text, or None.
+    """
+
+    shifts: Sequence[Tensor]
+    texts: Sequence[Sequence[Tensor]]
+    self_bias: Tensor | None
+    text_bias: Tensor | None
+
+
 class Level(nn.Module):
     """Resnet blocks of one size, some with a transformer behind them."""
 
@@ -389,13 +256,12 @@ class Level(nn.Module):
             nn.Identity() if block.depth is None else Transformer(config, block) for block in shape.blocks
         )
 
-    def run(self, index: int, x: Tensor, skip: Tensor | None, supply: Supply) -> Tensor:
-        """A resnet block and what is behind it: [B, C_in, H, W] -> [B, C_out, H, W]."""
-        x = self.resnets[index](x, skip, next(supply.shifts))
+    def run(self, index: int, x: Tensor, skip: Tensor | None, conditioning: Conditioning) -> Tensor:
+        """A resnet block and the transformer behind it: [B, C_in, H, W] -> [B, C_out, H, W]."""
+        x = self.resnets[index](x, skip, conditioning.shifts[index])
         transformer = self.transformers[index]
         if isinstance(transformer, Transformer):
-            texts = [next(supply.texts) for _ in transformer.blocks]
-            x = transformer(x, texts, supply.self_bias, supply.text_bias)
+            x = transformer(x, conditioning.texts[index], conditioning.self_bias, conditioning.text_bias)
         return x
 
 
@@ -407,11 +273,11 @@ class DownLevel(Level):
         width, self.padding = shape.blocks[-1].outputs, config.downsample_padding
         self.downsample = nn.Conv2d(width, width, 3, stride=2, padding=self.padding) if shape.resample else None
 
-    def forward(self, x: Tensor, supply: Supply) -> list[Tensor]:
+    def forward(self, x: Tensor, conditioning: Conditioning) -> list[Tensor]:
         """[B, C_in, H, W] -> the outputs of all blocks [B, C_out, H, W], and the smaller one [B, C_out, H/2, W/2]."""
         outputs = []
         for index in range(len(self.resnets)):
-            x = self.run(index, x, None, supply)
+            x = self.run(index, x, None, conditioning)
             outputs.append(x)
         if self.downsample is not None:
             outputs.append(conv(F.pad(x, (0, 1, 0, 1)) if self.padding == 0 else x, self.downsample))
@@ -421,10 +287,10 @@ class DownLevel(Level):
 class MiddleLevel(Level):
     """The blocks of the smallest size."""
 
-    def forward(self, x: Tensor, supply: Supply) -> Tensor:
+    def forward(self, x: Tensor, conditioning: Conditioning) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
         for index in range(len(self.resnets)):
-            x = self.run(index, x, None, supply)
+            x = self.run(index, x, None, conditioning)
         return x
 
 
@@ -436,8 +302,115 @@ class UpLevel(Level):
         width = shape.blocks[-1].outputs
         self.upsample = nn.Conv2d(width, width, 3, padding=1) if shape.resample else None
 
-    def forward(self, x: Tensor, skips: Sequence[Tensor], supply: Supply) -> Tensor:
+    def forward(self, x: Tensor, skips: Sequence[Tensor], conditioning: Conditioning) -> Tensor:
         """[B, C_in, H, W], and a [B, C_skip, H, W] for each block -> [B, C_out, 2 H, 2 W], or of the same size."""
         for index, skip in enumerate(skips):
-            x = self.run(index, x, skip, supply)
+            x = self.run(index, x, skip, conditioning)
         return x if self.upsample is None else conv(upsample(x), self.upsample)
+
+
+class Embedding(nn.Module):
+    """Two products with SiLU between them; diffusers' ``TimestepEmbedding``."""
+
+    def __init__(self, inputs: int, width: int, cond: int | None = None) -> None:
+        super().__init__()
+        self.linear_1 = nn.Linear(inputs, width)
+        self.cond_proj = None if cond is None else nn.Linear(cond, inputs, bias=False)
+        self.linear_2 = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
+        """[..., I], and a condition [..., F] of models that take one -> [..., E]."""
+        if cond is not None:
+            assert self.cond_proj is not None
+            x = x + self.cond_proj(cond)
+        return self.linear_2(F.silu(self.linear_1(x)))
+
+
+class Conditions(nn.Module):
+    """The embedded timestep, with the pooled text and image sizes of SDXL added."""
+
+    def __init__(self, config: UNetConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.time_width
+        self.time_embedding = Embedding(config.block_out_channels[0], width, config.time_cond_proj_dim)
+        self.add_embedding = None
+        if config.addition_embed_type == "text_time":
+            assert config.projection_class_embeddings_input_dim is not None
+            self.add_embedding = Embedding(config.projection_class_embeddings_input_dim, width)
+
+    def forward(self, timesteps: Tensor, added: Mapping[str, Tensor] | None, cond: Tensor | None) -> Tensor:
+        """Embed timesteps, the pooled condition and sizes.
+
+        Args:
+            timesteps: [B], [1], or [steps, 1] for a whole run.
+            added: ``text_embeds`` [B, X] and ``time_ids`` [B, Y], where the model takes them.
+            cond: [B, F], where the model takes it.
+
+        Returns:
+            [B, E], [1, E], or [steps, B, E].
+        """
+        config = self.config
+        dtype = self.time_embedding.linear_1.weight.dtype
+        embedded = sinusoids(timesteps, config.block_out_channels[0], config.flip_sin_to_cos, config.freq_shift)
+        embedded = self.time_embedding(embedded.to(dtype), cond)
+        if self.add_embedding is None:
+            return embedded
+        assert added is not None and config.addition_time_embed_dim is not None
+        sizes = sinusoids(
+            added["time_ids"], config.addition_time_embed_dim, config.flip_sin_to_cos, config.freq_shift
+        ).flatten(1)
+        pooled = torch.cat([added["text_embeds"], sizes], dim=-1)
+        return embedded + self.add_embedding(pooled.to(dtype))
+
+
+class TimeProjections(nn.Module):
+    """The products of all resnet blocks with the embedded timestep, in the order of the blocks, as one.
+
+    The bias of each block's first convolution is part of its shift.
+    """
+
+    def __init__(self, width: int, channels: Sequence[int]) -> None:
+        super().__init__()
+        self.channels = tuple(channels)
+        total = sum(channels)
+        self.weight = nn.Parameter(torch.empty(total, width))
+        self.bias = nn.Parameter(torch.empty(total))
+        self.conv_bias = nn.Parameter(torch.empty(total))
+        bound = width**-0.5
+        for parameter in (self.weight, self.bias, self.conv_bias):
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(self, embedded: Tensor) -> Tensor:
+        """[..., E] -> [..., S]."""
+        return linear(F.silu(embedded), self.weight, self.bias + self.conv_bias)
+
+
+class TextProjections(nn.Module):
+    """Keys and values of all cross-attentions, in the order of their blocks, as one product."""
+
+    def __init__(self, width: int, channels: Sequence[int]) -> None:
+        super().__init__()
+        self.channels = tuple(channels)
+        self.weight = nn.Parameter(torch.empty(2 * sum(channels), width))
+        nn.init.uniform_(self.weight, -(width**-0.5), width**-0.5)
+
+    def forward(self, text: Tensor) -> Tensor:
+        """[B, L, D] -> [B, L, K]: keys, then values, of one block after the other."""
+        return linear(text, self.weight)
+
+
+def sinusoids(values: Tensor, width: int, cosines_first: bool, freq_shift: float) -> Tensor:
+    """[...] -> [..., width] in float32: sines and cosines of falling frequencies."""
+    half = width // 2
+    step = -math.log(10000) / (half - freq_shift)
+    frequencies = torch.exp(step * torch.arange(half, dtype=torch.float32, device=values.device))
+    angles = values.float()[..., None] * frequencies
+    pair = (angles.cos(), angles.sin()) if cosines_first else (angles.sin(), angles.cos())
+    joined = torch.cat(pair, dim=-1)
+    return F.pad(joined, (0, 1)) if width % 2 else joined
+
+
+def hiding_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask [B, T], 1 where a token is seen -> what is added to scores [B, 1, 1, T]: 0, or -10000 as in diffusers."""
+    return ((1 - mask.to(dtype)) * -10000.0)[:, None, None, :]

@@ -6,15 +6,12 @@ Values are read on the host only, so that no device is waited for.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zoo.unet.config import UNetConfig
-
-if TYPE_CHECKING:
-    from zoo.unet.blocks import TextKeysValues, TimeShifts
 
 
 def check_sample(sample: Tensor, config: UNetConfig, weight: Tensor) -> None:
@@ -61,13 +58,12 @@ def check_condition(text: Tensor, config: UNetConfig, weight: Tensor) -> None:
     _check_finite("encoder_hidden_states", text)
 
 
-def check_text(text: TextKeysValues, batch: int, channels: int, sample: Tensor) -> None:
+def check_text(tensor: Tensor, batch: int, channels: int, sample: Tensor) -> None:
     """Keys and values [B, L, K] of this model and batch.
 
     Raises:
         ValueError: If they are of another model, batch or device.
     """
-    tensor = text.keys_values
     if tensor.dim() != 3 or tensor.shape[2] != channels:
         raise ValueError(
             f"keys and values have shape {tuple(tensor.shape)}, expected [{batch}, L, {channels}]; make them with this "
@@ -81,13 +77,12 @@ def check_text(text: TextKeysValues, batch: int, channels: int, sample: Tensor) 
     _check_device("encoder_hidden_states", tensor, sample)
 
 
-def check_time(time: TimeShifts, batch: int, channels: int, sample: Tensor) -> None:
+def check_time(tensor: Tensor, batch: int, channels: int, sample: Tensor) -> None:
     """Shifts [B, S] or [1, S] of this model and batch.
 
     Raises:
         ValueError: If they are of another model, batch or device.
     """
-    tensor = time.shifts
     if tensor.dim() != 2 or tensor.shape[1] != channels or tensor.shape[0] not in (1, batch):
         raise ValueError(
             f"the timestep's shifts have shape {tuple(tensor.shape)}, expected [{batch}, {channels}] or "

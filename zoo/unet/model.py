@@ -4,11 +4,13 @@
                    └──── skips ──────┴───────────────────────────────────────┴───────────────┘
     timestep ─▶ shifts of all resnet blocks            text ─▶ keys and values of all cross-attentions
 
-The regions are resnet and transformer blocks, a graph for each shape, and the product that makes keys and values of the
-text. Convolutions that halve and double are library calls between them. All of it is in channels_last, where an image
-and its tokens are the same memory.
+Shifts, keys and values do not depend on the sample: each is one product for all blocks, and may be computed once for a
+whole run. The regions are resnet and transformer blocks, a graph for each shape, and the product of the text.
+Convolutions that halve and double are library calls between them. All of it is in channels_last.
 
-Shape legend: B images, C channels, H height, W width, L tokens of the condition, D its width, S channels of all shifts.
+Shape legend: B images, C channels, H height, W width, T = H W tokens of an image, L tokens of the text, D its width,
+K channels of all its keys and values, S channels of all shifts, X width of the pooled text, Y sizes, F width of
+``timestep_cond``.
 """
 
 from __future__ import annotations
@@ -24,31 +26,19 @@ from zoo.engine.side_stream import branch
 from zoo.modules import channels_last
 from zoo.ops.conv import conv
 from zoo.ops.group_norm import group_norm
+from zoo.unet import checks
 from zoo.unet.blocks import (
+    Conditioning,
     Conditions,
     DownLevel,
     Embedding,
     MiddleLevel,
     ResnetBlock,
-    Supply,
-    TextKeysValues,
     TextProjections,
     TimeProjections,
-    TimeShifts,
     TransformerBlock,
     UpLevel,
     hiding_bias,
-)
-from zoo.unet.checks import (
-    as_timesteps,
-    check_condition,
-    check_conditions,
-    check_masks,
-    check_residuals,
-    check_sample,
-    check_text,
-    check_time,
-    check_unsupported,
 )
 from zoo.unet.config import UNetConfig
 from zoo.validate import seeded
@@ -59,6 +49,27 @@ REGIONS = (
     Region(TransformerBlock, graphs=4, why="attention, MLP and norms of a block, a graph for each shape at any depth"),
     Region(TextProjections, graphs=1, why="keys and values of the text for all blocks, a large part of XL's weights"),
 )
+
+
+class TimeShifts(NamedTuple):
+    """What timesteps add inside the resnet blocks; ``UNet.time_shifts`` makes it.
+
+    Attributes:
+        shifts: [B, S], or [1, S] for all rows alike. ``time_shifts`` of many steps gives [steps, B, S]; one of
+            them is ``TimeShifts(many.shifts[step])``.
+    """
+
+    shifts: Tensor
+
+
+class TextKeysValues(NamedTuple):
+    """Keys and values of a condition in every cross-attention; ``UNet.text_keys_values`` makes it.
+
+    Attributes:
+        keys_values: [B, L, K].
+    """
+
+    keys_values: Tensor
 
 
 class UNetOutput(NamedTuple):
@@ -95,6 +106,8 @@ class UNet(nn.Module):
         self.down = nn.ModuleList(DownLevel(config, level) for level in config.down())
         self.middle = MiddleLevel(config, config.middle())
         self.up = nn.ModuleList(UpLevel(config, level) for level in config.up())
+        levels = (*config.down(), config.middle(), *config.up())
+        self._depths = [[block.depth or 0 for block in level.blocks] for level in levels]
         self.norm_out = nn.GroupNorm(config.norm_num_groups, first, eps=config.norm_eps)
         self.conv_out = nn.Conv2d(first, config.out_channels, config.conv_out_kernel, padding=pad[1])
         channels_last(self)
@@ -161,31 +174,41 @@ class UNet(nn.Module):
                 are looked at on the host only.
         """
         config = self.config
-        check_unsupported(class_labels, cross_attention_kwargs, down_intrablock_additional_residuals)
-        check_sample(sample, config, self.conv_in.weight)
+        checks.check_unsupported(class_labels, cross_attention_kwargs, down_intrablock_additional_residuals)
+        checks.check_sample(sample, config, self.conv_in.weight)
         batch = sample.shape[0]
         wait: Callable[[], None] | None = None
         if not isinstance(timestep, TimeShifts):
-            # A dozen kernels of a program each, that nothing waits for before the first block.
+            # A dozen small kernels, which the GPU runs beside the first convolution.
             with branch(sample.device) as wait:
-                timestep = self._shifts_of(timestep, batch, added_cond_kwargs, timestep_cond)
-        check_time(timestep, batch, sum(self.time_projections.channels), sample)
+                timesteps = checks.as_timesteps(timestep, batch, self.device)
+                timestep = self.time_shifts(timesteps, added_cond_kwargs, timestep_cond)
+        checks.check_time(timestep.shifts, batch, sum(self.time_projections.channels), sample)
         if not isinstance(encoder_hidden_states, TextKeysValues):
             encoder_hidden_states = self.text_keys_values(encoder_hidden_states)
-        check_text(encoder_hidden_states, batch, self.text_projections.weight.shape[0], sample)
-        tokens = encoder_hidden_states.keys_values.shape[1]
-        check_masks(attention_mask, encoder_attention_mask, config, sample, tokens)
-        check_residuals(down_block_additional_residuals, mid_block_additional_residual, config, sample)
+        keys_values = encoder_hidden_states.keys_values
+        checks.check_text(keys_values, batch, self.text_projections.weight.shape[0], sample)
+        checks.check_masks(attention_mask, encoder_attention_mask, config, sample, keys_values.shape[1])
+        checks.check_residuals(down_block_additional_residuals, mid_block_additional_residual, config, sample)
         x = sample.contiguous(memory_format=torch.channels_last)
         x = conv(2 * x - 1.0 if config.center_input_sample else x, self.conv_in)
         if wait is not None:
             wait()
-        x = self._run(
-            x,
-            self._supply(timestep, encoder_hidden_states, attention_mask, encoder_attention_mask, sample),
-            down_block_additional_residuals,
-            mid_block_additional_residual,
-        )
+        masks = attention_mask, encoder_attention_mask
+        conditioning = self._conditioning(timestep.shifts.expand(batch, -1), keys_values, masks)
+        skips = [x]
+        for level, given in zip(self.down, conditioning, strict=False):
+            skips += level(skips[-1], given)
+        # The middle goes on from what the way down gave, without what a ControlNet adds.
+        x = self.middle(skips[-1], conditioning[len(self.down)])
+        if down_block_additional_residuals is not None:
+            skips = [skip + added for skip, added in zip(skips, down_block_additional_residuals, strict=True)]
+        if mid_block_additional_residual is not None:
+            x = x + mid_block_additional_residual
+        for level, given in zip(self.up, conditioning[-len(self.up) :], strict=True):
+            x = level(x, [skips.pop() for _ in given.shifts], given)
+        norm = self.norm_out
+        x = self.conv_out(group_norm(x, None, norm.weight, norm.bias, norm.num_groups, norm.eps, True))
         return UNetOutput(x.contiguous())
 
     def time_shifts(
@@ -208,7 +231,7 @@ class UNet(nn.Module):
         Raises:
             TypeError, ValueError: If an input does not fit.
         """
-        check_conditions(timesteps, added_cond_kwargs, timestep_cond, self.config, self.device)
+        checks.check_conditions(timesteps, added_cond_kwargs, timestep_cond, self.config, self.device)
         return TimeShifts(self.time_projections(self.conditions(timesteps, added_cond_kwargs, timestep_cond)))
 
     def text_keys_values(self, encoder_hidden_states: Tensor) -> TextKeysValues:
@@ -217,47 +240,19 @@ class UNet(nn.Module):
         Raises:
             TypeError, ValueError: If the condition does not fit.
         """
-        check_condition(encoder_hidden_states, self.config, self.text_projections.weight)
+        checks.check_condition(encoder_hidden_states, self.config, self.text_projections.weight)
         return TextKeysValues(self.text_projections(encoder_hidden_states))
 
-    def _shifts_of(
-        self, timestep: Any, batch: int, added: Mapping[str, Tensor] | None, further: Tensor | None
-    ) -> TimeShifts:
-        return self.time_shifts(as_timesteps(timestep, batch, self.device), added, further)
-
-    def _supply(
-        self,
-        time: TimeShifts,
-        text: TextKeysValues,
-        attention_mask: Tensor | None,
-        encoder_attention_mask: Tensor | None,
-        sample: Tensor,
-    ) -> Supply:
-        shifts = time.shifts.expand(sample.shape[0], -1).split(self.time_projections.channels, dim=-1)
-        texts = text.keys_values.split([2 * channels for channels in self.text_projections.channels], dim=-1)
-        dtype = text.keys_values.dtype
-        return Supply(
-            iter(shifts),
-            iter(texts),
-            None if attention_mask is None else hiding_bias(attention_mask, dtype),
-            None if encoder_attention_mask is None else hiding_bias(encoder_attention_mask, dtype),
-        )
-
-    def _run(self, x: Tensor, supply: Supply, residuals: Sequence[Tensor] | None, middle: Tensor | None) -> Tensor:
-        skips = [x]
-        for level in self.down:
-            skips += level(skips[-1], supply)
-        # The middle goes on from what the way down gave, without what a ControlNet adds.
-        x = self.middle(skips[-1], supply)
-        if residuals is not None:
-            skips = [skip + residual for skip, residual in zip(skips, residuals, strict=True)]
-        if middle is not None:
-            x = x + middle
-        for level in self.up:
-            count = len(level.resnets)  # type: ignore[arg-type]
-            x = level(x, [skips.pop() for _ in range(count)], supply)
-        norm = self.norm_out
-        return self.conv_out(group_norm(x, None, norm.weight, norm.bias, norm.num_groups, norm.eps, True))
+    def _conditioning(self, shifts: Tensor, keys_values: Tensor, masks: Sequence[Tensor | None]) -> list[Conditioning]:
+        """[B, S], [B, L, K] and masks of pixels and text -> what each level takes, in the order in which they run."""
+        own_shifts = list(shifts.split(self.time_projections.channels, dim=-1))
+        texts = list(keys_values.split([2 * channels for channels in self.text_projections.channels], dim=-1))
+        biases = [None if mask is None else hiding_bias(mask, keys_values.dtype) for mask in masks]
+        found = []
+        for depths in self._depths:
+            own_texts = [[texts.pop(0) for _ in range(depth)] for depth in depths]
+            found.append(Conditioning([own_shifts.pop(0) for _ in depths], own_texts, *biases))
+        return found
 
 
 def _loaded(model: nn.Module, _: Any) -> None:

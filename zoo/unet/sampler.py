@@ -4,7 +4,9 @@ What does not change from step to step is computed before them: keys and values 
 what every timestep adds in all resnet blocks. A step reads its rows of the tables by an index on the device, and the
 host does nothing but launch it.
 
-Shape legend: B images, L tokens of the text, D its width, C channels, H height, W width, X and Y as the model's.
+Shape legend: B images, R rows of the model (2 B with guidance: first without the text, then with it), L tokens of the
+text, D its width, X of the pooled text, Y sizes, C channels, H height, W width, N steps, K tensors that go from step to
+step, S channels of all shifts.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +22,13 @@ from torch import Tensor
 
 from zoo.engine.cuda_graph import cuda_graph as capture
 from zoo.engine.graphed_step import GraphedStep
-from zoo.unet.blocks import TextKeysValues, TimeShifts
 from zoo.unet.checks import check_condition
-from zoo.unet.model import UNet
+from zoo.unet.model import TextKeysValues, TimeShifts, UNet
 from zoo.unet.schedule import Schedule
 from zoo.validate import seeded
+
+# How many steps the host is ahead of the device while it shows progress: enough that the device never waits.
+_AHEAD = 2
 
 
 class DenoiseState:
@@ -52,7 +56,7 @@ class DenoiseState:
             self.step = torch.zeros(1, dtype=torch.int64)
 
     def fits(self, schedule: Schedule, shifts: Tensor, keys_values: Tensor) -> bool:
-        """Whether a run has the shapes that this holds; fewer steps and a simpler solver fit too."""
+        """True if a run has these shapes; fewer steps and a solver that remembers less fit too."""
         return (
             schedule.steps <= len(self.input_scales)
             and schedule.kept <= len(self.tracks)
@@ -64,7 +68,7 @@ class DenoiseState:
     def begin(
         self, schedule: Schedule, noise: Tensor, shifts: Tensor, keys_values: Tensor, guidance_scale: float
     ) -> None:
-        """Set up a run. No value of it is baked into a captured step."""
+        """Copy a run in. A captured step reads all of it from here."""
         steps, kept, spare = schedule.steps, schedule.kept, len(self.tracks) - schedule.kept
         # Solvers that remember less than there is room for: the output stays the last column.
         matrices = schedule.transitions
@@ -95,145 +99,6 @@ def denoise_step(model: UNet, state: DenoiseState, guided: bool) -> None:
     state.tracks.copy_(moved.sum(1))
     # Runs before a capture may be more than the steps that there are.
     index.add_(1).remainder_(len(state.input_scales))
-
-
-@dataclass(frozen=True)
-class Side:
-    """What the model is told: the text, or what guidance leads away from.
-
-    Args:
-        name: Of the text among the sampler's arguments.
-        text: [B, L, D] or [1, L, D].
-        added_name: Of what is beside it.
-        added: ``text_embeds`` [B, X] and ``time_ids`` [B, Y], or [1, ...].
-    """
-
-    name: str
-    text: Tensor | None
-    added_name: str
-    added: Mapping[str, Tensor] | None
-
-
-def joined(model: UNet, batch: int, sides: list[Side]) -> tuple[Tensor, dict[str, Tensor] | None]:
-    """Texts [R, L, D] of all sides, one after the other, and what is beside them in the same order.
-
-    Raises:
-        TypeError, ValueError: If something is missing, superfluous or of another shape.
-    """
-    config, texts = model.config, []
-    for side in sides:
-        if side.text is None and side is not sides[-1]:
-            raise ValueError(
-                f"{side.name} is missing: with guidance there must be something to lead away from; give the encoding "
-                "of an empty text, or guidance_scale=1"
-            )
-        check_condition(side.text, config, model.text_projections.weight)  # type: ignore[arg-type]
-        assert side.text is not None
-        texts.append(_rows(side.name, side.text, batch))
-        if texts[-1].shape != texts[0].shape:
-            raise ValueError(
-                f"{side.name} has {side.text.shape[1]} tokens and {sides[0].name} {texts[0].shape[1]}; pad both alike"
-            )
-    if config.addition_embed_type is None:
-        for side in sides:
-            if side.added:
-                raise ValueError(
-                    f"{side.added_name} has {', '.join(side.added)}, but this model has no added conditions"
-                )
-        return torch.cat(texts), None
-    together: dict[str, list[Tensor]] = {}
-    for side in sides:
-        given = side.added or {}
-        for key in ("text_embeds", "time_ids"):
-            if key not in given:
-                raise ValueError(f"{side.added_name} has no {key!r}, which this model needs")
-        for key, value in given.items():
-            rows = _rows(f"{side.added_name}[{key!r}]", value, batch)
-            known = together.setdefault(key, [])
-            if known and rows.shape != known[0].shape:
-                raise ValueError(
-                    f"{key} is {list(known[0].shape)} on one side of guidance, {list(rows.shape)} on the other"
-                )
-            known.append(rows.to(model.device))
-    return torch.cat(texts), {key: torch.cat(parts) for key, parts in together.items()}
-
-
-def initial_noise(shape: tuple[int, int, int, int], latents: Tensor | None, seed: int) -> Tensor:
-    """[B, C, H, W], given or drawn on the host.
-
-    Raises:
-        TypeError, ValueError: If what is given does not fit.
-    """
-    if latents is None:
-        return torch.randn(shape, generator=seeded(seed), device="cpu", dtype=torch.float32)
-    if not isinstance(latents, Tensor) or not latents.dtype.is_floating_point:
-        found = latents.dtype if isinstance(latents, Tensor) else type(latents).__name__
-        raise TypeError(f"latents is {found}, expected a tensor of floating-point numbers")
-    if tuple(latents.shape) != shape:
-        raise ValueError(f"latents has shape {list(latents.shape)}, and the sampler was made for {list(shape)}")
-    return latents
-
-
-def check_model(model: UNet) -> None:
-    """Refuse a model that a text alone does not tell enough.
-
-    Raises:
-        TypeError: If it is not of this family.
-        ValueError: If it takes an image, a mask or its guidance as a condition.
-    """
-    if not isinstance(model, UNet):
-        raise TypeError(f"model is a {type(model).__name__}, expected a UNet of the zoo")
-    config = model.config
-    if config.in_channels != config.out_channels:
-        raise ValueError(
-            f"the model takes {config.in_channels} channels and gives {config.out_channels}: one that takes an image "
-            "or a mask beside the noise is for diffusers' pipelines"
-        )
-    if config.time_cond_proj_dim is not None:
-        raise ValueError(
-            f"the model has time_cond_proj_dim={config.time_cond_proj_dim}: one that takes its guidance as a condition "
-            "is for diffusers' pipelines"
-        )
-
-
-def _rows(name: str, tensor: Tensor | None, batch: int) -> Tensor:
-    """One row repeated, or one for each image."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
-    if tensor.dim() == 0 or tensor.shape[0] not in (1, batch):
-        raise ValueError(f"{name} has shape {list(tensor.shape)}, expected {batch} row(s), or one for all images")
-    return tensor.expand(batch, *tensor.shape[1:])
-
-
-def checked_shape(shape: tuple[int, int, int, int], model: UNet) -> tuple[int, int, int, int]:
-    """The shape of latents, if the model can be run on them; ValueError if not."""
-    config = model.config
-    sizes = tuple(shape)
-    if len(sizes) != 4 or not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise ValueError(f"shape is {shape!r}, expected four positive integers: [B, {config.in_channels}, H, W]")
-    if sizes[1] != config.in_channels:
-        raise ValueError(f"shape has {sizes[1]} channels, and the model takes {config.in_channels}")
-    if sizes[2] % config.reduction or sizes[3] % config.reduction:
-        raise ValueError(f"shape is {sizes[2]} × {sizes[3]}, and both must be divisible by {config.reduction}")
-    return sizes
-
-
-def checked_schedule(schedule: Schedule) -> Schedule:
-    """The schedule; TypeError if it is something else."""
-    if not isinstance(schedule, Schedule):
-        raise TypeError(f"schedule is a {type(schedule).__name__}, expected what make_schedule gives")
-    return schedule
-
-
-def checked_guidance(scale: float) -> float:
-    """The scale of guidance; ValueError if it is no such number."""
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale) or scale < 0:
-        raise ValueError(f"guidance_scale is {scale!r}, expected a number; up to 1 there is no guidance")
-    return float(scale)
-
-
-# How many steps the host is ahead of the device while it shows progress: enough that the device never waits.
-_AHEAD = 2
 
 
 class Sampler:
@@ -267,11 +132,11 @@ class Sampler:
         most_steps: int | None = None,
         cuda_graph: bool | None = None,
     ) -> None:
-        check_model(model)
-        self.shape = checked_shape(shape, model)
-        self.model = model
-        self.schedule = checked_schedule(schedule)
-        self.guidance_scale = checked_guidance(guidance_scale)
+        _check_model(model)
+        _check_shape(shape, model)
+        _check_run(schedule, guidance_scale)
+        self.model, self.schedule, self.shape = model, schedule, tuple(shape)
+        self.guidance_scale = guidance_scale
         self.most_steps = schedule.steps if most_steps is None else most_steps
         if not isinstance(self.most_steps, int) or isinstance(self.most_steps, bool) or self.most_steps < 1:
             raise ValueError(f"most_steps is {most_steps!r}, expected a positive integer")
@@ -314,18 +179,23 @@ class Sampler:
         Raises:
             TypeError, ValueError: If an input is missing or does not fit, before any step runs.
         """
-        schedule = self.schedule if schedule is None else checked_schedule(schedule)
-        scale = self.guidance_scale if guidance_scale is None else checked_guidance(guidance_scale)
+        schedule = self.schedule if schedule is None else schedule
+        scale = self.guidance_scale if guidance_scale is None else guidance_scale
+        _check_run(schedule, scale)
         guided = scale > 1
-        sides = [Side("text", text, "added", added)]
-        if guided:
-            sides.insert(0, Side("negative", negative, "negative_added", negative_added))
-        noise = initial_noise(self.shape, latents, seed)
+        if guided and negative is None:
+            raise ValueError(
+                "negative is missing: with guidance there must be something to lead away from; give the encoding of an "
+                "empty text, or guidance_scale=1"
+            )
+        texts = {"negative": negative, "text": text} if guided else {"text": text}
+        conditions = {"negative_added": negative_added, "added": added} if guided else {"added": added}
+        noise = self._noise(latents, seed)
         with torch.inference_mode():
-            texts, conditions = joined(self.model, self.shape[0], sides)
+            rows = self._joined_texts(texts)
             timesteps = schedule.timesteps[:, None].to(self.model.device)
-            shifts = self.model.time_shifts(timesteps, conditions).shifts
-            keys_values = self.model.text_keys_values(texts).keys_values
+            shifts = self.model.time_shifts(timesteps, self._joined_conditions(conditions)).shifts
+            keys_values = self.model.text_keys_values(rows).keys_values
             state = self._state
             if state is None or not state.fits(schedule, shifts, keys_values):
                 state = self._make_room(schedule, shifts, keys_values)
@@ -335,16 +205,68 @@ class Sampler:
             self._run(state, schedule.steps, guided, progress)
         return state.tracks[0].clone()
 
+    def _joined_texts(self, texts: Mapping[str, Any]) -> Tensor:
+        """Texts [R, L, D] of both sides of guidance."""
+        rows: list[Tensor] = []
+        for name, given in texts.items():
+            check_condition(given, self.model.config, self.model.text_projections.weight)
+            rows.append(self._rows(name, given))
+            if rows[-1].shape != rows[0].shape:
+                raise ValueError(f"{name} has {given.shape[1]} tokens and negative {rows[0].shape[1]}; pad both alike")
+        return torch.cat(rows)
+
+    def _joined_conditions(self, conditions: Mapping[str, Mapping[str, Tensor] | None]) -> dict[str, Tensor] | None:
+        """``text_embeds`` [R, X] and ``time_ids`` [R, Y] of both sides of guidance, for models that take them."""
+        joined: dict[str, list[Tensor]] = {}
+        for side, given in conditions.items():
+            if self.model.config.addition_embed_type is None:
+                if given:
+                    raise ValueError(f"{side} has {', '.join(given)}, but this model has no added conditions")
+                continue
+            for key in ("text_embeds", "time_ids"):
+                if key not in (given or {}):
+                    raise ValueError(f"{side} has no {key!r}, which this model needs")
+            for key, value in (given or {}).items():
+                rows = self._rows(f"{side}[{key!r}]", value).to(self.model.device)
+                parts = joined.setdefault(key, [])
+                if parts and rows.shape != parts[0].shape:
+                    raise ValueError(
+                        f"{key} is {list(parts[0].shape)} on one side of guidance, {list(rows.shape)} on the other"
+                    )
+                parts.append(rows)
+        return {key: torch.cat(parts) for key, parts in joined.items()} or None
+
+    def _rows(self, name: str, tensor: Any) -> Tensor:
+        """[1, ...] or [B, ...] -> [B, ...]."""
+        batch = self.shape[0]
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
+        if tensor.dim() == 0 or tensor.shape[0] not in (1, batch):
+            raise ValueError(f"{name} has shape {list(tensor.shape)}, expected {batch} row(s), or one for all images")
+        return tensor.expand(batch, *tensor.shape[1:])
+
+    def _noise(self, latents: Tensor | None, seed: int) -> Tensor:
+        """[B, C, H, W], given or drawn on the host."""
+        if latents is None:
+            return torch.randn(self.shape, generator=seeded(seed), device="cpu", dtype=torch.float32)
+        if not isinstance(latents, Tensor) or not latents.dtype.is_floating_point:
+            found = latents.dtype if isinstance(latents, Tensor) else type(latents).__name__
+            raise TypeError(f"latents is {found}, expected a tensor of floating-point numbers")
+        if tuple(latents.shape) != self.shape:
+            raise ValueError(
+                f"latents has shape {list(latents.shape)}, and the sampler was made for {list(self.shape)}"
+            )
+        return latents
+
     def _make_room(self, schedule: Schedule, shifts: Tensor, keys_values: Tensor) -> DenoiseState:
         kept = schedule.kept if self._state is None else max(schedule.kept, len(self._state.tracks))
         self.most_steps = max(self.most_steps, schedule.steps)
-        # What was captured before goes first: its memory is wanted.
+        # What was captured before is freed first: its memory is wanted.
         self._state = self._step = None
         return DenoiseState(self.shape, kept, self.most_steps, shifts, keys_values)
 
     def _capture(self, state: DenoiseState, guided: bool) -> None:
         if self.cuda_graph or (self.cuda_graph is None and self.model.device.type == "cuda"):
-            # It is run some times before it is captured.
             self._step = capture(denoise_step, (self.model, state, guided), static=(0, 1), clone_outputs=False)
             self.captures += 1
         self._state = state
@@ -370,3 +292,39 @@ class Sampler:
             for event in running:
                 event.synchronize()
                 bar.update()
+
+
+def _check_model(model: UNet) -> None:
+    """Refuse a model that needs more than a text."""
+    if not isinstance(model, UNet):
+        raise TypeError(f"model is a {type(model).__name__}, expected a UNet of the zoo")
+    config = model.config
+    if config.in_channels != config.out_channels:
+        raise ValueError(
+            f"the model takes {config.in_channels} channels and gives {config.out_channels}: use one that takes an "
+            "image or a mask beside the noise in diffusers' pipelines"
+        )
+    if config.time_cond_proj_dim is not None:
+        raise ValueError(
+            f"the model has time_cond_proj_dim={config.time_cond_proj_dim}: use one that takes its guidance as a "
+            "condition in diffusers' pipelines"
+        )
+
+
+def _check_shape(shape: tuple[int, int, int, int], model: UNet) -> None:
+    """Refuse a shape of latents that the model does not take."""
+    config = model.config
+    if len(shape) != 4 or not all(isinstance(size, int) and size > 0 for size in shape):
+        raise ValueError(f"shape is {shape!r}, expected four positive integers: [B, {config.in_channels}, H, W]")
+    if shape[1] != config.in_channels:
+        raise ValueError(f"shape has {shape[1]} channels, and the model takes {config.in_channels}")
+    if shape[2] % config.reduction or shape[3] % config.reduction:
+        raise ValueError(f"shape is {shape[2]} × {shape[3]}, and both must be divisible by {config.reduction}")
+
+
+def _check_run(schedule: Schedule, scale: float) -> None:
+    """Refuse what is no schedule, and what is no scale of guidance."""
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"schedule is a {type(schedule).__name__}, expected what make_schedule gives")
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale) or scale < 0:
+        raise ValueError(f"guidance_scale is {scale!r}, expected a number; up to 1 there is no guidance")
