@@ -20,7 +20,7 @@ from benchmarks.plan import Case
 from benchmarks.training import Trainer
 from benchmarks.worker import Handler
 from zoo.unet.config import PRESETS
-from zoo.unet.convert import convert_state_dict
+from zoo.unet.convert import WEIGHTS
 
 with warnings.catch_warnings():
     # What diffusers imports warns of what it imports.
@@ -80,7 +80,7 @@ def test_gradients_under_autocast_are_as_near_as_diffusers(model: str):
     doubles = torch.utils._pytree.tree_map(lambda t: t.double() if t.is_floating_point() else t, batch)
     training.loss(torch.nn.Module.double(exact.model), doubles).backward()
     config = PRESETS[model]
-    expected = convert_state_dict({k: p.grad for k, p in exact.model.named_parameters()}, config)  # type: ignore[misc]
+    expected = WEIGHTS.convert_state_dict({k: p.grad for k, p in exact.model.named_parameters()}, config)  # type: ignore[misc]
     errors = {}
     for impl in ("zoo", "upstream"):
         prepared = prepare(model=model, impl=impl, dtype="bfloat16")
@@ -94,7 +94,7 @@ def test_gradients_under_autocast_are_as_near_as_diffusers(model: str):
         found = {name: p.grad for name, p in prepared.model.named_parameters()}
         assert all(gradient is not None and gradient.dtype == torch.float32 for gradient in found.values())
         if impl == "upstream":
-            found = convert_state_dict(found, config)  # type: ignore[arg-type]
+            found = WEIGHTS.convert_state_dict(found, config)  # type: ignore[arg-type]
         errors[impl] = {name: error(found[name], expected[name]) for name in expected}  # type: ignore[arg-type]
     for name, theirs in errors["upstream"].items():
         # Parameters of norms above all: their gradients are sums over all pixels, kept in float32.

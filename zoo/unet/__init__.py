@@ -10,7 +10,7 @@ from zoo.unet.blocks import TransformerBlock as TransformerBlock
 from zoo.unet.blocks import UpLevel as UpLevel
 from zoo.unet.config import PRESETS as PRESETS
 from zoo.unet.config import UNetConfig as UNetConfig
-from zoo.unet.convert import check_folder, find_weights, placements
+from zoo.unet.convert import WEIGHTS
 from zoo.unet.convert import load as load
 from zoo.unet.convert import save as save
 from zoo.unet.model import TextKeysValues as TextKeysValues
@@ -29,10 +29,7 @@ FAMILY = register(
         build=UNet,
         model_types=(UNet,),
         example_inputs=example_inputs,
-        upstream_module="zoo.unet.convert",
         upstream_packages=("diffusers",),
-        placements=placements,
-        check_folder=check_folder,
-        find_weights=find_weights,
+        weights=WEIGHTS,
     )
 )

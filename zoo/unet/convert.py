@@ -1,4 +1,4 @@
-"""Checkpoints in diffusers' format: a folder, or the ``unet`` folder of a pipeline, with config.json and safetensors.
+"""From and to diffusers' ``UNet2DConditionModel``, and checkpoints in its format; the library is imported when used.
 
 Their queries, keys and values of self-attention are rows of one tensor here, and so are keys and values of all
 cross-attentions, and all blocks' products with the timestep.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +18,39 @@ from torch import Tensor, nn
 
 from zoo.unet.config import BlockShape, UNetConfig
 from zoo.unet.model import UNet
-from zoo.weights import Placement, check_dtype, check_finite, fill, locate, open_tensors, refuse_other_config, replacing
+from zoo.weights import Placement, Table, WeightMap
 
 CLASS = "UNet2DConditionModel"
 # {theirs: ours} of modules that are the same in both.
-_RESNET = {"norm1": "norm1", "norm2": "norm2", "conv2": "conv2", "conv_shortcut": "shortcut"}
+_ENDS = {
+    "conv_in": "conv_in",
+    "conv_norm_out": "norm_out",
+    "conv_out": "conv_out",
+    "time_embedding": "conditions.time_embedding",
+    "add_embedding": "conditions.add_embedding",
+    "down_blocks.{}.downsamplers.0.conv": "down.{}.downsample",
+    "up_blocks.{}.upsamplers.0.conv": "up.{}.upsample",
+}
+_LEVELS = {"down_blocks.{}": "down.{}", "mid_block": "middle", "up_blocks.{}": "up.{}"}
+_RESNET = {
+    "norm1": "norm1",
+    "conv1.weight": "conv1.weight",
+    "norm2": "norm2",
+    "conv2": "conv2",
+    "conv_shortcut": "shortcut",
+}
+_SHIFTS = {"conv1.bias": "conv_bias", "time_emb_proj.weight": "weight", "time_emb_proj.bias": "bias"}
 _TRANSFORMER = {"norm": "norm", "proj_in": "proj_in", "proj_out": "proj_out"}
 _BLOCK = {
     "norm1": "norm1",
     "norm2": "norm2",
     "norm3": "norm3",
     "attn1.to_out.0": "self_out",
+    "attn2.to_q": "query",
     "attn2.to_out.0": "text_out",
     "ff.net.0.proj": "mlp_in",
     "ff.net.2": "mlp_out",
 }
-_ENDS = {"conv_in": "conv_in", "conv_norm_out": "norm_out", "conv_out": "conv_out"}
 
 # Options of theirs that are ours by the same name.
 _SAME = tuple(field.name for field in dataclasses.fields(UNetConfig) if field.name != "num_attention_heads")
@@ -122,71 +139,36 @@ def upstream_config(config: UNetConfig) -> dict[str, Any]:
     return options
 
 
-def placements(config: UNetConfig) -> dict[str, Placement]:
-    """Where each tensor of a diffusers checkpoint goes."""
-    return dict(_placed(config))
-
-
-def _placed(config: UNetConfig) -> Iterator[tuple[str, Placement]]:
-    added = ["add_embedding"] if config.addition_embed_type == "text_time" else []
-    for name in ["time_embedding", *added]:
-        for layer in ("linear_1", "linear_2"):
-            yield from _same(f"{name}.{layer}", f"conditions.{name}.{layer}")
-    if config.time_cond_proj_dim is not None:
-        yield "time_embedding.cond_proj.weight", Placement("conditions.time_embedding.cond_proj.weight")
-    for theirs, ours in _ENDS.items():
-        yield from _same(theirs, ours)
-    for number, level in enumerate(config.down()):
-        if level.resample:
-            yield from _same(f"down_blocks.{number}.downsamplers.0.conv", f"down.{number}.downsample")
-    for number, level in enumerate(config.up()):
-        if level.resample:
-            yield from _same(f"up_blocks.{number}.upsamplers.0.conv", f"up.{number}.upsample")
-    shifts = texts = 0
-    for theirs, ours, index, shape in _blocks(config):
-        yield from _placed_resnet(f"{theirs}.resnets.{index}", f"{ours}.resnets.{index}", shape, shifts)
-        shifts += shape.outputs
-        if shape.depth is not None:
-            named = f"{theirs}.attentions.{index}", f"{ours}.transformers.{index}"
-            yield from _placed_transformer(*named, shape, texts)
-            texts += 2 * shape.outputs * shape.depth
-
-
-def _placed_resnet(theirs: str, ours: str, shape: BlockShape, row: int) -> Iterator[tuple[str, Placement]]:
-    """A resnet block's tensors; its shift is ``row`` and the following."""
-    yield f"{theirs}.conv1.weight", Placement(f"{ours}.conv1.weight")
-    for their_name, our_name in (
-        ("conv1.bias", "conv_bias"),
-        ("time_emb_proj.weight", "weight"),
-        ("time_emb_proj.bias", "bias"),
-    ):
-        yield f"{theirs}.{their_name}", Placement(f"time_projections.{our_name}", row, shape.outputs)
-    for their_name, our_name in _RESNET.items():
-        if our_name != "shortcut" or shape.inputs + shape.skip != shape.outputs:
-            yield from _same(f"{theirs}.{their_name}", f"{ours}.{our_name}")
-
-
-def _placed_transformer(theirs: str, ours: str, shape: BlockShape, row: int) -> Iterator[tuple[str, Placement]]:
-    """A transformer's tensors; its keys and values are ``row`` and the following."""
-    width = shape.outputs
-    for their_name, our_name in _TRANSFORMER.items():
-        yield from _same(f"{theirs}.{their_name}", f"{ours}.{our_name}")
-    for layer in range(shape.depth or 0):
-        block, own = f"{theirs}.transformer_blocks.{layer}", f"{ours}.blocks.{layer}"
-        for their_name, our_name in _BLOCK.items():
-            yield from _same(f"{block}.{their_name}", f"{own}.{our_name}")
-        for part, product in enumerate(("to_q", "to_k", "to_v")):
-            yield f"{block}.attn1.{product}.weight", Placement(f"{own}.qkv.weight", part * width, width)
-        yield f"{block}.attn2.to_q.weight", Placement(f"{own}.query.weight")
-        for product in ("to_k", "to_v"):
-            yield f"{block}.attn2.{product}.weight", Placement("text_projections.weight", row, width)
-            row += width
-
-
-def _same(theirs: str, ours: str) -> Iterator[tuple[str, Placement]]:
-    """Weight and bias of a module that is the same in both."""
-    for kind in ("weight", "bias"):
-        yield f"{theirs}.{kind}", Placement(f"{ours}.{kind}")
+def table(config: UNetConfig) -> Table:
+    """{theirs: ours}; {} stands for an index."""
+    names: dict[str, str | Placement] = {**_ENDS}
+    for theirs, ours in _LEVELS.items():
+        parts = {
+            (f"{theirs}.resnets.{{}}", f"{ours}.resnets.{{}}"): _RESNET,
+            (f"{theirs}.attentions.{{}}", f"{ours}.transformers.{{}}"): _TRANSFORMER,
+            (f"{theirs}.attentions.{{}}.transformer_blocks.{{}}", f"{ours}.transformers.{{}}.blocks.{{}}"): _BLOCK,
+        }
+        for (their_part, our_part), inside in parts.items():
+            names |= {f"{their_part}.{their}": f"{our_part}.{our}" for their, our in inside.items()}
+    shift = text = 0  # the next row of all shifts, and of all keys and values of the text
+    for level, ours, index, shape in _blocks(config):
+        width, resnet, transformer = shape.outputs, f"{level}.resnets.{index}", f"{level}.attentions.{index}"
+        for their, our in (
+            ("conv1.bias", "conv_bias"),
+            ("time_emb_proj.weight", "weight"),
+            ("time_emb_proj.bias", "bias"),
+        ):
+            names[f"{resnet}.{their}"] = Placement(f"time_projections.{our}", shift, width)
+        shift += width
+        for layer in range(shape.depth or 0):
+            block = f"{transformer}.transformer_blocks.{layer}"
+            for part, product in enumerate(("to_q", "to_k", "to_v")):
+                own = f"{ours}.transformers.{index}.blocks.{layer}.qkv"
+                names[f"{block}.attn1.{product}"] = Placement(own, part * width, width)
+            for product in ("to_k", "to_v"):
+                names[f"{block}.attn2.{product}"] = Placement("text_projections", text, width)
+                text += width
+    return names
 
 
 def _blocks(config: UNetConfig) -> Iterator[tuple[str, str, int, BlockShape]]:
@@ -199,81 +181,7 @@ def _blocks(config: UNetConfig) -> Iterator[tuple[str, str, int, BlockShape]]:
             yield theirs, ours, index, shape
 
 
-def upstream_tensors(model: UNet) -> Iterator[tuple[str, Tensor]]:
-    """A model's tensors under diffusers' names, as views."""
-    ours = model.state_dict()
-    for key, place in placements(model.config).items():
-        whole = ours[place.name]
-        yield key, whole if place.rows is None else whole[place.start : place.start + place.rows]
-
-
-def load(
-    source: str | Path,
-    *,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-    strict: bool = False,
-    **overrides: Any,
-) -> UNet:
-    """A model of any size from a folder or hub id in diffusers' format, in eval mode.
-
-    Args:
-        source: A folder with ``config.json`` and safetensors, a pipeline's folder with a ``unet`` folder in it, or
-            the hub id ``"owner/name"`` of either.
-        device: Where to; torch's default device when left out.
-        dtype: Of the parameters; as they are stored when left out.
-        strict: Refuse weights that are NaN or infinite.
-        overrides: Fields of the config to replace.
-
-    Raises:
-        FileNotFoundError: If there is no such folder, or no config or weights in it.
-        ValueError: If the config has an option that the zoo does not support, a tensor is missing, left over or of
-            another shape, or one is NaN or infinite and ``strict`` is True.
-
-    Warns:
-        WeightsWarning: If a tensor is NaN or infinite; the message names it.
-    """
-    check_dtype(dtype)
-    path = find_weights("", source) or locate(source)
-    if not (path / "config.json").exists():
-        raise FileNotFoundError(f"{path} has no config.json; zoo.create(name, weights=...) takes weights alone")
-    config = dataclasses.replace(read_config(path), **overrides)
-    with torch.device("meta"):
-        model = UNet(config)
-    with open_tensors(path) as tensors:
-        where = device or torch.get_default_device()
-        fill(model, tensors, placements(config), device=where, dtype=dtype, source=str(source))
-    check_finite(model, str(source), strict=strict)
-    return model.eval()
-
-
-def save(model: UNet, folder: str | Path) -> None:
-    """Write a model in diffusers' format, which ``UNet2DConditionModel.from_pretrained(folder)`` loads.
-
-    Args:
-        model: A UNet of the zoo.
-        folder: Made if it is not there; its weights and config are replaced once the new ones are written.
-            ``<pipeline>/unet`` replaces a pipeline's.
-
-    Raises:
-        TypeError: If the model is not of this family.
-    """
-    from safetensors.torch import save_file
-
-    if not isinstance(model, UNet):
-        raise TypeError(f"{type(model).__name__} is not a UNet of the zoo")
-    options = {"_class_name": CLASS, **upstream_config(model.config)}
-    # Rows of one tensor share its memory, which the format refuses, as it does tensors that are not contiguous.
-    tensors = {
-        key: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for key, tensor in upstream_tensors(model)
-    }
-    with replacing(Path(folder), "diffusion_pytorch_model*") as new:
-        (new / "config.json").write_text(json.dumps(options, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        save_file(tensors, new / "diffusion_pytorch_model.safetensors", metadata={"format": "pt"})
-
-
-def read_config(folder: Path) -> UNetConfig:
+def read_config(folder: Path, **overrides: Any) -> UNetConfig:
     """The configuration of a checkpoint folder; diffusers is not imported.
 
     Raises:
@@ -283,19 +191,13 @@ def read_config(folder: Path) -> UNetConfig:
     found = theirs.get("_class_name", CLASS)
     if found != CLASS:
         raise ValueError(f"{folder}: config.json is of a {found}, expected a {CLASS}")
-    return convert_config(theirs)
+    return dataclasses.replace(convert_config(theirs), **overrides)
 
 
-def check_folder(folder: Path, config: UNetConfig, overridden: Collection[str]) -> None:
-    """Refuse a folder whose ``config.json`` describes another architecture.
-
-    Raises:
-        ValueError: If a field differs that the caller did not override; the message names it.
-    """
-    if not (folder / "config.json").exists():
-        return
-    stored = read_config(folder)
-    refuse_other_config(folder, stored, config, (*overridden, "sample_size", "upcast_attention", "dropout"), "unet")
+def write_config(config: UNetConfig, dtype: torch.dtype, folder: Path) -> None:
+    """Write diffusers' ``config.json``, which holds no dtype."""
+    options = {"_class_name": CLASS, **upstream_config(config)}
+    (folder / "config.json").write_text(json.dumps(options, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def find_weights(preset: str, weights: Any) -> Path | None:
@@ -325,64 +227,6 @@ def _refuse(option: str, value: Any, why: str) -> None:
 _FREE = ("s1", "s2", "b1", "b2")
 
 
-def from_upstream(module: nn.Module) -> nn.Module:
-    """The zoo's model with the weights of a diffusers UNet, copied; LoRA weights that are on it are merged into them.
-
-    Raises:
-        NotImplementedError: If it is another class.
-        ValueError: If it uses an option that the zoo does not support, or was changed; the message names it.
-    """
-    config = config_of(module)
-    with torch.device("meta"):
-        model = UNet(config)
-    tensors, trained = _merged(module)
-    places = placements(config)
-    device = next(iter(tensors.values())).device
-    fill(model, tensors, places, device=device, dtype=None, source=type(module).__name__)
-    ours, known = dict(model.named_parameters()), dict[str, bool]()
-    for key, place in places.items():
-        if known.setdefault(place.name, trained[key]) != trained[key]:
-            raise ValueError(
-                f"{key}.requires_grad is {trained[key]}, but what shares {place.name} with it differs; rows of one "
-                "tensor are trained together"
-            )
-        ours[place.name].requires_grad_(trained[key])
-    return model.train(module.training)
-
-
-def to_upstream(model: nn.Module) -> nn.Module:
-    """The diffusers model with a zoo model's weights, copied.
-
-    Raises:
-        TypeError: If the model is not of this family.
-    """
-    if not isinstance(model, UNet):
-        raise TypeError(f"{type(model).__name__} is not a UNet of the zoo")
-    module = _skeleton(model.config)
-    state = {
-        key: tensor.detach().clone(memory_format=torch.contiguous_format) for key, tensor in upstream_tensors(model)
-    }
-    module.load_state_dict(state, strict=True, assign=True)
-    ours, places = dict(model.named_parameters()), placements(model.config)
-    for key, parameter in module.named_parameters():
-        parameter.requires_grad_(ours[places[key].name].requires_grad)
-    result: nn.Module = module.train(model.training)
-    return result
-
-
-def convert_state_dict(state_dict: Mapping[str, Tensor], config: UNetConfig) -> dict[str, Tensor]:
-    """Their tensors as ours: every key that the config needs, and no other.
-
-    Raises:
-        ValueError: If a tensor is missing, left over or of another shape.
-    """
-    with torch.device("meta"):
-        model = UNet(config)
-    device = next(iter(state_dict.values())).device if state_dict else "cpu"
-    fill(model, state_dict, placements(config), device=device, dtype=None, source="the state dict")
-    return model.state_dict()
-
-
 def config_of(module: nn.Module) -> UNetConfig:
     """The configuration of a diffusers model.
 
@@ -397,11 +241,11 @@ def config_of(module: nn.Module) -> UNetConfig:
     if type(module) is not UNet2DConditionModel:
         raise ValueError(f"{type(module).__name__} is a subclass of UNet2DConditionModel, whose forward may differ")
     config = convert_config(dict(module.config))
-    _check_unchanged(module, _skeleton(config))
+    _check_unchanged(module, skeleton(config))
     return config
 
 
-def _skeleton(config: UNetConfig) -> Any:
+def skeleton(config: UNetConfig) -> Any:
     """Diffusers' model without memory for its weights."""
     from diffusers import UNet2DConditionModel
 
@@ -452,13 +296,12 @@ def _is_tuner(module: nn.Module) -> bool:
     return any(cls.__module__.startswith("peft.") for cls in type(module).__mro__)
 
 
-def _merged(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, bool]]:
-    """All tensors by the names that they have without adapters, with these merged, and which of them are trained."""
-    tensors, trained = dict[str, Tensor](), dict[str, bool]()
+def _merged_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """All tensors by the names that they have without adapters, with active adapters merged into them."""
+    tensors = dict[str, Tensor]()
     for name, parameter in module.named_parameters():
         if not _of_lora(name):
-            plain = name.replace(".base_layer", "")
-            tensors[plain], trained[plain] = parameter.detach(), parameter.requires_grad
+            tensors[name.replace(".base_layer", "")] = parameter
     for name, child in module.named_modules():
         if _is_tuner(child) and not _of_lora(name):
             # On a copy of this layer alone: the model stays as it is, adapters apart. A layer that is merged computes
@@ -469,5 +312,35 @@ def _merged(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, bool]]:
             elif not layer.disable_adapters and not layer.merged:
                 layer.merge(safe_merge=True)
             for kind, parameter in layer.get_base_layer().named_parameters():
-                tensors[f"{name}.{kind}"] = parameter.detach()
-    return tensors, trained
+                key = f"{name}.{kind}"
+                tensors[key] = parameter.detach().requires_grad_(tensors[key].requires_grad)
+    return tensors
+
+
+def _contiguous(module: nn.Module) -> None:
+    """As diffusers lays out its weights; ours are in channels_last."""
+    module.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+
+
+WEIGHTS = WeightMap(
+    name="unet",
+    noun="a UNet",
+    classes=(UNet,),
+    table=table,
+    config_of=config_of,
+    skeleton=skeleton,
+    finish=_contiguous,
+    tensors_of=_merged_tensors,
+    read_config=read_config,
+    write_config=write_config,
+    stem="diffusion_pytorch_model",
+    use_fields=("sample_size", "upcast_attention", "dropout"),
+    find=find_weights,
+)
+load, save = WEIGHTS.load, WEIGHTS.save
+
+
+def placements(config: UNetConfig) -> dict[str, Placement]:
+    """Where each tensor of a diffusers checkpoint goes."""
+    with torch.device("meta"):
+        return WEIGHTS.places(UNet(config))

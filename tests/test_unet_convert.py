@@ -14,7 +14,7 @@ from torch import nn
 
 import zoo
 from zoo.unet import PRESETS, UNet
-from zoo.unet.convert import config_of, convert_state_dict
+from zoo.unet.convert import WEIGHTS, config_of
 
 
 @pytest.mark.parametrize("case", reference.CASES)
@@ -59,7 +59,7 @@ def test_gradients_are_diffusers(case: str) -> None:
     # Frequencies of the timestep are float32 in both.
     assert reference.relative_error(samples[0].grad, samples[1].grad) < 1e-7  # type: ignore[arg-type]
     gradients = {key: parameter.grad for key, parameter in theirs.named_parameters()}
-    expected = convert_state_dict(gradients, ours.config)  # type: ignore[arg-type]
+    expected = WEIGHTS.convert_state_dict(gradients, ours.config)  # type: ignore[arg-type]
     for key, parameter in ours.named_parameters():
         assert reference.relative_error(parameter.grad, expected[key]) < 1e-6, key  # type: ignore[arg-type]
 
@@ -307,8 +307,8 @@ def test_state_dicts_that_do_not_fit() -> None:
     state = theirs.state_dict()
     key = "mid_block.attentions.0.transformer_blocks.0.attn2.to_k.weight"
     with pytest.raises(ValueError, match=f"missing tensors \\['{key}'\\]"):
-        convert_state_dict({name: tensor for name, tensor in state.items() if name != key}, config)
+        WEIGHTS.convert_state_dict({name: tensor for name, tensor in state.items() if name != key}, config)
     with pytest.raises(ValueError, match=r"unexpected tensors \['extra'\]"):
-        convert_state_dict({**state, "extra": torch.zeros(1)}, config)
+        WEIGHTS.convert_state_dict({**state, "extra": torch.zeros(1)}, config)
     with pytest.raises(ValueError, match=r"to_k\.weight has shape \(3, 24\), expected \(32, 24\)"):
-        convert_state_dict({**state, key: torch.zeros(3, 24)}, config)
+        WEIGHTS.convert_state_dict({**state, key: torch.zeros(3, 24)}, config)
