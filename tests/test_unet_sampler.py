@@ -266,13 +266,18 @@ TEXT, SIZES = drawn(2, 7, 24), torch.zeros(2, 6)
 @pytest.mark.parametrize(
     ("case", "options", "error", "words"),
     [
-        ("sd", {"text": None}, TypeError, "encoder_hidden_states is None"),
-        ("sd", {"text": drawn(2, 7, 23)}, ValueError, r"has shape \(2, 7, 23\), expected \[B, L, 24\]"),
-        ("sd", {"text": drawn(3, 7, 24)}, ValueError, r"text has shape \[3, 7, 24\], expected 2 row\(s\), or one"),
-        ("sd", {"text": TEXT.double()}, TypeError, "is torch.float64 and the weights are torch.float32"),
+        ("sd", {"text": None}, TypeError, "text is a NoneType, expected a dense tensor"),
+        ("sd", {"text": drawn(2, 7, 23)}, ValueError, r"text has shape \[2, 7, 23\], expected \[2, L, 24\]"),
+        ("sd", {"text": drawn(3, 7, 24)}, ValueError, r"text has shape \[3, 7, 24\], .* one row stands for all images"),
+        ("sd", {"text": TEXT.double()}, TypeError, "text is torch.float64 and the weights torch.float32"),
         ("sd", {"negative": None}, ValueError, "negative is missing: .* or guidance_scale=1"),
         ("sd", {"negative": drawn(2, 8, 24)}, ValueError, "text has 7 tokens and negative 8; pad both alike"),
-        ("sd", {"latents": drawn(2, 4, 16, 16)}, ValueError, r"latents has shape \[2, 4, 16, 16\], and the sampler"),
+        (
+            "sd",
+            {"latents": drawn(2, 4, 16, 16)},
+            ValueError,
+            r"latents has shape .*, expected \[2, 4, 8, 12\]",
+        ),
         ("sd", {"latents": torch.zeros(SHAPE, dtype=torch.int64)}, TypeError, "latents is torch.int64"),
         ("sd", {"seed": 1.5}, TypeError, "seed is 1.5"),
         ("sd", {"guidance_scale": "7"}, ValueError, "guidance_scale is '7'"),

@@ -1,4 +1,4 @@
-"""Configuration of a conditional UNet, and the blocks that follow from it."""
+"""Configuration of a conditional UNet, the shapes of blocks that follow from it, and presets by name."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from zoo.validate import is_count, one_of, positive
+
 # Whether a level of this type has transformers.
 DOWN_TYPES = {"DownBlock2D": False, "CrossAttnDownBlock2D": True}
 UP_TYPES = {"UpBlock2D": False, "CrossAttnUpBlock2D": True}
-ADDITIONS = (None, "text_time")
 
 Depths: TypeAlias = tuple[int | tuple[int, ...], ...]
 
@@ -107,56 +108,52 @@ class UNetConfig:
     sample_size: int | tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
+        levels = len(self.block_out_channels)
+        per_level = ("layers_per_block", "transformer_layers_per_block", "num_attention_heads")
+        others = ("block_out_channels", "down_block_types", "up_block_types", "sample_size")
         # Lists are common in configurations that come from files, and not equal to tuples.
-        for name in ("block_out_channels", "down_block_types", "up_block_types", "sample_size"):
-            object.__setattr__(self, name, _frozen(getattr(self, name)))
-        levels = len(self.block_out_channels)
-        for name in ("layers_per_block", "transformer_layers_per_block", "num_attention_heads"):
+        for name in (*others, *per_level, "reverse_transformer_layers_per_block"):
             value = _frozen(getattr(self, name))
-            object.__setattr__(self, name, value if isinstance(value, tuple) else (value,) * levels)
-        reverse = "reverse_transformer_layers_per_block"
-        object.__setattr__(self, reverse, _frozen(getattr(self, reverse)))
-        self._check()
+            value = (value,) * levels if name in per_level and not isinstance(value, tuple) else value
+            object.__setattr__(self, name, value)
+        self._check(levels)
 
-    def _check(self) -> None:
-        levels = len(self.block_out_channels)
-        for name in ("in_channels", "out_channels", "cross_attention_dim", "norm_num_groups"):
-            if not _positive(getattr(self, name)):
-                raise ValueError(f"{name} is {getattr(self, name)!r}, expected a positive integer")
+    def _check(self, levels: int) -> None:
+        positive(self, "in_channels", "out_channels", "cross_attention_dim", "norm_num_groups")
         for name in ("conv_in_kernel", "conv_out_kernel"):
-            if not _positive(getattr(self, name)) or getattr(self, name) % 2 == 0:
+            positive(self, name)
+            if getattr(self, name) % 2 == 0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected an odd number: others change the size")
-        if self.downsample_padding not in (0, 1):
-            raise ValueError(f"downsample_padding is {self.downsample_padding!r}, expected 0 or 1")
+        one_of(self, "downsample_padding", (0, 1))
+        one_of(self, "addition_embed_type", (None, "text_time"))
         if not levels:
             raise ValueError("block_out_channels is empty: there must be a level")
         for name in ("block_out_channels", "layers_per_block", "num_attention_heads"):
             values = getattr(self, name)
-            if len(values) != levels or not all(_positive(value) for value in values):
+            if len(values) != levels or not all(map(is_count, values)):
                 raise ValueError(f"{name} is {values!r}, expected a positive integer for each of {levels} levels")
         for name, known in (("down_block_types", DOWN_TYPES), ("up_block_types", UP_TYPES)):
             values = getattr(self, name)
-            unknown = [value for value in values if value not in known]
-            if unknown:
-                raise ValueError(f"{name} has {unknown[0]!r}; the zoo has {', '.join(known)}")
+            for value in values:
+                if value not in known:
+                    raise ValueError(f"{name} has {value!r}; the zoo has {', '.join(known)}")
             if len(values) != levels:
                 raise ValueError(f"{name} is {values!r}, expected a type for each of {levels} levels")
-        if self.addition_embed_type not in ADDITIONS:
-            raise ValueError(f"addition_embed_type is {self.addition_embed_type!r}; the zoo has 'text_time' or none")
         for name in ("addition_time_embed_dim", "projection_class_embeddings_input_dim"):
-            if self.addition_embed_type == "text_time" and not _positive(getattr(self, name)):
+            if self.addition_embed_type == "text_time" and not is_count(getattr(self, name)):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, which addition_embed_type 'text_time' needs")
-        for name, depths in (
-            ("transformer_layers_per_block", self.transformer_layers_per_block),
-            ("reverse_transformer_layers_per_block", self.reverse_transformer_layers_per_block),
+        depths: Any = self.transformer_layers_per_block
+        reverse = self.reverse_transformer_layers_per_block
+        for name, values in (
+            ("transformer_layers_per_block", depths),
+            ("reverse_transformer_layers_per_block", reverse),
         ):
-            if depths is not None and len(depths) != levels:  # type: ignore[arg-type]
-                raise ValueError(f"{name} is {depths!r}, expected a depth for each of {levels} levels")
-        uneven = any(isinstance(depth, tuple) for depth in self.transformer_layers_per_block)  # type: ignore[union-attr]
-        if uneven and self.reverse_transformer_layers_per_block is None:
+            if values is not None and len(values) != levels:
+                raise ValueError(f"{name} is {values!r}, expected a depth for each of {levels} levels")
+        if reverse is None and any(isinstance(depth, tuple) for depth in depths):
             raise ValueError(
-                f"transformer_layers_per_block is {self.transformer_layers_per_block!r}: depths of single transformers "
-                "need reverse_transformer_layers_per_block for the way up"
+                f"transformer_layers_per_block is {depths!r}: depths of single transformers need "
+                "reverse_transformer_layers_per_block for the way up"
             )
         for block in self.blocks():
             for channels in (block.inputs + block.skip, block.outputs):
@@ -179,41 +176,43 @@ class UNetConfig:
         """The levels on the way down, the largest size first."""
         levels, inputs = [], self.block_out_channels[0]
         for index, (kind, outputs) in enumerate(zip(self.down_block_types, self.block_out_channels, strict=True)):
-            count, heads = _at(self.layers_per_block, index), _at(self.num_attention_heads, index)
-            depths = _each(self.transformer_layers_per_block, index, count, DOWN_TYPES[kind])
             blocks = []
-            for depth in depths:
-                blocks.append(BlockShape(inputs=inputs, skip=0, outputs=outputs, depth=depth, heads=heads))
+            for depth in _depths(self.transformer_layers_per_block, index, self._layers(index), DOWN_TYPES[kind]):
+                blocks.append(self._block(inputs, 0, outputs, depth, index))
                 inputs = outputs
-            last = index == len(self.block_out_channels) - 1
-            levels.append(LevelShape(blocks=tuple(blocks), resample=not last))
+            levels.append(LevelShape(blocks=tuple(blocks), resample=index < len(self.block_out_channels) - 1))
         return tuple(levels)
 
     def middle(self) -> LevelShape:
         """The blocks in the middle: the first has a transformer, the second none."""
-        width, heads = self.block_out_channels[-1], _at(self.num_attention_heads, -1)
-        (depth,) = _each(self.transformer_layers_per_block, -1, 1, True)
-        first = BlockShape(inputs=width, skip=0, outputs=width, depth=depth, heads=heads)
-        second = BlockShape(inputs=width, skip=0, outputs=width, depth=None, heads=heads)
-        return LevelShape(blocks=(first, second), resample=False)
+        width = self.block_out_channels[-1]
+        (depth,) = _depths(self.transformer_layers_per_block, -1, 1, True)
+        blocks = self._block(width, 0, width, depth, -1), self._block(width, 0, width, None, -1)
+        return LevelShape(blocks=blocks, resample=False)
 
     def up(self) -> tuple[LevelShape, ...]:
         """The levels on the way up, the smallest size first; the last block of each takes the level's own input."""
         widths = self.block_out_channels[::-1]
-        reverse = self.reverse_transformer_layers_per_block
+        depths = self.reverse_transformer_layers_per_block or tuple(reversed(self.transformer_layers_per_block))  # type: ignore[arg-type]
         levels, inputs = [], widths[0]
         for index, (kind, outputs) in enumerate(zip(self.up_block_types, widths, strict=True)):
-            count, heads = _at(self.layers_per_block, -1 - index) + 1, _at(self.num_attention_heads, -1 - index)
-            mirrored = self.transformer_layers_per_block if reverse is None else reverse
-            depths = _each(mirrored, -1 - index if reverse is None else index, count, UP_TYPES[kind])
+            count = self._layers(-1 - index) + 1
             below = widths[min(index + 1, len(widths) - 1)]
             blocks = []
-            for position, depth in enumerate(depths):
+            for position, depth in enumerate(_depths(depths, index, count, UP_TYPES[kind])):
                 skip = below if position == count - 1 else outputs
-                blocks.append(BlockShape(inputs=inputs, skip=skip, outputs=outputs, depth=depth, heads=heads))
+                blocks.append(self._block(inputs, skip, outputs, depth, -1 - index))
                 inputs = outputs
             levels.append(LevelShape(blocks=tuple(blocks), resample=index < len(widths) - 1))
         return tuple(levels)
+
+    def _layers(self, level: int) -> int:
+        layers: Any = self.layers_per_block
+        return int(layers[level])
+
+    def _block(self, inputs: int, skip: int, outputs: int, depth: int | None, level: int) -> BlockShape:
+        heads: Any = self.num_attention_heads
+        return BlockShape(inputs=inputs, skip=skip, outputs=outputs, depth=depth, heads=heads[level])
 
     def blocks(self) -> tuple[BlockShape, ...]:
         """All blocks in the order in which they run."""
@@ -231,15 +230,9 @@ class UNetConfig:
         return tuple(found)
 
 
-def _at(values: Any, index: int) -> int:
-    return int(values[index])
-
-
-def _each(depths: Any, index: int, count: int, attends: bool) -> tuple[int | None, ...]:
-    """Depth of each of a level's transformers."""
-    if not attends:
-        return (None,) * count
-    depth = depths[index]
+def _depths(depths: Any, level: int, count: int, attends: bool) -> tuple[int | None, ...]:
+    """Depth of each of a level's transformers; None for a block without one."""
+    depth = depths[level] if attends else None
     if not isinstance(depth, tuple):
         return (depth,) * count
     if len(depth) < count:
@@ -251,10 +244,6 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return tuple(_frozen(item) for item in value)
     return value
-
-
-def _positive(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 _SD: dict[str, Any] = {

@@ -31,7 +31,6 @@ _ENDS = {
     "down_blocks.{}.downsamplers.0.conv": "down.{}.downsample",
     "up_blocks.{}.upsamplers.0.conv": "up.{}.upsample",
 }
-_LEVELS = {"down_blocks.{}": "down.{}", "mid_block": "middle", "up_blocks.{}": "up.{}"}
 _RESNET = {
     "norm1": "norm1",
     "conv1.weight": "conv1.weight",
@@ -40,7 +39,7 @@ _RESNET = {
     "conv_shortcut": "shortcut",
 }
 _SHIFTS = {"conv1.bias": "conv_bias", "time_emb_proj.weight": "weight", "time_emb_proj.bias": "bias"}
-_TRANSFORMER = {"norm": "norm", "proj_in": "proj_in", "proj_out": "proj_out"}
+_TRANSFORMER = ("norm", "proj_in", "proj_out")
 _BLOCK = {
     "norm1": "norm1",
     "norm2": "norm2",
@@ -66,7 +65,7 @@ _THEIR_DEFAULTS: dict[str, Any] = {
     "attention_head_dim": 8,
     "cross_attention_dim": 1280,
 }
-# Options that are neither, with what is supported of each and why no more is.
+# Options that the zoo has in one value: the supported ones, and why there is no other.
 _OTHERS: dict[str, tuple[tuple[Any, ...], str]] = {
     "mid_block_type": (("UNetMidBlock2DCrossAttn",), "the middle has a transformer"),
     "only_cross_attention": ((False,), "blocks have self-attention"),
@@ -90,7 +89,7 @@ _OTHERS: dict[str, tuple[tuple[Any, ...], str]] = {
     "cross_attention_norm": ((None,), "the condition is not normalised"),
     "addition_embed_type_num_heads": ((64,), "added conditions have no attention"),
 }
-# Of a folder on the hub: weights once, whole or in shards.
+# What is fetched from the hub: weights once, whole or in shards.
 _FILES = (
     "config.json",
     "diffusion_pytorch_model.safetensors",
@@ -142,29 +141,20 @@ def upstream_config(config: UNetConfig) -> dict[str, Any]:
 def table(config: UNetConfig) -> Table:
     """{theirs: ours}; {} stands for an index."""
     names: dict[str, str | Placement] = {**_ENDS}
-    for theirs, ours in _LEVELS.items():
-        parts = {
-            (f"{theirs}.resnets.{{}}", f"{ours}.resnets.{{}}"): _RESNET,
-            (f"{theirs}.attentions.{{}}", f"{ours}.transformers.{{}}"): _TRANSFORMER,
-            (f"{theirs}.attentions.{{}}.transformer_blocks.{{}}", f"{ours}.transformers.{{}}.blocks.{{}}"): _BLOCK,
-        }
-        for (their_part, our_part), inside in parts.items():
-            names |= {f"{their_part}.{their}": f"{our_part}.{our}" for their, our in inside.items()}
     shift = text = 0  # the next row of all shifts, and of all keys and values of the text
-    for level, ours, index, shape in _blocks(config):
-        width, resnet, transformer = shape.outputs, f"{level}.resnets.{index}", f"{level}.attentions.{index}"
-        for their, our in (
-            ("conv1.bias", "conv_bias"),
-            ("time_emb_proj.weight", "weight"),
-            ("time_emb_proj.bias", "bias"),
-        ):
-            names[f"{resnet}.{their}"] = Placement(f"time_projections.{our}", shift, width)
+    for their_level, our_level, index, shape in _blocks(config):
+        theirs, ours, width = f"{their_level}.resnets.{index}", f"{our_level}.resnets.{index}", shape.outputs
+        names |= {f"{theirs}.{their}": f"{ours}.{our}" for their, our in _RESNET.items()}
+        for their, our in _SHIFTS.items():
+            names[f"{theirs}.{their}"] = Placement(f"time_projections.{our}", shift, width)
         shift += width
+        theirs, ours = f"{their_level}.attentions.{index}", f"{our_level}.transformers.{index}"
+        names |= {f"{theirs}.{name}": f"{ours}.{name}" for name in _TRANSFORMER}
         for layer in range(shape.depth or 0):
-            block = f"{transformer}.transformer_blocks.{layer}"
+            block, own = f"{theirs}.transformer_blocks.{layer}", f"{ours}.blocks.{layer}"
+            names |= {f"{block}.{their}": f"{own}.{our}" for their, our in _BLOCK.items()}
             for part, product in enumerate(("to_q", "to_k", "to_v")):
-                own = f"{ours}.transformers.{index}.blocks.{layer}.qkv"
-                names[f"{block}.attn1.{product}"] = Placement(own, part * width, width)
+                names[f"{block}.attn1.{product}"] = Placement(f"{own}.qkv", part * width, width)
             for product in ("to_k", "to_v"):
                 names[f"{block}.attn2.{product}"] = Placement("text_projections", text, width)
                 text += width
@@ -224,9 +214,6 @@ def _refuse(option: str, value: Any, why: str) -> None:
     raise ValueError(f"diffusers' {CLASS} with {option}={value!r} is not supported: {why}")
 
 
-_FREE = ("s1", "s2", "b1", "b2")
-
-
 def config_of(module: nn.Module) -> UNetConfig:
     """The configuration of a diffusers model.
 
@@ -257,7 +244,7 @@ def _check_unchanged(module: Any, expected: nn.Module) -> None:
     """Refuse a model that was changed after it was built: every submodule is what the configuration says."""
     from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 
-    if any(getattr(block, name, None) for block in module.up_blocks for name in _FREE):
+    if any(getattr(block, name, None) for block in module.up_blocks for name in ("s1", "s2", "b1", "b2")):
         raise ValueError("FreeU is on, which is not supported; call disable_freeu() first")
     if getattr(module, "encoder_hid_proj", None) is not None:
         raise ValueError("encoder_hid_proj is set, as by an IP-Adapter, which is not supported; unload it first")

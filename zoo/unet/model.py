@@ -26,7 +26,6 @@ from zoo.engine.side_stream import branch
 from zoo.modules import channels_last
 from zoo.ops.conv import conv
 from zoo.ops.group_norm import group_norm
-from zoo.unet import checks
 from zoo.unet.blocks import (
     Conditioning,
     Conditions,
@@ -41,7 +40,7 @@ from zoo.unet.blocks import (
     hiding_bias,
 )
 from zoo.unet.config import UNetConfig
-from zoo.validate import seeded
+from zoo.validate import seeded, tensor
 
 # Of Stable Diffusion 14 + 4 + 1: a level's blocks differ by what they read of a skip connection.
 REGIONS = (
@@ -173,29 +172,29 @@ class UNet(nn.Module):
             TypeError, ValueError: If an input does not fit, before anything runs; the message says what to do. Values
                 are looked at on the host only.
         """
-        config = self.config
-        checks.check_unsupported(class_labels, cross_attention_kwargs, down_intrablock_additional_residuals)
-        checks.check_sample(sample, config, self.conv_in.weight)
+        config, weight = self.config, self.conv_in.weight
+        _check_unsupported(class_labels, cross_attention_kwargs, down_intrablock_additional_residuals)
+        _check_sample(sample, config, weight)
         batch = sample.shape[0]
         wait: Callable[[], None] | None = None
         if not isinstance(timestep, TimeShifts):
             # A dozen small kernels, which the GPU runs beside the first convolution.
             with branch(sample.device) as wait:
-                timesteps = checks.as_timesteps(timestep, batch, self.device)
+                timesteps = _as_timesteps(timestep, batch, weight.device)
                 timestep = self.time_shifts(timesteps, added_cond_kwargs, timestep_cond)
-        checks.check_time(timestep.shifts, batch, sum(self.time_projections.channels), sample)
         if not isinstance(encoder_hidden_states, TextKeysValues):
             encoder_hidden_states = self.text_keys_values(encoder_hidden_states)
-        keys_values = encoder_hidden_states.keys_values
-        checks.check_text(keys_values, batch, self.text_projections.weight.shape[0], sample)
-        checks.check_masks(attention_mask, encoder_attention_mask, config, sample, keys_values.shape[1])
-        checks.check_residuals(down_block_additional_residuals, mid_block_additional_residual, config, sample)
+        shifts, keys_values = timestep.shifts, encoder_hidden_states.keys_values
+        _check_shifts(shifts, batch, sum(self.time_projections.channels), sample)
+        _check_keys_values(keys_values, batch, self.text_projections.weight.shape[0], sample)
+        _check_masks(attention_mask, encoder_attention_mask, config, sample, keys_values.shape[1])
+        _check_residuals(down_block_additional_residuals, mid_block_additional_residual, config, sample)
         x = sample.contiguous(memory_format=torch.channels_last)
         x = conv(2 * x - 1.0 if config.center_input_sample else x, self.conv_in)
         if wait is not None:
             wait()
         masks = attention_mask, encoder_attention_mask
-        conditioning = self._conditioning(timestep.shifts.expand(batch, -1), keys_values, masks)
+        conditioning = self._conditioning(shifts.expand(batch, -1), keys_values, masks)
         skips = [x]
         for level, given in zip(self.down, conditioning, strict=False):
             skips += level(skips[-1], given)
@@ -231,7 +230,7 @@ class UNet(nn.Module):
         Raises:
             TypeError, ValueError: If an input does not fit.
         """
-        checks.check_conditions(timesteps, added_cond_kwargs, timestep_cond, self.config, self.device)
+        _check_conditions(timesteps, added_cond_kwargs, timestep_cond, self.config, self.device)
         return TimeShifts(self.time_projections(self.conditions(timesteps, added_cond_kwargs, timestep_cond)))
 
     def text_keys_values(self, encoder_hidden_states: Tensor) -> TextKeysValues:
@@ -240,7 +239,10 @@ class UNet(nn.Module):
         Raises:
             TypeError, ValueError: If the condition does not fit.
         """
-        checks.check_condition(encoder_hidden_states, self.config, self.text_projections.weight)
+        weight, width = self.text_projections.weight, self.config.cross_attention_dim
+        hint = ": the text encoder must be the one that the model was trained with"
+        tensor("encoder_hidden_states", encoder_hidden_states, f"B L {width}", like=weight, hint=hint)
+        _check_values("encoder_hidden_states", encoder_hidden_states)
         return TextKeysValues(self.text_projections(encoder_hidden_states))
 
     def _conditioning(self, shifts: Tensor, keys_values: Tensor, masks: Sequence[Tensor | None]) -> list[Conditioning]:
@@ -309,3 +311,168 @@ def example_inputs(
             "time_ids": sizes.expand(batch, -1).to(model.device, model.dtype),
         }
     return inputs
+
+
+# Checks of inputs. Values are read on the host only, so that no device is waited for.
+
+
+def _check_unsupported(labels: Any, attention: Mapping[str, Any] | None, adapter: Any) -> None:
+    """Refuse arguments of diffusers' forward that this one does not take."""
+    if labels is not None:
+        raise ValueError("class_labels is given, and conditions by class are not supported; leave it out")
+    if adapter is not None:
+        raise ValueError("down_intrablock_additional_residuals is given, and adapters are not supported; leave it out")
+    for name, value in (attention or {}).items():
+        if name != "scale" or value != 1.0:
+            raise ValueError(
+                f"cross_attention_kwargs has {name}={value!r}, which is not supported: LoRA weights are merged on "
+                "conversion, in the strength that they then have"
+            )
+
+
+def _check_sample(sample: Tensor, config: UNetConfig, weight: Tensor) -> None:
+    """A sample [B, C_in, H, W] that the weights can be applied to, and the levels can divide."""
+    channels, reduction, hint = config.in_channels, config.reduction, ""
+    if isinstance(sample, Tensor) and sample.dim() == 3 and sample.shape[0] == channels:
+        hint = "; use sample[None] for one sample"
+    if isinstance(sample, Tensor) and sample.dim() == 4 and sample.shape[3] == channels:
+        hint = "; channels come first here, use sample.permute(0, 3, 1, 2)"
+    tensor("sample", sample, f"B {channels} H W", like=weight, hint=hint)
+    if 0 in sample.shape:
+        raise ValueError(f"sample has shape {list(sample.shape)}; there must be a row, and a pixel in each")
+    height, width = sample.shape[2:]
+    if height % reduction or width % reduction:
+        fitting = [max(reduction, side // reduction * reduction) for side in (height, width)]
+        raise ValueError(
+            f"sample is {height} × {width}, which {len(config.block_out_channels)} levels cannot halve evenly: "
+            f"both sides must be divisible by {reduction}; crop or pad, to {fitting[0]} × {fitting[1]} for one"
+        )
+    _check_values("sample", sample)
+
+
+def _as_timesteps(timestep: Any, batch: int, device: torch.device) -> Tensor:
+    """A number or tensor as a tensor [1] or [B] on the device."""
+    if isinstance(timestep, bool) or not isinstance(timestep, (int, float, Tensor)):
+        raise TypeError(f"timestep is {timestep!r}, expected a number, a tensor [] or [{batch}], or TimeShifts")
+    if not isinstance(timestep, Tensor):
+        dtype = torch.int64 if isinstance(timestep, int) else torch.float32
+        return torch.tensor([timestep], dtype=dtype, device=device)
+    if timestep.numel() not in (1, batch) or timestep.dim() > 1:
+        raise ValueError(f"timestep has shape {list(timestep.shape)}, expected [], [1] or [{batch}]")
+    return timestep.reshape(-1).to(device)
+
+
+def _check_conditions(
+    timesteps: Tensor,
+    added: Mapping[str, Tensor] | None,
+    cond: Tensor | None,
+    config: UNetConfig,
+    device: torch.device,
+) -> None:
+    """Timesteps, and every condition beside the text that the model takes, and no other."""
+    tensor("timesteps", timesteps, "B | steps 1", hint=" for a whole run")
+    if timesteps.dtype == torch.bool or timesteps.is_complex():
+        raise TypeError(f"timesteps is {timesteps.dtype}, expected a tensor of numbers")
+    _check_device("timesteps", timesteps, device, "the weights are")
+    rows = timesteps.shape[0] if timesteps.dim() == 1 and timesteps.shape[0] > 1 else "B"
+    if cond is not None:
+        if config.time_cond_proj_dim is None:
+            raise ValueError("timestep_cond is given, but this model has no time_cond_proj_dim: leave it out")
+        tensor("timestep_cond", cond, f"{rows} {config.time_cond_proj_dim}")
+    if config.addition_embed_type is None:
+        if added:
+            raise ValueError(f"added_cond_kwargs has {', '.join(added)}, but this model has no added conditions")
+        return
+    added = added or {}
+    for name, what, width in (("text_embeds", "the pooled text", "X"), ("time_ids", "sizes and crop", "Y")):
+        if name not in added:
+            raise ValueError(f"added_cond_kwargs has no {name!r} ({what}), which this model needs")
+        tensor(name, added[name], f"{rows} {width}")
+    if extra := sorted(set(added) - {"text_embeds", "time_ids"}):
+        raise ValueError(f"added_cond_kwargs has {', '.join(extra)}, which is not supported")
+    (batch, pooled), (other, sizes) = added["text_embeds"].shape, added["time_ids"].shape
+    if batch != other:
+        raise ValueError(f"text_embeds has {batch} row(s) and time_ids {other}; give both as many")
+    assert config.addition_time_embed_dim is not None
+    channels = pooled + sizes * config.addition_time_embed_dim
+    if channels != config.projection_class_embeddings_input_dim:
+        raise ValueError(
+            f"text_embeds and time_ids: {pooled} + {sizes} × {config.addition_time_embed_dim} = {channels} channels; "
+            f"the model takes {config.projection_class_embeddings_input_dim}"
+        )
+
+
+def _check_shifts(shifts: Tensor, batch: int, channels: int, sample: Tensor) -> None:
+    hint = "; make it with this model's time_shifts, and take one step's of a whole run"
+    tensor("timestep", shifts, f"{batch} {channels} | 1 {channels}", hint=hint)
+    _check_device("timestep", shifts, sample.device, "sample")
+
+
+def _check_keys_values(keys_values: Tensor, batch: int, channels: int, sample: Tensor) -> None:
+    hint = "; make keys and values with this model's text_keys_values"
+    tensor("encoder_hidden_states", keys_values, f"B L {channels}", hint=hint)
+    if keys_values.shape[0] != batch:
+        raise ValueError(
+            f"encoder_hidden_states has {keys_values.shape[0]} row(s) and sample {batch}; repeat the text, or with "
+            "guidance double the sample"
+        )
+    _check_device("encoder_hidden_states", keys_values, sample.device, "sample")
+
+
+def _check_masks(
+    attention_mask: Tensor | None, text_mask: Tensor | None, config: UNetConfig, sample: Tensor, tokens: int
+) -> None:
+    """Masks [B, T] of pixels and [B, L] of the text."""
+    batch, _, height, width = sample.shape
+    if text_mask is not None:
+        tensor("encoder_attention_mask", text_mask, f"{batch} {tokens}", hint=": 1 is seen and 0 is not")
+        _check_device("encoder_attention_mask", text_mask, sample.device, "sample")
+    if attention_mask is not None:
+        # A level's size by its number, 0 the largest; the middle has that of the last one.
+        levels, last = (*config.down(), *config.up()[::-1]), len(config.block_out_channels) - 1
+        attending = {index % (last + 1) for index, level in enumerate(levels) if level.blocks[0].depth is not None}
+        sizes = sorted({height * width // 4**level for level in attending | {last}})
+        if len(sizes) != 1:
+            raise ValueError(
+                f"attention_mask is given, but self-attention runs over {sizes} pixels: a mask fits one of them; "
+                "leave it out (encoder_attention_mask hides tokens of the text)"
+            )
+        tensor("attention_mask", attention_mask, f"{batch} {sizes[0]}", hint=": 1 is seen and 0 is not")
+        _check_device("attention_mask", attention_mask, sample.device, "sample")
+
+
+def _check_residuals(
+    residuals: Sequence[Tensor] | None, middle: Tensor | None, config: UNetConfig, sample: Tensor
+) -> None:
+    """What a ControlNet adds: a tensor for each skip connection and one for the middle."""
+    if (residuals is None) != (middle is None):
+        missing = "mid_block_additional_residual" if middle is None else "down_block_additional_residuals"
+        raise ValueError(f"a ControlNet gives both residuals, and {missing} is missing (adapters are not supported)")
+    if residuals is None or middle is None:
+        return
+    batch, _, height, width = sample.shape
+    skips = config.skips()
+    if len(residuals) != len(skips):
+        raise ValueError(f"down_block_additional_residuals has {len(residuals)} tensors, expected {len(skips)}")
+    given = {f"down_block_additional_residuals[{index}]": residual for index, residual in enumerate(residuals)}
+    given["mid_block_additional_residual"] = middle
+    ends = [*skips, (config.block_out_channels[-1], config.reduction)]
+    for (name, residual), (channels, size) in zip(given.items(), ends, strict=True):
+        tensor(name, residual, f"{batch} {channels} {height // size} {width // size}")
+        _check_device(name, residual, sample.device, "sample")
+
+
+def _check_device(name: str, given: Tensor, device: torch.device, beside: str) -> None:
+    if given.device != device:
+        raise ValueError(f"{name} is on {given.device} and {beside} on {device}; move one of them")
+
+
+def _check_values(name: str, given: Tensor) -> None:
+    if given.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    wrong = int((~given.isfinite()).sum())
+    if wrong:
+        raise ValueError(
+            f"{name} has {wrong} value(s) that are not finite, of {given.numel()}: what it came from overflowed; in "
+            "float16 run that in float32 or bfloat16"
+        )

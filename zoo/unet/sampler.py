@@ -22,10 +22,9 @@ from torch import Tensor
 
 from zoo.engine.cuda_graph import cuda_graph as capture
 from zoo.engine.graphed_step import GraphedStep
-from zoo.unet.checks import check_condition
 from zoo.unet.model import TextKeysValues, TimeShifts, UNet
 from zoo.unet.schedule import Schedule
-from zoo.validate import seeded
+from zoo.validate import seeded, tensor
 
 # How many steps the host is ahead of the device while it shows progress: enough that the device never waits.
 _AHEAD = 2
@@ -207,12 +206,14 @@ class Sampler:
 
     def _joined_texts(self, texts: Mapping[str, Any]) -> Tensor:
         """Texts [R, L, D] of both sides of guidance."""
+        batch, width = self.shape[0], self.model.config.cross_attention_dim
         rows: list[Tensor] = []
-        for name, given in texts.items():
-            check_condition(given, self.model.config, self.model.text_projections.weight)
-            rows.append(self._rows(name, given))
+        for name, text in texts.items():
+            weight = self.model.text_projections.weight
+            tensor(name, text, f"{batch} L {width} | 1 L {width}", like=weight, hint="; one row stands for all images")
+            rows.append(text.expand(batch, -1, -1))
             if rows[-1].shape != rows[0].shape:
-                raise ValueError(f"{name} has {given.shape[1]} tokens and negative {rows[0].shape[1]}; pad both alike")
+                raise ValueError(f"{name} has {text.shape[1]} tokens and negative {rows[0].shape[1]}; pad both alike")
         return torch.cat(rows)
 
     def _joined_conditions(self, conditions: Mapping[str, Mapping[str, Tensor] | None]) -> dict[str, Tensor] | None:
@@ -227,7 +228,9 @@ class Sampler:
                 if key not in (given or {}):
                     raise ValueError(f"{side} has no {key!r}, which this model needs")
             for key, value in (given or {}).items():
-                rows = self._rows(f"{side}[{key!r}]", value).to(self.model.device)
+                batch = self.shape[0]
+                tensor(f"{side}[{key!r}]", value, f"{batch} X | 1 X", hint="; one row stands for all images")
+                rows = value.expand(batch, -1).to(self.model.device)
                 parts = joined.setdefault(key, [])
                 if parts and rows.shape != parts[0].shape:
                     raise ValueError(
@@ -236,26 +239,11 @@ class Sampler:
                 parts.append(rows)
         return {key: torch.cat(parts) for key, parts in joined.items()} or None
 
-    def _rows(self, name: str, tensor: Any) -> Tensor:
-        """[1, ...] or [B, ...] -> [B, ...]."""
-        batch = self.shape[0]
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
-        if tensor.dim() == 0 or tensor.shape[0] not in (1, batch):
-            raise ValueError(f"{name} has shape {list(tensor.shape)}, expected {batch} row(s), or one for all images")
-        return tensor.expand(batch, *tensor.shape[1:])
-
     def _noise(self, latents: Tensor | None, seed: int) -> Tensor:
         """[B, C, H, W], given or drawn on the host."""
         if latents is None:
             return torch.randn(self.shape, generator=seeded(seed), device="cpu", dtype=torch.float32)
-        if not isinstance(latents, Tensor) or not latents.dtype.is_floating_point:
-            found = latents.dtype if isinstance(latents, Tensor) else type(latents).__name__
-            raise TypeError(f"latents is {found}, expected a tensor of floating-point numbers")
-        if tuple(latents.shape) != self.shape:
-            raise ValueError(
-                f"latents has shape {list(latents.shape)}, and the sampler was made for {list(self.shape)}"
-            )
+        tensor("latents", latents, " ".join(map(str, self.shape)), kinds="floating", hint=" as the sampler's shape")
         return latents
 
     def _make_room(self, schedule: Schedule, shifts: Tensor, keys_values: Tensor) -> DenoiseState:
