@@ -8,7 +8,7 @@ from zoo.unet.blocks import TextProjections as TextProjections
 from zoo.unet.blocks import Transformer as Transformer
 from zoo.unet.blocks import TransformerBlock as TransformerBlock
 from zoo.unet.blocks import UpLevel as UpLevel
-from zoo.unet.config import PRESETS as PRESETS
+from zoo.unet.config import PRESETS
 from zoo.unet.config import UNetConfig as UNetConfig
 from zoo.unet.convert import WEIGHTS
 from zoo.unet.convert import load as load

@@ -9,6 +9,7 @@ Shape legend: N steps, K tensors that go from step to step, the latents first, V
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -74,7 +75,8 @@ def make_schedule(scheduler: Any, steps: int, *, solver: str | None = None) -> S
         ValueError: If the scheduler, its configuration or the number of steps is not supported; the message says why.
     """
     # A scheduler that draws noise draws it from the global state, before it is refused.
-    with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # numpy's, of schedulers that hand it tensors
         theirs = _build(scheduler, solver)
         total = theirs.config.num_train_timesteps
         if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps <= total:
