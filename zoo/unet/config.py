@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from zoo.validate import is_count, one_of, positive
+from zoo import validate
 
 # Whether a level of this type has transformers.
 DOWN_TYPES = {"DownBlock2D": False, "CrossAttnDownBlock2D": True}
@@ -119,18 +119,18 @@ class UNetConfig:
         self._check(levels)
 
     def _check(self, levels: int) -> None:
-        positive(self, "in_channels", "out_channels", "cross_attention_dim", "norm_num_groups")
+        validate.positive(self, "in_channels", "out_channels", "cross_attention_dim", "norm_num_groups")
         for name in ("conv_in_kernel", "conv_out_kernel"):
-            positive(self, name)
+            validate.positive(self, name)
             if getattr(self, name) % 2 == 0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected an odd number: others change the size")
-        one_of(self, "downsample_padding", (0, 1))
-        one_of(self, "addition_embed_type", (None, "text_time"))
+        validate.one_of(self, "downsample_padding", (0, 1))
+        validate.one_of(self, "addition_embed_type", (None, "text_time"))
         if not levels:
             raise ValueError("block_out_channels is empty: there must be a level")
         for name in ("block_out_channels", "layers_per_block", "num_attention_heads"):
             values = getattr(self, name)
-            if len(values) != levels or not all(map(is_count, values)):
+            if len(values) != levels or not all(map(validate.is_count, values)):
                 raise ValueError(f"{name} is {values!r}, expected a positive integer for each of {levels} levels")
         for name, known in (("down_block_types", DOWN_TYPES), ("up_block_types", UP_TYPES)):
             values = getattr(self, name)
@@ -140,7 +140,7 @@ class UNetConfig:
             if len(values) != levels:
                 raise ValueError(f"{name} is {values!r}, expected a type for each of {levels} levels")
         for name in ("addition_time_embed_dim", "projection_class_embeddings_input_dim"):
-            if self.addition_embed_type == "text_time" and not is_count(getattr(self, name)):
+            if self.addition_embed_type == "text_time" and not validate.is_count(getattr(self, name)):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, which addition_embed_type 'text_time' needs")
         depths: Any = self.transformer_layers_per_block
         reverse = self.reverse_transformer_layers_per_block

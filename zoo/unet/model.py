@@ -21,6 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zoo import validate
 from zoo.engine.discover import Region
 from zoo.engine.side_stream import branch
 from zoo.modules import channels_last
@@ -40,7 +41,6 @@ from zoo.unet.blocks import (
     hiding_bias,
 )
 from zoo.unet.config import UNetConfig
-from zoo.validate import seeded, tensor
 
 # Of Stable Diffusion 14 + 4 + 1: a level's blocks differ by what they read of a skip connection.
 REGIONS = (
@@ -241,7 +241,7 @@ class UNet(nn.Module):
         """
         weight, width = self.text_projections.weight, self.config.cross_attention_dim
         hint = ": the text encoder must be the one that the model was trained with"
-        tensor("encoder_hidden_states", encoder_hidden_states, f"B L {width}", like=weight, hint=hint)
+        validate.tensor("encoder_hidden_states", encoder_hidden_states, f"B L {width}", like=weight, hint=hint)
         _check_values("encoder_hidden_states", encoder_hidden_states)
         return TextKeysValues(self.text_projections(encoder_hidden_states))
 
@@ -289,7 +289,7 @@ def example_inputs(
             f"batch is {batch}, tokens {tokens} and size {size}: all must be positive, and size divisible by "
             f"{config.reduction}"
         )
-    generator = seeded(seed)
+    generator = validate.seeded(seed)
 
     def normal(*shape: int) -> Tensor:
         drawn = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
@@ -337,7 +337,7 @@ def _check_sample(sample: Tensor, config: UNetConfig, weight: Tensor) -> None:
         hint = "; use sample[None] for one sample"
     if isinstance(sample, Tensor) and sample.dim() == 4 and sample.shape[3] == channels:
         hint = "; channels come first here, use sample.permute(0, 3, 1, 2)"
-    tensor("sample", sample, f"B {channels} H W", like=weight, hint=hint)
+    validate.tensor("sample", sample, f"B {channels} H W", like=weight, hint=hint)
     if 0 in sample.shape:
         raise ValueError(f"sample has shape {list(sample.shape)}; there must be a row, and a pixel in each")
     height, width = sample.shape[2:]
@@ -370,7 +370,7 @@ def _check_conditions(
     device: torch.device,
 ) -> None:
     """Timesteps, and every condition beside the text that the model takes, and no other."""
-    tensor("timesteps", timesteps, "B | steps 1", hint=" for a whole run")
+    validate.tensor("timesteps", timesteps, "B | steps 1", hint=" for a whole run")
     if timesteps.dtype == torch.bool or timesteps.is_complex():
         raise TypeError(f"timesteps is {timesteps.dtype}, expected a tensor of numbers")
     _check_device("timesteps", timesteps, device, "the weights are")
@@ -378,7 +378,7 @@ def _check_conditions(
     if cond is not None:
         if config.time_cond_proj_dim is None:
             raise ValueError("timestep_cond is given, but this model has no time_cond_proj_dim: leave it out")
-        tensor("timestep_cond", cond, f"{rows} {config.time_cond_proj_dim}")
+        validate.tensor("timestep_cond", cond, f"{rows} {config.time_cond_proj_dim}")
     if config.addition_embed_type is None:
         if added:
             raise ValueError(f"added_cond_kwargs has {', '.join(added)}, but this model has no added conditions")
@@ -387,7 +387,7 @@ def _check_conditions(
     for name, what, width in (("text_embeds", "the pooled text", "X"), ("time_ids", "sizes and crop", "Y")):
         if name not in added:
             raise ValueError(f"added_cond_kwargs has no {name!r} ({what}), which this model needs")
-        tensor(name, added[name], f"{rows} {width}")
+        validate.tensor(name, added[name], f"{rows} {width}")
     if extra := sorted(set(added) - {"text_embeds", "time_ids"}):
         raise ValueError(f"added_cond_kwargs has {', '.join(extra)}, which is not supported")
     (batch, pooled), (other, sizes) = added["text_embeds"].shape, added["time_ids"].shape
@@ -404,13 +404,13 @@ def _check_conditions(
 
 def _check_shifts(shifts: Tensor, batch: int, channels: int, sample: Tensor) -> None:
     hint = "; make it with this model's time_shifts, and take one step's of a whole run"
-    tensor("timestep", shifts, f"{batch} {channels} | 1 {channels}", hint=hint)
+    validate.tensor("timestep", shifts, f"{batch} {channels} | 1 {channels}", hint=hint)
     _check_device("timestep", shifts, sample.device, "sample")
 
 
 def _check_keys_values(keys_values: Tensor, batch: int, channels: int, sample: Tensor) -> None:
     hint = "; make keys and values with this model's text_keys_values"
-    tensor("encoder_hidden_states", keys_values, f"B L {channels}", hint=hint)
+    validate.tensor("encoder_hidden_states", keys_values, f"B L {channels}", hint=hint)
     if keys_values.shape[0] != batch:
         raise ValueError(
             f"encoder_hidden_states has {keys_values.shape[0]} row(s) and sample {batch}; repeat the text, or with "
@@ -425,7 +425,7 @@ def _check_masks(
     """Masks [B, T] of pixels and [B, L] of the text."""
     batch, _, height, width = sample.shape
     if text_mask is not None:
-        tensor("encoder_attention_mask", text_mask, f"{batch} {tokens}", hint=": 1 is seen and 0 is not")
+        validate.tensor("encoder_attention_mask", text_mask, f"{batch} {tokens}", hint=": 1 is seen and 0 is not")
         _check_device("encoder_attention_mask", text_mask, sample.device, "sample")
     if attention_mask is not None:
         # A level's size by its number, 0 the largest; the middle has that of the last one.
@@ -437,7 +437,7 @@ def _check_masks(
                 f"attention_mask is given, but self-attention runs over {sizes} pixels: a mask fits one of them; "
                 "leave it out (encoder_attention_mask hides tokens of the text)"
             )
-        tensor("attention_mask", attention_mask, f"{batch} {sizes[0]}", hint=": 1 is seen and 0 is not")
+        validate.tensor("attention_mask", attention_mask, f"{batch} {sizes[0]}", hint=": 1 is seen and 0 is not")
         _check_device("attention_mask", attention_mask, sample.device, "sample")
 
 
@@ -458,7 +458,7 @@ def _check_residuals(
     given["mid_block_additional_residual"] = middle
     ends = [*skips, (config.block_out_channels[-1], config.reduction)]
     for (name, residual), (channels, size) in zip(given.items(), ends, strict=True):
-        tensor(name, residual, f"{batch} {channels} {height // size} {width // size}")
+        validate.tensor(name, residual, f"{batch} {channels} {height // size} {width // size}")
         _check_device(name, residual, sample.device, "sample")
 
 

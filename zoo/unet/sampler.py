@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zoo import validate
 from zoo.engine.cuda_graph import cuda_graph as capture
 from zoo.engine.graphed_step import GraphedStep
 from zoo.unet.model import TextKeysValues, TimeShifts, UNet
 from zoo.unet.schedule import Schedule
-from zoo.validate import seeded, tensor
 
 # How many steps the host is ahead of the device while it shows progress: enough that the device never waits.
 _AHEAD = 2
@@ -131,14 +131,12 @@ class Sampler:
         most_steps: int | None = None,
         cuda_graph: bool | None = None,
     ) -> None:
-        _check_model(model)
-        _check_shape(shape, model)
+        _check_model(model, shape)
         _check_run(schedule, guidance_scale)
         self.model, self.schedule, self.shape = model, schedule, tuple(shape)
         self.guidance_scale = guidance_scale
         self.most_steps = schedule.steps if most_steps is None else most_steps
-        if not isinstance(self.most_steps, int) or isinstance(self.most_steps, bool) or self.most_steps < 1:
-            raise ValueError(f"most_steps is {most_steps!r}, expected a positive integer")
+        validate.count("most_steps", self.most_steps)
         self.cuda_graph = cuda_graph
         self.captures = 0
         self._state: DenoiseState | None = None
@@ -210,7 +208,9 @@ class Sampler:
         rows: list[Tensor] = []
         for name, text in texts.items():
             weight = self.model.text_projections.weight
-            tensor(name, text, f"{batch} L {width} | 1 L {width}", like=weight, hint="; one row stands for all images")
+            validate.tensor(
+                name, text, f"{batch} L {width} | 1 L {width}", like=weight, hint="; one row stands for all images"
+            )
             rows.append(text.expand(batch, -1, -1))
             if rows[-1].shape != rows[0].shape:
                 raise ValueError(f"{name} has {text.shape[1]} tokens and negative {rows[0].shape[1]}; pad both alike")
@@ -219,6 +219,7 @@ class Sampler:
     def _joined_conditions(self, conditions: Mapping[str, Mapping[str, Tensor] | None]) -> dict[str, Tensor] | None:
         """``text_embeds`` [R, X] and ``time_ids`` [R, Y] of both sides of guidance, for models that take them."""
         joined: dict[str, list[Tensor]] = {}
+        batch = self.shape[0]
         for side, given in conditions.items():
             if self.model.config.addition_embed_type is None:
                 if given:
@@ -228,8 +229,7 @@ class Sampler:
                 if key not in (given or {}):
                     raise ValueError(f"{side} has no {key!r}, which this model needs")
             for key, value in (given or {}).items():
-                batch = self.shape[0]
-                tensor(f"{side}[{key!r}]", value, f"{batch} X | 1 X", hint="; one row stands for all images")
+                validate.tensor(f"{side}[{key!r}]", value, f"{batch} X | 1 X", hint="; one row stands for all images")
                 rows = value.expand(batch, -1).to(self.model.device)
                 parts = joined.setdefault(key, [])
                 if parts and rows.shape != parts[0].shape:
@@ -242,8 +242,10 @@ class Sampler:
     def _noise(self, latents: Tensor | None, seed: int) -> Tensor:
         """[B, C, H, W], given or drawn on the host."""
         if latents is None:
-            return torch.randn(self.shape, generator=seeded(seed), device="cpu", dtype=torch.float32)
-        tensor("latents", latents, " ".join(map(str, self.shape)), kinds="floating", hint=" as the sampler's shape")
+            return torch.randn(self.shape, generator=validate.seeded(seed), device="cpu", dtype=torch.float32)
+        validate.tensor(
+            "latents", latents, " ".join(map(str, self.shape)), kinds="floating", hint=" as the sampler's shape"
+        )
         return latents
 
     def _make_room(self, schedule: Schedule, shifts: Tensor, keys_values: Tensor) -> DenoiseState:
@@ -282,8 +284,8 @@ class Sampler:
                 bar.update()
 
 
-def _check_model(model: UNet) -> None:
-    """Refuse a model that needs more than a text."""
+def _check_model(model: UNet, shape: tuple[int, ...]) -> None:
+    """Refuse a model that needs more than a text, and a shape of latents that it does not take."""
     if not isinstance(model, UNet):
         raise TypeError(f"model is a {type(model).__name__}, expected a UNet of the zoo")
     config = model.config
@@ -297,12 +299,7 @@ def _check_model(model: UNet) -> None:
             f"the model has time_cond_proj_dim={config.time_cond_proj_dim}: use one that takes its guidance as a "
             "condition in diffusers' pipelines"
         )
-
-
-def _check_shape(shape: tuple[int, int, int, int], model: UNet) -> None:
-    """Refuse a shape of latents that the model does not take."""
-    config = model.config
-    if len(shape) != 4 or not all(isinstance(size, int) and size > 0 for size in shape):
+    if len(shape) != 4 or not all(map(validate.is_count, shape)):
         raise ValueError(f"shape is {shape!r}, expected four positive integers: [B, {config.in_channels}, H, W]")
     if shape[1] != config.in_channels:
         raise ValueError(f"shape has {shape[1]} channels, and the model takes {config.in_channels}")
