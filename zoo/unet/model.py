@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo import validate
-from zoo.engine.discover import Region
+from zoo.engine.region import Region
 from zoo.engine.side_stream import branch
 from zoo.modules import channels_last
 from zoo.ops.conv import conv
