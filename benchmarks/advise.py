@@ -24,10 +24,9 @@ from benchmarks.cli import UsageError, did_you_mean, pick, require_zoo, run_comm
 from benchmarks.measure import Run, measure, say_where, settings_of
 from benchmarks.plan import DTYPES, Case
 from benchmarks.process import Worker, WorkerFailure, cache_environment
-from benchmarks.report import advised as rendering
-from benchmarks.report import choice
-from benchmarks.report.advised import Regions
-from benchmarks.report.race import races
+from benchmarks.report import advice
+from benchmarks.report.model import races
+from benchmarks.report.terminal import Regions, render_advice
 from benchmarks.run import RUNS, device_of
 from benchmarks.startup import Settings
 
@@ -89,9 +88,9 @@ def main(
             results, environments = run.results()
             shown = races(results, environments)
             if shown:
-                rendering.render(shown[0], calls, regions, console)
+                render_advice(shown[0], calls, regions, console)
             say_where(run, console)
-            return 0 if shown and choice.choose(shown[0], calls, "cold") is not None else 1
+            return 0 if shown and advice.choose(shown[0], calls, "cold") is not None else 1
 
         return measure(run, settings, console, conclude)
 

@@ -25,8 +25,8 @@ from rich.text import Text
 from benchmarks import stats
 from benchmarks.cli import UsageError, run_command
 from benchmarks.record import Compile, Result, Rows, device_name, load_run
-from benchmarks.report import cells, numbers
-from benchmarks.report.race import Race, races
+from benchmarks.report import cells
+from benchmarks.report.model import MeasuredRace, races
 from benchmarks.stats import Ratio, Verdict
 
 STYLES = {"faster": "green", "slower": "red", "undetermined": "yellow", "fails": "red"}
@@ -123,7 +123,7 @@ def _race_key(result: Result, across_devices: bool) -> tuple[str, ...]:
     return result.case.race[:-1] if across_devices else result.case.race
 
 
-def _noise(shown: list[Race], across_devices: bool) -> dict[tuple[str, ...], float]:
+def _noise(shown: list[MeasuredRace], across_devices: bool) -> dict[tuple[str, ...], float]:
     return {
         race.case.race[:-1] if across_devices else race.case.race: race.noise
         for race in shown
@@ -181,15 +181,15 @@ def _sizes(old: Result, new: Result) -> list[str]:
         and None not in (old.work.kernels, new.work.kernels)
         and old.work.kernels != new.work.kernels
     ):
-        notes.append(f"kernels {numbers.count(old.work.kernels)} → {numbers.count(new.work.kernels)}")
+        notes.append(f"kernels {cells.count(old.work.kernels)} → {cells.count(new.work.kernels)}")
     if old.memory and new.memory:
         was, now = old.memory.allocated, new.memory.allocated
         if was is not None and now is not None and abs(now - was) > MEMORY_CHANGE * was:
-            notes.append(f"memory {numbers.mebibytes(was)} → {numbers.mebibytes(now)} MiB")
+            notes.append(f"memory {cells.mebibytes(was)} → {cells.mebibytes(now)} MiB")
     if old.check and new.check and old.check.error is not None and new.check.error is not None:
         was_error, now_error = old.check.error, new.check.error
         if max(was_error, now_error) > 10 * max(min(was_error, now_error), 1e-8):
-            notes.append(f"error {numbers.exponent(was_error)} → {numbers.exponent(now_error)}")
+            notes.append(f"error {cells.exponent(was_error)} → {cells.exponent(now_error)}")
     return notes
 
 
@@ -209,11 +209,11 @@ def render(changes: Sequence[Change], console: Console) -> None:
         for column in ("old ms", "new ms", "speed-up", "verdict"):
             table.add_column(column, justify="right", no_wrap=True)
         for change in group:
-            said = "fails" if change.newly_failing else change.verdict or numbers.NOTHING
+            said = "fails" if change.newly_failing else change.verdict or cells.NOTHING
             table.add_row(
                 Text(change.row.case.arm),
-                *(Text(numbers.significant(_p50(row))) for row in (change.old, change.new)),
-                Text(numbers.interval(change.ratio)),
+                *(Text(cells.significant(_p50(row))) for row in (change.old, change.new)),
+                Text(cells.interval(change.ratio)),
                 Text(said, style=STYLES.get(said, "")),
             )
         console.print(table)
@@ -221,9 +221,7 @@ def render(changes: Sequence[Change], console: Console) -> None:
             if change.notes:
                 console.print(Text(f"{change.row.case.arm}: {', '.join(change.notes)}"))
         noise = group[0].noise
-        known = (
-            f"A/A noise {numbers.percent(noise)}" if noise is not None else "No A/A control ran, the noise is unknown"
-        )
+        known = f"A/A noise {cells.percent(noise)}" if noise is not None else "No A/A control ran, the noise is unknown"
         console.print(Text(f"{known}; a speed-up above 1× is faster than before.", style="dim"))
     for title, rows in (
         ("Only in the old run", [change.old for change in changes if change.new is None]),
@@ -286,7 +284,7 @@ def command(
     bad: list[str] = []
     for change in changes:
         if change.regressed(bound):
-            bad.append(f"{change.row.case.key}: slower by more than {numbers.percent(bound)}")
+            bad.append(f"{change.row.case.key}: slower by more than {cells.percent(bound)}")
         if change.newly_failing and change.new:
             bad.append(f"{change.row.case.key}: newly {change.new.status}")
         if fail_on_counts and change.grew:

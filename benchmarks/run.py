@@ -224,8 +224,8 @@ def _conclude(run: Run, console: Console, measured: set[str]) -> int:
 
 def _gains(results: Sequence[Result], environments: Mapping[str, Any]) -> list[str]:
     """A line per race: ours against upstream's best as shipped, in speed and in compile time."""
-    from benchmarks.report import numbers
-    from benchmarks.report.race import races
+    from benchmarks.report import cells
+    from benchmarks.report.model import races
 
     lines = []
     for race in races(results, environments):
@@ -233,10 +233,10 @@ def _gains(results: Sequence[Result], environments: Mapping[str, Any]) -> list[s
         ratio = None if ours is None else race.speedup(ours, best)
         if ours is None or best is None or ratio is None:
             continue
-        told = f"{ours.name} is {numbers.interval(ratio)} as fast as {best.name}, {race.verdict(ours, best)}"
+        told = f"{ours.name} is {cells.interval(ratio)} as fast as {best.name}, {race.verdict(ours, best)}"
         colds = [arm.result.cold.seconds if arm.result.cold else None for arm in (ours, best)]
         if None not in colds:
-            told += f"; it compiles in {numbers.significant(colds[0])} s against {numbers.significant(colds[1])} s"
+            told += f"; it compiles in {cells.significant(colds[0])} s against {cells.significant(colds[1])} s"
         lines.append(f"  {race.case.model} on {race.case.input}: {told}")
     return lines and ["ours against upstream's best as shipped:", *lines]
 

@@ -25,10 +25,9 @@ from benchmarks.cli import run_command
 from benchmarks.process import ROOT
 from benchmarks.record import Result, Store
 from benchmarks.record import load as load_rows
-from benchmarks.report import advice, choice, costs, html, numbers
-from benchmarks.report import advised as rendering
-from benchmarks.report.advised import Regions
-from benchmarks.report.race import Race, races
+from benchmarks.report import advice, cells, html
+from benchmarks.report.model import MeasuredRace, races
+from benchmarks.report.terminal import Regions, render_advice
 from benchmarks.strategies import apply
 from benchmarks.worker import serve
 from tests.rows import ENVIRONMENT, failure, row
@@ -369,7 +368,7 @@ def measured() -> list[Result]:
     ]
 
 
-def shown(results: list[Result]) -> Race:
+def shown(results: list[Result]) -> MeasuredRace:
     (only,) = races(results, {"e1": ENVIRONMENT})
     return only
 
@@ -387,7 +386,7 @@ def shown(results: list[Result]) -> Race:
     ],
 )  # fmt: skip
 def test_the_verdict_depends_on_the_calls(calls: int, said: str) -> None:
-    lines = choice.verdict(shown(measured()), calls)
+    lines = advice.verdict(shown(measured()), calls)
     assert re.fullmatch(said, lines[0]), lines[0]
     assert re.fullmatch(
         r"From a cold start eager finishes first, from 5\d\d calls on regional, from 9,\d\d\d calls on full\.",
@@ -399,19 +398,19 @@ def test_the_verdict_depends_on_the_calls(calls: int, said: str) -> None:
 def test_totals_agree_with_the_choice_at_every_number_of_calls() -> None:
     race = shown(measured())
     for calls in (1, 100, 580, 600, 5000, 9500, 10_500, 1_000_000):
-        picked = choice.choose(race, calls, "cold")
+        picked = advice.choose(race, calls, "cold")
         assert picked is not None
-        totals = {arm.name: costs.total(race, arm, calls, "cold") for arm in race.arms}
+        totals = {arm.name: race.total(arm, calls, "cold") for arm in race.arms}
         assert picked.arm.name == min(totals, key=lambda name: totals[name] or 0.0), calls
 
 
-def _agree(race: Race) -> int:
+def _agree(race: MeasuredRace) -> int:
     """Every number of calls that advise names for a new process stands in the report's sentence; how many there are."""
     lead = advice.lead(race)
-    new = choice.choose(race, 10**12, "cold")
+    new = advice.choose(race, 10**12, "cold")
     if new is None or "not measured here" in lead:  # the fastest has no compile figures: steady state alone
         return 0
-    said = [numbers.calls(step.calls) for step in new.steps[1:]]
+    said = [cells.calls(step.calls) for step in new.steps[1:]]
     for calls in said:
         assert re.search(rf"(?<![\d.,]){re.escape(calls)}(?![\d.])", lead), f"{calls} calls: {lead}"
         assert "in a new process" in lead.lower(), lead
@@ -429,7 +428,7 @@ def test_the_reports_sentence_says_the_same_as_the_advice() -> None:
     )
     assert said is not None, advice.lead(race)
     assert 190 <= int(said[1]) <= 200 and 580 <= int(said[2]) <= 600
-    assert "from 5" in choice.verdict(race, 100)[0] and f"from {said[2]} calls on" in choice.verdict(race, 100)[0]
+    assert "from 5" in advice.verdict(race, 100)[0] and f"from {said[2]} calls on" in advice.verdict(race, 100)[0]
 
 
 def test_sentence_and_advice_agree_on_the_committed_rows() -> None:
@@ -440,22 +439,22 @@ def test_sentence_and_advice_agree_on_the_committed_rows() -> None:
 
 def test_a_capture_is_paid_too_and_named() -> None:
     results = [own(10.0, 1), own(1.0, 2, strategy="regional", cuda_graph=True, cold=1.0), own(10.0, 5, control=True)]
-    line = choice.verdict(shown(results), 10_000)[0]
+    line = advice.verdict(shown(results), 10_000)[0]
     assert "regional + CUDA graph: 2.00 s to start the compiler + 1.00 s to compile + 0.0310 s to capture first" in line
 
 
 def test_compiling_that_brings_nothing_is_said_plainly() -> None:
     results = [own(5.0, 1), own(6.0, 2, strategy="full", cold=9.0), own(5.0, 3, control=True)]
     race = shown(results)
-    lines = choice.verdict(race, 10**9)
+    lines = advice.verdict(race, 10**9)
     assert "do not compile." in lines[0] and lines[0].endswith("and no compiled arm is measurably faster.")
-    assert rendering.how_to(race, 10**9) == []
+    assert advice.how_to(race, 10**9) == []
 
 
 def test_a_machine_too_loud_to_tell_is_named() -> None:
     def lines(noise: float) -> str:
         results = [own(5.0, 1), own(4.9, 2, strategy="full", cold=1.0), own(5.0 * (1 + noise), 3, control=True)]
-        return " ".join(choice.verdict(shown(results), 10**6))
+        return " ".join(advice.verdict(shown(results), 10**6))
 
     assert "do not compile." in lines(0.5) and "No measurable difference to eager: full." in lines(0.5)
     assert "Two copies of eager differ by 50" in lines(0.5) and "measure again on an idle machine" in lines(0.5)
@@ -465,17 +464,17 @@ def test_a_machine_too_loud_to_tell_is_named() -> None:
 def test_the_compilers_start_counts_as_little_as_was_measured_of_it() -> None:
     results = measured()
     race = shown(results)
-    assert costs.start_up(race) == 2.0
+    assert race.start_up == 2.0
     assert results[1].cold is not None
     results[1].cold.time_to_first_result = 1.5  # compiled in 1 s, one call in 5 ms
-    assert costs.start_up(shown(results)) == pytest.approx(0.495, abs=0.002)
+    assert shown(results).start_up == pytest.approx(0.495, abs=0.002)
 
 
 def test_without_warm_figures_it_says_so() -> None:
     results = measured()
     for result in results:
         result.warm = None
-    assert choice.verdict(shown(results), 2000)[-1] == "Warm starts were not measured."
+    assert advice.verdict(shown(results), 2000)[-1] == "Warm starts were not measured."
 
 
 @pytest.mark.parametrize(
@@ -491,12 +490,12 @@ def test_without_warm_figures_it_says_so() -> None:
     ],
 )
 def test_what_cannot_be_advised_is_said(results: Callable[[], list[Result]], said: str) -> None:
-    assert said in " ".join(choice.verdict(shown(results()), 1000))
+    assert said in " ".join(advice.verdict(shown(results()), 1000))
 
 
 def printed(results: list[Result], calls: int, regions: Regions) -> str:
     console = Console(width=80, file=io.StringIO(), force_terminal=False)
-    rendering.render(shown(results), calls, regions, console)
+    render_advice(shown(results), calls, regions, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -551,7 +550,7 @@ def test_the_page_says_what_stands_in_the_way_of_regions() -> None:
 )
 def test_how_to_run_what_was_chosen(faster: dict[str, Any], lines: list[str]) -> None:
     race = shown([own(10.0, 1), own(1.0, 2, cold=1.0, **faster), own(10.0, 3, control=True)])
-    assert rendering.how_to(race, 10**6) == lines
+    assert advice.how_to(race, 10**6) == lines
 
 
 def test_weights_that_differ_from_process_to_process_are_noticed() -> None:

@@ -30,10 +30,8 @@ from benchmarks.claims.figures import (
     quotient,
 )
 from benchmarks.record import Check, Memory, Result, Rows, Work, load
-from benchmarks.report import tables
-from benchmarks.report.__main__ import drift, update
-from benchmarks.report.blocks import Spec
-from benchmarks.report.race import Race, races
+from benchmarks.report.docs import Spec, drift, make_table, make_value, update
+from benchmarks.report.model import MeasuredRace, races
 from tests.rows import ENVIRONMENT, failure, row, write
 
 ENVIRONMENTS = {"e1": ENVIRONMENT}
@@ -54,7 +52,7 @@ def pair(speedup: float, *, noise: float = 0.004, **case: Any) -> list[Result]:
     return [*arms, twin]
 
 
-def shown(*results: Result) -> list[Race]:
+def shown(*results: Result) -> list[MeasuredRace]:
     return races(results, ENVIRONMENTS)
 
 
@@ -181,7 +179,7 @@ def test_a_race_that_was_run_for_the_claim_counts_before_its_familys() -> None:
     one, other = replace(CLAIMS[10], parts=(part(between(1.4, 1.6)),)), part(at_least(3.0), figure=Speed(TUNED, EAGER))
 
     def said(rows: Rows) -> str:
-        return claims.claim_table(Spec.parse("claim id=10"), rows, {10: replace(one, parts=(*one.parts, other))})
+        return claims.claim_table({"id": "10"}, rows, {10: replace(one, parts=(*one.parts, other))})
 
     tuned = row(0.25, seed=3, impl="upstream-tuned", strategy="full")
     again = said(Rows(pair(1.1), ENVIRONMENTS, {"claim-10": [*pair(1.5), tuned]}))
@@ -194,7 +192,7 @@ def test_a_race_that_was_run_for_the_claim_counts_before_its_familys() -> None:
     assert "fails: less" in said(Rows(pair(1.1, environment="e2"), newer, {"claim-10": pair(1.5)}))
     mean = part(around(2.0), CORA, ARXIV, mean=True)
     main, beside = shown(*pair(1.0), *pair(2.0, input="arxiv")), shown(*pair(4.0, input="arxiv"))
-    found = verdicts.places(mean, [*(replace(race, beside="a mean") for race in beside), *main])
+    found = verdicts.places(mean, [*(replace(race, extra="a mean") for race in beside), *main])
     assert [len(place.races) for place in found] == [2] and found[0].outcome == "holds"
 
 
@@ -353,8 +351,8 @@ BOOK = {
 def block(text: str, *results: Result) -> str:
     rows = Rows(list(results), ENVIRONMENTS)
     spec = Spec.parse(text)
-    make = {"claim": claims.claim_table, "claims": claims.overview, "verdict": claims.verdict_value}[spec.kind]
-    return make(spec, rows, BOOK)
+    make = {"claim": claims.claim_table, "claims": claims.overview, "verdict": claims.verdict}[spec.kind]
+    return make(spec.options, rows, BOOK)
 
 
 def test_a_block_shows_claim_figures_verdict_machine_and_commands() -> None:
@@ -384,9 +382,7 @@ def test_of_many_races_the_least_middle_and_most_are_shown_and_all_count() -> No
     names = [f"m{index}" for index in range(9)]
     many = part(between(1.0, 3.0), *(replace(CORA, model=name) for name in names))
     results = [result for index, name in enumerate(names) for result in pair(1.2 + 0.3 * index, model=name)]
-    lines = claims.claim_table(
-        Spec.parse("claim id=7"), Rows(results, ENVIRONMENTS), {7: claim(many, number=7)}
-    ).splitlines()
+    lines = claims.claim_table({"id": "7"}, Rows(results, ENVIRONMENTS), {7: claim(many, number=7)}).splitlines()
     rows = [line for line in lines if line.startswith("| gain")]
     assert [re.search(r"m\d", line)[0] for line in rows[:3]] == ["m0", "m4", "m8"]  # type: ignore[index]
     assert (
@@ -438,10 +434,10 @@ def update_and_read(page: Path, rows: Path) -> str:
 
 def test_kinds_are_known_to_the_docs() -> None:
     with pytest.raises(ValueError, match="did you mean 'claim'"):
-        tables.make_table(Spec.parse("clam id=1"), Rows([], {}))
+        make_table(Spec.parse("clam id=1"), Rows([], {}))
     with pytest.raises(ValueError, match="did you mean 'verdict'"):
-        tables.make_value(Spec.parse("verdct id=1"), Rows([], {}))
-    assert tables.make_value(Spec.parse("verdict id=29"), Rows([], {})) == "not measured here"
+        make_value(Spec.parse("verdct id=1"), Rows([], {}))
+    assert make_value(Spec.parse("verdict id=29"), Rows([], {})) == "not measured here"
 
 
 def test_every_claim_has_its_section_once_in_its_theme() -> None:

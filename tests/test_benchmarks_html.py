@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Mapping
 from html.parser import HTMLParser
 
-import matplotlib
 import pytest
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
 
 from benchmarks.record import Result
-from benchmarks.report import advice, bars, cells, choice, curves, families, html, pieces, summary, svg, ways
-from benchmarks.report.labels import label
-from benchmarks.report.race import Race, races
+from benchmarks.report import advice, cells, charts, html, selection, summary, tables
+from benchmarks.report.commands import commands_of
+from benchmarks.report.model import MeasuredRace, races
 from tests.rows import ENVIRONMENT, failure, race, row
 from tests.rows import ways as one_armed
 
 ENVIRONMENTS = {"e1": ENVIRONMENT}
-VOID = {"meta", "input", "br"}
+VOID = {"meta", "input", "br", "img"}
 
 
 class Page(HTMLParser):
@@ -56,7 +52,9 @@ class Page(HTMLParser):
                 self.ids.append(str(value))
             elif key == "href":
                 self.references.append(str(value))
-            elif key in ("src", "data", "srcset", "action", "poster"):
+            elif key in ("src", "data", "srcset", "action", "poster") and not str(value).startswith(
+                "data:image/svg+xml"
+            ):
                 self.loads.append(str(value))
             self.references += re.findall(r"url\(([^)]*)\)", value or "")
 
@@ -82,7 +80,7 @@ def plain() -> str:
     return html.report(race(), ENVIRONMENTS)
 
 
-def _one(results: list[Result]) -> Race:
+def _one(results: list[Result]) -> MeasuredRace:
     (only,) = races(results, ENVIRONMENTS)
     return only
 
@@ -110,8 +108,10 @@ def test_every_race_arm_and_failure_appears_with_its_figures_and_command() -> No
     for one in shown:
         assert one.title in text and advice.lead(one) in text
         for arm in one.arms:
-            assert all(cell in text for cell in (*cells.speed_row(one, arm), *cells.cost_row(one, arm)))
-            assert arm.result.command is not None and arm.result.command in text
+            assert cells.name(arm) in text
+        for _, lines in (tables.speeds(one), tables.costs(one), tables.compiles(one)):
+            assert all(cell in text for line in lines for cell in line)
+        assert all(command in text for command in commands_of([one]))
     assert "zoo hierarchical: timeout 60 s without a word" in text
     # Four reasons that differ in a number.
     assert "upstream full: 4× break: Unsupported: self-loop op 0 (and the like with other numbers)" in text
@@ -120,38 +120,28 @@ def test_every_race_arm_and_failure_appears_with_its_figures_and_command() -> No
     outcomes = {str(attributes["data-outcome"]) for attributes in page.rows}
     assert "than transformers' best as shipped" in text
     assert outcomes == {"faster", "slower", "reference", "timeout"}
-    assert "Ours against torch-geometric" in text and "Ours against transformers" in text
+    assert "than torch-geometric's best as shipped" in text
     for step in ("upstream eager", "ours, eager", "+ regions", "+ outer CUDA graph"):
         assert text.count(step) >= len(shown)
     assert "driver 580.65" in text and "libraries: triton 3.6.0" in text
-    figures = 2 + 5 * len(shown)  # speed-ups a family; latency, compile, break-even, memory, utilisation a race
-    assert page.tags.count("svg") == figures and page.tags.count("article") == len(shown)
+    assert page.tags.count("img") == 2 + 2 * len(shown)  # speed-ups a family; latency and total time a race
+    assert page.tags.count("article") == len(shown)
 
 
 def test_the_page_loads_nothing_and_every_reference_has_its_target(plain: str) -> None:
     text = plain
     page = Page(text)
-    assert page.loads == [] and "link" not in page.tags and "img" not in page.tags
+    assert page.loads == [] and "link" not in page.tags
     assert page.references and {reference[:1] for reference in page.references} == {"#"}
     assert {reference[1:] for reference in page.references} <= set(page.ids)
     assert "http" not in text and "@import" not in text
     assert text == html.report(race(), ENVIRONMENTS)  # the same rows make the same file
 
 
-def test_figures_take_the_colours_of_the_page(plain: str) -> None:
-    text = plain
-    styles = re.findall(r'style="([^"]*)"', text)
-    colours = {colour for style in styles for colour in re.findall(r"(?:fill|stroke):([^;]+)", style)}
-    defined = set(re.findall(r"(--[a-z]+):", text))
-    assert colours <= {"none"} | {f"var({name})" for name in defined}
-    assert text.count("prefers-color-scheme: dark") == 1
-    assert all("width:" not in style.replace("max-width:", "").replace("stroke-width:", "") for style in styles)
-
-
 def test_races_without_compile_figures_have_no_figures_of_them() -> None:
     page = _page(_uncompiled(race()))
-    assert page.tags.count("svg") == 1 + 3
-    assert "Compile times were not measured here." in page.text and "Break-even." not in page.text
+    assert page.tags.count("img") == 1 + 1
+    assert "Compile times were not measured here." in page.text and "Total time" not in page.text
 
 
 def test_a_cold_compile_that_hit_a_cache_is_named() -> None:
@@ -165,7 +155,7 @@ def test_a_cold_compile_that_hit_a_cache_is_named() -> None:
 def test_failures_alone_and_no_rows_make_a_page_too() -> None:
     page = _page([failure("crashed", "signal 11"), failure("does-not-fit", "needs 300 GiB", impl="upstream")])
     assert "zoo eager: crashed signal 11" in page.text and "upstream eager: does-not-fit needs 300 GiB" in page.text
-    assert "no advice is possible" in page.text and "svg" not in page.tags
+    assert "no advice is possible" in page.text and "img" not in page.tags
     assert "0 races" in _page([], {}).text
 
 
@@ -173,30 +163,7 @@ def test_an_arm_without_any_measurement_but_time_is_shown() -> None:
     bare = row(1.0, impl="zoo", strategy="eager")
     bare.cold = bare.warm = bare.memory = bare.check = bare.work = bare.command = None
     page = _page([bare])
-    assert "Only zoo eager has a steady time: 1.0" in page.text and page.tags.count("svg") == 1
-
-
-def test_tables_become_cards_whose_figures_say_what_they_are(plain: str) -> None:
-    text = plain
-    style = re.search(r"<style>(.*?)</style>", text, re.DOTALL)
-    assert style is not None and "@media (max-width: 40rem)" in style[1] and "attr(data-label)" in style[1]
-    cards = re.findall(r'<table [^>]*class="[^"]*cards[^"]*">.*?</table>', text, re.DOTALL)
-    assert len(cards) == 2  # the family's and that of all rows
-    for table in cards:
-        figures = re.findall(r"<td([^>]*)>", table)
-        assert figures and all("data-label=" in attributes or "reason" in attributes for attributes in figures)
-
-
-def test_names_and_figures_of_the_speed_ups_keep_apart() -> None:
-    figure = Figure(figsize=(pieces.WIDTH / 72, 2))
-    FigureCanvasSVG(figure)
-    long = "bert-base-cut-layers-and-ends · skewed-64x512 · inference · bfloat16"
-    with matplotlib.rc_context(svg.STYLE):
-        axes = bars.lines(figure, [(long, "0.0929× / 0.0950×"), ("gcn · cora", "16.6× / 1.063×")], below=54)
-        for left, right in (axes.texts[:2], axes.texts[2:]):
-            boxes = [text.get_window_extent() for text in (left, right)]
-            assert boxes[0].x1 < boxes[1].x0 and boxes[1].x1 < axes.bbox.x1
-    assert axes.texts[0].get_text().endswith("…") and axes.texts[2].get_text() == "gcn · cora"
+    assert "Only zoo eager has a steady time: 1.0" in page.text and page.tags.count("img") == 1
 
 
 def test_hostile_strings_stay_text() -> None:
@@ -210,24 +177,13 @@ def test_hostile_strings_stay_text() -> None:
         failure("failed", evil, family=evil, model=evil, input=results[0].case.input, impl=evil, strategy=evil)
     )
     page = _page(results, {"e1": {**ENVIRONMENT, "gpu": evil, "libraries": {evil: evil}}})
-    assert page.tags.count("script") == 1 and "img" not in page.tags
+    assert page.tags.count("script") == 1 and page.loads == []
     assert page.text.count("onerror=alert(1)") > 10 and "{{ 7*7 }}" in page.text and "&amp;" in page.text
-
-
-def test_texts_beside_crowded_points_do_not_hide_each_other() -> None:
-    figure = Figure(figsize=(4, 4))
-    FigureCanvasSVG(figure)
-    axes = figure.add_subplot(xlim=(0, 1), ylim=(0, 1))
-    points = [(0.5 + 0.01 * index, 0.5) for index in range(4)] + [(1.0, 1.0)]
-    label(figure, axes, points, ["1", "2", "3", "4", "corner"])
-    boxes = [text.get_window_extent() for text in axes.texts]
-    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
-    assert all(axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 + 1 for box in boxes)
 
 
 def test_a_loss_is_marked_wherever_its_verdict_stands_in_the_cell() -> None:
     text = html.report(race({"upstream-tuned full + CUDA graph": 0.5}), ENVIRONMENTS)
-    assert re.search(r'<span class="slower">0\.\d+× [^<]* slower \(upstream-tuned full \+ CUDA graph\)</span>', text)
+    assert re.search(r'<b class="slower">0\.\d+× [^<]* slower \(upstream-tuned full \+ CUDA graph\)</b>', text)
     for cell, outcome in (
         ("1.5× [1.4, 1.6] faster (upstream slower-than-ever)", "faster"),
         ("0.791× [0.7, 0.8] slower (upstream full)", "slower"),
@@ -241,7 +197,7 @@ def test_a_loss_is_marked_wherever_its_verdict_stands_in_the_cell() -> None:
 def test_families_come_as_their_pages_and_explanations_last() -> None:
     names = ("claims", "own", "patterns", "unet", "attention", "resnet", "gnn", "llm", "bert")
     shown = races([row(1.0, family=name) for name in names], ENVIRONMENTS)
-    assert list(families.by_family(shown)) == [
+    assert list(selection.by_family(shown)) == [
         "gnn", "llm", "bert", "resnet", "unet", "own", "attention", "patterns", "claims"
     ]  # fmt: skip
 
@@ -249,7 +205,7 @@ def test_families_come_as_their_pages_and_explanations_last() -> None:
 def test_ways_that_run_alone_are_one_table() -> None:
     page = _page(one_armed())
     text = page.text
-    assert page.tags.count("article") == page.tags.count("svg") == 0 and page.tags.count("table") == 2
+    assert page.tags.count("article") == page.tags.count("img") == 0 and page.tags.count("table") == 2
     assert text.index("short · inference") < text.index("packed 1.0") < text.index("padded 2.0")
     assert text.index("long · inference") < text.index("padded 4.") < text.index("packed 4.") < text.index("nested")
     assert re.search(r"padded 2\.0\d 2\.\d+ 0\.50\d× \[0\.4\d+, 0\.5\d+\] slower", text)
@@ -260,21 +216,19 @@ def test_ways_that_run_alone_are_one_table() -> None:
 
 def test_one_arm_of_a_family_with_an_upstream_library_or_one_way_alone_is_no_comparison() -> None:
     def compared(results: list[Result]) -> bool:
-        return ways.is_comparison(races(results, ENVIRONMENTS))
+        return tables.are_alternatives(races(results, ENVIRONMENTS))
 
     assert compared(one_armed())
     assert not compared(one_armed("gnn")) and not compared(one_armed()[1:3]) and not compared(race(family="attention"))
-    assert ways.sentence(races(one_armed(), ENVIRONMENTS)).startswith(
-        "The fastest way: packed for short, 1.02 ms a call, 2.0"
-    )
+    assert _said(one_armed()).startswith("The fastest way: packed for short, 1.02 ms a call, 2.0")
 
 
 def test_columns_that_no_row_fills_are_left_out(plain: str) -> None:
-    assert cells.filled(("a", "b", "c", "d"), [("–", "1", "–", "– → –"), ("–", "–", "not measured", "–")]) == (
+    assert tables.filled(("a", "b", "c", "d"), [("–", "1", "–", "– → –"), ("–", "–", "not measured", "–")]) == (
         ["a", "b"],
         [["–", "1"], ["–", "–"]],
     )
-    assert cells.filled(("a", "b"), []) == (["a", "b"], [])
+    assert tables.filled(("a", "b"), []) == (["a", "b"], [])
     assert "compile s, cold / warm" in plain
     assert "compile s, cold / warm" not in _page(_uncompiled(race())).text
 
@@ -293,40 +247,7 @@ def test_an_arm_faster_in_most_rounds_but_not_by_its_median_pays_nothing_back() 
     assert [arm.name for arm in shown.arms] == ["zoo regional", "zoo full"]
     assert shown.verdict(shown.arms[1], shown.arms[0]) == "faster"
     assert "Run zoo regional from the first call on" in advice.lead(shown)
-    assert _meeting(results) == "cold: 1 regional ahead of 2 full from 1 call on"
-    assert curves.break_even(shown, "x") is not None
-
-
-def _meeting(results: list[Result], cuda_graph: bool = False) -> str:
-    shown = _one(results)
-    regional, full = (
-        shown.find(impl="zoo", strategy=strategy, cuda_graph=cuda_graph) for strategy in ("regional", "full")
-    )
-    assert regional is not None and full is not None
-    return curves.meeting(shown, regional, full, "cold")
-
-
-def test_the_break_even_figure_names_where_full_overtakes_regional() -> None:
-    said = _meeting(_three_steps())
-    calls = re.fullmatch(r"cold: 1 full ahead of 2 regional from (8\d\.\dk) calls on", said)
-    assert calls is not None, said
-    drawn = curves.break_even(_one(_three_steps()), "x")
-    assert drawn is not None and said in drawn and f">{calls[1]}</text>" in drawn  # in the key, and at the diamond
-    assert calls[1] in advice.lead(_one(_three_steps()))
-    assert "a new process adds 2.30 s to whatever is compiled" in _page(_three_steps()).text
-
-
-def test_regional_that_is_never_overtaken_is_said_to_be_ahead_from_the_first_call() -> None:
-    def rows(full: float, regional: float) -> list[Result]:
-        return [
-            row(1.0, seed=1),
-            row(regional, strategy="regional", cold=1.0, seed=2),
-            row(full, strategy="full", cold=10.0, seed=3),
-            row(1.0, seed=4, control=True),
-        ]
-
-    assert _meeting(rows(0.5, 0.3)) == "cold: 1 regional ahead of 2 full from 1 call on"
-    assert re.fullmatch(r"cold: \d regional is ready before \d full, then level", _meeting(rows(0.5, 0.5)))
+    assert charts.break_even(shown) is not None
 
 
 # The family's sentences
@@ -357,7 +278,7 @@ def test_a_family_is_led_by_its_range_its_worst_row_and_what_to_run() -> None:
 def test_what_a_family_is_told_to_run_is_what_advise_chooses() -> None:
     (only,) = races(race(), ENVIRONMENTS)
     for calls in summary.CALLS:
-        picked = choice.choose(only, calls, "cold")
+        picked = advice.choose(only, calls, "cold")
         assert picked is not None
         name = "eager" if picked.arm.name == "zoo eager" else picked.arm.name
         assert f"{name} " in summary.what_to_run([only])[0]

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import harness, startup, timing, worker
 from benchmarks.process import WorkerFailure
 from benchmarks.record import Kernel
-from benchmarks.report.race import races
+from benchmarks.report.model import races
 from tests.rows import ENVIRONMENT, row
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import record
-from benchmarks.report import tables
+from benchmarks.report import docs
 from zoo import registry
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -139,7 +139,7 @@ def test_every_value_that_a_page_can_ask_for_is_documented() -> None:
         if line.startswith("| `value: ")
         for name in re.findall(r"`([\w :-]+)`", line.split("|")[1])
     }
-    assert {name.removeprefix("value: ") for name in listed} == {*tables.VALUES, "verdict", "cold-range"}
+    assert {name.removeprefix("value: ") for name in listed} == {*docs.VALUES, "verdict", "cold-range"}
 
 
 def test_every_field_of_a_row_is_documented() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.record import RESULTS, load
-from benchmarks.report.race import races
+from benchmarks.report.model import races
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs/patterns"

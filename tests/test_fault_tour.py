@@ -36,7 +36,7 @@ from benchmarks.plan import Case
 from benchmarks.process import ROOT, Worker, WorkerFailure, failure_of, kill_all
 from benchmarks.progress import Progress
 from benchmarks.record import Result, RowWriter, Store, Unwritable, load
-from benchmarks.report.race import races
+from benchmarks.report.model import races
 from benchmarks.startup import COLD, RACE, ArmRun, Job, Settings, bring_up, failures_of, prepare_race, processes
 from tests.fake_workload import WORKLOAD
 from tests.rows import ENVIRONMENT, row

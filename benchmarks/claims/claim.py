@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.claims.figures import Figure, Way
 from benchmarks.plan import MODES, STRATEGIES, Case, arms_of, refusal
-from benchmarks.report.race import Race
+from benchmarks.report.model import MeasuredRace
 
 # A claim that names one number stands for the numbers around it: a tenth of it either way.
 AROUND = 1.1
@@ -30,7 +30,7 @@ class Where:
         """The arm of this way."""
         return Case(**vars(self), **vars(way))
 
-    def matches(self, race: Race) -> bool:
+    def matches(self, race: MeasuredRace) -> bool:
         """Whether that race is this one."""
         return self.case(Way()).race == race.case.race
 

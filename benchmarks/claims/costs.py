@@ -23,7 +23,7 @@ from benchmarks.claims.races import (
     TRAINING,
     UNET,
 )
-from benchmarks.report.race import WRONG
+from benchmarks.report.model import WRONG
 
 REPEATED = (RESNET, BERT, PREFILL, UNET, GCN)
 OURS, OURS_FULL = Way(impl="zoo", strategy="regional"), Way(impl="zoo")

@@ -9,8 +9,8 @@ from typing import Protocol
 
 from benchmarks.plan import Case
 from benchmarks.record import Result, Steady
-from benchmarks.report import numbers
-from benchmarks.report.race import EPSILON, Arm, Race
+from benchmarks.report import cells
+from benchmarks.report.model import EPSILON, MeasuredArm, MeasuredRace
 
 # An arm that ended so did not run, which is an answer; other failures say nothing of the compiler.
 BROKEN = ("crashed", "failed", "timeout", "out-of-memory")
@@ -33,7 +33,7 @@ class Way:
         """As tables call the arm."""
         return Case(family="", model="", input="", **vars(self)).arm
 
-    def find(self, race: Race) -> Arm | Result | None:
+    def find(self, race: MeasuredRace) -> MeasuredArm | Result | None:
         """The race's arm of this way, its row where it failed, or None where nobody tried."""
         results = {arm.result.case.arm: arm for arm in race.arms}
         failures = {result.case.arm: result for result in race.failures}
@@ -79,19 +79,19 @@ class Figure(Protocol):
     def unit(self) -> str:
         """What its numbers are in: ``×``, ``s`` or nothing."""
 
-    def of(self, race: Race) -> Measured | Broken | None:
+    def of(self, race: MeasuredRace) -> Measured | Broken | None:
         """The figure in this race; None where it was not measured."""
 
 
-def arms_of(race: Race, ways: tuple[Way, ...]) -> list[Arm] | Broken | None:
+def arms_of(race: MeasuredRace, ways: tuple[Way, ...]) -> list[MeasuredArm] | Broken | None:
     """The arms of these ways, all of them, or what is wrong with one; None where one was not measured."""
     found = [(way, way.find(race)) for way in ways]
     for way, arm in found:
         if isinstance(arm, Result) and arm.status in BROKEN:
             return Broken(f"{way.name}: {arm.status}")
-        if isinstance(arm, Arm) and arm.wrong:
+        if isinstance(arm, MeasuredArm) and arm.wrong:
             return Broken(f"{way.name}: its output is wrong")
-    arms = [arm for _, arm in found if isinstance(arm, Arm)]
+    arms = [arm for _, arm in found if isinstance(arm, MeasuredArm)]
     return arms if len(arms) == len(ways) else None
 
 
@@ -110,11 +110,11 @@ class _OfTwo:
     def unit(self) -> str:
         return "×"
 
-    def of(self, race: Race) -> Measured | Broken | None:
+    def of(self, race: MeasuredRace) -> Measured | Broken | None:
         arms = arms_of(race, self.ways)
         return self._between(race, arms[1], arms[0]) if isinstance(arms, list) else arms
 
-    def _between(self, race: Race, arm: Arm, over: Arm) -> Measured | None:
+    def _between(self, race: MeasuredRace, arm: MeasuredArm, over: MeasuredArm) -> Measured | None:
         raise NotImplementedError
 
 
@@ -125,14 +125,14 @@ class Speed(_OfTwo):
     def name(self) -> str:
         return f"{self.arm.name} over {self.over.name}"
 
-    def _between(self, race: Race, arm: Arm, over: Arm) -> Measured | None:
+    def _between(self, race: MeasuredRace, arm: MeasuredArm, over: MeasuredArm) -> Measured | None:
         ratio = race.speedup(arm, over)
         if ratio is None:
             return None
         noise = race.noise or 0.0
-        shown = f"{numbers.significant(over.p50)} → {numbers.significant(arm.p50)} ms, {numbers.interval(ratio)}"
+        shown = f"{cells.significant(over.p50)} → {cells.significant(arm.p50)} ms, {cells.interval(ratio)}"
         if race.noise is not None:
-            shown += f", noise {numbers.percent(race.noise)}"
+            shown += f", noise {cells.percent(race.noise)}"
         return Measured(ratio.low / (1 + noise), ratio.value, ratio.high * (1 + noise), shown)
 
 
@@ -153,16 +153,16 @@ class Epoch(_OfTwo):
 
     @property
     def name(self) -> str:
-        return f"an epoch of {numbers.count(self.steps)} steps, {self.arm.name} over {self.over.name}"
+        return f"an epoch of {cells.count(self.steps)} steps, {self.arm.name} over {self.over.name}"
 
-    def _between(self, race: Race, arm: Arm, over: Arm) -> Measured | None:
+    def _between(self, race: MeasuredRace, arm: MeasuredArm, over: MeasuredArm) -> Measured | None:
         ours, theirs = self._seconds(arm), self._seconds(over)
         if ours is None or theirs is None:
             return None
-        shown = f"{numbers.significant(theirs)} → {numbers.significant(ours)} s, {numbers.times(theirs / ours)}"
+        shown = f"{cells.significant(theirs)} → {cells.significant(ours)} s, {cells.times(theirs / ours)}"
         return _exact(theirs / ours, shown)
 
-    def _seconds(self, arm: Arm) -> float | None:
+    def _seconds(self, arm: MeasuredArm) -> float | None:
         copies = [copy.steady for copy in (arm.result, arm.control) if copy is not None and copy.steady is not None]
         return max(map(self._seconds_of, copies), default=None)
 
@@ -183,15 +183,15 @@ class _Counted(_OfTwo):
     def name(self) -> str:
         return f"{self._what}, {self.arm.name} over {self.over.name}"
 
-    def _number(self, arm: Arm) -> float | None:
+    def _number(self, arm: MeasuredArm) -> float | None:
         raise NotImplementedError
 
-    def _between(self, race: Race, arm: Arm, over: Arm) -> Measured | None:
+    def _between(self, race: MeasuredRace, arm: MeasuredArm, over: MeasuredArm) -> Measured | None:
         ours, theirs = self._number(arm), self._number(over)
         if ours is None or not theirs:
             return None
-        shown = f"{numbers.significant(theirs)} → {numbers.significant(ours)} {self._unit}, "
-        return _exact(ours / theirs, shown + numbers.times(ours / theirs))
+        shown = f"{cells.significant(theirs)} → {cells.significant(ours)} {self._unit}, "
+        return _exact(ours / theirs, shown + cells.times(ours / theirs))
 
 
 class PeakMemory(_Counted):
@@ -199,7 +199,7 @@ class PeakMemory(_Counted):
 
     _what, _unit = "peak memory", "MiB"
 
-    def _number(self, arm: Arm) -> float | None:
+    def _number(self, arm: MeasuredArm) -> float | None:
         memory = arm.result.memory
         return None if memory is None or memory.allocated is None else memory.allocated / 2**20
 
@@ -209,7 +209,7 @@ class CompileTime(_Counted):
 
     _what, _unit = "cold compile time", "s"
 
-    def _number(self, arm: Arm) -> float | None:
+    def _number(self, arm: MeasuredArm) -> float | None:
         return arm.paid("cold")
 
 
@@ -218,7 +218,7 @@ class Kernels(_Counted):
 
     _what, _unit = "kernels", "kernels"
 
-    def _number(self, arm: Arm) -> float | None:
+    def _number(self, arm: MeasuredArm) -> float | None:
         return arm.result.work.kernels if arm.result.work else None
 
 
@@ -232,11 +232,11 @@ class _OfOne:
     def ways(self) -> tuple[Way, ...]:
         return (self.arm,)
 
-    def of(self, race: Race) -> Measured | Broken | None:
+    def of(self, race: MeasuredRace) -> Measured | Broken | None:
         arms = arms_of(race, self.ways)
         return self._of(arms[0]) if isinstance(arms, list) else arms
 
-    def _of(self, arm: Arm) -> Measured | None:
+    def _of(self, arm: MeasuredArm) -> Measured | None:
         raise NotImplementedError
 
 
@@ -249,13 +249,13 @@ class FirstCall(_OfOne):
     def name(self) -> str:
         return f"first call over a later one, {self.arm.name}"
 
-    def _of(self, arm: Arm) -> Measured | None:
+    def _of(self, arm: MeasuredArm) -> Measured | None:
         paid = arm.paid("cold")
         if paid is None or arm.p50 is None:
             return None
         first = paid + arm.p50 / 1e3
         times = first * 1e3 / arm.p50
-        shown = f"{numbers.significant(first)} s against {numbers.significant(arm.p50)} ms, {numbers.times(times)}"
+        shown = f"{cells.significant(first)} s against {cells.significant(arm.p50)} ms, {cells.times(times)}"
         return _exact(times, shown)
 
 
@@ -268,9 +268,9 @@ class CompileSeconds(_OfOne):
     def name(self) -> str:
         return f"cold compile time, {self.arm.name}"
 
-    def _of(self, arm: Arm) -> Measured | None:
+    def _of(self, arm: MeasuredArm) -> Measured | None:
         paid = arm.paid("cold")
-        return None if paid is None else _exact(paid, f"{numbers.significant(paid)} s")
+        return None if paid is None else _exact(paid, f"{cells.significant(paid)} s")
 
 
 class Error(_OfOne):
@@ -282,19 +282,19 @@ class Error(_OfOne):
     def name(self) -> str:
         return f"error over eager's, {self.arm.name}"
 
-    def of(self, race: Race) -> Measured | Broken | None:
+    def of(self, race: MeasuredRace) -> Measured | Broken | None:
         arm = self.arm.find(race)  # a wrong output is what is asked for here
         if isinstance(arm, Result):
             return Broken(f"{self.arm.name}: {arm.status}") if arm.status in BROKEN else None
         return None if arm is None else self._of(arm)
 
-    def _of(self, arm: Arm) -> Measured | None:
+    def _of(self, arm: MeasuredArm) -> Measured | None:
         check = arm.result.check
         if check is None or check.error is None or check.eager_error is None:
             return None
         noise = max(check.eager_error, EPSILON[arm.result.case.dtype])
-        errors = f"{numbers.exponent(check.eager_error)} → {numbers.exponent(check.error)}"
-        return _exact(check.error / noise, f"{errors}, {numbers.significant(check.error / noise)}×")
+        errors = f"{cells.exponent(check.eager_error)} → {cells.exponent(check.error)}"
+        return _exact(check.error / noise, f"{errors}, {cells.significant(check.error / noise)}×")
 
 
 class Recompiles(_OfOne):
@@ -306,7 +306,7 @@ class Recompiles(_OfOne):
     def name(self) -> str:
         return f"recompiles, {self.arm.name}"
 
-    def _of(self, arm: Arm) -> Measured | None:
+    def _of(self, arm: MeasuredArm) -> Measured | None:
         figures = arm.result.warm or arm.result.cold  # the process that went on to race
         if figures is None:
             return None
@@ -322,14 +322,14 @@ class WarmUp(_OfOne):
     def name(self) -> str:
         return f"calls before the steady state, {self.arm.name}"
 
-    def _of(self, arm: Arm) -> Measured | None:
+    def _of(self, arm: MeasuredArm) -> Measured | None:
         calls = arm.result.cold.later_calls if arm.result.cold else []
         if len(calls) <= LAST_CALLS:
             return None
         most = SETTLED * statistics.median(calls[-LAST_CALLS:])
         slow = [number for number, seconds in enumerate(calls, start=2) if seconds > most]
         before = max(slow, default=1)
-        shown = ", ".join(numbers.significant(seconds * 1e3) for seconds in calls)
+        shown = ", ".join(cells.significant(seconds * 1e3) for seconds in calls)
         return _exact(before, f"{before}; calls from the second on: {shown} ms")
 
 
@@ -342,4 +342,4 @@ def quotient(first: Measured, second: Measured) -> Measured:
     low = 0.0 if math.isinf(second.high) else first.low / second.high
     high = math.inf if second.low == 0 else first.high / second.low
     value = first.value / second.value
-    return Measured(low, value, high, f"{numbers.times(value)}: {first.shown}; against {second.shown}")
+    return Measured(low, value, high, f"{cells.times(value)}: {first.shown}; against {second.shown}")

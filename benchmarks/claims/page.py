@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from benchmarks.claims import CLAIMS
@@ -11,9 +11,8 @@ from benchmarks.claims.claim import Claim, Part, commands
 from benchmarks.claims.figures import Broken
 from benchmarks.claims.verdicts import NOT_MEASURED, Place, Verdict, claimed, of_claim, of_part, places
 from benchmarks.record import Rows
-from benchmarks.report import markdown, numbers
-from benchmarks.report.blocks import Spec
-from benchmarks.report.race import Race, races_beside, races_of
+from benchmarks.report import cells, markdown
+from benchmarks.report.model import MeasuredRace, extra_races, races_of
 from benchmarks.report.selection import machines
 
 HEAD = ("it says", "of", "race", "measured", "claimed", "so")
@@ -24,13 +23,13 @@ MOST_PLACES = 6
 MOST_NAMED = 2
 
 
-def claim_table(spec: Spec, rows: Rows, claims: Mapping[int, Claim] = CLAIMS) -> str:
+def claim_table(options: Mapping[str, str], rows: Rows, claims: Mapping[int, Claim] = CLAIMS) -> str:
     """A claim with all that was measured of it: ``claim id=10``.
 
     Raises:
         ValueError: On an option other than ``id``, or a claim that does not exist.
     """
-    claim = _claim(spec, claims)
+    claim = _claim(options, claims)
     shown = _all_races(rows)
     parts = [f"> {claim.text}"]
     looked = [(part, places(part, shown)) for part in claim.parts]
@@ -47,9 +46,9 @@ def claim_table(spec: Spec, rows: Rows, claims: Mapping[int, Claim] = CLAIMS) ->
     return "\n\n".join(parts)
 
 
-def overview(spec: Spec, rows: Rows, claims: Mapping[int, Claim] = CLAIMS) -> str:
+def overview(options: Mapping[str, str], rows: Rows, claims: Mapping[int, Claim] = CLAIMS) -> str:
     """All claims with their verdicts in few words, each linked to its section: ``claims``."""
-    if spec.options:
+    if options:
         raise ValueError("the overview shows all claims; it takes no options")
     shown = _all_races(rows)
     lines = [
@@ -59,9 +58,9 @@ def overview(spec: Spec, rows: Rows, claims: Mapping[int, Claim] = CLAIMS) -> st
     return markdown.table(OVERVIEW, lines, left=True)
 
 
-def verdict_value(spec: Spec, rows: Rows, claims: Mapping[int, Claim] = CLAIMS) -> str:
+def verdict(options: Mapping[str, str], rows: Rows, claims: Mapping[int, Claim] = CLAIMS) -> str:
     """A claim's verdict in running text: ``verdict id=10``."""
-    return of_claim(_claim(spec, claims), _all_races(rows)).text
+    return of_claim(_claim(options, claims), _all_races(rows)).text
 
 
 def heading(claim: Claim) -> str:
@@ -74,15 +73,15 @@ def slug(title: str) -> str:
     return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower())
 
 
-def _all_races(rows: Rows) -> tuple[Race, ...]:
+def _all_races(rows: Rows) -> tuple[MeasuredRace, ...]:
     """First those that were run for a question: they have its arms, and enough rounds for it."""
-    return (*races_beside(rows), *races_of(rows))
+    return (*extra_races(rows), *races_of(rows))
 
 
-def _claim(spec: Spec, claims: Mapping[int, Claim]) -> Claim:
-    if spec.options.keys() != {"id"}:
+def _claim(options: Mapping[str, str], claims: Mapping[int, Claim]) -> Claim:
+    if options.keys() != {"id"}:
         raise ValueError("a claim is named by its number and nothing else; give id=10")
-    number = spec.options["id"]
+    number = options["id"]
     if not number.isdecimal() or int(number) not in claims:
         raise ValueError(f"there is no claim {number}; there is: {min(claims)} to {max(claims)}")
     return claims[int(number)]
@@ -103,7 +102,7 @@ def _lines(part: Part, found: Sequence[Place]) -> list[tuple[str, ...]]:
     together = of_part(part, found)
     if len(found) > 1 or not together.complete:
         count = _count(len(found)) if together.complete else f"{_count(len(found))} of {len(part.where)}"
-        lines.append(line(count, numbers.NOTHING, together))
+        lines.append(line(count, cells.NOTHING, together))
     return lines
 
 
@@ -133,3 +132,6 @@ def _races(place: Place) -> str:
 
 def _count(races: int) -> str:
     return f"{races} race{'s' * (races != 1)}"
+
+
+TABLES: dict[str, Callable[[Mapping[str, str], Rows], str]] = {"claim": claim_table, "claims": overview}

@@ -15,8 +15,8 @@ from typing import Literal
 
 from benchmarks.claims.claim import Claim, Part, Where
 from benchmarks.claims.figures import Broken, Measured, quotient
-from benchmarks.report import numbers
-from benchmarks.report.race import Race
+from benchmarks.report import cells
+from benchmarks.report.model import MeasuredRace
 from benchmarks.report.selection import newest, option, torch_version
 
 Outcome = Literal["holds", "fails", "open"]
@@ -47,7 +47,7 @@ class Place:
         why: In which way it fails, or what leaves it open; empty where it holds.
     """
 
-    races: tuple[Race, ...]
+    races: tuple[MeasuredRace, ...]
     measured: Measured | Broken
     outcome: Outcome
     why: str
@@ -70,14 +70,14 @@ class Verdict:
     brief: str = ""
 
 
-def places(part: Part, races: Sequence[Race]) -> list[Place]:
+def places(part: Part, races: Sequence[MeasuredRace]) -> list[Place]:
     """Where the part was measured, of each race the newest torch; the mean of all where it speaks of that.
 
     Of a race that was run again for a question, beside the one of its family's tables, the first that has the part's
     arms counts, in the order of ``races``.
     """
     shown = newest(races)
-    first: dict[tuple[str, ...], tuple[Race, Measured | Broken]] = {}
+    first: dict[tuple[str, ...], tuple[MeasuredRace, Measured | Broken]] = {}
     for race in _in(part.where, shown):
         measured = part.figure.of(race)
         if measured is not None and part.against is not None:
@@ -96,17 +96,19 @@ def places(part: Part, races: Sequence[Race]) -> list[Place]:
     return [_place(part, tuple(race for race, _ in kept), mean)]
 
 
-def _complete(part: Part, races: Iterable[Race]) -> bool:
+def _complete(part: Part, races: Iterable[MeasuredRace]) -> bool:
     measured = list(races)
     return all(any(where.matches(race) for race in measured) for where in part.where)
 
 
-def _in(where: Iterable[Where], shown: Sequence[Race]) -> list[Race]:
+def _in(where: Iterable[Where], shown: Sequence[MeasuredRace]) -> list[MeasuredRace]:
     """Races that one of these names, in their order, each once."""
     return list(dict.fromkeys(race for place in where for race in shown if place.matches(race)))
 
 
-def _against(part: Part, race: Race, measured: Measured | Broken, shown: Sequence[Race]) -> Measured | Broken | None:
+def _against(
+    part: Part, race: MeasuredRace, measured: Measured | Broken, shown: Sequence[MeasuredRace]
+) -> Measured | Broken | None:
     assert part.against is not None
     others = [other for other in _in([part.against], shown) if option(other, "gpu") == option(race, "gpu")]
     second = next((figure for other in others if (figure := part.figure.of(other)) is not None), None)
@@ -123,10 +125,10 @@ def _mean(measured: Sequence[Measured]) -> Measured:
 
     value = mean([one.value for one in measured])
     low, high = mean([one.low for one in measured]), mean([one.high for one in measured])
-    return Measured(low, value, high, f"{numbers.times(value)}, the mean of {len(measured)} races")
+    return Measured(low, value, high, f"{cells.times(value)}, the mean of {len(measured)} races")
 
 
-def _place(part: Part, races: tuple[Race, ...], measured: Measured | Broken) -> Place:
+def _place(part: Part, races: tuple[MeasuredRace, ...], measured: Measured | Broken) -> Place:
     if isinstance(measured, Broken):
         return Place(races, measured, "fails", measured.why)
     low, high = part.allowed.low, part.allowed.high
@@ -178,7 +180,7 @@ def _reasons(found: Sequence[Place]) -> str:
     return " and ".join(f"the {DIMENSIONS[key]}" for key in differ)
 
 
-def of_claim(claim: Claim, races: Sequence[Race]) -> Verdict:
+def of_claim(claim: Claim, races: Sequence[MeasuredRace]) -> Verdict:
     """What the claim's parts say together. Where something was not measured yet, it says that it is not complete."""
     if not claim.parts:
         return Verdict(NOT_HERE, NOT_HERE, brief=NOT_HERE)

@@ -7,7 +7,6 @@ python -m benchmarks.report --check README.md docs      exit 1 if a block differ
 
 from __future__ import annotations
 
-import difflib
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -16,53 +15,11 @@ import typer
 
 from benchmarks.cli import UsageError, run_command
 from benchmarks.record import RESULTS, Rows, load
-from benchmarks.report import blocks, document, front, tables, terminal
+from benchmarks.report import markdown, terminal
+from benchmarks.report.docs import drift, update
 from benchmarks.report.html import folder_of_reports, write_html
-from benchmarks.report.race import races_of
 
 ROOT = Path(__file__).resolve().parents[2]
-PICTURE = "compile-and-call.svg"
-
-
-def regenerated(file: Path, rows: Rows) -> tuple[str, str]:
-    """The text of a Markdown file or the picture, as it is and as it follows from the rows.
-
-    Raises:
-        ValueError: Naming file and line, if a block cannot be made.
-    """
-    text = file.read_text(encoding="utf-8")
-    if file.name == PICTURE:
-        return text, front.picture(races_of(rows))
-    try:
-        return text, blocks.rewrite(
-            text, lambda spec: tables.make_table(spec, rows), lambda spec: tables.make_value(spec, rows)
-        )
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
-
-
-def generated_files(paths: list[Path]) -> list[Path]:
-    """Markdown files, and the picture where a folder holds it."""
-    pictures = [path / PICTURE for path in paths if (path / PICTURE).exists()]
-    return [*blocks.markdown_files(paths), *pictures]
-
-
-def update(paths: list[Path], rows: Rows) -> list[Path]:
-    """Rewrite the generated blocks and the picture in files and folders; return the files that changed."""
-    made = [(file, *regenerated(file, rows)) for file in generated_files(paths)]  # all or none
-    changed = [(file, after) for file, before, after in made if before != after]
-    for file, after in changed:
-        file.write_text(after, encoding="utf-8")
-    return [file for file, _ in changed]
-
-
-def drift(paths: list[Path], rows: Rows) -> str:
-    """A diff of what is generated and differs from the rows; empty if nothing does."""
-    parts: list[str] = []
-    for file in generated_files(paths):
-        before, after = (text.splitlines(keepends=True) for text in regenerated(file, rows))
-        parts += difflib.unified_diff(before, after, str(file), f"{file} from the rows")
-    return "".join(parts)
 
 
 def command(
@@ -119,7 +76,7 @@ def _show(paths: list[Path], out: Path | None) -> int:
     target = target.with_suffix(".md") if target == page else target
     _refuse_unwritable(target, page)  # first: the tables take a while
     terminal.render(rows.results, rows.environments)
-    target.write_text(document.report(rows.results, rows.environments), encoding="utf-8")
+    target.write_text(markdown.report(rows.results, rows.environments), encoding="utf-8")
     print(f"\nreport: {target}")
     print(f"report: {write_html(rows, page)}")
     return 0

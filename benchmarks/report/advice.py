@@ -1,4 +1,4 @@
-"""One sentence or two that lead a race: which arm to run when it is called so many times, worked out from its rows."""
+"""Which arm of a race to run for how many calls, in sentences: the lead of a report, and the verdict of ``advise``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks import stats
-from benchmarks.report import numbers
-from benchmarks.report.costs import before, is_eager
-from benchmarks.report.race import Arm, Caches, Race
+from benchmarks.report import cells
+from benchmarks.report.model import Caches, MeasuredArm, MeasuredRace
 from benchmarks.report.selection import UPSTREAM
 
 MOST_NAMES = 3
+# A machine on which two copies of one arm differ by more can tell little apart.
+QUIET = 0.1
 
 
 @dataclass(frozen=True)
@@ -20,10 +21,10 @@ class Step:
     """From this number of calls on this arm takes the least time in all, what it paid before included."""
 
     calls: int
-    arm: Arm
+    arm: MeasuredArm
 
 
-def lead(race: Race) -> str:
+def lead(race: MeasuredRace) -> str:
     """What to use, in plain words; losses are said as plainly as wins."""
     timed = comparable(race)
     if why := why_not(race):
@@ -33,18 +34,18 @@ def lead(race: Race) -> str:
         words = f"In steady state {fastest.name} is the fastest, {_milliseconds(fastest)} a call"
         parts = [f"{words}{_against_upstream(race, fastest)}.", *alike(race, timed, fastest)]
         return " ".join([*parts, "Compile times were not measured here."])
-    cold, new = (at(race, timed, "cold") for at in (steps, steps_of_a_new_process))
+    cold, new = (steps(race, timed, "cold", new_process=new) for new in (False, True))
     last = cold[-1].arm
     parts = [f"{_in_words(timed, cold, new)}{_against_upstream(race, last)}."]
     if not _same_arms(cold, new):
         parts.append(f"In a new process: {_lower(_in_words(timed, new))}.")
-    if not is_eager(last) and last.paid("warm") is not None:
+    if not last.is_eager and last.paid("warm") is not None:
         parts += _with_warm_caches(race, timed, cold)
     return " ".join([*parts, *alike(race, timed, last)])
 
 
-def _with_warm_caches(race: Race, timed: Sequence[Arm], cold: Sequence[Step]) -> list[str]:
-    warm, new = (at(race, timed, "warm") for at in (steps, steps_of_a_new_process))
+def _with_warm_caches(race: MeasuredRace, timed: Sequence[MeasuredArm], cold: Sequence[Step]) -> list[str]:
+    warm, new = (steps(race, timed, "warm", new_process=new) for new in (False, True))
     if not _same_arms(warm, cold):
         return [f"With warm caches: {_lower(_in_words(timed, warm, new))}."]
     if len(warm) == 1:
@@ -57,12 +58,12 @@ def _with_warm_caches(race: Race, timed: Sequence[Arm], cold: Sequence[Step]) ->
     return [words + "."]
 
 
-def comparable(race: Race) -> list[Arm]:
+def comparable(race: MeasuredRace) -> list[MeasuredArm]:
     """The arms that can be advised: those with a steady time and a right output, fastest first."""
     return [arm for arm in race.arms if arm.p50 is not None and not arm.wrong and arm.result.case.kernels]
 
 
-def why_not(race: Race) -> str | None:
+def why_not(race: MeasuredRace) -> str | None:
     """Why nothing can be advised, in a sentence; None where something can."""
     timed = comparable(race)
     if not timed:
@@ -78,67 +79,52 @@ def why_not(race: Race) -> str | None:
     return None
 
 
-def steps(race: Race, arms: Sequence[Arm], caches: Caches) -> list[Step]:
-    """Which of these arms to run from which number of calls on, by what compiling and capturing cost.
+def steps(race: MeasuredRace, arms: Sequence[MeasuredArm], caches: Caches, *, new_process: bool = False) -> list[Step]:
+    """Which of these arms to run from which number of calls on, by the seconds that each pays before its first call.
 
-    The compiler already runs: its start-up is not among the costs.
+    The first is the one that has its first result soonest; every further one is measurably faster a call and has paid
+    back what it costs more. Arms without a time or compile figures are left out.
 
     Args:
         race: Says which differences are measurable.
-        arms: Arms with a steady time; those without compile figures are left out.
+        arms: The arms to choose from.
         caches: ``cold`` or ``warm``.
+        new_process: Whether the compiler's start-up is paid too.
     """
-    return steps_by(race, {arm: cost for arm in arms if (cost := arm.paid(caches)) is not None})
-
-
-def steps_of_a_new_process(race: Race, arms: Sequence[Arm], caches: Caches) -> list[Step]:
-    """The same where nothing was compiled before, so that the compiler's start-up is paid too."""
-    return steps_by(race, {arm: cost for arm in arms if (cost := before(race, arm, caches)) is not None})
-
-
-def steps_by(race: Race, paid: Mapping[Arm, float]) -> list[Step]:
-    """Which arm to run from which number of calls on, by the seconds that each pays before its first steady call.
-
-    The first is the one that has its first result soonest; every further one is measurably faster a call and has paid
-    back what it costs more.
-    """
-    if not paid:
+    cost = race.before if new_process else lambda arm, caches: arm.paid(caches)
+    paid = {arm: seconds for arm in arms if (seconds := cost(arm, caches)) is not None}
+    p50 = {arm: arm.p50 for arm in paid if arm.p50 is not None}
+    if not p50:
         return []
-    arms = list(paid)
-    chosen = [Step(1, min(paid, key=lambda arm: paid[arm] * 1e3 + _p50(arm)))]
+    chosen = [Step(1, min(p50, key=lambda arm: paid[arm] * 1e3 + p50[arm]))]
     while True:
         now = chosen[-1].arm
         ahead = [
-            (stats.break_even_calls(paid[arm] - paid[now], _p50(now), _p50(arm)), _p50(arm), index)
-            for index, arm in enumerate(arms)
+            (stats.break_even_calls(paid[arm] - paid[now], p50[now], p50[arm]), p50[arm], index)
+            for index, arm in enumerate(p50)
             if paid[arm] > paid[now] and race.overtakes(arm, now)
         ]
         if not ahead:
             return chosen
         calls, _, index = min(ahead)
-        chosen.append(Step(int(calls), arms[index]))
+        chosen.append(Step(int(calls), list(p50)[index]))
 
 
-def _p50(arm: Arm) -> float:
-    assert arm.p50 is not None
-    return arm.p50
+def _milliseconds(arm: MeasuredArm) -> str:
+    return f"{cells.significant(arm.p50)} ms"
 
 
-def _milliseconds(arm: Arm) -> str:
-    return f"{numbers.significant(arm.p50)} ms"
-
-
-def _in_words(timed: Sequence[Arm], chosen: Sequence[Step], new: Sequence[Step] = ()) -> str:
+def _in_words(timed: Sequence[MeasuredArm], chosen: Sequence[Step], new: Sequence[Step] = ()) -> str:
     """The steps in a sentence; ``new`` are those of a new process, named where they are of the same arms."""
     first, *others = chosen
     if not others:
-        if not is_eager(first.arm):
+        if not first.arm.is_eager:
             return f"Run {first.arm.name} from the first call on"
         if all(arm.result.case.strategy == "eager" for arm in timed):
             return f"No arm of this race is compiled: run {first.arm.name}"
         return f"Do not compile: no compiled arm is measurably faster than {first.arm.name}"
-    calls = [numbers.calls(step.calls) for step in others]
-    later = [numbers.calls(step.calls) for step in new[1:]] if _same_arms(chosen, new) else calls
+    calls = [cells.calls(step.calls) for step in others]
+    later = [cells.calls(step.calls) for step in new[1:]] if _same_arms(chosen, new) else calls
     words = f"For fewer than {calls[0]} calls "
     if later[0] != calls[0]:
         words += f"where the compiler already runs, {later[0]} in a new process, "
@@ -156,14 +142,14 @@ def _same_arms(some: Sequence[Step], others: Sequence[Step]) -> bool:
 
 
 def _calls_in_turn(chosen: Sequence[Step]) -> str:
-    return " and ".join(numbers.calls(step.calls) for step in chosen[1:])
+    return " and ".join(cells.calls(step.calls) for step in chosen[1:])
 
 
 def _lower(words: str) -> str:
     return words[0].lower() + words[1:]
 
 
-def _against_upstream(race: Race, arm: Arm) -> str:
+def _against_upstream(race: MeasuredRace, arm: MeasuredArm) -> str:
     """``, 4.2× faster than torch-geometric's best as shipped, ...``; or by how much ours lose to this arm."""
     if race.case.family not in UPSTREAM:
         return ""  # a model of nobody's library: there is no upstream to hold it against
@@ -176,17 +162,20 @@ def _against_upstream(race: Race, arm: Arm) -> str:
     return f", which is {' and '.join(said)}" if said else f"; no arm of {library} ran, so there is no comparison"
 
 
-def _compared(race: Race, arm: Arm, over: Arm) -> str:
+def _compared(race: MeasuredRace, arm: MeasuredArm, over: MeasuredArm) -> str:
     ratio, verdict = race.speedup(arm, over), race.verdict(arm, over)
     if ratio is None or verdict == "undetermined":
         return "level with"
     if verdict == "faster":
-        return f"{numbers.times(ratio.value)} faster than"
-    return f"{numbers.times(ratio.inverse.value)} slower than"
+        return f"{cells.times(ratio.value)} faster than"
+    return f"{cells.times(ratio.inverse.value)} slower than"
 
 
 def alike(
-    race: Race, timed: Sequence[Arm], chosen: Arm, name: Callable[[Arm], str] = lambda arm: arm.name
+    race: MeasuredRace,
+    timed: Sequence[MeasuredArm],
+    chosen: MeasuredArm,
+    name: Callable[[MeasuredArm], str] = lambda arm: arm.name,
 ) -> list[str]:
     """The arms that no measurement here tells from the chosen one, in a sentence; none where there are none."""
     names = [name(arm) for arm in timed if arm is not chosen and race.verdict(arm, chosen) == "undetermined"]
@@ -194,3 +183,123 @@ def alike(
         return []
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return [f"No measurable difference to {name(chosen)}: {', '.join(names[:MOST_NAMES])}{more}."]
+
+
+# A given number of calls ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to run for so many calls from cold or from warm caches.
+
+    Args:
+        caches: From which of the two.
+        arm: What takes the least time in all among what can be told apart.
+        steps: From which number of calls on each arm would be that.
+    """
+
+    caches: Caches
+    arm: MeasuredArm
+    steps: tuple[Step, ...]
+
+
+def choose(race: MeasuredRace, calls: int, caches: Caches) -> Choice | None:
+    """The choice for so many calls; None where these caches were not measured, or nothing can be told apart."""
+    if why_not(race):
+        return None
+    arms = comparable(race)
+    if caches == "warm" and not any(_measured(arm, "warm") for arm in arms):
+        return None
+    found = steps(race, arms, caches, new_process=True)
+    reached = [step for step in found if step.calls <= calls]
+    return Choice(caches, reached[-1].arm, tuple(found)) if reached else None
+
+
+def _measured(arm: MeasuredArm, caches: Caches) -> bool:
+    return not arm.is_eager and arm.paid(caches) is not None
+
+
+def verdict(race: MeasuredRace, calls: int) -> list[str]:
+    """What to run and why, a sentence or two each: the verdict from cold caches first, then from warm ones."""
+    cold = choose(race, calls, "cold")
+    if cold is None:
+        return [why_not(race) or "No arm has compile times, so no advice is possible."]
+    lines = [f"For {cells.count(calls)} calls: {_chosen(race, cold, calls)}"]
+    level = alike(race, comparable(race), cold.arm, cells.short_name)
+    lines += level
+    if level and race.noise is not None and race.noise > QUIET:
+        lines.append(
+            f"Two copies of eager differ by {cells.percent(race.noise)} here, so smaller differences cannot be seen: "
+            "measure again on an idle machine."
+        )
+    if len(cold.steps) > 1:
+        lines.append(f"From a cold start {_in_turn(cold.steps)}.")
+    warm = choose(race, calls, "warm")
+    if warm is None:
+        lines.append("Warm starts were not measured.")
+    elif warm.arm is not cold.arm:
+        lines.append(f"With warm caches, as in a second process: {_chosen(race, warm, calls)}")
+    elif len(warm.steps) > 1:
+        lines.append(f"With warm caches, as in a second process, {_in_turn(warm.steps)}.")
+    return lines
+
+
+def how_to(race: MeasuredRace, calls: int) -> list[str]:
+    """The lines of code that run the model the way that was chosen; none for eager."""
+    chosen = choose(race, calls, "cold")
+    if chosen is None or chosen.arm.is_eager:
+        return []
+    case = chosen.arm.result.case
+    if case.strategy == "full":
+        mode = "" if case.mode == "default" else f', mode="{case.mode}"'
+        return [f"model = torch.compile(model, dynamic=False{mode})"]
+    lines = ["zoo.compile_regions(model)"]
+    return [*lines, "step = zoo.cuda_graph(model, kwargs=inputs)"] if case.cuda_graph else lines
+
+
+def _chosen(race: MeasuredRace, choice: Choice, calls: int) -> str:
+    arm = choice.arm
+    a_call = f"{cells.significant(arm.p50)} ms a call"
+    if arm.is_eager:
+        in_all = f"{a_call}, {seconds(race.total(arm, calls, 'cold'))} in all"
+        later = [step for step in choice.steps if step.calls > calls]
+        if later:
+            return (
+                f"do not compile. Eager takes {in_all}; {cells.short_name(later[0].arm)} pays back only from "
+                f"{cells.calls(later[0].calls)} calls on."
+            )
+        return f"do not compile. Eager takes {in_all}, and no compiled arm is measurably faster."
+    caches = choice.caches
+    in_all = seconds(race.total(arm, calls, caches))
+    words = f"{cells.short_name(arm)}: {_costs(race, arm, caches)} first, then {a_call}, {in_all} in all"
+    eager = race.own_eager(arm)
+    if eager is None:
+        return f"{words}; eager did not run, so the break-even is unknown."
+    back = cells.calls(race.pays_back(arm, caches))
+    return f"{words} against eager's {seconds(race.total(eager, calls, caches))}. It pays back after {back} calls."
+
+
+def _costs(race: MeasuredRace, arm: MeasuredArm, caches: Caches) -> str:
+    """What is paid before the first steady call, part by part."""
+    figures = arm.result.cold if caches == "cold" else arm.result.warm
+    assert figures is not None
+    parts: Mapping[str, float | None] = {
+        "to start the compiler": race.start_up,
+        "to compile": figures.seconds,
+        "to capture": figures.capture,
+    }
+    return " + ".join(f"{seconds(value)} {what}" for what, value in parts.items() if value is not None)
+
+
+def _in_turn(steps: tuple[Step, ...]) -> str:
+    first, *others = steps
+    return f"{cells.short_name(first.arm)} finishes first, " + ", ".join(
+        f"from {cells.calls(step.calls)} calls on {cells.short_name(step.arm)}" for step in others
+    )
+
+
+def seconds(value: float | None) -> str:
+    """Whole milliseconds at least: what follows is below what a process start varies by."""
+    if value is None:
+        return cells.NOTHING
+    return f"{cells.significant(value)} s" if value >= 0.01 else f"{value:.3f} s"

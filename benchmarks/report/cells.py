@@ -1,76 +1,128 @@
-"""What stands in the columns of a race's tables, as text; terminal, Markdown and HTML show the same."""
+"""Figures as text: numbers, and what stands in the cells and below the tables of a race."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
 
+from benchmarks import stats
 from benchmarks.record import Compile, Result
-from benchmarks.report import numbers
-from benchmarks.report.costs import is_eager, total
-from benchmarks.report.race import Arm, Race
+from benchmarks.report.model import WRONG, MeasuredArm, MeasuredRace
+from benchmarks.stats import Ratio
 
+NOTHING = "–"
 MOST_REASON = 300
 NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")  # sizes, counters, addresses
-EMPTY = ("", numbers.NOTHING, f"{numbers.NOTHING} → {numbers.NOTHING}", "not measured")
+EMPTY = ("", NOTHING, f"{NOTHING} → {NOTHING}", "not measured")
 OUTCOMES = ("faster", "slower", "undetermined", "reference")
-COST_HEAD = (
-    "arm",
-    "compile s, cold / warm",
-    "graphs / breaks / recompiles",
-    "kernels",
-    "memory MiB",
-    "error",
-    "break-even calls, cold / warm",
-)
-HOST_HEAD = ("host ms", "device idle")
-COMPILE_HEAD = (
-    "arm",
-    "compile s, cold / warm",
-    "first result s, cold / warm",
-    "start-up s",
-    "capture s",
-    "1,000th call s",
-    "graphs",
-    "breaks",
-    "recompiles",
-    "cache hits, cold / warm",
-)
 
 
-def name(arm: Arm) -> str:
+# Numbers: three significant digits, and more only where they decide --------------------------------------------------
+
+
+def significant(value: float | None) -> str:
+    """Three significant digits, trailing zeros kept: ``0.500``, ``12.3``, ``4,567``; a dash for None."""
+    if value is None:
+        return NOTHING
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    if value == 0:
+        return "0"
+    if abs(value) >= 999.5:
+        return f"{value:,.0f}"  # more than three digits, but no power of ten to decode
+    if abs(value) < 1e-3:
+        return f"{value:.2e}"
+    return f"{value:#.3g}".rstrip(".")
+
+
+def times(value: float) -> str:
+    """A speed-up: three significant digits, and three decimals around 1, where the third decides."""
+    return f"{value:.3f}×" if 0.9 <= value < 1.1 else f"{significant(value)}×"
+
+
+def interval(ratio: Ratio | None) -> str:
+    """A speed-up with its interval: ``8.54× [8.49, 8.60]``."""
+    if ratio is None:
+        return NOTHING
+    if not ratio.has_interval:
+        return f"{times(ratio.value)} [{ratio.rounds} rounds]"
+    return f"{times(ratio.value)} [{times(ratio.low)[:-1]}, {times(ratio.high)[:-1]}]"
+
+
+def percent(fraction: float | None) -> str:
+    """A fraction as a percentage, three significant digits at most: ``0.42 %``."""
+    if fraction is None:
+        return NOTHING
+    return "∞ %" if math.isinf(fraction) else f"{fraction * 100:.3g} %"
+
+
+def exponent(value: float | None) -> str:
+    """An error: ``2.1e-07``."""
+    return NOTHING if value is None else "0" if value == 0 else f"{value:.1e}"
+
+
+def mebibytes(number: int | None) -> str:
+    """Bytes as MiB, the unit being in the column's head."""
+    return significant(None if number is None else number / 2**20)
+
+
+def calls(number: float | None) -> str:
+    """Break-even calls: ``1,234``, ``43.5k``, ``never``; ``unclear`` for NaN."""
+    if number is None:
+        return NOTHING
+    if math.isnan(number):
+        return "unclear"
+    if math.isinf(number):
+        return "never"
+    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= 9.995 * unit:
+            return significant(number / unit) + name
+    return f"{number:,.0f}"
+
+
+def count(number: int | None) -> str:
+    """A whole number in full: ``10,556``."""
+    return NOTHING if number is None else f"{number:,}"
+
+
+def race_count(number: int) -> str:
+    """``1 race``, ``20 races``."""
+    return f"{number} race{'s' * (number != 1)}"
+
+
+# Cells ----------------------------------------------------------------------------------------------------------------
+
+
+def name(arm: MeasuredArm) -> str:
     return f"{arm.name} !" if arm.wrong else arm.name
 
 
-def but_wrong(arm: Arm) -> str:
+def short_name(arm: MeasuredArm) -> str:
+    """The name where all arms are of one implementation."""
+    return name(arm).removeprefix(arm.result.case.impl).strip()
+
+
+def but_wrong(arm: MeasuredArm) -> str:
     """What a sentence on an arm's speed must add where its output is wrong."""
     return ", with a wrong output" if arm.wrong else ""
 
 
-def verdict(race: Race, arm: Arm, over: Arm | None) -> str:
+def verdict(race: MeasuredRace, arm: MeasuredArm, over: MeasuredArm | None) -> str:
     """``faster``, ``slower`` or ``undetermined``; the arm that all are held against is ``reference``."""
     if arm is over:
         return "reference"
-    return race.verdict(arm, over) or numbers.NOTHING
+    return race.verdict(arm, over) or NOTHING
 
 
-def speedup(race: Race, arm: Arm, over: Arm | None) -> str:
-    return "1×" if arm is over else numbers.interval(race.speedup(arm, over))
+def speedup(race: MeasuredRace, arm: MeasuredArm, over: MeasuredArm | None) -> str:
+    return "1×" if arm is over else interval(race.speedup(arm, over))
 
 
-def speedup_and_verdict(race: Race, arm: Arm, over: Arm | None) -> str:
+def speedup_and_verdict(race: MeasuredRace, arm: MeasuredArm, over: MeasuredArm | None) -> str:
     """Both in one cell: ``8.54× [8.49, 8.60] faster``."""
     if race.speedup(arm, over) is None:
-        return numbers.NOTHING
+        return NOTHING
     return "reference" if arm is over else f"{speedup(race, arm, over)} {verdict(race, arm, over)}"
-
-
-def filled(head: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
-    """A table without the columns in which no row holds anything; the first column stays."""
-    kept = [index for index in range(len(head)) if not index or any(row[index] not in EMPTY for row in rows)]
-    if not rows:
-        kept = list(range(len(head)))
-    return [head[index] for index in kept], [[row[index] for index in kept] for row in rows]
 
 
 def outcome(cell: str) -> str:
@@ -84,54 +136,52 @@ def outcome(cell: str) -> str:
 def compiler_counts(compile: Compile | None) -> str:
     """Graphs, breaks and recompiles: ``2/0/0``; a dash where nothing was compiled."""
     if compile is None or compile.graphs is None:
-        return numbers.NOTHING
+        return NOTHING
     return f"{compile.graphs}/{len(compile.breaks)}/{len(compile.recompiles)}"
 
 
 def seconds(compile: Compile | None) -> str:
-    return numbers.significant(compile.seconds if compile else None)
+    return significant(compile.seconds if compile else None)
 
 
-def kernels(arm: Arm) -> str:
-    return numbers.count(arm.result.work.kernels if arm.result.work else None)
+def kernels(arm: MeasuredArm) -> str:
+    return count(arm.result.work.kernels if arm.result.work else None)
 
 
-def memory(arm: Arm) -> str:
+def memory(arm: MeasuredArm) -> str:
     """Peak of allocated memory, MiB."""
-    return numbers.mebibytes(arm.result.memory.allocated if arm.result.memory else None)
+    return mebibytes(arm.result.memory.allocated if arm.result.memory else None)
 
 
-def error(arm: Arm) -> str:
-    return numbers.exponent(arm.result.check.error if arm.result.check else None)
+def error(arm: MeasuredArm) -> str:
+    return exponent(arm.result.check.error if arm.result.check else None)
 
 
-def eager_error(arm: Arm) -> str:
-    return numbers.exponent(arm.result.check.eager_error if arm.result.check else None)
+def eager_error(arm: MeasuredArm) -> str:
+    return exponent(arm.result.check.eager_error if arm.result.check else None)
 
 
-def break_even(race: Race, arm: Arm) -> str:
+def break_even(race: MeasuredRace, arm: MeasuredArm) -> str:
     """Break-even calls cold and warm: ``1,234/567``, or one word if both agree."""
-    both = [numbers.calls(race.break_even(arm, compile)) for compile in (arm.result.cold, arm.warm)]
-    return both[0] if both[0] == both[1] else "/".join(both)
+    return both(*(calls(race.break_even(arm, compile)) for compile in (arm.result.cold, arm.warm)))
 
 
-def times_floor(arm: Arm) -> str:
+def both(cold: str, warm: str) -> str:
+    return cold if cold == warm else f"{cold}/{warm}"
+
+
+def times_floor(arm: MeasuredArm) -> str:
     """The call's time over the roofline floor."""
     use = arm.utilisation
-    return numbers.NOTHING if use is None or use.times_floor is None else f"{numbers.significant(use.times_floor)}×"
+    return NOTHING if use is None or use.times_floor is None else f"{significant(use.times_floor)}×"
 
 
-def utilisation(arm: Arm) -> str:
+def utilisation(arm: MeasuredArm) -> str:
     """Share of the peak bandwidth and of the peak FLOP/s: ``10.4 % / 20.1 %``."""
     use = arm.utilisation
     if use is None or (use.bandwidth is None and use.flops is None):
-        return numbers.NOTHING
-    return f"{numbers.percent(use.bandwidth)} / {numbers.percent(use.flops)}"
-
-
-def host(arm: Arm) -> tuple[str, str]:
-    """The host's time of a call and the share of device time left idle, in the columns of ``HOST_HEAD``."""
-    return numbers.significant(arm.host_ms), numbers.percent(arm.idle)
+        return NOTHING
+    return f"{percent(use.bandwidth)} / {percent(use.flops)}"
 
 
 def shortened(reason: str) -> str:
@@ -145,23 +195,23 @@ def failure(result: Result) -> str:
     return f"{result.case.arm}: {result.status}: {shortened(result.reason or '')}"
 
 
-def subject(race: Race) -> str:
+def subject(race: MeasuredRace) -> str:
     """Where it ran and on what: ``NVIDIA H200, torch 2.11.0+cu130; real data; 2,708 nodes``."""
     parts = [race.machine]
     results = [arm.result for arm in race.arms] or list(race.failures)
     if data := next((result.data for result in results if result.data), None):
         parts.append(f"{data} data")
     if sizes := next((result.sizes for result in results if result.sizes), None):
-        parts.append(", ".join(f"{numbers.count(value)} {what}" for what, value in sizes.items()))
+        parts.append(", ".join(f"{count(value)} {what}" for what, value in sizes.items()))
     return "; ".join(parts)
 
 
-def throughput(arm: Arm) -> str:
+def throughput(arm: MeasuredArm) -> str:
     """How many a second, in short: ``25.3k``."""
-    return numbers.calls(arm.throughput)
+    return calls(arm.throughput)
 
 
-def throughputs(race: Race) -> list[str]:
+def throughputs(race: MeasuredRace) -> list[str]:
     """Throughput of our arm and of upstream's best, in a sentence; nothing where it says nothing."""
     if race.unit is None:
         return []
@@ -170,114 +220,36 @@ def throughputs(race: Race) -> list[str]:
     return [f"{race.unit.capitalize()} a second: {', '.join(said)}."] if said else []
 
 
-def last_losses(race: Race, share: float = 0.1) -> list[str]:
+def last_losses(race: MeasuredRace, share: float = 0.1) -> list[str]:
     """What the arms' loss curves come down to: means over their last tenth; nothing without curves."""
     curves = [(arm, arm.result.curve) for arm in race.arms if arm.result.curve]
     if not curves:
         return []
     steps = len(curves[0][1])
     last = max(1, round(share * steps))
-    said = [f"{arm.name} {numbers.significant(sum(curve[-last:]) / last)}" for arm, curve in curves]
+    said = [f"{arm.name} {significant(sum(curve[-last:]) / last)}" for arm, curve in curves]
     return [f"Loss, mean of the last {last} of {steps} steps: {', '.join(said)}."]
 
 
-def bests(race: Race) -> list[str]:
+def bests(race: MeasuredRace) -> list[str]:
     """The upstream arms that ours are held against, by name and time."""
     lines = []
     for what, best in (("as shipped", race.best_shipped), ("tuned", race.best_tuned)):
         if best is not None:
-            lines.append(f"Best upstream {what}: {best.name}, {numbers.significant(best.p50)} ms.")
+            lines.append(f"Best upstream {what}: {best.name}, {significant(best.p50)} ms.")
         else:
             lines.append(f"Best upstream {what}: none ran.")
     return lines
 
 
-def notes(race: Race) -> list[str]:
+def notes(race: MeasuredRace) -> list[str]:
     """The sentences below a race: upstream's best by name, throughput, losses, clock, noise and what is odd."""
     if not race.arms:
-        return race.notes
-    return [*bests(race), *throughputs(race), *last_losses(race), *race.notes]
+        return race_notes(race)
+    return [*bests(race), *throughputs(race), *last_losses(race), *race_notes(race)]
 
 
-def speed_head(race: Race) -> tuple[str, ...]:
-    """The columns of ``speed_row``."""
-    over = race.reference.name if race.reference else "eager"
-    return (
-        "arm",
-        "p50 ms",
-        "p95 ms",
-        *([f"{race.unit} / s"] if race.unit else []),
-        f"over {over}",
-        "over best as shipped",
-        "over best tuned",
-        "times the floor",
-        "of peak bandwidth / FLOP/s",
-        *HOST_HEAD,
-    )
-
-
-def speed_row(race: Race, arm: Arm) -> tuple[str, ...]:
-    """How fast an arm is, and against what."""
-    return (
-        name(arm),
-        numbers.significant(arm.p50),
-        numbers.significant(arm.p95),
-        *([throughput(arm)] if race.unit else []),
-        *(speedup_and_verdict(race, arm, best) for best in (race.reference, race.best_shipped, race.best_tuned)),
-        times_floor(arm),
-        utilisation(arm),
-        *host(arm),
-    )
-
-
-def cost_row(race: Race, arm: Arm) -> tuple[str, ...]:
-    """What that speed costs, in the columns of ``COST_HEAD``."""
-    return (
-        name(arm),
-        pair(seconds(arm.result.cold), seconds(arm.warm)),
-        compiler_counts(arm.result.counted).replace("/", " / "),
-        kernels(arm),
-        memory(arm),
-        error(arm),
-        break_even(race, arm).replace("/", " / "),
-    )
-
-
-def speeds(race: Race) -> tuple[list[str], list[list[str]]]:
-    """The table of how fast the arms are, fastest first, without empty columns."""
-    return filled(speed_head(race), [speed_row(race, arm) for arm in race.arms])
-
-
-def costs(race: Race) -> tuple[list[str], list[list[str]]]:
-    """The table of what that costs: no page is as wide as both."""
-    return filled(COST_HEAD, [cost_row(race, arm) for arm in race.arms])
-
-
-def compiles(race: Race) -> tuple[list[str], list[list[str]]]:
-    """The table of what compiling cost each arm that compiles or captures, without empty columns."""
-    paid = [arm for arm in race.arms if not is_eager(arm)]
-    return filled(COMPILE_HEAD, [compile_row(race, arm) for arm in paid])
-
-
-def compile_row(race: Race, arm: Arm) -> tuple[str, ...]:
-    """What compiling cost, in the columns of ``COMPILE_HEAD``, and when a new process has 1,000 results."""
-    cold, warm = arm.result.cold or Compile(), arm.warm or Compile()
-    counted = arm.result.counted or Compile()
-    return (
-        name(arm),
-        pair(numbers.significant(cold.seconds), numbers.significant(warm.seconds)),
-        pair(numbers.significant(cold.time_to_first_result), numbers.significant(warm.time_to_first_result)),
-        numbers.significant(cold.start_up),
-        numbers.significant(cold.capture),
-        numbers.significant(total(race, arm, 1000, "cold")),
-        numbers.count(counted.graphs),
-        str(len(counted.breaks)),
-        str(len(counted.recompiles)),
-        pair(numbers.count(cold.cache_hits), numbers.count(warm.cache_hits)),
-    )
-
-
-def troubles(arm: Arm) -> list[str]:
+def troubles(arm: MeasuredArm) -> list[str]:
     """Graph breaks and recompiles, a line for those whose reasons differ in numbers alone."""
     counted = arm.result.counted or Compile()
     lines = []
@@ -292,5 +264,56 @@ def troubles(arm: Arm) -> list[str]:
     return lines
 
 
+def spaced(text: str) -> str:
+    """``2 / 0 / 0`` of ``2/0/0``."""
+    return text.replace("/", " / ")
+
+
 def pair(first: str, second: str) -> str:
-    return first if first == second == numbers.NOTHING else f"{first} / {second}"
+    return first if first == second == NOTHING else f"{first} / {second}"
+
+
+def race_notes(race: MeasuredRace) -> list[str]:
+    """What a reader must know to read the figures right, one sentence each."""
+    timed = [arm for arm in race.arms if arm.p50 is not None]
+    notes = []
+    if timed:
+        by = "device events" if race.clock == "device" else "the wall clock"
+        notes.append(f"Times are milliseconds a call by {by}; intervals are 95 % bootstrap over rounds.")
+        if race.noise is None:
+            notes.append("No A/A control ran: the noise is unknown, verdicts rest on the intervals alone.")
+        elif math.isinf(race.noise):
+            notes.append(f"The A/A control ran fewer than {stats.MIN_ROUNDS} rounds: nothing can be told apart.")
+        else:
+            notes.append(f"A/A noise {percent(race.noise)} ({race.noise_arm} against its copy).")
+    copied = [arm.name for arm in race.arms if arm.warm is not arm.result.warm]
+    if copied:
+        notes.append(f"The warm start shown for {', '.join(copied)} is its copy's.")
+    few = [arm.name for arm in timed if len(race.samples(arm)) < stats.MIN_ROUNDS]
+    if few:
+        notes.append(f"Fewer than {stats.MIN_ROUNDS} rounds, so no interval: {', '.join(few)}.")
+    apart = [arm for arm in timed if (ratio := race.speedup(arm, race.reference)) and not ratio.paired]
+    if apart:
+        notes.append(f"Not raced in the reference's rounds, compared unpaired: {', '.join(a.name for a in apart)}.")
+    missed = [arm.name for arm in timed if _missed(arm)]
+    if missed:
+        notes.append(f"The warm start of these missed a cache and compiled something anew: {', '.join(missed)}.")
+    warm = [arm.name for arm in race.arms if (c := arm.result.cold) and c.cache_empty_at_start is False]
+    if warm:
+        notes.append(f"Their caches were not empty, so these have no cold figure: {', '.join(warm)}.")
+    notes += [f"! {arm.name}: {arm.result.reason}." for arm in timed if arm.result.reason]
+    if wrong := [arm.name for arm in race.arms if arm.wrong]:
+        notes.append(f"! Error above {WRONG}× eager's own, not counted among the best: {', '.join(wrong)}.")
+    checks = [arm.result.check for arm in race.arms if arm.result.check is not None]
+    errors = {check.eager_error for check in checks if check.eager_error is not None}
+    if errors:
+        against = " and ".join(sorted({str(check.reference_dtype) for check in checks if check.reference_dtype}))
+        widest = " to ".join(exponent(error) for error in sorted({min(errors), max(errors)}))
+        notes.append(f"Errors are relative, norm-wise, against {against or 'the reference'}; eager's own is {widest}.")
+    return notes
+
+
+def _missed(arm: MeasuredArm) -> bool:
+    """Whether the warm start found an entry of the caches broken, or missing, and compiled it anew."""
+    cold, warm = arm.result.cold, arm.warm
+    return cold is not None and warm is not None and warm.seconds is not None and bool(warm.cache_misses)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Sequence
 
-from benchmarks.report.race import Race
+from benchmarks.report.model import MeasuredRace
 
 PROGRAM = ("python", "-m", "benchmarks.run")
 # benchmarks.run takes lists of these and runs each with each; commands that differ in anything else stay apart.
@@ -16,7 +16,7 @@ DYNAMIC, ARM = "--dynamic", "--arm"
 Arms = tuple[str, ...] | None
 
 
-def commands_of(races: Iterable[Race]) -> list[str]:
+def commands_of(races: Iterable[MeasuredRace]) -> list[str]:
     """What measures all arms of these races again, A/A controls and failures included: one command where one can."""
     results = [result for race in races for result in (*(arm.result for arm in race.arms), *race.failures)]
     return merged(result.command for result in results if result.command)

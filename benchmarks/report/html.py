@@ -1,79 +1,31 @@
-"""Rows as one HTML file that opens offline: figures, tables, reasons, environments, the commands that measure again."""
+"""Rows as one HTML file that opens offline: what was gained, charts, tables, reasons, commands that measure again."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
-from markupsafe import Markup
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from benchmarks.record import RESULTS, Result, Rows
-from benchmarks.report import advice, bars, cells, costs, curves, numbers, summary, tables, ways
+from benchmarks.report import advice, cells, charts, summary, tables
 from benchmarks.report.commands import commands_of
-from benchmarks.report.environments import used_by
-from benchmarks.report.families import WORST, by_family, headline, headline_arms, ordered, titles
-from benchmarks.report.race import Race, races
-from benchmarks.report.selection import UPSTREAM
+from benchmarks.report.model import MeasuredArm, MeasuredRace, races
+from benchmarks.report.selection import by_family, ordered, titles, used_by
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = Path(__file__).parent / "templates"
 MOST_OPEN = 3  # races whose details are open from the start; with more the leading sentences are the overview
-
-
-@dataclass(frozen=True)
-class Row:
-    """One arm of one race in the table of all rows. ``outcome`` is what the table can be filtered by."""
-
-    race: str
-    anchor: str
-    impl: str
-    arm: str
-    outcome: str
-    cells: tuple[str, ...]
-    reason: str
-    command: str
-
+MOST_DRAWN = 24  # races that have charts of their own; with more the families' charts are the overview
 
 ROW_HEAD = ("p50 ms", "over best as shipped", "over best tuned", "compile s, cold / warm", "memory MiB")
 
 
-def report(results: Iterable[Result], environments: Mapping[str, Mapping[str, Any]]) -> str:
-    """The whole page. It loads nothing: style, script and figures are in it."""
-    results = list(results)
-    shown = ordered(races(results, environments))
-    named = titles(shown)
-    anchors = {race: f"race-{number}" for number, race in enumerate(shown, start=1)}
-    families = [
-        _compared(name, chosen, anchors) if ways.is_comparison(chosen) else _family(name, chosen, anchors)
-        for name, chosen in by_family(shown).items()
-    ]
-    template = _template()
-    rows = [row for race in shown for row in _rows(race, named[race], anchors[race])]
-    row_head = _without_empty(rows)
-    return template.render(
-        style=Markup((TEMPLATES / "report.css").read_text(encoding="utf-8")),
-        script=Markup((TEMPLATES / "report.js").read_text(encoding="utf-8")),
-        machines=list(dict.fromkeys(race.machine for race in shown)),
-        counts=(len(shown), sum(len(race.arms) for race in shown), sum(len(race.failures) for race in shown)),
-        families=families,
-        all_open=len(shown) <= MOST_OPEN,
-        row_head=row_head,
-        rows=rows,
-        impls=sorted({row.impl for row in rows}),
-        outcomes=sorted({row.outcome for row in rows}),
-        environments=used_by(results, environments),
-    )
-
-
 def folder_of_reports(rows: Path) -> Path:
-    """Where reports of a file or folder of rows go: beside them, but not among the committed ones."""
+    """Where reports of a file or folder of rows go: beside them; of committed rows, to ``runs``."""
     folder = rows if rows.is_dir() else rows.parent
-    if folder.resolve().is_relative_to(RESULTS):  # rows and nothing else belong there
-        folder = ROOT / "runs"
-    return folder
+    return ROOT / "runs" if folder.resolve().is_relative_to(RESULTS) else folder
 
 
 def write_html(rows: Rows, target: Path) -> Path:
@@ -83,7 +35,17 @@ def write_html(rows: Rows, target: Path) -> Path:
     return target
 
 
-def _template() -> Template:
+def report(results: Iterable[Result], environments: Mapping[str, Mapping[str, Any]]) -> str:
+    """The whole page. It loads nothing: style, script and charts are in it."""
+    results = list(results)
+    shown = ordered(races(results, environments))
+    named = titles(shown)
+    anchors = {race: f"race-{number}" for number, race in enumerate(shown, start=1)}
+    rows = [row for race in shown for row in _rows(race)]
+    ran = [row for row in rows if row["cells"]]
+    row_head, kept = tables.filled(("arm", *ROW_HEAD), [(row["arm"], *row["cells"]) for row in ran])
+    for row, figures in zip(ran, kept, strict=True):
+        row["cells"] = figures[1:]
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -92,134 +54,123 @@ def _template() -> Template:
         lstrip_blocks=True,
     )
     environment.filters["outcome"] = cells.outcome
-    environment.tests["nothing"] = cells.EMPTY.__contains__
-    return environment.get_template("report.html.jinja")
+    return environment.get_template("report.html.jinja").render(
+        machines=list(dict.fromkeys(race.machine for race in shown)),
+        counts=(len(shown), sum(len(race.arms) for race in shown), sum(len(race.failures) for race in shown)),
+        gains=summary.gains(shown),
+        families=[
+            _family(name, chosen, anchors, draw=len(shown) <= MOST_DRAWN) for name, chosen in by_family(shown).items()
+        ],
+        all_open=len(shown) <= MOST_OPEN,
+        rows=rows,
+        row_head=row_head[1:],
+        named=named,
+        anchors=anchors,
+        impls=sorted({row["impl"] for row in rows}),
+        outcomes=sorted({row["outcome"] for row in rows}),
+        environments=used_by(results, environments),
+    )
 
 
-def _family(name: str, chosen: Sequence[Race], anchors: Mapping[Race, str]) -> dict[str, Any]:
-    """A family whose races are shown one by one."""
+def _family(
+    name: str, chosen: Sequence[MeasuredRace], anchors: Mapping[MeasuredRace, str], *, draw: bool
+) -> dict[str, Any]:
     named = titles(chosen)
-    anchor = anchors[chosen[0]].replace("race", "family")
-    head, rows = headline(chosen, named)
-    shown = [race for race, *_ in headline_arms(chosen, named)]
-    return {
-        "name": name,
-        "anchor": anchor,
-        "lead": " ".join(summary.sentences(chosen)),
-        "library": UPSTREAM.get(name, "upstream"),
-        "speedups": bars.speedups(chosen, [named[race] for race in chosen], f"{anchor}-speedups"),
-        "head": head,
-        "rows": [(anchors[race], row[0].endswith(WORST), row) for race, row in zip(shown, rows, strict=True)],
-        "sections": [_section(race, anchors[race]) for race in chosen],
-        "groups": [],
-    }
-
-
-def _compared(name: str, chosen: Sequence[Race], anchors: Mapping[Race, str]) -> dict[str, Any]:
-    """A family of ways to do one thing, one race and one arm each: a single table of all."""
-    groups = ways.groups(chosen)
-    head, lines = cells.filled(ways.HEAD, [row for group in groups for row in ways.rows(group)])
-    left = iter(lines)
+    alone = tables.are_alternatives(chosen)
+    chart = None if alone else charts.speedups(chosen, named)
+    if alone:
+        groups = tables.alternatives(chosen)
+        table, rows = tables.alternatives_table(groups), [race for group in groups for race in group.races]
+    else:
+        table, rows = tables.family(chosen, named)
     return {
         "name": name,
         "anchor": anchors[chosen[0]].replace("race", "family"),
         "lead": " ".join(summary.sentences(chosen)),
-        "head": head,
-        "groups": [
-            (group.title, cells.subject(group.races[0]), [(anchors[race], next(left)) for race in group.races])
-            for group in groups
-        ],
-        "failures": [(race.title, result.status, result.reason or "") for race in chosen for result in race.failures],
-        "notes": [ways.NOTE, *dict.fromkeys(note for race in chosen for note in race.notes if note[0] == "!")],
-        "troubles": [
-            f"{race.case.model}, {race.case.input}: {line}"
-            for race in chosen
-            for arm in race.arms
-            for line in cells.troubles(arm)
-        ],
+        "chart": charts.as_address(chart) if chart else None,
+        "table": table,
+        "links": [None if alone else anchors[race] for race in rows],
+        "worst": tables.WORST,
+        "failures": [(race.title, r.status, r.reason or "") for race in chosen for r in race.failures] if alone else [],
+        "notes": [tables.ALTERNATIVES_NOTE, *dict.fromkeys(note for race in chosen for note in race_warnings(race))]
+        if alone
+        else [],
+        "troubles": [f"{race.case.model}, {race.case.input}: {line}" for race in chosen for line in _troubles(race)],
         "commands": commands_of(chosen),
-        "sections": [],
+        "sections": [] if alone else [_section(race, anchors[race], draw) for race in chosen],
     }
 
 
-def _section(race: Race, anchor: str) -> dict[str, Any]:
-    figures = [
-        ("Latency", "Shorter is faster; the numbers lead to the table's rows.", bars.latency),
-        ("Compile time against steady state", "", curves.compile_against_steady),
-        ("Break-even", _without_start_up(race), curves.break_even),
-        ("Memory", "", bars.memory),
-        ("Utilisation", "", bars.utilisation),
-        ("Loss", "Where the lines lie on each other, the arms train alike.", curves.losses),
-    ]
-    drawn = [(name, said, paint(race, f"{anchor}-{number}")) for number, (name, said, paint) in enumerate(figures)]
+def race_warnings(race: MeasuredRace) -> list[str]:
+    """The notes that say what is wrong."""
+    return [note for note in cells.race_notes(race) if note.startswith("!")]
+
+
+def _section(race: MeasuredRace, anchor: str, draw: bool) -> dict[str, Any]:
+    drawn = {
+        "Latency": charts.latency,
+        "Total time over calls": charts.break_even,
+        "Loss": charts.losses,
+    }
+    figures = [(name, svg) for name, paint in drawn.items() if draw and (svg := paint(race))]
+    named_tables = {
+        "Arms, fastest first": tables.speeds(race),
+        "What that speed costs": tables.costs(race),
+        "The win taken apart": tables.filled(*tables.decomposition(race)),
+        "What compiling cost": tables.compiles(race),
+    }
     return {
-        "race": race,
         "title": race.title,
         "anchor": anchor,
         "subject": cells.subject(race),
         "lead": advice.lead(race),
-        "figures": [figure for figure in drawn if figure[2] is not None],
-        "speeds": cells.speeds(race),
-        "costs": cells.costs(race),
-        "decomposition": cells.filled(tables.DECOMPOSITION, tables.decomposition_rows(race)),
-        "compile": cells.compiles(race),
-        "prepared": _prepared(race),
-        "troubles": [line for arm in race.arms for line in cells.troubles(arm)],
+        "figures": [(name, charts.as_address(svg)) for name, svg in figures],
+        "tables": {name: table for name, table in named_tables.items() if race.arms and table[1]},
+        "notes": [*cells.notes(race), *_hits(race), *_prepared(race)],
+        "troubles": _troubles(race),
         "failures": [(result.case.arm, result.status, result.reason or "") for result in race.failures],
-        "notes": [*cells.notes(race), *_warm_before(race)],
         "commands": commands_of([race]),
     }
 
 
-def _without_start_up(race: Race) -> str:
-    """That the figure's costs are those of a process in which the compiler runs, and what a new one adds."""
-    adds = costs.start_up(race)
-    if not adds:
-        return ""
-    return f"Where the compiler already runs; a new process adds {numbers.significant(adds)} s to whatever is compiled."
+def _troubles(race: MeasuredRace) -> list[str]:
+    return [line for arm in race.arms for line in cells.troubles(arm)]
 
 
-def _prepared(race: Race) -> list[str]:
+def _prepared(race: MeasuredRace) -> list[str]:
     """What arms prepare once, which no other figure counts."""
-    lines = []
-    for arm in race.arms:
-        for what, seconds in arm.result.preparation.items():
-            lines.append(f"{arm.name}: {what}, {numbers.significant(seconds)} s")
-    return lines
+    parts = [(arm, what, s) for arm in race.arms for what, s in arm.result.preparation.items()]
+    said = [f"{arm.name}: {what}, {cells.significant(seconds)} s" for arm, what, seconds in parts]
+    return [f"Prepared once: {'; '.join(said)}."] if said else []
 
 
-def _warm_before(race: Race) -> list[str]:
+def _hits(race: MeasuredRace) -> list[str]:
     """Arms whose cold figure is not quite one: something came from a cache."""
     hit = [arm.name for arm in race.arms if arm.result.cold and arm.result.cold.cache_hits]
     return [f"The cold compile of these hit a cache: {', '.join(hit)}."] if hit else []
 
 
-def _rows(race: Race, title: str, anchor: str) -> list[Row]:
-    rows = []
-    for arm in race.arms:
-        values = (
-            numbers.significant(arm.p50),
+def _rows(race: MeasuredRace) -> list[dict[str, Any]]:
+    """The race's part of the table of all rows. ``outcome`` is what the table can be filtered by."""
+    ran = [{**_row(race, arm.result), **_figures(race, arm)} for arm in race.arms]
+    failed = [{**_row(race, r), "outcome": r.status, "reason": cells.shortened(r.reason or "")} for r in race.failures]
+    return ran + failed
+
+
+def _row(race: MeasuredRace, result: Result) -> dict[str, Any]:
+    return {"race": race, "impl": result.case.impl, "arm": result.case.arm, "cells": ()}
+
+
+def _figures(race: MeasuredRace, arm: MeasuredArm) -> dict[str, Any]:
+    outcome = cells.verdict(race, arm, race.best_shipped)
+    return {
+        "arm": cells.name(arm),
+        "outcome": "not compared" if outcome == cells.NOTHING else outcome,
+        "cells": (
+            cells.significant(arm.p50),
             cells.speedup_and_verdict(race, arm, race.best_shipped),
             cells.speedup_and_verdict(race, arm, race.best_tuned),
             cells.pair(cells.seconds(arm.result.cold), cells.seconds(arm.warm)),
             cells.memory(arm),
-        )
-        outcome = cells.verdict(race, arm, race.best_shipped)
-        outcome = "not compared" if outcome == numbers.NOTHING else outcome
-        command = arm.result.command or ""
-        rows.append(Row(title, anchor, arm.result.case.impl, cells.name(arm), outcome, values, "", command))
-    for result in race.failures:
-        reason = cells.shortened(result.reason or "")
-        impl, name = result.case.impl, result.case.arm
-        rows.append(Row(title, anchor, impl, name, result.status, (), reason, result.command or ""))
-    return rows
-
-
-def _without_empty(rows: list[Row]) -> list[str]:
-    """Leave out of all rows the columns that none fills; the head of those that stay."""
-    ran = [index for index, row in enumerate(rows) if row.cells]
-    # The first column of this table stands before these cells, so that any of them may go.
-    head, filled = cells.filled(("", *ROW_HEAD), [("", *rows[index].cells) for index in ran])
-    for index, values in zip(ran, filled, strict=True):
-        rows[index] = replace(rows[index], cells=tuple(values[1:]))
-    return head[1:]
+        ),
+    }

@@ -1,8 +1,9 @@
-"""Rows as tables in the terminal, readable at 80 columns: what does not fit side by side is stacked."""
+"""Rows as tables in the terminal. What does not fit side by side stands below."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -10,12 +11,21 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.record import Result
-from benchmarks.report import advice, cells, numbers, summary, ways
-from benchmarks.report.families import by_family, fastest, headline_arms, ordered, titles
-from benchmarks.report.race import Arm, Race, races
+from benchmarks.report import advice, cells, summary, tables
+from benchmarks.report.model import EPSILON, MeasuredRace, races
+from benchmarks.report.selection import by_family, ordered, titles
 
-ARM_WIDTH = 16  # at least; names wrap at their spaces
+NAME_WIDTH = 20  # of the first column; longer names wrap
 STYLES = {"faster": "green", "slower": "red", "undetermined": "yellow", "reference": "dim"}
+
+# The commonest recompile of a model that was not written for regions, in the compiler's words.
+KIND_DIFFERS = "dispatch key set mismatch"
+RAW_INPUT = (
+    " (the first block gets a tensor made outside inference mode, the others get one made inside; x = x + 0 before the "
+    "blocks avoids the second graph)"
+)
+# Outputs of equal weights differ by rounding; by this many times that, the weights were not equal.
+OTHER_WEIGHTS = 1e4
 
 
 def render(
@@ -26,7 +36,7 @@ def render(
     Args:
         results: Rows of any number of races.
         environments: Environment rows by the id that results name.
-        console: Where to print; standard output if None. Its width decides what is stacked.
+        console: Where to print; standard output if None. Tables that are wider than it are stacked.
     """
     console = console or Console()
     shown = ordered(races(results, environments))
@@ -34,186 +44,143 @@ def render(
         console.print("No rows.")
     families = by_family(shown)
     for name, chosen in families.items():
-        _print_family(name, chosen, titles(chosen), console)
+        _say(console, "", style="")
+        _say(console, name, style="bold")
+        _say(console, " ".join(summary.sentences(chosen)))
+        if tables.are_alternatives(chosen):
+            for group in tables.alternatives(chosen):
+                head, rows = tables.alternatives_table([group])
+                print_table(console, group.title, (head[1:], [row[1:] for row in rows]))
+            _say(console, *_failures(chosen), tables.ALTERNATIVES_NOTE, style="dim")
+        elif len(chosen) > 1:  # of one race its own tables say the same
+            print_table(console, "Our speed-up over upstream's best", tables.family_in_short(chosen, titles(chosen)))
     for chosen in families.values():
-        for race in () if ways.is_comparison(chosen) else chosen:
+        for race in () if tables.are_alternatives(chosen) else chosen:
             _print_race(race, console)
-    if len(shown) > 1:  # what a run ends with is what is on the screen then
+    if len(shown) > 1:  # the end of a run is on the screen, its start is not
         console.print()
         for name, chosen in families.items():
-            _say(f"{name}: {' '.join(summary.sentences(chosen))}", console)
+            _say(console, f"{name}: {' '.join(summary.sentences(chosen))}")
 
 
-def _say(line: str, console: Console, style: str = "") -> None:
-    console.print(Text(line, style=style))
+def _say(console: Console, *lines: str, style: str = "") -> None:
+    for line in lines:
+        console.print(Text(line, style=style))
 
 
-def _print_family(name: str, chosen: Sequence[Race], named: Mapping[Race, str], console: Console) -> None:
+def _failures(shown: Iterable[MeasuredRace]) -> list[str]:
+    return [f"{race.title}: {cells.failure(result)}" for race in shown for result in race.failures]
+
+
+def _print_race(race: MeasuredRace, console: Console) -> None:
     console.print()
-    _say(name, console, "bold")
-    _say(" ".join(summary.sentences(chosen)), console)
-    if ways.is_comparison(chosen):
-        table = _ways(chosen)
-    elif len(chosen) > 1:
-        table = _headline(chosen, named)
-    else:
-        return  # the race's own tables follow, and say the same
-    console.print()
-    console.print(table)
-    if ways.is_comparison(chosen):
-        for line in (*(f"{race.title}: {cells.failure(r)}" for race in chosen for r in race.failures), ways.NOTE):
-            _say(line, console, "dim")
-
-
-def _headline(chosen: Sequence[Race], named: Mapping[Race, str]) -> Table:
-    """Ours over upstream's best, a line a race, and the worst row; where nothing is ours the fastest over eager."""
-    rows: list[list[Text]] = []
-    if not any(race.ours for race in chosen):
-        for race in chosen:
-            arm = fastest(race)
-            gain = _over_best(race, arm, race.reference) if arm else Text(numbers.NOTHING)
-            rows.append([Text(named[race]), Text(numbers.significant(arm.p50 if arm else None)), gain])
-        return _filled("The fastest over eager", ("ms a call", "× eager"), rows, first="race")
-    for race, arm, title in headline_arms(chosen, named):
-        best, tuned = race.best_shipped, race.best_tuned
-        times = [numbers.significant(shown.p50 if shown else None) for shown in (best, arm)]
-        over = [_over_best(race, arm, best) if arm else Text(numbers.NOTHING) for best in (best, tuned)]
-        rows.append([Text(title), *map(Text, times), *over])
-    columns = ("theirs", "ours", "× as shipped", "× tuned")
-    return _filled("Our speed-up over upstream's best; ms a call", columns, rows, first="race")
-
-
-def _ways(chosen: Sequence[Race]) -> Table:
-    """Ways that ran alone, by input, the fastest first."""
-    columns = ("p50 ms", "over the fastest", "kernels", "MiB", "error", "× floor")
-    rows = []
-    for group in ways.groups(chosen):
-        rows.append([Text(group.title, style="dim"), *[Text("")] * len(columns)])
-        for name, p50, _, over, *more in ways.rows(group):
-            rows.append([Text(name), Text(p50), _verdict(over), *map(Text, more[:4])])
-    return _filled("Ways compared; each ran alone", columns, rows, first="way")
-
-
-def _filled(title: str, columns: Sequence[str], rows: Sequence[Sequence[Text]], *, first: str = "arm") -> Table:
-    """A table of these rows without the columns in which none holds anything."""
-    kept = [
-        index + 1
-        for index in range(len(columns))
-        if not rows or any(row[index + 1].plain not in cells.EMPTY for row in rows)
-    ]
-    table = arms_table(title, *(columns[index - 1] for index in kept), first=first)
-    for row in rows:
-        table.add_row(row[0], *(row[index] for index in kept))
-    return table
-
-
-def _print_race(race: Race, console: Console) -> None:
-    console.print()
-    console.print(Text(race.title, style="bold"))
-    console.print(Text(advice.lead(race)))
-    console.print(Text(cells.subject(race), style="dim"))
+    _say(console, race.title, style="bold")
+    _say(console, advice.lead(race))
+    _say(console, cells.subject(race), style="dim")
     if race.arms:
-        times, costs = _times(race, wide=True), _costs(race, wide=True)
-        tables = [times if _fits(times, console) else _times(race, wide=False)]
-        if not _fits(times, console) and any(arm.result.case.impl == "zoo" for arm in race.arms):
-            tables.append(_against_upstream(race))
-        if not _fits(times, console) and any(arm.host_ms is not None for arm in race.arms):
-            tables.append(_host(race))
-        tables.append(costs if _fits(costs, console) else _costs(race, wide=False))
-        for table in tables:
-            console.print()
-            console.print(table)
-    if race.failures:
+        print_table(console, "How fast", tables.speeds(race))
+        print_table(console, "What it costs", tables.costs(race))
+    _say(console, "", *map(cells.failure, race.failures), style="red")
+    _say(console, *cells.notes(race), style="dim")
+
+
+def print_table(console: Console, title: str, table: tables.Table) -> None:
+    """Print a table in as many pieces as the console's width needs, each with the first column."""
+    head, rows = table
+    # The words of a head may stand below each other; a figure stays on its line.
+    widths = [max(map(len, [*head[index].split(), *(row[index] for row in rows)])) for index in range(len(head))]
+    first = min(widths[0], NAME_WIDTH)
+    pieces: list[list[int]] = [[]]
+    for index in range(1, len(head)):
+        if pieces[-1] and first + sum(1 + widths[other] for other in (*pieces[-1], index)) > console.width:
+            pieces.append([])
+        pieces[-1].append(index)
+    for piece in pieces:
+        left = console.width - sum(1 + widths[index] for index in piece)
+        shown = Table(
+            title=Text(title) if title and piece is pieces[0] else None,
+            title_justify="left",
+            title_style="bold",
+            box=None,
+            padding=(0, 1, 0, 0),
+            pad_edge=False,
+        )
+        shown.add_column(Text(head[0], style="underline"), overflow="fold", width=min(widths[0], max(left, first)))
+        for index in piece:
+            shown.add_column(Text(head[index], style="underline"), justify="right", width=widths[index])
+        for row in rows:
+            figures = [Text(row[index], style=STYLES.get(cells.outcome(row[index]), "")) for index in piece]
+            shown.add_row(Text(row[0]), *figures)
         console.print()
-    for result in race.failures:
-        console.print(Text(cells.failure(result), style="red"))
-    console.print()
-    for line in cells.notes(race):
-        console.print(Text(line, style="dim"))
+        console.print(shown)
 
 
-def _fits(table: Table, console: Console) -> bool:
-    """Whether every figure shows in full; the arms' names may wrap."""
-    options = console.options.update(width=1000)
-    needed = [
-        1 + max(console.measure(cell, options=options).maximum for cell in (column.header, *column.cells))
-        for column in table.columns[1:]
-    ]
-    return ARM_WIDTH + sum(needed) <= console.width
+# The advice on one model ----------------------------------------------------------------------------------------------
 
 
-def arms_table(title: str, *columns: str, first: str = "arm") -> Table:
-    """An empty table whose first column holds names, of arms if nothing else is said."""
-    table = Table(
-        title=Text(title), title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0), pad_edge=False
+@dataclass(frozen=True)
+class Regions:
+    """What the model offers to compile by regions, a line each, and why it offers none."""
+
+    found: Sequence[str]
+    declared: bool
+    obstacles: Sequence[str]
+    none: str | None
+
+
+def render_advice(race: MeasuredRace, calls: int, regions: Regions, console: Console) -> None:
+    """Print which arm to run for so many calls, the figures behind it, and what prevents compilation by regions."""
+    _say(console, "")
+    verdict, *more = advice.verdict(race, calls)
+    _say(console, verdict, style="bold")
+    _say(console, *more)
+    if lines := advice.how_to(race, calls):
+        _say(console, "", "To run it this way:", *(f"  {line}" for line in lines))
+    _say(console, "", cells.subject(race), style="dim")
+    if race.arms:
+        title = f"Total seconds for {cells.count(calls)} calls; break-even calls"
+        print_table(console, title, tables.totals(race, calls))
+        print_table(console, "Seconds before the first call; memory; relative error", tables.first_call(race))
+    if failures := [_failure(result) for result in race.failures if not result.case.control]:
+        _say(console, "", *failures, style="red")
+    _say(console, "", *_obstacles(race, regions), "")
+    _say(console, *_notes(race), style="dim")
+
+
+def _obstacles(race: MeasuredRace, regions: Regions) -> list[str]:
+    origin = "declared by the model" if regions.declared else "discovered"
+    lines = [f"Regions, {origin}: {'; '.join(regions.found)}."] if regions.found else []
+    if regions.none is not None:
+        return [*lines, f"No regions: {regions.none}."]
+    obstacles = list(regions.obstacles)
+    for arm in race.arms:
+        if arm.result.case.strategy == "regional" and not arm.result.case.cuda_graph and arm.result.cold is not None:
+            reasons = (line.removeprefix(f"{arm.name}: ") for line in cells.troubles(arm))
+            obstacles += [reason + (RAW_INPUT if KIND_DIFFERS in reason else "") for reason in reasons]
+    obstacles += [_failure(r) for r in race.failures if r.case.strategy == "regional" and not r.case.cuda_graph]
+    if not obstacles:
+        return [*lines, "No obstacle to regional compilation was found."]
+    return [*lines, "Obstacles to regional compilation:", *(f"- {obstacle}" for obstacle in obstacles)]
+
+
+def _failure(result: Result) -> str:
+    return cells.failure(result).removeprefix(f"{result.case.impl} ")
+
+
+def _notes(race: MeasuredRace) -> list[str]:
+    notes = cells.race_notes(race)
+    checks = [arm.result.check for arm in race.arms if arm.result.check is not None]
+    apart = max((check.eager_error for check in checks if check.eager_error is not None), default=0.0)
+    if apart > OTHER_WEIGHTS * EPSILON[race.case.dtype]:
+        notes.insert(
+            0,
+            "Eager outputs of the model differ between processes, so the errors here mean nothing: load the weights "
+            "and inputs in the function, or draw them with torch's generator, which is seeded before each call of it.",
+        )
+    if any(arm.result.memory is not None and arm.result.memory.allocated is None for arm in race.arms):
+        notes.append("Memory is measured on a GPU only.")
+    notes.append(
+        "g/b/r: graphs, graph breaks, recompiles. Totals are for one new process: they include the compiler's start-up "
+        "and exclude imports and model set-up. The tables of the report exclude the start-up too."
     )
-    table.add_column(Text(first, style="underline"), overflow="fold", min_width=ARM_WIDTH)
-    for column in columns:
-        table.add_column(Text(column, style="underline"), justify="right", no_wrap=True)
-    return table
-
-
-def _verdict(text: str) -> Text:
-    return Text(text, style=STYLES.get(cells.outcome(text), ""))
-
-
-def _times(race: Race, wide: bool) -> Table:
-    reference = race.reference
-    title = f"Speed-up over {reference.name}" if reference else "Times; no eager arm to compare with"
-    columns = ["p50 ms", "p95 ms", "speed-up", "verdict", "× floor"]
-    if wide:
-        columns += ["× best as shipped", "× best tuned", *cells.HOST_HEAD]
-    rows = []
-    for arm in race.arms:
-        row = [
-            Text(cells.name(arm)),
-            Text(numbers.significant(arm.p50)),
-            Text(numbers.significant(arm.p95)),
-            Text(cells.speedup(race, arm, reference)),
-            _verdict(cells.verdict(race, arm, reference)),
-            Text(cells.times_floor(arm)),
-        ]
-        if wide:
-            row += [_over_best(race, arm, best) for best in (race.best_shipped, race.best_tuned)]
-            row += map(Text, cells.host(arm))
-        rows.append(row)
-    return _filled(title, columns, rows)
-
-
-def _against_upstream(race: Race) -> Table:
-    rows = [
-        [Text(cells.name(arm)), *(_over_best(race, arm, best) for best in (race.best_shipped, race.best_tuned))]
-        for arm in race.arms
-        if arm.result.case.impl == "zoo"
-    ]
-    return _filled("Our speed-up over upstream's best", ("× best as shipped", "× best tuned"), rows)
-
-
-def _host(race: Race) -> Table:
-    rows = [list(map(Text, (cells.name(arm), *cells.host(arm)))) for arm in race.arms]
-    return _filled("How long a call keeps the host busy, and device time without a kernel", cells.HOST_HEAD, rows)
-
-
-def _over_best(race: Race, arm: Arm, best: Arm | None) -> Text:
-    text = _verdict(cells.verdict(race, arm, best))
-    text.plain = cells.speedup(race, arm, best)
-    return text
-
-
-def _costs(race: Race, wide: bool) -> Table:
-    columns = ["cold s", "warm s", "g/b/r", "kernels", "MiB", "error", "break-even"]
-    if wide:
-        columns = ["cold s", "warm s", "capture s", "first result s", *columns[2:6], "eager's", *columns[6:]]
-    rows = []
-    for arm in race.arms:
-        cold = arm.result.cold
-        row = [cells.name(arm), cells.seconds(cold), cells.seconds(arm.warm)]
-        if wide:
-            row += [numbers.significant(cold.capture if cold else None)]
-            row += [numbers.significant(cold.time_to_first_result if cold else None)]
-        row += [cells.compiler_counts(arm.result.counted), cells.kernels(arm), cells.memory(arm), cells.error(arm)]
-        if wide:
-            row += [cells.eager_error(arm)]
-        row += [cells.break_even(race, arm)]
-        rows.append(list(map(Text, row)))
-    return _filled("Compile s, graphs/breaks/recompiles, peak memory, break-even cold/warm", columns, rows)
+    return notes

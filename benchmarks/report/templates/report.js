@@ -1,26 +1,25 @@
-// The table's filter: a row stays if it has every word and both choices. And a link to a race opens its details.
+// The table's filter: a row stays if it has every word and both choices. A link to a race opens what it is folded in.
 (() => {
   const field = (id) => document.getElementById(id);
   const rows = [...document.querySelectorAll("#all tbody tr")];
   const texts = rows.map((row) => row.textContent.toLowerCase());
-  const filter = () => {
+  field("filter").addEventListener("input", () => {
     const words = field("words").value.toLowerCase().split(/\s+/).filter(Boolean);
     const impl = field("impl").value, outcome = field("outcome").value;
-    let count = 0;
     rows.forEach((row, index) => {
-      const stays = words.every((word) => texts[index].includes(word))
-        && (!impl || row.dataset.impl === impl) && (!outcome || row.dataset.outcome === outcome);
-      row.hidden = !stays;
-      count += stays;
+      row.hidden = !(words.every((word) => texts[index].includes(word))
+        && (!impl || row.dataset.impl === impl) && (!outcome || row.dataset.outcome === outcome));
     });
-    field("count").textContent = `${count} of ${rows.length} rows`;
-  };
-  field("filter").addEventListener("input", filter);
+    field("count").textContent = `${rows.filter((row) => !row.hidden).length} of ${rows.length} rows`;
+  });
   field("filter").addEventListener("submit", (event) => event.preventDefault());
   const open = () => {
-    const race = document.getElementById(location.hash.slice(1));
-    const details = race && race.querySelector(":scope > details");
-    if (details) details.open = true;
+    const target = document.getElementById(location.hash.slice(1));
+    if (!target) return;
+    const own = target.querySelector(":scope > details");
+    if (own) own.open = true;
+    for (let part = target; part; part = part.parentElement) if (part.tagName === "DETAILS") part.open = true;
+    target.scrollIntoView();
   };
   addEventListener("hashchange", open);
   open();

@@ -11,7 +11,6 @@ from typing import Any, Literal
 from benchmarks import stats
 from benchmarks.plan import Case
 from benchmarks.record import Compile, Result, Rows, device_name
-from benchmarks.report.numbers import exponent, percent
 from benchmarks.stats import Ratio, Utilisation, Verdict
 
 # What users of the upstream library run today. Whatever else an upstream arm does to be fast counts as tuned.
@@ -46,7 +45,7 @@ def paid_seconds(compile: Compile | None) -> float | None:
 
 
 @dataclass(frozen=True, eq=False)
-class Arm:
+class MeasuredArm:
     """One arm that ran, with its median and 95th percentile in milliseconds (None where no round was raced).
 
     ``rounding`` is the error that its eager twin makes; the greatest of the other arms' where that did not run.
@@ -64,6 +63,10 @@ class Arm:
         return self.result.case.arm
 
     @property
+    def is_eager(self) -> bool:
+        return self.result.case.strategy == "eager" and not self.result.case.cuda_graph
+
+    @property
     def wrong(self) -> bool:
         """Whether its output is farther from the reference than rounding explains."""
         check = self.result.check
@@ -73,8 +76,7 @@ class Arm:
 
     def paid(self, caches: Caches) -> float | None:
         """Seconds spent before the first fast call: none by eager; None where it was not measured."""
-        case = self.result.case
-        if case.strategy == "eager" and not case.cuda_graph:
+        if self.is_eager:
             return 0.0
         return paid_seconds(self.result.cold if caches == "cold" else self.result.warm)
 
@@ -126,7 +128,7 @@ class Arm:
 
 
 @dataclass(frozen=True, eq=False)
-class Race:
+class MeasuredRace:
     """All arms that share model, input, workload, dtype, device and torch.
 
     Args:
@@ -137,17 +139,17 @@ class Race:
         clock: ``device`` events, or ``wall`` clock where an arm has no device times.
         noise: The A/A noise floor as a fraction; None where no control ran beside its twin.
         noise_arm: Name of the arm that the noise was measured with.
-        beside: The question for which it was run beside the race of its family's tables; empty for that race itself.
+        extra: The question for which it was run beside the race of its family's tables; empty for that race itself.
     """
 
     case: Case
     environment: Mapping[str, Any]
-    arms: tuple[Arm, ...]
+    arms: tuple[MeasuredArm, ...]
     failures: tuple[Result, ...]
     clock: Literal["device", "wall"]
     noise: float | None
     noise_arm: str | None
-    beside: str = ""
+    extra: str = ""
 
     @property
     def title(self) -> str:
@@ -164,7 +166,7 @@ class Race:
         units = (arm.result.work.unit for arm in self.arms if arm.result.work is not None)
         return next((unit for unit in units if unit), None)
 
-    def find(self, *, impl: str, strategy: str, cuda_graph: bool = False, mode: str = "default") -> Arm | None:
+    def find(self, *, impl: str, strategy: str, cuda_graph: bool = False, mode: str = "default") -> MeasuredArm | None:
         """The arm of exactly these options that is not dynamic and has its kernels, or None."""
         wanted = (impl, strategy, cuda_graph, mode, False)
         for arm in self.arms:
@@ -174,7 +176,7 @@ class Race:
         return None
 
     @property
-    def reference(self) -> Arm | None:
+    def reference(self) -> MeasuredArm | None:
         """Upstream eager if it ran, else the zoo's eager, or that of a user's own model."""
         for impl in ("upstream", "zoo", "own"):
             arm = self.find(impl=impl, strategy="eager")
@@ -183,7 +185,7 @@ class Race:
         return None
 
     @property
-    def ours(self) -> Arm | None:
+    def ours(self) -> MeasuredArm | None:
         """The arm we stand for: regional with the outer CUDA graph, or without where it cannot be captured."""
         for cuda_graph in (True, False):
             arm = self.find(impl="zoo", strategy="regional", cuda_graph=cuda_graph)
@@ -191,35 +193,44 @@ class Race:
                 return arm
         return None
 
-    def _fastest(self, arms: Iterable[Arm]) -> Arm | None:
+    @property
+    def fastest(self) -> MeasuredArm | None:
+        """The fastest arm whose output is right."""
+        return self._fastest(self.arms)
+
+    def _fastest(self, arms: Iterable[MeasuredArm]) -> MeasuredArm | None:
         return next((arm for arm in arms if arm.p50 is not None and not arm.wrong), None)  # arms are sorted by time
 
     @property
-    def best_shipped(self) -> Arm | None:
+    def best_shipped(self) -> MeasuredArm | None:
         """The fastest upstream arm as shipped whose output is right."""
         return self._fastest(arm for arm in self.arms if is_shipped(arm.result.case))
 
     @property
-    def best_tuned(self) -> Arm | None:
+    def best_tuned(self) -> MeasuredArm | None:
         """The fastest tuned upstream arm whose output is right."""
         return self._fastest(arm for arm in self.arms if is_tuned(arm.result.case))
 
-    def speedup(self, arm: Arm, over: Arm | None) -> Ratio | None:
+    def speedup(self, arm: MeasuredArm, over: MeasuredArm | None) -> Ratio | None:
         """How much faster ``arm`` is than ``over``; paired where one ran in all rounds of the other, in one run."""
         if over is None or over.p50 is None or arm.p50 is None:
             return None
         return _ratio(over.result, arm.result, self.clock)
 
-    def interval(self, arm: Arm) -> tuple[float, float] | None:
-        """The 95 % interval of the arm's median, milliseconds; None where the rounds are too few for one."""
-        return stats.median_interval(samples) if (samples := _samples(arm.result, self.clock)) else None
+    def samples(self, arm: MeasuredArm) -> list[float]:
+        """Milliseconds a call, one sample a round."""
+        return _samples(arm.result, self.clock)
 
-    def verdict(self, arm: Arm, over: Arm | None) -> Verdict | None:
+    def interval(self, arm: MeasuredArm) -> tuple[float, float] | None:
+        """The 95 % interval of the arm's median, milliseconds; None where the rounds are too few for one."""
+        return stats.median_interval(samples) if (samples := self.samples(arm)) else None
+
+    def verdict(self, arm: MeasuredArm, over: MeasuredArm | None) -> Verdict | None:
         """What the interval and the noise floor say about that speed-up."""
         ratio = self.speedup(arm, over)
         return None if ratio is None else stats.verdict(ratio, self.noise)
 
-    def overtakes(self, arm: Arm, over: Arm) -> bool:
+    def overtakes(self, arm: MeasuredArm, over: MeasuredArm) -> bool:
         """Whether calls of ``arm`` make up for what it costs more than ``over``: it is faster, by its median as well.
 
         Where rounds differ a lot, who is faster in most of them may have the greater median.
@@ -229,7 +240,7 @@ class Race:
         assert arm.p50 is not None and over.p50 is not None  # or there would be no verdict
         return arm.p50 < over.p50
 
-    def own_eager(self, arm: Arm) -> Arm | None:
+    def own_eager(self, arm: MeasuredArm) -> MeasuredArm | None:
         """What the arm would be without compilation: its implementation's eager, else upstream's."""
         for impl in (arm.result.case.impl, "upstream"):
             eager = self.find(impl=impl, strategy="eager")
@@ -237,71 +248,56 @@ class Race:
                 return eager
         return None
 
-    def break_even(self, arm: Arm, compile: Compile | None) -> float | None:
+    def break_even(self, arm: MeasuredArm, compile: Compile | None) -> float | None:
         """Calls until compile and capture seconds are paid back by being faster than the arm's own eager.
 
         Infinite if never, NaN if eager and the arm cannot be told apart, None where one of the figures is missing.
         """
+        return self._calls_to_repay(arm, paid_seconds(compile))
+
+    def _calls_to_repay(self, arm: MeasuredArm, paid: float | None) -> float | None:
         eager = self.own_eager(arm)
-        if compile is None or eager is None or eager.p50 is None or arm.p50 is None or arm is eager:
-            return None
-        if (paid := paid_seconds(compile)) is None:
+        if paid is None or eager is None or eager.p50 is None or arm.p50 is None or arm is eager:
             return None
         if self.verdict(arm, eager) == "undetermined":
             return math.nan
         return stats.break_even_calls(paid, eager.p50, arm.p50)
 
-    @property
-    def notes(self) -> list[str]:
-        """What a reader must know to read the figures right, one sentence each."""
-        timed = [arm for arm in self.arms if arm.p50 is not None]
-        notes = []
-        if timed:
-            by = "device events" if self.clock == "device" else "the wall clock"
-            notes.append(f"Times are milliseconds a call by {by}; intervals are 95 % bootstrap over rounds.")
-            if self.noise is None:
-                notes.append("No A/A control ran: the noise is unknown, verdicts rest on the intervals alone.")
-            elif math.isinf(self.noise):
-                notes.append(f"The A/A control ran fewer than {stats.MIN_ROUNDS} rounds: nothing can be told apart.")
-            else:
-                notes.append(f"A/A noise {percent(self.noise)} ({self.noise_arm} against its copy).")
-        copied = [arm.name for arm in self.arms if arm.warm is not arm.result.warm]
-        if copied:
-            notes.append(f"The warm start shown for {', '.join(copied)} is its copy's.")
-        few = [arm.name for arm in timed if len(_samples(arm.result, self.clock)) < stats.MIN_ROUNDS]
-        if few:
-            notes.append(f"Fewer than {stats.MIN_ROUNDS} rounds, so no interval: {', '.join(few)}.")
-        apart = [arm for arm in timed if (ratio := self.speedup(arm, self.reference)) and not ratio.paired]
-        if apart:
-            notes.append(f"Not raced in the reference's rounds, compared unpaired: {', '.join(a.name for a in apart)}.")
-        missed = [arm.name for arm in timed if _missed(arm)]
-        if missed:
-            notes.append(f"The warm start of these missed a cache and compiled something anew: {', '.join(missed)}.")
-        warm = [arm.name for arm in self.arms if (c := arm.result.cold) and c.cache_empty_at_start is False]
-        if warm:
-            notes.append(f"Their caches were not empty, so these have no cold figure: {', '.join(warm)}.")
-        notes += [f"! {arm.name}: {arm.result.reason}." for arm in timed if arm.result.reason]
-        if wrong := [arm.name for arm in self.arms if arm.wrong]:
-            notes.append(f"! Error above {WRONG}× eager's own, not counted among the best: {', '.join(wrong)}.")
-        checks = [arm.result.check for arm in self.arms if arm.result.check is not None]
-        errors = {check.eager_error for check in checks if check.eager_error is not None}
-        if errors:
-            against = " and ".join(sorted({str(check.reference_dtype) for check in checks if check.reference_dtype}))
-            widest = " to ".join(exponent(error) for error in sorted({min(errors), max(errors)}))
-            notes.append(
-                f"Errors are relative, norm-wise, against {against or 'the reference'}; eager's own is {widest}."
-            )
-        return notes
+    @functools.cached_property
+    def start_up(self) -> float:
+        """Seconds that starting the compiler adds to the first call of a process that has compiled nothing yet.
+
+        All arms share it. The least of the measured values counts, since other work of the machine only adds: a small
+        graph compiled first and alone, and each arm's first result less what compiling it took.
+        """
+        found = []
+        for arm in self.arms:
+            cold, paid = arm.result.cold, arm.paid("cold")
+            if cold is None or arm.is_eager:
+                continue
+            if cold.start_up is not None:
+                found.append(cold.start_up)
+            if cold.time_to_first_result is not None and paid is not None and arm.p50 is not None:
+                found.append(max(0.0, cold.time_to_first_result - paid - arm.p50 / 1e3))
+        return min(found, default=0.0)
+
+    def before(self, arm: MeasuredArm, caches: Caches) -> float | None:
+        """Seconds before the first steady call in a new process: start-up, compilation, capture."""
+        paid = arm.paid(caches)
+        return paid if paid is None or arm.is_eager else paid + self.start_up
+
+    def total(self, arm: MeasuredArm, calls: int, caches: Caches) -> float | None:
+        """Seconds from a new process, imports and model set-up apart, to the last of so many results."""
+        first = self.before(arm, caches)
+        return None if first is None or arm.p50 is None else first + calls * arm.p50 / 1e3
+
+    def pays_back(self, arm: MeasuredArm, caches: Caches) -> float | None:
+        """Calls until a new process has paid back all that it paid first, against eager; as ``break_even``."""
+        return None if arm.is_eager else self._calls_to_repay(arm, self.before(arm, caches))
 
 
 def _eager_error(result: Result) -> float | None:
     return None if result.check is None else result.check.eager_error
-
-
-def _missed(arm: Arm) -> bool:
-    """Whether the warm figure is not quite one: an entry of the caches was broken, or could not be written before."""
-    cold, warm = arm.result.cold, arm.warm
-    return cold is not None and warm is not None and warm.seconds is not None and bool(warm.cache_misses)
 
 
 def _samples(result: Result, clock: str) -> list[float]:
@@ -323,7 +319,7 @@ def _ratio(reference: Result, arm: Result, clock: str) -> Ratio:
     return _unpaired(tuple(first), tuple(second))
 
 
-def across(over: Arm, arm: Arm) -> Ratio:
+def across(over: MeasuredArm, arm: MeasuredArm) -> Ratio:
     """How much faster ``arm`` is than an arm of another race, so unpaired; both must have a time."""
     both = [arm.result.steady for arm in (over, arm)]
     clock = "device" if all(steady is not None and steady.device_ms for steady in both) else "wall"
@@ -335,7 +331,7 @@ _paired = functools.lru_cache(maxsize=4096)(stats.paired_ratio)
 _unpaired = functools.lru_cache(maxsize=4096)(stats.unpaired_ratio)
 
 
-def _noise(arms: Iterable[Arm], clock: str) -> tuple[float | None, str | None]:
+def _noise(arms: Iterable[MeasuredArm], clock: str) -> tuple[float | None, str | None]:
     """The widest A/A interval of the race's controls, and the arm it was measured with."""
     widest: tuple[float | None, str | None] = (None, None)
     for arm in arms:
@@ -347,7 +343,7 @@ def _noise(arms: Iterable[Arm], clock: str) -> tuple[float | None, str | None]:
     return widest
 
 
-def races(results: Iterable[Result], environments: Mapping[str, Mapping[str, Any]]) -> list[Race]:
+def races(results: Iterable[Result], environments: Mapping[str, Mapping[str, Any]]) -> list[MeasuredRace]:
     """Rows grouped into races, in the order in which they first appear."""
     groups: dict[tuple[str, ...], list[Result]] = {}
     for result in results:
@@ -358,16 +354,16 @@ def races(results: Iterable[Result], environments: Mapping[str, Mapping[str, Any
 
 
 @functools.lru_cache(maxsize=4)  # a page asks for them again with every table and figure
-def races_of(rows: Rows) -> tuple[Race, ...]:
+def races_of(rows: Rows) -> tuple[MeasuredRace, ...]:
     """The races that tables of their families are made from; of rows that nobody changes any more."""
     return tuple(races(rows.results, rows.environments))
 
 
 @functools.lru_cache(maxsize=4)
-def races_beside(rows: Rows) -> tuple[Race, ...]:
+def extra_races(rows: Rows) -> tuple[MeasuredRace, ...]:
     """Races that were run for one question each, beside those of the families' tables."""
     return tuple(
-        replace(race, beside=name)
+        replace(race, extra=name)
         for name, results in sorted(rows.extra.items())
         for race in races(results, rows.environments)
     )
@@ -382,7 +378,7 @@ def _proven(result: Result) -> Result:
     return replace(result, cold=unknown)
 
 
-def _race(results: list[Result], environment: Mapping[str, Any]) -> Race:
+def _race(results: list[Result], environment: Mapping[str, Any]) -> MeasuredRace:
     results = [_proven(result) for result in results]
     ran = [result for result in results if result.status == "ok"]
     steady = [result.steady for result in ran if result.steady is not None]
@@ -396,9 +392,9 @@ def _race(results: list[Result], environment: Mapping[str, Any]) -> Race:
             samples = _samples(result, clock)
             p50, p95 = (stats.median(samples), stats.p95(samples)) if samples else (None, None)
             rounding = greatest if error is None else error
-            arms.append(Arm(result, p50, p95, rounding, controls.get(result.case.key)))
+            arms.append(MeasuredArm(result, p50, p95, rounding, controls.get(result.case.key)))
     noise, noise_arm = _noise(arms, clock)
-    return Race(
+    return MeasuredRace(
         case=results[0].case,
         environment=environment,
         arms=tuple(sorted(arms, key=lambda arm: math.inf if arm.p50 is None else arm.p50)),

@@ -1,0 +1,354 @@
+"""What is generated in the documentation: found by markers, made from rows, rewritten or checked for drift.
+
+A table stands between two marker lines, and a value between two markers in running text::
+
+    <!-- table: race model=gcn input=cora -->
+    ...
+    <!-- end table -->
+
+    It takes <!-- value: p50 model=gcn input=cora arm="zoo regional" -->0.236 ms<!-- end --> a call.
+
+Fenced code is left alone, so that docs can show a marker.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.claims import page as claims
+from benchmarks.cli import did_you_mean
+from benchmarks.record import Compile, Result, Rows
+from benchmarks.report import cells, front, markdown, tables
+from benchmarks.report.commands import commands_of
+from benchmarks.report.model import MeasuredArm, MeasuredRace, extra_races, races_of
+from benchmarks.report.selection import SELECTING, machines, option, select
+
+PICTURE = "compile-and-call.svg"
+MACHINE = ("gpu", "torch")
+DEFAULTS = {"workload": "inference", "dtype": "float32"}
+NOT_YET = "not measured yet"
+
+TABLE = re.compile(r"^<!-- table:(.*?)-->\s*$")
+END_TABLE = re.compile(r"^<!-- end table -->\s*$")
+VALUE = re.compile(r"(?<!`)<!-- value:(.*?)-->(.*?)<!-- end -->")
+OPEN_VALUE = re.compile(r"(?<!`)<!-- value:")
+FENCE = re.compile(r"^\s*(```+|~~~+)")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a marker asks for: ``race model=gcn input=cora`` is the kind ``race`` with two options."""
+
+    kind: str
+    options: Mapping[str, str]
+
+    @classmethod
+    def parse(cls, text: str) -> Spec:
+        """A marker's text as a Spec. ValueError on an empty one, or a word that is no ``key=value``."""
+        words = shlex.split(text)
+        if not words:
+            raise ValueError("the marker names nothing; write <!-- table: race model=... input=... -->")
+        options = {}
+        for word in words[1:]:
+            key, equals, value = word.partition("=")
+            if not (key and equals and value):
+                raise ValueError(f"{word!r} is no key=value; options look like model=gcn")
+            if key in options:
+                raise ValueError(f"{key} is given twice")
+            options[key] = value
+        return cls(words[0], options)
+
+
+def rewrite(text: str, make_table: Callable[[Spec], str], make_value: Callable[[Spec], str]) -> str:
+    """The text with every block made anew.
+
+    Raises:
+        ValueError: Naming the line, on a marker without its end or one that cannot be made.
+    """
+    lines = text.split("\n")
+    made: list[str] = []
+    fence: str | None = None
+    number = 0
+    while number < len(lines):
+        line = lines[number]
+        here = number + 1
+        number += 1
+        if mark := FENCE.match(line):
+            if fence is None:
+                fence = mark[1]
+            elif mark[1].startswith(fence):
+                fence = None
+        elif fence is None and (marker := TABLE.match(line)):
+            end = next((n for n in range(number, len(lines)) if END_TABLE.match(lines[n])), None)
+            if end is None or any(TABLE.match(inner) for inner in lines[number:end]):
+                raise ValueError(f"line {here}: the table is not closed; add the line <!-- end table -->")
+            made += [line.rstrip(), "", _at(here, make_table, marker[1]), "", lines[end].rstrip()]
+            number = end + 1
+            continue
+        elif fence is None:
+            if END_TABLE.match(line):
+                raise ValueError(f"line {here}: <!-- end table --> closes no table")
+            if len(OPEN_VALUE.findall(line)) != len(VALUE.findall(line)):
+                raise ValueError(f"line {here}: a value is not closed on its line; add <!-- end -->")
+            line = VALUE.sub(functools.partial(_value, here, make_value), line)
+        made.append(line)
+    return "\n".join(made)
+
+
+def _value(line: int, make: Callable[[Spec], str], found: re.Match[str]) -> str:
+    return f"<!-- value:{found[1]}-->{_at(line, make, found[1])}<!-- end -->"
+
+
+def _at(line: int, make: Callable[[Spec], str], text: str) -> str:
+    try:
+        return make(Spec.parse(text))
+    except ValueError as error:
+        raise ValueError(f"line {line}: {' '.join(text.split())}: {error}") from error
+
+
+def markdown_files(paths: Iterable[Path]) -> list[Path]:
+    """The files themselves, and every ``*.md`` below the folders.
+
+    Raises:
+        FileNotFoundError: On a path that is not there, or a folder without Markdown, of which nothing could be said.
+    """
+    files = []
+    for path in paths:
+        if not path.exists():
+            raise FileNotFoundError(f"{path} does not exist; give Markdown files or folders")
+        found = sorted(path.rglob("*.md")) if path.is_dir() else [path]
+        if not found:
+            raise FileNotFoundError(f"{path} holds no Markdown; give *.md files, or folders of them such as docs")
+        files += found
+    return files
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+def regenerated(file: Path, rows: Rows) -> tuple[str, str]:
+    """The text of a Markdown file or the picture, as it is and as it follows from the rows.
+
+    Raises:
+        ValueError: Naming file and line, if a block cannot be made.
+    """
+    text = file.read_text(encoding="utf-8")
+    if file.name == PICTURE:
+        return text, front.picture(races_of(rows), text)
+    try:
+        return text, rewrite(text, lambda spec: make_table(spec, rows), lambda spec: make_value(spec, rows))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def generated_files(paths: list[Path]) -> list[Path]:
+    """Markdown files, and the picture where a folder holds it."""
+    pictures = [path / PICTURE for path in paths if (path / PICTURE).exists()]
+    return [*markdown_files(paths), *pictures]
+
+
+def update(paths: list[Path], rows: Rows) -> list[Path]:
+    """Rewrite the generated blocks and the picture in files and folders; return the files that changed."""
+    made = [(file, *regenerated(file, rows)) for file in generated_files(paths)]  # all or none
+    changed = [(file, after) for file, before, after in made if before != after]
+    for file, after in changed:
+        file.write_text(after, encoding="utf-8")
+    return [file for file, _ in changed]
+
+
+def drift(paths: list[Path], rows: Rows) -> str:
+    """A diff of what is generated and differs from the rows; empty if nothing does."""
+    parts: list[str] = []
+    for file in generated_files(paths):
+        before, after = (text.splitlines(keepends=True) for text in regenerated(file, rows))
+        parts += difflib.unified_diff(before, after, str(file), f"{file} from the rows")
+    return "".join(parts)
+
+
+# Tables ---------------------------------------------------------------------------------------------------------------
+
+
+def make_table(spec: Spec, rows: Rows) -> str:
+    """The Markdown of a table block. ValueError on an unknown kind or option, or one that selects several races."""
+    if spec.kind in claims.TABLES:
+        return claims.TABLES[spec.kind](spec.options, rows)
+    if spec.kind == "front":
+        _refuse_options(spec, MACHINE)
+        return front.table(spec.options, races_of(rows))
+    if spec.kind == "headline":
+        _refuse_options(spec, SELECTING)
+        return _headline(spec, races_of(rows))
+    makers: dict[str, Callable[[MeasuredRace], str]] = {
+        "race": markdown.race_table,
+        "compile": markdown.compile_table,
+        "decomposition": lambda race: markdown.table(*tables.decomposition(race)),
+        "losses": _losses,
+        "kernels": lambda race: _kernels(race, _arm(race, spec.options["arm"])),
+    }
+    if spec.kind not in makers:
+        known = ("front", "headline", *makers, *claims.TABLES)
+        raise ValueError(f"there is no table {spec.kind!r}; {did_you_mean(spec.kind, known)}")
+    of_arm = spec.kind == "kernels"
+    _refuse_options(spec, (*SELECTING, "arm") if of_arm else SELECTING)
+    if of_arm and not {"model", "input", "arm"} <= spec.options.keys():
+        raise ValueError('kernels are those of one arm; give model=... input=... arm="zoo regional"')
+    if not {"model", "input"} <= spec.options.keys():
+        raise ValueError(f"a {spec.kind} table shows one race; give model=... input=...")
+    shown = races_of(rows)
+    if spec.kind == "decomposition":
+        apart = tuple(race for race in extra_races(rows) if tables.separates_kernels(race))
+        shown = apart if _select(spec, apart) else shown
+    race = _single(spec, shown)
+    if race is None:
+        return _nothing(spec)
+    made = makers[spec.kind](race)
+    if spec.kind in ("losses", "kernels"):  # the first stands below a table of the same race
+        return made
+    return "\n\n".join([made, " ".join(cells.notes(race)), _origin([race])])
+
+
+def _refuse_options(spec: Spec, known: Sequence[str]) -> None:
+    for key in spec.options:
+        if key not in known:
+            raise ValueError(f"there is no option {key!r}; {did_you_mean(key, known)}")
+
+
+def _select(spec: Spec, shown: Sequence[MeasuredRace], *, ignore: tuple[str, ...] = ()) -> list[MeasuredRace]:
+    said = {**DEFAULTS, **spec.options}
+    return select({key: said[key] for key in SELECTING if key in said and key not in ignore}, shown)
+
+
+def _single(spec: Spec, shown: Sequence[MeasuredRace]) -> MeasuredRace | None:
+    chosen = _select(spec, shown)
+    if len(chosen) > 1:
+        raise ValueError(f"{len(chosen)} races match: {'; '.join(race.title for race in chosen)}; give more options")
+    return chosen[0] if chosen else None
+
+
+def _arm(race: MeasuredRace, name: str) -> MeasuredArm | Result:
+    arms: dict[str, MeasuredArm | Result] = {arm.name: arm for arm in race.arms}
+    arms |= {result.case.arm: result for result in race.failures}
+    if name not in arms:
+        raise ValueError(f"{race.title} has no arm {name!r}; {did_you_mean(name, arms)}")
+    return arms[name]
+
+
+def _nothing(spec: Spec) -> str:
+    words = ["python", "-m", "benchmarks.run"]
+    for key in ("family", "model", "input", "workload", "dtype", "device"):
+        if key in spec.options:
+            words += [f"--{key}", spec.options[key]]
+    return f"No rows measured yet; run `{shlex.join(words)}`."
+
+
+def _origin(shown: Sequence[MeasuredRace], commands: str | None = None) -> str:
+    """The machine of a table and the commands that measure it again, which stand below it."""
+    commands = commands or "\n".join(commands_of(shown))
+    if not commands:
+        return f"{machines(shown)}. The rows name no command that measures them again."
+    return f"{machines(shown)}. Measure it again:\n\n```sh\n{commands}\n```"
+
+
+def _headline(spec: Spec, shown: Sequence[MeasuredRace]) -> str:
+    chosen = _select(spec, shown)
+    if not chosen:
+        return _nothing(spec)
+    # The worst row comes from all races of the family, so that a choice of models or inputs cannot hide it.
+    everything = _select(spec, shown, ignore=("model", "input"))
+    worst = tables.worst_row(everything)
+    rows = tables.with_worst(chosen, worst)
+    # Lists of these make rows of one model and input that nothing else tells apart.
+    differ = [key for key in ("workload", "dtype") if len({option(race, key) for race, _ in rows}) > 1]
+
+    def named(race: MeasuredRace) -> str:
+        return ", ".join(option(race, key) for key in ("model", "input", *differ))
+
+    notes = []
+    if worst is not None:
+        race, arm, _ = worst
+        said = cells.speedup_and_verdict(race, arm, race.best_shipped) + cells.but_wrong(arm)
+        notes.append(f"Our worst result in {cells.race_count(len(everything))}: {named(race)}, {arm.name}: {said}.")
+    notes.append("Intervals are 95 % bootstrap over rounds; a difference within the A/A noise is undetermined.")
+    body = markdown.table(tables.HEADLINE, [[named(race), *tables.headline_row(race, arm)] for race, arm in rows])
+    return "\n\n".join([body, " ".join(notes), _origin(list(dict.fromkeys(race for race, _ in rows)))])
+
+
+def _losses(race: MeasuredRace) -> str:
+    table = tables.losses(race)
+    return markdown.table(*table) if table else "No curves; give `--curve` steps."
+
+
+def _kernels(race: MeasuredRace, arm: MeasuredArm | Result) -> str:
+    if isinstance(arm, Result):
+        return f"{arm.case.arm}: {arm.status}."
+    command, work = arm.result.command, arm.result.work
+    if work is None or not work.longest:
+        return f"Not measured yet; run `{command}`." if command else "Not measured yet."
+    note = (
+        f"One call of {arm.name}, by the profiler. Times are of a profiled call: their sum, "
+        f"{cells.significant(work.kernel_microseconds)} µs, is a little more or less than a call takes without one."
+    )
+    return "\n\n".join([markdown.table(*tables.kernels(work)), note, _origin([race], command)])
+
+
+# Values ---------------------------------------------------------------------------------------------------------------
+
+
+def make_value(spec: Spec, rows: Rows) -> str:
+    """The text of a value block: a measured figure with its unit. ValueError on an unknown figure, option or arm."""
+    if spec.kind == "verdict":
+        return claims.verdict(spec.options, rows)
+    if spec.kind == "cold-range":
+        _refuse_options(spec, ("of", *MACHINE))
+        return front.cold_range(spec.options, races_of(rows))
+    if spec.kind not in VALUES:
+        known = (*VALUES, "verdict", "cold-range")
+        raise ValueError(f"there is no value {spec.kind!r}; {did_you_mean(spec.kind, known)}")
+    _refuse_options(spec, (*SELECTING, "arm", "against"))
+    if not {"model", "input", "arm"} <= spec.options.keys():
+        raise ValueError('a value belongs to one arm; give model=... input=... arm="zoo regional"')
+    race = _single(spec, races_of(rows))
+    if race is None:
+        return NOT_YET
+    found = _arm(race, spec.options["arm"])
+    if isinstance(found, Result):
+        return found.status
+    return VALUES[spec.kind](race, found, spec.options.get("against", "shipped"))
+
+
+def _speedup_value(race: MeasuredRace, arm: MeasuredArm, against: str) -> str:
+    known = {"eager": race.reference, "shipped": race.best_shipped, "tuned": race.best_tuned}
+    if against in known:
+        over = known[against]
+    else:
+        found = _arm(race, against)
+        over = found if isinstance(found, MeasuredArm) else None
+    ratio = race.speedup(arm, over)
+    return cells.times(ratio.value) if ratio else "not measured"
+
+
+def _with_unit(number: float | None, unit: str) -> str:
+    return "not measured" if number is None else f"{cells.significant(number)} {unit}"
+
+
+def _mebibytes(arm: MeasuredArm) -> str:
+    return f"{cells.memory(arm)} MiB" if arm.result.memory else "not measured"
+
+
+VALUES: dict[str, Callable[[MeasuredRace, MeasuredArm, str], str]] = {
+    "p50": lambda race, arm, against: _with_unit(arm.p50, "ms"),
+    "p95": lambda race, arm, against: _with_unit(arm.p95, "ms"),
+    "speedup": _speedup_value,
+    "compile-cold": lambda race, arm, against: _with_unit((arm.result.cold or Compile()).seconds, "s"),
+    "compile-warm": lambda race, arm, against: _with_unit((arm.warm or Compile()).seconds, "s"),
+    "start-up": lambda race, arm, against: _with_unit((arm.result.cold or Compile()).start_up, "s"),
+    "throughput": lambda race, arm, against: _with_unit(arm.throughput, f"{race.unit} a second"),
+    "memory": lambda race, arm, against: _mebibytes(arm),
+    "graphs": lambda race, arm, against: cells.count((arm.result.counted or Compile()).graphs),
+}
