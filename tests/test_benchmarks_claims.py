@@ -10,35 +10,18 @@ from typing import Any
 
 import pytest
 
-from benchmarks.claims import CLAIMS, THEMES, verdicts
-from benchmarks.claims import page as claims
-from benchmarks.claims.claim import Claim, Part, Range, Where, around, at_least, at_most, between, commands
-from benchmarks.claims.figures import (
-    Broken,
-    CompileSeconds,
-    CompileTime,
-    Epoch,
-    Error,
-    FirstCall,
-    Kernels,
-    Measured,
-    PeakMemory,
-    Recompiles,
-    Speed,
-    WarmUp,
-    Way,
-    quotient,
-)
+from benchmarks.claims import judge, page
+from benchmarks.claims.claim import CLAIMS, Claim, Part, Where, commands, parse_limit
+from benchmarks.claims.judge import Broken, Measured, quotient
 from benchmarks.record import Check, Memory, Result, Rows, Work, load
 from benchmarks.report.docs import Spec, drift, make_table, make_value, update
 from benchmarks.report.model import MeasuredRace, races
 from tests.rows import ENVIRONMENT, failure, row, write
 
 ENVIRONMENTS = {"e1": ENVIRONMENT}
-EAGER, FULL, TUNED = Way(strategy="eager"), Way(), Way(impl="upstream-tuned")
+EAGER, FULL, TUNED = "upstream eager", "upstream full", "upstream-tuned full"
 CORA = Where(family="gnn", model="gcn", input="cora", dtype="float32")
 ARXIV = replace(CORA, input="arxiv")
-SPEED = Speed(FULL, EAGER)
 PAGE = Path(__file__).resolve().parent.parent / "docs/claims.md"
 
 
@@ -56,12 +39,14 @@ def shown(*results: Result) -> list[MeasuredRace]:
     return races(results, ENVIRONMENTS)
 
 
-def part(allowed: Range, *where: Where, **options: Any) -> Part:
-    return Part(**{"says": "gain", "figure": SPEED, "allowed": allowed, "where": where or (CORA,), **options})
+def part(limit: str, *where: Where, **options: Any) -> Part:
+    low, high = parse_limit(limit)
+    values = {"says": "gain", "figure": "speed", "arms": (FULL, EAGER), "where": where or (CORA,), **options}
+    return Part(low=low, high=high, **values)
 
 
 def verdict(one: Part, *results: Result) -> str:
-    return verdicts.of_part(one, verdicts.places(one, shown(*results))).text
+    return judge.of_part(one, judge.places(one, shown(*results))).text
 
 
 # One race
@@ -70,21 +55,21 @@ def verdict(one: Part, *results: Result) -> str:
 @pytest.mark.parametrize(
     ("allowed", "speedup", "said"),
     [
-        (between(1.4, 1.6), 1.5, "holds"),
-        (between(1.6, 1.8), 1.5, "fails (less)"),
-        (between(1.1, 1.3), 1.5, "fails (more)"),
-        (at_least(1.0), 1.5, "holds"),
-        (at_most(1.0), 1.5, "fails (more)"),
-        (between(1.4, 1.5), 1.5, "cannot be told: the interval crosses 1.5×"),
-        (between(1.5, 1.6), 1.5, "cannot be told: the interval crosses 1.5×"),
+        ("1.4 to 1.6", 1.5, "holds"),
+        ("1.6 to 1.8", 1.5, "fails (less)"),
+        ("1.1 to 1.3", 1.5, "fails (more)"),
+        ("at least 1.0", 1.5, "holds"),
+        ("at most 1.0", 1.5, "fails (more)"),
+        ("1.4 to 1.5", 1.5, "cannot be told: the interval crosses 1.5×"),
+        ("1.5 to 1.6", 1.5, "cannot be told: the interval crosses 1.5×"),
     ],
 )
-def test_where_the_interval_lies_decides(allowed: Range, speedup: float, said: str) -> None:
+def test_where_the_interval_lies_decides(allowed: str, speedup: float, said: str) -> None:
     assert verdict(part(allowed), *pair(speedup)) == said
 
 
 def test_the_noise_of_the_race_widens_the_interval() -> None:
-    edge = between(1.4, 1.502)
+    edge = "1.4 to 1.502"
     quiet = pair(1.48, noise=0.001)
     assert verdict(part(edge), *quiet) == "holds"
     loud = [*quiet[:2], replace_times(quiet[2], 1.05)]
@@ -102,31 +87,31 @@ def test_few_rounds_decide_nothing() -> None:
         row(1.0, rounds=3, impl="upstream", strategy="eager"),
         row(0.5, rounds=3, impl="upstream", strategy="full"),
     ]
-    assert "too few rounds" in verdict(part(between(1.9, 2.1)), *few)
+    assert "too few rounds" in verdict(part("1.9 to 2.1"), *few)
 
 
 def test_what_does_not_run_fails_and_what_was_not_run_says_nothing() -> None:
     eager = row(impl="upstream", strategy="eager")
     crash = failure("crashed", "misaligned address", impl="upstream", strategy="full")
-    assert verdict(part(at_least(1.0)), eager, crash) == "fails (upstream full: crashed)"
+    assert verdict(part("at least 1.0"), eager, crash) == "fails (upstream full: crashed)"
     too_large = failure("does-not-fit", "needs 200 GiB", impl="upstream", strategy="full")
-    assert verdict(part(at_least(1.0)), eager, too_large) == "not measured yet"
-    assert verdict(part(at_least(1.0)), eager) == "not measured yet"
-    assert verdict(part(at_least(1.0))) == "not measured yet"
+    assert verdict(part("at least 1.0"), eager, too_large) == "not measured yet"
+    assert verdict(part("at least 1.0"), eager) == "not measured yet"
+    assert verdict(part("at least 1.0")) == "not measured yet"
 
 
 def test_a_wrong_output_is_no_gain() -> None:
     eager, full, twin = pair(2.0)
     full.check = Check(error=0.5, eager_error=1e-7, reference_dtype="float64")
-    assert verdict(part(at_least(1.0)), eager, full, twin) == "fails (upstream full: its output is wrong)"
-    assert verdict(part(at_most(10), figure=Error(FULL)), eager, full, twin) == "fails (more)"
+    assert verdict(part("at least 1.0"), eager, full, twin) == "fails (upstream full: its output is wrong)"
+    assert verdict(part("at most 10", figure="error over eager's", arms=(FULL,)), eager, full, twin) == "fails (more)"
 
 
 # Several races
 
 
 def test_a_part_holds_or_fails_if_it_does_so_everywhere() -> None:
-    both = part(between(1.4, 1.6), CORA, ARXIV)
+    both = part("1.4 to 1.6", CORA, ARXIV)
     assert verdict(both, *pair(1.5), *pair(1.52, input="arxiv")) == "holds"
     assert verdict(both, *pair(2.5), *pair(2.52, input="arxiv")) == "fails (more)"
     assert verdict(both, *pair(2.5), *pair(1.1, input="arxiv")) == "fails"
@@ -135,51 +120,49 @@ def test_a_part_holds_or_fails_if_it_does_so_everywhere() -> None:
 
 
 def test_what_is_open_cannot_be_told_and_is_not_said_to_depend_on_anything() -> None:
-    both = part(between(1.4, 1.6), CORA, ARXIV)
+    both = part("1.4 to 1.6", CORA, ARXIV)
     on_the_edge = pair(1.4, input="arxiv")
     assert verdict(both, *pair(1.6), *on_the_edge) == "cannot be told: open in 2 of 2 races"
     assert verdict(both, *pair(1.5), *on_the_edge) == "cannot be told: holds in 1 of 2 races, open in 1"
     assert verdict(both, *pair(2.5), *on_the_edge) == "cannot be told: fails in 1 of 2 races, open in 1"
-    three = part(between(1.4, 1.6), CORA, ARXIV, replace(CORA, input="karate"))
+    three = part("1.4 to 1.6", CORA, ARXIV, replace(CORA, input="karate"))
     said = "depends on the input: holds in 1 of 3 races, fails in 1, open in 1"
     assert verdict(three, *pair(1.5), *on_the_edge, *pair(2.5, input="karate")) == said
 
 
 def test_a_verdict_depends_on_what_tells_the_races_apart() -> None:
     options = {field: getattr(CORA, field) for field in vars(CORA)}
-    assert set(verdicts.DIMENSIONS) == {*options, "gpu"} - {"device"}  # claims are about GPUs
+    assert set(judge.DIMENSIONS) == {*options, "gpu"} - {"device"}  # claims are about GPUs
     other = {"family": "bert", "model": "gat", "input": "arxiv", "dtype": "bfloat16", "workload": "train"}
     for field, value in other.items():
-        both = part(between(1.4, 1.6), CORA, replace(CORA, **{field: value}))
+        both = part("1.4 to 1.6", CORA, replace(CORA, **{field: value}))
         said = f"depends on the {field}: holds in 1 of 2 races, fails in 1"
         assert verdict(both, *pair(1.5), *pair(2.5, **{field: value})) == said
     # Of races that differ in more, the one thing that tells them apart, or all where no single one does.
     more = (CORA, replace(CORA, model="gat"), replace(CORA, model="gat", workload="train"))
     results = [*pair(1.5), *pair(1.5, model="gat"), *pair(2.5, model="gat", workload="train")]
-    assert verdict(part(between(1.4, 1.6), *more), *results).startswith("depends on the workload: ")
+    assert verdict(part("1.4 to 1.6", *more), *results).startswith("depends on the workload: ")
     fourth = (*more, replace(CORA, workload="train"))
     results += pair(1.5, workload="train")
-    assert verdict(part(between(1.4, 1.6), *fourth), *results).startswith("depends on the model and the workload: ")
+    assert verdict(part("1.4 to 1.6", *fourth), *results).startswith("depends on the model and the workload: ")
 
 
 def test_two_gpus_are_two_races_and_of_torch_the_newest_counts() -> None:
     a100 = {"e1": ENVIRONMENT, "e2": {**ENVIRONMENT, "gpu": "NVIDIA A100"}}
     results = [*pair(1.5), *pair(2.5, environment="e2")]
-    found = verdicts.places(part(between(1.4, 1.6)), races(results, a100))
-    assert (
-        verdicts.of_part(part(between(1.4, 1.6)), found).text == "depends on the GPU: holds in 1 of 2 races, fails in 1"
-    )
+    found = judge.places(part("1.4 to 1.6"), races(results, a100))
+    assert judge.of_part(part("1.4 to 1.6"), found).text == "depends on the GPU: holds in 1 of 2 races, fails in 1"
     newer = {"e1": ENVIRONMENT, "e2": {**ENVIRONMENT, "torch": "2.13.0"}}
-    found = verdicts.places(part(between(1.4, 1.6)), races(results, newer))
+    found = judge.places(part("1.4 to 1.6"), races(results, newer))
     assert [place.outcome for place in found] == ["fails"]
 
 
 def test_a_race_that_was_run_for_the_claim_counts_before_its_familys() -> None:
     eager = row(1.0, impl="upstream", strategy="eager")
-    one, other = replace(CLAIMS[10], parts=(part(between(1.4, 1.6)),)), part(at_least(3.0), figure=Speed(TUNED, EAGER))
+    one, other = replace(CLAIMS[10], parts=(part("1.4 to 1.6"),)), part("at least 3.0", arms=(TUNED, EAGER))
 
     def said(rows: Rows) -> str:
-        return claims.claim_table({"id": "10"}, rows, {10: replace(one, parts=(*one.parts, other))})
+        return page.one_claim({"id": "10"}, rows, {10: replace(one, parts=(*one.parts, other))})
 
     tuned = row(0.25, seed=3, impl="upstream-tuned", strategy="full")
     again = said(Rows(pair(1.1), ENVIRONMENTS, {"claim-10": [*pair(1.5), tuned]}))
@@ -190,28 +173,28 @@ def test_a_race_that_was_run_for_the_claim_counts_before_its_familys() -> None:
     # And where it is of a newer torch.
     newer = {**ENVIRONMENTS, "e2": {**ENVIRONMENT, "torch": "2.13.0"}}
     assert "fails: less" in said(Rows(pair(1.1, environment="e2"), newer, {"claim-10": pair(1.5)}))
-    mean = part(around(2.0), CORA, ARXIV, mean=True)
+    mean = part("around 2.0", CORA, ARXIV, mean=True)
     main, beside = shown(*pair(1.0), *pair(2.0, input="arxiv")), shown(*pair(4.0, input="arxiv"))
-    found = verdicts.places(mean, [*(replace(race, extra="a mean") for race in beside), *main])
+    found = judge.places(mean, [*(replace(race, extra="a mean") for race in beside), *main])
     assert [len(place.races) for place in found] == [2] and found[0].outcome == "holds"
 
 
 def test_races_of_other_models_do_not_count() -> None:
-    assert verdict(part(at_least(1.0)), *pair(1.5, input="arxiv"), *pair(1.5, model="gat")) == "not measured yet"
-    assert verdict(part(at_least(1.0)), *pair(1.5, workload="train"), *pair(1.5, device="cpu")) == "not measured yet"
+    assert verdict(part("at least 1.0"), *pair(1.5, input="arxiv"), *pair(1.5, model="gat")) == "not measured yet"
+    assert verdict(part("at least 1.0"), *pair(1.5, workload="train"), *pair(1.5, device="cpu")) == "not measured yet"
 
 
 def test_a_mean_is_of_all_races_or_not_measured() -> None:
-    mean = part(around(2.0), CORA, ARXIV, mean=True)
+    mean = part("around 2.0", CORA, ARXIV, mean=True)
     assert verdict(mean, *pair(2.0)) == "not measured yet"
     assert verdict(mean, *pair(1.0), *pair(4.0, input="arxiv")) == "holds"
-    found = verdicts.places(mean, shown(*pair(1.0), *pair(4.0, input="arxiv")))
+    found = judge.places(mean, shown(*pair(1.0), *pair(4.0, input="arxiv")))
     assert isinstance(found[0].measured, Measured)
     assert found[0].measured.value == pytest.approx(2.0, rel=0.01) and len(found[0].races) == 2
 
 
 def test_a_comparison_of_races_divides_their_figures() -> None:
-    more = part(at_least(1.0), CORA, against=ARXIV)
+    more = part("at least 1.0", CORA, against=ARXIV)
     assert verdict(more, *pair(2.0), *pair(1.5, input="arxiv")) == "holds"
     assert verdict(more, *pair(1.5), *pair(2.0, input="arxiv")) == "fails (less)"
     assert verdict(more, *pair(1.5)) == "not measured yet"
@@ -233,15 +216,15 @@ def test_figures_of_one_race() -> None:
     full.cold.seconds, full.warm.recompiles = 3.0, ["a", "b"]
     regional = row(0.6, cold=1.5, seed=4, impl="upstream", strategy="regional")
     (race,) = shown(eager, full, twin, regional)
-    assert value(PeakMemory(FULL, EAGER).of(race)) == 1.5
-    assert value(Kernels(FULL, EAGER).of(race)) == 0.25
-    assert value(CompileTime(FULL, Way(strategy="regional")).of(race)) == 2.0
-    assert value(CompileSeconds(FULL).of(race)) == 3.0
-    assert value(Recompiles(FULL).of(race)) == 2
-    assert value(Error(FULL).of(race)) == pytest.approx(2.1e-7 / 1.9e-7, rel=0.5)
+    assert value(figure("peak memory", FULL, EAGER, race=race)) == 1.5
+    assert value(figure("kernels", FULL, EAGER, race=race)) == 0.25
+    assert value(figure("cold compile time", FULL, "upstream regional", race=race)) == 2.0
+    assert value(figure("cold compile seconds", FULL, race=race)) == 3.0
+    assert value(figure("recompiles", FULL, race=race)) == 2
+    assert value(figure("error over eager's", FULL, race=race)) == pytest.approx(2.1e-7 / 1.9e-7, rel=0.5)
     p50 = next(arm.p50 for arm in race.arms if arm.name == "upstream full")
     assert p50 is not None
-    assert value(FirstCall(FULL).of(race)) == pytest.approx(1 + 3000 / p50)
+    assert value(figure("first call over a later one", FULL, race=race)) == pytest.approx(1 + 3000 / p50)
 
 
 def test_an_epoch_holds_what_was_compiled_on_the_way() -> None:
@@ -251,12 +234,16 @@ def test_an_epoch_holds_what_was_compiled_on_the_way() -> None:
         each.steady.calls_per_round, each.steady.wall_ms = 20, milliseconds
     (race,) = shown(eager, full, twin)
     # A thousand steps of 5 ms, and in the copy that came first twenty that took half a second longer.
-    assert value(Epoch(FULL, EAGER, steps=1000).of(race)) == pytest.approx(10.0 / (5.0 + 10.0))
-    assert value(Epoch(FULL, EAGER, steps=40).of(race)) == pytest.approx(0.4 / 10.2)
+    assert judge.EPOCH_STEPS == 1000
+    assert value(figure("epoch", FULL, EAGER, race=race)) == pytest.approx(10.0 / (5.0 + 10.0))
     (alone,) = shown(eager, full)
-    assert value(Epoch(FULL, EAGER, steps=1000).of(alone)) == pytest.approx(10.0 / 5.4)
+    assert value(figure("epoch", FULL, EAGER, race=alone)) == pytest.approx(10.0 / 5.4)
     full.steady = None
-    assert Epoch(FULL, EAGER, steps=1000).of(shown(eager, full)[0]) is None
+    assert figure("epoch", FULL, EAGER, race=shown(eager, full)[0]) is None
+
+
+def figure(name: str, *arms: str, race: MeasuredRace) -> Measured | Broken | None:
+    return judge.measure(part("at least 1", figure=name, arms=arms), race)
 
 
 def value(measured: Measured | Broken | None) -> float:
@@ -276,62 +263,63 @@ def test_calls_before_the_steady_state(calls: list[float], before: int) -> None:
     full = pair(2.0)[1]
     assert full.cold is not None
     full.cold.later_calls = calls
-    assert value(WarmUp(FULL).of(shown(full)[0])) == before
+    assert value(figure("calls before the steady state", FULL, race=shown(full)[0])) == before
 
 
 def test_figures_without_their_numbers_are_not_measured() -> None:
     eager, full, twin = pair(2.0)
     full.cold = full.warm = full.memory = full.check = full.work = None
     (race,) = shown(eager, full, twin)
-    figures = [FirstCall(FULL), CompileSeconds(FULL), Recompiles(FULL), WarmUp(FULL), Error(FULL)]
-    for figure in [*figures, PeakMemory(FULL, EAGER), Kernels(FULL, EAGER), CompileTime(FULL, EAGER)]:
-        assert figure.of(race) is None, figure.name
+    two = {"peak memory", "kernels", "cold compile time"}
+    for name in judge.FIGURES.keys() - {"speed", "epoch"}:
+        assert figure(name, FULL, *([EAGER] if name in two else []), race=race) is None, name
 
 
 # Claims
 
 
 def claim(*parts: Part, **options: Any) -> Claim:
-    return Claim(**{"number": 1, "title": "Gains", "text": "It gains.", "parts": parts, **options})
+    return Claim(**{"number": 1, "theme": "Gains", "title": "Gains", "text": "It gains.", "parts": parts, **options})
 
 
 def test_a_claim_is_what_its_parts_are() -> None:
-    holds, fails = part(at_least(1.4), says="a"), part(at_least(1.9), says="b")
-    unclear, never = part(at_least(1.5), says="c"), part(at_least(1.0), ARXIV, says="d")
+    holds, fails = part("at least 1.4", says="a"), part("at least 1.9", says="b")
+    unclear, never = part("at least 1.5", says="c"), part("at least 1.0", ARXIV, says="d")
     one = shown(*pair(1.5))
-    assert verdicts.of_claim(claim(holds), one).text == "holds"
-    assert verdicts.of_claim(claim(fails, fails), one).text == "fails (less)"
-    mixed = verdicts.of_claim(claim(holds, fails, unclear), one)
+    assert judge.of_claim(claim(holds), one).text == "holds"
+    assert judge.of_claim(claim(fails, fails), one).text == "fails (less)"
+    mixed = judge.of_claim(claim(holds, fails, unclear), one)
     assert mixed.word == "depends"
     assert mixed.text == "depends on what is asked: holds for a; fails for b; cannot be told for c"
     assert mixed.brief == "holds in part"
-    assert verdicts.of_claim(claim(holds, unclear), one).text == "holds for a; cannot be told for c"
-    assert verdicts.of_claim(claim(holds, unclear), one).brief == "holds in part, the rest cannot be told"
-    assert verdicts.of_claim(claim(fails, unclear), one).brief == "fails in part, the rest cannot be told"
-    other = part(at_least(1.5), CORA, ARXIV, says="e")
+    assert judge.of_claim(claim(holds, unclear), one).text == "holds for a; cannot be told for c"
+    assert judge.of_claim(claim(holds, unclear), one).brief == "holds in part, the rest cannot be told"
+    assert judge.of_claim(claim(fails, unclear), one).brief == "fails in part, the rest cannot be told"
+    other = part("at least 1.5", CORA, ARXIV, says="e")
     open_ones = shown(*pair(1.5), *pair(1.5, input="arxiv"))
-    assert verdicts.of_claim(claim(unclear, other), open_ones).text == "cannot be told"
-    two = [part(between(1.4, high), CORA, ARXIV, says=name) for high, name in ((1.6, "f"), (1.7, "g"))]
-    split = verdicts.of_claim(claim(*two, unclear), shown(*pair(1.5), *pair(2.5, input="arxiv")))
+    assert judge.of_claim(claim(unclear, other), open_ones).text == "cannot be told"
+    two = [part(f"1.4 to {high}", CORA, ARXIV, says=name) for high, name in ((1.6, "f"), (1.7, "g"))]
+    split = judge.of_claim(claim(*two, unclear), shown(*pair(1.5), *pair(2.5, input="arxiv")))
     assert split.text == "depends for f, g; cannot be told for c" and split.brief == "holds in part"
-    assert verdicts.of_claim(claim(holds, never), one).text == "holds; not all measured"
-    assert verdicts.of_claim(claim(never), one).text == "not measured yet"
-    assert verdicts.of_claim(claim(not_here="no."), one).text == "not measured here"
+    assert judge.of_claim(claim(holds, never), one).text == "holds; not all measured"
+    assert judge.of_claim(claim(never), one).text == "not measured yet"
+    assert judge.of_claim(claim(not_here="no."), one).text == "not measured here"
 
 
 def test_a_part_that_lacks_races_is_measured_in_part() -> None:
-    both = claim(part(at_least(1.4), CORA, ARXIV))
-    assert verdicts.of_claim(both, shown(*pair(1.5))).text == "holds; not all measured"
-    assert verdicts.of_claim(both, shown(*pair(1.5), *pair(1.5, input="arxiv"))).text == "holds"
+    both = claim(part("at least 1.4", CORA, ARXIV))
+    assert judge.of_claim(both, shown(*pair(1.5))).text == "holds; not all measured"
+    assert judge.of_claim(both, shown(*pair(1.5), *pair(1.5, input="arxiv"))).text == "holds"
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: between(2.0, 1.0), "no range"),
-        (lambda: Range(), "no range"),
-        (lambda: Part(says="x", figure=SPEED, allowed=at_least(1), where=()), "no races"),
-        (lambda: Claim(number=1, title="", text=""), "why nothing is"),
+        (lambda: part("2.0 to 1.0"), "no range"),
+        (lambda: Part("x", "speed", (FULL, EAGER), -math.inf, math.inf, (CORA,)), "no range"),
+        (lambda: Part("x", "speed", (FULL, EAGER), 1.0, 2.0, ()), "no races"),
+        (lambda: Claim(1, "", "", ""), "why nothing is"),
+        (lambda: CORA.case("upstream fast"), "no arm 'upstream fast'"),
     ],
 )
 def test_what_claims_nothing_is_refused(make: Any, said: str) -> None:
@@ -343,7 +331,7 @@ def test_what_claims_nothing_is_refused(make: Any, said: str) -> None:
 
 
 BOOK = {
-    7: claim(part(between(1.4, 1.6), says="inference"), part(at_least(1), ARXIV, says="larger"), number=7),
+    7: claim(part("1.4 to 1.6", says="inference"), part("at least 1", ARXIV, says="larger"), number=7),
     9: claim(number=9, title="Not here", not_here="it is elsewhere."),
 }
 
@@ -351,7 +339,7 @@ BOOK = {
 def block(text: str, *results: Result) -> str:
     rows = Rows(list(results), ENVIRONMENTS)
     spec = Spec.parse(text)
-    make = {"claim": claims.claim_table, "claims": claims.overview, "verdict": claims.verdict}[spec.kind]
+    make = {"claim": page.one_claim, "claims": page.all_claims, "verdict": page.verdict}[spec.kind]
     return make(spec.options, rows, BOOK)
 
 
@@ -380,9 +368,9 @@ def test_a_claim_that_is_not_measured_here_says_why() -> None:
 
 def test_of_many_races_the_least_middle_and_most_are_shown_and_all_count() -> None:
     names = [f"m{index}" for index in range(9)]
-    many = part(between(1.0, 3.0), *(replace(CORA, model=name) for name in names))
+    many = part("1.0 to 3.0", *(replace(CORA, model=name) for name in names))
     results = [result for index, name in enumerate(names) for result in pair(1.2 + 0.3 * index, model=name)]
-    lines = claims.claim_table({"id": "7"}, Rows(results, ENVIRONMENTS), {7: claim(many, number=7)}).splitlines()
+    lines = page.one_claim({"id": "7"}, Rows(results, ENVIRONMENTS), {7: claim(many, number=7)}).splitlines()
     rows = [line for line in lines if line.startswith("| gain")]
     assert [re.search(r"m\d", line)[0] for line in rows[:3]] == ["m0", "m4", "m8"]  # type: ignore[index]
     assert (
@@ -393,10 +381,12 @@ def test_of_many_races_the_least_middle_and_most_are_shown_and_all_count() -> No
 
 
 def test_overview_and_verdict_in_running_text() -> None:
-    assert block("claims", *pair(1.5)).splitlines()[2:] == [
-        "| [7](#7-gains) | Gains | holds; not all measured |",
-        "| [9](#9-not-here) | Not here | not measured here |",
-    ]
+    text = block("claims", *pair(1.5))
+    assert text.startswith(
+        '## Gains\n\n<details markdown="1" id="claim-7">\n<summary><b>7. Gains</b>: holds; not all measured'
+    )
+    assert "<summary><b>9. Not here</b>: not measured here</summary>\n\n> It gains." in text
+    assert text.count("## ") == 1 and text.count("</details>") == 2 and block("claim id=7", *pair(1.5)) in text
     assert block("verdict id=7", *pair(1.5)) == "holds; not all measured"
 
 
@@ -441,16 +431,14 @@ def test_kinds_are_known_to_the_docs() -> None:
 
 
 def test_every_claim_has_its_section_once_in_its_theme() -> None:
-    assert sorted(CLAIMS) == list(range(1, 33)) == sorted(c.number for theme in THEMES.values() for c in theme)
+    assert sorted(CLAIMS) == list(range(1, 33))
     wanted = []
-    for theme, inside in THEMES.items():
-        wanted.append(f"## {theme}")
-        for one in inside:
-            wanted += [f"### {claims.heading(one)}", f"<!-- table: claim id={one.number} -->"]
+    for number, one in CLAIMS.items():
+        wanted += [f"## {one.theme}"] * (f"## {one.theme}" not in wanted) + [
+            f'<details markdown="1" id="claim-{number}">'
+        ]
     text = PAGE.read_text(encoding="utf-8")
-    section = text[text.index(wanted[0]) :]
-    assert re.findall(r"^(?:##.*|<!-- table.*)$", section, re.MULTILINE) == wanted
-    assert "<!-- table: claims -->" in text[: text.index(wanted[0])]
+    assert re.findall(r"^(?:##.*|<details.*)$", text[text.index(wanted[0]) :], re.MULTILINE) == wanted
 
 
 def test_names_of_parts_can_stand_in_a_list() -> None:
@@ -458,51 +446,45 @@ def test_names_of_parts_can_stand_in_a_list() -> None:
 
 
 def test_regional_compilation_is_held_against_what_the_zoo_stands_for() -> None:
-    ours, full = (Way(impl="zoo", strategy=strategy, cuda_graph=True) for strategy in ("regional", "full"))
-    figures = [one.figure for one in CLAIMS[22].parts]
-    assert Speed(ours, full) in figures and CompileTime(full, ours) in figures
-    families = {where.family for one in CLAIMS[22].parts if one.figure == Speed(ours, full) for where in one.where}
+    ours, full = (f"zoo {strategy} + CUDA graph" for strategy in ("regional", "full"))
+    figures = {(one.figure, *one.arms): one.where for one in CLAIMS[22].parts}
+    assert ("cold compile time", full, ours) in figures
+    families = {where.family for where in figures["speed", ours, full]}
     assert families >= {"gnn", "bert", "llm", "resnet", "unet"}
 
 
 def test_the_overview_is_short_and_no_verdict_is_empty() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    overview = text[text.index("<!-- table: claims -->") : text.index("## What is gained")]
-    cells = [line.split(" | ")[-1].rstrip(" |") for line in overview.splitlines() if line.startswith("| [")]
-    assert len(cells) == len(CLAIMS) and max(map(len, cells)) <= 60
+    said = re.findall(r"^<summary><b>.*</b>: (.*)</summary>$", text, re.MULTILINE)
+    assert len(said) == len(CLAIMS) and max(map(len, said)) <= 60
     assert not re.search(r"depends on (?:the run|the race|:|\s:)|holds in 0 ", text)
 
 
 def test_no_figure_of_the_page_is_typed() -> None:
-    # Outside of blocks there are figures only where the page says how to read it.
-    text = PAGE.read_text(encoding="utf-8")
-    text = text[text.index("## What is gained") :]
-    typed = re.sub(r"<!-- table.*?<!-- end table -->", "", text, flags=re.DOTALL)
-    typed = re.sub(r"<!-- value:.*?<!-- end -->", "", typed, flags=re.DOTALL)
-    typed = re.sub(r"^#.*$", "", typed, flags=re.MULTILINE)
+    typed = " ".join(one.note + one.not_here for one in CLAIMS.values())
     assert re.findall(r"\d\S*\s*(?:×|ms|MiB|%)", typed) == []
 
 
 def test_claimed_ranges_read_as_the_claim_says_them() -> None:
-    assert verdicts.claimed(part(around(1.33))) == "1.21× to 1.46×"
-    assert verdicts.claimed(part(at_most(1.05))) == "at most 1.05×"
-    assert verdicts.claimed(part(between(60, 120), figure=CompileSeconds(FULL))) == "60 s to 120 s"
-    assert verdicts.claimed(part(at_most(5), figure=WarmUp(FULL))) == "at most 5"
-    assert verdicts.claimed(part(between(0, 0), figure=Recompiles(FULL))) == "0"
+    assert judge.claimed(part("around 1.33")) == "1.21× to 1.46×"
+    assert judge.claimed(part("at most 1.05")) == "at most 1.05×"
+    assert judge.claimed(part("60 to 120", figure="cold compile seconds", arms=(FULL,))) == "60 s to 120 s"
+    assert judge.claimed(part("at most 5", figure="calls before the steady state", arms=(FULL,))) == "at most 5"
+    assert judge.claimed(part("0 to 0", figure="recompiles", arms=(FULL,))) == "0"
 
 
 # Commands
 
 
 def test_commands_name_arms_where_options_would_make_more() -> None:
-    dynamic, tuned = Way(dynamic=True), Way(impl="upstream-tuned", mode="max-autotune")
-    assert commands([part(at_least(1), figure=Speed(dynamic, FULL))]) == [
+    dynamic, tuned = "upstream full dynamic", "upstream-tuned full max-autotune"
+    assert commands([part("at least 1", arms=(dynamic, FULL))]) == [
         "python -m benchmarks.run --family gnn --model gcn --input cora --workload inference --dtype float32 "
         "--device cuda --impl upstream --strategy full --mode default --dynamic",
     ]
-    (command,) = commands([part(at_least(1), figure=Speed(tuned, EAGER))])
+    (command,) = commands([part("at least 1", arms=(tuned, EAGER))])
     assert command.endswith("--arm 'upstream eager' --arm 'upstream-tuned full max-autotune'")
-    (command,) = commands([part(at_least(1), figure=Speed(dynamic, EAGER))])
+    (command,) = commands([part("at least 1", arms=(dynamic, EAGER))])
     assert command.endswith("--mode default --dynamic --arm 'upstream eager' --arm 'upstream full dynamic'")
-    (together,) = commands([part(at_least(1), CORA, replace(CORA, model="gat"))])
+    (together,) = commands([part("at least 1", CORA, replace(CORA, model="gat"))])
     assert "--model gcn,gat " in together

@@ -14,9 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.claims import CLAIMS
-from benchmarks.claims.claim import commands
-from benchmarks.claims.figures import Way
+from benchmarks.claims.claim import CLAIMS, commands
 from benchmarks.cli import run_command
 from benchmarks.families import families
 from benchmarks.machine import Monitor
@@ -219,7 +217,7 @@ def test_one_run_measures_all_arms_of_a_claim_in_a_race(monkeypatch: pytest.Monk
     wanted: dict[tuple[str, ...], set[Case]] = {}
     for part in CLAIMS[number].parts:
         for where in part.where:
-            wanted.setdefault(where.case(Way()).race, set()).update(where.case(way) for way in part.figure.ways)
+            wanted.setdefault(where.case().race, set()).update(where.case(arm) for arm in part.arms)
     plans = [planned(monkeypatch, *shlex.split(line)[3:]) for line in commands(CLAIMS[number].parts)]
     assert len(plans) == len(wanted)
     assert {plan.cases[0].race: {case for case in plan.cases if not case.control} for plan in plans} == wanted

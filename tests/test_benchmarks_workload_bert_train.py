@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
 from benchmarks import workloads
-from benchmarks.claims.shapes import STEPS
+from benchmarks.claims.judge import EPOCH_STEPS
 from benchmarks.families import bert_batches, bert_texts, bert_train, bert_upstream, bert_work
 from benchmarks.families.bert import WORKLOAD
 from benchmarks.families.bert_texts import LABELS, Task, task
@@ -373,4 +373,4 @@ def test_a_plain_loop_takes_a_batch_of_the_epoch():
 
 
 def test_an_epoch_is_as_long_as_claims_take_it_to_be():
-    assert bert_batches.EPOCH["cuda"] == STEPS and STEPS % bert_batches.ROUND["cuda"] == 0
+    assert bert_batches.EPOCH["cuda"] == EPOCH_STEPS and EPOCH_STEPS % bert_batches.ROUND["cuda"] == 0

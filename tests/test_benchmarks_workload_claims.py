@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.claims import CLAIMS
+from benchmarks.claims.claim import CLAIMS
 from benchmarks.compiler import Recorder
 from benchmarks.families import Prepared, families, load
 from benchmarks.families.claims import SUBJECTS, WORKLOAD
@@ -277,18 +277,18 @@ def test_what_does_not_exist_is_refused(changes: dict[str, str], said: str) -> N
 
 def looked_at(number: int) -> list[tuple[Any, Any]]:
     return [
-        (where, way)
+        (where, arm)
         for part in CLAIMS[number].parts
         for where in (*part.where, *([part.against] if part.against else []))
-        for way in part.figure.ways
+        for arm in part.arms
     ]
 
 
 @pytest.mark.parametrize("number", sorted(CLAIMS))
 def test_every_arm_that_a_claim_looks_at_exists(number: int) -> None:
-    for where, way in looked_at(number):
-        wanted = where.case(way)
+    for where, arm in looked_at(number):
+        wanted = where.case(arm)
         assert load(where.family).refuses(wanted) is None, wanted.key
-        options = {"impls": [way.impl], "strategies": [wanted.strategy_name], "modes": [way.mode]}
-        cases, _ = expand([where.case(way)], load(where.family).refuses, dynamic=way.dynamic, **options)
+        options = {"impls": [wanted.impl], "strategies": [wanted.strategy_name], "modes": [wanted.mode]}
+        cases, _ = expand([wanted], load(where.family).refuses, dynamic=wanted.dynamic, **options)
         assert wanted in cases

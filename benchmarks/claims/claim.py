@@ -1,88 +1,69 @@
-"""What a claim is: parts that say which figure of which arms in which races should lie in which range."""
+"""What a claim is, read from claims.toml: parts that say which figure of which arms should lie in which range."""
 
 from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterable, Sequence
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from benchmarks.claims.figures import Figure, Way
-from benchmarks.plan import MODES, STRATEGIES, Case, arms_of, refusal
-from benchmarks.report.model import MeasuredRace
+from benchmarks.plan import CUDA_GRAPH, IMPLEMENTATIONS, MODES, STRATEGIES, Case, arms_of, refusal
 
-# A claim that names one number stands for the numbers around it: a tenth of it either way.
-AROUND = 1.1
+AROUND = 1.1  # a claim that names one number stands for the numbers around it, a tenth of it either way
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Where:
     """A race that a part speaks of, in the words of the harness' options. Claims are about GPUs."""
 
     family: str
     model: str
     input: str
-    dtype: str = "bfloat16"
     workload: str = "inference"
+    dtype: str = "bfloat16"
     device: str = "cuda"
 
-    def case(self, way: Way) -> Case:
-        """The arm of this way."""
-        return Case(**vars(self), **vars(way))
-
-    def matches(self, race: MeasuredRace) -> bool:
-        """Whether that race is this one."""
-        return self.case(Way()).race == race.case.race
+    def case(self, arm: str = "upstream eager") -> Case:
+        """The arm of this name, such as ``upstream full reduce-overhead`` or ``zoo regional + CUDA graph``."""
+        name = arm.removesuffix(" + CUDA graph")
+        impl, strategy, *more = name.split()
+        mode = next((word for word in more if word in MODES), "default")
+        case = Case(
+            **vars(self),
+            impl=impl,
+            strategy=strategy,
+            mode=mode,
+            dynamic="dynamic" in more,
+            cuda_graph=name != arm,
+        )
+        if case.arm != arm or impl not in IMPLEMENTATIONS or strategy not in STRATEGIES:
+            raise ValueError(f"there is no arm {arm!r}")
+        return case
 
 
 @dataclass(frozen=True)
-class Range:
-    """What a claim allows: from ``low`` to ``high``, both included."""
-
-    low: float = -math.inf
-    high: float = math.inf
-
-    def __post_init__(self) -> None:
-        if not self.low <= self.high or (math.isinf(self.low) and math.isinf(self.high)):
-            raise ValueError(f"{self.low} to {self.high} is no range that a claim could fail")
-
-
-def between(low: float, high: float) -> Range:
-    """From the one to the other."""
-    return Range(low, high)
-
-
-def around(number: float) -> Range:
-    """What one number stands for."""
-    return Range(number / AROUND, number * AROUND)
-
-
-def at_least(number: float) -> Range:
-    """So much or more."""
-    return Range(low=number)
-
-
-def at_most(number: float) -> Range:
-    """So much or less."""
-    return Range(high=number)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Part:
     """One thing that a claim says.
 
     Args:
         says: In a few words, to tell it from the claim's other parts.
-        figure: What is measured in a race.
-        allowed: Where it should lie.
+        figure: What is measured in a race, a key of ``judge.FIGURES``.
+        arms: The arm, and the one that it is held against where the figure compares two.
+        low: Least value that the claim allows.
+        high: Greatest value that the claim allows.
         where: In which races.
         against: Where the claim compares races: the figure there, by which the figure of ``where`` is divided.
-        mean: Whether the claim speaks of the mean of all races (the geometric one) and not of each.
+        mean: Whether the claim speaks of the geometric mean of all races and not of each.
     """
 
     says: str
-    figure: Figure
-    allowed: Range
+    figure: str
+    arms: tuple[str, ...]
+    low: float
+    high: float
     where: tuple[Where, ...]
     against: Where | None = None
     mean: bool = False
@@ -90,24 +71,20 @@ class Part:
     def __post_init__(self) -> None:
         if not self.where:
             raise ValueError(f"{self.says}: no races to look at")
+        if not self.low <= self.high or (math.isinf(self.low) and math.isinf(self.high)):
+            raise ValueError(f"{self.says}: {self.low} to {self.high} is no range that a claim could fail")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Claim:
-    """A claim that people repeat, in their words.
-
-    Args:
-        number: Of the list of claims.
-        title: A few words.
-        text: The claim.
-        parts: What it says that can be measured here.
-        not_here: What of it is not measured here, and why; empty where all of it is.
-    """
+    """A claim in the words of those who repeat it; ``not_here`` says what of it is not measured, and why."""
 
     number: int
+    theme: str
     title: str
     text: str
     parts: tuple[Part, ...] = ()
+    note: str = ""
     not_here: str = ""
 
     def __post_init__(self) -> None:
@@ -115,54 +92,86 @@ class Claim:
             raise ValueError(f"claim {self.number}: say what is measured, or why nothing is")
 
 
+def parse_limit(text: str) -> tuple[float, float]:
+    """``1.1 to 3``, ``at least 1``, ``at most 5`` or ``around 45/38`` as the lowest and the highest value."""
+    if text.startswith("at least "):
+        return _number(text[9:]), math.inf
+    if text.startswith("at most "):
+        return -math.inf, _number(text[8:])
+    if text.startswith("around "):
+        return _number(text[7:]) / AROUND, _number(text[7:]) * AROUND
+    low, _, high = text.partition(" to ")
+    return _number(low), _number(high)
+
+
+def _number(text: str) -> float:
+    over, _, under = text.partition("/")
+    return float(over) / float(under or 1)
+
+
+def parse(text: str) -> dict[int, Claim]:
+    """Claims by number, in the order of the file."""
+    data: dict[str, Any] = tomllib.loads(text)
+    races = {name: Where(*values) for name, values in data.pop("races").items()}
+    groups = {name: tuple(races[race] for race in names) for name, names in data.pop("groups").items()}
+
+    def part(says: str, measured: str, limit: str, where: str) -> Part:
+        figure, _, arms = measured.partition(": ")
+        first, _, second = where.removeprefix("mean of ").partition(" against ")
+        named = [groups.get(name) or (races[name],) for name in first.split(", ")]
+        against = races[second] if second else None
+        wanted = tuple(race for group in named for race in group)
+        low, high = parse_limit(limit)
+        return Part(says, figure, tuple(arms.split(" over ")), low, high, wanted, against, where.startswith("mean of "))
+
+    return {
+        int(number): Claim(int(number), theme, **{**fields, "parts": tuple(part(*p) for p in fields.get("parts", ()))})
+        for theme, claims in data.items()
+        for number, fields in claims.items()
+    }
+
+
+CLAIMS: Mapping[int, Claim] = parse((Path(__file__).parent / "claims.toml").read_text(encoding="utf-8"))
+
+
 def commands(parts: Iterable[Part]) -> list[str]:
     """The runs that measure these parts: each race with all arms that are looked at, like races in one."""
-    wanted: dict[Where, set[Way]] = {}
+    wanted: dict[Where, set[str]] = {}
     for part in parts:
         for where in (*part.where, *([part.against] if part.against else [])):
-            wanted.setdefault(where, set()).update(part.figure.ways)
-    alike: dict[tuple[Where, frozenset[Way]], list[Where]] = {}
-    for where, ways in wanted.items():
-        alike.setdefault((replace(where, model=""), frozenset(ways)), []).append(where)
-    return [_command(group, sorted(ways, key=_place)) for (_, ways), group in alike.items()]
+            wanted.setdefault(where, set()).update(part.arms)
+    alike: dict[tuple[Where, frozenset[str]], list[Where]] = {}
+    for where, arms in wanted.items():
+        alike.setdefault((replace(where, model=""), frozenset(arms)), []).append(where)
+    return [_command(group, arms) for (_, arms), group in alike.items()]
 
 
-def _command(group: Sequence[Where], ways: Sequence[Way]) -> str:
-    """The run of these ways on races that differ in their models alone."""
+def _command(group: Sequence[Where], names: Iterable[str]) -> str:
+    """The run of these arms on races that differ in their models alone."""
     where = group[0]
-    given: dict[str, list[str]] = {
-        "--impl": [way.impl for way in ways],
-        "--strategy": [where.case(way).strategy_name for way in ways],
-        "--mode": [way.mode for way in ways],
+    arms = sorted(map(where.case, names), key=_place)
+    lists = {
+        "--impl": [case.impl for case in arms],
+        "--strategy": [case.strategy + CUDA_GRAPH * case.cuda_graph for case in arms],
+        "--mode": [case.mode for case in arms],
     }
-    lists = {option: list(dict.fromkeys(values)) for option, values in given.items()}
+    lists = {option: list(dict.fromkeys(values)) for option, values in lists.items()}
     words = ["python", "-m", "benchmarks.run", "--family", where.family]
     words += ["--model", ",".join(where.model for where in group), "--input", where.input]
     words += ["--workload", where.workload, "--dtype", where.dtype, "--device", where.device]
     for option, values in lists.items():
         words += [option, ",".join(values)]
-    dynamic = any(way.dynamic for way in ways)
+    dynamic = any(case.dynamic for case in arms)
     made = arms_of(
-        where.case(Way()),
-        impls=lists["--impl"],
-        strategies=lists["--strategy"],
-        modes=lists["--mode"],
-        dynamic=dynamic,
+        where.case(), impls=lists["--impl"], strategies=lists["--strategy"], modes=lists["--mode"], dynamic=dynamic
     )
-    if dynamic:
-        words.append("--dynamic")
-    arms = [where.case(way) for way in ways]
+    words += ["--dynamic"] * dynamic
     if any(refusal(case) is None and case not in arms for case in made):
         # Options combine each with each, which is more than is looked at: name the arms.
         words += [word for case in arms for word in ("--arm", case.arm)]
     return shlex.join(words)
 
 
-def _place(way: Way) -> tuple[int, int, int, bool, bool]:
-    return (
-        ("upstream", "upstream-tuned", "zoo").index(way.impl),
-        STRATEGIES.index(way.strategy),
-        MODES.index(way.mode),
-        way.cuda_graph,
-        way.dynamic,
-    )
+def _place(case: Case) -> tuple[int, int, int, bool, bool]:
+    order = ("upstream", "upstream-tuned", "zoo").index(case.impl)
+    return order, STRATEGIES.index(case.strategy), MODES.index(case.mode), case.cuda_graph, case.dynamic

@@ -177,7 +177,8 @@ def drift(paths: list[Path], rows: Rows) -> str:
 def make_table(spec: Spec, rows: Rows) -> str:
     """The Markdown of a table block. ValueError on an unknown kind or option, or one that selects several races."""
     if spec.kind in claims.TABLES:
-        return claims.TABLES[spec.kind](spec.options, rows)
+        made = claims.TABLES[spec.kind](spec.options, rows)
+        return VALUE.sub(lambda found: make_value(Spec.parse(found[1]), rows), made)  # of the claims' notes
     if spec.kind == "front":
         _refuse_options(spec, MACHINE)
         return front.table(spec.options, races_of(rows))
