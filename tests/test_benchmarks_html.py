@@ -128,6 +128,26 @@ def test_every_race_arm_and_failure_appears_with_its_figures_and_command() -> No
     assert page.tags.count("article") == len(shown)
 
 
+def test_the_page_begins_with_what_was_gained_over_each_arm_of_upstream(plain: str) -> None:
+    text = Page(plain).text
+    said = summary.gains(races(race(), ENVIRONMENTS))
+    assert list(said) == [
+        "upstream eager",
+        "upstream full",
+        "upstream full reduce-overhead",
+        "upstream regional",
+        "upstream's best tuned arm",
+    ]
+    assert all(f"{name}: {words}" in text for name, words in said.items())
+    assert text.index(said["upstream eager"]) < text.index("1 race, 9 arms that ran")
+    assert re.fullmatch(
+        r"0\.0492 instead of 0\.\d+ ms a call, 1\.45 instead of 4\.20 s to compile from cold caches \(2\.89× less\); "
+        r"medians\. A call is 14\.\d× as fast over 1 race: faster in 1\.",
+        said["upstream full"],
+    )
+    assert summary.gains(races([failure("crashed", "signal 11")], ENVIRONMENTS)) == {}
+
+
 def test_the_page_loads_nothing_and_every_reference_has_its_target(plain: str) -> None:
     text = plain
     page = Page(text)

@@ -27,31 +27,28 @@ def sentences(races: Sequence[MeasuredRace]) -> list[str]:
     return [*_speedups(races), *_worst(races), *advised]
 
 
-def gains(races: Sequence[MeasuredRace]) -> list[str]:
-    """What ours gains over each arm of upstream, a sentence each: cold compile seconds and milliseconds a call."""
+def gains(races: Sequence[MeasuredRace]) -> dict[str, str]:
+    """By arm of upstream, what ours gains over it: milliseconds a call and cold compile seconds, as medians."""
     shipped = {arm.name: arm for race in races for arm in race.arms if is_shipped(arm.result.case)}
     names = sorted(shipped, key=lambda name: AS_SHIPPED.index(_strategy(shipped[name])))
     upstream: dict[str, Callable[[MeasuredRace], MeasuredArm | None]] = {
-        **{f"{name}, as shipped": functools.partial(_right, name=name) for name in names},
+        **{name: functools.partial(_right, name=name) for name in names},
         "upstream's best tuned arm": lambda race: race.best_tuned,
     }
-    said = []
+    said = {}
     for name, find in upstream.items():
         compared = [(race, race.ours, theirs) for race in races if race.ours and (theirs := find(race))]
         held = _held(compared)
         if not held:
             continue
         ours_ms, theirs_ms = _median(ours.p50 for _, ours, _ in compared), _median(arm.p50 for _, _, arm in compared)
-        words = (
-            f"{name[0].upper()}{name[1:]}: a call of ours takes {ours_ms} ms against {theirs_ms} ms (medians), and is "
-        )
-        words += f"{_range(held)} as fast {_outcomes(held, races, named=False)}."
+        words = f"{ours_ms} instead of {theirs_ms} ms a call"
         paid = [(ours.paid("cold"), theirs.paid("cold")) for _, ours, theirs in compared]
         if both := [(ours, theirs) for ours, theirs in paid if ours and theirs]:
-            times = cells.times(stats.median([theirs / ours for ours, theirs in both]))
             ours_s, theirs_s = (_median(pair[side] for pair in both) for side in (0, 1))
-            words += f" Ours compiles from cold caches in {ours_s} s against {theirs_s} s, {times} as fast (medians)."
-        said.append(words)
+            times = cells.times(stats.median([theirs / ours for ours, theirs in both]))
+            words += f", {ours_s} instead of {theirs_s} s to compile from cold caches ({times} less)"
+        said[name] = f"{words}; medians. A call is {_range(held)} as fast {_outcomes(held, races, named=False)}."
     return said
 
 

@@ -15,6 +15,7 @@ from benchmarks.report import advice, cells, summary, tables
 from benchmarks.report.model import EPSILON, MeasuredRace, races
 from benchmarks.report.selection import by_family, ordered, titles
 
+SHORT_HEAD = 10
 NAME_WIDTH = 20  # of the first column; longer names wrap
 STYLES = {"faster": "green", "slower": "red", "undetermined": "yellow", "reference": "dim"}
 
@@ -87,8 +88,9 @@ def _print_race(race: MeasuredRace, console: Console) -> None:
 def print_table(console: Console, title: str, table: tables.Table) -> None:
     """Print a table in as many pieces as the console's width needs, each with the first column."""
     head, rows = table
-    # The words of a head may stand below each other; a figure stays on its line.
-    widths = [max(map(len, [*head[index].split(), *(row[index] for row in rows)])) for index in range(len(head))]
+    # The words of a long head stand below each other; a short head and a figure stay on one line.
+    words = [text.split() if len(text) > SHORT_HEAD else [text] for text in head]
+    widths = [max(map(len, [*words[index], *(row[index] for row in rows)])) for index in range(len(head))]
     first = min(widths[0], NAME_WIDTH)
     pieces: list[list[int]] = [[]]
     for index in range(1, len(head)):
