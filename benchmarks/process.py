@@ -1,12 +1,19 @@
-"""Worker processes: start one, ask it, end it; and what became of it, in words."""
+"""Worker processes, from both ends: the harness starts, asks and ends one; ``python -m benchmarks.process`` answers.
+
+A message is one JSON object per line on the worker's standard input, a reply one on its standard output. The worker
+moves both to private descriptors first, and whatever the model prints goes to standard error, whose end the harness
+keeps. It works only while it answers a message, so that the arms of a race do not disturb each other.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import faulthandler
 import json
 import os
 import re
+import select
 import selectors
 import signal
 import subprocess
@@ -18,7 +25,7 @@ import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 REASON_LENGTH = 600
@@ -71,7 +78,7 @@ class Worker:
         self._stack = tempfile.TemporaryFile()  # noqa: SIM115
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.worker"],
+            [sys.executable, "-m", "benchmarks.process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -238,6 +245,59 @@ def kill_all() -> None:
 # In the worker --------------------------------------------------------------------------------------------------------
 
 
+def serve(requests: IO[str], replies: IO[str]) -> None:
+    """Answer messages until there are no more, or until "stop"."""
+    handler: Any = None
+    for line in requests:
+        message = json.loads(line)
+        operation = message.pop("op")
+        if operation == "stop":
+            return
+        began = time.monotonic()
+        try:
+            if handler is None:  # now, so that a failure to import torch is a reply
+                from benchmarks.worker import Handler
+
+                handler = Handler()
+            reply = {"ok": True, **getattr(handler, operation)(**message)}
+        except Exception as error:
+            reply = failure_of(error)
+        reply |= {"op": operation, "began": began, "ended": time.monotonic()}
+        sys.stderr.flush()
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+
+def _end_with_harness(requests: int) -> None:
+    """End this process and its compile workers when the harness has closed its end of the pipe.
+
+    A harness that is killed cannot end them, and they would disturb the next run. The thread sleeps in the kernel until
+    then, so it disturbs no measurement.
+    """
+    poll = select.poll()
+    poll.register(requests, 0)  # no event but the end, which cannot be left out
+    poll.poll()
+    os.killpg(0, signal.SIGKILL)
+
+
+def main() -> None:
+    """Move the pipes out of reach of stray prints, then serve."""
+    requests, replies = os.fdopen(os.dup(0), "r", encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    if (stack := os.environ.get("BENCHMARKS_STACK")) is not None:
+        faulthandler.register(signal.SIGUSR1, file=int(stack))  # so that a timeout can say where
+    if os.getpgrp() == os.getpid():  # as the harness starts it
+        threading.Thread(target=_end_with_harness, args=(requests.fileno(),), daemon=True).start()
+    serve(requests, replies)
+    # Compile workers and libraries take seconds to shut down in order; nothing of theirs is needed any more.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 def failure_of(error: BaseException) -> dict[str, Any]:
     """A worker's reply to a request that raised: status, and reason with a remedy if one is known.
 
@@ -305,3 +365,7 @@ def _other_processes() -> str:
 def _in_cache(name: Any) -> bool:
     """Whether a file belongs to the compiler's cache, and not to the model or its user."""
     return isinstance(name, str) and INDUCTOR_CACHE in os.environ and name.startswith(os.environ[INDUCTOR_CACHE])
+
+
+if __name__ == "__main__":
+    main()

@@ -23,7 +23,6 @@ from benchmarks.measure import Run, measure, say_where, settings_of
 from benchmarks.plan import DTYPES, IMPLEMENTATION_NAMES, MODES, STRATEGY_NAMES, WORKLOADS, Case, expand
 from benchmarks.record import Result
 from benchmarks.startup import Settings
-from benchmarks.worker import load_workload
 
 if TYPE_CHECKING:
     from benchmarks.families import Workload
@@ -140,6 +139,8 @@ def _families() -> list[str]:
 def _workload(family: str) -> Workload:
     if "." not in family and family not in _families():
         raise UsageError(f"--family: {family!r} is not known; {did_you_mean(family, _families())}")
+    from benchmarks.worker import load_workload
+
     try:
         return load_workload(family)
     except (ImportError, AttributeError) as error:

@@ -1,39 +1,30 @@
-"""One arm in a process of its own, driven by messages: ``python -m benchmarks.worker``.
-
-A message is a JSON object a line on what was standard input, a reply one on what was standard output. Both are moved to
-private descriptors first, and whatever the model prints goes to standard error, whose end the harness keeps. The
-process works only while it answers a message; in between it is idle, so that the arms of a race do not disturb
-each other.
-"""
+"""What an arm does in its process, message by message. ``benchmarks.process`` carries the messages."""
 
 from __future__ import annotations
 
-import faulthandler
 import functools
 import gc
 import importlib
-import json
 import math
 import os
-import select
-import signal
-import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.process import failure_of
+import torch
 
-# torch and the rest come in with the first message and not here: the process is up at once and can say what fails.
+from benchmarks import machine, strategies, timing
+from benchmarks.plan import CUDA_GRAPH_MODES, Case
+from benchmarks.strategies import execution_mode
+from benchmarks.timing import once, synchronise
+
+# Imported where they are first needed: they import parts of the compiler, whose import is part of a first result.
 if TYPE_CHECKING:
-    import torch
-
     from benchmarks.compiler import Recorder
-    from benchmarks.families.base import Prepared, Workload
+    from benchmarks.families import Prepared, Workload
     from benchmarks.training import Trainer
 
 Reply = dict[str, Any]
@@ -43,13 +34,12 @@ PROFILED_CALLS = 3
 
 def load_workload(name: str) -> Workload:
     """The workload of a family, or of a module given by its dotted name."""
-    module = importlib.import_module(name if "." in name else f"benchmarks.families.{name}")
-    workload: Workload = module.WORKLOAD
+    workload: Workload = importlib.import_module(name if "." in name else f"benchmarks.families.{name}").WORKLOAD
     return workload
 
 
 class Handler:
-    """Everything that one arm can be asked for. A public method answers the message of its name."""
+    """What an arm can be asked for: each public method answers the message of its name."""
 
     step: Callable[[], Any]
     trainer: Trainer | None = None
@@ -59,25 +49,37 @@ class Handler:
         self._recorder: Recorder | None = None
         self._recorded: Reply = {}  # peaks of memory while a mode's own CUDA graphs were recorded
 
+    # Before the race ----------------------------------------------------------------------------------------------
+
+    def facts(self, *, device: str) -> Reply:
+        """What the device and this run's torch are."""
+        return {"device": machine.device_facts(device)}
+
+    def peaks(self, *, device: str, dtypes: list[str], quick: bool, start_up: str | None) -> Reply:
+        """Peak rates of the device, and how long the compiler starts.
+
+        Its start is the same for every arm. Since it is measured here, alone, arms may start theirs side by side.
+        """
+        from benchmarks import compiler
+
+        torch.zeros(1, device=device)
+        seconds = None
+        if start_up is not None:
+            seconds = compiler.start_up(Path(start_up), device, getattr(torch, dtypes[0]), strategies.backend())
+        return {"peaks": timing.measure_peaks(device, dtypes, quick=quick), "start_up": seconds}
+
     def load(self, *, workload: str) -> Reply:
         """Import what the case will need, so that imports of several workers overlap and are in no figure."""
-        import torch
-
-        importlib.import_module("benchmarks.strategies")
         self.workload = load_workload(workload)
         return {"torch": torch.__version__, "pid": os.getpid()}
 
     def look(self, **question: Any) -> Reply:
-        """What the workload says of a model before there are cases of it; only workloads that offer it can be asked."""
+        """What the workload says of a model before there are cases of it; only ``advise`` asks."""
         answer: Reply = self.workload.look(**question)  # type: ignore[attr-defined]
         return answer
 
     def prepare(self, *, case: Mapping[str, Any], data_root: str | None, seed: int) -> Reply:
         """Build model and inputs."""
-        import torch
-
-        from benchmarks.plan import Case
-
         self.case = Case(**case)
         self.device = self.case.device
         if not self.case.kernels:
@@ -109,26 +111,22 @@ class Handler:
         }
 
     def start_up(self, *, folder: str | None) -> Reply:
-        """An eager call at the case's shapes; FLOPs, counted on another; the compiler's start.
+        """An eager call at the case's shapes, FLOPs counted on another, and the compiler's start, all in ``folder``.
 
-        All in another folder. Kernels that the eager call's own operators compile are forgotten: the case's first call
-        pays for them.
+        Kernels that the eager call compiled are forgotten: the case's first call pays for them.
         """
-        import torch
-
-        from benchmarks import compiler, strategies
-        from benchmarks.timing import synchronise
+        from benchmarks import compiler
 
         self._recorder = compiler.Recorder(self.model) if folder is not None else None
         with nullcontext() if folder is None else compiler.other_cache(Path(folder) / "eager"):
-            with strategies.execution_mode(self.case):
+            with execution_mode(self.case):
                 self._reset()
                 try:
                     with nullcontext() if self._recorder is None else self._recorder.watching_signatures():
                         output = self._eagerly()
                     self._eager_output = _flat(output).cpu().clone()  # off the device, where memory is measured later
                 except torch.OutOfMemoryError:
-                    # What is too large eagerly may fit compiled: then there is no eager error to put beside its own.
+                    # What is too large eagerly may fit compiled; then there is no eager error to compare with.
                     if self.case.strategy == "eager":
                         raise
                     torch.cuda.empty_cache()
@@ -143,24 +141,14 @@ class Handler:
 
     def _eagerly(self) -> Any:
         """The output of the model as it is; of training the losses of some steps."""
-        if self.trainer is not None:
-            step = self.trainer.eager()
-            for _ in range(self.trainer.shapes):
-                step()  # of each shape, so that all kinds of inputs are noted
-            return self.trainer.losses(step)
-        return self.model(**self.prepared.inputs)
-
-    def _steps(self) -> None:
-        """A call; in training one of each shape that the arm declares."""
-        for _ in range(1 if self.trainer is None else self.trainer.shapes):
-            self.step()
-
-    def _reset(self) -> None:
-        if self.prepared.reset is not None:
-            self.prepared.reset()
+        if self.trainer is None:
+            return self.model(**self.prepared.inputs)
+        step = self.trainer.eager()
+        for _ in range(self.trainer.shapes):
+            step()  # of each shape, so that all kinds of inputs are noted
+        return self.trainer.losses(step)
 
     def _count_flops(self) -> int:
-        import torch
         from torch.utils.flop_counter import FlopCounterMode
 
         # Not in inference mode, where operators that are made of others hide them from the counter.
@@ -172,12 +160,11 @@ class Handler:
                 self.trainer.eager()()
         return int(counter.get_total_flops())
 
+    # Compilation --------------------------------------------------------------------------------------------------
+
     def first_call(self) -> Reply:
-        """Compile, by the first call to its result less one steady call. An eager arm has nothing to compile."""
-        from benchmarks import strategies
+        """Compile: the time from the first call to its result, less one steady call. Eager arms compile nothing."""
         from benchmarks.compiler import Recorder, cached_files
-        from benchmarks.plan import CUDA_GRAPH_MODES
-        from benchmarks.timing import once, synchronise
 
         if self.case.strategy == "eager":
             self._use(self.model)
@@ -188,7 +175,7 @@ class Handler:
         # Garbage of imports and preparation would be collected soon, in one arm's compilation or in another's.
         gc.collect()
         synchronise(self.device)
-        with strategies.execution_mode(self.case):
+        with execution_mode(self.case):
             began = time.perf_counter()
             self._use(strategies.apply(self.case, self.prepared))
             self._steps()
@@ -218,15 +205,12 @@ class Handler:
         }
 
     def capture(self) -> Reply:
-        """Put the outer CUDA graph around the step; seconds with its warm-up. Memory as the capture leaves it.
+        """Put the outer CUDA graph around the step: seconds with its warm-up, and memory as the capture leaves it.
 
         What is compiled here was not compiled by the first call: a recompile, whatever the compiler calls it.
         """
-        from benchmarks import strategies
-        from benchmarks.timing import synchronise
-
         self._reset_peak()
-        with strategies.execution_mode(self.case):
+        with execution_mode(self.case):
             began = time.perf_counter()
             self._capture()
             synchronise(self.device)
@@ -234,20 +218,10 @@ class Handler:
             self.step()
         return {"seconds": seconds, "recompiles": self._late(), **self._peaks()}
 
-    def _late(self) -> list[str]:
-        if self._recorder is None:
-            return []
-        late = self._recorder.late()
-        self._recorder.restart()
-        return late
-
     def first_result(self) -> Reply:
         """From a process with nothing compiled before to the first result, the outer CUDA graph included."""
-        from benchmarks import strategies
-        from benchmarks.timing import synchronise
-
         synchronise(self.device)
-        with strategies.execution_mode(self.case):
+        with execution_mode(self.case):
             began = time.perf_counter()
             self._use(strategies.apply(self.case, self.prepared))
             if self.case.cuda_graph:
@@ -260,8 +234,6 @@ class Handler:
         return {"seconds": seconds, "files_at_end": cached_files()}
 
     def _use(self, call: Callable[..., Any]) -> None:
-        from benchmarks import strategies
-
         self.call = call
         if self.trainer is not None:
             eager = self.case.strategy == "eager"
@@ -283,68 +255,66 @@ class Handler:
         inputs, static = self.prepared.inputs, self.prepared.static
         self._use(zoo.cuda_graph(self.call, kwargs=inputs, static=static, clone_outputs=False))
 
+    def _steps(self) -> None:
+        """A call; in training one of each shape that the arm declares."""
+        for _ in range(1 if self.trainer is None else self.trainer.shapes):
+            self.step()
+
+    def _late(self) -> list[str]:
+        if self._recorder is None:
+            return []
+        late = self._recorder.late()
+        self._recorder.restart()
+        return late
+
+    # Checks and memory --------------------------------------------------------------------------------------------
+
     def check(self, *, reference: str) -> Reply:
         """Relative errors of this arm and of its own eager call. The race's first arm computes the reference."""
-        import torch
-
-        from benchmarks import strategies
-
         path = Path(reference)
         if not path.exists():
-            with torch.no_grad():
-                precision = torch.get_float32_matmul_precision()
-                # Setting it anew, even to what it is, changes a state that Dynamo guards on.
-                if precision != "highest":
-                    torch.set_float32_matmul_precision("highest")
-                try:
-                    expected = _flat(self.prepared.reference()).cpu()
-                finally:
-                    if precision != "highest":
-                        torch.set_float32_matmul_precision(precision)
-            own = path.with_suffix(f".{os.getpid()}")  # another arm may be writing its own at the same time
-            torch.save({"output": expected, "dtype": self.prepared.reference_dtype}, own)
-            own.replace(path)
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()  # the other arms need the memory
+            self._save_reference(path)
         saved = torch.load(path, weights_only=True)
-        with strategies.execution_mode(self.case):
+        with execution_mode(self.case):
             self._reset()
             output = _flat(self.step() if self.trainer is None else self.trainer.losses(self.step)).clone()
-        eager = self._eager_output
+        eager, self._eager_output = self._eager_output, None
         training = self.prepared.training
         if training is not None and training.random:
-            # Each arm drew its own dropout; what went wrong beyond rounding would still show.
-            self._eager_output = None
+            # Each arm drew its own dropout, so no error is reported; values that are not finite still raise.
             _relative_error(output, saved["output"], "the losses")
             return {"error": None, "eager_error": None, "reference_dtype": saved["dtype"]}
-        errors = {
-            "error": _relative_error(output, saved["output"], "the output"),
-            "eager_error": eager
-            if eager is None
-            else _relative_error(eager.to(output.device), saved["output"], "eager's output"),
-        }
-        self._eager_output = None
-        return {**errors, "reference_dtype": saved["dtype"]}
+        error = _relative_error(output, saved["output"], "the output")
+        eager_error = None
+        if eager is not None:
+            eager_error = _relative_error(eager.to(output.device), saved["output"], "eager's output")
+        return {"error": error, "eager_error": eager_error, "reference_dtype": saved["dtype"]}
 
-    def curve(self, *, steps: int) -> Reply:
-        """Losses of so many training steps from the first weights, each on a batch of its own."""
-        from benchmarks import strategies
+    def _save_reference(self, path: Path) -> None:
+        with torch.no_grad():
+            precision = torch.get_float32_matmul_precision()
+            # Setting it anew, even to what it is, changes a state that Dynamo guards on.
+            if precision != "highest":
+                torch.set_float32_matmul_precision("highest")
+            try:
+                expected = _flat(self.prepared.reference()).cpu()
+            finally:
+                if precision != "highest":
+                    torch.set_float32_matmul_precision(precision)
+        own = path.with_suffix(f".{os.getpid()}")  # another arm may be writing its own at the same time
+        torch.save({"output": expected, "dtype": self.prepared.reference_dtype}, own)
+        own.replace(path)
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # the other arms need the memory
 
-        if self.trainer is None:
-            raise ValueError("there is no curve of inference; ask for --workload train")
-        with strategies.execution_mode(self.case):
-            losses = self.trainer.losses(self.step, steps).tolist()
-        for number, loss in enumerate(losses, start=1):
-            if not math.isfinite(loss):  # no row could hold it
-                raise ValueError(f"the loss of step {number} of {steps} is {loss}")
-        return {"losses": losses}
+    def _reset(self) -> None:
+        if self.prepared.reset is not None:
+            self.prepared.reset()
 
     def memory(self) -> Reply:
         """Peaks of one steady call, or of recording its CUDA graph; None on a CPU."""
-        from benchmarks import strategies
-
         self._reset_peak()
-        with strategies.execution_mode(self.case):
+        with execution_mode(self.case):
             self._steps()
         peaks = self._peaks()
         return {name: _greater(peak, self._recorded.get(name)) for name, peak in peaks.items()}
@@ -352,7 +322,6 @@ class Handler:
     def _reset_peak(self) -> None:
         if self.device == "cpu":
             return
-        import torch
 
         gc.collect()
         torch.cuda.synchronize()
@@ -362,44 +331,50 @@ class Handler:
     def _peaks(self) -> Reply:
         if self.device == "cpu":
             return {"allocated": None, "reserved": None}
-        import torch
 
         torch.cuda.synchronize()
         return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
 
+    # The race -----------------------------------------------------------------------------------------------------
+
     def calibrate(self, *, milliseconds: float | None = None) -> Reply:
         """How many calls fill a turn of the race, of ``timing.ROUND_MS`` unless said otherwise."""
-        from benchmarks import strategies, timing
-
         if self.trainer is not None and self.trainer.round is not None:
             self.trainer.open_loader()
             return {"calls": self.trainer.round}
-        with strategies.execution_mode(self.case):
+        with execution_mode(self.case):
             return {"calls": timing.calibrate(self.step, self.device, milliseconds or timing.ROUND_MS)}
 
     def host(self) -> Reply:
         """How long the host is busy with one call."""
-        from benchmarks import strategies, timing
-
-        with strategies.execution_mode(self.case):
+        with execution_mode(self.case):
             return {"host_ms": timing.host(self.step, self.device)}
 
     def round(self, *, calls: int) -> Reply:
         """Back-to-back calls after a few unmeasured ones."""
-        from benchmarks import strategies, timing
-
-        with strategies.execution_mode(self.case):
+        with execution_mode(self.case):
             timing.settle(self.step, self.device)
             with nullcontext() if self.trainer is None else self.trainer.timed():
                 return asdict(timing.back_to_back(self.step, self.device, calls))
+
+    # After the race -----------------------------------------------------------------------------------------------
+
+    def curve(self, *, steps: int) -> Reply:
+        """Losses of so many training steps from the first weights, each on a batch of its own."""
+        if self.trainer is None:
+            raise ValueError("there is no curve of inference; ask for --workload train")
+        with execution_mode(self.case):
+            losses = self.trainer.losses(self.step, steps).tolist()
+        for number, loss in enumerate(losses, start=1):
+            if not math.isfinite(loss):  # no row could hold it
+                raise ValueError(f"the loss of step {number} of {steps} is {loss}")
+        return {"losses": losses}
 
     def kernels(self) -> Reply:
         """How many kernels one call launches and which take longest, by the profiler (None on a CPU).
 
         And what was compiled during the race. Copies and fills are not kernels.
         """
-        from benchmarks import timing
-
         recompiles = self._late()
         if self.device == "cpu":
             return {"kernels": None, "longest": None, "others": None, "recompiles": recompiles}
@@ -421,11 +396,8 @@ class Handler:
     def _profile(self, *, calls: int) -> Any:
         from torch.profiler import ProfilerActivity, profile
 
-        from benchmarks import strategies
-        from benchmarks.timing import synchronise
-
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.device != "cpu" else [])
-        with strategies.execution_mode(self.case):
+        with execution_mode(self.case):
             self.step()
             synchronise(self.device)
             with profile(activities=activities, acc_events=True) as profiler:
@@ -434,27 +406,6 @@ class Handler:
                 synchronise(self.device)
         return profiler
 
-    def facts(self, *, device: str) -> Reply:
-        """What the device and this run's torch are."""
-        from benchmarks import machine
-
-        return {"device": machine.device_facts(device)}
-
-    def peaks(self, *, device: str, dtypes: list[str], quick: bool, start_up: str | None) -> Reply:
-        """What the device can do at best, and how long the compiler starts.
-
-        The compiler's start is the same for every arm. Measured here, alone, arms may start theirs side by side.
-        """
-        import torch
-
-        from benchmarks import compiler, strategies, timing
-
-        torch.zeros(1, device=device)
-        seconds = None
-        if start_up is not None:
-            seconds = compiler.start_up(Path(start_up), device, getattr(torch, dtypes[0]), strategies.backend())
-        return {"peaks": timing.measure_peaks(device, dtypes, quick=quick), "start_up": seconds}
-
 
 def _greater(one: int | None, other: int | None) -> int | None:
     return max(filter(None, (one, other)), default=None)
@@ -462,7 +413,6 @@ def _greater(one: int | None, other: int | None) -> int | None:
 
 def _flat(output: Any) -> torch.Tensor:
     """The output, or all tensors in it end to end, as one vector."""
-    import torch
     from torch.utils._pytree import tree_leaves
 
     tensors = [leaf.reshape(-1) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
@@ -473,8 +423,6 @@ def _flat(output: Any) -> torch.Tensor:
 
 def _relative_error(output: torch.Tensor, expected: torch.Tensor, what: str) -> float:
     """Norm of the difference over the norm of the reference, in float64 or its complex pair."""
-    import torch
-
     if output.shape != expected.shape:
         raise ValueError(f"{what} has {output.numel()} values, the reference {expected.numel()}")
     wide = torch.promote_types(torch.promote_types(output.dtype, expected.dtype), torch.float64)
@@ -484,56 +432,3 @@ def _relative_error(output: torch.Tensor, expected: torch.Tensor, what: str) -> 
         raise ValueError(f"{what} has {int((~got.isfinite()).sum())} values that are not finite, the reference "
                          f"{int((~wanted.isfinite()).sum())}")  # fmt: skip
     return error
-
-
-def serve(requests: IO[str], replies: IO[str]) -> None:
-    """Answer messages until there are no more, or until "stop"."""
-    handler = Handler()
-    for line in requests:
-        message = json.loads(line)
-        operation = message.pop("op")
-        if operation == "stop":
-            return
-        began = time.monotonic()
-        try:
-            reply = {"ok": True, **getattr(handler, operation)(**message)}
-        except Exception as error:
-            reply = failure_of(error)
-        reply |= {"op": operation, "began": began, "ended": time.monotonic()}
-        sys.stderr.flush()
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
-
-
-def _end_with_harness(requests: int) -> None:
-    """Wait for the other end of the pipe to be closed and end this process and its compile workers.
-
-    A harness that is killed cannot end them, and a compilation or a race without it would only be in the next run's
-    way. The thread sleeps in the kernel until then, so that it disturbs no measurement.
-    """
-    poll = select.poll()
-    poll.register(requests, 0)  # no event but the end, which cannot be left out
-    poll.poll()
-    os.killpg(0, signal.SIGKILL)
-
-
-def main() -> None:
-    """Move the pipes out of reach of stray prints, then serve."""
-    requests, replies = os.fdopen(os.dup(0), "r", encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-    if (stack := os.environ.get("BENCHMARKS_STACK")) is not None:
-        faulthandler.register(signal.SIGUSR1, file=int(stack))  # so that a timeout can say where
-    if os.getpgrp() == os.getpid():  # as the harness starts it
-        threading.Thread(target=_end_with_harness, args=(requests.fileno(),), daemon=True).start()
-    serve(requests, replies)
-    # Compile workers and libraries take seconds to shut down in order; nothing of theirs is needed any more.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

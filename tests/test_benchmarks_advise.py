@@ -22,14 +22,13 @@ from benchmarks import advised
 from benchmarks.advise import cases_of, main
 from benchmarks.advised import WORKLOAD, load, sizes_in
 from benchmarks.cli import run_command
-from benchmarks.process import ROOT
+from benchmarks.process import ROOT, serve
 from benchmarks.record import Result, Store
 from benchmarks.record import load as load_rows
 from benchmarks.report import advice, cells, html
 from benchmarks.report.model import MeasuredRace, races
 from benchmarks.report.terminal import Regions, render_advice
 from benchmarks.strategies import apply
-from benchmarks.worker import serve
 from tests.rows import ENVIRONMENT, failure, row
 
 MODELS = """

@@ -16,8 +16,9 @@ from torch import nn
 
 from benchmarks.families.base import Prepared, Training
 from benchmarks.plan import Case
+from benchmarks.process import serve
 from benchmarks.training import Trainer, checkpointed, plain_step, reference_losses
-from benchmarks.worker import Handler, load_workload, serve
+from benchmarks.worker import Handler, load_workload
 from tests.fake_workload import Model
 from zoo.training import LinearCrossEntropy
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from benchmarks.plan import Case
-from benchmarks.process import ROOT, Worker, WorkerFailure
-from benchmarks.worker import Handler, _relative_error, failure_of, load_workload, serve
+from benchmarks.process import ROOT, Worker, WorkerFailure, failure_of, serve
+from benchmarks.worker import Handler, _relative_error, load_workload
 from zoo.ops import common as operators
 
 FAKE = "tests.fake_workload"
