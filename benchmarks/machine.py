@@ -1,4 +1,4 @@
-"""Where a run was measured: device, software, commit. A number without it cannot be reproduced."""
+"""Where a run was measured: device, software, commit; and a GPU's clock, power and memory while it runs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,7 @@ LIBRARIES = ("torch-geometric", "torchvision", "transformers", "diffusers", "num
 
 
 def row(facts: dict[str, Any], peaks: dict[str, Any]) -> dict[str, Any]:
-    """The environment row of a results file.
-
-    Args:
-        facts: What ``device_facts`` returned in a worker process.
-        peaks: What ``peaks.measure`` returned there.
-    """
+    """The environment row of a results file, from ``device_facts`` and ``timing.measure_peaks`` of a worker process."""
     content = {
         **facts,
         "python": platform.python_version(),
@@ -102,8 +97,8 @@ def _versions() -> dict[str, str]:
 def _commit() -> dict[str, Any]:
     """The clone's commit, and whether files that git tracks differ from it.
 
-    A copy of the files, with another history or none, is told by BENCHMARKS_COMMIT, with ``-dirty`` after it where they
-    differ; without either both are None.
+    Where the files are a copy without that history, BENCHMARKS_COMMIT names the commit, ending in ``-dirty`` if files
+    differ from it. Both are None without either.
     """
 
     def git(*arguments: str) -> str | None:

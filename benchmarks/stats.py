@@ -1,8 +1,8 @@
 """Medians, confidence intervals and verdicts: how two arms are told apart, and when they are not.
 
-Every ratio here is a *speed-up*: the reference's time over the arm's, so that above 1 the arm is faster. Its interval
-comes from a percentile bootstrap over rounds. Timing noise is skewed and drifts with the clocks, therefore medians
-instead of means, and rounds paired wherever both arms ran in the same ones.
+Every ratio is a *speed-up*: the reference's time over the arm's, so above 1 the arm is faster. Its interval is a
+percentile bootstrap over rounds. Timing noise is skewed and drifts with the clocks; therefore medians are taken, and
+rounds are paired where both arms ran in the same ones.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 CONFIDENCE = 0.95
 RESAMPLES = 1999  # 50 of them in each tail; more moves an end by far less than a run to run difference does
 
-# The widest interval that n samples can give for their median is [min, max], which covers it with probability
-# 1 - 2 ** (1 - n). Five samples reach 93.75 %, so that no 95 % interval exists below six.
+# The widest interval that n samples can give for their median, [min, max], covers it with probability 1 - 2 ** (1 - n):
+# 93.75 % with five samples, so a 95 % interval needs six.
 MIN_ROUNDS = 6
 
 Verdict = Literal["faster", "slower", "undetermined"]
@@ -27,21 +27,13 @@ Verdict = Literal["faster", "slower", "undetermined"]
 
 @dataclass(frozen=True)
 class Ratio:
-    """A speed-up with its 95 % interval; ``[0, inf]`` where the rounds are too few for one.
-
-    Args:
-        value: Reference time over the arm's time.
-        low: Lower end of the interval.
-        high: Upper end of the interval.
-        rounds: Samples it rests on (of the shorter arm where unpaired).
-        paired: Whether round n of one arm was held against round n of the other.
-    """
+    """A speed-up, the reference's time over the arm's, with its 95 % interval: ``[0, inf]`` if rounds are too few."""
 
     value: float
     low: float
     high: float
-    rounds: int
-    paired: bool
+    rounds: int  # samples it rests on; of the shorter arm if unpaired
+    paired: bool  # round n of one arm was compared with round n of the other
 
     @property
     def inverse(self) -> Ratio:
@@ -117,16 +109,11 @@ def paired_ratio(
     """The arm's speed-up over the reference: the median over rounds of the ratio within a round.
 
     What slows a whole round (a clock that drops, a busy neighbour) cancels out of its ratio, which makes the interval
-    narrower than that of two separate medians.
-
-    Args:
-        reference: One time a round.
-        arm: One time a round, same unit.
-        reference_rounds: Round number of each sample of the reference; no number twice.
-        arm_rounds: The same for the arm; both must have run in the same rounds, in whatever order.
+    narrower than that of two separate medians. ``reference_rounds`` and ``arm_rounds`` number the samples of each; both
+    must have run in the same rounds, in any order.
 
     Raises:
-        ValueError: On empty or non-finite samples, or where the rounds do not match.
+        ValueError: On empty or non-finite samples, or if the rounds do not match.
     """
     sides = []
     for what, samples, rounds in (("reference", reference, reference_rounds), ("arm", arm, arm_rounds)):
@@ -177,10 +164,8 @@ def noise_floor(control: Ratio) -> float:
 def verdict(speedup: Ratio, noise: float | None) -> Verdict:
     """``faster`` or ``slower`` only if the whole interval lies beyond the noise floor, else ``undetermined``.
 
-    Args:
-        speedup: Reference over arm.
-        noise: The A/A noise floor as a fraction, or None where no control ran: then the interval decides alone, and
-            whoever shows the verdict has to say that the noise is unknown.
+    ``noise`` is the A/A noise floor as a fraction, None where no control ran: then the interval decides alone, and
+    whoever shows the verdict must say that the noise is unknown.
     """
     if noise is not None and (math.isnan(noise) or noise < 0):
         raise ValueError(f"the noise floor is a fraction of at least 0, got {noise}")
@@ -193,13 +178,9 @@ def verdict(speedup: Ratio, noise: float | None) -> Verdict:
 
 
 def break_even_calls(compile_seconds: float, eager_ms: float, arm_ms: float) -> float:
-    """Calls until the time spent on compiling is paid back by faster calls, a whole number; infinite if it never is.
+    """Calls until faster calls have paid back ``compile_seconds``, a whole number; infinite if they never do.
 
-    Args:
-        compile_seconds: What was paid before, seconds: compilation, and capture where there was one. A figure just
-            below 0 (compile time is a difference of two measurements) counts as 0.
-        eager_ms: One call without compilation, milliseconds.
-        arm_ms: One call of the arm, milliseconds.
+    Compile time is a difference of two measurements; a figure just below 0 counts as 0.
     """
     _checked([eager_ms, arm_ms], "break-even")
     if not math.isfinite(compile_seconds):
@@ -212,19 +193,12 @@ def break_even_calls(compile_seconds: float, eager_ms: float, arm_ms: float) -> 
 
 @dataclass(frozen=True)
 class Utilisation:
-    """How near a call comes to what the device can do; None where the work or the peak was not measured.
+    """How near a call comes to what the device can do; None where the work or the peak was not measured."""
 
-    Args:
-        bandwidth: Bytes a second over the peak bandwidth, as a fraction.
-        flops: FLOP/s over the peak, as a fraction.
-        floor_ms: The roofline: no call can be shorter, milliseconds.
-        times_floor: The call's time over that floor.
-    """
-
-    bandwidth: float | None
-    flops: float | None
-    floor_ms: float | None
-    times_floor: float | None
+    bandwidth: float | None  # byte/s over the peak, as a fraction
+    flops: float | None  # FLOP/s over the peak, as a fraction
+    floor_ms: float | None  # the roofline: no call can be shorter
+    times_floor: float | None  # the call's time over that floor
 
 
 def utilisation(
@@ -235,16 +209,9 @@ def utilisation(
     peak_bandwidth: float | None,
     peak_flops: float | None,
 ) -> Utilisation:
-    """Utilisation of one call from its fewest bytes, its FLOPs and the peaks measured on the same device.
+    """Utilisation of one call from its fewest bytes, its FLOPs and the peaks (per second) of the same device.
 
-    A fraction above 1 is kept as it is: it says that bytes or peak are counted wrong, or that a cache served them.
-
-    Args:
-        milliseconds: One call.
-        bytes: Fewest bytes that it must move.
-        flops: Floating-point operations.
-        peak_bandwidth: byte/s.
-        peak_flops: FLOP/s.
+    A fraction above 1 is kept: it says that bytes or peak are counted wrong, or that a cache served them.
     """
     seconds = float(_checked([milliseconds], "utilisation")[0]) / 1e3
     least = []
