@@ -1,7 +1,7 @@
-"""Which way to run a model that is called so many times: ``python -m benchmarks.advise bert-debug --calls 10000``.
+"""Which mode pays off for N calls of a model: ``python -m benchmarks.advise bert-debug --calls 10000``.
 
 The model is a preset of the zoo, or your own: ``module:function`` or ``file.py:function``, the function returning
-``(model, inputs)``. Every way is measured here, eager included; the verdict comes first, then the numbers behind it.
+``(model, inputs)``. All modes are measured, eager included; the verdict comes first, then the numbers behind it.
 
 Exit codes: 0; 1 where nothing could be advised; 2 on wrong usage; 3 where the disk took no more rows; 130 when stopped.
 """
@@ -24,9 +24,6 @@ from benchmarks.cli import UsageError, did_you_mean, pick, require_zoo, run_comm
 from benchmarks.measure import Run, measure, say_where, settings_of
 from benchmarks.plan import DTYPES, Case
 from benchmarks.process import Worker, WorkerFailure, cache_environment
-from benchmarks.report import advice
-from benchmarks.report.model import races
-from benchmarks.report.terminal import Regions, render_advice
 from benchmarks.run import RUNS, device_of
 from benchmarks.startup import Settings
 
@@ -82,9 +79,13 @@ def main(
 
         run = Run(workload, on, cases, {}, out or RUNS / time.strftime("%Y%m%d-%H%M%S"), again)
         run.skip_done(resume=resume)
-        regions = Regions(**{name: facts[name] for name in ("found", "declared", "obstacles", "none")})
 
         def conclude(run: Run, console: Console, measured: set[str]) -> int:
+            from benchmarks.report import advice
+            from benchmarks.report.model import races
+            from benchmarks.report.terminal import Regions, render_advice
+
+            regions = Regions(**{name: facts[name] for name in ("found", "declared", "obstacles", "none")})
             results, environments = run.results()
             shown = races(results, environments)
             if shown:
@@ -96,7 +97,7 @@ def main(
 
 
 def cases_of(model: str, device: str, dtype: str, *, cast: bool, sizes: Mapping[str, int]) -> list[Case]:
-    """The arms on this device, and a second eager one as the A/A control: the one that nothing stands in the way of."""
+    """The arms on this device, and a second eager one as the A/A control, since eager is the least likely to fail."""
     own = advised.is_own(model)
     example = ", ".join([advised.EXAMPLE, *(f"{name}={value}" for name, value in sizes.items())])
     base = Case(

@@ -1,4 +1,4 @@
-"""A model to advise on, as a workload: the zoo's by its preset's name, or the user's own by ``module:function``."""
+"""The workload behind ``advise``: a preset of the zoo by its name, or a user's own model by ``module:function``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from benchmarks.cli import did_you_mean
 from benchmarks.families.base import Prepared
 from benchmarks.plan import DTYPES, Case
 
-EXAMPLE, GIVEN, CAST = "example", "given", "given, cast"  # what stands for the input in a row
+EXAMPLE, GIVEN, CAST = "example", "given", "given, cast"  # names of the input in a row
 BYTES_FORMULA = "weights, embedding tables apart, and inputs, each read once"
 PLAIN = (bool, int, float, str, type(None))
 # A GPU's peak of one eager call, and what compiled arms may need on top of it.
@@ -30,12 +30,12 @@ HEADROOM = 1.2
 
 
 class Refused(ValueError):
-    """What was named cannot be measured; the message says why and what to do."""
+    """The model cannot be measured; the message says why and what to do."""
 
 
 @dataclass(kw_only=True)
 class Loaded:
-    """A model on its device with the inputs of one call, and what was prepared once for it."""
+    """A model on its device with the inputs of one call; seconds of what was prepared once for it."""
 
     model: nn.Module
     inputs: dict[str, Any]
@@ -57,14 +57,9 @@ def is_own(name: str) -> bool:
 
 
 def load(name: str, *, device: str, dtype: torch.dtype | None, seed: int, sizes: Mapping[str, int]) -> Loaded:
-    """The model in eval mode and its inputs, on the device.
+    """The model in eval mode and its inputs, on the device; ``sizes`` are those of ``zoo.example_inputs``.
 
-    Args:
-        name: A preset of the zoo, or ``module:function``.
-        device: ``cpu`` or ``cuda``.
-        dtype: Of weights and inputs; None leaves the user's own as they are.
-        seed: Of everything drawn at random.
-        sizes: What ``zoo.example_inputs`` takes for a preset.
+    ``dtype`` None leaves a user's model and inputs as they are.
 
     Raises:
         Refused: If the function is not there, fails, or returns something else than a model and its inputs.
@@ -219,11 +214,10 @@ class AdvisedWorkload:
     def look(
         self, *, model: str, device: str, dtype: str | None, seed: int, sizes: Mapping[str, int]
     ) -> dict[str, Any]:
-        """Load the model, call it once and say what there is to compile. Called in a worker process.
+        """Load the model in a worker process, call it once, and say what there is to compile.
 
-        Returns:
-            ``refused``, why it cannot be measured; else ``dtype``, ``memory`` in bytes, and of its regions ``found``
-            (a line each), ``declared``, ``obstacles`` and ``none``, why there are no regions.
+        Returns ``refused``, why it cannot be measured; or ``dtype``, ``memory`` in bytes, and of the regions ``found``,
+        ``declared``, ``obstacles`` and ``none``, why there are none.
         """
         try:
             loaded = load(model, device=device, dtype=_dtype(dtype), seed=seed, sizes=sizes)
