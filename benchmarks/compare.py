@@ -1,4 +1,4 @@
-"""Two runs held against each other, arm by arm, so that a CI can be gated by it.
+"""Compares two runs arm by arm, as a gate for a CI.
 
 python -m benchmarks.compare OLD NEW                       files of rows, or folders of such files
 python -m benchmarks.compare OLD NEW --max-regression 3%
@@ -26,7 +26,7 @@ from benchmarks import stats
 from benchmarks.cli import UsageError, run_command
 from benchmarks.record import Compile, Result, Rows, device_name, load_run
 from benchmarks.report import cells
-from benchmarks.report.model import MeasuredRace, races
+from benchmarks.report.model import races
 from benchmarks.stats import Ratio, Verdict
 
 STYLES = {"faster": "green", "slower": "red", "undetermined": "yellow", "fails": "red"}
@@ -35,25 +35,15 @@ MEMORY_CHANGE = 0.01  # an allocator's rounding moves a peak by less
 
 @dataclass(frozen=True)
 class Change:
-    """What became of one arm.
+    """One arm in both runs."""
 
-    Args:
-        old: The row before, or None for an arm that is new.
-        new: The row now, or None for an arm that is gone.
-        ratio: Old time over new time, above 1 if it got faster; None where one has no times.
-        noise: The wider A/A noise floor of the two runs; None where neither ran a control.
-        verdict: Of the ratio; None where there is none.
-        notes: What else changed: status, graphs, breaks, recompiles, kernels, memory, error.
-        grew: Whether it has more graphs, breaks or recompiles than before.
-    """
-
-    old: Result | None
-    new: Result | None
-    ratio: Ratio | None = None
-    noise: float | None = None
+    old: Result | None  # None for an arm that is new
+    new: Result | None  # None for an arm that is gone
+    ratio: Ratio | None = None  # old time over new time, above 1 if it got faster
+    noise: float | None = None  # the wider A/A noise floor of the two runs; None if neither ran a control
     verdict: Verdict | None = None
-    notes: tuple[str, ...] = ()
-    grew: bool = False
+    notes: tuple[str, ...] = ()  # what else changed: status, graphs, breaks, recompiles, kernels, memory, error
+    grew: bool = False  # more graphs, breaks or recompiles than before
 
     @property
     def row(self) -> Result:
@@ -92,14 +82,15 @@ def compare(old: Rows, new: Rows, *, across_devices: bool = False) -> list[Chang
                     f"the old run is from {was}, the new one from {now}: times of different devices say nothing about "
                     "the code; measure again on one of them, or give --across-devices"
                 )
-    noises = [_noise(races(rows.results, rows.environments), across_devices) for rows in (old, new)]
+    noises = [_noise(rows) for rows in (old, new)]
     changes = []
     for key in dict.fromkeys((*before, *after)):
         was_row, now_row = before.get(key), after.get(key)
         if was_row is None or now_row is None:
             changes.append(Change(was_row, now_row))
             continue
-        floors = [floor for noise in noises if (floor := noise.get(_race_key(was_row, across_devices))) is not None]
+        pairs = zip(noises, (was_row, now_row), strict=True)
+        floors = [floor for noise, row in pairs if (floor := noise.get(row.case.race)) is not None]
         changes.append(_change(was_row, now_row, max(floors, default=None)))
     return changes
 
@@ -119,16 +110,8 @@ def _by_key(rows: Rows, across_devices: bool) -> dict[str, Result]:
     return found
 
 
-def _race_key(result: Result, across_devices: bool) -> tuple[str, ...]:
-    return result.case.race[:-1] if across_devices else result.case.race
-
-
-def _noise(shown: list[MeasuredRace], across_devices: bool) -> dict[tuple[str, ...], float]:
-    return {
-        race.case.race[:-1] if across_devices else race.case.race: race.noise
-        for race in shown
-        if race.noise is not None
-    }
+def _noise(rows: Rows) -> dict[tuple[str, ...], float]:
+    return {race.case.race: race.noise for race in races(rows.results, rows.environments) if race.noise is not None}
 
 
 def _device(rows: Rows, result: Result) -> str:
