@@ -72,9 +72,8 @@ def _warm_up_graph(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def start_up(folder: Path, device: str, dtype: torch.dtype, backend: str, *, training: bool = False) -> float:
     """Start the compiler: compile a small graph into ``folder`` and wait for Inductor's workers. Returns seconds.
 
-    For training its backward is compiled too.
-
-    Otherwise whoever compiles first in a process pays for the compiler's imports, toolchain probes and worker pool.
+    Otherwise the first compilation in a process pays for the compiler's imports, toolchain probes and worker pool. For
+    training the graph's backward is compiled too.
     """
     began = time.perf_counter()
     import torch._dynamo.utils as dynamo
@@ -108,10 +107,9 @@ class Facts:
 
 
 class Recorder:
-    """Counts what Dynamo and Inductor do from its making, or its last restart, on.
+    """Counts what Dynamo and Inductor do since it was made or restarted.
 
-    Args:
-        model: The arm's model, its layers' signatures being what a frame may legitimately be compiled again for.
+    A frame may be compiled once for each signature of ``model``'s layers; only what goes beyond is a recompile.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -153,8 +151,7 @@ class Recorder:
     def facts(self, *, whole: bool = False) -> Facts:
         """Everything since the recorder was made or restarted.
 
-        Args:
-            whole: Whether one call was compiled as a whole, so that a second frame can only come from a break.
+        ``whole`` says that one call was compiled as a whole, so that a second frame can only come from a break.
         """
         records = self._dynamo.get_compilation_metrics()[self._seen :]
         now = self._snapshot()
@@ -184,10 +181,10 @@ class Recorder:
         ]
 
     def _recompiles(self, records: list[Any]) -> list[str]:
-        """Reasons of compilations beyond one for each kind of layer that a frame serves.
+        """Reasons of compilations beyond one for each signature of the layer that a frame belongs to.
 
-        Dynamo calls the second width of one class a recompile; that graph is needed. For code that is no layer's
-        method, Dynamo's word stands.
+        Dynamo calls the second width of one class a recompile; that graph is needed. A frame that is no layer's method
+        has one signature.
         """
         frames: dict[tuple[str, int, str], list[Any]] = defaultdict(list)
         for record in records:
@@ -227,8 +224,8 @@ def _span(code: CodeType) -> tuple[str, int, int]:
 def _breaks(counted: Counter[str], records: list[Any], *, whole: bool = False) -> list[str]:
     """A reason for each graph break.
 
-    Dynamo's counter leaves out a branch on a tensor; the frame behind it shows it. It leaves out as well where Dynamo
-    cannot go on within a frame; of a whole call what is compiled besides shows it.
+    Dynamo's counter misses a branch on a tensor, which the frame after it shows, and a frame that Dynamo gives up. If
+    the whole call was compiled, any further frame shows that one.
     """
     reasons = [_short(reason) for reason, count in counted.items() for _ in range(count)]
     named = [record for record in records if record.co_name is not None]  # a backward has no frame

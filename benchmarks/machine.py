@@ -184,7 +184,7 @@ class Monitor:
 
 
 def free_memory(device: str, monitor: Monitor) -> int | None:
-    """Bytes that a new case can have, or None where nobody knows."""
+    """Bytes that a new case can have, or None if it is unknown."""
     if device != "cpu":
         memory = monitor.memory()
         return None if memory is None else memory[1]

@@ -1,4 +1,4 @@
-"""What a run tells while it goes on: what runs now, how much is done, how long the rest may take."""
+"""Progress of a run: what runs now, how much is done, how long the rest may take."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ LINE_SECONDS = 60.0
 class Progress:
     """A live bar on a terminal, plain lines elsewhere.
 
-    Durations are planned ones; what was planned and what it took so far give the estimate of the time left.
-
-    Args:
-        console: Where to write.
-        planned: Seconds planned for the whole run.
+    The time left follows from the seconds planned for the whole run, and from how long things took so far.
     """
 
     def __init__(self, console: Console, planned: float) -> None:
@@ -70,7 +66,7 @@ class Progress:
         self._tell()
 
     def partway(self, share: float, seconds: float) -> None:
-        """Of what is going on ``share`` (0 to 1) is over, and took ``seconds``: so long will the rest take too."""
+        """A share (0 to 1) of what is going on took ``seconds``; the rest is expected to go on at that pace."""
         now = seconds / share
         self.planned += now - self._current
         self._current, self._part = now, seconds
