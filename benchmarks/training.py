@@ -1,4 +1,4 @@
-"""A case's training steps, so that one message drives every arm: the plain loop of upstream's users, and ours."""
+"""Training steps of a case: the plain loop of upstream's users, or ours, behind one interface."""
 
 from __future__ import annotations
 
@@ -24,12 +24,7 @@ Step = Callable[[], Tensor]
 
 
 class Trainer:
-    """The steps of one arm, with its optimizer and its batches.
-
-    Args:
-        case: The arm.
-        prepared: What its workload made, with ``training``; the model has its first weights.
-    """
+    """The steps of one arm, with its optimizer and its batches. The model of ``prepared`` has its first weights."""
 
     def __init__(self, case: Case, prepared: Prepared) -> None:
         assert prepared.training is not None, "the workload prepared no training"
@@ -73,7 +68,7 @@ class Trainer:
         return lambda: step(next(self._batches))
 
     def open_loader(self) -> None:
-        """Draw an epoch and throw it away: whatever processes stand behind the loader are up then, and idle."""
+        """Draw an epoch and drop it, so that the loader's processes are up, and idle."""
         if self._loaded is None and (loader := self._training.loader) is not None:
             for _ in loader():
                 pass
@@ -92,9 +87,7 @@ class Trainer:
     def losses(self, step: Step, count: int | None = None) -> Tensor:
         """Losses of steps from the first weights, each on a batch of its own: [count], on the CPU.
 
-        Args:
-            step: Of the arm.
-            count: How many; those that are checked if left out.
+        ``count`` is by default the number of losses that are checked.
         """
         count = self._training.checked if count is None else count
         self._restart()
@@ -106,7 +99,7 @@ class Trainer:
 
     @torch.no_grad()
     def _restart(self) -> None:
-        """First weights and an optimizer that has seen nothing; in place, where a CUDA graph finds them."""
+        """Restore the first weights and empty the optimizer's state, in place, since a CUDA graph reads there."""
         for name, tensor in self._model.state_dict().items():
             tensor.copy_(self._first[name])
         for values in self._optimizer.state.values():
@@ -163,10 +156,7 @@ def make_optimizer(
 def reference_losses(model: nn.Module, training: Training, dtype: torch.dtype = torch.float64) -> Tensor:
     """The losses that :meth:`Trainer.losses` should give: [checked], eagerly and in another precision.
 
-    Args:
-        model: Upstream's model with the first weights; it is converted in place.
-        training: The case's, whose loss takes the upstream model.
-        dtype: ``float64``, or ``float32`` where that would not fit.
+    ``model`` is upstream's with the first weights; it is converted in place, to float32 where float64 would not fit.
     """
 
     def convert(leaf: Any) -> Any:
