@@ -11,6 +11,7 @@ import pytest
 from benchmarks import harness, startup, timing, worker
 from benchmarks.process import WorkerFailure
 from benchmarks.record import Kernel
+from benchmarks.report.cells import race_notes
 from benchmarks.report.model import races
 from tests.rows import ENVIRONMENT, row
 
@@ -150,4 +151,4 @@ def test_a_profile_that_fails_leaves_the_row_and_says_so(monkeypatch: pytest.Mon
     assert (result.status, result.steady.wall_ms, result.work.kernels) == ("ok", times, None)
     assert result.reason == "its kernels, and what it compiled in the race, were not counted: no answer in 600 s"
     (shown,) = races([row(2.0, impl="upstream"), result], {"e1": ENVIRONMENT})
-    assert f"! zoo regional: {result.reason}." in shown.notes
+    assert f"! zoo regional: {result.reason}." in race_notes(shown)

@@ -36,6 +36,7 @@ from benchmarks.plan import Case
 from benchmarks.process import ROOT, Worker, WorkerFailure, failure_of, kill_all
 from benchmarks.progress import Progress
 from benchmarks.record import Result, RowWriter, Store, Unwritable, load
+from benchmarks.report.cells import race_notes
 from benchmarks.report.model import races
 from benchmarks.startup import COLD, RACE, ArmRun, Job, Settings, bring_up, failures_of, prepare_race, processes
 from tests.fake_workload import WORKLOAD
@@ -521,11 +522,11 @@ def test_a_warm_start_that_fails_where_the_cold_one_worked_blames_the_caches(set
 def test_a_warm_start_that_missed_its_cache_is_noted() -> None:
     results = [row(1.0), row(0.5, strategy="full", cold=2.0, warm=1.9, graphs=3)]
     (race,) = races(results, {"e1": ENVIRONMENT})
-    assert not any("missed a cache" in note for note in race.notes)
+    assert not any("missed a cache" in note for note in race_notes(race))
     assert results[1].warm is not None
     results[1].warm.cache_misses = 2
     (race,) = races(results, {"e1": ENVIRONMENT})
-    assert "The warm start of these missed a cache and compiled something anew: zoo full." in race.notes
+    assert "The warm start of these missed a cache and compiled something anew: zoo full." in race_notes(race)
 
 
 # The device
