@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo import validate
-from zoo.engine.discover import Region
+from zoo.engine.region import Region
 from zoo.gnn.convs import GATConv, GCNConv, Graph, Graphs, SAGEConv, make_activation, make_norm
 from zoo.gnn.graph import (
     CSRGraph,

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo import validate
-from zoo.engine.discover import Region
+from zoo.engine.region import Region
 from zoo.llm.cache import KVCache, check_cache, make_cache
 from zoo.llm.config import LLMConfig
 from zoo.llm.generate import GenerationMixin
