@@ -6,7 +6,6 @@ Shapes: N nodes, E edges sorted by destination, C channels.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,10 +13,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from benchmarks.families import gnn_upstream, graphs
-from benchmarks.families.base import Prepared, dtype_of, refuses_unknown
+from benchmarks.families import gnn_arms, graphs
+from benchmarks.families.base import Prepared, Workload, dtype_of, timed
 from benchmarks.plan import Case
-from benchmarks.timing import synchronise
 from zoo.engine.region import Region
 from zoo.gnn import CSRGraph
 from zoo.ops.csr import GraphTensors
@@ -29,8 +27,6 @@ BYTES_FORMULA = (
 )
 # Channels of the float64 reference that are summed at once: its messages are as long as the edges.
 _CHANNELS_AT_ONCE = 16
-# Where a call's CUDA context, its libraries' work space and the compiler's buffers go.
-_PROCESS_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +90,7 @@ class Way:
 def _adjacency(graph: GraphTensors, dtype: torch.dtype) -> Tensor:
     """[N, N] of ones: a product with it is the sum."""
     edges = torch.stack([graph.source, graph.destination])
-    return gnn_upstream.csr(edges, None, graph.rowptr.numel() - 1, dtype)
+    return gnn_arms.csr(edges, None, graph.rowptr.numel() - 1, dtype)
 
 
 def _product(x: Tensor, adjacency: Tensor) -> Tensor:
@@ -155,7 +151,7 @@ class Aggregation(nn.Module):
         return self.neighbours(self.x, self.ready)
 
 
-class AggregationWorkload:
+class AggregationWorkload(Workload):
     """The sum of every node's neighbours, on random features; a call is one sum over the whole graph.
 
     ``uniform-C`` has ogbn-arxiv's nodes and edges. In ``hub-C`` one node has 200,000 neighbours and the others about
@@ -164,26 +160,17 @@ class AggregationWorkload:
     """
 
     family = "aggregation"
-    models: tuple[str, ...] = tuple(WAYS)
-    inputs: tuple[str, ...] = (
+    models = tuple(WAYS)
+    inputs = (
         *(f"{graph}-{width}" for graph in GRAPHS if graph != SMALL for width in WIDTHS),
         SMALL,
     )
+    gpu_dtypes = ("float32", "bfloat16")
+    cpu_race = ("operator", SMALL)
+    gpu_races = tuple((way, f"{graph}-64") for graph in GRAPHS if graph != SMALL for way in WAYS)
 
-    def default_races(self, device: str, quick: bool, workload: str = "inference") -> list[tuple[str, str]]:
-        """(model, input) pairs of a plain run."""
-        if device == "cpu":
-            return [("operator", SMALL)]
-        return [(model, f"{graph}-64") for graph in GRAPHS if graph != SMALL for model in self.models]
-
-    def dtypes(self, device: str) -> tuple[str, ...]:
-        """Supported dtypes, the default first."""
-        return ("float32", "bfloat16")
-
-    def refuses(self, case: Case) -> str | None:
-        """Why this combination does not exist, or None."""
-        if reason := refuses_unknown(self, case):
-            return reason
+    def cannot(self, case: Case) -> str | None:
+        """Why the family has no such combination, or None."""
         if case.impl != "zoo":
             return "each way is a model of this family, and has no other implementation"
         if case.strategy in ("full", "hierarchical"):
@@ -194,7 +181,7 @@ class AggregationWorkload:
             return f"a CPU has no sparse product in {case.dtype}"
         return None
 
-    def memory_bytes(self, case: Case) -> int:
+    def memory(self, case: Case, *, reference: bool) -> int:
         """Estimated peak device memory of the case in bytes, the float64 reference included."""
         graph, width = task_of(case.input)
         itemsize = dtype_of(case).itemsize
@@ -203,34 +190,22 @@ class AggregationWorkload:
         sorting, exact = 6 * 16 * graph.edges, (16 + 2 * 8 * _CHANNELS_AT_ONCE) * graph.edges + 3 * 8 * values
         messages = graph.edges * width * itemsize if WAYS[case.model].messages else 0
         prepared = (12 + itemsize) * graph.edges + 8 * graph.nodes
-        return 2 * values * itemsize + prepared + max(sorting, exact, messages) + _PROCESS_BYTES
+        return 2 * values * itemsize + prepared + max(sorting, exact, messages)
 
-    def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
-        """Build the features and what the way needs of the graph on the device.
-
-        Args:
-            case: What to build.
-            data_root: Not used: there is no data set.
-            seed: Of the edges and the features.
-
-        Raises:
-            ValueError: If the case is one that :meth:`refuses` names.
-        """
-        if reason := self.refuses(case):
-            raise ValueError(f"{case.arm}: {reason}")
+    def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
+        """Build the features and what the way needs of the graph on the device."""
         device, dtype, way = torch.device(case.device), dtype_of(case), WAYS[case.model]
         graph, width = task_of(case.input)
         edges = graph.edge_index(seed).to(device)
         drawn = torch.randn(graph.nodes, width, generator=torch.Generator().manual_seed(seed))
         x = drawn.to(device, dtype)
 
-        synchronise(device.type)
-        began = time.perf_counter()
-        with torch.no_grad():  # with gradients the edges would be sorted by source as well
+        preparation: dict[str, float] = {}
+        made = "CSR adjacency" if case.model == "sparse-csr" else "sorted edges"
+        # With gradients the edges would be sorted by source as well.
+        with timed(made, preparation, device.type), torch.no_grad():
             tensors = CSRGraph.from_edge_index(edges, None, graph.nodes).tensors
-        ready = way.ready(tensors, dtype)
-        synchronise(device.type)
-        seconds = time.perf_counter() - began
+            ready = way.ready(tensors, dtype)
 
         return Prepared(
             model=Aggregation(way, x, ready).eval(),
@@ -241,7 +216,7 @@ class AggregationWorkload:
             # As the gnn family counts a sum over edges.
             flops=2 * graph.edges * width,
             data="generated, one hub" if graph.hub else "generated, uniform",
-            preparation_seconds={"CSR adjacency" if case.model == "sparse-csr" else "sorted edges": seconds},
+            preparation_seconds=preparation,
             sizes={
                 "nodes": graph.nodes,
                 "edges": graph.edges,

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from benchmarks.families import bert_work
+from benchmarks.families import bert_arms
 from benchmarks.families.attention_choices import CHOICES, DECODE, PACKED, Choice, offsets_of
-from benchmarks.families.base import Prepared, dtype_of, refuses_unknown
+from benchmarks.families.base import Prepared, Workload, dtype_of
 from benchmarks.plan import Case
 from zoo.engine.region import Region
 
@@ -23,8 +23,6 @@ DECODE_BYTES_FORMULA = (
     "values are written."
 )
 PACKED_BYTES_FORMULA = "Of every layer queries, keys and values are read once and mixed values written, of no padding."
-# Where a call's CUDA context, its libraries' work space and the compiler's buffers go.
-_PROCESS_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +58,7 @@ class Packed:
 
     def lengths(self) -> Tensor:
         """[B] int64, in an order that is random and always the same."""
-        lengths = torch.tensor(bert_work.task(self.input).lengths())
+        lengths = torch.tensor(bert_arms.task(self.input).lengths())
         return lengths[torch.randperm(len(lengths), generator=torch.Generator().manual_seed(0))]
 
 
@@ -127,7 +125,7 @@ class Layers(nn.Module):
         return tuple(layer(tokens, cache, self.ready) for layer, tokens, cache in held)
 
 
-class AttentionWorkload:
+class AttentionWorkload(Workload):
     """Inference on random queries, keys and values; a call is the attention of all layers of a model.
 
     ``decode-*`` models on ``1b-BxS`` and ``8b-BxS``, the heads and layers of Llama of that size: one new token for each
@@ -136,24 +134,16 @@ class AttentionWorkload:
     """
 
     family = "attention"
-    models: tuple[str, ...] = tuple(CHOICES)
-    inputs: tuple[str, ...] = (*DECODE_INPUTS, *PACKED_INPUTS)
+    models = tuple(CHOICES)
+    inputs = (*DECODE_INPUTS, *PACKED_INPUTS)
+    cpu_race = ("decode-sdpa-gqa", "small-3x256")
+    gpu_races = (
+        *((model, name) for name in DECODE_INPUTS if name not in _FOR_CPU for model in DECODE),
+        *((model, "skewed-64x512") for model in PACKED),
+    )
 
-    def default_races(self, device: str, quick: bool, workload: str = "inference") -> list[tuple[str, str]]:
-        """(model, input) pairs of a plain run."""
-        if device == "cpu":
-            return [("decode-sdpa-gqa", "small-3x256")]
-        races = [(model, name) for name in DECODE_INPUTS if name not in _FOR_CPU for model in DECODE]
-        return races + [(model, "skewed-64x512") for model in PACKED]
-
-    def dtypes(self, device: str) -> tuple[str, ...]:
-        """Supported dtypes, the default first."""
-        return ("float32", "bfloat16") if device == "cpu" else ("bfloat16", "float16", "float32")
-
-    def refuses(self, case: Case) -> str | None:
-        """Why this combination does not exist, or None."""
-        if reason := refuses_unknown(self, case):
-            return reason
+    def cannot(self, case: Case) -> str | None:
+        """Why the family has no such combination, or None."""
         if case.implementation != "zoo":
             return "each choice is a model of this family, and has no other implementation"
         if case.strategy in ("full", "hierarchical"):
@@ -167,33 +157,22 @@ class AttentionWorkload:
             return f"on a CPU {_NOT_COMPILED_ON_A_CPU[case.model]}"
         return None
 
-    def memory_bytes(self, case: Case) -> int:
+    def memory(self, case: Case, *, reference: bool) -> int:
         """Estimated peak device memory of the case in bytes, the float64 reference of a layer included."""
         itemsize = dtype_of(case).itemsize
         if case.input in DECODE_INPUTS:
             task = DECODE_INPUTS[case.input]
             cache = 2 * task.rows * task.key_heads * task.slots * task.width
             repeated = cache * task.heads // task.key_heads
-            return (task.layers + 1) * cache * itemsize + 2 * repeated * itemsize + 4 * 8 * cache + _PROCESS_BYTES
-        packed, rows = PACKED_INPUTS[case.input], bert_work.task(case.input)
+            return (task.layers + 1) * cache * itemsize + 2 * repeated * itemsize + 4 * 8 * cache
+        packed, rows = PACKED_INPUTS[case.input], bert_arms.task(case.input)
         values = 4 * rows.batch * rows.length * packed.heads * packed.width
         # A block mask is made of a mask of all tokens with all.
         mask = 8 * rows.tokens**2 if case.model == "packed-flex" else 0
-        return (packed.layers + 1) * values * itemsize + 2 * packed.layers * values * 8 // 4 + mask + _PROCESS_BYTES
+        return (packed.layers + 1) * values * itemsize + 2 * packed.layers * values * 8 // 4 + mask
 
-    def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
-        """Build layers and what they hold on the device.
-
-        Args:
-            case: What to build.
-            data_root: Not used: there is no data set.
-            seed: Of queries, keys and values.
-
-        Raises:
-            ValueError: If the case is one that :meth:`refuses` names.
-        """
-        if reason := self.refuses(case):
-            raise ValueError(f"{case.arm}: {reason}")
+    def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
+        """Build layers and what they hold on the device."""
         if case.input in DECODE_INPUTS:
             return _decode(case, DECODE_INPUTS[case.input], seed)
         return _packed(case, PACKED_INPUTS[case.input], seed)
@@ -254,7 +233,7 @@ def _packed(case: Case, task: Packed, seed: int) -> Prepared:
     device, dtype = torch.device(case.device), dtype_of(case)
     generator = torch.Generator(device).manual_seed(seed)
     choice, lengths = CHOICES[case.model], task.lengths().to(device)
-    columns, longest = task.heads * task.width, bert_work.task(task.input).length
+    columns, longest = task.heads * task.width, bert_arms.task(task.input).length
     there = torch.arange(longest, device=device) < lengths[:, None]
     tokens: list[Tensor] = []
     # As a product leaves them in this mode: torch makes no nested view of another mode's tensor.

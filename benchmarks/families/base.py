@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.plan import Case, refusal
+from benchmarks.timing import synchronise
+
+# Estimated memory of a process itself: its CUDA context, the libraries' work space, the compiler's buffers.
+PROCESS_BYTES = 1 << 30
+# Why a family trains in bfloat16 and not in float16.
+UNSCALED = "training in float16 needs the loss scaled; it runs in bfloat16 or float32"
+
+Races = tuple[tuple[str, str], ...]
 
 
 @dataclass(kw_only=True)
@@ -112,31 +124,129 @@ class Prepared:
     training: Training | None = None
 
 
-class Workload(Protocol):
-    """One family's models, inputs and arms. Each ``benchmarks/families/<family>.py`` holds one as ``WORKLOAD``."""
+class Workload:
+    """Base class of a family's workload. Each family's file makes one instance, ``WORKLOAD``.
+
+    A subclass sets the class attributes and defines :meth:`build` and :meth:`memory`, and :meth:`cannot` where some
+    combinations of model, input and arm do not exist.
+    """
 
     family: str
     models: tuple[str, ...]
     inputs: tuple[str, ...]
+    workloads: tuple[str, ...] = ("inference",)
+    # Supported dtypes of each kind of device, the default first.
+    gpu_dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
+    cpu_dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    # (model, input) pairs of a plain run: of a CPU one, of a GPU all, or with --quick these. What is trained, if
+    # nothing is said, is what is raced in inference.
+    cpu_race: tuple[str, str]
+    gpu_races: Races
+    quick_races: Races | None = None
+    cpu_training: tuple[str, str] | None = None
+    gpu_training: Races | None = None
+    # Whether training keeps float32 weights under autocast, which float16 would need a loss scale for.
+    autocasts: bool = True
+
+    def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
+        """Build the model and the inputs of a case that is not refused, on its device.
+
+        Args:
+            case: What to build.
+            data_root: Folder of real data sets, or None.
+            seed: Seed of weights and inputs: the same in every arm of a race.
+        """
+        raise NotImplementedError
+
+    def memory(self, case: Case, *, reference: bool) -> int:
+        """Estimated device memory of the case in bytes, without what the process itself takes.
+
+        Args:
+            case: What to estimate.
+            reference: Whether this arm computes the reference as well. One arm of a race does while the others wait.
+        """
+        raise NotImplementedError
+
+    def cannot(self, case: Case) -> str | None:
+        """Why the family has no such combination, or None. All names in the case are known ones."""
+        return None
 
     def default_races(self, device: str, quick: bool, workload: str = "inference") -> list[tuple[str, str]]:
-        """(model, input) pairs of a plain run of inference or training: full size on a GPU, one small pair on a CPU."""
+        """(model, input) pairs of a plain run: full size on a GPU, one small pair on a CPU."""
+        training = workload == "train"
+        if device == "cpu":
+            return [(self.cpu_training if training else None) or self.cpu_race]
+        races = self.gpu_training if training else None
+        return list(races or (self.quick_races if quick else None) or self.gpu_races)
 
     def dtypes(self, device: str) -> tuple[str, ...]:
         """Supported dtypes, the default first."""
+        return self.cpu_dtypes if device == "cpu" else self.gpu_dtypes
 
     def refuses(self, case: Case) -> str | None:
         """Why this combination does not exist (no row is made for it), or None."""
+        if reason := refuses_unknown(self, case, self.workloads) or self.cannot(case):
+            return reason
+        if case.workload == "train" and case.dtype == "float16" and self.autocasts:
+            return UNSCALED
+        return None
 
     def memory_bytes(self, case: Case) -> int:
-        """Estimated peak device memory of the case in bytes, the reference included, before anything is allocated.
+        """Estimated peak device memory of the case in bytes, the reference included, before anything is allocated."""
+        return self.memory(case, reference=True) + PROCESS_BYTES
 
-        A workload whose reference takes much may say in ``running_bytes(case)`` what is left without it: one arm of a
-        race computes it while the others wait, so that more of them fit side by side.
-        """
+    def running_bytes(self, case: Case) -> int:
+        """The same without the reference: what the arms need side by side."""
+        return self.memory(case, reference=False) + PROCESS_BYTES
 
     def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
-        """Build model and inputs on the device. Called in the worker process only."""
+        """What :meth:`build` returns. Called in the worker process only.
+
+        Raises:
+            ValueError: If the case is one that :meth:`refuses` names.
+        """
+        if reason := self.refuses(case):
+            raise ValueError(f"{case.arm}: {reason}")
+        return self.build(case, data_root=data_root, seed=seed)
+
+
+@contextmanager
+def timed(what: str, seconds: dict[str, float], device: str) -> Iterator[None]:
+    """Note under ``what`` how long the block takes, work on the device included."""
+    synchronise(device)
+    began = time.perf_counter()
+    yield
+    synchronise(device)
+    seconds[what] = time.perf_counter() - began
+
+
+def count_flops(model: nn.Module, *args: Any, backward: bool = False, **inputs: Any) -> int:
+    """Multiply-adds, counted as two, of the products and convolutions of a call; with those of its backward if asked.
+
+    The model and its inputs may be on the meta device: then nothing is computed.
+    """
+    with torch.set_grad_enabled(backward), FlopCounterMode(display=False) as counter:
+        output = model(*args, **inputs)
+        if backward:
+            torch.stack([leaf.sum() for leaf in tree_leaves(output)]).sum().backward()
+    return int(counter.get_total_flops())
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Numbers in all weights, shared ones once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+_PARAMETERS: dict[tuple[Callable[[Any], nn.Module], str], int] = {}
+
+
+def parameters_of(build: Callable[[Any], nn.Module], config: Any) -> int:
+    """:func:`count_parameters` of ``build(config)``, without memory for the model."""
+    key = (build, repr(config))
+    if key not in _PARAMETERS:
+        with torch.device("meta"):
+            _PARAMETERS[key] = count_parameters(build(config))
+    return _PARAMETERS[key]
 
 
 def accelerated(model: nn.Module, *, raised_limit: bool, **options: Any) -> nn.Module:
@@ -169,16 +279,17 @@ def dtype_of(case: Case) -> torch.dtype:
     return dtype
 
 
+def weights_dtype(case: Case) -> torch.dtype:
+    """The dtype that weights are held in where training is autocast over float32."""
+    return torch.float32 if case.workload == "train" else dtype_of(case)
+
+
 def autocast_of(dtype: torch.dtype) -> torch.dtype | None:
     """The dtype of autocast over float32 weights where a case has this one: None for float32."""
     return None if dtype is torch.float32 else dtype
 
 
-# Why a family trains in bfloat16 and not in float16.
-UNSCALED = "training in float16 needs the loss scaled; it runs in bfloat16 or float32"
-
-
-def refuses_unknown(workload: Workload, case: Case, workloads: tuple[str, ...] = ("inference",)) -> str | None:
+def refuses_unknown(workload: Any, case: Case, workloads: tuple[str, ...] = ("inference",)) -> str | None:
     """What every family refuses: names that it does not have, and arms that nobody can have."""
     for what, value, known in (
         ("model", case.model, workload.models),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import zoo
 from benchmarks import strategies
 from benchmarks.compiler import other_cache
-from benchmarks.families.base import Prepared, Training, autocast_of, dtype_of, refuses_unknown
+from benchmarks.families.base import Prepared, Training, Workload, autocast_of, dtype_of, weights_dtype
 from benchmarks.plan import Case
 from benchmarks.training import reference_losses
 from zoo import Region
@@ -54,7 +54,7 @@ class Blocks(nn.Module):
         return x
 
 
-class CallsWorkload:
+class CallsWorkload(Workload):
     """A model of eight blocks of one class, for which the compiler holds as many graphs as the input's name says.
 
     Regional arms compile the other graphs, of other widths, while they get ready: they are in no figure. The compiler
@@ -64,40 +64,23 @@ class CallsWorkload:
     """
 
     family = "calls"
-    models: tuple[str, ...] = ("block-8",)
-    inputs: tuple[str, ...] = tuple(GRAPHS)
+    models = ("block-8",)
+    inputs = tuple(GRAPHS)
+    workloads = ("inference", "train")
+    gpu_dtypes = ("float32", "bfloat16")
+    cpu_race = ("block-8", "graphs-1")
+    gpu_races = tuple(("block-8", name) for name in GRAPHS)
 
-    def default_races(self, device: str, quick: bool, workload: str = "inference") -> list[tuple[str, str]]:
-        """(model, input) pairs of a plain run."""
-        return [("block-8", name) for name in (self.inputs[:1] if device == "cpu" else self.inputs)]
-
-    def dtypes(self, device: str) -> tuple[str, ...]:
-        """Supported dtypes, the default first."""
-        return ("float32", "bfloat16")
-
-    def refuses(self, case: Case) -> str | None:
-        """Why this combination does not exist, or None."""
-        if reason := refuses_unknown(self, case, ("inference", "train")):
-            return reason
+    def cannot(self, case: Case) -> str | None:
+        """Why the family has no such combination, or None."""
         return None if case.impl == "zoo" else "these blocks are of no library"
 
-    def memory_bytes(self, case: Case) -> int:
-        """Estimated peak device memory of the case in bytes: a process's own, beside which the models are small."""
-        return 1 << 30
+    def memory(self, case: Case, *, reference: bool) -> int:
+        """Nothing beside what a process takes: the models are small."""
+        return 0
 
-    def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
-        """Build the model, and compile the other graphs of its class where the case compiles regions.
-
-        Args:
-            case: What to build.
-            data_root: Not used: there is no data set.
-            seed: Of the weights and the inputs.
-
-        Raises:
-            ValueError: If the case is one that :meth:`refuses` names.
-        """
-        if reason := self.refuses(case):
-            raise ValueError(f"{case.arm}: {reason}")
+    def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
+        """Build the model, and compile the other graphs of its class where the case compiles regions."""
         model = _model(case, WIDTH, seed)
         if case.strategy == "regional":
             with tempfile.TemporaryDirectory() as folder, other_cache(Path(folder)):  # the case's own stays empty
@@ -131,14 +114,12 @@ class CallsWorkload:
 def _model(case: Case, width: int, seed: int) -> Blocks:
     """Training keeps float32 weights, under autocast where the case's dtype is another."""
     torch.manual_seed(seed)
-    trains = case.workload == "train"
-    dtype = torch.float32 if trains else dtype_of(case)
-    return Blocks(width).train(trains).to(case.device, dtype)
+    return Blocks(width).train(case.workload == "train").to(case.device, weights_dtype(case))
 
 
 def _input(case: Case, width: int, seed: int) -> Tensor:
     x = torch.randn(BATCH, width, generator=torch.Generator().manual_seed(seed))
-    return x.to(case.device, torch.float32 if case.workload == "train" else dtype_of(case))
+    return x.to(case.device, weights_dtype(case))
 
 
 def _loss(model: nn.Module, batch: Tensor) -> Tensor:

@@ -6,8 +6,9 @@ output product weighs more here than in the whole model: four times as much besi
 
 from __future__ import annotations
 
-from benchmarks.families import llm, llm_train, llm_work
-from benchmarks.families.base import Prepared
+from benchmarks.families import llm, llm_train
+from benchmarks.families.base import PROCESS_BYTES, Prepared
+from benchmarks.families.llm_steps import task_of
 from benchmarks.plan import Case
 from zoo.llm import LLMConfig
 from zoo.llm.config import PRESETS
@@ -43,10 +44,10 @@ def refuses(case: Case) -> str | None:
         return f"{case.model} has the inputs {', '.join(INPUTS)}"
     config = CONFIGS[case.model]
     if case.workload == "train":
-        return llm_train.refuses(case, config)
+        return llm_train.cannot(case, config)
     if llm_train.rows_of(case.input) is not None:
         return f"{case.input} is an input of training; inference takes decode-BxS or prefill-BxT"
-    slots = llm_work.task(case.input).slots
+    slots = task_of(case.input).slots
     if slots > config.max_position_embeddings:
         return f"{case.input} needs {slots} positions, and {case.model} has {config.max_position_embeddings}"
     return None
@@ -55,7 +56,8 @@ def refuses(case: Case) -> str | None:
 def memory_bytes(case: Case) -> int:
     """As of the language models."""
     config = CONFIGS[case.model]
-    return (llm_train.memory_bytes if case.workload == "train" else llm.memory_bytes)(case, config)
+    estimate = llm_train.memory if case.workload == "train" else llm.memory
+    return estimate(case, config, reference=True) + PROCESS_BYTES
 
 
 def prepare(case: Case, *, seed: int) -> Prepared:

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import re
-import time
 from typing import Any
 
 import torch
 
-from benchmarks.families import gnn_sampled, gnn_train, gnn_upstream, gnn_work, graphs
-from benchmarks.families.base import UNSCALED, Prepared, autocast_of, dtype_of, refuses_unknown
-from benchmarks.families.gnn_sampled import SAMPLED
-from benchmarks.families.gnn_work import Architecture
-from benchmarks.families.graphs import POWER_LAW, Graph
+import zoo
+from benchmarks.families import gnn_arms, gnn_train, graphs
+from benchmarks.families.base import Prepared, Workload, autocast_of, dtype_of, timed, weights_dtype
+from benchmarks.families.gnn_arms import Architecture, architecture
+from benchmarks.families.gnn_train import SAMPLED
+from benchmarks.families.graphs import Graph
 from benchmarks.plan import Case
-from benchmarks.timing import synchronise
 
 KINDS = ("gcn", "gat", "graphsage")
-HEADS = 8
-SMALL = ("karate", "cora")
-
-_DEEP = re.compile(r"(?P<kind>\w+)-(?P<layers>\d+)x(?P<width>\d+)")
 
 
-class GnnWorkload:
+class GnnWorkload(Workload):
     """Inference over the whole graph, all nodes at once; one call returns the logits of every node.
 
     ``gcn``, ``gat`` and ``graphsage`` have two layers, 64 wide (GAT 8 heads of 8), on karate and cora, and three, 256
@@ -35,112 +29,81 @@ class GnnWorkload:
     """
 
     family = "gnn"
-    models: tuple[str, ...] = (*KINDS, *(f"{kind}-8x256" for kind in KINDS))
-    inputs: tuple[str, ...] = (*graphs.INPUTS, *(name + SAMPLED for name in graphs.INPUTS))
+    models = (*KINDS, *(f"{kind}-8x256" for kind in KINDS))
+    inputs = (*graphs.INPUTS, *(name + SAMPLED for name in graphs.INPUTS))
 
-    def default_races(self, device: str, quick: bool, workload: str = "inference") -> list[tuple[str, str]]:
-        """(model, input) pairs of a plain run."""
-        if device == "cpu":
-            return [("gcn", "karate")]
-        if quick:
-            return [("gcn", "cora")]
-        return [(kind, "arxiv") for kind in KINDS]
+    workloads = ("inference", "train")
+    gpu_dtypes = ("float32", "bfloat16", "float16")
+    cpu_race, gpu_races, quick_races = ("gcn", "karate"), tuple((kind, "arxiv") for kind in KINDS), (("gcn", "cora"),)
 
-    def dtypes(self, device: str) -> tuple[str, ...]:
-        """Supported dtypes, the default first."""
-        return ("float32", "bfloat16") if device == "cpu" else ("float32", "bfloat16", "float16")
-
-    def refuses(self, case: Case) -> str | None:
-        """Why this combination does not exist, or None."""
-        if reason := refuses_unknown(self, case, ("inference", "train")):
-            return reason
+    def cannot(self, case: Case) -> str | None:
+        """Why the family has no such combination, or None."""
         sampled = case.input.endswith(SAMPLED)
         if sampled and (case.workload != "train" or case.model != "graphsage"):
             return f"{case.input} is for training, of graphsage"
         if sampled and case.dynamic and case.impl == "upstream-tuned":
             return "upstream-tuned is compiled for batches of all sizes anyway"
-        if case.workload == "train" and case.dtype == "float16":
-            return UNSCALED
         return None
 
-    def memory_bytes(self, case: Case) -> int:
-        """Estimated peak device memory of the case in bytes, from the counts of the published graph."""
-        return self._bytes(case, reference=True)
-
-    def running_bytes(self, case: Case) -> int:
-        """The same without the reference of training."""
-        return self._bytes(case, reference=False)
-
-    def _bytes(self, case: Case, *, reference: bool) -> int:
+    def memory(self, case: Case, *, reference: bool) -> int:
+        """Estimated device memory, from the counts of the published graph."""
         graph_name = case.input.removesuffix(SAMPLED)
         counts = graphs.spec(graph_name)
+        nodes, edges = counts.nodes, counts.edges
         arch = architecture(case.model, graph_name, features=counts.features, classes=counts.classes)
         if case.input.endswith(SAMPLED):
-            return gnn_sampled.memory_bytes(case, arch, counts.nodes, counts.edges, reference=reference)
-        nodes, edges = counts.nodes, counts.edges
-        itemsize = _dtype_of_weights(case).itemsize
+            return gnn_train.sampled_memory(case, arch, nodes, edges, reference=reference)
+        itemsize = weights_dtype(case).itemsize
         # Raw edges, and while they are sorted (by the generator, or for a CSR) keys, values, order and work space.
         sorting = 6 * 16 * edges
         # What stays: raw edges, and what was prepared from them (in the zoo, with narrow indices, with and without
         # self-loops).
         prepared = {"upstream": 0, "upstream-tuned": 24, "zoo": 28 if arch.self_loops else 12}[case.impl]
         graph = (16 + prepared) * arch.edges(nodes, edges)
-        running = gnn_work.dense_bytes(arch, nodes, itemsize)
-        if case.impl == "zoo" and case.device == "cuda":
-            messages = 0  # nothing of ours is as long as the edges and as wide as the features
-        elif case.impl == "upstream-tuned" and gnn_upstream.tuned_layout(case, arch.kind) == "csr":
-            messages = 0
+        dense = gnn_arms.dense_bytes(arch, nodes, itemsize)
+        tuned_csr = case.impl == "upstream-tuned" and gnn_arms.tuned_layout(case, arch.kind) == "csr"
+        if case.workload == "train":
+            messages = gnn_train.memory(case, arch, nodes, edges, reference=reference)
+        elif tuned_csr or (case.impl == "zoo" and case.device == "cuda"):
+            messages = 0  # nothing is as long as the edges and as wide as the features
         elif case.strategy == "eager":
             # The zoo sums half precision in float32.
             held = max(itemsize, 4) if case.impl == "zoo" else itemsize
-            messages = gnn_work.message_bytes(arch, nodes, edges, held)
+            messages = gnn_arms.message_bytes(arch, nodes, edges, held)
         else:
             # Inductor fuses gather, weight and scatter; GAT's scores and their sums stay, a few values a head and edge.
             messages = arch.edges(nodes, edges) * 6 * arch.heads * itemsize
-        if case.workload == "train":
-            messages = gnn_train.memory_bytes(case, arch, nodes, edges, reference=reference)
-        return graph + gnn_work.dense_bytes(arch, nodes, itemsize) + max(sorting, running + messages)
+        return graph + dense + max(sorting, dense + messages)
 
-    def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
+    def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
         """Build model and inputs on the device.
 
-        Args:
-            case: What to build.
-            data_root: Folder of real data sets, or None.
-            seed: Of the generated graph, the features and the weights.
-
         Raises:
-            ValueError: If the case is one that :meth:`refuses` names.
             FileNotFoundError: If the real data set is incomplete.
         """
-        if reason := self.refuses(case):
-            raise ValueError(f"{case.arm}: {reason}")
-        device, dtype = torch.device(case.device), dtype_of(case)
-        deep = _DEEP.fullmatch(case.model)
-        features = int(deep["width"]) if deep else None
-        graph_name = case.input.removesuffix(SAMPLED)
-        graph = graphs.load(graph_name, data_root=data_root, features=features, seed=seed, device=device)
-        arch = architecture(case.model, graph_name, features=graph.x.size(1), classes=graph.classes)
-        held = _dtype_of_weights(case)
-        shipped = gnn_upstream.build(arch, seed=seed).to(device, held)
-        x = graph.x.to(held)
+        device, held = torch.device(case.device), weights_dtype(case)
+        graph_name, features = case.input.removesuffix(SAMPLED), gnn_arms.width_of(case.model)
 
-        synchronise(device.type)
-        start = time.perf_counter()
-        model, inputs, what = _implementation(case, arch, shipped, graph)
-        synchronise(device.type)
-        preparation = {} if what is None else {what: time.perf_counter() - start}
+        def load() -> Graph:
+            return graphs.load(graph_name, data_root=data_root, features=features, seed=seed, device=device)
+
+        graph = load()
+        arch = architecture(case.model, graph_name, features=graph.x.size(1), classes=graph.classes)
+        shipped = gnn_arms.build(arch, seed=seed).to(device, held)
+        x = graph.x.to(held)
+        preparation: dict[str, float] = {}
+        with timed("", preparation, case.device):
+            model, inputs, what = _implementation(case, arch, shipped, graph)
 
         def compile_convs(model: torch.nn.Module, **options: Any) -> None:
             if case.impl == "upstream" and not case.dynamic:
                 options["dynamic"] = None  # as its users leave it
-            gnn_upstream.compile_convs(model, **options)
+            gnn_arms.compile_convs(model, **options)
 
         def reference() -> torch.Tensor:
             # Made anew, so that an arm holds nothing that it does not run on: its memory is measured.
-            raw = graphs.load(graph_name, data_root=data_root, features=features, seed=seed, device=device).edge_index
-            model = gnn_upstream.build(arch, seed=seed).to(device, dtype)
-            return gnn_upstream.reference_output(arch, model, x, raw)
+            model = gnn_arms.build(arch, seed=seed).to(device, held)
+            return gnn_arms.reference_output(arch, model, x, load().edge_index)
 
         prepared = Prepared(
             model=model.eval(),
@@ -148,12 +111,11 @@ class GnnWorkload:
             static=tuple(inputs),
             compile_regions=None if case.impl == "zoo" else compile_convs,
             reference=reference,
-            reference_dtype="float64",
-            bytes=gnn_work.bytes_moved(arch, graph.nodes, graph.edges, dtype.itemsize),
-            bytes_formula=gnn_work.BYTES_FORMULA,
-            flops=gnn_work.flops(arch, graph.nodes, graph.edges),
+            bytes=gnn_arms.bytes_moved(arch, graph.nodes, graph.edges, dtype_of(case).itemsize),
+            bytes_formula=gnn_arms.BYTES_FORMULA,
+            flops=gnn_arms.flops(arch, graph.nodes, graph.edges),
             data=graph.data,
-            preparation_seconds=preparation,
+            preparation_seconds={} if what is None else {what: preparation[""]},
             sizes={
                 "nodes": graph.nodes,
                 "edges": graph.edges,
@@ -163,38 +125,14 @@ class GnnWorkload:
                 "layers": arch.layers,
                 "width": arch.hidden,
                 "heads": arch.heads,
-                "parameters": gnn_work.parameters(arch),
+                "parameters": gnn_arms.parameters(arch),
             },
         )
         if case.input.endswith(SAMPLED):
-            return gnn_sampled.for_training(case, prepared, arch, graph, seed=seed)
+            return gnn_train.for_sampled_training(case, prepared, arch, graph, seed=seed)
         if case.workload == "train":
             return gnn_train.for_training(case, prepared, arch, graph, seed=seed)
         return prepared
-
-
-def _dtype_of_weights(case: Case) -> torch.dtype:
-    """What weights and features are held in."""
-    return torch.float32 if case.workload == "train" else dtype_of(case)
-
-
-def architecture(model: str, input: str, *, features: int, classes: int) -> Architecture:
-    """The model's shape on this input.
-
-    Args:
-        model: A name of :attr:`GnnWorkload.models`.
-        input: A name of :data:`graphs.INPUTS`.
-        features: Width of the node features; a model of one width replaces it.
-        classes: Number of classes; a model of one width has none.
-    """
-    if deep := _DEEP.fullmatch(model):
-        kind, layers, width = deep["kind"], int(deep["layers"]), int(deep["width"])
-        return Architecture(
-            kind=kind, features=width, hidden=width, layers=layers, classes=None, heads=HEADS if kind == "gat" else 1
-        )
-    layers, hidden = (2, 64) if input.removesuffix(POWER_LAW) in SMALL else (3, 256)
-    heads = HEADS if model == "gat" else 1
-    return Architecture(kind=model, features=features, hidden=hidden, layers=layers, classes=classes, heads=heads)
 
 
 def _implementation(
@@ -208,13 +146,11 @@ def _implementation(
     if case.impl == "upstream" or (sampled and case.impl == "upstream-tuned"):
         return shipped, {} if sampled else {"edge_index": graph.edge_index}, None
     if case.impl == "upstream-tuned":
-        layout = gnn_upstream.tuned_layout(case, arch.kind)
+        layout = gnn_arms.tuned_layout(case, arch.kind)
         autocast = autocast_of(dtype_of(case)) if case.workload == "train" else None
-        model, inputs = gnn_upstream.tune(arch, shipped, graph.edge_index, graph.nodes, layout, autocast=autocast)
+        model, inputs = gnn_arms.tune(arch, shipped, graph.edge_index, graph.nodes, layout, autocast=autocast)
         return model, inputs, "CSR adjacency" if layout == "csr" else "sorted edges"
-    from zoo.gnn.convert import WEIGHTS
-
-    ours: Any = WEIGHTS.from_upstream(shipped)
+    ours: Any = zoo.from_upstream(shipped)
     if sampled:
         return ours, {}, None
     return ours, {"edge_index": ours.prepare(graph.edge_index, num_nodes=graph.nodes)}, "CSRGraph"

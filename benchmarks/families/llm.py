@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.families import llm_steps, llm_train, llm_upstream, llm_weights, llm_work
-from benchmarks.families.base import Prepared, accelerated, dtype_of, refuses_unknown
-from benchmarks.families.llm_work import Task
+from benchmarks.families import llm_arms, llm_steps, llm_train
+from benchmarks.families.base import Prepared, Workload, accelerated, dtype_of
+from benchmarks.families.llm_steps import Task, task_of
+from benchmarks.families.weights import SeededWeights, zoo_model
 from benchmarks.plan import Case
 from zoo.llm import LLM, LLMConfig
 from zoo.llm.config import PRESETS
 from zoo.llm.convert import placements
-from zoo.weights import fill
 
 
-class LlmWorkload:
+class LlmWorkload(Workload):
     """Greedy inference with random weights.
 
     ``decode-BxS``: one call is one token for each of B rows over a cache of S slots, from embedding to the token that
@@ -31,7 +31,7 @@ class LlmWorkload:
     """
 
     family = "llm"
-    models: tuple[str, ...] = (
+    models = (
         "llama-3.2-1b",
         "llama-3.2-3b",
         "llama-3.1-8b",
@@ -40,7 +40,7 @@ class LlmWorkload:
         "llm-debug",
         *(name + llm_train.CHECKPOINTED for name in ("llama-3.2-1b", "llama-3.2-3b", "llm-debug")),
     )
-    inputs: tuple[str, ...] = (
+    inputs = (
         "decode-1x1024",
         "decode-8x1024",
         "decode-32x1024",
@@ -60,75 +60,57 @@ class LlmWorkload:
         "2x16",
     )
 
-    def default_races(self, device: str, quick: bool, workload: str = "inference") -> list[tuple[str, str]]:
-        """(model, input) pairs of a plain run."""
-        if workload == "train":
-            return [("llm-debug", "2x16")] if device == "cpu" else [("llama-3.2-1b", "4x2048")]
-        if device == "cpu":
-            return [("llm-debug", "decode-1x64")]
-        races = [("llama-3.2-1b", "decode-1x1024"), ("llama-3.2-1b", "prefill-1x2048")]
-        return races[:1] if quick else races
+    workloads = ("inference", "train")
+    autocasts = False
+    cpu_race, cpu_training = ("llm-debug", "decode-1x64"), ("llm-debug", "2x16")
+    gpu_races = (("llama-3.2-1b", "decode-1x1024"), ("llama-3.2-1b", "prefill-1x2048"))
+    gpu_training, quick_races = (("llama-3.2-1b", "4x2048"),), (("llama-3.2-1b", "decode-1x1024"),)
 
-    def dtypes(self, device: str) -> tuple[str, ...]:
-        """Supported dtypes, the default first."""
-        return ("float32", "bfloat16") if device == "cpu" else ("bfloat16", "float16", "float32")
-
-    def refuses(self, case: Case) -> str | None:
-        """Why this combination does not exist, or None."""
-        if reason := refuses_unknown(self, case, ("inference", "train")):
-            return reason
+    def cannot(self, case: Case) -> str | None:
+        """Why the family has no such combination, or None."""
         if case.workload == "train":
-            return llm_train.refuses(case, _config(case))
+            return llm_train.cannot(case, _config(case))
         if case.model.endswith(llm_train.CHECKPOINTED):
             return f"{case.model} is for training"
         if llm_train.rows_of(case.input) is not None:
             return f"{case.input} is an input of training; inference takes decode-BxS, prefill-BxT or answer-BxT"
-        slots, limit = llm_work.task(case.input).slots, PRESETS[case.model].max_position_embeddings
-        if slots > limit:
-            return f"{case.input} needs {slots} positions, and {case.model} has {limit}"
-        return None
+        slots, limit = task_of(case.input).slots, PRESETS[case.model].max_position_embeddings
+        return f"{case.input} needs {slots} positions, and {case.model} has {limit}" if slots > limit else None
 
-    def memory_bytes(self, case: Case) -> int:
-        """Estimated peak device memory of the case in bytes, the reference included, which any arm may compute."""
-        if case.workload == "train":
-            return llm_train.memory_bytes(case, _config(case))
-        return memory_bytes(case, _config(case))
+    def memory(self, case: Case, *, reference: bool) -> int:
+        """Estimated device memory."""
+        return (llm_train.memory if case.workload == "train" else memory)(case, _config(case), reference=reference)
 
-    def running_bytes(self, case: Case) -> int:
-        """The same without the reference of training."""
-        if case.workload == "train":
-            return llm_train.memory_bytes(case, _config(case), reference=False)
-        return memory_bytes(case, _config(case))
-
-    def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
-        """Build model, cache and prompt on the device.
-
-        Args:
-            case: What to build.
-            data_root: Not used: there is no data set.
-            seed: Of the weights, the tokens and what the cache holds.
-
-        Raises:
-            ValueError: If the case is one that :meth:`refuses` names.
-        """
-        if reason := self.refuses(case):
-            raise ValueError(f"{case.arm}: {reason}")
-        if case.workload == "train":
-            return llm_train.prepare(case, _config(case), seed=seed)
-        return prepare(case, _config(case), seed=seed)
+    def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
+        """Build model, cache and prompt, or batches, on the device."""
+        return (llm_train.prepare if case.workload == "train" else prepare)(case, _config(case), seed=seed)
 
 
-def memory_bytes(case: Case, config: LLMConfig) -> int:
-    """Estimated peak device memory of inference, the reference included."""
-    task = llm_work.task(case.input)
-    ours = case.impl == "zoo"
-    cached = ours or task.kind != "prefill"
-    # Compiled as a whole, transformers masks a prompt even if nothing is padded.
-    mask = cached or (case.impl == "upstream" and case.strategy == "full")
-    itemsize = dtype_of(case).itemsize
-    running = llm_work.memory(config, task, itemsize, cached=cached, mask=mask)
-    held = llm_work.memory(config, task, itemsize, cached=cached, mask=False)
-    return max(running, held + llm_work.reference_memory(config, task))
+def _config(case: Case) -> LLMConfig:
+    return PRESETS[case.model.removesuffix(llm_train.CHECKPOINTED)]
+
+
+def memory(case: Case, config: LLMConfig, *, reference: bool) -> int:
+    """Estimated device memory of inference: weights, cache, and what is alive around a layer or the output product."""
+    task, itemsize, parameters = task_of(case.input), dtype_of(case).itemsize, llm_arms.parameters(config)
+    cached = case.impl == "zoo" or task.kind != "prefill"
+    fed, cache = task.batch * task.tokens, task.batch * task.slots * llm_arms.slot_values(config)
+    wide = 3 * config.hidden_size + 4 * config.intermediate_size
+    wide += 4 * config.num_attention_heads * config.head_dim
+    alive = fed * wide + 3 * task.batch * config.vocab_size
+    held = (parameters + (cache if cached else 0) + alive) * itemsize
+    masks = 0
+    # Compiled as a whole, transformers masks a prompt even if nothing is padded. Torch turns a mask into numbers.
+    if cached or (case.impl == "upstream" and case.strategy == "full"):
+        groups = config.num_attention_heads // config.num_key_value_heads
+        masks = fed * groups * task.slots * (1 + itemsize)
+    if not reference:
+        return held + masks
+    # The float32 reference holds one layer, or the output product, at a time.
+    largest = max(llm_arms.layer_matrices(config), 2 * llm_arms.vocabulary(config))
+    past = 2 * 2 * task.batch * task.slots * config.num_key_value_heads * config.head_dim
+    exact = 4 * (largest + past + fed * (4 * config.hidden_size + 4 * config.intermediate_size))
+    return held + max(masks, exact)
 
 
 def prepare(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
@@ -139,13 +121,13 @@ def prepare(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
         config: Of its model.
         seed: Of the weights, the tokens and what the cache holds.
     """
-    task = llm_work.task(case.input)
+    task = task_of(case.input)
     device, dtype = torch.device(case.device), dtype_of(case)
-    weights = llm_weights.SeededWeights(llm_upstream.shapes(config), seed=seed, dtype=dtype, device=device)
-    tokens = llm_weights.draw_tokens(config, task, seed=seed, device=device)
+    weights = SeededWeights(llm_arms.shapes(config), seed=seed, dtype=dtype, device=device)
+    tokens = llm_arms.draw_tokens(config, task, seed=seed, device=device)
 
     def past(layer: int) -> tuple[Tensor, Tensor]:
-        return llm_weights.draw_past(config, task, layer, seed=seed, dtype=dtype, device=device)
+        return llm_arms.draw_past(config, task, layer, seed=seed, dtype=dtype, device=device)
 
     step = _step(case, config, task, weights, tokens, past)
 
@@ -154,7 +136,7 @@ def prepare(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
 
     def reference() -> Tensor:
         cached = past if task.kind == "decode" else None
-        return llm_upstream.reference_output(config, weights, task, tokens, cached)
+        return llm_arms.reference_output(config, weights, task, tokens, cached)
 
     return Prepared(
         model=step.eval(),
@@ -163,16 +145,16 @@ def prepare(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
         reset=step.reset,
         reference=reference,
         reference_dtype="float32",
-        bytes=llm_work.bytes_moved(config, task, dtype.itemsize),
-        bytes_formula=llm_work.BYTES_FORMULA,
-        flops=llm_work.flops(config, task),
+        bytes=llm_arms.bytes_moved(config, task, dtype.itemsize),
+        bytes_formula=llm_arms.BYTES_FORMULA,
+        flops=llm_arms.flops(config, task),
         data=_data(case, task),
         sizes={
             "batch": task.batch,
             ("slots" if task.kind == "decode" else "tokens"): task.length,
             "layers": config.num_hidden_layers,
             "width": config.hidden_size,
-            "parameters": llm_work.parameters(config),
+            "parameters": llm_arms.parameters(config),
         },
         count=task.batch * task.tokens,
         unit="tokens",
@@ -183,26 +165,23 @@ def _step(
     case: Case,
     config: LLMConfig,
     task: Task,
-    weights: llm_weights.SeededWeights,
+    weights: SeededWeights,
     tokens: Tensor,
     past: llm_steps.Past,
 ) -> llm_steps.Step:
     """The module whose call is measured, with the case's model in it."""
     if case.impl == "zoo":
-        with torch.device("meta"):
-            model = LLM(config)
-        fill(model, weights, placements(config), device=weights.device, dtype=None, source="drawn weights")
-        model.requires_grad_(False)
+        model = zoo_model(LLM, config, weights, placements(config))
         if task.kind == "decode":
             return llm_steps.ZooDecode(model, task, tokens, past)
         return (llm_steps.ZooAnswer if task.kind == "answer" else llm_steps.ZooPrefill)(model, task, tokens)
-    theirs = llm_upstream.build(config, weights)
+    theirs = llm_arms.build(config, weights)
     if task.kind == "decode":
         return llm_steps.UpstreamDecode(theirs, task, tokens, past)
     if task.kind == "answer":
         return llm_steps.UpstreamAnswer(theirs, task, tokens)
     if case.impl == "upstream-tuned":
-        llm_upstream.without_mask(theirs)
+        llm_arms.without_mask(theirs)
     return llm_steps.UpstreamPrefill(theirs, task, tokens)
 
 
@@ -211,10 +190,6 @@ def _data(case: Case, task: Task) -> str:
         return "generated (cache half to wholly full)"
     kept = case.impl == "zoo" or task.kind == "answer"
     return f"generated (keys and values {'kept' if kept else 'not kept'})"
-
-
-def _config(case: Case) -> LLMConfig:
-    return PRESETS[case.model.removesuffix(llm_train.CHECKPOINTED)]
 
 
 WORKLOAD = LlmWorkload()

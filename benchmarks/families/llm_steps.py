@@ -1,4 +1,4 @@
-"""One call of an arm, both libraries alike: from tokens to the next tokens, all of it on the device.
+"""What one call of an arm does, both libraries alike: from tokens to the next tokens, all of it on the device.
 
 Shapes: B batch, T tokens, S slots of the cache, K key and value heads, D width of a head, V vocabulary, L layers.
 """
@@ -6,18 +6,89 @@ Shapes: B batch, T tokens, S slots of the cache, K key and value heads, D width 
 from __future__ import annotations
 
 import inspect
+import math
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.families.llm_work import Task
 from zoo.llm import LLM
 from zoo.llm.generate import DecodeState, accept
 
 # A layer's index to its keys and values, [B, K, S, D] each.
 Past = Callable[[int], tuple[Tensor, Tensor]]
+
+_INPUT = re.compile(r"(?P<kind>decode|prefill|answer)-(?P<batch>\d+)x(?P<length>\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What one call does.
+
+    Args:
+        kind: ``decode``: one token for each row, over a cache that is half full at least. ``prefill``: a prompt from
+            its first token on. ``answer``: a prompt, and one token more over the cache that it left.
+        batch: Rows.
+        length: Slots of the cache (decode) or tokens of the prompt (prefill, answer).
+    """
+
+    kind: str
+    batch: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that one call feeds in each row."""
+        return {"decode": 1, "prefill": self.length, "answer": self.length + 1}[self.kind]
+
+    @property
+    def slots(self) -> int:
+        """Slots of the cache: a prompt leaves as much room for an answer as it takes."""
+        return self.length if self.kind == "decode" else 2 * self.length
+
+    @property
+    def first(self) -> int:
+        """Position of the first token that is fed."""
+        return self.length // 2 if self.kind == "decode" else 0
+
+    @property
+    def stride(self) -> int:
+        """How far a decoding step moves on in the upper half of the cache, round and round.
+
+        Near the golden section and without a common divisor, so that all positions are met, and any few steps on end
+        meet early and late ones alike: rounds of a race then hold equal work.
+        """
+        half = self.length - self.first
+        steps = (step for step in range(1, half) if math.gcd(step, half) == 1)
+        return min(steps, key=lambda step: abs(step - 0.618 * half))
+
+    @property
+    def seen(self) -> float:
+        """Tokens that a token attends to, itself included, on average over the tokens of all calls."""
+        last = self.length if self.kind == "answer" else self.length - 1
+        return (self.first + last) / 2 + 1
+
+    @property
+    def passes(self) -> int:
+        """How often a call goes through the model."""
+        return 2 if self.kind == "answer" else 1
+
+
+def task_of(name: str) -> Task:
+    """The task called ``decode-BxS``, ``prefill-BxT`` or ``answer-BxT``.
+
+    Raises:
+        ValueError: If the name is none of them.
+    """
+    found = _INPUT.fullmatch(name)
+    if found is None or int(found["batch"]) < 1 or int(found["length"]) < 4:
+        raise ValueError(
+            f"input {name!r} is none of decode-BATCHxSLOTS, prefill-BATCHxTOKENS and answer-BATCHxTOKENS (4 or more)"
+        )
+    return Task(kind=found["kind"], batch=int(found["batch"]), length=int(found["length"]))
 
 
 class Step(nn.Module):

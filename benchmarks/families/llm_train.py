@@ -16,15 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.families import llm_upstream, llm_work
-from benchmarks.families.base import Prepared, Training, accelerated
-from benchmarks.families.llm_weights import SeededWeights
+from benchmarks.families import llm_arms
+from benchmarks.families.base import Prepared, Training, accelerated, dtype_of
+from benchmarks.families.weights import SeededWeights, zoo_model
 from benchmarks.plan import Case
 from benchmarks.training import reference_losses
 from zoo.llm import LLM, LLMConfig, LLMLayer
 from zoo.llm.convert import placements
 from zoo.training import LinearCrossEntropy, checkpoint_regions
-from zoo.weights import fill
 
 BYTES_FORMULA = (
     "Every weight is read in the forward and twice in the backward, its gradient written and read, and the optimizer "
@@ -64,7 +63,7 @@ def rows_of(name: str) -> Rows | None:
     return Rows(batch=int(found["batch"]), length=int(found["length"]))
 
 
-def refuses(case: Case, config: LLMConfig) -> str | None:
+def cannot(case: Case, config: LLMConfig) -> str | None:
     """Why there is no such training, names that exist taken for granted; or None."""
     rows = rows_of(case.input)
     if rows is None:
@@ -87,8 +86,8 @@ def prepare(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
     rows = rows_of(case.input)
     assert rows is not None
     device = torch.device(case.device)
-    dtype: torch.dtype = getattr(torch, case.dtype)
-    weights = SeededWeights(llm_upstream.shapes(config), seed=seed, dtype=dtype, device=device)
+    dtype = dtype_of(case)
+    weights = SeededWeights(llm_arms.shapes(config), seed=seed, dtype=dtype, device=device)
     words = _Words(config.vocab_size, seed=seed)
     checkpointed = case.model.endswith(CHECKPOINTED)
 
@@ -100,20 +99,18 @@ def prepare(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
     model: nn.Module
     loss_module: LinearCrossEntropy | None = None
     compile_layers: Callable[..., nn.Module] | None = None
-    loss: Callable[[Any, dict[str, Tensor]], Tensor]
     after_compile: Callable[[nn.Module], Any] | None = None
     if case.impl == "zoo":
         loss_module = LinearCrossEntropy()
-        model = Features(_zoo_model(config, weights))
-        loss = _ChunkedLoss(loss_module)
+        model = Features(zoo_model(LLM, config, weights, placements(config)).requires_grad_(True))
         if checkpointed:
             after_compile = _checkpoint
     else:
-        model, loss = upstream(config, weights), upstream_loss
+        model = upstream(config, weights)
         if checkpointed:
             checkpoint_upstream(model)
         if case.impl == "upstream-tuned":
-            llm_upstream.without_mask(model)
+            llm_arms.without_mask(model)
         compile_layers = functools.partial(accelerated, raised_limit=case.impl == "upstream-tuned")
 
     learning_rate = _RATE_TIMES_WIDTH / config.hidden_size
@@ -122,12 +119,12 @@ def prepare(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
     def reference() -> Tensor:
         # In float32, and with nothing but the layers' inputs kept: float64 and all activations would not fit.
         theirs = upstream(config, weights)
-        llm_upstream.without_scores(theirs)
+        llm_arms.without_scores(theirs)
         checkpoint_upstream(theirs)
         training = Training(loss=loss_in_parts, batch=batch, learning_rate=learning_rate, checked=checked)
         return reference_losses(theirs, training, torch.float32)
 
-    parameters = llm_work.parameters(config)
+    parameters = llm_arms.parameters(config)
     return Prepared(
         model=model.train(),
         inputs={},
@@ -149,7 +146,7 @@ def prepare(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
         count=rows.tokens,
         unit="tokens",
         training=Training(
-            loss=loss,
+            loss=upstream_loss if loss_module is None else functools.partial(chunked_loss, loss_module),
             batch=batch,
             learning_rate=learning_rate,
             checked=checked,
@@ -161,22 +158,22 @@ def prepare(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
 
 def flops(config: LLMConfig, rows: Rows) -> int:
     """Three times the forward: products of every token, logits of all of them, and the causal half of attention."""
-    products = 2 * rows.tokens * (config.num_hidden_layers * llm_work.layer_matrices(config))
-    logits = 2 * rows.tokens * llm_work.vocabulary(config)
+    products = 2 * rows.tokens * (config.num_hidden_layers * llm_arms.layer_matrices(config))
+    logits = 2 * rows.tokens * llm_arms.vocabulary(config)
     pairs = rows.tokens * (rows.length + 1) // 2
     attention = 4 * pairs * config.num_hidden_layers * config.num_attention_heads * config.head_dim
     return 3 * (products + logits + attention)
 
 
-def memory_bytes(case: Case, config: LLMConfig, *, reference: bool = True) -> int:
+def memory(case: Case, config: LLMConfig, *, reference: bool) -> int:
     """Estimated peak: weights, gradients, two moments, what layers keep, and the logits where they are held at all.
 
     The reference adds its own, in float32 with checkpointed layers, if it is asked for: any arm may compute it.
     """
     rows = rows_of(case.input)
     assert rows is not None
-    itemsize = getattr(torch, case.dtype).itemsize
-    parameters = llm_work.parameters(config)
+    itemsize = dtype_of(case).itemsize
+    parameters = llm_arms.parameters(config)
     heads = config.num_attention_heads * config.head_dim
     alive = 6 * config.hidden_size + 4 * config.intermediate_size + 4 * heads
     layers = config.num_hidden_layers
@@ -187,7 +184,7 @@ def memory_bytes(case: Case, config: LLMConfig, *, reference: bool = True) -> in
     running = 4 * parameters * itemsize + kept * itemsize + (ours if case.impl == "zoo" else logits)
     alone = rows.tokens * (layers * config.hidden_size + alive) + 4 * REFERENCE_ROWS * config.vocab_size
     exact = 4 * (4 * parameters + alone)
-    return (max(running, 4 * parameters * itemsize + exact) if reference else running) + (1 << 30)
+    return max(running, 4 * parameters * itemsize + exact) if reference else running
 
 
 class Features(nn.Module):
@@ -204,20 +201,15 @@ class Features(nn.Module):
         return self.model.output_product(input_ids)
 
 
-class _ChunkedLoss:
+def chunked_loss(product: LinearCrossEntropy, call: Any, batch: dict[str, Tensor]) -> Tensor:
     """Cross entropy of the next tokens, without all the logits."""
-
-    def __init__(self, loss: LinearCrossEntropy) -> None:
-        self.loss = loss
-
-    def __call__(self, call: Callable[[Tensor], tuple[Tensor, Tensor]], batch: dict[str, Tensor]) -> Tensor:
-        loss: Tensor = self.loss(*call(batch["input_ids"]), batch["labels"])
-        return loss
+    loss: Tensor = product(*call(batch["input_ids"]), batch["labels"])
+    return loss
 
 
 def upstream(config: LLMConfig, weights: SeededWeights) -> nn.Module:
     """The library's model in training mode."""
-    return llm_upstream.build(config, weights).requires_grad_(True).train()
+    return llm_arms.build(config, weights).requires_grad_(True).train()
 
 
 def upstream_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -249,13 +241,6 @@ def checkpoint_upstream(model: Any) -> None:
 def _checkpoint(model: nn.Module) -> None:
     # Nothing in a layer is random.
     checkpoint_regions(model, LLMLayer, preserve_rng_state=False)
-
-
-def _zoo_model(config: LLMConfig, weights: SeededWeights) -> LLM:
-    with torch.device("meta"):
-        model = LLM(config)
-    fill(model, weights, placements(config), device=weights.device, dtype=None, source="drawn weights")
-    return model.requires_grad_(True)
 
 
 class _Words:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from benchmarks.families.base import Prepared, dtype_of, refuses_unknown
+from benchmarks.families.base import Prepared, Workload, dtype_of
 from benchmarks.plan import Case
 from zoo.training import AdamW
 
@@ -29,8 +29,6 @@ EARLIER_STEPS = 5000.0
 _ALL_CHECKED, _CHECKED_STRIDE = 1 << 28, 31
 # Numbers of the float64 reference that are updated at once.
 _AT_ONCE = 1 << 24
-# Where a call's CUDA context, its libraries' work space and the compiler's buffers go.
-_PROCESS_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +90,7 @@ class Step(nn.Module):
         return self.seen
 
 
-class OptimizersWorkload:
+class OptimizersWorkload(Workload):
     """A step of AdamW on random gradients; a call is one step.
 
     ``zoo`` is ``zoo.training.AdamW``. ``upstream`` is ``torch.optim.AdamW`` as its users make it, which on a GPU goes
@@ -102,23 +100,14 @@ class OptimizersWorkload:
     """
 
     family = "optimizers"
-    models: tuple[str, ...] = ("adamw",)
-    inputs: tuple[str, ...] = tuple(PARAMETERS)
+    models = ("adamw",)
+    inputs = tuple(PARAMETERS)
+    gpu_dtypes = ("float32", "bfloat16")
+    cpu_race = ("adamw", "small")
+    gpu_races = tuple(("adamw", name) for name in PARAMETERS if name != "small")
 
-    def default_races(self, device: str, quick: bool, workload: str = "inference") -> list[tuple[str, str]]:
-        """(model, input) pairs of a plain run."""
-        if device == "cpu":
-            return [("adamw", "small")]
-        return [("adamw", name) for name in PARAMETERS if name != "small"]
-
-    def dtypes(self, device: str) -> tuple[str, ...]:
-        """Supported dtypes, the default first."""
-        return ("float32", "bfloat16")
-
-    def refuses(self, case: Case) -> str | None:
-        """Why this combination does not exist, or None."""
-        if reason := refuses_unknown(self, case):
-            return reason
+    def cannot(self, case: Case) -> str | None:
+        """Why the family has no such combination, or None."""
         known = PARAMETERS[case.input].dtypes
         if case.dtype not in known:
             return f"weights of {case.input} are trained in {', '.join(known)}"
@@ -128,7 +117,7 @@ class OptimizersWorkload:
             return "a fused step is one of kernels that are written already, and leaves a compiler nothing to join"
         return None
 
-    def memory_bytes(self, case: Case) -> int:
+    def memory(self, case: Case, *, reference: bool) -> int:
         """Estimated peak device memory of the case in bytes, the float64 reference and the check included."""
         sizes = [torch.Size(shape).numel() for shape in PARAMETERS[case.input].shapes()]
         numbers, itemsize = sum(sizes), dtype_of(case).itemsize
@@ -136,23 +125,12 @@ class OptimizersWorkload:
         between = 2 * numbers * itemsize if case.impl == "upstream" else 0
         checked = numbers // _stride(numbers)
         # The reference has one parameter at a time, and in float64 its weights and pieces of the rest.
-        reference = max(sizes) * (4 * itemsize + 8) + min(max(sizes), _AT_ONCE) * 8 * 8
-        checking = checked * (itemsize + 4 * 8) + reference
-        return 4 * numbers * itemsize + max(between, checking) + _PROCESS_BYTES
+        exact = max(sizes) * (4 * itemsize + 8) + min(max(sizes), _AT_ONCE) * 8 * 8
+        checking = checked * (itemsize + 4 * 8) + (exact if reference else 0)
+        return 4 * numbers * itemsize + max(between, checking)
 
-    def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
-        """Build parameters, gradients and the optimizer with its state on the device.
-
-        Args:
-            case: What to build.
-            data_root: Not used: there is no data set.
-            seed: Of weights, gradients and averages.
-
-        Raises:
-            ValueError: If the case is one that :meth:`refuses` names.
-        """
-        if reason := self.refuses(case):
-            raise ValueError(f"{case.arm}: {reason}")
+    def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
+        """Build parameters, gradients and the optimizer with its state on the device."""
         device, dtype = torch.device(case.device), dtype_of(case)
         shapes = PARAMETERS[case.input].shapes()
         numbers = sum(torch.Size(shape).numel() for shape in shapes)

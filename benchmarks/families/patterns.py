@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from benchmarks.families.base import Prepared, dtype_of, refuses_unknown
+from benchmarks.families.base import Prepared, Workload, dtype_of
 from benchmarks.patterns import (
     buckets,
     few_signatures,
@@ -35,11 +35,9 @@ PATTERNS: dict[str, Pattern] = {
     "no-branches": no_branches.PATTERN,
 }
 BYTES_FORMULA = "Every weight is read once, inputs are read and the output is written."
-# Where a call's CUDA context, its libraries' work space and the compiler's buffers go.
-_PROCESS_BYTES = 1 << 30
 
 
-class PatternsWorkload:
+class PatternsWorkload(Workload):
     """Inference of small models with random weights, ``small`` for a CPU and ``large`` for a GPU.
 
     Regions against regions: what goes wrong between them does not show where the whole model is one graph, so ``full``
@@ -47,30 +45,21 @@ class PatternsWorkload:
     """
 
     family = "patterns"
-    models: tuple[str, ...] = tuple(PATTERNS)
-    inputs: tuple[str, ...] = ("small", "large")
+    models = tuple(PATTERNS)
+    inputs = ("small", "large")
+    gpu_dtypes = ("bfloat16", "float32", "float16")
+    cpu_race = ("layer-values", "small")
+    gpu_races = tuple((model, "large") for model in PATTERNS)
 
-    def default_races(self, device: str, quick: bool, workload: str = "inference") -> list[tuple[str, str]]:
-        """(model, input) pairs of a plain run."""
-        if device == "cpu":
-            return [("layer-values", "small")]
-        return [(model, "large") for model in self.models]
-
-    def dtypes(self, device: str) -> tuple[str, ...]:
-        """Supported dtypes, the default first."""
-        return ("float32", "bfloat16") if device == "cpu" else ("bfloat16", "float32", "float16")
-
-    def refuses(self, case: Case) -> str | None:
-        """Why this combination does not exist, or None."""
-        if reason := refuses_unknown(self, case):
-            return reason
+    def cannot(self, case: Case) -> str | None:
+        """Why the family has no such combination, or None."""
         if case.impl == "upstream-tuned":
             return "a pattern has two sides, before (upstream) and after (zoo)"
         if case.strategy in ("full", "hierarchical"):
             return f"patterns are about regions; {case.strategy} is raced in the families"
         return None
 
-    def memory_bytes(self, case: Case) -> int:
+    def memory(self, case: Case, *, reference: bool) -> int:
         """Estimated peak device memory of the case in bytes, the float64 reference included, which any arm may compute.
 
         A bound: in between, nothing in these models is as large as thirty-two times their input.
@@ -79,21 +68,10 @@ class PatternsWorkload:
         with torch.device("meta"):
             weights = sum(p.numel() for p in pattern.before(**_model_sizes(case)).parameters())
         given = sum(tensor.numel() for tensor in _tensors(_draw(case, seed=0)))
-        return (weights + 32 * given) * (dtype_of(case).itemsize + 8) + _PROCESS_BYTES
+        return (weights + 32 * given) * (dtype_of(case).itemsize + 8)
 
-    def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
-        """Build model and inputs on the device.
-
-        Args:
-            case: What to build.
-            data_root: Not used: there is no data set.
-            seed: Of the weights and the inputs.
-
-        Raises:
-            ValueError: If the case is one that :meth:`refuses` names.
-        """
-        if reason := self.refuses(case):
-            raise ValueError(f"{case.arm}: {reason}")
+    def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
+        """Build model and inputs on the device."""
         pattern, device, dtype = PATTERNS[case.model], torch.device(case.device), dtype_of(case)
         model = before = _before(case, seed).to(device, dtype)
         if case.impl == "zoo":

@@ -1,23 +1,63 @@
-"""Residual networks over images: both libraries' arms from one set of weights, in channels_last."""
+"""Residual networks over images: both libraries' arms from one set of weights, in channels_last.
+
+Legend: N images, C channels, H × W pixels, K classes.
+"""
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
-import time
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from benchmarks.families import resnet_train, resnet_upstream, resnet_work
-from benchmarks.families.base import UNSCALED, Prepared, dtype_of, refuses_unknown
+import zoo
+from benchmarks.families.base import (
+    Prepared,
+    Training,
+    Workload,
+    autocast_of,
+    count_flops,
+    dtype_of,
+    parameters_of,
+    timed,
+    weights_dtype,
+)
 from benchmarks.families.cuts import CUTS, MARK, cut
+from benchmarks.families.jpegs import Files, Loader
 from benchmarks.plan import Case
-from benchmarks.timing import synchronise
-from benchmarks.training import READY_BATCHES
+from benchmarks.training import READY_BATCHES, checkpointed, reference_losses
+from zoo.engine.compat import compile_limit_kwargs
 from zoo.resnet import ResNet, ResNetConfig, fold_batch_norm
 from zoo.resnet.model import PRESETS
 
+BYTES_FORMULA = (
+    "Convolutions are calls of their own: each reads its input and its weights and writes its output. Norm, activation "
+    "and residual happen on the way, a block's residual is read once more, the shortcut's output is written and read; "
+    "pooling reads and writes; the head reads the last stage and writes the logits. Activations are counted at any "
+    "size, though those of a small batch may stay in the caches of the chip."
+)
+TRAINING_BYTES_FORMULA = (
+    "Activations three times as in inference: forward, gradients by inputs and gradients by weights are a call each, "
+    "which reads two of input, output and weights and writes the third; the images need no gradient. And 32 bytes a "
+    "weight: its gradient is written, and the optimizer reads weight, gradient and two moments and writes three. Left "
+    "out, so that it is a lower bound: statistics of the batch, which need a pass of their own."
+)
+LEARNING_RATE = 1e-4
+# Labels are of at most so many classes, whatever the model's head has: of a thousand a curve would fall too late.
+CLASSES = 10
+# Training images are squares of this many a side with noise on them; labels follow from the squares' colours.
+SQUARES = 4
+# The float64 reference takes so many images at a time.
+REFERENCE_IMAGES = 16
+
+# Channels of the stem.
+_STEM = 64
 _FOLDINGS = ("", "-folded", "-folded-matmul", "-folded-fused", "-folded-fused-matmul")
 _MODEL = re.compile(
     r"(?P<preset>resnet(\d+|-debug))(?P<folded>-folded(?P<fused>-fused)?(?P<matmul>-matmul)?)?(-cut-(?P<cut>.+))?"
@@ -25,7 +65,7 @@ _MODEL = re.compile(
 _INPUT = re.compile(r"(jpeg-)?(?P<batch>\d+)x(?P<size>\d+)")
 
 
-class ResNetWorkload:
+class ResNetWorkload(Workload):
     """Inference with random weights over a batch of square images; one call returns the logits.
 
     ``-folded`` models race the zoo's with its batch norms folded into its convolutions, ``-matmul`` and ``-fused`` in
@@ -38,7 +78,7 @@ class ResNetWorkload:
     """
 
     family = "resnet"
-    models: tuple[str, ...] = (
+    models = (
         "resnet18",
         "resnet18-folded",
         *(
@@ -48,79 +88,68 @@ class ResNetWorkload:
             for folding in _FOLDINGS
         ),
     )
-    inputs: tuple[str, ...] = ("64x224", "1x224", "128x224", "256x224", "2x32", "4x32", "jpeg-128x224", "jpeg-4x32")
+    inputs = ("64x224", "1x224", "128x224", "256x224", "2x32", "4x32", "jpeg-128x224", "jpeg-4x32")
+    workloads = ("inference", "train")
+    cpu_race, cpu_training = ("resnet-debug", "2x32"), ("resnet-debug", "4x32")
+    gpu_races, gpu_training = (("resnet50", "64x224"), ("resnet50", "1x224")), (("resnet50", "128x224"),)
+    quick_races = (("resnet50", "64x224"),)
 
-    def default_races(self, device: str, quick: bool, workload: str = "inference") -> list[tuple[str, str]]:
-        """(model, input) pairs of a plain run."""
-        if workload == "train":
-            return [("resnet-debug", "4x32") if device == "cpu" else ("resnet50", "128x224")]
-        if device == "cpu":
-            return [("resnet-debug", "2x32")]
-        races = [("resnet50", "64x224"), ("resnet50", "1x224")]
-        return races[:1] if quick else races
-
-    def dtypes(self, device: str) -> tuple[str, ...]:
-        """Supported dtypes, the default first."""
-        return ("float32", "bfloat16") if device == "cpu" else ("bfloat16", "float16", "float32")
-
-    def refuses(self, case: Case) -> str | None:
-        """Why this combination does not exist, or None."""
-        if reason := refuses_unknown(self, case, ("inference", "train")):
-            return reason
+    def cannot(self, case: Case) -> str | None:
+        """Why the family has no such combination, or None."""
         if case.workload != "train":
             return f"{case.input} is for training" if case.input.startswith("jpeg-") else None
         if _parts(case.model)["folded"]:
             return f"{case.model}: folded models are for inference"
         if case.impl == "upstream-tuned":
             return "tuned is folded, which is for inference; to train, torchvision's users have no better way"
-        if case.dtype == "float16":
-            return UNSCALED
         return None
 
-    def memory_bytes(self, case: Case) -> int:
-        """Estimated peak device memory of the case in bytes, the reference included, which any arm may compute."""
-        batch, size = sizes(case.input)
-        if case.workload == "train":
-            return resnet_train.memory_bytes(_config(case), batch, size, dtype_of(case).itemsize, ready=READY_BATCHES)
-        return resnet_work.memory(_config(case), batch, size, dtype_of(case).itemsize)
-
-    def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
-        """Build model and images on the device.
-
-        Args:
-            case: What to build.
-            data_root: Not used: there is no data set.
-            seed: Of the weights and the images.
-
-        Raises:
-            ValueError: If the case is one that :meth:`refuses` names.
-        """
-        if reason := self.refuses(case):
-            raise ValueError(f"{case.arm}: {reason}")
+    def memory(self, case: Case, *, reference: bool) -> int:
+        """Estimated device memory: weights, and the activations that are alive at once or kept for the backward."""
         config, (batch, size) = _config(case), sizes(case.input)
-        device, dtype = torch.device(case.device), dtype_of(case)
+        itemsize, parameters = dtype_of(case).itemsize, parameters_of(ResNet, config)
+        stem, *blocks = conv_outputs(config, size)
+        image = config.in_channels * size**2
         if case.workload == "train":
-            dtype = torch.float32
+            # The stem keeps input and output of its norm, and a quarter of it, pooled, with indices of twice the width.
+            kept = 3 * sum(stem) + 2 * sum(map(sum, blocks))
+            running = batch * kept * itemsize + parameters * itemsize
+            # The reference keeps what goes into each block and the inside of one, and has three moments a weight.
+            inside = sum(block[-1] for block in blocks) + 4 * max(map(sum, blocks))
+            exact = 8 * (batch * (3 * sum(stem) + inside) + 4 * parameters)
+            held = 16 * parameters + 4 * READY_BATCHES * batch * image
+            return held + (max(running, exact) if reference else running)
+        # Around the largest activations there are four of their size; weights are there twice, upstream's and ours.
+        alive = 4 * max(map(max, (stem, *blocks)))
+        running = (batch * (alive + image) + 2 * parameters) * itemsize
+        exact = (min(batch, REFERENCE_IMAGES) * alive + parameters) * 8 + (batch * image + 2 * parameters) * itemsize
+        return max(running, exact) if reference else running
+
+    def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
+        """Build model and images on the device."""
+        config, (batch, size) = _config(case), sizes(case.input)
+        device, dtype = torch.device(case.device), weights_dtype(case)
+        training = case.workload == "train"
 
         def shipped() -> nn.Module:
-            return resnet_upstream.build(config, seed=seed).to(device, dtype)
+            return build(config, seed=seed).to(device, dtype)
 
-        images = resnet_upstream.draw_images(config, batch, size, seed=seed).to(device, dtype)
-        model, preparation = _implementation(case, shipped())
+        images = draw_images(config, batch, size, seed=seed).to(device, dtype)
+        preparation: dict[str, float] = {}
+        model = _implementation(case, shipped(), preparation)
         if case.impl == "upstream-tuned" and case.strategy == "full" and case.device == "cpu":
-            resnet_upstream.freeze_weights()
-
-        raised = case.impl == "upstream-tuned"
-        compile_blocks = functools.partial(resnet_upstream.compile_blocks, raised_limit=raised)
+            freeze_weights()
         prepared = Prepared(
             model=model.eval().requires_grad_(False),
             inputs={"images" if case.impl == "zoo" else "x": images},
-            compile_regions=None if case.impl == "zoo" else compile_blocks,
+            compile_regions=None
+            if case.impl == "zoo"
+            else functools.partial(compile_blocks, raised_limit=case.impl == "upstream-tuned"),
             # Made anew, so that an arm holds nothing that it does not run on: its memory is measured.
-            reference=lambda: resnet_upstream.reference_output(shipped(), images),
-            bytes=resnet_work.bytes_moved(config, batch, size, dtype.itemsize),
-            bytes_formula=resnet_work.BYTES_FORMULA,
-            flops=resnet_work.flops(config, batch, size),
+            reference=lambda: reference_output(shipped(), images),
+            bytes=bytes_moved(config, batch, size, dtype.itemsize),
+            bytes_formula=BYTES_FORMULA,
+            flops=flops(config, batch, size, training=training),
             data="generated, normal",
             preparation_seconds=preparation,
             sizes={
@@ -128,14 +157,12 @@ class ResNetWorkload:
                 "pixels": size,
                 "blocks": sum(config.layers),
                 "classes": config.num_classes,
-                "parameters": resnet_work.parameters(config),
+                "parameters": parameters_of(ResNet, config),
             },
             count=batch,
             unit="images",
         )
-        if case.workload == "train":
-            return resnet_train.for_training(case, prepared, config, batch, size, seed=seed)
-        return prepared
+        return _for_training(case, prepared, config, batch, size, seed=seed) if training else prepared
 
 
 def sizes(input: str) -> tuple[int, int]:
@@ -150,34 +177,6 @@ def sizes(input: str) -> tuple[int, int]:
     return int(found["batch"]), int(found["size"])
 
 
-def _implementation(case: Case, shipped: nn.Module) -> tuple[nn.Module, dict[str, float]]:
-    """The case's model, and the seconds of what was prepared once."""
-    if case.impl == "upstream":
-        return shipped, {}
-    from zoo.resnet.convert import WEIGHTS
-
-    parts = _parts(case.model)
-    device = next(shipped.parameters()).device
-    model = shipped if case.impl == "upstream-tuned" else WEIGHTS.from_upstream(shipped)
-    preparation: dict[str, float] = {}
-    if case.impl == "upstream-tuned" or parts["folded"]:
-        synchronise(device.type)
-        began = time.perf_counter()
-        if isinstance(model, ResNet):
-            model = fold_batch_norm(
-                model,
-                convolutions="fused" if parts["fused"] else "glue",
-                pointwise="matmul" if parts["matmul"] else "convolution",
-            )
-        else:
-            model = resnet_upstream.fold(model)
-        synchronise(device.type)
-        preparation["batch norm folding"] = time.perf_counter() - began
-    if isinstance(model, ResNet) and parts["cut"]:
-        cut(model, "resnet", parts["cut"])
-    return model, preparation
-
-
 def _parts(model: str) -> dict[str, str | None]:
     found = _MODEL.fullmatch(model)
     assert found is not None, model
@@ -186,6 +185,248 @@ def _parts(model: str) -> dict[str, str | None]:
 
 def _config(case: Case) -> ResNetConfig:
     return PRESETS[str(_parts(case.model)["preset"])]
+
+
+def _implementation(case: Case, shipped: nn.Module, preparation: dict[str, float]) -> nn.Module:
+    """The case's model; what is prepared once is timed in ``preparation``."""
+    if case.impl == "upstream":
+        return shipped
+    parts = _parts(case.model)
+    model = shipped if case.impl == "upstream-tuned" else zoo.from_upstream(shipped)
+    if case.impl == "upstream-tuned":
+        with timed("batch norm folding", preparation, case.device):
+            model = fold(model)
+    elif parts["folded"]:
+        convolutions = "fused" if parts["fused"] else "glue"
+        pointwise = "matmul" if parts["matmul"] else "convolution"
+        with timed("batch norm folding", preparation, case.device):
+            model = fold_batch_norm(model, convolutions=convolutions, pointwise=pointwise)  # type: ignore[arg-type]
+    if isinstance(model, ResNet) and parts["cut"]:
+        cut(model, "resnet", parts["cut"])
+    return model
+
+
+# --- torchvision's arms: as its users would run it, at its documented best, and as the reference ---
+
+
+def build(config: ResNetConfig, *, seed: int) -> nn.Module:
+    """The library's model in eval mode and channels_last, float32 on the CPU, with seeded weights and statistics.
+
+    Norms start as ones and zeros, where a forgotten one would not show: they are drawn as well. Blocks add a little to
+    what goes through them, as trained ones do, so that activations stay in the range of half precision.
+    """
+    import torchvision.models.resnet as library
+
+    block = library.BasicBlock if config.block == "basic" else library.Bottleneck
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = library.ResNet(
+            block,
+            list(config.layers),
+            num_classes=config.num_classes,
+            groups=config.groups,
+            width_per_group=config.width_per_group,
+        )
+        last = "bn2" if config.block == "basic" else "bn3"
+        with torch.no_grad():
+            for name, module in model.named_modules():
+                if isinstance(module, nn.BatchNorm2d):
+                    assert module.running_mean is not None and module.running_var is not None
+                    module.running_mean.normal_(std=0.1)
+                    module.running_var.uniform_(0.5, 1.5)
+                    module.weight.uniform_(0.5, 1.5).mul_(0.3 if name.endswith(last) else 1.0)
+                    module.bias.normal_(std=0.1)
+    return model.eval().to(memory_format=torch.channels_last)
+
+
+def draw_images(config: ResNetConfig, batch: int, size: int, *, seed: int) -> Tensor:
+    """Images as they come out of preprocessing, normal: [N, C, H, W] float32 on the CPU, in channels_last."""
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(batch, config.in_channels, size, size, generator=generator)
+    return images.contiguous(memory_format=torch.channels_last)
+
+
+def fold(model: nn.Module) -> nn.Module:
+    """Fold batch norms into convolutions by torch's public function, module by module; in place.
+
+    ``torch.fx.experimental.optimization.fuse`` does the same and leaves no blocks to compile.
+    """
+    for parent in list(model.modules()):
+        for norm_name, norm in list(parent.named_children()):
+            if isinstance(norm, nn.BatchNorm2d):
+                # bn1 follows conv1; in a shortcut 1 follows 0.
+                conv_name = norm_name.replace("bn", "conv") if norm_name.startswith("bn") else "0"
+                conv = getattr(parent, conv_name)
+                setattr(parent, conv_name, fuse_conv_bn_eval(conv, norm))
+                setattr(parent, norm_name, nn.Identity())
+    return model.to(memory_format=torch.channels_last)
+
+
+def freeze_weights() -> None:
+    """Let Inductor fold weights as constants, in this process from now on.
+
+    On a CPU it packs them for oneDNN and fuses the activation and the residual into the convolution. As an option of
+    one ``torch.compile`` call it has no effect, and frozen graphs are not kept in the compiler's cache. Only for whole
+    models: blocks would not share a graph any more, since each holds its own weights.
+    """
+    import torch._inductor.config as inductor
+
+    inductor.freezing = True
+
+
+def compile_blocks(model: nn.Module, *, raised_limit: bool, **options: Any) -> None:
+    """Regional compilation as a user of the library does it: each residual block in place.
+
+    Args:
+        model: A model of :func:`build`, folded or not.
+        raised_limit: Allow more graphs of a block than the eight after which it silently stays eager.
+        options: What ``torch.compile`` takes.
+    """
+    if raised_limit:
+        options |= compile_limit_kwargs()
+    for stage in (model.layer1, model.layer2, model.layer3, model.layer4):
+        for block in stage:  # type: ignore[union-attr]
+            block.compile(**options)
+
+
+@torch.no_grad()
+def reference_output(model: nn.Module, images: Tensor) -> Tensor:
+    """Eager upstream in float64 on these weights and images, some images at a time: [N, K]."""
+    double = copy.deepcopy(model).double()
+    return torch.cat([double(part.double()) for part in images.split(REFERENCE_IMAGES)])
+
+
+# --- training ---
+
+
+def training_of(config: ResNetConfig, batch: int, size: int, *, seed: int, device: str, dtype: torch.dtype) -> Training:
+    """Cross entropy over images that are drawn anew in each step, with labels of a random linear map of their means.
+
+    Args:
+        config: The model's.
+        batch: N.
+        size: H and W.
+        seed: Of images and labels.
+        device: Where images are drawn; the same seed gives the same ones on the same kind of device.
+        dtype: Of autocast; float32 for none.
+    """
+    classes = min(CLASSES, config.num_classes)
+    teacher = torch.randn(config.in_channels * SQUARES**2, classes, generator=torch.Generator().manual_seed(seed))
+    teacher = teacher.double().to(device)
+
+    def draw(index: int) -> dict[str, Tensor]:
+        generator = torch.Generator(device).manual_seed((seed << 20) + index)
+        squares = torch.randn(batch, config.in_channels, SQUARES, SQUARES, generator=generator, device=device)
+        noise = torch.randn(batch, config.in_channels, size, size, generator=generator, device=device)
+        images = (F.interpolate(squares, size=(size, size)) + noise).contiguous(memory_format=torch.channels_last)
+        # In float64, where no arm's precision of products can turn one label into another.
+        means = F.adaptive_avg_pool2d(images, SQUARES).flatten(1).double()
+        return {"images": images, "labels": (means @ teacher).argmax(1)}
+
+    return Training(
+        loss=cross_entropy,
+        batch=draw,
+        learning_rate=LEARNING_RATE,
+        autocast=autocast_of(dtype),
+    )
+
+
+def cross_entropy(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Of the model's logits; a scalar."""
+    return F.cross_entropy(model(batch["images"]), batch["labels"])
+
+
+def _for_training(
+    case: Case, prepared: Prepared, config: ResNetConfig, batch: int, size: int, *, seed: int
+) -> Prepared:
+    """What inference prepares in float32, made ready for training."""
+    itemsize = dtype_of(case).itemsize
+    training = training_of(config, batch, size, seed=seed, device=case.device, dtype=dtype_of(case))
+    data = "generated, squares and noise"
+    if case.input.startswith("jpeg-"):
+        # Files of about ImageNet's size, a few batches of them; of small images small ones.
+        if size >= 128:
+            files, batches = Files(count=512, width=500, height=375, seed=seed), 16
+        else:
+            files, batches = Files(count=20, width=size + 8, height=size, seed=seed), 3
+        loader = Loader(files=files, batch=batch, size=size, batches=batches, device=case.device)
+        training = replace(training, loader=loader, round=batches)
+        data = f"generated, {files.count} JPEG files of {files.width} x {files.height}"
+
+    def reference() -> Tensor:
+        shipped: Any = build(config, seed=seed).to(case.device)
+        checkpointed(block for stage in range(1, 5) for block in getattr(shipped, f"layer{stage}"))
+        return reference_losses(shipped, training)
+
+    images = batch * config.in_channels * size**2 * itemsize
+    return replace(
+        prepared,
+        model=prepared.model.requires_grad_(True).train(),
+        inputs={},
+        reference=reference,
+        bytes=3 * bytes_moved(config, batch, size, itemsize) - images + 32 * parameters_of(ResNet, config),
+        bytes_formula=TRAINING_BYTES_FORMULA,
+        data=data,
+        training=training,
+    )
+
+
+# --- what a ResNet must do and hold ---
+
+
+def _on_meta(config: ResNetConfig) -> Any:
+    import torchvision.models.resnet as library
+
+    block = library.BasicBlock if config.block == "basic" else library.Bottleneck
+    options: dict[str, Any] = {"groups": config.groups, "width_per_group": config.width_per_group}
+    with torch.device("meta"):
+        return library.ResNet(block, list(config.layers), num_classes=config.num_classes, **options)
+
+
+def flops(config: ResNetConfig, batch: int, size: int, *, training: bool = False) -> int:
+    """Counted on torchvision's model; element-wise work is left out."""
+    images = torch.empty(batch, config.in_channels, size, size, device="meta")
+    return count_flops(_on_meta(config), images, backward=training)
+
+
+def bytes_moved(config: ResNetConfig, batch: int, size: int, itemsize: int) -> int:
+    """Fewest bytes that one call moves through device memory, as :data:`BYTES_FORMULA` says."""
+    import torchvision.models.resnet as library
+
+    model, values = _on_meta(config), 0
+
+    def note(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+        nonlocal values
+        if not isinstance(module, (library.BasicBlock, library.Bottleneck, nn.Linear)):
+            values += inputs[0].numel()
+        # Of a block this is its residual, which is read once more.
+        values += 0 if isinstance(module, nn.AdaptiveAvgPool2d) else output.numel()
+
+    noted = (nn.Conv2d, nn.MaxPool2d, nn.AdaptiveAvgPool2d, nn.Linear, library.BasicBlock, library.Bottleneck)
+    for module in model.modules():
+        if isinstance(module, noted):
+            module.register_forward_hook(note)
+    with torch.no_grad():
+        model.eval()(torch.empty(batch, config.in_channels, size, size, device="meta"))
+    return (values + parameters_of(ResNet, config)) * itemsize
+
+
+def conv_outputs(config: ResNetConfig, size: int) -> list[list[int]]:
+    """Values of one image that convolutions write: of the stem, then of each block, the block's own output last."""
+    after = _half(size)
+    found = [[_STEM * after**2]]
+    size = _half(after)
+    for shape in (shape for stage in config.stages() for shape in stage):
+        after = size if shape.stride == 1 else _half(size)
+        widths = [shape.inner * (after if config.block == "basic" else size) ** 2]
+        widths += [] if config.block == "basic" else [shape.inner * after**2]
+        found.append([*widths, *[shape.outputs * after**2] * (2 if shape.projects else 1)])
+        size = after
+    return found
+
+
+def _half(size: int) -> int:
+    return (size + 1) // 2
 
 
 WORKLOAD = ResNetWorkload()

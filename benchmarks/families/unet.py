@@ -1,34 +1,55 @@
-"""Conditional UNets over latents: both libraries' arms from one set of weights, in channels_last."""
+"""Conditional UNets over latents: both libraries' arms from one set of weights, in channels_last.
+
+Shape legend: B rows, C channels, H × W pixels, L tokens of the text, D its width, X width of the pooled text.
+"""
 
 from __future__ import annotations
 
 import functools
 import re
-import time
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.families import unet_loop, unet_train, unet_upstream, unet_work
-from benchmarks.families.base import Prepared, dtype_of, refuses_unknown
+from benchmarks.families import unet_arms, unet_loop
+from benchmarks.families.base import (
+    Prepared,
+    Training,
+    Workload,
+    autocast_of,
+    dtype_of,
+    timed,
+    weights_dtype,
+)
 from benchmarks.families.cuts import CUTS, MARK, cut
-from benchmarks.families.llm_weights import draw
-from benchmarks.families.unet_work import TOKENS
+from benchmarks.families.weights import zoo_model
 from benchmarks.plan import Case
-from benchmarks.timing import synchronise
-from benchmarks.training import READY_BATCHES
+from benchmarks.training import READY_BATCHES, reference_losses
 from zoo.unet import UNet, UNetConfig
 from zoo.unet.config import PRESETS
 from zoo.unet.convert import placements
-from zoo.weights import fill
 
+TRAINING_BYTES_FORMULA = (
+    "Activations three times as in inference: forward, gradients by inputs and gradients by weights are a call each, "
+    "which reads two of input, output and weights and writes the third; latents and text need no gradient. And 32 "
+    "bytes a weight: its gradient is written, and the optimizer reads weight, gradient and two moments and writes "
+    "three. Left out, so that it is a lower bound: statistics of norms, which need a pass of their own."
+)
+# Times the width of the first level: wide models take smaller steps. 1e-4 at 320.
+_RATE_TIMES_WIDTH = 0.032
+# Latents are squares of this many a side, so that there is something to tell from noise.
+SQUARES = 4
+# Of Stable Diffusion's noise: the variance that steps add, from the first to the last of a thousand.
+_STEPS, _FIRST, _LAST = 1000, 0.00085, 0.012
+# Of training's reference: each weight has a gradient and two moments.
+_COPIES = 4
 _INPUT = re.compile(r"(?P<run>loop-|pipeline-)?(?P<count>\d+)x(?P<size>\d+)x(?P=size)")
-# In the middle of a run.
-_TIMESTEP = 601
 
 
-class UNetWorkload:
+class UNetWorkload(Workload):
     """Inference with random weights: one call predicts the noise of a batch of square latents, for a text of 77 tokens.
 
     ``BxHxW``: the rows of the batch, twice the images where there is guidance, and their pixels. ``-cut-<name>`` models
@@ -41,99 +62,94 @@ class UNetWorkload:
     """
 
     family = "unet"
-    models: tuple[str, ...] = tuple(
-        f"{preset}{cut}" for preset in PRESETS for cut in ("", *(MARK + name for name in CUTS["unet"]))
-    )
-    inputs: tuple[str, ...] = (
+    models = tuple(f"{preset}{cut}" for preset in PRESETS for cut in ("", *(MARK + name for name in CUTS["unet"])))
+    inputs = (
         *("2x64x64", "2x96x96", "2x128x128", "4x64x64", "8x64x64", "2x8x8"),
         *("loop-30x64x64", "loop-30x96x96", "loop-30x128x128", "loop-3x8x8"),
         *("pipeline-30x64x64", "pipeline-30x128x128", "pipeline-3x8x8"),
     )
 
-    def default_races(self, device: str, quick: bool, workload: str = "inference") -> list[tuple[str, str]]:
-        """(model, input) pairs of a plain run."""
-        if device == "cpu":
-            return [("unet-debug", "2x8x8")]
-        return [("sd15", "4x64x64" if workload == "train" else "2x64x64")]
+    workloads = ("inference", "train")
+    cpu_race = ("unet-debug", "2x8x8")
+    gpu_races, gpu_training = (("sd15", "2x64x64"),), (("sd15", "4x64x64"),)
 
-    def dtypes(self, device: str) -> tuple[str, ...]:
-        """Supported dtypes, the default first."""
-        return ("float32", "bfloat16") if device == "cpu" else ("bfloat16", "float16", "float32")
+    def cannot(self, case: Case) -> str | None:
+        """Why the family has no such combination, or None."""
+        if _is_run(case) and case.workload == "train":
+            return f"{case.input} is for inference"
+        if _is_run(case) and case.strategy == "hierarchical":
+            return "hierarchical is for single calls of the model"
+        if case.workload == "train" and case.impl == "upstream-tuned":
+            return "tuned has fused projections, which are for inference; to train, diffusers' users have no better way"
+        return None
 
-    def refuses(self, case: Case) -> str | None:
-        """Why this combination does not exist, or None."""
-        if reason := refuses_unknown(self, case, ("inference", "train")):
-            return reason
-        if _is_run(case) and (reason := unet_loop.refuses(case)):
-            return reason
-        return unet_train.refuses(case) if case.workload == "train" else None
-
-    def memory_bytes(self, case: Case) -> int:
-        """Estimated peak device memory of the case in bytes, the reference included, which any arm may compute."""
-        return self._bytes(case, reference=True)
-
-    def running_bytes(self, case: Case) -> int:
-        """The same without the reference of training."""
-        return self._bytes(case, reference=False)
-
-    def _bytes(self, case: Case, *, reference: bool) -> int:
-        batch, size = sizes(case.input)
-        if _is_run(case):
-            batch = unet_loop.ROWS
-        if case.workload == "train":
-            itemsize = dtype_of(case).itemsize
-            return unet_train.memory_bytes(
-                _config(case), batch, size, itemsize, ready=READY_BATCHES, reference=reference
-            )
-        fused = case.impl == "upstream-tuned"
-        return unet_work.memory(_config(case), batch, size, dtype_of(case).itemsize, fused=fused)
-
-    def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
-        """Build model and inputs on the device.
-
-        Args:
-            case: What to build.
-            data_root: Not used: there is no data set.
-            seed: Of the weights, the latents and the text.
-
-        Raises:
-            ValueError: If the case is one that :meth:`refuses` names.
-        """
-        if reason := self.refuses(case):
-            raise ValueError(f"{case.arm}: {reason}")
+    def memory(self, case: Case, *, reference: bool) -> int:
+        """Estimated device memory: weights, skips, and what is alive at once or kept for the backward."""
         config, (batch, size) = _config(case), sizes(case.input)
-        device, dtype = torch.device(case.device), dtype_of(case)
-        if case.workload == "train":
-            dtype = torch.float32
-        weights = unet_upstream.seeded(config, seed=seed, dtype=dtype, device=device)
-        model, preparation = _implementation(case, config, weights)
+        batch = unet_loop.ROWS if _is_run(case) else batch
+        itemsize, parameters = dtype_of(case).itemsize, unet_arms.parameters(config)
+        skips, alive = unet_arms.skips(config, size), unet_arms.alive(config, size)
+        training = case.workload == "train"
+        wide = unet_arms.reference_dtype(config, _COPIES if training else 1).itemsize
+        # In float64 the reference writes scores out, their softmax beside them, and no attention of float64 does not.
+        scores = 3 * unet_arms.scores(config, size) if wide == 8 else 0
+        if training:
+            # About what calls read and write is kept; weights have a narrow copy under autocast.
+            running = (batch * sum(unet_arms.calls(config, size)) + parameters) * itemsize
+            # The reference keeps what goes into each block, and the inside of one.
+            exact = (_COPIES * parameters + batch * (2 * skips + 2 * alive + scores)) * wide
+            given = (config.in_channels + config.out_channels) * size**2
+            given += unet_arms.TOKENS * config.cross_attention_dim
+            held = 4 * _COPIES * parameters + 4 * READY_BATCHES * batch * given
+        else:
+            fused = unet_arms.fused_weights(config) if case.impl == "upstream-tuned" else 0
+            held, running = (parameters + fused) * itemsize, batch * (skips + alive) * itemsize
+            exact = (parameters + skips + alive + scores) * wide  # a row at a time
+        return held + (max(running, exact) if reference else running)
+
+    def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
+        """Build model and inputs on the device."""
+        config, (batch, size) = _config(case), sizes(case.input)
+        device, dtype = torch.device(case.device), weights_dtype(case)
+        weights = unet_arms.seeded(config, seed=seed, dtype=dtype, device=device)
+        preparation: dict[str, float] = {}
+        model: Any
+        if case.impl == "zoo":
+            model = zoo_model(UNet, config, weights, placements(config))
+            if name := case.model.partition(MARK)[2]:
+                cut(model, "unet", name)
+        else:
+            model = unet_arms.build(config, weights)
+            if case.impl == "upstream-tuned":
+                with timed("fused projections", preparation, case.device):
+                    unet_arms.fuse_projections(model)
         if _is_run(case):
             return unet_loop.prepare(case, model.eval(), config, weights, batch, size, preparation=preparation)
-        inputs = draw_inputs(config, batch, size, seed=seed, dtype=dtype, device=device)
-        precision = unet_work.reference_dtype(config)
-        compile_blocks = functools.partial(unet_upstream.compile_blocks, raised_limit=case.impl == "upstream-tuned")
+        inputs = unet_arms.draw_inputs(config, batch, size, seed=seed, dtype=dtype, device=device)
+        precision, training = unet_arms.reference_dtype(config), case.workload == "train"
+        raised = case.impl == "upstream-tuned"
         prepared = Prepared(
             model=model.eval(),
             inputs=inputs,
-            compile_regions=None if case.impl == "zoo" else compile_blocks,
-            reference=lambda: unet_upstream.reference_output(config, weights, inputs, precision),
+            compile_regions=None
+            if case.impl == "zoo"
+            else functools.partial(unet_arms.compile_blocks, raised_limit=raised),
+            reference=lambda: unet_arms.reference_output(config, weights, inputs, precision),
             reference_dtype=str(precision).removeprefix("torch."),
-            bytes=unet_work.bytes_moved(config, batch, size, dtype.itemsize),
-            bytes_formula=unet_work.BYTES_FORMULA,
-            flops=unet_work.flops(config, batch, size),
+            bytes=unet_arms.bytes_moved(config, batch, size, dtype.itemsize),
+            bytes_formula=unet_arms.BYTES_FORMULA,
+            flops=unet_arms.flops(config, batch, size, training=training),
             data="generated, normal",
             preparation_seconds=preparation,
             sizes={
                 "batch": batch,
                 "pixels": size,
-                "tokens": TOKENS,
+                "tokens": unet_arms.TOKENS,
                 "blocks": len(config.blocks()),
-                "parameters": unet_work.parameters(config),
+                "parameters": unet_arms.parameters(config),
             },
         )
-        if case.workload == "train":
-            return unet_train.for_training(case, prepared, config, batch, size, seed=seed)
-        return prepared
+        return _for_training(case, prepared, config, batch, size, seed=seed) if training else prepared
 
 
 def sizes(input: str) -> tuple[int, int]:
@@ -148,61 +164,109 @@ def sizes(input: str) -> tuple[int, int]:
     return int(found["count"]), int(found["size"])
 
 
-def draw_inputs(
-    config: UNetConfig, batch: int, size: int, *, seed: int, dtype: torch.dtype, device: torch.device
-) -> dict[str, Any]:
-    """What a pipeline hands over in a step, drawn on the device.
-
-    Returns:
-        ``sample`` [B, C_in, H, W], contiguous as pipelines hold latents, ``timestep`` [] on the device,
-        ``encoder_hidden_states`` [B, L, D], ``return_dict``, and ``added_cond_kwargs`` where the model takes them.
-    """
-
-    def normal(name: str, *shape: int) -> Tensor:
-        return draw(shape, name, seed=seed, dtype=dtype, device=device)
-
-    inputs: dict[str, Any] = {
-        "sample": normal("sample", batch, config.in_channels, size, size),
-        "timestep": torch.tensor(_TIMESTEP, device=device),
-        "encoder_hidden_states": normal("text", batch, TOKENS, config.cross_attention_dim),
-        "return_dict": False,
-    }
-    if config.addition_embed_type is not None:
-        pooled, time_ids = unet_work.added_conditions(config, batch, size, device)
-        inputs["added_cond_kwargs"] = {
-            "text_embeds": normal("pooled text", batch, pooled),
-            "time_ids": time_ids.to(dtype),
-        }
-    return inputs
-
-
-def _implementation(
-    case: Case, config: UNetConfig, weights: unet_upstream.Weights
-) -> tuple[nn.Module, dict[str, float]]:
-    """The case's model, and the seconds of what was prepared once."""
-    if case.impl == "zoo":
-        with torch.device("meta"):
-            model = UNet(config)
-        fill(model, weights, placements(config), device=weights.device, dtype=None, source="drawn weights")
-        if name := case.model.partition(MARK)[2]:
-            cut(model, "unet", name)
-        return model.requires_grad_(False), {}
-    theirs = unet_upstream.build(config, weights)
-    if case.impl == "upstream":
-        return theirs, {}
-    synchronise(weights.device.type)
-    began = time.perf_counter()
-    unet_upstream.fuse_projections(theirs)
-    synchronise(weights.device.type)
-    return theirs, {"fused projections": time.perf_counter() - began}
-
-
 def _is_run(case: Case) -> bool:
     return case.input.startswith(("loop-", "pipeline-"))
 
 
 def _config(case: Case) -> UNetConfig:
     return PRESETS[case.model.partition(MARK)[0]]
+
+
+# --- training ---
+
+
+class NoiseLoss:
+    """Mean squared error of the predicted noise.
+
+    Args:
+        device: Where the tables lie: how much of the latents, and of noise, is left at each timestep.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        variances = torch.linspace(_FIRST**0.5, _LAST**0.5, _STEPS, dtype=torch.float64).square()
+        left = (1 - variances).cumprod(0)
+        self.latents, self.noise = (table.sqrt().float().to(device) for table in (left, 1 - left))
+
+    def __call__(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """Of ``latents`` and ``noise`` [B, C, H, W], ``timesteps`` [B] and ``text`` [B, L, D]; a scalar.
+
+        Models that take them are given ``text_embeds`` [B, X] and ``time_ids`` [B, 6] as well.
+        """
+        noise, timesteps = batch["noise"], batch["timesteps"]
+        rows = (-1, 1, 1, 1)
+        mixed = self.latents[timesteps].view(rows) * batch["latents"] + self.noise[timesteps].view(rows) * noise
+        added = {name: batch[name] for name in ("text_embeds", "time_ids") if name in batch}
+        conditions: dict[str, Any] = {"added_cond_kwargs": added} if added else {}
+        (predicted,) = model(mixed, timesteps, batch["text"], **conditions, return_dict=False)
+        return F.mse_loss(predicted.to(noise.dtype), noise)
+
+
+def training_of(config: UNetConfig, batch: int, size: int, *, seed: int, device: str, dtype: torch.dtype) -> Training:
+    """The loss of noise in latents that are drawn anew in each step.
+
+    Args:
+        config: The model's.
+        batch: B.
+        size: H and W.
+        seed: Of everything that is drawn.
+        device: Where it is drawn; the same seed gives the same on the same kind of device.
+        dtype: Of autocast; float32 for none.
+    """
+
+    def draw(index: int) -> dict[str, Tensor]:
+        generator = torch.Generator(device).manual_seed((seed << 20) + index)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device)
+
+        squares = normal(batch, config.in_channels, min(SQUARES, size), min(SQUARES, size))
+        drawn = {
+            "latents": F.interpolate(squares, size=(size, size)),
+            "noise": normal(batch, config.out_channels, size, size),
+            "timesteps": torch.randint(_STEPS, (batch,), generator=generator, device=device),
+            "text": normal(batch, unet_arms.TOKENS, config.cross_attention_dim),
+        }
+        if config.addition_embed_type is not None:
+            pooled, drawn["time_ids"] = unet_arms.added_conditions(config, batch, size, device)
+            drawn["text_embeds"] = normal(batch, pooled)
+        return drawn
+
+    return Training(
+        loss=NoiseLoss(device),
+        batch=draw,
+        learning_rate=_RATE_TIMES_WIDTH / config.block_out_channels[0],
+        autocast=autocast_of(dtype),
+    )
+
+
+def _for_training(case: Case, prepared: Prepared, config: UNetConfig, batch: int, size: int, *, seed: int) -> Prepared:
+    """What inference prepares in float32, made ready for training."""
+    itemsize, parameters = dtype_of(case).itemsize, unet_arms.parameters(config)
+    training = training_of(config, batch, size, seed=seed, device=case.device, dtype=dtype_of(case))
+    precision = unet_arms.reference_dtype(config, _COPIES)
+
+    def reference() -> Tensor:
+        weights = unet_arms.seeded(config, seed=seed, dtype=torch.float32, device=torch.device(case.device))
+        theirs = unet_arms.build(config, weights).requires_grad_(True)
+        # Of each block the inputs alone are kept.
+        theirs.enable_gradient_checkpointing()
+        with unet_arms.in_full_float32():
+            return reference_losses(theirs, training, precision)
+
+    given = batch * (config.in_channels * size**2 + unet_arms.TOKENS * config.cross_attention_dim)
+    return replace(
+        prepared,
+        model=prepared.model.requires_grad_(True).train(),
+        inputs={},
+        reference=reference,
+        reference_dtype=str(precision).removeprefix("torch."),
+        bytes=3 * unet_arms.bytes_moved(config, batch, size, itemsize) - given * itemsize + 32 * parameters,
+        bytes_formula=TRAINING_BYTES_FORMULA,
+        data="generated, squares and noise",
+        count=batch,
+        unit="images",
+        training=training,
+    )
 
 
 WORKLOAD = UNetWorkload()

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from benchmarks.families import unet_upstream, unet_work
+from benchmarks.families import unet_arms
 from benchmarks.families.base import Prepared
-from benchmarks.families.llm_weights import draw
+from benchmarks.families.weights import SeededWeights, draw
 from benchmarks.plan import Case
 from zoo.unet import Sampler, UNet, UNetConfig, make_schedule
 
@@ -36,7 +36,7 @@ ROWS = 2
 # Pixels of the image for one of the latents.
 _SCALE = 8
 
-BYTES_FORMULA = f"All steps, but keys and values of the text once. Of a step: {unet_work.BYTES_FORMULA}"
+BYTES_FORMULA = f"All steps, but keys and values of the text once. Of a step: {unet_arms.BYTES_FORMULA}"
 
 
 class ZooLoop(nn.Module):
@@ -69,7 +69,7 @@ class ZooLoop(nn.Module):
         if pooled_prompt_embeds is None:
             return self.sampler(text, negative, latents=latents)
         assert negative_pooled_prompt_embeds is not None
-        _, time_ids = unet_work.added_conditions(self.unet.config, 1, self.size, text.device)
+        _, time_ids = unet_arms.added_conditions(self.unet.config, 1, self.size, text.device)
         sizes = time_ids.to(text.dtype)
         return self.sampler(
             text,
@@ -129,20 +129,11 @@ class PipelineLoop(nn.Module):
         self.pipeline.unet = zoo.cuda_graph(self.unet)
 
 
-def refuses(case: Case) -> str | None:
-    """Why there is no such run, names that exist taken for granted; or None."""
-    if case.workload == "train":
-        return f"{case.input} is for inference"
-    if case.strategy == "hierarchical":
-        return "hierarchical is for single calls of the model"
-    return None
-
-
 def prepare(
     case: Case,
     model: nn.Module,
     config: UNetConfig,
-    weights: unet_upstream.Weights,
+    weights: SeededWeights,
     steps: int,
     size: int,
     *,
@@ -160,31 +151,32 @@ def prepare(
         preparation: Seconds of what was prepared once, by name.
     """
     device, dtype = weights.device, weights.dtype
-    shapes = {
-        "prompt_embeds": (1, unet_work.TOKENS, config.cross_attention_dim),
-        "negative_prompt_embeds": (1, unet_work.TOKENS, config.cross_attention_dim),
+    text = (1, unet_arms.TOKENS, config.cross_attention_dim)
+    shapes: dict[str, tuple[int, ...]] = {
+        "prompt_embeds": text,
+        "negative_prompt_embeds": text,
         "latents": (1, config.in_channels, size, size),
     }
     if config.addition_embed_type is not None:
-        width, _ = unet_work.added_conditions(config, 1, size, device)
+        width, _ = unet_arms.added_conditions(config, 1, size, device)
         shapes |= {"pooled_prompt_embeds": (1, width), "negative_pooled_prompt_embeds": (1, width)}
     inputs = {name: draw(shape, name, seed=weights.seed, dtype=dtype, device=device) for name, shape in shapes.items()}
     kind = ZooLoop if isinstance(model, UNet) and case.input.startswith("loop-") else PipelineLoop
     # The loop declares the regions of its model, so that every strategy finds them.
     loop: Any = type(kind.__name__, (kind,), {"regions": getattr(type(model), "regions", ())})(model, steps, size)
-    tuned, precision = case.impl == "upstream-tuned", unet_work.reference_dtype(config)
+    tuned, precision = case.impl == "upstream-tuned", unet_arms.reference_dtype(config)
 
     def compile_full(loop: Any, **options: Any) -> None:
         # diffusers' documentation compiles the pipeline's UNet with fullgraph; ours has no break either.
         loop.unet.compile(fullgraph=True, **options)
 
     def compile_blocks(loop: Any, **options: Any) -> None:
-        unet_upstream.compile_blocks(loop.unet, raised_limit=tuned, **options)
+        unet_arms.compile_blocks(loop.unet, raised_limit=tuned, **options)
 
     @torch.no_grad()
     def reference() -> Tensor:
-        theirs = unet_upstream.reference_model(config, weights, precision)
-        with unet_upstream.in_full_float32():
+        theirs = unet_arms.reference_model(config, weights, precision)
+        with unet_arms.in_full_float32():
             found: Tensor = PipelineLoop(theirs, steps, size)(
                 **{name: tensor.to(precision) for name, tensor in inputs.items()}
             )
@@ -200,15 +192,15 @@ def prepare(
         reference_dtype=str(precision).removeprefix("torch."),
         bytes=bytes_moved(config, steps, size, dtype.itemsize),
         bytes_formula=BYTES_FORMULA,
-        flops=steps * unet_work.flops(config, ROWS, size),
+        flops=steps * unet_arms.flops(config, ROWS, size),
         data="generated, normal",
         preparation_seconds=preparation,
         sizes={
             "images": 1,
             "steps": steps,
             "pixels": size,
-            "tokens": unet_work.TOKENS,
-            "parameters": unet_work.parameters(config),
+            "tokens": unet_arms.TOKENS,
+            "parameters": unet_arms.parameters(config),
         },
         count=1,
         unit="images",
@@ -217,6 +209,6 @@ def prepare(
 
 def bytes_moved(config: UNetConfig, steps: int, size: int, itemsize: int) -> int:
     """Fewest bytes that a run moves through device memory, as :data:`BYTES_FORMULA` says."""
-    weights, values = unet_work.text_projections(config)
+    weights, values = unet_arms.text_projections(config)
     known = (weights + ROWS * values) * itemsize
-    return steps * unet_work.bytes_moved(config, ROWS, size, itemsize) - (steps - 1) * known
+    return steps * unet_arms.bytes_moved(config, ROWS, size, itemsize) - (steps - 1) * known

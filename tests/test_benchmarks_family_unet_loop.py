@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +10,10 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 import zoo
-from benchmarks import strategies, workloads
-from benchmarks.families import unet_loop, unet_work
+from benchmarks import families, strategies
+from benchmarks.families import unet_arms, unet_loop
 from benchmarks.families.unet import WORKLOAD, sizes
 from benchmarks.plan import IMPLEMENTATIONS, Case
-from benchmarks.worker import Handler
 from zoo.unet.config import PRESETS
 
 with warnings.catch_warnings():
@@ -36,11 +34,11 @@ def case(**changes: Any) -> Case:
     return Case(**{"family": "unet", "model": "unet-debug", "input": "loop-3x8x8", **changes})
 
 
-def prepare(**changes: Any) -> workloads.Prepared:
+def prepare(**changes: Any) -> families.Prepared:
     return WORKLOAD.prepare(case(**changes), data_root=None, seed=0)
 
 
-def call(prepared: workloads.Prepared) -> torch.Tensor:
+def call(prepared: families.Prepared) -> torch.Tensor:
     with torch.inference_mode():
         output: torch.Tensor = prepared.model(**prepared.inputs)
     return output
@@ -126,56 +124,14 @@ def test_the_model_is_compiled_and_the_loop_is_not(
         assert graphs == (2 if impl == "upstream" else 3)
 
 
-def test_regions_hold_their_budget_over_runs():
-    for model in ("unet-debug", "unet-debug-cut-transformers"):
-        prepared = prepare(model=model, strategy="regional")
-        expected = call(prepared)
-        zoo.compile_regions(prepared.model, backend="eager")
-        with zoo.enforce_budget(prepared.model):
-            for _ in range(2):
-                assert error(call(prepared), expected) < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("impl", "input"), [("zoo", "loop-3x8x8"), ("zoo", "pipeline-3x8x8"), ("upstream", "pipeline-3x8x8")]
-)
-def test_through_the_harness(tmp_path: Path, impl: str, input: str):
-    arm = Handler()
-    arm.load(workload="unet")
-    ready = arm.prepare(case=case(impl=impl, input=input, strategy="regional").to_json(), data_root=None, seed=0)
-    parameters = unet_work.parameters(PRESETS["unet-debug"])
-    assert ready["sizes"] == {"images": 1, "steps": 3, "pixels": 8, "tokens": 77, "parameters": parameters}
-    assert (ready["count"], ready["unit"], ready["model_bytes"]) == (1, "images", 4 * parameters)
-    assert arm.start_up(folder=None)["flops"] == 3 * unet_work.flops(PRESETS["unet-debug"], 2, 8)
-    arm.first_call()
-    assert arm.capture()["recompiles"] == []
-    arm.round(calls=1)
-    found = arm.check(reference=str(tmp_path / "reference.pt"))
-    assert found["error"] < 1e-5 and found["eager_error"] < 1e-5
-
-
 def test_bytes_of_a_run():
     config = PRESETS["unet-debug"]
     # Keys and values of the text, of a transformer block of 16 channels down and two up, and of 32: one down, one in
     # the middle, two up.
     channels = 2 * (3 * 16 + 4 * 32)
     known = channels * 24 + 2 * 77 * (24 + channels)
-    expected = 3 * unet_work.bytes_moved(config, 2, 8, 4) - 2 * 4 * known
+    expected = 3 * unet_arms.bytes_moved(config, 2, 8, 4) - 2 * 4 * known
     assert unet_loop.bytes_moved(config, 3, 8, 4) == expected == prepare().bytes
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"workload": "train"}, "loop-3x8x8 is for inference"),
-        ({"strategy": "hierarchical"}, "hierarchical is for single calls"),
-        ({"input": "loop-4x8x8"}, "input 'loop-4x8x8' is not one of"),
-    ],
-)
-def test_refusals(changes: dict[str, Any], reason: str):
-    assert reason in str(WORKLOAD.refuses(case(**changes)))
-    with pytest.raises(ValueError, match=reason):
-        prepare(**changes)
 
 
 def test_sizes_and_memory_are_those_of_two_rows():

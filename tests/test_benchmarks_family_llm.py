@@ -15,8 +15,8 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
-from benchmarks import workloads
-from benchmarks.families import llm_steps, llm_train, llm_upstream, llm_weights, llm_work
+from benchmarks import families
+from benchmarks.families import llm_arms, llm_steps, llm_train, weights
 from benchmarks.families.llm import WORKLOAD
 from benchmarks.plan import IMPLEMENTATIONS, Case
 from benchmarks.worker import Handler
@@ -53,16 +53,16 @@ def case(**changes: Any) -> Case:
     return Case(**{"family": "llm", "model": "llm-debug", "input": "decode-1x64", **changes})
 
 
-def prepare(**changes: Any) -> workloads.Prepared:
+def prepare(**changes: Any) -> families.Prepared:
     return WORKLOAD.prepare(case(**changes), data_root=None, seed=0)
 
 
-def call(prepared: workloads.Prepared) -> torch.Tensor:
+def call(prepared: families.Prepared) -> torch.Tensor:
     with torch.inference_mode():
         return prepared.model(**prepared.inputs).clone()
 
 
-def first_call(prepared: workloads.Prepared) -> torch.Tensor:
+def first_call(prepared: families.Prepared) -> torch.Tensor:
     assert prepared.reset is not None
     prepared.reset()
     return call(prepared)
@@ -70,9 +70,6 @@ def first_call(prepared: workloads.Prepared) -> torch.Tensor:
 
 def error(output: torch.Tensor, reference: torch.Tensor) -> float:
     return float((output.double() - reference.double()).norm() / reference.double().norm())
-
-
-# --- arms ---
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
@@ -92,7 +89,7 @@ def test_every_implementation_matches_the_reference(small: None, model: str, inp
     reference = prepared.reference()
     assert reference.dtype == torch.float32 and prepared.reference_dtype == "float32"
     assert not prepared.model.training
-    rows = llm_work.task(input).batch
+    rows = llm_steps.task_of(input).batch
     assert reference.shape == (rows, PRESETS[model].vocab_size)
     assert rows == 1 or not torch.allclose(reference[0], reference[1], atol=0.1)
     assert error(first_call(prepared), reference) < 3e-6
@@ -103,36 +100,18 @@ def test_the_reference_is_the_library_s_own_model(input: str):
     prepared = prepare(input=input, dtype="bfloat16", impl="upstream")
     whole: Any = prepared.model.float()
     if input.startswith("decode"):
-        config, task = PRESETS["llm-debug"], llm_work.task(input)
+        config, task = PRESETS["llm-debug"], llm_steps.task_of(input)
 
         def past(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-            return llm_weights.draw_past(config, task, layer, seed=0, dtype=torch.bfloat16, device=torch.device("cpu"))
+            return llm_arms.draw_past(config, task, layer, seed=0, dtype=torch.bfloat16, device=torch.device("cpu"))
 
-        tokens = llm_weights.draw_tokens(config, task, seed=0, device=torch.device("cpu"))
+        tokens = llm_arms.draw_tokens(config, task, seed=0, device=torch.device("cpu"))
         whole = llm_steps.UpstreamDecode(whole.model, task, tokens, past)
         assert whole.cache.layers[0].keys.dtype == torch.float32
     if input.startswith("answer"):
-        whole = llm_steps.UpstreamAnswer(whole.model, llm_work.task(input), prepared.inputs["input_ids"])
+        whole = llm_steps.UpstreamAnswer(whole.model, llm_steps.task_of(input), prepared.inputs["input_ids"])
     with torch.inference_mode():
         assert error(whole(**prepared.inputs), prepared.reference()) < 3e-6
-
-
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("input", INPUTS)
-def test_bfloat16(input: str, impl: str):
-    prepared = prepare(input=input, dtype="bfloat16", impl=impl)
-    output = first_call(prepared)
-    assert output.dtype == torch.bfloat16
-    assert 1e-4 < error(output, prepared.reference()) < 3e-2
-
-
-@pytest.mark.parametrize("input", INPUTS)
-@pytest.mark.parametrize("name", ["layers.1.qkv_proj.weight", "layers.2.input_layernorm.weight", "head.norm.weight"])
-def test_a_wrong_weight_shows(input: str, name: str):
-    prepared = prepare(input=input)
-    with torch.no_grad():
-        prepared.model.get_parameter(f"model.{name}").mul_(0.8)
-    assert error(first_call(prepared), prepared.reference()) > 1e-3
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
@@ -178,7 +157,7 @@ def test_upstream_counts_its_tokens_as_the_positions_go():
 
 @pytest.mark.parametrize("length", [4, 20, 64, 1024])
 def test_positions_meet_the_upper_half_evenly(length: int):
-    task = llm_work.Task(kind="decode", batch=2, length=length)
+    task = llm_steps.Task(kind="decode", batch=2, length=length)
     step = llm_steps.Step(task, torch.zeros(2, 1, dtype=torch.int64))
     step.reset()
     met = []
@@ -192,9 +171,6 @@ def test_positions_meet_the_upper_half_evenly(length: int):
         for start in range(half):
             some = [met[(start + index) % half] for index in range(8)]
             assert abs(sum(some) / 8 + 1 - task.seen) < 0.07 * length
-
-
-# --- compiled ---
 
 
 @pytest.mark.parametrize("input", INPUTS)
@@ -214,20 +190,6 @@ def test_the_zoo_s_regions_are_found_and_their_graphs_counted(input: str):
     assert counter.frame_count == (3 if input.startswith("answer") else 2)
 
 
-@pytest.mark.parametrize("impl", ["zoo", "upstream-tuned"])
-@pytest.mark.parametrize("input", INPUTS)
-def test_the_whole_step_is_one_graph(input: str, impl: str):
-    prepared = prepare(input=input, impl=impl, strategy="full")
-    expected, later = first_call(prepared), call(prepared)
-    counter = CompileCounter()
-    compiled = torch.compile(prepared.model, backend=counter, fullgraph=True, dynamic=False)
-    prepared.reset()
-    with torch.inference_mode():
-        assert error(compiled(**prepared.inputs), expected) < 1e-6
-        assert error(compiled(**prepared.inputs), later) < 1e-5
-    assert counter.frame_count == 1
-
-
 @pytest.mark.parametrize(("impl", "graphs"), [("upstream", 12), ("upstream-tuned", 14)])
 def test_a_cache_costs_upstream_a_graph_a_layer(small: None, impl: str, graphs: int):
     prepared = prepare(model=QWEN, input="decode-3x20", impl=impl, strategy="regional")
@@ -242,22 +204,6 @@ def test_a_cache_costs_upstream_a_graph_a_layer(small: None, impl: str, graphs: 
     assert counter.frame_count == graphs
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("input", INPUTS)
-def test_a_step_under_the_outer_cuda_graph(input: str, impl: str):
-    # On the CPU it copies and overwrites as a replay would.
-    prepared = prepare(input=input, impl=impl)
-    expected = [first_call(prepared), call(prepared), call(prepared)]
-    with torch.inference_mode():
-        step = zoo.cuda_graph(prepared.model, kwargs=prepared.inputs, static=prepared.static, clone_outputs=False)
-        prepared.reset()
-        for output in expected:
-            assert error(step(**prepared.inputs), output) < 1e-6
-
-
-# --- through the harness ---
-
-
 @pytest.mark.parametrize("impl", ["zoo", "upstream"])
 def test_the_harness_checks_the_first_call_however_many_came_before(tmp_path: Path, impl: str):
     def checked(*, reset: bool) -> dict[str, Any]:
@@ -265,7 +211,9 @@ def test_the_harness_checks_the_first_call_however_many_came_before(tmp_path: Pa
         arm.load(workload="llm")
         ready = arm.prepare(case=case(impl=impl).to_json(), data_root=None, seed=0)
         assert ready["sizes"] == {"batch": 1, "slots": 64, "layers": 3, "width": 64, "parameters": 108992}
-        assert arm.start_up(folder=None)["flops"] == llm_work.flops(PRESETS["llm-debug"], llm_work.task("decode-1x64"))
+        assert arm.start_up(folder=None)["flops"] == llm_arms.flops(
+            PRESETS["llm-debug"], llm_steps.task_of("decode-1x64")
+        )
         arm.first_call()
         arm.round(calls=3)
         if not reset:
@@ -278,102 +226,35 @@ def test_the_harness_checks_the_first_call_however_many_came_before(tmp_path: Pa
 
 
 def test_arms_that_memory_cannot_hold_together_do_not_get_ready_together():
-    from benchmarks.harness import _side_by_side
+    from benchmarks.race import _side_by_side
 
     assert _side_by_side([["arm"] * 9]) == 9
     assert _side_by_side([["arm"] * 4, ["arm"] * 3, ["arm"] * 2]) == 3
     assert _side_by_side([]) == 1
 
 
-# --- weights ---
-
-
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_an_arm_holds_its_weights_once_and_in_the_dtype(small: None, impl: str):
-    prepared = prepare(model=QWEN, input="decode-3x20", impl=impl, dtype="bfloat16")
-    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in prepared.model.parameters()}
-    assert sum(storages.values()) == 2 * llm_work.parameters(SMALL_QWEN) == 2 * prepared.sizes["parameters"]
-    assert not any(parameter.requires_grad for parameter in prepared.model.parameters())
-
-
 def test_weights_are_drawn_anew_and_alike():
     shapes = {"a.weight": (64, 4096), "b.weight": (64, 4096), "norm.weight": (4096,), "proj.bias": (4096,)}
     options: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
-    weights = llm_weights.SeededWeights(shapes, seed=0, **options)
-    assert torch.equal(weights["a.weight"], weights["a.weight"]) and weights["a.weight"] is not weights["a.weight"]
-    assert not torch.equal(weights["a.weight"], weights["b.weight"])
-    assert not torch.equal(weights["a.weight"], llm_weights.SeededWeights(shapes, seed=1, **options)["a.weight"])
-    assert float(weights["a.weight"].std()) == pytest.approx(1 / 64, rel=0.02)
-    assert float(weights["norm.weight"].mean()) == pytest.approx(1, abs=0.01)
-    assert float(weights["proj.bias"].mean()) == pytest.approx(0, abs=0.01)
-
-
-def test_preparing_leaves_the_random_state_alone():
-    before = torch.random.get_rng_state()
-    for impl in IMPLEMENTATIONS:
-        prepare(impl=impl).reference()
-    assert torch.equal(before, torch.random.get_rng_state())
-
-
-# --- what is run, and what is not ---
-
-
-@pytest.mark.parametrize(("device", "dtype"), [("cpu", "float32"), ("cuda", "bfloat16")])
-@pytest.mark.parametrize("quick", [False, True])
-def test_default_races_exist(device: str, dtype: str, quick: bool):
-    assert WORKLOAD.dtypes(device)[0] == dtype
-    races = WORKLOAD.default_races(device, quick)
-    assert races and (device == "cuda" or races == [("llm-debug", "decode-1x64")])
-    for model, input in races:
-        assert WORKLOAD.refuses(case(model=model, input=input, device=device, dtype=dtype)) is None
-    assert set(races) >= set(WORKLOAD.default_races(device, True))
+    drawn = weights.SeededWeights(shapes, seed=0, **options)
+    assert torch.equal(drawn["a.weight"], drawn["a.weight"]) and drawn["a.weight"] is not drawn["a.weight"]
+    assert not torch.equal(drawn["a.weight"], drawn["b.weight"])
+    assert not torch.equal(drawn["a.weight"], weights.SeededWeights(shapes, seed=1, **options)["a.weight"])
+    assert float(drawn["a.weight"].std()) == pytest.approx(1 / 64, rel=0.02)
+    assert float(drawn["norm.weight"].mean()) == pytest.approx(1, abs=0.01)
+    assert float(drawn["proj.bias"].mean()) == pytest.approx(0, abs=0.01)
 
 
 def test_every_model_is_a_preset_and_every_input_a_task():
     assert {name.removesuffix(llm_train.CHECKPOINTED) for name in WORKLOAD.models} <= set(PRESETS)
     of_inference = [name for name in WORKLOAD.inputs if llm_train.rows_of(name) is None]
-    assert {llm_work.task(name).kind for name in of_inference} == {"decode", "prefill", "answer"}
-    assert workloads.load("llm") is WORKLOAD
+    assert {llm_steps.task_of(name).kind for name in of_inference} == {"decode", "prefill", "answer"}
+    assert families.load("llm") is WORKLOAD
     for wrong in ("decode-1", "decode-0x64", "prefill-1x2", "score-1x64"):
         with pytest.raises(
             ValueError, match="is none of decode-BATCHxSLOTS, prefill-BATCHxTOKENS and answer-BATCHxTOKENS"
         ):
-            llm_work.task(wrong)
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"impl": "upstream", "strategy": "hierarchical"}, "declared regions"),
-        ({"dtype": "float16", "device": "cpu"}, "dtype 'float16' is not one of float32, bfloat16 on cpu"),
-        ({"model": "gpt-2"}, "model 'gpt-2' is not one of llama"),
-        ({"input": "decode-7x7"}, "input 'decode-7x7'"),
-        ({"input": "prefill-1x2048"}, "needs 4096 positions, and llm-debug has 512"),
-        ({"workload": "training"}, "workload 'training'"),
-    ],
-)
-def test_refusals(changes: dict[str, Any], reason: str):
-    refused = case(**{"device": "cuda", **changes})
-    assert reason in (WORKLOAD.refuses(refused) or "")
-    with pytest.raises(ValueError, match=reason.split("'")[0]):
-        WORKLOAD.prepare(refused, data_root=None, seed=0)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"strategy": "hierarchical"},
-        {"strategy": "full", "mode": "reduce-overhead", "impl": "upstream"},
-        {"strategy": "full", "cuda_graph": True, "impl": "upstream-tuned"},
-        {"strategy": "regional", "cuda_graph": True, "dtype": "bfloat16"},
-        {"model": "llama-3.1-8b", "input": "decode-128x1024", "dtype": "float16"},
-    ],
-)
-def test_what_is_not_refused(changes: dict[str, Any]):
-    assert WORKLOAD.refuses(case(device="cuda", **changes)) is None
-
-
-# --- formulas ---
+            llm_steps.task_of(wrong)
 
 
 @pytest.mark.parametrize("model", [name for name in WORKLOAD.models if name in PRESETS])
@@ -381,9 +262,9 @@ def test_parameters_are_those_of_both_libraries(model: str):
     config = PRESETS[model]
     with torch.device("meta"):
         ours: nn.Module = LLM(config)
-    assert llm_work.parameters(config) == sum(parameter.numel() for parameter in ours.parameters())
-    shapes = llm_upstream.shapes(config)
-    assert llm_work.parameters(config) == sum(torch.Size(shape).numel() for shape in shapes.values())
+    assert llm_arms.parameters(config) == sum(parameter.numel() for parameter in ours.parameters())
+    shapes = llm_arms.shapes(config)
+    assert llm_arms.parameters(config) == sum(torch.Size(shape).numel() for shape in shapes.values())
     assert ("lm_head.weight" in shapes) == (not config.tie_word_embeddings)
 
 
@@ -398,13 +279,13 @@ def test_products_are_those_counted_on_eager(small: None, input: str, impl: str)
         for name, count in counter.get_flop_counts()["Global"].items()
         if str(name) in ("aten.mm", "aten.addmm", "aten.bmm")
     )
-    task = llm_work.task(input)
+    task = llm_steps.task_of(input)
     attention = 4 * round(task.batch * task.tokens * task.seen) * 10 * 4 * 16
     assert prepared.flops == counted + attention
 
 
 def test_attention_counts_the_pairs_that_are_seen():
-    prompt, token = llm_work.task("prefill-2x12"), llm_work.task("decode-3x20")
+    prompt, token = llm_steps.task_of("prefill-2x12"), llm_steps.task_of("decode-3x20")
     assert prompt.batch * prompt.tokens * prompt.seen == 2 * sum(range(1, 13))
     assert token.seen == sum(range(11, 21)) / 10
     assert (prompt.slots, prompt.first, token.slots, token.first) == (24, 0, 20, 10)
@@ -414,24 +295,11 @@ def test_bytes_by_hand():
     config = SMALL_QWEN
     layers = 10 * (40 * (4 + 2 + 2) * 16 + 4 * 16 * 40 + 3 * 40 * 72 + 2 * 40 + 2 * 16) + 40
     table = 101 * 40
-    assert llm_work.parameters(config) == layers + 2 * table
+    assert llm_arms.parameters(config) == layers + 2 * table
     a_token = 2 * 10 * 2 * 16
-    step = llm_work.bytes_moved(config, llm_work.task("decode-3x20"), 2)
+    step = llm_arms.bytes_moved(config, llm_steps.task_of("decode-3x20"), 2)
     assert step == 2 * (layers + table + 3 * 15.5 * a_token + 3 * 101)
-    prompt = llm_work.bytes_moved(config, llm_work.task("prefill-2x12"), 4)
+    prompt = llm_arms.bytes_moved(config, llm_steps.task_of("prefill-2x12"), 4)
     assert prompt == 4 * (layers + table + 24 * a_token + 2 * 101)
     tied = dataclasses.replace(config, tie_word_embeddings=True)
-    assert llm_work.bytes_moved(tied, llm_work.task("decode-3x20"), 2) == step
-
-
-def test_memory_of_large_cases():
-    def gib(**changes: Any) -> float:
-        return WORKLOAD.memory_bytes(case(**{"device": "cuda", "dtype": "bfloat16", **changes})) / 2**30
-
-    one = gib(model="llama-3.2-1b", input="decode-1x1024")
-    assert 2.5 < one < 8
-    weights, cache = 15.0, 16.0
-    most = gib(model="llama-3.1-8b", input="decode-128x1024")
-    assert weights + cache < most < weights + cache + 10
-    assert gib(model="llama-3.1-8b", input="prefill-1x8192") < 30
-    assert gib(model="llama-3.1-8b", input="prefill-1x8192", dtype="float32") > 2 * weights
+    assert llm_arms.bytes_moved(tied, llm_steps.task_of("decode-3x20"), 2) == step

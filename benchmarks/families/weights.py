@@ -1,15 +1,15 @@
-"""Weights, prompts and cached keys and values from a seed: the same for every arm, and none of them held twice."""
+"""Weights from a seed: the same for every arm, and none of them held twice."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from benchmarks.families.llm_work import Task
-from zoo.llm import LLMConfig
+from zoo.weights import fill
 
 
 def draw(shape: tuple[int, ...], name: str, *, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -20,7 +20,7 @@ def draw(shape: tuple[int, ...], name: str, *, seed: int, dtype: torch.dtype, de
 
 
 class SeededWeights(Mapping[str, Tensor]):
-    """A checkpoint that nobody stored: tensors under transformers' names, each drawn when it is asked for.
+    """Tensors under the upstream library's names, each drawn when it is asked for.
 
     Products keep the size of what goes through them. Norms differ from one, so that a forgotten one shows.
 
@@ -34,8 +34,7 @@ class SeededWeights(Mapping[str, Tensor]):
     def __init__(
         self, shapes: Mapping[str, tuple[int, ...]], *, seed: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.shapes = shapes
-        self.seed, self.dtype, self.device = seed, dtype, device
+        self.shapes, self.seed, self.dtype, self.device = shapes, seed, dtype, device
 
     def __getitem__(self, name: str) -> Tensor:
         shape = self.shapes[name]
@@ -51,16 +50,16 @@ class SeededWeights(Mapping[str, Tensor]):
         return len(self.shapes)
 
 
-def draw_past(
-    config: LLMConfig, task: Task, layer: int, *, seed: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Keys and values of a layer that a decoding step finds in its cache, each [B, K, S, D]."""
-    shape = (task.batch, config.num_key_value_heads, task.slots, config.head_dim)
-    key = draw(shape, f"keys of layer {layer}", seed=seed, dtype=dtype, device=device)
-    return key, draw(shape, f"values of layer {layer}", seed=seed, dtype=dtype, device=device)
+def zoo_model(build: Callable[[Any], nn.Module], config: Any, weights: SeededWeights, placements: Any) -> Any:
+    """A zoo model with these weights, filled tensor by tensor; no gradients are computed of them.
 
-
-def draw_tokens(config: LLMConfig, task: Task, *, seed: int, device: torch.device) -> Tensor:
-    """The tokens of the first call, [B, T] int64, uniformly drawn; the same on every device."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(config.vocab_size, (task.batch, task.tokens), generator=generator).to(device)
+    Args:
+        build: The model's class, called with ``config``.
+        config: The model's.
+        weights: Under the upstream library's names.
+        placements: Where each of them goes, as ``zoo.weights.fill`` takes it.
+    """
+    with torch.device("meta"):
+        model = build(config)
+    fill(model, weights, placements, device=weights.device, dtype=None, source="drawn weights")
+    return model.requires_grad_(False)

@@ -1,4 +1,7 @@
-"""transformers' arms: as its users would run it, at its documented best, and as the reference for correctness."""
+"""transformers' arms (as shipped, at its documented best, the reference), and what a decoder must do and move.
+
+Legend: B batch, T tokens of a prompt, S slots of a cache, K key and value heads, D width of a head, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.families.llm_steps import Past, cache_argument
-from benchmarks.families.llm_work import Task
-from zoo.llm import LLMConfig
+from benchmarks.families.base import parameters_of
+from benchmarks.families.llm_steps import Past, Task, cache_argument
+from benchmarks.families.weights import draw
+from zoo.llm import LLM, LLMConfig
+from zoo.llm.convert import upstream_config
 
+BYTES_FORMULA = (
+    "Every weight is read once, the embedding only where the output product shares it, since of its own only the rows "
+    "of the tokens are read, which are left out; a decoding step reads the keys and values of the slots before its "
+    "position, three quarters of the cache on average, and writes those of its token; a prefill writes those of its "
+    "prompt; an answer is both, one after the other; the logits of last tokens are written. Activations are taken to "
+    "stay in the caches of the chip."
+)
 # The name of torch's attention without transformers' masks, among transformers' own.
 _UNMASKED = "sdpa_without_mask"
 _UNGROUPED = "sdpa_without_groups"
@@ -20,8 +32,6 @@ _UNGROUPED = "sdpa_without_groups"
 def skeleton(config: LLMConfig) -> nn.Module:
     """``LlamaForCausalLM`` or its like in eval mode, without memory for its weights."""
     import transformers
-
-    from zoo.llm.convert import upstream_config
 
     theirs = upstream_config(config)
     with torch.device("meta"):
@@ -140,3 +150,67 @@ def reference_output(
 def _fill(module: nn.Module, weights: Mapping[str, Tensor], prefix: str) -> None:
     state = {name.removeprefix(prefix): weights[name].float() for name in weights if name.startswith(prefix)}
     module.load_state_dict(state, strict=True, assign=True)
+
+
+# --- tokens and cached keys and values from a seed ---
+
+
+def draw_past(
+    config: LLMConfig, task: Task, layer: int, *, seed: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of a layer that a decoding step finds in its cache, each [B, K, S, D]."""
+    shape = (task.batch, config.num_key_value_heads, task.slots, config.head_dim)
+    key = draw(shape, f"keys of layer {layer}", seed=seed, dtype=dtype, device=device)
+    return key, draw(shape, f"values of layer {layer}", seed=seed, dtype=dtype, device=device)
+
+
+def draw_tokens(config: LLMConfig, task: Task, *, seed: int, device: torch.device) -> Tensor:
+    """The tokens of the first call, [B, T] int64, uniformly drawn; the same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(config.vocab_size, (task.batch, task.tokens), generator=generator).to(device)
+
+
+# --- what a decoder must do and move ---
+
+
+def layer_matrices(config: LLMConfig) -> int:
+    """Weights of one layer's products."""
+    attention = (2 * config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
+    return config.hidden_size * (attention + 3 * config.intermediate_size)
+
+
+def vocabulary(config: LLMConfig) -> int:
+    """Weights of the output product."""
+    return config.vocab_size * config.hidden_size
+
+
+def parameters(config: LLMConfig) -> int:
+    """All weights; tied ones once."""
+    return parameters_of(LLM, config)
+
+
+def flops(config: LLMConfig, task: Task) -> int:
+    """Multiply-adds counted as two: products of every token, the output product of the last, scores and their sums.
+
+    Attention counts the pairs that are seen: of a prompt half of all. Element-wise work is not counted, as torch's own
+    counter does not.
+    """
+    fed = task.batch * task.tokens
+    outputs = task.passes * task.batch
+    products = 2 * fed * config.num_hidden_layers * layer_matrices(config) + 2 * outputs * vocabulary(config)
+    pairs = round(fed * task.seen)
+    return products + 4 * pairs * config.num_hidden_layers * config.num_attention_heads * config.head_dim
+
+
+def bytes_moved(config: LLMConfig, task: Task, itemsize: int) -> int:
+    """Fewest bytes that one call moves through device memory, as :data:`BYTES_FORMULA` says."""
+    weights = parameters(config) - (0 if config.tie_word_embeddings else vocabulary(config))
+    # A decoding step reads what lies before its token and writes its own; a prefill reads its own from the chip.
+    slots = {"decode": task.seen, "prefill": task.length, "answer": 2 * task.length + 1}[task.kind]
+    logits = task.batch * config.vocab_size
+    return round((task.passes * (weights + logits) + task.batch * slots * slot_values(config)) * itemsize)
+
+
+def slot_values(config: LLMConfig) -> int:
+    """Keys and values of one token, of all layers."""
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim

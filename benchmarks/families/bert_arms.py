@@ -1,4 +1,4 @@
-"""What an encoder is given, and what it must do and hold, as formulas: operations, bytes moved, memory.
+"""What BERT is given in inference, transformers' arms, and what an encoder must do and move.
 
 Legend: B rows, T tokens of the longest, N tokens of all, C width, I width inside the MLP, L layers.
 """
@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zoo.bert import BertConfig
+from zoo.bert.convert import reset_buffers, skeleton
 
 BYTES_FORMULA = (
     "Every weight of the layers and the pooler is read once, of the word table the rows of the tokens, of the position "
     "table as many rows as the longest text has tokens; ids are read, and what is returned is written. Padding counts "
     "for nothing. Activations are taken to stay in the caches of the chip."
 )
-# Where a call's CUDA context, its libraries' work space and the compiler's buffers go.
-PROCESS_BYTES = 1 << 30
-
+# The reference takes so many rows at once: it writes scores out.
+REFERENCE_ROWS = 16
 _INPUT = re.compile(r"(?P<skewed>skewed-)?(?P<batch>\d+)x(?P<length>\d+)")
 # Lengths of texts are roughly log-normal. With this median and spread about half of a batch is filled when what is
 # longer than the batch is wide is cut off, as a tokenizer does.
@@ -80,29 +81,73 @@ def draw_inputs(config: BertConfig, task: Task, *, seed: int) -> tuple[Tensor, T
     return torch.where(mask, ids, pad), mask.long()
 
 
+# --- transformers' arms: as its users would run it, at its documented best, and as the reference ---
+
+
+def shapes(config: BertConfig) -> dict[str, tuple[int, ...]]:
+    """Of all weights under transformers' names."""
+    return {name: tuple(parameter.shape) for name, parameter in skeleton(config).named_parameters()}
+
+
+def build(config: BertConfig, weights: Mapping[str, Tensor]) -> Any:
+    """The library's model, ``BertModel`` or with a head, in eval mode with these weights, which become its own."""
+    model = skeleton(config)
+    model.load_state_dict(dict(weights), strict=True, assign=True)
+    reset_buffers(model)
+    return model.requires_grad_(False).eval()
+
+
+class UpstreamStep(nn.Module):
+    """One call of the library's model: of full rows all that it returns, of others what is pooled.
+
+    Args:
+        model: A model of :func:`build`.
+        ready_mask: Hand over the mask as attention takes it, which the library documents. By its own means it looks
+            at the mask in every call, and waits for the GPU, to find out whether it is needed.
+    """
+
+    def __init__(self, model: nn.Module, *, ready_mask: bool) -> None:
+        super().__init__()
+        self.model, self.ready_mask = model, ready_mask
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Ids and mask [B, T] -> hidden states [B, T, C] and pooled [B, C], or these alone."""
+        if attention_mask is not None and self.ready_mask:
+            output = self.model(input_ids, attention_mask=attention_mask.bool()[:, None, None])
+        else:
+            output = self.model(input_ids, attention_mask=attention_mask)
+        pooled: Tensor = output.pooler_output
+        return pooled if attention_mask is not None else (output.last_hidden_state, pooled)
+
+
+@torch.no_grad()
+def reference_output(
+    config: BertConfig, weights: Mapping[str, Tensor], input_ids: Tensor, mask: Tensor | None
+) -> Tensor:
+    """What a step returns, as one vector: eager upstream in float64 on these weights, some rows at a time."""
+    step = UpstreamStep(build(config, weights).double(), ready_mask=False)
+    blocks = []
+    for start in range(0, input_ids.shape[0], REFERENCE_ROWS):
+        rows = slice(start, start + REFERENCE_ROWS)
+        output = step(input_ids[rows], None if mask is None else mask[rows])
+        blocks.append(output if isinstance(output, tuple) else (output,))
+    return torch.cat([torch.cat(parts).flatten() for parts in zip(*blocks, strict=True)])
+
+
+# --- what an encoder must do and move ---
+
+
 def layer_weights(config: BertConfig) -> int:
     """Weights of one layer: four square products, two of the MLP, their biases, two norms."""
     width, inner = config.hidden_size, config.intermediate_size
     return 4 * width * width + 2 * width * inner + 4 * width + inner + width + 4 * width
 
 
-def parameters(config: BertConfig) -> int:
-    """All weights, with the pooler's."""
-    width = config.hidden_size
-    tables = config.vocab_size + config.max_position_embeddings + config.type_vocab_size
-    return config.num_hidden_layers * layer_weights(config) + tables * width + 2 * width + width * width + width
-
-
-def flops(config: BertConfig, task: Task) -> int:
+def flops(config: BertConfig, lengths: Sequence[int]) -> int:
     """Multiply-adds counted as two: products of every token, scores and their sums within rows, the pooler.
 
-    Padding is no work to be done, whoever does it.
+    Padding is no work to be done, whoever does it, which is why this is not counted on a model.
     """
-    return flops_of_rows(config, task.lengths())
-
-
-def flops_of_rows(config: BertConfig, lengths: Sequence[int]) -> int:
-    """The same for rows of any lengths."""
     width, inner = config.hidden_size, config.intermediate_size
     pairs = sum(length * length for length in lengths)
     products = 2 * sum(lengths) * (4 * width * width + 2 * width * inner)
@@ -116,18 +161,3 @@ def bytes_moved(config: BertConfig, task: Task, itemsize: int) -> int:
     rows = min(task.tokens, config.vocab_size) + task.length + 1 + 2
     written = task.batch + (0 if task.skewed else task.tokens)
     return (weights + (rows + written) * width) * itemsize + 8 * task.tokens
-
-
-def memory(config: BertConfig, task: Task, itemsize: int) -> int:
-    """Peak memory of an arm: weights, and what is alive at once in a layer whose steps are not fused."""
-    alive = task.batch * task.length * (8 * config.hidden_size + 3 * config.intermediate_size)
-    # A mask that is written out, as numbers.
-    masks = task.batch * task.length * task.length * (1 + itemsize) if task.skewed else 0
-    return (parameters(config) + alive) * itemsize + masks + PROCESS_BYTES
-
-
-def reference_memory(config: BertConfig, task: Task, rows: int) -> int:
-    """Peak memory of the float64 reference, which takes so many rows at a time and writes scores out."""
-    rows = min(rows, task.batch)
-    wide = 8 * config.hidden_size + 3 * config.intermediate_size + 3 * config.num_attention_heads * task.length
-    return 8 * (parameters(config) + task.batch * task.length * config.hidden_size + rows * task.length * wide)

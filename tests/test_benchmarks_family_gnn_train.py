@@ -15,26 +15,13 @@ from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
 
 from benchmarks import strategies
-from benchmarks.families import gnn_sampled, gnn_upstream, gnn_work, graphs
-from benchmarks.families.base import UNSCALED
-from benchmarks.families.gnn import KINDS, WORKLOAD, _implementation, architecture
+from benchmarks.families import gnn_arms, gnn_train, graphs
+from benchmarks.families.gnn import WORKLOAD, _implementation
+from benchmarks.families.gnn_arms import architecture
 from benchmarks.plan import Case
 from benchmarks.training import Trainer
 
 CASE = Case(family="gnn", model="gcn", input="karate", workload="train")
-
-
-@pytest.mark.parametrize("impl", ["zoo", "upstream", "upstream-tuned"])
-@pytest.mark.parametrize("model", KINDS)
-def test_losses_are_the_reference_s(model: str, impl: str):
-    case = replace(CASE, model=model, impl=impl)
-    prepared = WORKLOAD.prepare(case, data_root=None, seed=0)
-    assert prepared.model.training
-    arm = Trainer(case, prepared)
-    losses = arm.losses(arm.eager())
-    torch.testing.assert_close(losses.double(), prepared.reference(), rtol=1e-4, atol=0)
-    curve = arm.losses(arm.eager(), 40)
-    assert curve[-10:].mean() < 0.9 * curve[:10].mean()
 
 
 def test_each_step_has_labels_of_its_own_and_the_same_each_time():
@@ -57,34 +44,6 @@ def test_work_is_more_than_that_of_inference():
     assert (train.count, train.unit) == (34, "nodes")
 
 
-@pytest.mark.parametrize("impl", ["zoo", "upstream"])
-def test_training_takes_more_memory_than_inference(impl: str):
-    case = replace(CASE, input="arxiv", device="cuda", impl=impl)
-    assert WORKLOAD.memory_bytes(case) > WORKLOAD.memory_bytes(replace(case, workload="inference"))
-    arch = architecture("gcn", "arxiv", features=128, classes=40)
-    assert WORKLOAD.memory_bytes(case) > 16 * gnn_work.parameters(arch)
-
-
-def test_float16_is_refused():
-    assert WORKLOAD.refuses(replace(CASE, dtype="float16", device="cuda")) == UNSCALED
-    assert WORKLOAD.refuses(replace(CASE, dtype="bfloat16")) is None
-
-
-@pytest.mark.parametrize(
-    ("model", "input"), [*((kind, "karate") for kind in ("gcn", "gat", "graphsage")), ("graphsage", "karate-sampled")]
-)
-@pytest.mark.parametrize("impl", ["zoo", "upstream", "upstream-tuned"])
-def test_bfloat16_is_autocast_s(model: str, input: str, impl: str):
-    case = replace(CASE, model=model, input=input, impl=impl, dtype="bfloat16")
-    prepared = WORKLOAD.prepare(case, data_root=None, seed=0)
-    assert {parameter.dtype for parameter in prepared.model.parameters()} == {torch.float32}
-    arm = Trainer(case, prepared)
-    losses, expected = arm.losses(arm.eager()).double(), prepared.reference()
-    torch.testing.assert_close(losses, expected, rtol=2e-2, atol=0)
-    assert not torch.allclose(losses, expected, rtol=1e-5), "nothing was rounded"
-    assert prepared.bytes < WORKLOAD.prepare(replace(case, dtype="float32"), data_root=None, seed=0).bytes
-
-
 @pytest.mark.parametrize("model", ["gcn", "graphsage"])
 @pytest.mark.parametrize(("dtype", "held"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
 def test_a_tuned_adjacency_is_of_the_dtype_that_gradients_have(model: str, dtype: str, held: torch.dtype):
@@ -92,12 +51,10 @@ def test_a_tuned_adjacency_is_of_the_dtype_that_gradients_have(model: str, dtype
     case = replace(CASE, model=model, impl="upstream-tuned", dtype=dtype, device="cuda")
     graph = graphs.load("karate", data_root=None, features=None, seed=0, device=torch.device("cpu"))
     arch = architecture(model, "karate", features=graph.x.size(1), classes=graph.classes)
-    tuned, inputs, what = _implementation(case, arch, gnn_upstream.build(arch, seed=0), graph)
+    tuned, inputs, what = _implementation(case, arch, gnn_arms.build(arch, seed=0), graph)
     assert what == "CSR adjacency" and inputs["edge_index"].values().dtype is held
     assert {parameter.dtype for parameter in tuned.parameters()} == {torch.float32}
 
-
-# --- sampled ---
 
 SAMPLED = replace(CASE, model="graphsage", input="karate-sampled")
 
@@ -160,11 +117,6 @@ def test_rounds_are_epochs_of_new_batches():
     assert not torch.equal(first[0].seeds, second[0].seeds)
 
 
-@pytest.mark.parametrize("changes", [{"workload": "inference"}, {"model": "gcn"}])
-def test_sampled_inputs_are_for_training_graphsage(changes: dict[str, str]):
-    assert WORKLOAD.refuses(replace(SAMPLED, **changes)) == "karate-sampled is for training, of graphsage"
-
-
 def test_every_graph_can_be_sampled_and_needs_less_memory_than_the_whole_of_it():
     for name in graphs.INPUTS:
         case = replace(SAMPLED, input=f"{name}-sampled", device="cuda")
@@ -206,7 +158,7 @@ class Loader:
 def test_the_library_s_loader_where_it_can_be_had(impl: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Loader, "made", [], raising=False)
     monkeypatch.setattr(torch_geometric.loader, "NeighborLoader", Loader)
-    monkeypatch.setattr(gnn_sampled, "library_samples", lambda: True)
+    monkeypatch.setattr(gnn_train, "library_samples", lambda: True)
     case = replace(SAMPLED, impl=impl)
 
     def epochs() -> list[list[dict[str, Any]]]:

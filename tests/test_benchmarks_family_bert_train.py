@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,17 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
-from benchmarks import workloads
+from benchmarks import families
 from benchmarks.claims.judge import EPOCH_STEPS
-from benchmarks.families import bert_batches, bert_texts, bert_train, bert_upstream, bert_work
+from benchmarks.families import bert_arms, bert_train
+from benchmarks.families.base import parameters_of
 from benchmarks.families.bert import WORKLOAD
-from benchmarks.families.bert_texts import LABELS, Task, task
-from benchmarks.families.llm_weights import SeededWeights
+from benchmarks.families.bert_train import LABELS, Task, task
+from benchmarks.families.weights import SeededWeights
 from benchmarks.plan import IMPLEMENTATIONS, Case
-from benchmarks.training import Trainer, plain_step
+from benchmarks.training import Trainer
 from benchmarks.worker import Handler
-from zoo.bert import PackedBatch
+from zoo.bert import Bert, PackedBatch
 from zoo.bert.model import PRESETS
 from zoo.engine.compile import plan_of
 from zoo.engine.graph_log import LEDGER
@@ -44,7 +44,7 @@ def case(**changes: Any) -> Case:
     return Case(**{"family": "bert", "model": "bert-debug", "input": "2x32", "workload": "train", **changes})
 
 
-def prepare(**changes: Any) -> workloads.Prepared:
+def prepare(**changes: Any) -> families.Prepared:
     return WORKLOAD.prepare(case(**changes), data_root=None, seed=0)
 
 
@@ -56,33 +56,6 @@ def training_of(**changes: Any) -> Any:
 
 def error(output: torch.Tensor, reference: torch.Tensor) -> float:
     return float((output.double() - reference.double()).norm() / reference.double().norm())
-
-
-# --- the same steps ---
-
-
-@pytest.mark.parametrize("input", ["2x32", EPOCH])
-def test_losses_are_the_reference_s(input: str):
-    reference = prepare(input=input, impl="upstream-tuned").reference()
-    assert reference.dtype == torch.float64 and float(reference.std()) > 0.1
-    for impl in IMPLEMENTATIONS:
-        prepared = prepare(input=input, impl=impl)
-        assert prepared.model.training and all(p.requires_grad for p in prepared.model.parameters())
-        arm = Trainer(case(input=input, impl=impl), prepared)
-        assert error(arm.losses(arm.eager()), reference) < 1e-5, impl
-    torch.testing.assert_close(prepare(input=input).reference(), reference, rtol=1e-9, atol=0)
-
-
-def test_autocast_over_float32_weights():
-    prepared = prepare(dtype="bfloat16", input=EPOCH)
-    seen = set()
-    for module in prepared.model.modules():
-        if isinstance(module, nn.Linear):
-            module.register_forward_hook(lambda _, __, output: seen.add(output.dtype))
-    arm = Trainer(case(dtype="bfloat16", input=EPOCH), prepared)
-    losses = arm.losses(arm.eager())
-    assert seen == {torch.bfloat16} and {p.dtype for p in prepared.model.parameters()} == {torch.float32}
-    assert 1e-6 < error(losses, prepared.reference()) < 3e-2
 
 
 def test_dropout_is_drawn_where_the_name_says_so(tmp_path: Path):
@@ -101,9 +74,6 @@ def test_dropout_is_drawn_where_the_name_says_so(tmp_path: Path):
     assert arm.check(reference=str(tmp_path / "reference.pt"))["error"] is None
 
 
-# --- texts ---
-
-
 def test_labels_can_be_learnt_from_words():
     training = training_of(impl="upstream")
     config, rows = bert_train.config_of("bert-debug"), Task(rows=64, length=32)
@@ -111,7 +81,7 @@ def test_labels_can_be_learnt_from_words():
     optimizer = torch.optim.AdamW(words.parameters(), lr=0.1)
     losses = []
     for index in range(60):
-        texts = bert_texts.draw(config, rows, seed=index)
+        texts = bert_train.draw(config, rows, seed=index)
         loss = nn.functional.cross_entropy(words(texts.input_ids), texts.labels)
         optimizer.zero_grad()
         loss.backward()
@@ -132,7 +102,7 @@ def test_each_batch_is_its_own_and_the_same_each_time():
 def test_an_epoch_s_texts_have_lengths_of_their_own():
     config, asked = bert_train.config_of("bert-base"), task("epoch-32x512")
     assert asked == Task(rows=32, length=512, epoch=True)
-    texts = [bert_texts.draw(config, asked, seed=seed) for seed in range(40)]
+    texts = [bert_train.draw(config, asked, seed=seed) for seed in range(40)]
     for each in texts:
         assert each.input_ids.shape == each.attention_mask.shape == (32, max(each.lengths))
         assert bool((each.input_ids[each.attention_mask == 0] == 0).all())
@@ -140,7 +110,7 @@ def test_an_epoch_s_texts_have_lengths_of_their_own():
     assert len({each.input_ids.shape for each in texts}) > 20
     filled = sum(sum(each.lengths) for each in texts) / sum(each.input_ids.numel() for each in texts)
     assert 0.35 < filled < 0.45
-    assert bert_texts.draw(config, asked, seed=0, longest=True).input_ids.shape == (32, 512)
+    assert bert_train.draw(config, asked, seed=0, longest=True).input_ids.shape == (32, 512)
 
 
 def test_names_of_tasks():
@@ -168,15 +138,12 @@ def test_every_arm_is_given_the_same_texts():
     assert training_of(input=EPOCH, impl="upstream").batch(0)["input_ids"].shape == (4, 32)
 
 
-# --- few shapes ---
-
-
 def test_declared_shapes_are_those_of_the_epoch(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(bert_batches.EPOCH, "cpu", 200)
+    monkeypatch.setitem(bert_train.EPOCH, "cpu", 200)
     training = training_of(input=EPOCH)
     declared = [shapes_of(pytree.tree_leaves(batch)) for batch in training.shapes]
     sizes = [batch["input_ids"].input_ids.numel() for batch in training.shapes]
-    assert len(set(declared)) == len(declared) <= bert_batches.BUCKETS
+    assert len(set(declared)) == len(declared) <= bert_train.BUCKETS
     assert sizes == sorted(sizes, reverse=True) and sizes[0] >= 4 * 32
     assert len({batch["input_ids"].offsets.shape for batch in training.shapes}) == 1
     for batch in (*training.loader(), *(training.batch(index) for index in range(6))):
@@ -189,7 +156,7 @@ def test_declared_shapes_are_those_of_the_epoch(monkeypatch: pytest.MonkeyPatch)
 def test_an_epoch_of_two_hundred_batches_has_the_declared_graphs_and_no_recompile(
     captured: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setitem(bert_batches.EPOCH, "cpu", 200)
+    monkeypatch.setitem(bert_train.EPOCH, "cpu", 200)
     prepared = prepare(input=EPOCH)
     training = prepared.training
     assert training is not None
@@ -250,56 +217,6 @@ def test_lengths_as_they_come_are_recompiles_and_declared_sizes_are_none(
     assert found["padded"] == found["packed"] == 0
 
 
-# --- what is run, and what is not ---
-
-
-def test_plain_runs_exist():
-    assert WORKLOAD.default_races("cpu", False, "train") == [("bert-debug", "2x32")]
-    assert WORKLOAD.default_races("cuda", False, "train") == [("bert-base", "32x128")]
-    for impl in IMPLEMENTATIONS:
-        for input in ("32x128", "epoch-32x512", "epoch-static-32x512"):
-            for model in ("bert-base", "bert-base-dropout"):
-                asked = case(model=model, input=input, device="cuda", dtype="bfloat16", impl=impl, strategy="full")
-                assert WORKLOAD.refuses(asked) is None
-    assert WORKLOAD.refuses(case(input=EPOCH, impl="upstream", strategy="full", dynamic=True)) is None
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"input": "skewed-4x32"}, "skewed-4x32 is an input of inference"),
-        ({"input": "32x128"}, "needs 128 positions, and bert-debug has 64"),
-        ({"model": "bert-debug-cut-layers-and-ends"}, "other cuts are for inference"),
-        ({"dtype": "float16", "device": "cuda"}, "needs the loss scaled"),
-        ({"input": EPOCH, "strategy": "full", "dynamic": True}, "zoo has declared shapes"),
-        ({"input": EPOCH, "impl": "upstream-tuned", "strategy": "full", "dynamic": True}, "has declared shapes"),
-        ({"input": STATIC, "impl": "upstream", "strategy": "full", "dynamic": True}, "are raced on epoch-4x32"),
-        ({"workload": "inference", "input": EPOCH}, "epoch-4x32 is for training"),
-        ({"workload": "inference", "model": "bert-debug-dropout"}, "dropout does nothing in inference"),
-    ],
-)
-def test_refusals(changes: dict[str, Any], reason: str):
-    assert reason in (WORKLOAD.refuses(case(**changes)) or "")
-    with pytest.raises(ValueError, match=reason):
-        prepare(**changes)
-
-
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_regional_through_the_harness(tmp_path: Path, impl: str):
-    arm = Handler()
-    arm.load(workload="bert")
-    ready = arm.prepare(case=case(impl=impl, strategy="regional").to_json(), data_root=None, seed=0)
-    assert (ready["count"], ready["unit"], ready["sizes"]["tokens"]) == (64, "tokens", 64)
-    json.dumps(ready)
-    arm.start_up(folder=str(tmp_path))
-    first = arm.first_call()
-    # transformers' helper compiles embeddings, pooler, dropout and classifier as well.
-    assert (first["graphs"], first["recompiles"]) == (1 if impl == "zoo" else 5, [])
-    arm.round(calls=2)
-    found = arm.check(reference=str(tmp_path / "reference.pt"))
-    assert found["error"] < 1e-5 and found["eager_error"] < 1e-5
-
-
 def test_figures_of_an_epoch_are_means_of_its_batches():
     prepared, padded = prepare(input=EPOCH), prepare(input=EPOCH, impl="upstream")
     batches = [batch["attention_mask"].sum(1).tolist() for batch in padded.training.loader()]  # type: ignore[union-attr]
@@ -310,67 +227,23 @@ def test_figures_of_an_epoch_are_means_of_its_batches():
     assert list(prepared.preparation_seconds) == ["packing an epoch on the host"] and not padded.preparation_seconds
 
 
-# --- formulas ---
-
-
 def small() -> tuple[Any, Any]:
     """A model of ours in upstream's shape, wide enough for its layers to be most of it."""
     config = dataclasses.replace(
         bert_train.config_of("bert-debug"), hidden_size=64, intermediate_size=256, num_attention_heads=4
     )
-    weights = SeededWeights(bert_upstream.shapes(config), seed=0, dtype=torch.float32, device=torch.device("cpu"))
-    return config, bert_upstream.build(config, weights).requires_grad_(True).train()
+    weights = SeededWeights(bert_arms.shapes(config), seed=0, dtype=torch.float32, device=torch.device("cpu"))
+    return config, bert_arms.build(config, weights).requires_grad_(True).train()
 
 
 def test_parameters_and_products_are_those_that_torch_counts():
     config, model = small()
-    assert bert_train.parameters(config) == sum(p.numel() for p in model.parameters())
-    texts = bert_texts.draw(config, Task(rows=3, length=24), seed=0)
+    assert parameters_of(Bert, config) == sum(p.numel() for p in model.parameters())
+    texts = bert_train.draw(config, Task(rows=3, length=24), seed=0)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(input_ids=texts.input_ids, labels=texts.labels).loss.backward()
     assert bert_train.flops(config, [24, 24, 24]) == counter.get_total_flops()
 
 
-def test_bytes_by_hand():
-    config, _ = small()
-    layers = 3 * bert_work.layer_weights(config)
-    assert bert_train.bytes_moved(config, 2) == 2 * 2 * layers + 32 * bert_train.parameters(config)
-
-
-def test_memory_holds_what_is_kept():
-    config, model = small()
-    texts = bert_texts.draw(config, Task(rows=8, length=32), seed=0)
-    weights = {p.data_ptr() for p in model.parameters()}
-    kept: dict[int, int] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.data_ptr() not in weights:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // tensor.itemsize
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        loss = model(input_ids=texts.input_ids, labels=texts.labels).loss
-    assert loss.requires_grad
-    estimated = config.num_hidden_layers * 8 * 32 * bert_train.inside(config)
-    assert sum(kept.values()) < estimated < 1.3 * sum(kept.values())
-
-
-def test_memory_of_large_cases():
-    sizes = [
-        WORKLOAD.memory_bytes(case(model="bert-base", input=input, dtype="bfloat16", device="cuda")) / 2**30
-        for input in ("32x128", "epoch-32x512")
-    ]
-    assert 4 < sizes[0] < 12 and 12 < sizes[1] < 24
-
-
-def test_a_plain_loop_takes_a_batch_of_the_epoch():
-    prepared = prepare(input=EPOCH, impl="upstream")
-    training = prepared.training
-    assert training is not None and training.loader is not None
-    optimizer = torch.optim.AdamW(prepared.model.parameters(), lr=1e-3)
-    for batch in list(training.loader())[:3]:
-        assert plain_step(prepared.model, training, optimizer, batch).isfinite()
-
-
 def test_an_epoch_is_as_long_as_claims_take_it_to_be():
-    assert bert_batches.EPOCH["cuda"] == EPOCH_STEPS and EPOCH_STEPS % bert_batches.ROUND["cuda"] == 0
+    assert bert_train.EPOCH["cuda"] == EPOCH_STEPS and EPOCH_STEPS % bert_train.ROUND["cuda"] == 0

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
 from benchmarks import strategies
-from benchmarks.families import llm_train, llm_work
+from benchmarks.families import llm_train
 from benchmarks.families.llm import WORKLOAD
 from benchmarks.plan import Case
 from benchmarks.training import Trainer
@@ -151,34 +151,3 @@ def test_flops_are_those_counted_on_eager():
     attention = sum(value for name, value in by_name.items() if "bmm" in name or "attention" in name)
     assert (attention == 0 or attention > causal) and prepared.flops is not None
     assert counter.get_total_flops() - attention == prepared.flops - causal
-
-
-def test_memory_tells_what_fits():
-    case = Case(family="llm", model="llama-3.2-1b", input="4x2048", workload="train", dtype="bfloat16", device="cuda")
-    weights = 2 * llm_work.parameters(PRESETS["llama-3.2-1b"])
-    ours, theirs = (WORKLOAD.memory_bytes(replace(case, impl=impl)) for impl in ("zoo", "upstream"))
-    assert 4 * weights < ours <= theirs < 100e9
-    long = replace(case, input="1x131072")
-    assert WORKLOAD.memory_bytes(replace(long, model="llama-3.2-1b-checkpointed")) < WORKLOAD.memory_bytes(long)
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"input": "decode-1x64"}, "decode-1x64 is an input of inference; training takes BxT"),
-        (
-            {"workload": "inference"},
-            "2x16 is an input of training; inference takes decode-BxS, prefill-BxT or answer-BxT",
-        ),
-        ({"workload": "inference", "model": "llm-debug-checkpointed", "input": "decode-1x64"}, "is for training"),
-        ({"input": "1x8192"}, "1x8192 needs 8192 positions, and llm-debug has"),
-        ({"model": "llm-debug-checkpointed", "strategy": "full"}, "is one of compiled regions"),
-    ],
-)
-def test_refusals(changes: dict[str, str], reason: str):
-    assert reason in str(WORKLOAD.refuses(replace(CASE, **changes)))
-
-
-def test_a_plain_run_trains_one_model():
-    assert WORKLOAD.default_races("cpu", False, "train") == [("llm-debug", "2x16")]
-    assert WORKLOAD.default_races("cuda", False, "train") == [("llama-3.2-1b", "4x2048")]

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
-from torchvision import models
 
 import zoo
-from benchmarks import workloads
-from benchmarks.families import resnet_train, resnet_work
+from benchmarks import families
+from benchmarks.families import resnet
 from benchmarks.families.jpegs import CLASSES, Files, Loader
 from benchmarks.families.resnet import WORKLOAD
 from benchmarks.plan import Case
@@ -23,7 +21,6 @@ from benchmarks.training import Trainer, make_optimizer, plain_step
 from benchmarks.worker import Handler
 from zoo.engine.compile import plan_of
 from zoo.engine.graph_log import LEDGER
-from zoo.resnet import ResNetConfig
 from zoo.resnet.model import PRESETS
 from zoo.training import TrainingStep
 
@@ -41,40 +38,12 @@ def case(**changes: Any) -> Case:
     return Case(**{"family": "resnet", "model": "resnet-debug", "input": "4x32", "workload": "train", **changes})
 
 
-def prepare(**changes: Any) -> workloads.Prepared:
+def prepare(**changes: Any) -> families.Prepared:
     return WORKLOAD.prepare(case(**changes), data_root=None, seed=0)
 
 
 def error(output: torch.Tensor, reference: torch.Tensor) -> float:
     return float((output.double() - reference.double()).norm() / reference.double().norm())
-
-
-# --- the same steps ---
-
-
-def test_losses_are_the_reference_s():
-    arms = {impl: prepare(impl=impl) for impl in ("zoo", "upstream")}
-    reference = arms["upstream"].reference()
-    assert reference.shape == (arms["zoo"].training.checked,) and reference.dtype == torch.float64
-    for impl, prepared in arms.items():
-        assert prepared.model.training and all(p.requires_grad for p in prepared.model.parameters())
-        arm = Trainer(case(impl=impl), prepared)
-        assert error(arm.losses(arm.eager()), reference) < 1e-3
-    # What an arm holds does not change what the reference is.
-    torch.testing.assert_close(arms["zoo"].reference(), reference, rtol=1e-12, atol=0)
-
-
-def test_autocast_narrows_convolutions_and_nothing_that_is_kept():
-    prepared = prepare(dtype="bfloat16", impl="upstream")
-    seen = set()
-    for module in prepared.model.modules():
-        if isinstance(module, nn.Conv2d):
-            module.register_forward_hook(lambda _, __, output: seen.add(output.dtype))
-    arm = Trainer(case(dtype="bfloat16", impl="upstream"), prepared)
-    arm.eager()()
-    assert seen == {torch.bfloat16}
-    assert {p.dtype for p in prepared.model.parameters()} == {torch.float32}
-    assert prepare().training.autocast is None  # type: ignore[union-attr]
 
 
 def test_gradients_of_compiled_regions_are_torchvision_s():
@@ -146,23 +115,6 @@ def test_regions_hold_their_budget_in_training_steps(dtype: str):
     assert found == {"Stem": 1, "Bottleneck": 6, "ResNetHead": 1}
 
 
-@pytest.mark.parametrize("impl", ["zoo", "upstream"])
-def test_through_the_harness(tmp_path: Path, impl: str):
-    arm = Handler()
-    arm.load(workload="resnet")
-    asked = case(impl=impl, strategy="regional", dtype="bfloat16")
-    ready = arm.prepare(case=asked.to_json(), data_root=None, seed=0)
-    assert (ready["count"], ready["unit"]) == (4, "images")
-    assert arm.start_up(folder=None)["flops"] == resnet_train.flops(PRESETS["resnet-debug"], 4, 32)
-    arm.first_call()
-    found = arm.check(reference=str(tmp_path / "reference.pt"))
-    assert found["error"] < 5e-2 and found["eager_error"] < 5e-2 and found["reference_dtype"] == "float64"
-    assert arm.kernels()["recompiles"] == []
-
-
-# --- batches ---
-
-
 def test_each_batch_is_its_own_and_the_same_each_time():
     training = prepare().training
     assert training is not None
@@ -175,12 +127,12 @@ def test_each_batch_is_its_own_and_the_same_each_time():
 
 
 def test_labels_can_be_learnt_from_images():
-    training = resnet_train.training_of(PRESETS["resnet50"], 64, 32, seed=0, device="cpu", dtype=torch.float32)
-    model = nn.Sequential(nn.AdaptiveAvgPool2d(resnet_train.SQUARES), nn.Flatten(), nn.Linear(48, 1000))
+    training = resnet.training_of(PRESETS["resnet50"], 64, 32, seed=0, device="cpu", dtype=torch.float32)
+    model = nn.Sequential(nn.AdaptiveAvgPool2d(resnet.SQUARES), nn.Flatten(), nn.Linear(48, 1000))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-1)
     losses = torch.stack([plain_step(model, training, optimizer, training.batch(index)) for index in range(60)])
     assert losses[0] > 6.5 and losses[-5:].mean() < 2.0  # of 10 classes in equal shares: 2.3
-    assert len(training.batch(0)["labels"].unique()) == resnet_train.CLASSES
+    assert len(training.batch(0)["labels"].unique()) == resnet.CLASSES
 
 
 def test_files_are_those_of_the_seed_and_written_once(tmp_path: Path):
@@ -228,79 +180,3 @@ def test_timed_steps_wait_for_files_and_others_do_not(monkeypatch: pytest.Monkey
         assert -3 < float(images.min()) < float(images.max()) < 3  # scaled and normalised; the others are wider
     assert max(float(images.max()) for images in seen[:-3]) > 3
     assert torch.equal(before, torch.random.get_rng_state())
-
-
-# --- what is run, and what is not ---
-
-
-def test_plain_runs_exist():
-    assert WORKLOAD.default_races("cpu", False, "train") == [("resnet-debug", "4x32")]
-    (race,) = WORKLOAD.default_races("cuda", False, "train")
-    assert race == ("resnet50", "128x224")
-    for impl in ("zoo", "upstream"):
-        for input in ("128x224", "jpeg-128x224"):
-            asked = case(model="resnet50", input=input, device="cuda", dtype="bfloat16", impl=impl, strategy="full")
-            assert WORKLOAD.refuses(asked) is None
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"model": "resnet50-folded"}, "folded models are for inference"),
-        ({"model": "resnet-debug-folded-cut-stages"}, "folded models are for inference"),
-        ({"impl": "upstream-tuned"}, "tuned is folded, which is for inference"),
-        ({"dtype": "float16", "device": "cuda"}, "needs the loss scaled"),
-        ({"workload": "inference", "input": "jpeg-4x32"}, "jpeg-4x32 is for training"),
-    ],
-)
-def test_refusals(changes: dict[str, Any], reason: str):
-    assert reason in (WORKLOAD.refuses(case(**changes)) or "")
-    with pytest.raises(ValueError, match=reason):
-        prepare(**changes)
-
-
-# --- formulas ---
-
-
-def test_products_are_those_that_torch_counts():
-    config = PRESETS["resnet50"]
-    with torch.device("meta"):
-        model, images = models.resnet50(), torch.empty(2, 3, 64, 64)
-    with FlopCounterMode(display=False) as counter:
-        model(images).sum().backward()
-    assert resnet_train.flops(config, 2, 64) == counter.get_total_flops()
-
-
-def test_bytes_by_hand():
-    config = ResNetConfig(block="basic", layers=(1, 1, 1, 1), num_classes=10)
-    forward = resnet_work.bytes_moved(config, 2, 32, 2)
-    parameters = resnet_work.parameters(config)
-    assert resnet_train.bytes_moved(config, 2, 32, 2) == 3 * forward - 2 * 2 * 3 * 32 * 32 + 32 * parameters
-
-
-def test_memory_of_large_cases():
-    inference, training = (
-        WORKLOAD.memory_bytes(case(model="resnet50", input="128x224", dtype="bfloat16", device="cuda", workload=name))
-        for name in ("inference", "train")
-    )
-    # Kept for the backward are some 22 million values an image; the reference keeps less of them, four times as wide.
-    assert inference < 128 * 20e6 * 2 < training < 20 * GIB
-    shown = models.resnet50().to(memory_format=torch.channels_last)
-    kept = count_kept(shown, torch.randn(1, 3, 64, 64))
-    assert kept < resnet_train.kept(PRESETS["resnet50"], 64) < 1.2 * kept
-
-
-def count_kept(model: nn.Module, image: torch.Tensor) -> int:
-    """Values that autograd keeps for one image in training, weights apart; measured with two."""
-    weights = {p.data_ptr() for p in (*model.parameters(), *model.buffers())}
-    kept: dict[int, int] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.data_ptr() not in weights:
-            kept[tensor.data_ptr()] = tensor.numel()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        output = model(image.repeat(2, 1, 1, 1))
-    assert output.requires_grad
-    return sum(kept.values()) // 2

@@ -1,0 +1,478 @@
+"""What every family of the benchmark keeps: arms that compute the same, figures, memory, refusals, the way through."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from torch.utils._pytree import tree_leaves
+
+import zoo
+from benchmarks.families import (
+    Prepared,
+    bert,
+    bert_arms,
+    bert_train,
+    families,
+    gnn_arms,
+    graphs,
+    llm,
+    llm_arms,
+    llm_train,
+    load,
+    resnet,
+    unet,
+    unet_arms,
+    unet_loop,
+)
+from benchmarks.families.base import UNSCALED, Workload, parameters_of
+from benchmarks.families.llm_steps import task_of
+from benchmarks.plan import IMPLEMENTATIONS, Case
+from benchmarks.strategies import apply, execution_mode
+from benchmarks.training import Trainer
+from benchmarks.worker import Handler
+from zoo.resnet import ResNet
+
+# numpy's word to diffusers' schedulers that take square roots of tensors.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+
+# Small cases that a CPU runs: of each the figures of an arm of the zoo (of upstream where it has none) in float32.
+INFERENCE: dict[tuple[str, str, str], tuple[int | None, int]] = {
+    ("aggregation", "operator", "small"): (60800, 149604),
+    ("aggregation", "sparse-csr", "small"): (60800, 149604),
+    ("attention", "decode-triton", "small-3x256"): (392192, 401408),
+    ("attention", "packed-padded", "skewed-4x32"): (376320, 67584),
+    ("bert", "bert-debug", "2x32"): (3543040, 115904),
+    ("bert", "bert-debug", "skewed-4x32"): (3411200, 108240),
+    ("calls", "block-8", "graphs-1"): (None, 4236288),
+    ("gnn", "gcn", "karate"): (179816, 59448),
+    ("gnn", "gat", "karate"): (336768, 115512),
+    ("gnn", "graphsage", "karate"): (342608, 68088),
+    ("llm", "llm-debug", "decode-1x64"): (253952, 474240),
+    ("llm", "llm-debug", "prefill-1x32"): (6336512, 461568),
+    ("llm", "llm-debug", "answer-1x32"): (6578944, 923904),
+    ("optimizers", "adamw", "small"): (None, 203308),
+    ("patterns", "glue", "small"): (None, 103392),
+    ("resnet", "resnet-debug", "2x32"): (57556992, 16686968),
+    ("resnet", "resnet-debug-folded", "2x32"): (57556992, 16686968),
+    ("unet", "unet-debug", "2x8x8"): (30984192, 3624144),
+    ("unet", "unet-debug", "loop-3x8x8"): (92952576, 10341616),
+    ("unet", "unet-debug", "pipeline-3x8x8"): (92952576, 10341616),
+    ("unet", "unet-xl-debug", "2x8x8"): (32087040, 3434640),
+}
+TRAINING: dict[tuple[str, str, str], tuple[int | None, int]] = {
+    ("bert", "bert-debug", "2x32"): (10630656, 1139200),
+    ("bert", "bert-debug", "epoch-4x32"): (5244595, 1139200),
+    ("calls", "block-8", "graphs-8"): (None, 4236288),
+    ("gnn", "gcn", "karate"): (391480, 118896),
+    ("gnn", "gat", "karate"): (862336, 231024),
+    ("gnn", "graphsage", "karate"): (731888, 136176),
+    ("gnn", "graphsage", "karate-sampled"): (651152, 128800),
+    ("llm", "llm-debug", "2x16"): (21467136, 4795648),
+    ("llm", "llm-debug-checkpointed", "2x16"): (21467136, 4795648),
+    ("resnet", "resnet-debug", "4x32"): (326074368, 171802776),
+    ("unet", "unet-debug", "2x8x8"): (90199040, 22801712),
+    ("unet", "unet-xl-debug", "2x8x8"): (92309504, 21212784),
+}
+SMALL = [*((*race, "inference") for race in INFERENCE), *((*race, "train") for race in TRAINING)]
+FAMILIES = sorted({family for family, *_ in SMALL})
+
+
+@pytest.fixture(autouse=True)
+def _light(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, one_thread: None) -> Iterator[None]:
+    """A light backend, a folder of the test's own, and Inductor's settings as they were: a worker is one arm's."""
+    import torch._inductor.config as inductor
+
+    monkeypatch.setenv("BENCHMARKS_BACKEND", "eager")
+    monkeypatch.setenv("BENCHMARKS_SCRATCH", str(tmp_path))
+    with warnings.catch_warnings(), inductor.patch(freezing=False):
+        yield
+
+
+def arms(**changes: Any) -> list[Any]:
+    """Each small case in each implementation that it has."""
+    found = []
+    for family, model, input, workload in SMALL:
+        for impl in IMPLEMENTATIONS:
+            case = Case(family=family, model=model, input=input, workload=workload, impl=impl, **changes)
+            if load(family).refuses(case) is None:
+                found.append(pytest.param(case, id=f"{family}-{workload}-{model}-{input}-{impl}"))
+    return found
+
+
+def of(*impls: str, workload: str = "", **changes: Any) -> list[Any]:
+    """Those of :func:`arms` with these implementations, of one kind of work if asked for."""
+    return [c for c in arms(**changes) if c.values[0].impl in impls and workload in ("", c.values[0].workload)]
+
+
+def prepare(case: Case, seed: int = 0) -> Prepared:
+    return load(case.family).prepare(case, data_root=None, seed=seed)
+
+
+def output_of(case: Case, prepared: Prepared, step: Any = None) -> torch.Tensor:
+    """What the first call gives, or the losses of the first steps, as one vector."""
+    if prepared.training is not None:
+        trainer = Trainer(case, prepared)
+        return trainer.losses(trainer.eager() if step is None else trainer.compiled(step))
+    if prepared.reset is not None:
+        prepared.reset()
+    with execution_mode(case):
+        output = (prepared.model if step is None else step)(**prepared.inputs)
+    return torch.cat([leaf.reshape(-1).clone() for leaf in tree_leaves(output)])
+
+
+def error(output: torch.Tensor, reference: torch.Tensor) -> float:
+    wanted = torch.cat([leaf.reshape(-1) for leaf in tree_leaves(reference)]).double()
+    assert output.numel() == wanted.numel()
+    return float((output.detach().double() - wanted.detach()).norm() / wanted.detach().norm())
+
+
+# --- arms ---
+
+
+@pytest.mark.parametrize("case", arms())
+def test_every_arm_computes_the_reference_and_has_the_figures_of_the_rows(case: Case):
+    prepared = prepare(case)
+    trains = case.workload == "train"
+    assert prepared.model.training == trains
+    if trains:
+        assert all(parameter.requires_grad for parameter in prepared.model.parameters())
+        assert prepared.inputs == {} and prepared.training is not None and prepared.training.autocast is None
+    reference = prepared.reference()
+    assert {leaf.dtype for leaf in tree_leaves(reference)} == {getattr(torch, prepared.reference_dtype)}
+    assert error(output_of(case, prepared), reference) < (1e-3 if case.family == "resnet" and trains else 1e-5)
+    assert (prepared.compile_regions is None) == (case.impl == "zoo") or case.family in ("optimizers",)
+    assert all(seconds > 0 for seconds in prepared.preparation_seconds.values())
+    assert prepared.bytes_formula and prepared.data
+    figures = (INFERENCE if case.workload == "inference" else TRAINING)[case.family, case.model, case.input]
+    assert (prepared.flops, prepared.bytes) == figures
+
+
+@pytest.mark.parametrize("case", of("zoo", dtype="bfloat16"))
+def test_arms_in_bfloat16_round_and_stay_near(case: Case):
+    prepared = prepare(case)
+    output = output_of(case, prepared)
+    if case.workload == "train":
+        held = torch.bfloat16 if case.family == "llm" else torch.float32
+        assert {parameter.dtype for parameter in prepared.model.parameters()} == {held}
+    else:
+        ours = case.input.startswith("loop") and case.impl == "zoo"
+        assert output.dtype == (torch.float32 if ours else torch.bfloat16)
+    assert 1e-6 < error(output, prepared.reference()) < (0.2 if "3x8x8" in case.input else 5e-2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_seeds_and_the_random_state(family: str):
+    _, model, input, workload = next(race for race in SMALL if race[0] == family)
+    impl = "zoo"
+    before = torch.random.get_rng_state()
+    case = Case(family=family, model=model, input=input, workload=workload, impl=impl)
+    first, again, other = (output_of(case, prepare(case, seed)) for seed in (0, 0, 1))
+    prepare(case).reference()
+    if family not in ("calls", "patterns"):  # they seed torch's own generator, as their readers would
+        assert torch.equal(before, torch.random.get_rng_state())
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("case", [c for c in arms(dtype="bfloat16") if c.values[0].family in ("bert", "llm")])
+def test_an_arm_holds_its_weights_once_and_in_the_dtype(case: Case):
+    prepared = prepare(case)
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in prepared.model.parameters()}
+    size = 4 if case.family == "bert" and case.workload == "train" else 2
+    assert sum(storages.values()) == size * prepared.sizes["parameters"]
+
+
+# Operations and bytes in bfloat16 of committed rows.
+ROWS = [
+    ("resnet", "resnet50", "64x224", "inference", 523415584768, 3686392912),
+    ("resnet", "resnet50", "128x224", "train", 3110281936896, 22744305136),
+    ("unet", "sd15", "2x64x64", "inference", 1606546882560, 3719542664),
+    ("unet", "sdxl", "2x128x128", "inference", 13522472796160, 19454653960),
+    ("unet", "sd15", "loop-30x64x64", "inference", 48196406476800, 110244659184),
+    ("unet", "sd15", "4x64x64", "train", 9627092254720, 44664196888),
+    ("bert", "bert-base", "32x128", "inference", 715149803520, 184156160),
+    ("bert", "bert-base", "skewed-64x512", "inference", 2925471522816, 196957568),
+    ("bert", "bert-base", "32x128", "train", 2145450000384, 3843747968),
+    ("llm", "llama-3.2-1b", "decode-1x1024", "inference", 2572156928, 2497067520),
+    ("llm", "llama-3.2-1b", "prefill-1x2048", "inference", 4261267111936, 2538994176),
+    ("llm", "llama-3.1-8b", "decode-32x1024", "inference", 493191430144, 18241380352),
+    ("llm", "llama-3.2-1b", "4x2048", "train", 64039572996096, 27187916800),
+    ("gnn", "gcn", "arxiv", "inference", 38869563152, 2427521366),
+    ("gnn", "gat", "arxiv", "inference", 65737860992, 3760317052),
+    ("gnn", "graphsage", "arxiv", "inference", 75488293472, 2411142840),
+]
+
+
+@pytest.mark.parametrize(("family", "model", "input", "workload", "operations", "moved"), ROWS)
+def test_figures_of_committed_rows(family: str, model: str, input: str, workload: str, operations: int, moved: int):
+    trains = workload == "train"
+    if family == "resnet":
+        batch, size = resnet.sizes(input)
+        config: Any = resnet.PRESETS[model]
+        assert resnet.flops(config, batch, size, training=trains) == operations
+        found: Any = resnet.bytes_moved(config, batch, size, 2)
+        more = 32 * parameters_of(ResNet, config) - 2 * batch * 3 * size**2
+        assert (3 * found + more if trains else found) == moved
+    elif family == "unet":
+        count, size = unet.sizes(input)
+        config = unet.PRESETS[model]
+        run = input.startswith("loop")
+        rows, steps = (2, count) if run else (count, 1)
+        assert steps * unet_arms.flops(config, rows, size, training=trains) == operations
+        move = unet_loop.bytes_moved if run else unet_arms.bytes_moved
+        assert trains or move(config, count, size, 2) == moved
+    elif family == "bert":
+        if trains:
+            asked = bert_train.task(input)
+            assert asked is not None
+            config = bert_train.config_of(model)
+            found = (bert_train.flops(config, [asked.length] * asked.rows), bert_train.bytes_moved(config, 2))
+        else:
+            given = bert_arms.task(input)
+            config = bert.PRESETS[model]
+            found = (bert_arms.flops(config, given.lengths()), bert_arms.bytes_moved(config, given, 2))
+        assert found == (operations, moved)
+    elif family == "llm":
+        config = llm.PRESETS[model]
+        if trains:
+            rows = llm_train.rows_of(input)
+            assert rows is not None and llm_train.flops(config, rows) == operations
+            assert 11 * 2 * llm_arms.parameters(config) == moved
+        else:
+            task = task_of(input)
+            assert (llm_arms.flops(config, task), llm_arms.bytes_moved(config, task, 2)) == (operations, moved)
+    else:
+        counts = graphs.spec(input)
+        arch = gnn_arms.architecture(model, input, features=counts.features, classes=counts.classes)
+        sizes = (counts.nodes, counts.edges)
+        assert (gnn_arms.flops(arch, *sizes), gnn_arms.bytes_moved(arch, *sizes, 2)) == (operations, moved)
+
+
+# --- compiled ---
+
+
+@pytest.mark.parametrize("case", of("zoo", "upstream", strategy="regional"))
+def test_compiled_regions_compute_the_same(case: Case, monkeypatch: pytest.MonkeyPatch):
+    if case.family in ("attention", "aggregation"):
+        monkeypatch.setenv("BENCHMARKS_BACKEND", "aot_eager")
+    prepared = prepare(case)
+    step = apply(case, prepared)
+    with torch._dynamo.config.patch(recompile_limit=64):
+        assert error(output_of(case, prepared, step), prepared.reference()) < 1e-3
+
+
+@pytest.mark.parametrize(
+    "case",
+    # Whole runs are compiled in the tests of their own.
+    [c for c in of("zoo", "upstream", workload="inference", strategy="full") if "3x8x8" not in c.values[0].input],
+)
+def test_the_whole_call_is_compiled_without_a_recompile(case: Case, monkeypatch: pytest.MonkeyPatch):
+    prepared = prepare(case)
+    expected = output_of(case, prepared)
+    counter = CompileCounter()
+    monkeypatch.setattr("benchmarks.strategies.backend", lambda: counter)
+    step = apply(case, prepared)
+    assert error(output_of(case, prepared, step), expected) < 1e-5
+    graphs = counter.frame_count
+    assert graphs >= 1 and (case.impl == "upstream" or graphs == 1)  # as shipped libraries break some graphs
+    output_of(case, prepared, step)
+    assert counter.frame_count == graphs
+
+
+@pytest.mark.parametrize("family", ["bert", "gnn", "llm", "resnet", "unet"])
+def test_hierarchical(family: str):
+    _, model, input, _ = next(race for race in SMALL if race[0] == family)
+    case = Case(family=family, model=model, input=input, strategy="hierarchical")
+    prepared = prepare(case)
+    expected = output_of(case, prepared)
+    assert error(output_of(case, prepared, apply(case, prepared)), expected) < 1e-5
+
+
+@pytest.mark.parametrize("case", of("zoo", workload="inference"))
+def test_a_call_under_the_outer_cuda_graph(case: Case):
+    # On the CPU it copies and overwrites as a replay would.
+    prepared = prepare(case)
+    if prepared.capture is not None or not any(True for _ in prepared.model.parameters()):
+        return
+    expected = output_of(case, prepared)
+    with torch.inference_mode():
+        step = zoo.cuda_graph(prepared.model, kwargs=prepared.inputs, static=prepared.static, clone_outputs=False)
+    assert error(output_of(case, prepared, step), expected) < 1e-5
+
+
+@pytest.mark.parametrize("case", of("zoo"))
+def test_through_the_harness(case: Case, tmp_path: Path):
+    arm = Handler()
+    arm.load(workload=case.family)
+    ready = arm.prepare(case=case.to_json(), data_root=None, seed=0)
+    json.dumps(ready)
+    started = arm.start_up(folder=None)
+    figures = (INFERENCE if case.workload == "inference" else TRAINING)[case.family, case.model, case.input]
+    assert ready["bytes"] == figures[1] and started["flops"] == (figures[0] or started["flops"])
+    arm.first_call()
+    found = arm.check(reference=str(tmp_path / "reference.pt"))
+    assert found["error"] < 1e-3 and found["eager_error"] < 1e-3
+
+
+# --- what is run, and what is not ---
+
+
+def test_families_by_name():
+    assert families() == sorted({*FAMILIES, "claims"})
+    for family in families():
+        assert load(family).family == family
+    with pytest.raises(ValueError, match="no family 'gnm'; choose one of .*gnn"):
+        load("gnm")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_and_plain_runs(family: str):
+    workload: Workload = load(family)
+    assert len(set(workload.models)) == len(workload.models) and len(set(workload.inputs)) == len(workload.inputs)
+    for device in ("cpu", "cuda"):
+        for kind in workload.workloads:
+            races = workload.default_races(device, False, kind)
+            quick = workload.default_races(device, True, kind)
+            assert races and quick and (device != "cpu" or len(races) == 1)
+            for model, input in (*races, *quick):
+                dtypes = workload.dtypes(device)
+                cases = [
+                    Case(family=family, model=model, input=input, workload=kind, device=device, dtype=dtype)
+                    for dtype in dtypes
+                ]
+                accepted = [case for case in cases if workload.refuses(case) is None]
+                assert accepted and (family == "optimizers" or accepted[0].dtype == dtypes[0])
+                for case in accepted:
+                    assert (1 << 30) <= workload.running_bytes(case) <= workload.memory_bytes(case) < 140 << 30
+
+
+def test_every_committed_row_is_still_a_case():
+    refused = {}
+    rows = Path(__file__).parent.parent / "benchmarks/results"
+    for path in rows.rglob("*.jsonl"):
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            if "case" in row:
+                case = Case(**row["case"])
+                if row.get("status") == "ok" and (why := load(case.family).refuses(case)):
+                    refused[case.key] = why
+    assert refused == {}
+
+
+EPOCH = {"family": "bert", "workload": "train", "input": "epoch-4x32", "strategy": "full", "dynamic": True}
+WORDS: list[tuple[dict[str, Any], str]] = [
+    ({"family": "bert", "impl": "upstream", "strategy": "hierarchical"}, "declared regions"),
+    ({"family": "bert", "dtype": "float16", "device": "cpu"}, "dtype 'float16' is not one of float32, bfloat16 on cpu"),
+    ({"family": "bert", "model": "albert"}, "model 'albert' is not one of bert-base"),
+    ({"family": "bert", "model": "bert-base-cut-layers"}, "model 'bert-base-cut-layers' is not one of"),
+    ({"family": "bert", "model": "bert-debug-cut-layers-and-ends", "input": "32x128"}, "needs 128 positions"),
+    ({"family": "bert", "input": "7x7"}, "input '7x7'"),
+    ({"family": "bert", "input": "32x128"}, "needs 128 positions, and bert-debug has 64"),
+    ({"family": "bert", "workload": "training"}, "workload 'training'"),
+    ({"family": "bert", "input": "epoch-4x32"}, "epoch-4x32 is for training"),
+    ({"family": "bert", "model": "bert-debug-dropout"}, "dropout does nothing in inference"),
+    ({"family": "bert", "workload": "train", "input": "skewed-4x32"}, "skewed-4x32 is an input of inference"),
+    ({"family": "bert", "workload": "train", "input": "32x128"}, "needs 128 positions, and bert-debug has 64"),
+    (
+        {"family": "bert", "workload": "train", "model": "bert-debug-cut-layers-and-ends"},
+        "for inference",
+    ),
+    ({**EPOCH, "impl": "zoo"}, "zoo has declared shapes"),
+    ({**EPOCH, "impl": "upstream-tuned"}, "has declared shapes"),
+    ({**EPOCH, "input": "epoch-static-4x32", "impl": "upstream"}, "are raced on epoch-4x32"),
+    ({"family": "gnn", "input": "karate-sampled"}, "karate-sampled is for training, of graphsage"),
+    ({"family": "gnn", "input": "karate-sampled", "workload": "train"}, "karate-sampled is for training, of graphsage"),
+    ({"family": "gnn", "input": "citeseer"}, "input 'citeseer'"),
+    ({"family": "llm", "model": "gpt-2"}, "model 'gpt-2' is not one of llama"),
+    ({"family": "llm", "input": "prefill-1x2048"}, "needs 4096 positions, and llm-debug has 512"),
+    ({"family": "llm", "input": "2x16"}, "2x16 is an input of training; inference takes decode-BxS"),
+    ({"family": "llm", "model": "llm-debug-checkpointed"}, "is for training"),
+    ({"family": "llm", "workload": "train", "input": "decode-1x64"}, "decode-1x64 is an input of inference"),
+    ({"family": "llm", "workload": "train", "input": "1x8192"}, "1x8192 needs 8192 positions, and llm-debug has"),
+    (
+        {"family": "llm", "workload": "train", "model": "llm-debug-checkpointed", "input": "2x16", "strategy": "full"},
+        "is one of compiled regions",
+    ),
+    ({"family": "resnet", "device": "cpu", "strategy": "regional", "cuda_graph": True}, "a CPU has no CUDA graphs"),
+    ({"family": "resnet", "input": "3x32"}, "input '3x32' is not one of"),
+    ({"family": "resnet", "input": "jpeg-4x32"}, "jpeg-4x32 is for training"),
+    ({"family": "resnet", "workload": "train", "model": "resnet50-folded"}, "folded models are for inference"),
+    ({"family": "resnet", "workload": "train", "impl": "upstream-tuned"}, "tuned is folded, which is for inference"),
+    ({"family": "unet", "model": "sd15-cut-glue"}, "model 'sd15-cut-glue' is not one of"),
+    ({"family": "unet", "input": "loop-3x8x8", "workload": "train"}, "loop-3x8x8 is for inference"),
+    ({"family": "unet", "input": "loop-3x8x8", "strategy": "hierarchical"}, "hierarchical is for single calls"),
+    ({"family": "unet", "workload": "train", "impl": "upstream-tuned"}, "fused projections, which are for inference"),
+    ({"family": "aggregation", "impl": "upstream"}, "has no other implementation"),
+    ({"family": "aggregation", "strategy": "full"}, "nothing stands around a sum"),
+    ({"family": "aggregation", "model": "sparse-csr", "strategy": "regional"}, "takes no sparse tensors"),
+    ({"family": "attention", "impl": "upstream"}, "has no other implementation"),
+    ({"family": "attention", "strategy": "full"}, "nothing stands between two attentions"),
+    ({"family": "attention", "input": "skewed-4x32"}, "has the inputs 1b-1x1024"),
+    (
+        {"family": "attention", "model": "packed-varlen", "input": "skewed-4x32", "device": "cpu"},
+        "half precision",
+    ),
+    ({"family": "calls", "impl": "upstream"}, "these blocks are of no library"),
+    ({"family": "optimizers", "input": "llama-3.2-1b"}, "trained in bfloat16"),
+    ({"family": "optimizers", "impl": "upstream", "strategy": "regional"}, "has no regions"),
+    ({"family": "optimizers", "strategy": "full"}, "nothing to join"),
+    ({"family": "patterns", "strategy": "full"}, "raced in the families"),
+    ({"family": "patterns", "impl": "upstream-tuned"}, "two sides"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), WORDS)
+def test_refusals(changes: dict[str, Any], words: str):
+    family = changes["family"]
+    model, input = {race[0]: race[1:3] for race in reversed(SMALL)}[family]
+    case = Case(**{"model": model, "input": input, "device": "cuda", **changes})
+    assert words in (load(family).refuses(case) or "")
+    with pytest.raises(ValueError, match=words.split("'")[0]):
+        prepare(case)
+
+
+@pytest.mark.parametrize("family", ["bert", "gnn", "resnet", "unet"])
+def test_training_in_float16_is_refused(family: str):
+    model, input = next((model, input) for name, model, input in TRAINING if name == family)
+    case = Case(family=family, model=model, input=input, workload="train", dtype="float16", device="cuda")
+    assert load(family).refuses(case) == UNSCALED
+    assert load(family).refuses(replace(case, dtype="bfloat16")) is None
+
+
+# GiB of large cases on a GPU, about.
+MEMORY = [
+    ("bert", "bert-base", "32x128", "inference", 2.46),
+    ("bert", "bert-large", "256x128", "inference", 6.03),
+    ("bert", "bert-base", "32x128", "train", 7.71),
+    ("bert", "bert-base", "epoch-32x512", "train", 15.55),
+    ("gnn", "gcn", "arxiv", "inference", 2.72),
+    ("gnn", "gcn", "products", "inference", 28.50),
+    ("gnn", "graphsage", "products-sampled", "train", 29.71),
+    ("llm", "llama-3.2-1b", "decode-1x1024", "inference", 5.30),
+    ("llm", "llama-3.1-8b", "decode-128x1024", "inference", 38.02),
+    ("llm", "llama-3.1-8b", "prefill-1x8192", "inference", 25.68),
+    ("llm", "llama-3.2-1b", "4x2048", "train", 39.08),
+    ("resnet", "resnet50", "256x224", "inference", 2.70),
+    ("resnet", "resnet50", "128x224", "train", 18.03),
+    ("unet", "sd15", "2x64x64", "inference", 12.29),
+    ("unet", "sdxl", "2x128x128", "inference", 15.75),
+    ("unet", "sd15", "loop-30x64x64", "inference", 12.29),
+    ("unet", "sd15", "4x64x64", "train", 27.76),
+    ("aggregation", "index-add", "uniform-256", "inference", 2.75),
+    ("attention", "decode-triton", "8b-32x1024", "inference", 8.12),
+    ("patterns", "few-signatures", "large", "inference", 1.46),
+]
+
+
+@pytest.mark.parametrize(("family", "model", "input", "workload", "gib"), MEMORY)
+def test_memory_of_large_cases(family: str, model: str, input: str, workload: str, gib: float):
+    dtype = "float32" if family == "gnn" else "bfloat16"
+    case = Case(family=family, model=model, input=input, workload=workload, dtype=dtype, device="cuda")
+    assert load(family).memory_bytes(case) / 2**30 == pytest.approx(gib, rel=0.03)
