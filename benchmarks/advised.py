@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from benchmarks.cli import did_you_mean
-from benchmarks.families.base import Prepared
+from benchmarks.families.base import Prepared, Workload
 from benchmarks.plan import DTYPES, Case
 
 EXAMPLE, GIVEN, CAST = "example", "given", "given, cast"  # names of the input in a row
@@ -187,7 +187,7 @@ def _in_a_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
-class AdvisedWorkload:
+class AdvisedWorkload(Workload):
     """Any model by its name; ``sizes`` of a preset's inputs stand in the input's name (``example, batch=8``)."""
 
     family = "advise"

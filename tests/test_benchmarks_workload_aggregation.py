@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import zoo
-from benchmarks.families import Prepared, families, gnn_work, load
+from benchmarks.families import Prepared, families, gnn_arms, load
 from benchmarks.families.aggregation import GRAPHS, WAYS, WORKLOAD, task_of
 from benchmarks.plan import Case, expand
 from benchmarks.worker import Handler
@@ -86,8 +86,8 @@ def test_a_hub_and_its_level_twin() -> None:
 
 def test_bytes_are_counted_as_a_layer_of_the_gnn_counts_them() -> None:
     prepared = prepare("operator")
-    arch = gnn_work.Architecture(kind="graphsage", features=16, hidden=16, layers=1, classes=None)
-    layer = gnn_work.bytes_moved(arch, 300, 1900, 4) - 4 * gnn_work.parameters(arch)
+    arch = gnn_arms.Architecture(kind="graphsage", features=16, hidden=16, layers=1, classes=None)
+    layer = gnn_arms.bytes_moved(arch, 300, 1900, 4) - 4 * gnn_arms.parameters(arch)
     # A layer of GraphSAGE reads the features apart from the gather as well.
     assert prepared.bytes == layer - 4 * 300 * 16
 

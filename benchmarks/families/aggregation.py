@@ -181,7 +181,7 @@ class AggregationWorkload(Workload):
             return f"a CPU has no sparse product in {case.dtype}"
         return None
 
-    def memory(self, case: Case, *, reference: bool) -> int:
+    def estimate(self, case: Case, *, reference: bool) -> int:
         """Estimated peak device memory of the case in bytes, the float64 reference included."""
         graph, width = task_of(case.input)
         itemsize = dtype_of(case).itemsize

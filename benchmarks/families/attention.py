@@ -157,7 +157,7 @@ class AttentionWorkload(Workload):
             return f"on a CPU {_NOT_COMPILED_ON_A_CPU[case.model]}"
         return None
 
-    def memory(self, case: Case, *, reference: bool) -> int:
+    def estimate(self, case: Case, *, reference: bool) -> int:
         """Estimated peak device memory of the case in bytes, the float64 reference of a layer included."""
         itemsize = dtype_of(case).itemsize
         if case.input in DECODE_INPUTS:

@@ -127,7 +127,7 @@ class Prepared:
 class Workload:
     """Base class of a family's workload. Each family's file makes one instance, ``WORKLOAD``.
 
-    A subclass sets the class attributes and defines :meth:`build` and :meth:`memory`, and :meth:`cannot` where some
+    A subclass sets the class attributes and defines :meth:`build` and :meth:`estimate`, and :meth:`cannot` where some
     combinations of model, input and arm do not exist.
     """
 
@@ -158,7 +158,7 @@ class Workload:
         """
         raise NotImplementedError
 
-    def memory(self, case: Case, *, reference: bool) -> int:
+    def estimate(self, case: Case, *, reference: bool) -> int:
         """Estimated device memory of the case in bytes, without what the process itself takes.
 
         Args:
@@ -193,11 +193,11 @@ class Workload:
 
     def memory_bytes(self, case: Case) -> int:
         """Estimated peak device memory of the case in bytes, the reference included, before anything is allocated."""
-        return self.memory(case, reference=True) + PROCESS_BYTES
+        return self.estimate(case, reference=True) + PROCESS_BYTES
 
     def running_bytes(self, case: Case) -> int:
         """The same without the reference: what the arms need side by side."""
-        return self.memory(case, reference=False) + PROCESS_BYTES
+        return self.estimate(case, reference=False) + PROCESS_BYTES
 
     def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
         """What :meth:`build` returns. Called in the worker process only.

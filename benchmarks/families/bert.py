@@ -74,7 +74,7 @@ class BertWorkload(Workload):
         length, limit = bert_arms.task(case.input).length, _config(case).positions
         return f"{case.input} needs {length} positions, and {case.model} has {limit}" if length > limit else None
 
-    def memory(self, case: Case, *, reference: bool) -> int:
+    def estimate(self, case: Case, *, reference: bool) -> int:
         """Estimated device memory: weights, and what is alive at once in a layer whose steps are not fused."""
         if case.workload == "train":
             return bert_train.memory(case, reference=reference)

@@ -75,7 +75,7 @@ class CallsWorkload(Workload):
         """Why the family has no such combination, or None."""
         return None if case.impl == "zoo" else "these blocks are of no library"
 
-    def memory(self, case: Case, *, reference: bool) -> int:
+    def estimate(self, case: Case, *, reference: bool) -> int:
         """Nothing beside what a process takes: the models are small."""
         return 0
 

@@ -45,7 +45,7 @@ class GnnWorkload(Workload):
             return "upstream-tuned is compiled for batches of all sizes anyway"
         return None
 
-    def memory(self, case: Case, *, reference: bool) -> int:
+    def estimate(self, case: Case, *, reference: bool) -> int:
         """Estimated device memory, from the counts of the published graph."""
         graph_name = case.input.removesuffix(SAMPLED)
         counts = graphs.spec(graph_name)

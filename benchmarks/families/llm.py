@@ -77,7 +77,7 @@ class LlmWorkload(Workload):
         slots, limit = task_of(case.input).slots, PRESETS[case.model].max_position_embeddings
         return f"{case.input} needs {slots} positions, and {case.model} has {limit}" if slots > limit else None
 
-    def memory(self, case: Case, *, reference: bool) -> int:
+    def estimate(self, case: Case, *, reference: bool) -> int:
         """Estimated device memory."""
         return (llm_train.memory if case.workload == "train" else memory)(case, _config(case), reference=reference)
 

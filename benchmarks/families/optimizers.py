@@ -117,7 +117,7 @@ class OptimizersWorkload(Workload):
             return "a fused step is one of kernels that are written already, and leaves a compiler nothing to join"
         return None
 
-    def memory(self, case: Case, *, reference: bool) -> int:
+    def estimate(self, case: Case, *, reference: bool) -> int:
         """Estimated peak device memory of the case in bytes, the float64 reference and the check included."""
         sizes = [torch.Size(shape).numel() for shape in PARAMETERS[case.input].shapes()]
         numbers, itemsize = sum(sizes), dtype_of(case).itemsize

@@ -59,7 +59,7 @@ class PatternsWorkload(Workload):
             return f"patterns are about regions; {case.strategy} is raced in the families"
         return None
 
-    def memory(self, case: Case, *, reference: bool) -> int:
+    def estimate(self, case: Case, *, reference: bool) -> int:
         """Estimated peak device memory of the case in bytes, the float64 reference included, which any arm may compute.
 
         A bound: in between, nothing in these models is as large as thirty-two times their input.

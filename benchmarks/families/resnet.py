@@ -104,7 +104,7 @@ class ResNetWorkload(Workload):
             return "tuned is folded, which is for inference; to train, torchvision's users have no better way"
         return None
 
-    def memory(self, case: Case, *, reference: bool) -> int:
+    def estimate(self, case: Case, *, reference: bool) -> int:
         """Estimated device memory: weights, and the activations that are alive at once or kept for the backward."""
         config, (batch, size) = _config(case), sizes(case.input)
         itemsize, parameters = dtype_of(case).itemsize, parameters_of(ResNet, config)

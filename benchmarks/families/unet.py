@@ -83,7 +83,7 @@ class UNetWorkload(Workload):
             return "tuned has fused projections, which are for inference; to train, diffusers' users have no better way"
         return None
 
-    def memory(self, case: Case, *, reference: bool) -> int:
+    def estimate(self, case: Case, *, reference: bool) -> int:
         """Estimated device memory: weights, skips, and what is alive at once or kept for the backward."""
         config, (batch, size) = _config(case), sizes(case.input)
         batch = unet_loop.ROWS if _is_run(case) else batch
