@@ -199,6 +199,7 @@ def test_layers_of_products_and_kernels_need_no_inductor(
 ) -> None:
     pytest.importorskip("triton", reason="torch came without Triton, which GPUs only need")
     from torch.utils import _triton
+
     from zoo.engine.kernel import Kernel
 
     monkeypatch.setattr(gpu, "get_active_torch_device", lambda: torch.device("cuda", 0), raising=False)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from zoo.engine.autograd import differentiable_once
 from zoo.ops import common as operators
 from zoo.ops.conv import operator
 
@@ -83,7 +84,7 @@ class Double(torch.autograd.Function):
         return x * 2
 
     @staticmethod
-    @operators.differentiable_once
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad * 2 * ctx.saved_tensors[0].sign() ** 2
 
