@@ -37,6 +37,9 @@ class Gpu:
     def get_current_device(self) -> int:
         return 0
 
+    def set_current_device(self, device: int) -> None:
+        assert device == 0
+
     def get_current_stream(self, device: int) -> int:
         return 0
 

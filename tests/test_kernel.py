@@ -28,7 +28,7 @@ from tests import (
     test_unet_kernels,
 )
 from tests.fake_gpu import Gpu, kernels, lower
-from zoo.engine.kernel import kernel
+from zoo.engine.kernel import compile_together, kernel
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 
@@ -152,6 +152,24 @@ def test_launches_that_were_kept_end_with_tritons_cache(gpu: Gpu) -> None:
     _forget()
     launch()
     assert gpu.compiled == ["_scaled"] * 2
+
+
+def test_kernels_are_compiled_together(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = launches()
+    described = [[each.dtype if isinstance(each, Tensor) else each for each in arguments] for arguments, _ in given]
+    aligned = [index for index in range(len(given)) if index != 3]  # the fourth has a tensor that is not
+    compile_together([(_scaled, described[index], given[index][1]) for index in aligned * 2])
+    compiled = len(gpu.compiled)
+    assert compiled >= len(given) - 3
+    for index in aligned:
+        launch(index)
+    assert len(gpu.compiled) == compiled, "a launch compiled its kernel again"
+
+
+def test_a_kernel_that_does_not_compile_beside_others_is_named(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_scaled, "warmup", lambda *_, **__: 1 / 0)
+    with pytest.warns(RuntimeWarning, match="ZeroDivisionError"):
+        compile_together([(_scaled, [torch.float32], {})])
 
 
 # --- kernels of the families ---

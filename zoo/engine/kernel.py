@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -32,20 +32,29 @@ def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 def compile_together(launches: Sequence[tuple[Kernel, list[Any], dict[str, Any]]]) -> None:
     """Compile the kernels of some launches side by side, where the first launch of each would compile it alone.
 
-    Launches are kernels, arguments with dtypes in place of tensors, and options. A kernel that does not compile is left
-    to its launch, which says why.
+    Args:
+        launches: Kernels, arguments with dtypes in place of tensors, and options. What does not compile here is
+            compiled by its launch, and a RuntimeWarning says why.
     """
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads, suppress(Exception):
-        with triton.AsyncCompileMode(threads, ignore_errors=True):
-            futures = [kernel.warmup(*given, grid=(1,), **options) for kernel, given, options in launches]
-        compiled = {id(each.kernel): each.kernel for each in futures if getattr(each, "kernel", None) is not None}
-        list(threads.map(_build_launcher, compiled.values()))
+    driver = triton.runtime.driver.active
+    device = driver.get_current_device()
 
+    def compile_one(launch: tuple[Kernel, list[Any], dict[str, Any]]) -> Exception | None:
+        kernel, given, options = launch
+        driver.set_current_device(device)  # a thread starts on the first
+        try:
+            compiled = kernel.warmup(*given, grid=(1,), **options)
+            # Older Tritons compile some C for each kernel, as slowly as the kernel, and find it on disk at the launch.
+            driver.launcher_cls(compiled.src, compiled.metadata)
+        except Exception as error:
+            return error
+        return None
 
-def _build_launcher(compiled: Any) -> None:
-    """Older Tritons compile some C for each kernel, as slowly as the kernel, and find it on disk at the launch."""
-    with suppress(Exception):
-        triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
+    different = {(each[0].fn, repr(each[1:])): each for each in launches}
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        failed = [each for each in threads.map(compile_one, different.values()) if each is not None]
+    if failed:
+        warnings.warn(f"{len(failed)} kernels are compiled one by one: {failed[0]!r}", RuntimeWarning, stacklevel=2)
 
 
 class Kernel(JITFunction):  # type: ignore[misc]
