@@ -211,6 +211,8 @@ class AdvisedWorkload(Workload):
         """What one eager call took, and some more."""
         return int(HEADROOM * (self.memory or 0))
 
+    running_bytes = memory_bytes
+
     def look(
         self, *, model: str, device: str, dtype: str | None, seed: int, sizes: Mapping[str, int]
     ) -> dict[str, Any]:

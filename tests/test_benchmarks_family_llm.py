@@ -226,7 +226,7 @@ def test_the_harness_checks_the_first_call_however_many_came_before(tmp_path: Pa
 
 
 def test_arms_that_memory_cannot_hold_together_do_not_get_ready_together():
-    from benchmarks.race import _side_by_side
+    from benchmarks.harness import _side_by_side
 
     assert _side_by_side([["arm"] * 9]) == 9
     assert _side_by_side([["arm"] * 4, ["arm"] * 3, ["arm"] * 2]) == 3

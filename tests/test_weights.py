@@ -135,7 +135,7 @@ def test_conversion_copies_and_keeps_dtype_mode_and_flags(name: str) -> None:
     for family in families():
         if name not in family.presets:
             with pytest.raises(TypeError, match=" is not an? .* of the zoo"):
-                family.upstream().to_upstream(ours)
+                family.weights.to_upstream(ours)
 
 
 MODELS = {"bert": "bert-debug", "llm": "llm-debug", "unet": "unet-debug"}

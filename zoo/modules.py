@@ -6,11 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from zoo.ops.common import compute_dtype as compute_dtype
-from zoo.ops.common import is_plain_tensor, is_unmodified
 from zoo.ops.common import to_images as to_images
 from zoo.ops.common import to_rows as to_rows
-
-plain, ordinary = is_unmodified, is_plain_tensor
 
 
 def initialise(module: nn.Module) -> None:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from zoo.weights import Placement, WeightMap, check_dtype, check_finite, fill, locate, open_tensors
+from zoo.files import open_tensors
+from zoo.weights import WeightMap, check_dtype, check_finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,43 +37,7 @@ class Family:
     model_types: tuple[type[nn.Module], ...]
     example_inputs: Callable[..., dict[str, Any]]
     upstream_packages: tuple[str, ...]
-    weights: WeightMap[Any] | None = None
-    # For families that have functions in place of a WeightMap.
-    upstream_module: str = ""
-    placements: Callable[[Any], Mapping[str, Placement | None]] | None = None
-    check_folder: Callable[[Path, Any, Collection[str]], None] | None = None
-    find_weights: Callable[[str, Any], Path | None] | None = None
-
-    def upstream(self) -> Any:
-        """What converts from and to the upstream library."""
-        return self.weights or _Functions(self)
-
-
-@dataclass(frozen=True)
-class _Functions:
-    """The methods of a ``WeightMap``, by a family's own functions."""
-
-    family: Family
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module(self.family.upstream_module), name)
-
-    def locate(self, preset: str, source: Any) -> Path:
-        find = self.family.find_weights
-        return (None if find is None else find(preset, source)) or locate(source)
-
-    def check_folder(self, folder: Path, config: Any, overridden: Collection[str]) -> None:
-        if self.family.check_folder is not None:
-            self.family.check_folder(folder, config, overridden)
-
-    def fill(self, model: Any, tensors: Mapping[str, torch.Tensor], **options: Any) -> None:
-        own: dict[str, Placement | None] = {key: Placement(key) for key in model.state_dict()}
-        if 2 * len(tensors.keys() & own.keys()) > len(own):
-            fill(model, tensors, own, **options)
-        elif self.family.placements is None:
-            fill(model, self.convert_state_dict(dict(tensors), model.config), own, **options)
-        else:
-            fill(model, tensors, self.family.placements(model.config), **options)
+    weights: WeightMap[Any]
 
 
 _FAMILIES: dict[str, Family] = {}
@@ -188,7 +151,7 @@ def from_upstream(module: nn.Module, *, strict: bool = False) -> nn.Module:
     for family in _FAMILIES.values():
         if packages & set(family.upstream_packages):
             try:
-                model: nn.Module = family.upstream().from_upstream(module)
+                model: nn.Module = family.weights.from_upstream(module)
             except NotImplementedError:
                 continue
             check_finite(model, type(module).__name__, strict=strict)
@@ -205,7 +168,7 @@ def to_upstream(model: nn.Module) -> nn.Module:
     Raises:
         TypeError: If the model is not the zoo's.
     """
-    module: nn.Module = family_of(model).upstream().to_upstream(model)
+    module: nn.Module = family_of(model).weights.to_upstream(model)
     return module.train(model.training)
 
 
@@ -243,7 +206,7 @@ def _load(
     device: torch.device | str | None,
     dtype: torch.dtype | None,
 ) -> nn.Module:
-    conversion = family.upstream()
+    conversion = family.weights
     path = conversion.locate(name, weights)
     if path.is_dir():
         conversion.check_folder(path, config, overrides)

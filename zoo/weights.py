@@ -36,12 +36,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from zoo.files import Tensors as Tensors
-from zoo.files import locate as locate
-from zoo.files import open_tensors as open_tensors
-from zoo.files import reading as reading
-from zoo.files import replacing as replacing
-from zoo.files import write_tensors
+from zoo.files import locate, open_tensors, replacing, write_tensors
 
 Model = TypeVar("Model", bound=nn.Module)
 Table = Mapping[str, "str | Placement"]

@@ -18,8 +18,9 @@ from torch import Tensor
 from zoo.bert.heads import make_head
 from zoo.bert.layer import ACTIVATIONS, USE_FIELDS, BertConfig
 from zoo.bert.model import Bert
+from zoo.files import open_tensors
 from zoo.modules import initialise
-from zoo.weights import Placement, Table, WeightMap, open_tensors, warn
+from zoo.weights import Placement, Table, WeightMap, warn
 
 _KINDS = {"bert": "Bert", "roberta": "Roberta"}
 _HEADS = {

@@ -266,7 +266,10 @@ WEIGHTS = WeightMap(
     write_config=write_config,
     use_fields=USE_FIELDS,
 )
-load, save = WEIGHTS.load, WEIGHTS.save
+load = WEIGHTS.load
+"""A model from a folder or hub id in transformers' format: :meth:`zoo.weights.WeightMap.load`."""
+save = WEIGHTS.save
+"""Write a folder that transformers loads: :meth:`zoo.weights.WeightMap.save`."""
 
 
 def placements(config: LLMConfig) -> dict[str, Placement]:

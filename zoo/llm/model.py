@@ -31,8 +31,9 @@ from zoo.engine.region import Region
 from zoo.llm.cache import KVCache, check_cache, make_cache
 from zoo.llm.config import LLMConfig
 from zoo.llm.generate import GenerationMixin
-from zoo.modules import initialise, on_host, ordinary, plain
+from zoo.modules import initialise, on_host
 from zoo.ops.attention import attend, decode_attention, decode_layer, decodes, few_rows, norm_linear
+from zoo.ops.common import is_plain_tensor, is_unmodified
 from zoo.ops.glu import swiglu
 from zoo.ops.norms import add_rms_norm, rms_norm
 from zoo.ops.rotary import rotate_into, split_rotated
@@ -175,7 +176,7 @@ class LLMLayer(nn.Module):
         q_norm, k_norm = self.q_norm, self.k_norm
         if q_norm is None or k_norm is None:
             return qkv, None, None, 0.0
-        if plain(q_norm, RMSNorm) and plain(k_norm, RMSNorm):
+        if is_unmodified(q_norm, RMSNorm) and is_unmodified(k_norm, RMSNorm):
             return qkv, q_norm.weight, k_norm.weight, q_norm.eps
         heads = qkv.unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split((self.heads, self.key_heads, self.key_heads), dim=2)
@@ -185,9 +186,9 @@ class LLMLayer(nn.Module):
         """True if the decoding kernels take x [B, C]: few rows, and no submodule was replaced or has hooks."""
         products = self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj
         norms = self.input_layernorm, self.post_attention_layernorm, self.q_norm, self.k_norm
-        if not all(norm is None or plain(norm, RMSNorm) for norm in norms):
+        if not all(norm is None or is_unmodified(norm, RMSNorm) for norm in norms):
             return False
-        return all(map(plain, products)) and decodes(x, cache, *(product.weight for product in products))
+        return all(map(is_unmodified, products)) and decodes(x, cache, *(product.weight for product in products))
 
     def _decode(self, x: Tensor, rotary: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
         """The block for one new token in each of few rows: x [B, C] -> [B, C]."""
@@ -210,7 +211,12 @@ class LLMHead(nn.Module):
     def forward(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """X [B, L, C], weight [V, C] -> logits [B, L, V]; without a weight -> normed x [B, L, C]."""
         norm = self.norm
-        if weight is not None and x.shape[1] == 1 and plain(norm, RMSNorm) and few_rows(x[:, 0], norm.weight, weight):
+        if (
+            weight is not None
+            and x.shape[1] == 1
+            and is_unmodified(norm, RMSNorm)
+            and few_rows(x[:, 0], norm.weight, weight)
+        ):
             logits: Tensor = norm_linear(x[:, 0], norm.weight, norm.eps, weight)[:, None]
             return logits
         normed: Tensor = self.norm(x)
@@ -230,7 +236,7 @@ def attend_tokens(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tenso
 
 def _add_norm(x: Tensor, added: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """The sum of x and ``added`` [B, T, C], and its norm: one kernel, unless the norm was replaced or has hooks."""
-    if plain(norm, RMSNorm):
+    if is_unmodified(norm, RMSNorm):
         return add_rms_norm(x, added, norm.weight, norm.eps)  # type: ignore[arg-type]
     x = x if added is None else x + added
     return x, norm(x)
@@ -239,7 +245,7 @@ def _add_norm(x: Tensor, added: Tensor | None, norm: nn.Module) -> tuple[Tensor,
 def _add_linear(x: Tensor, hidden: Tensor, linear: nn.Module) -> Tensor:
     """X [B, T, C] plus a linear layer of hidden [B, T, I], as one product where that gives the same numbers."""
     autocast = torch.is_autocast_enabled(x.device.type)
-    if autocast or not plain(linear) or linear.bias is not None or not ordinary(linear.weight):  # type: ignore[arg-type]
+    if autocast or not is_unmodified(linear) or linear.bias is not None or not is_plain_tensor(linear.weight):  # type: ignore[arg-type]
         return x + linear(hidden)  # type: ignore[no-any-return]
     if not x.dtype == hidden.dtype == linear.weight.dtype:
         return x + linear(hidden)  # type: ignore[no-any-return]

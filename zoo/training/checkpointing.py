@@ -6,7 +6,6 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,7 +41,7 @@ def checkpoint_regions(
     Raises:
         ValueError: If the model is not compiled, neither a region nor a module around one is of this class, it is a
             container that is never called, ``every`` is not positive, its blocks are checkpointed already, or some
-            are compiled no more. In the first call, if a block is handed an iterator, which its first run uses up.
+            are compiled no more.
     """
     plan = plan_of(model)
     if plan is None:
@@ -103,21 +102,10 @@ class _Checkpointed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self.preserve_rng_state}
         call, block, model = self._call, self._block(), self._model()
-        if _has_iterator((args, kwargs)):
-            raise ValueError(
-                f"a {type(block).__name__} cannot be checkpointed: it is handed an iterator, which its first run uses "
-                "up; call zoo.uncompile(model) and zoo.compile_regions(model), and checkpoint the blocks in it"
-            )
         if self._has_buffers and block is not None and model is not None:
             call = again = _Again(call, block, model)
             options["context_fn"] = again.contexts
         return checkpoint(call, *args, **options, **kwargs)
-
-
-def _has_iterator(arguments: Any) -> bool:
-    """Whether an argument is an iterator or, as a dataclass may, has one."""
-    held = ((leaf, *getattr(leaf, "__dict__", {}).values()) for leaf in pytree.tree_leaves(arguments))
-    return any(isinstance(each, Iterator) for each in chain.from_iterable(held))
 
 
 class _Again:

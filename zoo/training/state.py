@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from zoo.weights import reading, replacing
+from zoo.files import reading, replacing
 
 WEIGHTS, REST = "model.safetensors", "training.pt"
 _FORMAT = 1
