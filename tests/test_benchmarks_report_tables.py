@@ -754,16 +754,6 @@ def _with_cold(results: list[Result], seconds: Mapping[str, float | None]) -> li
     return results
 
 
-def test_the_cold_range_is_taken_over_races_that_measured_both() -> None:
-    slow = _with_cold(race(input="arxiv"), {OURS: 3.8, "upstream full reduce-overhead": 96.2})
-    alone = _with_cold(race(input="reddit"), {OURS: None, "upstream full reduce-overhead": 500.0})
-    rows = Rows([*race(), *slow, *alone], ENVIRONMENTS)
-    assert make_value(Spec.parse("cold-range of=ours"), rows) == "1 to 4 s"
-    assert make_value(Spec.parse("cold-range of=whole"), rows) == "5 to 96 s"
-    with pytest.raises(ValueError, match="of=whole or of=ours"):
-        make_value(Spec.parse("cold-range of=mine"), rows)
-
-
 def test_decomposition_walks_from_upstream_to_the_cuda_graph() -> None:
     results = [result for result in race() if result.case.arm != "zoo regional"]
     text = _table("decomposition model=gcn input=cora", [*results, failure("timeout", "60 s", strategy="regional")])
@@ -986,3 +976,13 @@ def test_the_picture_draws_a_point_for_each_arm_and_skips_a_model_without_ours()
     assert front.picture(shown, by_other_matplotlib) == by_other_matplotlib
     measured_again = front.picture(races(race({OURS: 2.0}, input="arxiv"), ENVIRONMENTS), drawn)
     assert measured_again != drawn and "GCN" not in front.picture([])
+
+
+def test_a_value_of_extra_rows_is_theirs_alone() -> None:
+    slow = _with_cold(race(), {OURS: 3.8})
+    rows = Rows(race(), ENVIRONMENTS, {"later": slow})
+    said = f'model=gcn input=cora arm="{OURS}"'
+    assert make_value(Spec.parse(f"compile-cold extra=later {said}"), rows) == "3.80 s"
+    assert make_value(Spec.parse(f"compile-cold {said}"), rows) != "3.80 s"
+    with pytest.raises(ValueError, match="no extra rows 'earlier'"):
+        make_value(Spec.parse(f"compile-cold extra=earlier {said}"), rows)

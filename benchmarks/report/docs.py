@@ -196,12 +196,12 @@ def make_table(spec: Spec, rows: Rows) -> str:
         known = ("front", "headline", *makers, *claims.TABLES)
         raise ValueError(f"there is no table {spec.kind!r}; {did_you_mean(spec.kind, known)}")
     of_arm = spec.kind == "kernels"
-    _refuse_options(spec, (*SELECTING, "arm") if of_arm else SELECTING)
+    _refuse_options(spec, (*SELECTING, "extra", "arm") if of_arm else (*SELECTING, "extra"))
     if of_arm and not {"model", "input", "arm"} <= spec.options.keys():
         raise ValueError('kernels are those of one arm; give model=... input=... arm="zoo regional"')
     if not {"model", "input"} <= spec.options.keys():
         raise ValueError(f"a {spec.kind} table shows one race; give model=... input=...")
-    shown = races_of(rows)
+    shown = _races(spec, rows)
     if spec.kind == "decomposition":
         apart = tuple(race for race in extra_races(rows) if tables.separates_kernels(race))
         shown = apart if _select(spec, apart) else shown
@@ -212,6 +212,15 @@ def make_table(spec: Spec, rows: Rows) -> str:
     if spec.kind in ("losses", "kernels"):  # the first stands below a table of the same race
         return made
     return "\n\n".join([made, " ".join(cells.notes(race)), _origin([race])])
+
+
+def _races(spec: Spec, rows: Rows) -> tuple[MeasuredRace, ...]:
+    """The families' races, or the extra ones of the name in ``extra=``."""
+    if (name := spec.options.get("extra")) is None:
+        return races_of(rows)
+    if not (found := tuple(race for race in extra_races(rows) if race.extra == name)):
+        raise ValueError(f"there are no extra rows {name!r}; {did_you_mean(name, rows.extra)}")
+    return found
 
 
 def _refuse_options(spec: Spec, known: Sequence[str]) -> None:
@@ -305,16 +314,13 @@ def make_value(spec: Spec, rows: Rows) -> str:
     """The text of a value block: a measured figure with its unit. ValueError on an unknown figure, option or arm."""
     if spec.kind == "verdict":
         return claims.verdict(spec.options, rows)
-    if spec.kind == "cold-range":
-        _refuse_options(spec, ("of", *MACHINE))
-        return front.cold_range(spec.options, races_of(rows))
     if spec.kind not in VALUES:
-        known = (*VALUES, "verdict", "cold-range")
+        known = (*VALUES, "verdict")
         raise ValueError(f"there is no value {spec.kind!r}; {did_you_mean(spec.kind, known)}")
-    _refuse_options(spec, (*SELECTING, "arm", "against"))
+    _refuse_options(spec, (*SELECTING, "extra", "arm", "against"))
     if not {"model", "input", "arm"} <= spec.options.keys():
         raise ValueError('a value belongs to one arm; give model=... input=... arm="zoo regional"')
-    race = _single(spec, races_of(rows))
+    race = _single(spec, _races(spec, rows))
     if race is None:
         return NOT_YET
     found = _arm(race, spec.options["arm"])

@@ -86,24 +86,9 @@ def table(options: Mapping[str, str], shown: Iterable[MeasuredRace]) -> str:
     )
 
 
-def cold_range(options: Mapping[str, str], shown: Iterable[MeasuredRace]) -> str:
-    """The least and the greatest cold compile time over all inference races, ``of`` the ``whole`` model or ``ours``.
-
-    Raises:
-        ValueError: If ``of`` is neither.
-    """
-    of = options.get("of")
-    if of not in ("whole", "ours"):
-        raise ValueError(f"of is {of!r}; give of=whole or of=ours")
-    pairs = [(cold(c.whole), cold(c.ours)) for c in _all(options, shown)]
-    seconds = [whole if of == "whole" else ours for whole, ours in pairs if whole is not None and ours is not None]
-    known = [value for value in seconds if value is not None]
-    return f"{min(known):.0f} to {max(known):.0f} s" if known else MISSING
-
-
 def _all(options: Mapping[str, str], shown: Iterable[MeasuredRace]) -> list[Compared]:
     wanted = {"workload": "inference", "device": "cuda", "family": ",".join(UPSTREAM)}
-    wanted |= {key: value for key, value in options.items() if key != "of"}
+    wanted |= options
     return [Compared(race) for race in select(wanted, shown)]
 
 
