@@ -1,5 +1,6 @@
 # make bench   measure the GNN models: eager, full and regional, ours and torch-geometric's
-# make test    run the tests
+# make test    run the tests that take no longer than a few seconds each
+# make test-all    run all tests
 # make lint    run ruff and mypy
 # make docs    build the documentation; a warning is an error
 # make clean   remove what the commands above created
@@ -7,10 +8,10 @@
 # Each command but clean first creates .venv and installs the packages, if needed.
 #
 #   make bench ARGS="--model gcn --input cora"    options of benchmarks.run
-#   make test ARGS="-k regions"                   options of pytest; "-m gpu" for the tests that need a GPU
+#   make test-all ARGS="-k regions"               options of pytest; "-m gpu" for the tests that need a GPU
 #   make test PYTHON=python3.12                   the interpreter for .venv
 #   make test VERSIONS=oldest                     the oldest releases that pyproject.toml allows, in .venv-oldest
-#   ZOO_FUZZ_EXAMPLES=300 make test ARGS="-k fuzz --timeout 0"    new random models, that many a test
+#   ZOO_FUZZ_EXAMPLES=300 make test-all ARGS="-k fuzz --timeout 0"    new random models, that many a test
 
 PYTHON ?= python3
 VERSIONS ?= newest
@@ -22,7 +23,7 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help bench test versions lint format docs clean
+.PHONY: help bench test test-all versions lint format docs clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -42,9 +43,12 @@ bench: $(INSTALLED)
 	$(RUN) -m benchmarks.run --family gnn $(ARGS)
 
 # A thread a worker: more only makes them wait for each other.
-test: export OMP_NUM_THREADS ?= 1
-test: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
+test test-all: export OMP_NUM_THREADS ?= 1
+test test-all: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
 test: $(INSTALLED)
+	$(RUN) -m pytest --numprocesses 2 --dist worksteal -m "not slow" $(ARGS)
+
+test-all: $(INSTALLED)
 	$(RUN) -m pytest --numprocesses 2 --dist worksteal $(ARGS)
 
 versions: $(INSTALLED)
