@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounter
 import zoo
 from benchmarks import families
 from benchmarks.families import resnet
+from benchmarks.families.base import count_flops
 from benchmarks.families.cuts import CUTS
 from benchmarks.families.resnet import WORKLOAD, sizes
 from benchmarks.plan import IMPLEMENTATIONS, Case
@@ -50,6 +51,14 @@ def error(output: torch.Tensor, reference: torch.Tensor) -> float:
 
 def regions_of(model: nn.Module) -> set[str]:
     return {found.region.cls.__name__ for found in zoo.find_regions(model).regions}
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_basic_blocks_match_the_reference(impl: str):
+    prepared = prepare(model="resnet18", impl=impl)
+    reference = prepared.reference()
+    assert not torch.allclose(reference[0], reference[1], rtol=0.01)
+    assert error(call(prepared), reference) < 1e-5
 
 
 @pytest.mark.parametrize("model", DEBUG)
@@ -163,6 +172,30 @@ def test_every_model_has_a_preset_and_every_input_a_size():
     for wrong in ("64", "0x32", "2x0", "2x32x3"):
         with pytest.raises(ValueError, match="is not BATCHxPIXELS"):
             sizes(wrong)
+
+
+def test_dilation_counts():
+    model: Any = zoo.create("resnet-debug", device="meta", replace_stride_with_dilation=(False, True, True))
+    theirs = zoo.to_upstream(model)
+    images = torch.empty(1, 3, 64, 64, device="meta")
+    for training in (False, True):
+        assert resnet.flops(model.config, 1, 64, training=training) == count_flops(theirs, images, backward=training)
+
+
+def test_bytes_count_every_call_of_a_convolution():
+    # What the convolutions of an eager call read and write is most of it, and all that they do is in it.
+    prepared = prepare(impl="upstream")
+    moved = 0
+
+    def count(conv: nn.Conv2d, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        nonlocal moved
+        moved += 4 * (inputs[0].numel() + output.numel() + conv.weight.numel())
+
+    for module in prepared.model.modules():
+        if isinstance(module, nn.Conv2d):
+            module.register_forward_hook(count)
+    call(prepared)
+    assert moved < prepared.bytes < 1.4 * moved
 
 
 def test_bytes_by_hand():

@@ -215,18 +215,9 @@ def build(config: ResNetConfig, *, seed: int) -> nn.Module:
     Norms start as ones and zeros, where a forgotten one would not show: they are drawn as well. Blocks add a little to
     what goes through them, as trained ones do, so that activations stay in the range of half precision.
     """
-    import torchvision.models.resnet as library
-
-    block = library.BasicBlock if config.block == "basic" else library.Bottleneck
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = library.ResNet(
-            block,
-            list(config.layers),
-            num_classes=config.num_classes,
-            groups=config.groups,
-            width_per_group=config.width_per_group,
-        )
+        model = _shipped(config)
         last = "bn2" if config.block == "basic" else "bn3"
         with torch.no_grad():
             for name, module in model.named_modules():
@@ -237,6 +228,24 @@ def build(config: ResNetConfig, *, seed: int) -> nn.Module:
                     module.weight.uniform_(0.5, 1.5).mul_(0.3 if name.endswith(last) else 1.0)
                     module.bias.normal_(std=0.1)
     return model.eval().to(memory_format=torch.channels_last)
+
+
+def _shipped(config: ResNetConfig) -> Any:
+    import torchvision.models.resnet as library
+
+    return library.ResNet(
+        library.BasicBlock if config.block == "basic" else library.Bottleneck,
+        list(config.layers),
+        num_classes=config.num_classes,
+        groups=config.groups,
+        width_per_group=config.width_per_group,
+        replace_stride_with_dilation=list(config.replace_stride_with_dilation),
+    )
+
+
+def _on_meta(config: ResNetConfig) -> Any:
+    with torch.device("meta"):
+        return _shipped(config)
 
 
 def draw_images(config: ResNetConfig, batch: int, size: int, *, seed: int) -> Tensor:
@@ -372,15 +381,6 @@ def _for_training(
 
 
 # --- what a ResNet must do and hold ---
-
-
-def _on_meta(config: ResNetConfig) -> Any:
-    import torchvision.models.resnet as library
-
-    block = library.BasicBlock if config.block == "basic" else library.Bottleneck
-    options: dict[str, Any] = {"groups": config.groups, "width_per_group": config.width_per_group}
-    with torch.device("meta"):
-        return library.ResNet(block, list(config.layers), num_classes=config.num_classes, **options)
 
 
 def flops(config: ResNetConfig, batch: int, size: int, *, training: bool = False) -> int:
