@@ -87,7 +87,12 @@ def test_models(data: st.DataObject, made: Any, dtype: torch.dtype, nodes: int, 
         # Batch norm of rows that are nearly equal divides their rounding by the root of eps; in bfloat16 that is all.
         normed = training and options["norm"] == "batch"
         dtype = torch.float32 if normed and dtype == torch.bfloat16 else dtype
-        ours = compare(theirs, run, dtype, floor=1e-3 if normed and dtype == torch.float32 else 0.0)
+        # GraphSAGE that normalises a single channel returns signs: the outputs' weights, cosines, cancel in gradients.
+        signs = (
+            name == "GraphSAGE" and options["normalize"] and 1 in (options["hidden_channels"], options["out_channels"])
+        )
+        floor = 1e-3 if normed and dtype == torch.float32 else 0.0
+        ours = compare(theirs, run, dtype, floor=floor, least_gradient=1.0 if signs else 0.0)
     except ValueError:
         # Batch norm of one row in training: both refuse.
         with pytest.raises(ValueError, match="more than 1 value per channel"):
