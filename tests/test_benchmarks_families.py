@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from benchmarks.families.base import UNSCALED, Workload, parameters_of
 from benchmarks.families.llm_steps import task_of
 from benchmarks.plan import IMPLEMENTATIONS, Case
 from benchmarks.strategies import apply, execution_mode
-from benchmarks.training import Trainer
+from benchmarks.training import READY_BATCHES, Trainer
 from benchmarks.worker import Handler
 from zoo.resnet import ResNet
 
@@ -83,6 +84,7 @@ TRAINING: dict[tuple[str, str, str], tuple[int | None, int]] = {
 }
 SMALL = [*((*race, "inference") for race in INFERENCE), *((*race, "train") for race in TRAINING)]
 FAMILIES = sorted({family for family, *_ in SMALL})
+MODELS = ("bert", "gnn", "llm", "resnet", "unet")
 
 
 @pytest.fixture(autouse=True)
@@ -116,16 +118,19 @@ def prepare(case: Case, seed: int = 0) -> Prepared:
     return load(case.family).prepare(case, data_root=None, seed=seed)
 
 
-def output_of(case: Case, prepared: Prepared, step: Any = None) -> torch.Tensor:
-    """What the first call gives, or the losses of the first steps, as one vector."""
+def output_of(case: Case, prepared: Prepared, step: Any = None, calls: int = 1) -> torch.Tensor:
+    """What the first calls give, or the losses of the first steps, as one vector."""
     if prepared.training is not None:
         trainer = Trainer(case, prepared)
         return trainer.losses(trainer.eager() if step is None else trainer.compiled(step))
     if prepared.reset is not None:
         prepared.reset()
+    found = []
     with execution_mode(case):
-        output = (prepared.model if step is None else step)(**prepared.inputs)
-    return torch.cat([leaf.reshape(-1).clone() for leaf in tree_leaves(output)])
+        for _ in range(calls):
+            output = (prepared.model if step is None else step)(**prepared.inputs)
+            found += [leaf.reshape(-1).clone() for leaf in tree_leaves(output)]
+    return torch.cat(found)
 
 
 def error(output: torch.Tensor, reference: torch.Tensor) -> float:
@@ -145,7 +150,10 @@ def test_every_arm_computes_the_reference_and_has_the_figures_of_the_rows(case: 
     if trains:
         assert all(parameter.requires_grad for parameter in prepared.model.parameters())
         assert prepared.inputs == {} and prepared.training is not None and prepared.training.autocast is None
+    elif case.family in MODELS and case.family != "gnn":
+        assert not any(parameter.requires_grad for parameter in prepared.model.parameters())
     reference = prepared.reference()
+    assert case.family not in MODELS or prepared.reference_dtype == ("float32" if case.family == "llm" else "float64")
     assert {leaf.dtype for leaf in tree_leaves(reference)} == {getattr(torch, prepared.reference_dtype)}
     assert error(output_of(case, prepared), reference) < (1e-3 if case.family == "resnet" and trains else 1e-5)
     assert (prepared.compile_regions is None) == (case.impl == "zoo") or case.family in ("optimizers",)
@@ -155,7 +163,7 @@ def test_every_arm_computes_the_reference_and_has_the_figures_of_the_rows(case: 
     assert (prepared.flops, prepared.bytes) == figures
 
 
-@pytest.mark.parametrize("case", of("zoo", dtype="bfloat16"))
+@pytest.mark.parametrize("case", [c for c in arms(dtype="bfloat16") if c.values[0].family in MODELS])
 def test_arms_in_bfloat16_round_and_stay_near(case: Case):
     prepared = prepare(case)
     output = output_of(case, prepared)
@@ -166,19 +174,23 @@ def test_arms_in_bfloat16_round_and_stay_near(case: Case):
         ours = case.input.startswith("loop") and case.impl == "zoo"
         assert output.dtype == (torch.float32 if ours else torch.bfloat16)
     assert 1e-6 < error(output, prepared.reference()) < (0.2 if "3x8x8" in case.input else 5e-2)
+    figures = (INFERENCE if case.workload == "inference" else TRAINING)[case.family, case.model, case.input]
+    assert prepared.bytes < figures[1]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_seeds_and_the_random_state(family: str):
     _, model, input, workload = next(race for race in SMALL if race[0] == family)
-    impl = "zoo"
     before = torch.random.get_rng_state()
-    case = Case(family=family, model=model, input=input, workload=workload, impl=impl)
-    first, again, other = (output_of(case, prepare(case, seed)) for seed in (0, 0, 1))
-    prepare(case).reference()
-    if family not in ("calls", "patterns"):  # they seed torch's own generator, as their readers would
-        assert torch.equal(before, torch.random.get_rng_state())
-    assert torch.equal(first, again) and not torch.equal(first, other)
+    for impl in IMPLEMENTATIONS:
+        case = Case(family=family, model=model, input=input, workload=workload, impl=impl)
+        if load(family).refuses(case) is not None:
+            continue
+        first, again, other = (output_of(case, prepare(case, seed)) for seed in (0, 0, 1))
+        prepare(case).reference()
+        if family not in ("calls", "patterns"):  # they seed torch's own generator, as their readers would
+            assert torch.equal(before, torch.random.get_rng_state())
+        assert torch.equal(first, again) and not torch.equal(first, other)
 
 
 @pytest.mark.parametrize("case", [c for c in arms(dtype="bfloat16") if c.values[0].family in ("bert", "llm")])
@@ -264,50 +276,55 @@ def test_compiled_regions_compute_the_same(case: Case, monkeypatch: pytest.Monke
         monkeypatch.setenv("BENCHMARKS_BACKEND", "aot_eager")
     prepared = prepare(case)
     step = apply(case, prepared)
-    with torch._dynamo.config.patch(recompile_limit=64):
+    # A budget is of one shape of input, and in an answer layers meet two in one call.
+    budgeted = case.impl == "zoo" and case.family in MODELS and not case.input.startswith("answer")
+    with (
+        torch._dynamo.config.patch(recompile_limit=64),
+        zoo.enforce_budget(prepared.model) if budgeted else nullcontext(),
+    ):
         assert error(output_of(case, prepared, step), prepared.reference()) < 1e-3
 
 
 @pytest.mark.parametrize(
     "case",
     # Whole runs are compiled in the tests of their own.
-    [c for c in of("zoo", "upstream", workload="inference", strategy="full") if "3x8x8" not in c.values[0].input],
+    [c for c in arms(strategy="full") if c.values[0].workload == "inference" and "3x8x8" not in c.values[0].input],
 )
 def test_the_whole_call_is_compiled_without_a_recompile(case: Case, monkeypatch: pytest.MonkeyPatch):
     prepared = prepare(case)
-    expected = output_of(case, prepared)
+    expected = output_of(case, prepared, calls=3)
     counter = CompileCounter()
     monkeypatch.setattr("benchmarks.strategies.backend", lambda: counter)
     step = apply(case, prepared)
-    assert error(output_of(case, prepared, step), expected) < 1e-5
+    first = output_of(case, prepared, step)
+    assert error(first, expected[: first.numel()]) < 1e-5
     graphs = counter.frame_count
-    assert graphs >= 1 and (case.impl == "upstream" or graphs == 1)  # as shipped libraries break some graphs
-    output_of(case, prepared, step)
+    # As shipped, torch-geometric breaks the graph where it normalises edges.
+    assert graphs == 1 or (case.impl == "upstream" and case.model in ("gcn", "gat"))
+    assert error(output_of(case, prepared, step, calls=3), expected) < 1e-5
     assert counter.frame_count == graphs
 
 
-@pytest.mark.parametrize("family", ["bert", "gnn", "llm", "resnet", "unet"])
-def test_hierarchical(family: str):
-    _, model, input, _ = next(race for race in SMALL if race[0] == family)
-    case = Case(family=family, model=model, input=input, strategy="hierarchical")
+@pytest.mark.parametrize("case", of("zoo", workload="inference", strategy="hierarchical"))
+def test_hierarchical(case: Case):
     prepared = prepare(case)
     expected = output_of(case, prepared)
     assert error(output_of(case, prepared, apply(case, prepared)), expected) < 1e-5
 
 
-@pytest.mark.parametrize("case", of("zoo", workload="inference"))
-def test_a_call_under_the_outer_cuda_graph(case: Case):
+@pytest.mark.parametrize("case", [c for c in arms() if c.values[0].workload == "inference"])
+def test_calls_under_the_outer_cuda_graph(case: Case):
     # On the CPU it copies and overwrites as a replay would.
     prepared = prepare(case)
     if prepared.capture is not None or not any(True for _ in prepared.model.parameters()):
         return
-    expected = output_of(case, prepared)
+    expected = output_of(case, prepared, calls=3)
     with torch.inference_mode():
         step = zoo.cuda_graph(prepared.model, kwargs=prepared.inputs, static=prepared.static, clone_outputs=False)
-    assert error(output_of(case, prepared, step), expected) < 1e-5
+    assert error(output_of(case, prepared, step, calls=3), expected) < 1e-5
 
 
-@pytest.mark.parametrize("case", of("zoo"))
+@pytest.mark.parametrize("case", of("zoo", "upstream", strategy="regional"))
 def test_through_the_harness(case: Case, tmp_path: Path):
     arm = Handler()
     arm.load(workload=case.family)
@@ -316,7 +333,15 @@ def test_through_the_harness(case: Case, tmp_path: Path):
     started = arm.start_up(folder=None)
     figures = (INFERENCE if case.workload == "inference" else TRAINING)[case.family, case.model, case.input]
     assert ready["bytes"] == figures[1] and started["flops"] == (figures[0] or started["flops"])
-    arm.first_call()
+    first = arm.first_call()
+    if case.family == "bert":
+        # accelerate compiles embeddings and pooler as well, and in training dropout and classifier.
+        upstream_s = 3 if case.workload == "inference" else 5
+        buckets = 5 if case.input.startswith("epoch") else 1
+        assert first["graphs"] == (upstream_s if case.impl == "upstream" else buckets)
+    arm.round(calls=2)
+    # As shipped, lengths as they come are recompiles.
+    assert arm.kernels()["recompiles"] == [] or (case.impl == "upstream" and case.input.startswith("epoch"))
     found = arm.check(reference=str(tmp_path / "reference.pt"))
     assert found["error"] < 1e-3 and found["eager_error"] < 1e-3
 
@@ -438,6 +463,23 @@ def test_refusals(changes: dict[str, Any], words: str):
         prepare(case)
 
 
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"strategy": "hierarchical"},
+        {"strategy": "regional", "cuda_graph": True, "dtype": "float16"},
+        {"strategy": "regional", "mode": "max-autotune-no-cudagraphs"},
+        {"strategy": "full", "mode": "reduce-overhead", "impl": "upstream"},
+        {"strategy": "full", "cuda_graph": True, "impl": "upstream-tuned", "dtype": "float16"},
+        {"strategy": "regional", "cuda_graph": True, "impl": "upstream-tuned"},
+    ],
+)
+def test_what_is_not_refused(family: str, changes: dict[str, Any]):
+    for model, input in load(family).default_races("cuda", False):
+        assert load(family).refuses(Case(family=family, model=model, input=input, device="cuda", **changes)) is None
+
+
 @pytest.mark.parametrize("family", ["bert", "gnn", "resnet", "unet"])
 def test_training_in_float16_is_refused(family: str):
     model, input = next((model, input) for name, model, input in TRAINING if name == family)
@@ -476,3 +518,77 @@ def test_memory_of_large_cases(family: str, model: str, input: str, workload: st
     dtype = "float32" if family == "gnn" else "bfloat16"
     case = Case(family=family, model=model, input=input, workload=workload, dtype=dtype, device="cuda")
     assert load(family).memory_bytes(case) / 2**30 == pytest.approx(gib, rel=0.03)
+
+
+# Pairs of cases, of which the second needs more.
+MORE_MEMORY: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"family": "gnn", "model": "gcn", "input": "arxiv"}, {"workload": "train"}),
+    ({"family": "gnn", "model": "gcn", "input": "arxiv", "impl": "upstream"}, {"workload": "train"}),
+    ({"family": "llm", "model": "llama-3.1-8b", "input": "prefill-1x8192"}, {"dtype": "float32"}),
+    (
+        {"family": "llm", "model": "llama-3.2-1b-checkpointed", "input": "1x131072", "workload": "train"},
+        {"model": "llama-3.2-1b"},
+    ),
+    ({"family": "llm", "model": "llama-3.2-1b", "input": "4x2048", "workload": "train"}, {"impl": "upstream"}),
+    ({"family": "resnet", "model": "resnet50", "input": "128x224"}, {"workload": "train"}),
+    ({"family": "unet", "model": "sdxl", "input": "2x128x128", "impl": "upstream"}, {"impl": "upstream-tuned"}),
+    ({"family": "unet", "model": "sd15", "input": "4x64x64"}, {"workload": "train"}),
+]
+
+
+@pytest.mark.parametrize(("changes", "more"), MORE_MEMORY)
+def test_memory_grows_with_what_is_held(changes: dict[str, Any], more: dict[str, Any]):
+    case = Case(**{"dtype": "bfloat16", "device": "cuda", **changes})
+    workload = load(case.family)
+    assert workload.running_bytes(case) < workload.running_bytes(replace(case, **more))
+
+
+@pytest.mark.parametrize("impl", ["zoo", "upstream"])
+@pytest.mark.parametrize(
+    ("model", "input"), [("bert-debug", "4x32"), ("resnet-debug", "4x64"), ("unet-debug", "2x64x64")]
+)
+def test_memory_of_training_holds_what_autograd_keeps(model: str, input: str, impl: str):
+    case = Case(family=model.partition("-")[0], model=model, input=input, workload="train", impl=impl)
+    workload = load(case.family)
+    prepared = workload.build(case, data_root=None, seed=0)
+    training = prepared.training
+    assert training is not None
+    batch = training.batch(0)
+    weights = {
+        value.untyped_storage().data_ptr() for value in (*prepared.model.parameters(), *prepared.model.buffers())
+    }
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        training.loss(prepared.model, batch)
+    found = sum(storage.nbytes() for pointer, storage in kept.items() if pointer not in weights)
+    rows, rest = input.split("x", 1)
+    of_a_gpu = replace(case, device="cuda")
+    twice = replace(of_a_gpu, input=f"{2 * int(rows)}x{rest}")
+    given = READY_BATCHES * sum(leaf.nbytes for leaf in tree_leaves(batch))
+    estimated = workload.running_bytes(twice) - workload.running_bytes(of_a_gpu) - given * (case.family != "bert")
+    assert 0.8 < found / estimated < 1.05
+
+
+SIZES: list[tuple[str, str, str, dict[str, int], tuple[int | None, str | None]]] = [
+    ("bert-debug", "2x32", "train", {"batch": 2, "length": 32, "tokens": 64}, (64, "tokens")),
+    ("resnet-debug", "2x32", "inference", {"batch": 2, "pixels": 32, "blocks": 6, "classes": 10}, (2, "images")),
+    ("resnet-debug", "4x32", "train", {"batch": 4, "pixels": 32}, (4, "images")),
+    ("unet-debug", "2x8x8", "inference", {"batch": 2, "pixels": 8, "tokens": 77, "blocks": 11}, (None, None)),
+    ("unet-debug", "2x8x8", "train", {"batch": 2, "pixels": 8}, (2, "images")),
+    ("unet-debug", "loop-3x8x8", "inference", {"images": 1, "steps": 3, "pixels": 8}, (1, "images")),
+]
+
+
+@pytest.mark.parametrize(("model", "input", "workload", "sizes", "work"), SIZES)
+def test_sizes_that_a_reader_is_told(
+    model: str, input: str, workload: str, sizes: dict[str, int], work: tuple[int | None, str | None]
+):
+    family = model.partition("-")[0]
+    prepared = prepare(Case(family=family, model=model, input=input, workload=workload))
+    assert sizes.items() <= prepared.sizes.items() and (prepared.count, prepared.unit) == work
+    assert prepared.sizes["parameters"] == sum(parameter.numel() for parameter in prepared.model.parameters())

@@ -48,6 +48,14 @@ def skewed_graph(nodes: int = 60, edges: int = 800) -> graphs.Graph:
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("kind", KINDS)
+def test_stacks_of_equal_layers_match_the_reference(kind: str, impl: str):
+    prepared = WORKLOAD.prepare(case(model=f"{kind}-8x256", impl=impl), data_root=None, seed=0)
+    output = run(prepared)
+    assert output.shape == (34, 256) and error(output, prepared.reference()) < 1e-5
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_implementations_agree_where_edges_repeat(kind: str, impl: str):
     # Without its duplicates the graph would give other numbers, so an arm that merges them is found here.
     prepared = WORKLOAD.prepare(case(model=kind, impl=impl, input="cora-powerlaw"), data_root=None, seed=1)

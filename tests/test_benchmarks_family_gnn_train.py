@@ -16,12 +16,20 @@ from torch.utils import _pytree as pytree
 
 from benchmarks import strategies
 from benchmarks.families import gnn_arms, gnn_train, graphs
-from benchmarks.families.gnn import WORKLOAD, _implementation
+from benchmarks.families.gnn import KINDS, WORKLOAD, _implementation
 from benchmarks.families.gnn_arms import architecture
 from benchmarks.plan import Case
 from benchmarks.training import Trainer
 
 CASE = Case(family="gnn", model="gcn", input="karate", workload="train")
+
+
+@pytest.mark.parametrize("model", KINDS)
+def test_the_loss_falls(model: str):
+    case = replace(CASE, model=model)
+    arm = Trainer(case, WORKLOAD.prepare(case, data_root=None, seed=0))
+    curve = arm.losses(arm.eager(), 40)
+    assert curve[-10:].mean() < 0.9 * curve[:10].mean()
 
 
 def test_each_step_has_labels_of_its_own_and_the_same_each_time():

@@ -114,6 +114,15 @@ def test_the_reference_is_the_library_s_own_model(input: str):
         assert error(whole(**prepared.inputs), prepared.reference()) < 3e-6
 
 
+@pytest.mark.parametrize("input", INPUTS)
+@pytest.mark.parametrize("name", ["layers.1.qkv_proj.weight", "layers.2.input_layernorm.weight", "head.norm.weight"])
+def test_a_wrong_weight_shows(input: str, name: str):
+    prepared = prepare(input=input)
+    with torch.no_grad():
+        prepared.model.get_parameter(f"model.{name}").mul_(0.8)
+    assert error(first_call(prepared), prepared.reference()) > 1e-3
+
+
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_what_lies_behind_the_position_is_not_seen_and_what_lies_before_is(impl: str):
     prepared = prepare(impl=impl)

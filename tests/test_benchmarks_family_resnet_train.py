@@ -24,8 +24,6 @@ from zoo.engine.graph_log import LEDGER
 from zoo.resnet.model import PRESETS
 from zoo.training import TrainingStep
 
-GIB = 1 << 30
-
 
 @pytest.fixture(autouse=True)
 def _light(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, one_thread: None) -> None:

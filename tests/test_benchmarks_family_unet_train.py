@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import zoo
 from benchmarks import families
-from benchmarks.families import unet, unet_arms
+from benchmarks.families import unet
 from benchmarks.families.base import Training
 from benchmarks.families.unet import WORKLOAD
 from benchmarks.plan import Case
@@ -23,8 +23,6 @@ with warnings.catch_warnings():
     # What diffusers imports warns of what it imports.
     warnings.simplefilter("ignore")
     from diffusers import DDPMScheduler
-
-GIB = 1 << 30
 
 
 @pytest.fixture(autouse=True)
@@ -141,20 +139,3 @@ def test_batches_are_drawn_anew_and_the_same_at_each_call():
         assert batch["text"].shape == (2, 77, 24) and batch["timesteps"].shape == (2,)
         squares = F.interpolate(batch["latents"][:, :, ::2, ::2], size=(8, 8))
         assert torch.equal(squares, batch["latents"]) and batch["latents"].std() > 0.5
-
-
-@pytest.mark.parametrize("impl", ["zoo", "upstream"])
-def test_the_estimate_of_what_is_kept_is_near_what_autograd_keeps(impl: str):
-    prepared = prepare(impl=impl, input="2x64x64")
-    training = training_of(prepared)
-    weights = {parameter.untyped_storage().data_ptr() for parameter in prepared.model.parameters()}
-    storages: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        training.loss(prepared.model, training.batch(0))
-    found = sum(storage.nbytes() for pointer, storage in storages.items() if pointer not in weights) / 4
-    assert 0.5 < found / (2 * sum(unet_arms.calls(PRESETS["unet-debug"], 64))) < 1.1
