@@ -277,6 +277,7 @@ def test_the_arms_of_a_device() -> None:
     assert {case.input for case in cases_of("mine:make", "cpu", "float32", cast=False, sizes={})} == {"given"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "strategy", "graphs"),
     [("make", "regional", 1), ("make", "full", 1), ("bert-debug", "regional", 1), ("gcn-debug", "full", 1)],

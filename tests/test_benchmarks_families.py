@@ -142,6 +142,7 @@ def error(output: torch.Tensor, reference: torch.Tensor) -> float:
 # --- arms ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", arms())
 def test_every_arm_computes_the_reference_and_has_the_figures_of_the_rows(case: Case):
     prepared = prepare(case)
@@ -270,6 +271,7 @@ def test_figures_of_committed_rows(family: str, model: str, input: str, workload
 # --- compiled ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", of("zoo", "upstream", strategy="regional"))
 def test_compiled_regions_compute_the_same(case: Case, monkeypatch: pytest.MonkeyPatch):
     if case.family in ("attention", "aggregation"):
@@ -285,6 +287,7 @@ def test_compiled_regions_compute_the_same(case: Case, monkeypatch: pytest.Monke
         assert error(output_of(case, prepared, step), prepared.reference()) < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     # Whole runs are compiled in the tests of their own.

@@ -185,6 +185,7 @@ def test_an_epoch_of_two_hundred_batches_has_the_declared_graphs_and_no_recompil
     assert losses.isfinite().all() and len(losses.unique()) > 190
 
 
+@pytest.mark.slow
 def test_lengths_as_they_come_are_recompiles_and_declared_sizes_are_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

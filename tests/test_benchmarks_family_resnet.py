@@ -61,6 +61,7 @@ def test_basic_blocks_match_the_reference(impl: str):
     assert error(call(prepared), reference) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", DEBUG)
 def test_every_model_of_the_zoo_matches_the_reference_and_declares_its_cut(model: str):
     prepared = prepare(model=model, strategy="regional")

@@ -44,6 +44,7 @@ def error(output: torch.Tensor, reference: torch.Tensor) -> float:
     return float((output.double() - reference.double()).norm() / reference.double().norm())
 
 
+@pytest.mark.slow
 def test_gradients_of_compiled_regions_are_torchvision_s():
     ours, theirs = prepare(), prepare(impl="upstream")
     assert ours.training is not None and theirs.training is not None
@@ -96,6 +97,7 @@ def test_other_cuts_train_the_same():
         assert error(arm.losses(arm.compiled(model)), reference) < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_regions_hold_their_budget_in_training_steps(dtype: str):
     prepared = prepare(dtype=dtype)
@@ -152,6 +154,7 @@ def test_files_without_a_harness_go_where_temporary_ones_go(tmp_path: Path, monk
     assert Files(count=1, width=8, height=8, seed=0).folder().parent == tmp_path / "elsewhere"
 
 
+@pytest.mark.slow
 def test_timed_steps_wait_for_files_and_others_do_not(monkeypatch: pytest.MonkeyPatch):
     asked = case(input="jpeg-4x32", impl="upstream")
     arm = Handler()

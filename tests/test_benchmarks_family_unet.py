@@ -153,6 +153,7 @@ def test_upstream_s_regions_are_its_transformer_blocks(impl: str, dynamic: bool 
     assert compiled == set(library.UNet2DConditionModel._repeated_blocks) == {"BasicTransformerBlock"}
 
 
+@pytest.mark.slow
 def test_weights_and_inputs_are_drawn_alike_and_leave_the_random_state_alone():
     before = torch.random.get_rng_state()
     arms = [prepare(impl=impl) for impl in IMPLEMENTATIONS]

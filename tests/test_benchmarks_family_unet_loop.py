@@ -101,6 +101,7 @@ def test_the_scheduler_is_stable_diffusions_euler():
     torch.testing.assert_close(ours.sampler.schedule.timesteps.float(), scheduler.timesteps.float())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full", "regional"])
 @pytest.mark.parametrize("input", ["loop-3x8x8", "pipeline-3x8x8"])
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)

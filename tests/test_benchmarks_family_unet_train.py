@@ -54,6 +54,7 @@ def test_the_loss_falls():
     assert curve[-4:].mean() < 0.75 * curve[:2].mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["unet-debug", "unet-xl-debug"])
 def test_gradients_under_autocast_are_as_near_as_diffusers(model: str):
     exact = prepare(model=model, impl="upstream")
@@ -97,6 +98,7 @@ def test_autocast_leaves_weights_wide_and_narrows_what_the_library_computes():
     assert training_of(prepare()).autocast is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_regions_hold_their_budget_in_training_steps(dtype: str):
     prepared = prepare(dtype=dtype)

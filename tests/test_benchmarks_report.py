@@ -25,6 +25,7 @@ def docs(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_report_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "run" / "rows.jsonl", [*race(), failure("timeout", "60 s", strategy="hierarchical")])
     assert main([str(tmp_path / "run")]) == 0

@@ -88,6 +88,7 @@ def test_a_broken_row_of_the_run_to_resume_is_named_in_one_line(capsys: pytest.C
     assert f"{file}:2 is not a JSON row" in said and "repair or delete that line" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "absent"),
     [
@@ -223,6 +224,7 @@ def test_one_run_measures_all_arms_of_a_claim_in_a_race(monkeypatch: pytest.Monk
     assert {plan.cases[0].race: {case for case in plan.cases if not case.control} for plan in plans} == wanted
 
 
+@pytest.mark.slow
 def test_a_run_types_its_failures_and_goes_on_then_resumes(tmp_path: Path):
     options = (
         "--model",
@@ -284,6 +286,7 @@ def test_a_failure_of_ours_makes_the_exit_code_1(tmp_path: Path):
     assert "this model does not like its input" in (tmp_path / "report.html").read_text()  # of a failure alone
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_is_done(tmp_path: Path):
     arguments = command("--model", "good,sleep", "--strategy", "eager", "--impl", "zoo", "--quick", "--rounds", "6")
     process = subprocess.Popen(

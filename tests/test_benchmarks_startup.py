@@ -201,6 +201,7 @@ def test_an_arm_that_was_through_its_rounds_outlives_an_interruption(
     assert row.status == status and (row.steady is not None) == (status == "ok")
 
 
+@pytest.mark.slow
 def test_a_curve_is_drawn_once_and_of_no_copy(settings: Settings, monkeypatch: pytest.MonkeyPatch):
     drawn: list[str] = []
     real = benchmarks.harness._draw
@@ -219,6 +220,7 @@ def test_a_curve_is_drawn_once_and_of_no_copy(settings: Settings, monkeypatch: p
     assert [len(rows[arm].curve or []) for arm in ("zoo eager", "upstream eager", "zoo eager (A/A)")] == [3, 3, 0]
 
 
+@pytest.mark.slow
 def test_a_curve_that_is_stopped_while_it_is_drawn_loses_no_row(settings: Settings, monkeypatch: pytest.MonkeyPatch):
     drawing = threading.Event()
     real = benchmarks.harness._draw
@@ -256,6 +258,7 @@ def _ask(arm: ArmRun, operation: str, given: dict[str, object]) -> dict[str, obj
     return arm.worker.ask(operation, **given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "status", "word"),
     [
@@ -332,6 +335,7 @@ def test_an_arm_that_does_not_fit_beside_the_reference_arm_races_alone(
     assert [arm.case.arm for arm in groups[0]] == ["zoo regional", "zoo eager", "zoo regional (A/A)"]
 
 
+@pytest.mark.slow
 def test_nobody_works_while_another_does_or_imports(settings: Settings):
     """The token: no two intervals of work overlap, and none overlaps an arm's getting ready."""
     logs: list[list[dict[str, float]]] = []
@@ -410,6 +414,7 @@ def test_arms_that_start_together_share_the_cores(
     assert given == [threads, threads, None, None]
 
 
+@pytest.mark.slow
 def test_steady_only_reports_counts_and_no_seconds(settings: Settings):
     cases = [replace(CASE, strategy="full"), CASE]
     rows, notes = run(replace(settings, steady_only=True, sets=2), *cases)

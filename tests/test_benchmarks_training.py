@@ -44,6 +44,7 @@ def trainer(**changes: Any) -> Trainer:
     return Trainer(case, load_workload(FAKE).prepare(case, data_root=None, seed=0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("impl", "strategy"),
     [("zoo", "eager"), ("zoo", "regional"), ("zoo", "full"), ("upstream", "eager"), ("upstream", "regional")],
@@ -189,6 +190,7 @@ def test_a_round_is_declared_with_a_loader_and_not_without():
             Training(loss=max, batch=abs, learning_rate=1.0, **options)
 
 
+@pytest.mark.slow
 def test_declared_shapes_are_compiled_by_the_first_call_and_are_no_recompiles(tmp_path: Path):
     arm = Handler()
     arm.load(workload=FAKE)

@@ -50,6 +50,7 @@ def test_own_kernels_are_left_out_where_the_case_says_so(kernels: bool, monkeypa
     assert operators.ENABLED is kernels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("impl", "strategy", "graphs"),
     [("zoo", "regional", 1), ("zoo", "full", 1), ("zoo", "hierarchical", 1), ("upstream", "regional", 2)],
@@ -102,6 +103,7 @@ def test_an_eager_arm_compiles_nothing(tmp_path: Path):
     assert ran["wall_ms"] > 0
 
 
+@pytest.mark.slow
 def test_an_outer_cuda_graph_is_captured_and_checked(tmp_path: Path):
     *_, captured, checked = talk(
         *preparation(replace(CASE, cuda_graph=True)),
@@ -119,6 +121,7 @@ def test_first_result_counts_everything_from_nothing():
     assert reply["ok"] and reply["seconds"] > 0
 
 
+@pytest.mark.slow
 def test_a_graph_break_and_its_reason_are_reported(tmp_path: Path):
     *_, first = talk(
         *preparation(replace(CASE, model="print", strategy="full")),

@@ -20,6 +20,7 @@ def case(**changes: Any) -> Case:
     return Case(**{"family": "calls", "model": "block-8", "input": "graphs-8", "strategy": "regional", **changes})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workload", ["inference", "train"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("strategy", "others"), [("eager", 0), ("full", 0), ("regional", 7)])

@@ -135,6 +135,7 @@ def test_graph_breaks_are_there_and_the_tuned_model_has_none(monkeypatch: pytest
     assert graphs_and_breaks(tuned, monkeypatch) == (1, 0, 0)
 
 
+@pytest.mark.slow
 def test_each_batch_size_has_its_variant_or_all_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = len(prepare(case("batch-sizes")).inputs["batches"])
     tuned = case("batch-sizes", strategy="regional", impl="upstream-tuned")

@@ -75,6 +75,7 @@ def test_a_wrong_weight_shows(model: str, impl: str):
     assert error(call(prepared), prepared.reference()) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", PATTERNS)
 def test_what_each_side_costs(model: str):
     before, after = prepare(model, impl="upstream"), prepare(model, impl="zoo")

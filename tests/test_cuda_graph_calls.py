@@ -319,6 +319,7 @@ def test_modes_are_kinds_of_their_own() -> None:
     assert len(zoo.captures(model).shapes) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["sd", "xl"])
 @pytest.mark.parametrize("adapted", [False, True], ids=["", "lora"])

@@ -34,6 +34,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert code == 0, printed
 
 
+@pytest.mark.slow
 def test_the_build_fails_on_what_is_broken(tmp_path: Path) -> None:
     for name in ("docs", "zoo"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -466,6 +466,7 @@ def test_a_full_disk_under_the_compiler_is_a_row_that_says_what_to_do(settings: 
 # The compiler
 
 
+@pytest.mark.slow
 def test_no_cpp_compiler_is_said_before_anything_is_measured(
     tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ def models(draw: Any) -> dict[str, Any]:
     return options
 
 
+@pytest.mark.slow
 @fuzz
 @given(
     options=models(), dtype=dtypes, rows=st.integers(1, 3), sides=st.tuples(*[st.integers(1, 40)] * 2),

@@ -61,6 +61,7 @@ def assert_equal_within_noise(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     assert (ours.mean() - theirs.mean()).abs() < 3 * noise + 0.01, (ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gcn", "gat", "graphsage"])
 def test_karate(kind: str):
     from torch_geometric.datasets import KarateClub

@@ -303,6 +303,7 @@ def test_rows_of_many_nodes_start_at_whole_vectors(name: str, monkeypatch: pytes
 # --- regions ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [512, 4])
 @pytest.mark.parametrize(
     ("name", "options"),

@@ -37,6 +37,7 @@ def run(model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
     return out.detach()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("variant", "graphs"), VARIANTS, ids=str)
 def test_one_graph_at_any_depth_in_every_mode(name: str, variant: dict[str, Any], graphs: int) -> None:
@@ -234,6 +235,7 @@ def test_symbolic_sizes_take_graphs_of_all_sizes(name: str) -> None:
     assert counters["stats"]["unique_graphs"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_inductor_gives_the_same_numbers_and_gradients(name: str) -> None:
     model = zoo.create(name, norm="layer").train()

@@ -95,6 +95,7 @@ def test_a_conversation_goes_through_the_chat_template(
     assert capsys.readouterr().out == words(first) + words(second)
 
 
+@pytest.mark.slow
 def test_as_a_command(folder: Path) -> None:
     root = Path(__file__).parent.parent
     call = [sys.executable, "examples/chat.py", str(folder), "--prompt", "w5", "--device", "cpu", "--no-compile"]

@@ -366,22 +366,22 @@ def test_weights_are_never_in_memory_twice(how: str, tmp_path: Path) -> None:
 
 
 def test_loading_reads_each_tensor_once_and_lets_it_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zoo import weights
+    from zoo import files
 
     save(zoo.create(PRESET), tmp_path)
     reads: list[str] = []
     handed_out: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
-    original = weights.Tensors.__getitem__
+    original = files.Tensors.__getitem__
 
-    def noted(self: weights.Tensors, key: str) -> torch.Tensor:
+    def noted(self: files.Tensors, key: str) -> torch.Tensor:
         tensor = original(self, key)
         alive.append(sum(each() is not None for each in handed_out))
         handed_out.append(weakref.ref(tensor))
         reads.append(key)
         return tensor
 
-    monkeypatch.setattr(weights.Tensors, "__getitem__", noted)
+    monkeypatch.setattr(files.Tensors, "__getitem__", noted)
     load(tmp_path)
     assert sorted(reads) == sorted(load_file(tmp_path / "model.safetensors"))
     assert max(alive) <= 1

@@ -214,6 +214,7 @@ def test_compiled_regions_decode_as_uncompiled(options: dict[str, Any], batch: i
             decode(model, tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("options", [{}, {"qk_norm": True}], ids=str)

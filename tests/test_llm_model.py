@@ -55,6 +55,7 @@ def graphs(model: LLM) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2, 6])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_prefill_decode_and_scoring_are_a_graph_each_at_any_depth(
@@ -88,6 +89,7 @@ def test_a_mask_is_one_more_graph(model: LLM) -> None:
     assert graphs(model) == {"LLMLayer": 2, "LLMHead": 1}
 
 
+@pytest.mark.slow
 def test_inductor_gives_the_same_numbers() -> None:
     model = zoo.create("llm-debug", num_hidden_layers=2, qkv_bias=True, qk_norm=True, sliding_window=5)
     tokens = ids(2, 7)
@@ -280,6 +282,7 @@ def language_model(**options: Any) -> LLM:
     return made.train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("regions", [True, False])
 def test_a_models_product_has_the_logits_and_their_gradients(tie: bool, regions: bool) -> None:

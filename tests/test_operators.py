@@ -44,6 +44,7 @@ def test_a_gpu_is_asked_once_what_it_is(asked: list[torch.device]) -> None:
     assert asked == [first, second]
 
 
+@pytest.mark.slow
 def test_own_kernels_can_be_left_out(asked: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators, "ENABLED", False)
     assert not operators.triton_runs_on(torch.device("cuda", 0)) and not asked

@@ -88,6 +88,7 @@ LAUNCHES = {
 }
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("name", LAUNCHES)
@@ -115,6 +116,7 @@ def test_a_block_is_one_graph_in_which_the_compiler_sees_the_kernels(
     assert nothing == [True]
 
 
+@pytest.mark.slow
 def test_importing_and_running_the_family_brings_no_triton() -> None:
     code = (
         "import sys, torch, zoo\n"

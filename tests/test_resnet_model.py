@@ -44,6 +44,7 @@ def graphs(model: nn.Module) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_blocks_are_a_graph_for_each_signature_and_size(mode: str) -> None:
     training, context = MODES[mode]
@@ -82,6 +83,7 @@ def test_deeper_is_no_more_graphs_and_regions_hold_all_weights(
     assert inside == sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 def test_stages_can_be_regions_too(training: bool) -> None:
     model = debug().train(training)

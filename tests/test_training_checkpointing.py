@@ -85,6 +85,7 @@ BLOCKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "block"), BLOCKS.items())
 def test_blocks_of_every_family_are_checkpointed_whether_regions_or_around_some(name: str, block: str) -> None:
     found = []
@@ -122,6 +123,7 @@ def test_running_statistics_are_moved_once_and_where_they_are() -> None:
     assert [buffer.data_ptr() for buffer in model.buffers()] == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "block"), [("resnet-debug", "Bottleneck"), ("unet-debug", "ResnetBlock")])
 def test_a_captured_step_is_the_same_with_blocks_around_regions(device: str, name: str, block: str) -> None:
@@ -192,6 +194,7 @@ def squares(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return (output if isinstance(output, Tensor) else output[0]).float().square().mean()
 
 
+@pytest.mark.slow
 def test_less_is_kept_of_blocks_around_regions() -> None:
     model = zoo.create("unet-debug").train().requires_grad_(True)
     inputs = zoo.example_inputs(model)

@@ -40,6 +40,7 @@ def make(name: str, **options: Any) -> TrainingStep:
     return TrainingStep(model, Squares(zoo.example_inputs(model)), optimizer, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", DEBUG)
 def test_compiled_and_captured_steps_train_like_eager_ones(name: str, autocast: torch.dtype | None):

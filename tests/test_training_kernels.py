@@ -50,6 +50,7 @@ def adamw_step(param: Tensor) -> None:
     AdamW([param]).step()
 
 
+@pytest.mark.slow
 def test_importing_the_training_brings_no_triton() -> None:
     code = (
         "import sys, torch, zoo.training\n"

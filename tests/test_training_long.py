@@ -23,6 +23,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "device", "backend"), CASES)
 def test_all_positions_are_trained_on_and_no_token_sees_a_later_one(name: str, device: str, backend: str) -> None:
     torch.manual_seed(0)

@@ -849,6 +849,7 @@ def test_a_loss_without_a_gradient_is_refused():
     assert all(param.grad is None for param in model.parameters())
 
 
+@pytest.mark.slow
 def test_a_step_is_freed_before_its_optimizer():
     model = build()
     optimizer = optimizer_of(model)

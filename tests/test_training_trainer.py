@@ -23,6 +23,7 @@ class WithLoss(nn.Module):
         return {"loss": F.cross_entropy(self.model(input_ids).flatten(0, 1), labels.flatten())}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "regional"])
 def test_a_model_trains(tmp_path: Path, compiled: bool):
     from transformers import Trainer, TrainingArguments
@@ -53,6 +54,7 @@ def test_a_model_trains(tmp_path: Path, compiled: bool):
     assert len(losses) == 12 and losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.slow
 def test_what_the_trainer_saved_goes_on_and_is_evaluated(tmp_path: Path):
     from transformers import Trainer, TrainingArguments
 

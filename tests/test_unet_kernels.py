@@ -232,6 +232,7 @@ def near(found: list[Tensor], expected: list[Tensor], relative: float) -> None:
         assert (ours.float() - theirs.float()).norm() <= relative * theirs.float().norm() + 1e-5
 
 
+@pytest.mark.slow
 def test_checkpoints_compute_the_same() -> None:
     torch.manual_seed(0)
     model = zoo.create("unet-debug").train()

@@ -49,6 +49,7 @@ NEEDED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mode"), [*(("unet-debug", mode) for mode in MODES), ("unet-xl-debug", "inference_mode")]
 )
@@ -65,6 +66,7 @@ def test_blocks_are_a_graph_for_each_shape(name: str, mode: str) -> None:
     assert graphs(model) == {found.name: found.graphs_needed for found in report.regions} == NEEDED[name]
 
 
+@pytest.mark.slow
 def test_another_size_is_as_many_graphs_again() -> None:
     model = make("unet-debug")
     zoo.compile_regions(model, backend="eager")
@@ -119,6 +121,7 @@ def test_autocast_matches_eager() -> None:
         assert reference.relative_error(found.float(), model(**inputs).sample) < 5e-2
 
 
+@pytest.mark.slow
 def test_the_whole_model_compiles_without_a_break() -> None:
     model = make("unet-debug")
     inputs = zoo.example_inputs(model)
@@ -138,6 +141,7 @@ def test_a_backward_fills_nothing_with_zeros() -> None:
     assert not any("zero" in name or "select_backward" in name for name in dispatched.ran)
 
 
+@pytest.mark.slow
 def test_inductor_gives_the_same_numbers_and_gradients() -> None:
     model = make("unet-xl-debug").double()
     inputs = zoo.example_inputs(model, size=8, tokens=5)

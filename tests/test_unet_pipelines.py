@@ -116,6 +116,7 @@ def test_the_same_images(kind: str, name: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(images(pipe), expected, atol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sd", "xl"])
 def test_compiled_regions_give_the_same_images_in_no_more_graphs(kind: str, tmp_path: Path) -> None:
     pipe = pipeline(kind, tmp_path)
