@@ -164,6 +164,7 @@ def test_every_arm_computes_the_reference_and_has_the_figures_of_the_rows(case: 
     assert (prepared.flops, prepared.bytes) == figures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [c for c in arms(dtype="bfloat16") if c.values[0].family in MODELS])
 def test_arms_in_bfloat16_round_and_stay_near(case: Case):
     prepared = prepare(case)
@@ -179,6 +180,7 @@ def test_arms_in_bfloat16_round_and_stay_near(case: Case):
     assert prepared.bytes < figures[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_seeds_and_the_random_state(family: str):
     _, model, input, workload = next(race for race in SMALL if race[0] == family)
@@ -315,6 +317,7 @@ def test_hierarchical(case: Case):
     assert error(output_of(case, prepared, apply(case, prepared)), expected) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [c for c in arms() if c.values[0].workload == "inference"])
 def test_calls_under_the_outer_cuda_graph(case: Case):
     # On the CPU it copies and overwrites as a replay would.
@@ -327,6 +330,7 @@ def test_calls_under_the_outer_cuda_graph(case: Case):
     assert error(output_of(case, prepared, step, calls=3), expected) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", of("zoo", "upstream", strategy="regional"))
 def test_through_the_harness(case: Case, tmp_path: Path):
     arm = Handler()

@@ -152,6 +152,7 @@ def test_declared_shapes_are_those_of_the_epoch(monkeypatch: pytest.MonkeyPatch)
         assert training_of(input=EPOCH, impl=impl).shapes == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("captured", [False, True])
 def test_an_epoch_of_two_hundred_batches_has_the_declared_graphs_and_no_recompile(
     captured: bool, monkeypatch: pytest.MonkeyPatch

@@ -199,6 +199,7 @@ def test_the_zoo_s_regions_are_found_and_their_graphs_counted(input: str):
     assert counter.frame_count == (3 if input.startswith("answer") else 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("impl", "graphs"), [("upstream", 12), ("upstream-tuned", 14)])
 def test_a_cache_costs_upstream_a_graph_a_layer(small: None, impl: str, graphs: int):
     prepared = prepare(model=QWEN, input="decode-3x20", impl=impl, strategy="regional")

@@ -88,6 +88,7 @@ def test_the_loss_in_parts_is_the_library_s(monkeypatch: pytest.MonkeyPatch):
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
+@pytest.mark.slow
 def test_checkpointed_arms_keep_less_and_are_no_more_graphs():
     kept = {}
     for model in ("llm-debug", "llm-debug-checkpointed"):

@@ -61,6 +61,7 @@ def test_gradients_of_compiled_regions_are_torchvision_s():
         assert error(gradient.detach(), theirs.model.get_parameter(name).grad) < 1e-4, name  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_running_statistics_after_captured_steps_are_torchvision_s(device: str, monkeypatch: pytest.MonkeyPatch):
     # Products of ten bits each would part the two in a few steps, whose convolutions are not the same kernels.
@@ -88,6 +89,7 @@ def test_running_statistics_after_captured_steps_are_torchvision_s(device: str, 
             torch.testing.assert_close(found[name], expected, rtol=2e-3, atol=2e-3, msg=name)
 
 
+@pytest.mark.slow
 def test_other_cuts_train_the_same():
     prepared = prepare(model="resnet-debug-cut-stages")
     reference = prepared.reference()

@@ -51,6 +51,7 @@ def error(output: torch.Tensor, reference: torch.Tensor) -> float:
     return float((output.double() - reference.double()).norm() / reference.double().norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", CUT_MODELS)
 def test_every_cut_matches_the_reference_within_its_budget(model: str):
     prepared = prepare(model=model, strategy="regional")
@@ -179,6 +180,7 @@ def test_norms_are_not_ones_and_biases_not_zeros():
             assert abs(mean - (1.0 if "norm" in name and name.endswith("weight") else 0.0)) < 0.2, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["unet-debug", "unet-xl-debug"])
 def test_activations_stay_in_the_range_of_half_precision(model: str):
     prepared = prepare(model=model, impl="upstream")

@@ -110,6 +110,7 @@ def test_regions_hold_their_budget_in_training_steps(dtype: str):
         step()
 
 
+@pytest.mark.slow
 def test_noise_is_mixed_in_as_diffusers_does():
     loss = unet.NoiseLoss("cpu")
     scheduler = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")

@@ -111,6 +111,7 @@ def test_what_one_run_found_holds_for_those_beside_it(monkeypatch: pytest.Monkey
     assert GpuLock("GPU-2").measured_once({"dtype": "bfloat16"}, find) == {"peak": 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("steady_only", "curve"), [(True, 0), (False, 0), (False, 3)])
 def test_a_race_is_ready_together_and_timed_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steady_only: bool, curve: int

@@ -180,6 +180,7 @@ def run(settings: Settings, *cases: Case) -> tuple[dict[str, Result], Notes]:
     return rows, notes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rounds", "status"), [(6, "ok"), (3, "interrupted")])
 def test_an_arm_that_was_through_its_rounds_outlives_an_interruption(
     settings: Settings, monkeypatch: pytest.MonkeyPatch, rounds: int, status: str

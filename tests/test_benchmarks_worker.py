@@ -259,6 +259,7 @@ def start(workers: list[Worker], model: str, timeout: float = 120.0) -> Worker:
     return worker
 
 
+@pytest.mark.slow
 def test_stray_prints_do_not_reach_the_replies(workers: list[Worker]):
     worker = start(workers, "print")
     assert worker.ask("start_up", folder=None)["ok"]
@@ -269,6 +270,7 @@ def test_stray_prints_do_not_reach_the_replies(workers: list[Worker]):
     assert "a stray print" in worker.stderr_tail
 
 
+@pytest.mark.slow
 def test_a_crash_names_its_signal_and_the_last_words(workers: list[Worker]):
     worker = start(workers, "crash")
     with pytest.raises(WorkerFailure) as caught:
@@ -280,6 +282,7 @@ def test_a_crash_names_its_signal_and_the_last_words(workers: list[Worker]):
     assert not worker.alive
 
 
+@pytest.mark.slow
 def test_a_timeout_kills_the_process(workers: list[Worker]):
     worker = start(workers, "sleep")
     worker.timeout = 0.5

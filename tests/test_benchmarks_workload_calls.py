@@ -47,6 +47,7 @@ def test_an_arm_has_the_graphs_of_its_input(
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 def test_the_other_graphs_are_in_another_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(GRAPHS, "graphs-8", 2)
     for name, folder in cache_environment(tmp_path).items():

@@ -106,6 +106,7 @@ def test_losses_are_the_reference_s_and_fall(model: str, impl: str) -> None:
         assert curve[-10:].mean() < 0.95 * curve[:10].mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", TRAINS)
 def test_compiled_training_takes_the_same_steps(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one = case(model, workload="train", strategy="full")

@@ -43,6 +43,7 @@ def test_graphs_of_every_head(head: str, training: bool) -> None:
     assert graphs_of("BertLayer", since) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("name", ["layers", "layers-and-ends"])
 @pytest.mark.parametrize("head", ["none", *reference.NAMES])

@@ -424,6 +424,7 @@ def test_no_folder_for_temporary_files_is_one_line(tmp_path: Path, monkeypatch: 
         pass
 
 
+@pytest.mark.slow
 def test_the_compiler_on_a_read_only_disk_says_what_to_do(tmp_path: Path) -> None:
     """Inductor itself, in a worker, on a disk that is mounted read-only; below a regular file where none can be."""
     program = textwrap.dedent(
@@ -587,6 +588,7 @@ def test_a_long_message_does_not_push_the_remedy_out() -> None:
     assert len(reason) < 600 and reason.endswith("the compiler's caches go there")
 
 
+@pytest.mark.slow
 def test_a_busy_gpu_is_a_typed_row_and_nobodys_fault(settings: Settings) -> None:
     (busy,) = rows_of(settings, replace(CASE, model="busy", strategy="eager")).values()
     assert busy.status == "device-busy" and busy.status not in run.BROKEN

@@ -63,6 +63,7 @@ def build(made: Any, seed: int) -> Any:
     return randomize(cls(cls.config_class(**options), **extra), seed).eval()
 
 
+@pytest.mark.slow
 @fuzz
 @given(data=st.data(), made=models(), dtype=dtypes, rows=st.integers(1, 4), tokens=st.integers(1, 12), seed=seeds)
 def test_encoders(data: st.DataObject, made: Any, dtype: torch.dtype, rows: int, tokens: int, seed: int) -> None:

@@ -160,6 +160,7 @@ def schedulers(draw: Any) -> dict[str, Any]:
     return {"_class_name": name, **options}
 
 
+@pytest.mark.slow
 @fuzz
 @given(options=schedulers(), steps=st.integers(1, 12), guidance=one_of(1.0, 3.0), seed=seeds, captured=st.booleans())
 def test_sampler(options: dict[str, Any], steps: int, guidance: float, seed: int, captured: bool) -> None:

@@ -58,6 +58,7 @@ def test_one_graph_at_any_depth_in_every_mode(name: str, variant: dict[str, Any]
     assert zoo.find_regions(model, inputs=inputs).graphs_needed == graphs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
     ("variant", "graphs"), [({}, 3), ({"num_layers": 8}, 3), ({"num_layers": 6, "jk": "cat"}, 3)], ids=str
@@ -223,6 +224,7 @@ def test_layers_of_products_and_kernels_need_no_inductor(
     assert found == direct
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_symbolic_sizes_take_graphs_of_all_sizes(name: str) -> None:
     model = zoo.create(name)

@@ -196,6 +196,7 @@ def run(operator: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         torch.autograd.grad(given, wanted, [torch.ones_like(each) for each in given], allow_unused=True)
 
 
+@pytest.mark.slow
 def test_triton_takes_every_kernel(gpu: Gpu) -> None:
     for call in calls().values():
         run(*call)

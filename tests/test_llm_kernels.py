@@ -47,6 +47,7 @@ def test_kernels_on_a_gpu(file: str) -> None:
     run_checks(file, "-m", "gpu", interpret=False)
 
 
+@pytest.mark.slow
 def test_importing_the_family_brings_no_triton() -> None:
     code = (
         "import sys, torch, zoo\n"

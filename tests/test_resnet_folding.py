@@ -109,6 +109,7 @@ def test_regions_of_folded_models(convolutions: str, pointwise: str) -> None:
             torch.testing.assert_close(folded(images), eager(images), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("convolutions", "pointwise"), WAYS)
 def test_a_folded_model_is_one_graph_as_a_whole(convolutions: str, pointwise: str) -> None:
     folded = fold_batch_norm(trained(), convolutions=convolutions, pointwise=pointwise)

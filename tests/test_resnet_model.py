@@ -300,6 +300,7 @@ def test_zero_init_residual_starts_blocks_as_their_shortcuts() -> None:
         assert not torch.equal(debug(layers=(2, 1, 1, 1)).stages[0].blocks[1](x), x)
 
 
+@pytest.mark.slow
 def test_norms_keep_a_mode_and_a_momentum_of_their_own() -> None:
     model = debug().train()
     theirs = zoo.to_upstream(model)

@@ -171,6 +171,7 @@ def lora(unet: Any, seed: int, convolutions: bool = True) -> dict[str, torch.Ten
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute:UserWarning")
 @pytest.mark.parametrize("kind", ["sd", "xl"])
 def test_lora_weights_are_carried_over(kind: str, tmp_path: Path) -> None:
