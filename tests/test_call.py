@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -340,3 +341,15 @@ def test_only_small_blocks_leave_a_gpu_idle(width: int) -> None:
                 y = block(y)
             torch.cuda.synchronize()
     assert any("GPU was idle" in str(each.message) for each in caught) == (width == 64)
+
+
+def test_functions_of_torch_and_the_zoo_have_no_guards() -> None:
+    from zoo.engine.call import region_call
+
+    model = zoo.create("resnet-debug").eval()
+    zoo.compile_regions(model, backend="eager")
+    with torch.no_grad():
+        model(**zoo.example_inputs(model))
+    calls = [call for call in map(region_call, model.modules()) if call is not None]
+    guards = [str(guard) for call in calls for entries in call._entries.values() for guard, _ in entries]
+    assert guards and not any(re.search(r"source=G\['\w+'\][\w.]*\.__code__", each) for each in guards)

@@ -117,11 +117,16 @@ def test_a_bound_launch_runs_what_triton_would_run(gpu: Gpu, monkeypatch: pytest
 
 
 def test_a_launch_is_not_kept_where_somebody_watches_launches(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch()
+    arguments, options = launches()[0]
+    bound = _scaled.bound((2,), [None, None, None, *arguments[3:]], [0, 1, 2], options)
+    for _ in range(2):
+        launch()
+        bound(*arguments[:3])
     watched: list[str] = []
     monkeypatch.setattr(_scaled, "pre_run_hooks", [lambda *_, **__: watched.append("launch")])
     launch()
-    assert watched == ["launch"]
+    bound(*arguments[:3])
+    assert watched == ["launch"] * 2
 
 
 def test_a_launch_runs_on_the_device_of_its_tensors(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:

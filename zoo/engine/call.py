@@ -36,9 +36,8 @@ _MOST_SHAPES = 256
 # Dynamo's configuration is the process's: a second thread would put back what the first one had set.
 _patching = threading.RLock()
 # The folders of torch and of this package.
-_LIBRARY_FOLDERS = tuple(
-    os.path.join(os.path.dirname(each), "") for each in (torch.__file__, os.path.dirname(__file__))
-)
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_LIBRARY_FOLDERS = tuple(os.path.join(each, "") for each in (os.path.dirname(torch.__file__), _PACKAGE))
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 

@@ -112,7 +112,7 @@ class Kernel(JITFunction):  # type: ignore[misc]
         """
         found: tuple[Any, ...] | None = None
         x, y, z = (*grid, 1, 1)[:3]
-        runtime, driver = triton.knobs.runtime, triton.runtime.driver.active
+        driver = triton.runtime.driver.active
 
         def launch(*tensors: Tensor) -> None:
             nonlocal found
@@ -120,7 +120,7 @@ class Kernel(JITFunction):  # type: ignore[misc]
             for position, tensor in zip(positions, tensors, strict=True):
                 values[position] = address = tensor.data_ptr()
                 bits |= address
-            if found is None or bits % 16 or runtime.launch_enter_hook.calls:
+            if found is None or bits % 16 or self._is_watched():
                 for position, tensor in zip(positions, tensors, strict=True):
                     values[position] = tensor
                 self.launch(grid, *values, **options)
