@@ -266,13 +266,8 @@ WEIGHTS = WeightMap(
     write_config=write_config,
     use_fields=USE_FIELDS,
 )
+placements = WEIGHTS.placements
 load = WEIGHTS.load
 """A model from a folder or hub id in transformers' format: :meth:`zoo.weights.WeightMap.load`."""
 save = WEIGHTS.save
 """Write a folder that transformers loads: :meth:`zoo.weights.WeightMap.save`."""
-
-
-def placements(config: LLMConfig) -> dict[str, Placement]:
-    """Where each tensor of a transformers checkpoint goes."""
-    with torch.device("meta"):
-        return WEIGHTS.places(LLM(config))

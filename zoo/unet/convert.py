@@ -324,13 +324,8 @@ WEIGHTS = WeightMap(
     use_fields=("sample_size", "upcast_attention", "dropout"),
     find=find_weights,
 )
+placements = WEIGHTS.placements
 load = WEIGHTS.load
 """A model from a folder or hub id in diffusers' format: :meth:`zoo.weights.WeightMap.load`."""
 save = WEIGHTS.save
 """Write a folder that diffusers loads: :meth:`zoo.weights.WeightMap.save`."""
-
-
-def placements(config: UNetConfig) -> dict[str, Placement]:
-    """Where each tensor of a diffusers checkpoint goes."""
-    with torch.device("meta"):
-        return WEIGHTS.places(UNet(config))
