@@ -9,7 +9,6 @@ code. Whatever does not pass goes to Dynamo, which finds, compiles or refuses as
 from __future__ import annotations
 
 import inspect
-import os
 import threading
 import types
 import warnings
@@ -35,9 +34,6 @@ _MOST_MISSES = 8
 _MOST_SHAPES = 256
 # Dynamo's configuration is the process's: a second thread would put back what the first one had set.
 _patching = threading.RLock()
-# The folders of torch and of this package.
-_PACKAGE = os.path.dirname(os.path.dirname(__file__))
-_LIBRARY_FOLDERS = tuple(os.path.join(each, "") for each in (os.path.dirname(torch.__file__), _PACKAGE))
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -173,8 +169,6 @@ def _worth_guarding(guards: Sequence[Any]) -> list[bool]:
 
 
 def _is_library_code(value: object) -> bool:
-    if isinstance(value, types.CodeType):
-        return value.co_filename.startswith(_LIBRARY_FOLDERS)
     if isinstance(value, types.ModuleType):
         return value.__name__.partition(".")[0] in _LIBRARIES
     code = isinstance(value, type | types.FunctionType | types.BuiltinFunctionType)
