@@ -288,7 +288,7 @@ def test_kernels_agree_with_padded_attention(dtype: torch.dtype, compiled: bool)
     mask = torch.arange(160) < torch.tensor([160, 1, 31, 97])[:, None]
     ids = torch.randint(1, 30000, mask.shape)
     batch = pack(ids, mask, config=model.config, buckets=token_buckets(4, 160)).to("cuda")
-    rows = model._rows(batch, model.embeddings.norm.weight)
+    rows = rows_of(batch.offsets, batch.length, len(batch.places), model.embeddings.norm.weight, 64)
     assert isinstance(rows, Rows) and (rows.offsets is not None) == (dtype != torch.float32)
     with torch.inference_mode():
         expected = model.float()(ids.cuda(), mask.cuda()).last_hidden_state[mask.cuda()]

@@ -114,6 +114,32 @@ def test_a_block_of_products_and_kernels_runs_as_it_is(launches: list[Any], indu
     )
 
 
+def test_a_launch_knows_the_tensors_that_the_graph_allocates(
+    launches: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound: list[list[int]] = []
+    kernels: list[Any] = []
+
+    def compile_graph(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        direct._straight_line(graph, torch.device("cpu"), kernels)
+        return graph.forward
+
+    def bind(_: Kernel, grid: Any, arguments: list[Any], positions: list[int], options: Any) -> Callable[..., None]:
+        bound.append(positions)
+        return lambda *_: None
+
+    def allocate(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype)
+
+    monkeypatch.setattr(Kernel, "bound", bind)
+    monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", allocate, raising=False)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(launch, backend=compile_graph, fullgraph=True)(torch.ones(3, 16), torch.ones(16))
+    assert bound == [[0, 1, 2]]
+    assert [described for _, described, _ in kernels] == [[torch.float32] * 3 + [3, 16]]
+
+
 def test_gradients_are_those_of_eager_code(launches: list[Any], inductor: list[Any]) -> None:
     block, x = Block(), torch.randn(3, 8, requires_grad=True)
     wanted = [x, *block.parameters()]

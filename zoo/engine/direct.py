@@ -196,6 +196,7 @@ def _straight_line(graph: fx.GraphModule, gpu: torch.device | None, kernels: lis
             continue
         with graph.graph.inserting_before(node):
             new = graph.graph.call_function(launch, tuple(args), named)
+        new.meta.update(node.meta)  # a launch asks of its tensors what they are
         node.replace_all_uses_with(new)
         graph.graph.erase_node(node)
     graph.recompile()
