@@ -121,8 +121,9 @@ def test_a_launch_knows_the_tensors_that_the_graph_allocates(
     kernels: list[Any] = []
 
     def compile_graph(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        direct._straight_line(graph, torch.device("cpu"), kernels)
-        return graph.forward
+        run = direct._straight_line(graph, torch.device("cpu"), kernels)
+        assert run.__name__ == "forward"  # the generated function itself
+        return run
 
     def bind(_: Kernel, grid: Any, arguments: list[Any], positions: list[int], options: Any) -> Callable[..., None]:
         bound.append(positions)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from zoo.engine.autograd import differentiable_once
 
@@ -200,6 +201,8 @@ def _straight_line(graph: fx.GraphModule, gpu: torch.device | None, kernels: lis
         node.replace_all_uses_with(new)
         graph.graph.erase_node(node)
     graph.recompile()
+    # Without this a forward is a stand-in that goes through Module.__call__ each time.
+    _LazyGraphModule.force_recompile(graph)
     return graph.forward
 
 
