@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 import re
+import shutil
 import subprocess
 import sys
 import types
@@ -33,7 +34,12 @@ def blocks(page: Path, *languages: str) -> list[tuple[int, str]]:
     return [(text.count("\n", 0, match.start(2)), match[2]) for match in BLOCK.finditer(text) if match[1] in languages]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name_of)
+FAMILY_PAGE = ROOT / "docs/adding-a-family.md"  # whose blocks are files
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page != FAMILY_PAGE and blocks(page, "python")], ids=name_of
+)
 def test_python_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # One module a page, its blocks in order. Classes need a module that can be found by name, and what a page
     # registers stays in this test.
@@ -44,6 +50,38 @@ def test_python_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path
     for line, source in blocks(page, "python"):
         # Blank lines in front make the traceback point at the page's own line.
         exec(compile("\n" * line + source, str(page), "exec"), module.__dict__)
+
+
+@pytest.mark.slow
+def test_a_family_is_added_by_the_words_of_its_page(tmp_path: Path) -> None:
+    for name in ("zoo", "benchmarks", "tests"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("results", "__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    text = FAMILY_PAGE.read_text(encoding="utf-8")
+    files: dict[str, list[str]] = {}
+    for name, block in re.findall(r'^```python title="([^"]+)"\n(.*?)^```$', text, re.MULTILINE | re.DOTALL):
+        files.setdefault(name, []).append(block)
+    for name, parts in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("\n\n".join(parts), encoding="utf-8")
+    (line,) = re.findall(r"^One line in `zoo/__init__.py` .*: `(.+)`\.$", text, re.MULTILINE)
+    with (tmp_path / "zoo/__init__.py").open("a", encoding="utf-8") as file:
+        file.write(f"{line}\n")
+
+    def python(*arguments: str) -> str:
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        done = subprocess.run(
+            [sys.executable, "-m", *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    tests = python("pytest", "-q", "-n", "0", "tests/test_contract.py", "tests/test_mlp.py", "-k", "mlp")
+    assert int(re.findall(r"(\d+) passed", tests)[0]) > 20
+    run = python("benchmarks.run", "--family", "mlp", "--device", "cpu", "--quick", "--out", str(tmp_path / "runs"))
+    assert "zoo regional" in run and "upstream full" in run
+    python("ruff", "check", *files)
+    python("ruff", "format", "--check", *files)
 
 
 def test_only_known_kinds_of_block() -> None:
