@@ -141,6 +141,26 @@ def test_a_launch_knows_the_tensors_that_the_graph_allocates(
     assert [described for _, described, _ in kernels] == [[torch.float32] * 3 + [3, 16]]
 
 
+def test_a_kernel_that_reads_tiles_is_compiled_before_its_launch(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zoo.ops.triton.glu import gated_gelu_product
+
+    compiled_before: list[list[str]] = []
+
+    def compile_graph(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        run = direct.run_directly(graph)
+        compiled_before.append(gpu.compiled.copy())
+        return run
+
+    for name in ("has_triton", "has_triton_package", "has_triton_tensor_descriptor_host_tma"):
+        monkeypatch.setattr(_triton, name, lambda *_, **__: True)
+    monkeypatch.setattr(gpu, "get_active_torch_device", lambda: torch.device("cuda", 0), raising=False)
+    torch._dynamo.reset()
+    x, weight, bias = (torch.ones(shape, dtype=torch.bfloat16) for shape in ((256, 64), (512, 64), (512,)))
+    torch.compile(gated_gelu_product, backend=compile_graph, fullgraph=True)(x, weight, bias)
+    assert compiled_before == [["_gated_gelu_product"]] == [gpu.compiled]
+    assert gpu.launches == ["_gated_gelu_product"]
+
+
 def test_gradients_are_those_of_eager_code(launches: list[Any], inductor: list[Any]) -> None:
     block, x = Block(), torch.randn(3, 8, requires_grad=True)
     wanted = [x, *block.parameters()]

@@ -232,34 +232,41 @@ def _launch(
     # A symbolic size that follows a constant.
     computed = {name: each for name, each in named.items() if isinstance(each, fx.Node)}
     options.update((name, each) for name, each in named.items() if name not in computed)
-    described = [_described(each) for each in positional]
-    if not any(tiles):
-        sizes = {name: _described(each) for name, each in computed.items()}
-        kernels.append((kernel, described, {**options, **sizes}))
+    described = [_described(each, tile) for each, tile in zip(positional, tiles, strict=True)]
+    kernels.append((kernel, described, {**options, **{name: _described(each) for name, each in computed.items()}}))
     varying = [index for index, each in enumerate(positional) if isinstance(each, fx.Node)]
     tensors = [positional[index] for index in varying]
     fixed = all(isinstance(described[index], torch.dtype) for index in varying)
-    if bind and fixed and not any(tiles) and not computed and not any(isinstance(each, fx.Node) for each in grid[0]):
+    if bind and fixed and not computed and not any(isinstance(each, fx.Node) for each in grid[0]):
         return kernel.bound(tuple(grid[0]), positional, varying, options), tensors, computed
     start = kernel.launch
 
     def launch(grid: Any, *arguments: Any, **sizes: Any) -> None:
         if any(tiles):
-            from triton.tools.tensor_descriptor import TensorDescriptor
-
             both = zip(arguments, tiles, strict=True)
-            arguments = tuple(x if tile is None else TensorDescriptor.from_tensor(x, tile) for x, tile in both)
+            arguments = tuple(x if tile is None else _by_tiles(x, tile) for x, tile in both)
         start(grid, *arguments, **options, **sizes)
 
     return launch, [tuple(grid[0]), *positional], computed
 
 
-def _described(argument: Any) -> Any:
-    """An argument of a launch as a kernel is compiled for it: the dtype of a tensor, the size that a symbol has."""
+def _described(argument: Any, tile: list[int] | None = None) -> Any:
+    """An argument of a launch as a kernel is compiled for it.
+
+    That is the dtype of a tensor, a descriptor of one without data if it is read by tiles, the size that a symbol has.
+    """
     value = argument.meta.get("example_value") if isinstance(argument, fx.Node) else argument
     if isinstance(value, torch.SymInt | torch.SymFloat):
         return value.node.hint
-    return value.dtype if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return value.dtype if tile is None else _by_tiles(torch.empty(tile, dtype=value.dtype, device="meta"), tile)
+    return value
+
+
+def _by_tiles(tensor: Tensor, tile: list[int]) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(tensor, tile)
 
 
 def _function(

@@ -33,8 +33,8 @@ def compile_together(launches: Sequence[tuple[Kernel, list[Any], dict[str, Any]]
     """Compile the kernels of some launches side by side, where the first launch of each would compile it alone.
 
     Args:
-        launches: Kernels, arguments with dtypes in place of tensors, and options. What does not compile here is
-            compiled by its launch, and a RuntimeWarning says why.
+        launches: Kernels, arguments with dtypes in place of tensors and descriptors of tensors without data, and
+            options. What does not compile here is compiled by its launch, and a RuntimeWarning says why.
     """
     driver = triton.runtime.driver.active
     device = driver.get_current_device()
