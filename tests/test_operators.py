@@ -60,16 +60,18 @@ def test_whichever_gpu_is_current_is_asked_every_time(asked: list[torch.device])
     assert len(asked) == 2
 
 
-def test_a_region_does_not_look_into_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_region_asks_while_it_is_traced_and_guards_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators, "HAS_TRITON", True)
-    monkeypatch.setattr(operators, "_triton_knows", lambda device: True)
-    monkeypatch.setattr(operators, "_triton_is_known_to_know", lambda device: False)
+    monkeypatch.setattr(operators, "_triton_is_known_to_know", lambda device: True)
 
+    @torch.compile(fullgraph=True, backend="eager")
     def region(x: Tensor) -> Tensor:
         return x + 1 if operators.triton_runs_on(torch.device("cuda", 0)) else x - 1
 
-    assert region(torch.zeros(1)).tolist() == [-1]
-    assert torch.compile(region, fullgraph=True, backend="eager")(torch.zeros(1)).tolist() == [1]
+    assert region(torch.zeros(1)).tolist() == [1]
+    monkeypatch.setattr(operators, "_triton_is_known_to_know", lambda device: False)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert region(torch.zeros(1)).tolist() == [1]
 
 
 def test_a_cpu_is_not_asked(asked: list[torch.device]) -> None:

@@ -23,10 +23,8 @@ def triton_runs_on(device: torch.device) -> bool:
     """Whether Triton is installed and knows this GPU. May be asked inside a region: the compiler folds the answer."""
     if device.type != "cuda" or not HAS_TRITON or not ENABLED:
         return False
-    if device.index is None or torch.compiler.is_dynamo_compiling():
-        # Whichever is current; and what a region read of a cache it would look at again in every call.
-        return _triton_knows(device)
-    return _triton_is_known_to_know(device)
+    # Without an index, whichever is current.
+    return _triton_knows(device) if device.index is None else _triton_is_known_to_know(device)
 
 
 def _triton_knows(device: torch.device) -> bool:
@@ -35,6 +33,8 @@ def _triton_knows(device: torch.device) -> bool:
 
 
 _triton_is_known_to_know = functools.cache(_triton_knows)
+# Dynamo calls what is marked so, and traces nothing of it: what a GPU is does not change, so nothing need be guarded.
+triton_runs_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def kernels_run(*tensors: Tensor | None) -> bool:
@@ -68,6 +68,11 @@ def differentiated(*tensors: Tensor) -> bool:
 def transformed() -> bool:
     """Whether a functional transform of torch's runs, which takes no backward of ours. May be asked inside a region."""
     return torch._C._are_functorch_transforms_active()
+
+
+# Dynamo would trace the question as an operation, and guard nothing either: it traces no region inside a transform, and
+# enters the transforms that a region takes while it traces.
+transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def forward_mode() -> bool:
