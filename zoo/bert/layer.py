@@ -330,7 +330,7 @@ def kernel_runs(like: Tensor, head_dim: int) -> bool:
 
 
 def _attend_padded(qkv: Tensor, heads: int, mask: Tensor | None, dropout: float) -> Tensor:
-    query, key, value = (part.transpose(1, 2) for part in qkv.unflatten(-1, (3, heads, -1)).unbind(-3))
+    query, key, value = [part.transpose(1, 2) for part in qkv.unflatten(-1, (3, heads, -1)).unbind(-3)]
     mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
     return mixed.transpose(1, 2).flatten(2)
 

@@ -97,7 +97,7 @@ class _NormAct(autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, variance, weight, bias, residual, *other, out = ctx.saved_tensors
-        affine = any(ctx.needs_input_grad[index] for index in (3, 4, 8, 9))
+        affine = any(ctx.needs_input_grad[3:5]) or any(ctx.needs_input_grad[8:10])
         grad_x, grad_weight, grad_bias, grad_residual, *grad_other = kernels.batch_norm.norm_act_backward(
             grad, x, (mean, variance, weight, bias), residual, tuple(other), out, ctx.eps, ctx.of_batch, affine
         )

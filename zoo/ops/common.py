@@ -106,8 +106,7 @@ def is_unmodified(layer: nn.Module, cls: type[nn.Module] = nn.Linear) -> bool:
     """
     if type(layer) is not cls or "forward" in vars(layer):
         return False
-    there, back = (layer._forward_hooks, layer._forward_pre_hooks), (layer._backward_hooks, layer._backward_pre_hooks)
-    return not any(there) and not any(back)
+    return not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
 
 
 def is_plain_tensor(tensor: Tensor | None) -> bool:

@@ -257,7 +257,7 @@ def _tile(rows: int, columns: int, itemsize: int) -> tuple[int, int, int]:
     """(rows, columns, warps) of a program for a weight [rows, columns]: whole rows at once where they fit."""
     # Rows share the features that they are multiplied with: as many as leave enough programs.
     block = min(next_power(columns), 8192)
-    count = next((count for count in (4, 2) if rows // count >= ENOUGH_ROWS), 1)
+    count = 4 if rows // 4 >= ENOUGH_ROWS else 2 if rows // 2 >= ENOUGH_ROWS else 1
     warps = next_power(count * block * itemsize) // (32 * THREAD_BYTES)
     return count, block, min(max(warps, 2), 8)
 

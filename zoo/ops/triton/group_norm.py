@@ -26,6 +26,8 @@ Shape legend: B images, P pixels, C channels, G groups, K chunks of pixels, V ve
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -187,10 +189,11 @@ def _groups_of_a_block(size: int, groups: int) -> tuple[int, int, int]:
     block = max(BLOCK, next_power(size))
     most = min(block // size, groups)
     for unit in (8, 4, 2):
-        fitting = [count for count in range(most, 0, -1) if count * size % unit == 0]
+        together = unit // math.gcd(unit, size)  # groups that are whole vectors
+        count = most // together * together
         # Lines that begin on a vector are worth some lanes that have nothing to do.
-        if fitting and 2 * fitting[0] > most:
-            return fitting[0], unit, block
+        if 2 * count > most:
+            return count, unit, block
     return most, 1, block
 
 

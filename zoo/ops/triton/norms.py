@@ -176,7 +176,7 @@ def _launch_norm(
     low_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor]:  # fmt: skip
     x, weight = x.contiguous(), weight.contiguous()
-    added, shift, bias = (None if each is None else each.contiguous() for each in (added, shift, bias))
+    added, shift, bias = [None if each is None else each.contiguous() for each in (added, shift, bias)]
     out, rstd = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
     total = None if added is None else torch.empty_like(x)
     low = None if low_dtype is None else torch.empty_like(x, dtype=low_dtype)
@@ -194,8 +194,8 @@ def _launch_norm_backward(
     total: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, grad: Tensor, low_grad: Tensor | None,
     sum_grad: Tensor | None, low_dtype: torch.dtype | None, number: int,
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:  # fmt: skip
-    total, rstd, weight, grad = (each.contiguous() for each in (total, rstd, weight, grad))
-    low_grad, sum_grad = (None if each is None else each.contiguous() for each in (low_grad, sum_grad))
+    total, rstd, weight, grad = [each.contiguous() for each in (total, rstd, weight, grad)]
+    low_grad, sum_grad = [None if each is None else each.contiguous() for each in (low_grad, sum_grad)]
     out = torch.empty_like(total)
     low = None if low_dtype is None else torch.empty_like(total, dtype=low_dtype)
     rows, columns = rstd.numel(), total.shape[-1]
