@@ -18,10 +18,9 @@ import zoo
 from benchmarks import families
 from benchmarks.claims.judge import EPOCH_STEPS
 from benchmarks.families import bert_arms, bert_train
-from benchmarks.families.base import parameters_of
+from benchmarks.families.base import SeededWeights, parameters_of
 from benchmarks.families.bert import WORKLOAD
 from benchmarks.families.bert_train import LABELS, Task, task
-from benchmarks.families.weights import SeededWeights
 from benchmarks.plan import IMPLEMENTATIONS, Case
 from benchmarks.training import Trainer
 from benchmarks.worker import Handler

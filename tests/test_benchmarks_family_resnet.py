@@ -14,7 +14,6 @@ import zoo
 from benchmarks import families
 from benchmarks.families import resnet
 from benchmarks.families.base import count_flops
-from benchmarks.families.cuts import CUTS
 from benchmarks.families.resnet import WORKLOAD, sizes
 from benchmarks.plan import IMPLEMENTATIONS, Case
 from zoo.resnet import ResNet
@@ -67,7 +66,7 @@ def test_every_model_of_the_zoo_matches_the_reference_and_declares_its_cut(model
     prepared = prepare(model=model, strategy="regional")
     reference = prepared.reference()
     assert error(call(prepared), reference) < 1e-5
-    regions = CUTS["resnet"].get(model.partition("-cut-")[2], ResNet.regions)
+    regions = resnet.CUTS.get(model.partition("-cut-")[2], ResNet.regions)
     present = {type(module).__name__ for module in prepared.model.modules()}
     assert regions_of(prepared.model) == {region.cls.__name__ for region in regions} & present
     zoo.compile_regions(prepared.model, backend="eager")

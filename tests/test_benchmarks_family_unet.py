@@ -13,8 +13,7 @@ from torch._dynamo.testing import CompileCounter
 import zoo
 from benchmarks import families
 from benchmarks.families import unet_arms
-from benchmarks.families.cuts import CUTS
-from benchmarks.families.unet import WORKLOAD, sizes
+from benchmarks.families.unet import CUTS, WORKLOAD, sizes
 from benchmarks.plan import IMPLEMENTATIONS, Case
 from zoo.unet import UNetConfig
 from zoo.unet.config import PRESETS
@@ -24,7 +23,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import diffusers.models.unets.unet_2d_condition as library
 
-CUT_MODELS = [f"{preset}-cut-{name}" for preset in ("unet-debug", "unet-xl-debug") for name in CUTS["unet"]]
+CUT_MODELS = [f"{preset}-cut-{name}" for preset in ("unet-debug", "unet-xl-debug") for name in CUTS]
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +57,7 @@ def test_every_cut_matches_the_reference_within_its_budget(model: str):
     name = model.partition("-cut-")[2]
     present = {type(module) for module in prepared.model.modules()}
     found = {region.region.cls for region in zoo.find_regions(prepared.model).regions}
-    assert found == {region.cls for region in CUTS["unet"][name]} & present
+    assert found == {region.cls for region in CUTS[name]} & present
     zoo.compile_regions(prepared.model, backend="eager")
     with zoo.enforce_budget(prepared.model):
         assert error(call(prepared), prepared.reference()) < 1e-5

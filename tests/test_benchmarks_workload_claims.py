@@ -12,7 +12,7 @@ from benchmarks.claims.claim import CLAIMS
 from benchmarks.compiler import Recorder
 from benchmarks.families import Prepared, families, load
 from benchmarks.families.claims import SUBJECTS, WORKLOAD
-from benchmarks.families.claims_ppo import PIXELS, rollout, seen
+from benchmarks.families.claims_models import PIXELS, rollout, seen
 from benchmarks.plan import Case, expand
 from benchmarks.strategies import apply, execution_mode
 from benchmarks.training import Trainer
@@ -238,7 +238,7 @@ def test_memory_covers_what_is_made(model: str, input: str, workload: str) -> No
 def test_it_is_no_family_of_the_zoo() -> None:
     assert "claims" in families() and load("claims") is WORKLOAD
     assert "no model of the zoo" in str(WORKLOAD.refuses(case("mlp", impl="zoo")))
-    assert "claims_small" not in families()
+    assert "claims_models" not in families()
 
 
 def test_which_arms_there_are() -> None:

@@ -12,7 +12,8 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import zoo
-from benchmarks.families.cuts import cut
+from benchmarks.families.base import cut
+from benchmarks.families.bert import CUTS
 from zoo.bert import Bert, BertConfig, BertEmbeddings, BertLayer, pack
 from zoo.bert.model import PRESETS
 from zoo.engine.graph_log import LEDGER
@@ -53,7 +54,7 @@ def test_every_cut_computes_what_eager_does_in_the_graphs_it_declares(head: str,
     eager = copy.deepcopy(model)
     inputs = zoo.example_inputs(model)
     if name != "layers":
-        cut(model, "bert", name)
+        cut(model, CUTS[name])
     report = zoo.find_regions(model, inputs=inputs)
     zoo.compile_regions(model, backend="aot_eager")
     since = len(LEDGER.entries)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import zoo
-from benchmarks.families.cuts import cut
+from benchmarks.families.base import cut
+from benchmarks.families.bert import CUTS
 from zoo.bert import Bert, Encoding, layer, pack, token_buckets, unpack
 from zoo.bert.layer import Rows, attend, key_mask, rows_of
 from zoo.bert.packing import filling_rows
@@ -199,7 +200,7 @@ def test_an_epoch_of_lengths_is_as_many_graphs_as_sizes(name: str) -> None:
     model: Any = zoo.create("bert-debug", num_hidden_layers=2)
     buckets = token_buckets(4, 16, steps=3)
     if name != "layers":
-        cut(model, "bert", name)
+        cut(model, CUTS[name])
     zoo.compile_regions(model, backend="eager")
     before = len(LEDGER.entries)
     seen = set()

@@ -170,7 +170,6 @@ class AggregationWorkload(Workload):
     gpu_races = tuple((way, f"{graph}-64") for graph in GRAPHS if graph != SMALL for way in WAYS)
 
     def cannot(self, case: Case) -> str | None:
-        """Why the family has no such combination, or None."""
         if case.impl != "zoo":
             return "each way is a model of this family, and has no other implementation"
         if case.strategy in ("full", "hierarchical"):
@@ -193,7 +192,6 @@ class AggregationWorkload(Workload):
         return 2 * values * itemsize + prepared + max(sorting, exact, messages)
 
     def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
-        """Build the features and what the way needs of the graph on the device."""
         device, dtype, way = torch.device(case.device), dtype_of(case), WAYS[case.model]
         graph, width = task_of(case.input)
         edges = graph.edge_index(seed).to(device)

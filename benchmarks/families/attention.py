@@ -143,7 +143,6 @@ class AttentionWorkload(Workload):
     )
 
     def cannot(self, case: Case) -> str | None:
-        """Why the family has no such combination, or None."""
         if case.implementation != "zoo":
             return "each choice is a model of this family, and has no other implementation"
         if case.strategy in ("full", "hierarchical"):
@@ -172,7 +171,6 @@ class AttentionWorkload(Workload):
         return (packed.layers + 1) * values * itemsize + 2 * packed.layers * values * 8 // 4 + mask
 
     def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
-        """Build layers and what they hold on the device."""
         if case.input in DECODE_INPUTS:
             return _decode(case, DECODE_INPUTS[case.input], seed)
         return _packed(case, PACKED_INPUTS[case.input], seed)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.plan import Case, refusal
 from benchmarks.timing import synchronise
+from zoo.engine.compat import compile_limit_kwargs
+from zoo.engine.region import Region
+from zoo.weights import fill
 
 # Estimated memory of a process itself: its CUDA context, the libraries' work space, the compiler's buffers.
 PROCESS_BYTES = 1 << 30
@@ -185,7 +189,15 @@ class Workload:
 
     def refuses(self, case: Case) -> str | None:
         """Why this combination does not exist (no row is made for it), or None."""
-        if reason := refuses_unknown(self, case, self.workloads) or self.cannot(case):
+        for what, value, known in (
+            ("model", case.model, self.models),
+            ("input", case.input, self.inputs),
+            ("workload", case.workload, self.workloads),
+            ("dtype", case.dtype, self.dtypes(case.device)),
+        ):
+            if value not in known:
+                return f"{what} {value!r} is not one of {', '.join(known)} on {case.device}"
+        if reason := refusal(case) or self.cannot(case):
             return reason
         if case.workload == "train" and case.dtype == "float16" and self.autocasts:
             return UNSCALED
@@ -252,25 +264,27 @@ def parameters_of(build: Callable[[Any], nn.Module], config: Any) -> int:
 def accelerated(model: nn.Module, *, raised_limit: bool, **options: Any) -> nn.Module:
     """Regional compilation by the helper that transformers' users have, accelerate's ``compile_regions``.
 
-    Layers share a graph; what stands before and behind them is compiled too, module by module.
-
-    Args:
-        model: One of transformers'.
-        raised_limit: Allow more graphs of a layer than the eight after which it silently stays eager. Where each layer
-            reads its own index of a cache it is a graph of its own.
-        options: What ``torch.compile`` takes.
-
-    Returns:
-        A model of the same weights around compiled modules.
+    Layers share a graph; what stands before and behind them is compiled too, module by module. ``raised_limit`` allows
+    more graphs of a layer than the eight after which it silently stays eager: where each layer reads its own index of
+    a cache it is a graph of its own.
     """
     from accelerate.utils import compile_regions
 
-    if raised_limit:
-        from zoo.engine.compat import compile_limit_kwargs
-
-        options |= compile_limit_kwargs()
-    compiled: nn.Module = compile_regions(model, **options)
+    compiled: nn.Module = compile_regions(model, **options, **(compile_limit_kwargs() if raised_limit else {}))
     return compiled
+
+
+def tensors(values: Any) -> list[Tensor]:
+    """All tensors in it."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def converted(inputs: dict[str, Any], device: torch.device | str, dtype: torch.dtype) -> dict[str, Any]:
+    """On the device, and numbers that are not indices in the dtype."""
+    moved: dict[str, Any] = tree_map(
+        lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else None), inputs
+    )
+    return moved
 
 
 def dtype_of(case: Case) -> torch.dtype:
@@ -289,14 +303,58 @@ def autocast_of(dtype: torch.dtype) -> torch.dtype | None:
     return None if dtype is torch.float32 else dtype
 
 
-def refuses_unknown(workload: Any, case: Case, workloads: tuple[str, ...] = ("inference",)) -> str | None:
-    """What every family refuses: names that it does not have, and arms that nobody can have."""
-    for what, value, known in (
-        ("model", case.model, workload.models),
-        ("input", case.input, workload.inputs),
-        ("workload", case.workload, workloads),
-        ("dtype", case.dtype, workload.dtypes(case.device)),
-    ):
-        if value not in known:
-            return f"{what} {value!r} is not one of {', '.join(known)} on {case.device}"
-    return refusal(case)
+# Weights from a seed, none of them held twice -------------------------------------------------------------------------
+
+
+def draw(shape: tuple[int, ...], name: str, *, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Normal numbers, drawn on the device from a stream that belongs to this name."""
+    # Of a longer number the CPU's generator would take the lower half only.
+    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+    return torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator)
+
+
+class SeededWeights(Mapping[str, Tensor]):
+    """Tensors under the upstream library's names, each drawn when it is asked for.
+
+    Products keep the size of what goes through them. Norms differ from one, so that a forgotten one shows.
+
+    The same seed gives the same weights on the same kind of device.
+    """
+
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], *, seed: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.shapes, self.seed, self.dtype, self.device = shapes, seed, dtype, device
+
+    def __getitem__(self, name: str) -> Tensor:
+        shape = self.shapes[name]
+        drawn = draw(shape, name, seed=self.seed, dtype=self.dtype, device=self.device)
+        if len(shape) == 1:
+            return drawn.mul_(0.1).add_(0.0 if name.endswith("bias") else 1.0)
+        return drawn.mul_(shape[-1] ** -0.5)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+
+def zoo_model(build: Callable[[Any], nn.Module], config: Any, weights: SeededWeights, placements: Any) -> Any:
+    """``build(config)`` with these weights, which go where ``placements`` says, as ``zoo.weights.fill`` takes them.
+
+    No gradients are computed of them.
+    """
+    with torch.device("meta"):
+        model = build(config)
+    fill(model, weights, placements, device=weights.device, dtype=None, source="drawn weights")
+    return model.requires_grad_(False)
+
+
+# Models named ``<preset>-cut-<name>`` race other regions than the zoo's model declares.
+MARK = "-cut-"
+
+
+def cut(model: nn.Module, regions: tuple[Region, ...]) -> None:
+    """Make the model one that declares these regions, so that every strategy finds them."""
+    model.__class__ = type(type(model).__name__, (type(model),), {"regions": regions})

@@ -11,13 +11,45 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.families import bert_arms, bert_train
-from benchmarks.families.base import Prepared, Workload, accelerated, dtype_of, parameters_of, timed
-from benchmarks.families.cuts import CUTS, MARK, cut
-from benchmarks.families.weights import SeededWeights, zoo_model
+from benchmarks.families.base import (
+    MARK,
+    Prepared,
+    SeededWeights,
+    Workload,
+    accelerated,
+    cut,
+    dtype_of,
+    parameters_of,
+    timed,
+    zoo_model,
+)
 from benchmarks.plan import Case
-from zoo.bert import Bert, BertConfig, PackedBatch, pack, token_buckets
+from zoo.bert import (
+    Bert,
+    BertConfig,
+    BertEmbeddings,
+    PackedBatch,
+    PoolerHead,
+    SequenceHead,
+    SpanHead,
+    TokenHead,
+    pack,
+    token_buckets,
+)
 from zoo.bert.convert import placements
 from zoo.bert.model import PRESETS
+from zoo.engine.region import Region
+
+CUTS = {
+    "layers-and-ends": (
+        Region(BertEmbeddings, graphs=1, why="three look-ups, their sum and a norm in one kernel"),
+        *Bert.regions,
+        Region(PoolerHead, graphs=1, why="product and activation, on the first tokens"),
+        Region(SequenceHead, graphs=1, why="two small products, the activation between them and the loss"),
+        Region(TokenHead, graphs=1, why="a narrow product and the loss"),
+        Region(SpanHead, graphs=1, why="a narrow product and two losses"),
+    ),
+}
 
 
 class BertWorkload(Workload):
@@ -25,7 +57,7 @@ class BertWorkload(Workload):
 
     ``BxT``: B rows of T tokens each, without a mask. ``skewed-BxT``: rows of unequal lengths, about half of the batch
     filled, from which the pooled output is asked; padded with a mask for transformers, packed on the host for the zoo.
-    ``-cut-<name>`` models race the zoo's cut into other regions (``cuts``); transformers' arms are the same in
+    ``-cut-<name>`` models race the zoo's cut into other regions (``CUTS``); transformers' arms are the same in
     all of them.
 
     Training is fine-tuning as a classifier over float32 weights; the dtype is that of autocast. ``BxT`` as above;
@@ -42,7 +74,7 @@ class BertWorkload(Workload):
         "bert-debug",
         "bert-base-dropout",
         "bert-debug-dropout",
-        *(f"{preset}{MARK}{name}" for preset in ("bert-base", "bert-debug") for name in CUTS["bert"]),
+        *(f"{preset}{MARK}{name}" for preset in ("bert-base", "bert-debug") for name in CUTS),
     )
     inputs = (
         "32x128",
@@ -64,7 +96,6 @@ class BertWorkload(Workload):
     quick_races = (("bert-base", "32x128"),)
 
     def cannot(self, case: Case) -> str | None:
-        """Why the family has no such combination, or None."""
         if case.workload == "train":
             return f"{case.model}: other cuts are for inference" if MARK in case.model else bert_train.cannot(case)
         if case.model.endswith(bert_train.DROPOUT):
@@ -91,7 +122,6 @@ class BertWorkload(Workload):
         return running + 8 * (parameters + tokens * config.hidden_size + rows * given.length * (wide + scores))
 
     def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
-        """Build model and batch on the device."""
         if case.workload == "train":
             return bert_train.prepare(case, seed=seed)
         config, given = _config(case), bert_arms.task(case.input)
@@ -105,7 +135,7 @@ class BertWorkload(Workload):
         if case.impl == "zoo":
             model = ZooStep(zoo_model(Bert, config, weights, placements(config)))
             if name := case.model.partition(MARK)[2]:
-                cut(model, "bert", name)
+                cut(model, CUTS[name])
             if given.skewed:
                 with timed("packing on the host", preparation, "cpu"):
                     buckets = token_buckets(given.batch, given.length)

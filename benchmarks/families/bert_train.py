@@ -18,8 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.families import bert_arms
-from benchmarks.families.base import Prepared, Training, accelerated, autocast_of, dtype_of, parameters_of
-from benchmarks.families.weights import SeededWeights, zoo_model
+from benchmarks.families.base import (
+    Prepared,
+    SeededWeights,
+    Training,
+    accelerated,
+    autocast_of,
+    dtype_of,
+    parameters_of,
+    zoo_model,
+)
 from benchmarks.plan import Case
 from benchmarks.training import checkpointed, reference_losses
 from zoo.bert import Bert, BertConfig, pack, token_buckets

@@ -72,7 +72,6 @@ class CallsWorkload(Workload):
     gpu_races = tuple(("block-8", name) for name in GRAPHS)
 
     def cannot(self, case: Case) -> str | None:
-        """Why the family has no such combination, or None."""
         return None if case.impl == "zoo" else "these blocks are of no library"
 
     def estimate(self, case: Case, *, reference: bool) -> int:
@@ -80,7 +79,6 @@ class CallsWorkload(Workload):
         return 0
 
     def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
-        """Build the model, and compile the other graphs of its class where the case compiles regions."""
         model = _model(case, WIDTH, seed)
         if case.strategy == "regional":
             with tempfile.TemporaryDirectory() as folder, other_cache(Path(folder)):  # the case's own stays empty

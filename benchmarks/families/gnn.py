@@ -37,7 +37,6 @@ class GnnWorkload(Workload):
     cpu_race, gpu_races, quick_races = ("gcn", "karate"), tuple((kind, "arxiv") for kind in KINDS), (("gcn", "cora"),)
 
     def cannot(self, case: Case) -> str | None:
-        """Why the family has no such combination, or None."""
         sampled = case.input.endswith(SAMPLED)
         if sampled and (case.workload != "train" or case.model != "graphsage"):
             return f"{case.input} is for training, of graphsage"

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.families import llm_arms, llm_steps, llm_train
-from benchmarks.families.base import Prepared, Workload, accelerated, dtype_of
+from benchmarks.families.base import Prepared, SeededWeights, Workload, accelerated, dtype_of, zoo_model
 from benchmarks.families.llm_steps import Task, task_of
-from benchmarks.families.weights import SeededWeights, zoo_model
 from benchmarks.plan import Case
 from zoo.llm import LLM, LLMConfig
 from zoo.llm.config import PRESETS
@@ -67,7 +66,6 @@ class LlmWorkload(Workload):
     gpu_training, quick_races = (("llama-3.2-1b", "4x2048"),), (("llama-3.2-1b", "decode-1x1024"),)
 
     def cannot(self, case: Case) -> str | None:
-        """Why the family has no such combination, or None."""
         if case.workload == "train":
             return llm_train.cannot(case, _config(case))
         if case.model.endswith(llm_train.CHECKPOINTED):
@@ -78,11 +76,9 @@ class LlmWorkload(Workload):
         return f"{case.input} needs {slots} positions, and {case.model} has {limit}" if slots > limit else None
 
     def estimate(self, case: Case, *, reference: bool) -> int:
-        """Estimated device memory."""
         return (llm_train.memory if case.workload == "train" else memory)(case, _config(case), reference=reference)
 
     def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
-        """Build model, cache and prompt, or batches, on the device."""
         return (llm_train.prepare if case.workload == "train" else prepare)(case, _config(case), seed=seed)
 
 

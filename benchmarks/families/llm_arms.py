@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.families.base import parameters_of
+from benchmarks.families.base import draw, parameters_of
 from benchmarks.families.llm_steps import Past, Task, cache_argument
-from benchmarks.families.weights import draw
 from zoo.llm import LLM, LLMConfig
 from zoo.llm.convert import upstream_config
 

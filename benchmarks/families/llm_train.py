@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.families import llm_arms
-from benchmarks.families.base import Prepared, Training, accelerated, dtype_of
-from benchmarks.families.weights import SeededWeights, zoo_model
+from benchmarks.families.base import Prepared, SeededWeights, Training, accelerated, dtype_of, zoo_model
 from benchmarks.plan import Case
 from benchmarks.training import reference_losses
 from zoo.llm import LLM, LLMConfig, LLMLayer

@@ -107,7 +107,6 @@ class OptimizersWorkload(Workload):
     gpu_races = tuple(("adamw", name) for name in PARAMETERS if name != "small")
 
     def cannot(self, case: Case) -> str | None:
-        """Why the family has no such combination, or None."""
         known = PARAMETERS[case.input].dtypes
         if case.dtype not in known:
             return f"weights of {case.input} are trained in {', '.join(known)}"
@@ -130,7 +129,6 @@ class OptimizersWorkload(Workload):
         return 4 * numbers * itemsize + max(between, checking)
 
     def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
-        """Build parameters, gradients and the optimizer with its state on the device."""
         device, dtype = torch.device(case.device), dtype_of(case)
         shapes = PARAMETERS[case.input].shapes()
         numbers = sum(torch.Size(shape).numel() for shape in shapes)

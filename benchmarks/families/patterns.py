@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from benchmarks.families.base import Prepared, Workload, dtype_of
+from benchmarks.families.base import Prepared, Workload, converted, count_parameters, dtype_of, tensors
 from benchmarks.patterns import (
     buckets,
     few_signatures,
@@ -52,7 +51,6 @@ class PatternsWorkload(Workload):
     gpu_races = tuple((model, "large") for model in PATTERNS)
 
     def cannot(self, case: Case) -> str | None:
-        """Why the family has no such combination, or None."""
         if case.impl == "upstream-tuned":
             return "a pattern has two sides, before (upstream) and after (zoo)"
         if case.strategy in ("full", "hierarchical"):
@@ -60,31 +58,26 @@ class PatternsWorkload(Workload):
         return None
 
     def estimate(self, case: Case, *, reference: bool) -> int:
-        """Estimated peak device memory of the case in bytes, the float64 reference included, which any arm may compute.
-
-        A bound: in between, nothing in these models is as large as thirty-two times their input.
-        """
-        pattern = PATTERNS[case.model]
+        """A bound: in between, nothing in these models is as large as thirty-two times their input."""
         with torch.device("meta"):
-            weights = sum(p.numel() for p in pattern.before(**_model_sizes(case)).parameters())
-        given = sum(tensor.numel() for tensor in _tensors(_draw(case, seed=0)))
+            weights = count_parameters(PATTERNS[case.model].before(**_model_sizes(case)))
+        given = sum(tensor.numel() for tensor in tensors(_draw(case, seed=0)))
         return (weights + 32 * given) * (dtype_of(case).itemsize + 8)
 
     def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
-        """Build model and inputs on the device."""
         pattern, device, dtype = PATTERNS[case.model], torch.device(case.device), dtype_of(case)
         model = before = _before(case, seed).to(device, dtype)
         if case.impl == "zoo":
             model = pattern.after(**_model_sizes(case)).eval().requires_grad_(False).to(device, dtype)
             model.load_state_dict(before.state_dict())
-        inputs = _converted(_draw(case, seed=seed), device, dtype)
+        inputs = converted(_draw(case, seed=seed), device, dtype)
         with torch.inference_mode():
             written = before(**inputs).numel() * dtype.itemsize
 
         def reference() -> Tensor:
             # Made anew, so that an arm holds nothing that it does not run on: its memory is measured.
             exact = _before(case, seed).to(device, dtype).double()
-            output: Tensor = exact(**_converted(inputs, device, torch.float64))
+            output: Tensor = exact(**converted(inputs, device, torch.float64))
             return output
 
         return Prepared(
@@ -92,15 +85,10 @@ class PatternsWorkload(Workload):
             inputs=inputs,
             compile_regions=None if case.impl == "zoo" else pattern.compile_before or compile_blocks,
             reference=reference,
-            reference_dtype="float64",
-            bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *_tensors(inputs))) + written,
+            bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *tensors(inputs))) + written,
             bytes_formula=BYTES_FORMULA,
             data="generated (normal)",
-            sizes={
-                **_model_sizes(case),
-                **_input_sizes(case),
-                "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            },
+            sizes={**_model_sizes(case), **_input_sizes(case), "parameters": count_parameters(model)},
         )
 
 
@@ -120,21 +108,6 @@ def _input_sizes(case: Case) -> Sizes:
 
 def _draw(case: Case, *, seed: int) -> dict[str, Any]:
     return PATTERNS[case.model].inputs(torch.Generator().manual_seed(seed), **_input_sizes(case))
-
-
-def _tensors(inputs: dict[str, Any]) -> list[Tensor]:
-    leaves: list[Tensor] = pytree.tree_leaves(inputs)
-    return leaves
-
-
-def _converted(inputs: dict[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """On the device, and numbers that are not indices in the dtype."""
-
-    def convert(tensor: Tensor) -> Tensor:
-        return tensor.to(device, dtype if tensor.is_floating_point() else None)
-
-    converted: dict[str, Any] = pytree.tree_map(convert, inputs)
-    return converted
 
 
 WORKLOAD = PatternsWorkload()

@@ -18,22 +18,24 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import zoo
 from benchmarks.families.base import (
+    MARK,
     Prepared,
     Training,
     Workload,
     autocast_of,
     count_flops,
+    cut,
     dtype_of,
     parameters_of,
     timed,
     weights_dtype,
 )
-from benchmarks.families.cuts import CUTS, MARK, cut
 from benchmarks.families.jpegs import Files, Loader
 from benchmarks.plan import Case
 from benchmarks.training import READY_BATCHES, checkpointed, reference_losses
 from zoo.engine.compat import compile_limit_kwargs
-from zoo.resnet import ResNet, ResNetConfig, fold_batch_norm
+from zoo.engine.region import Region
+from zoo.resnet import ResNet, ResNetConfig, ResNetHead, ResNetStage, Stem, fold_batch_norm
 from zoo.resnet.model import PRESETS
 
 BYTES_FORMULA = (
@@ -48,6 +50,8 @@ TRAINING_BYTES_FORMULA = (
     "weight: its gradient is written, and the optimizer reads weight, gradient and two moments and writes three. Left "
     "out, so that it is a lower bound: statistics of the batch, which need a pass of their own."
 )
+_ENDS = tuple(region for region in ResNet.regions if region.cls in (Stem, ResNetHead))
+CUTS = {"stages": (*_ENDS, Region(ResNetStage, graphs=4, why="all blocks of a stage")), "ends": _ENDS}
 LEARNING_RATE = 1e-4
 # Labels are of at most so many classes, whatever the model's head has: of a thousand a curve would fall too late.
 CLASSES = 10
@@ -70,7 +74,7 @@ class ResNetWorkload(Workload):
 
     ``-folded`` models race the zoo's with its batch norms folded into its convolutions, ``-matmul`` and ``-fused`` in
     other ways to run them (``zoo.resnet.fold_batch_norm``), and ``-cut-<name>`` the zoo's cut into other regions
-    (``cuts``). torchvision's arms are the same in all of them: as shipped with its norms, tuned with them
+    (``CUTS``). torchvision's arms are the same in all of them: as shipped with its norms, tuned with them
     folded. ``<batch>x<size>`` is the number of images and their pixels a side.
 
     Training is of models with their norms, in any cut, over float32 weights; the dtype is that of autocast. Batches
@@ -84,7 +88,7 @@ class ResNetWorkload(Workload):
         *(
             f"{preset}{folding}{cut}"
             for preset in ("resnet50", "resnet-debug")
-            for cut in ("", *(MARK + name for name in CUTS["resnet"]))
+            for cut in ("", *(MARK + name for name in CUTS))
             for folding in _FOLDINGS
         ),
     )
@@ -95,7 +99,6 @@ class ResNetWorkload(Workload):
     quick_races = (("resnet50", "64x224"),)
 
     def cannot(self, case: Case) -> str | None:
-        """Why the family has no such combination, or None."""
         if case.workload != "train":
             return f"{case.input} is for training" if case.input.startswith("jpeg-") else None
         if _parts(case.model)["folded"]:
@@ -126,7 +129,6 @@ class ResNetWorkload(Workload):
         return max(running, exact) if reference else running
 
     def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
-        """Build model and images on the device."""
         config, (batch, size) = _config(case), sizes(case.input)
         device, dtype = torch.device(case.device), weights_dtype(case)
         training = case.workload == "train"
@@ -201,8 +203,8 @@ def _implementation(case: Case, shipped: nn.Module, preparation: dict[str, float
         pointwise = "matmul" if parts["matmul"] else "convolution"
         with timed("batch norm folding", preparation, case.device):
             model = fold_batch_norm(model, convolutions=convolutions, pointwise=pointwise)  # type: ignore[arg-type]
-    if isinstance(model, ResNet) and parts["cut"]:
-        cut(model, "resnet", parts["cut"])
+    if isinstance(model, ResNet) and (name := parts["cut"]):
+        cut(model, CUTS[name])
     return model
 
 

@@ -16,22 +16,25 @@ from torch import Tensor, nn
 
 from benchmarks.families import unet_arms, unet_loop
 from benchmarks.families.base import (
+    MARK,
     Prepared,
     Training,
     Workload,
     autocast_of,
+    cut,
     dtype_of,
     timed,
     weights_dtype,
+    zoo_model,
 )
-from benchmarks.families.cuts import CUTS, MARK, cut
-from benchmarks.families.weights import zoo_model
 from benchmarks.plan import Case
 from benchmarks.training import READY_BATCHES, reference_losses
-from zoo.unet import UNet, UNetConfig
+from zoo.unet import ResnetBlock, UNet, UNetConfig
 from zoo.unet.config import PRESETS
 from zoo.unet.convert import placements
 
+# As diffusers' helper cuts its model.
+CUTS = {"transformers": tuple(region for region in UNet.regions if region.cls is not ResnetBlock)}
 TRAINING_BYTES_FORMULA = (
     "Activations three times as in inference: forward, gradients by inputs and gradients by weights are a call each, "
     "which reads two of input, output and weights and writes the third; latents and text need no gradient. And 32 "
@@ -53,7 +56,7 @@ class UNetWorkload(Workload):
     """Inference with random weights: one call predicts the noise of a batch of square latents, for a text of 77 tokens.
 
     ``BxHxW``: the rows of the batch, twice the images where there is guidance, and their pixels. ``-cut-<name>`` models
-    race the zoo's cut into other regions (``cuts``); diffusers' arms are the same in all of them.
+    race the zoo's cut into other regions (``CUTS``); diffusers' arms are the same in all of them.
 
     ``loop-NxHxW``, ``pipeline-NxHxW``: one call is all N steps of one image with guidance, from noise to latents. In a
     loop the zoo's sampler runs our model; in a pipeline diffusers' own ``StableDiffusionPipeline`` does.
@@ -62,7 +65,7 @@ class UNetWorkload(Workload):
     """
 
     family = "unet"
-    models = tuple(f"{preset}{cut}" for preset in PRESETS for cut in ("", *(MARK + name for name in CUTS["unet"])))
+    models = tuple(f"{preset}{cut}" for preset in PRESETS for cut in ("", *(MARK + name for name in CUTS)))
     inputs = (
         *("2x64x64", "2x96x96", "2x128x128", "4x64x64", "8x64x64", "2x8x8"),
         *("loop-30x64x64", "loop-30x96x96", "loop-30x128x128", "loop-3x8x8"),
@@ -74,7 +77,6 @@ class UNetWorkload(Workload):
     gpu_races, gpu_training = (("sd15", "2x64x64"),), (("sd15", "4x64x64"),)
 
     def cannot(self, case: Case) -> str | None:
-        """Why the family has no such combination, or None."""
         if _is_run(case) and case.workload == "train":
             return f"{case.input} is for inference"
         if _is_run(case) and case.strategy == "hierarchical":
@@ -108,7 +110,6 @@ class UNetWorkload(Workload):
         return held + (max(running, exact) if reference else running)
 
     def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
-        """Build model and inputs on the device."""
         config, (batch, size) = _config(case), sizes(case.input)
         device, dtype = torch.device(case.device), weights_dtype(case)
         weights = unet_arms.seeded(config, seed=seed, dtype=dtype, device=device)
@@ -117,7 +118,7 @@ class UNetWorkload(Workload):
         if case.impl == "zoo":
             model = zoo_model(UNet, config, weights, placements(config))
             if name := case.model.partition(MARK)[2]:
-                cut(model, "unet", name)
+                cut(model, CUTS[name])
         else:
             model = unet_arms.build(config, weights)
             if case.impl == "upstream-tuned":

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.families.base import count_flops, parameters_of
-from benchmarks.families.weights import SeededWeights, draw
+from benchmarks.families.base import SeededWeights, count_flops, draw, parameters_of
 from zoo.engine.compat import compile_limit_kwargs
 from zoo.unet import UNet, UNetConfig
 from zoo.unet.convert import upstream_config

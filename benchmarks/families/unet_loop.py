@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 import zoo
 from benchmarks.families import unet_arms
-from benchmarks.families.base import Prepared
-from benchmarks.families.weights import SeededWeights, draw
+from benchmarks.families.base import Prepared, SeededWeights, draw
 from benchmarks.plan import Case
 from zoo.unet import Sampler, UNet, UNetConfig, make_schedule
 
