@@ -21,9 +21,10 @@ from rich.console import Console
 
 from benchmarks import advised
 from benchmarks.cli import UsageError, did_you_mean, pick, require_zoo, run_command
+from benchmarks.machine import cache_environment
 from benchmarks.measure import Run, measure, say_where, settings_of
 from benchmarks.plan import DTYPES, Case
-from benchmarks.process import Worker, WorkerFailure, cache_environment
+from benchmarks.process import Worker, WorkerFailure
 from benchmarks.run import RUNS, device_of
 from benchmarks.startup import Settings
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch._dynamo.external_utils import wrap_inline
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.process import INDUCTOR_CACHE, TRITON_CACHE, cache_environment
+from benchmarks.machine import INDUCTOR_CACHE, TRITON_CACHE, cache_environment
 
 CACHE_VARIABLES = (INDUCTOR_CACHE, TRITON_CACHE)
 REASON_LENGTH = 400

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+INDUCTOR_CACHE, TRITON_CACHE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 LIBRARIES = ("torch-geometric", "torchvision", "transformers", "diffusers", "numpy", "triton")
 
 
@@ -60,6 +61,14 @@ def device_facts(device: str) -> dict[str, Any]:
         "sm_clock_max_mhz": monitor.max_sm_clock(),
         "power_limit_w": monitor.power_limit(),
     }
+
+
+def cache_environment(folder: Path) -> dict[str, str]:
+    """The variables that put every on-disk cache of the compiler under ``folder``.
+
+    Precompiled C++ headers are the exception: Inductor keeps one set per machine and toolchain on purpose.
+    """
+    return {INDUCTOR_CACHE: str(folder), TRITON_CACHE: str(folder / "triton")}
 
 
 def cores() -> int:

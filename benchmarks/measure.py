@@ -16,9 +16,9 @@ from rich.console import Console
 from benchmarks.cli import UsageError
 from benchmarks.harness import ROUNDS_OF_A_SET, run_race
 from benchmarks.locks import GpuLock, locked, remove_stale, scratch_folder
-from benchmarks.machine import Monitor, cores, row
+from benchmarks.machine import Monitor, cache_environment, cores, row
 from benchmarks.plan import Case, races_of
-from benchmarks.process import Worker, WorkerFailure, cache_environment, kill_all
+from benchmarks.process import Worker, WorkerFailure, kill_all
 from benchmarks.progress import Progress, words
 from benchmarks.record import Result, RowWriter, Store, Unwritable, load
 from benchmarks.startup import Settings, estimate_race

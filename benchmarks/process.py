@@ -27,14 +27,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.machine import INDUCTOR_CACHE, ROOT
+
 REASON_LENGTH = 600
 MESSAGE_LENGTH = 400
 TAIL_LINES = 4
 FRAMES = 4  # of where a process hangs
 _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 
-INDUCTOR_CACHE, TRITON_CACHE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 # Texts of errors that mean out of memory and are no OutOfMemoryError: from allocators other than torch's.
 NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "_ALLOC_FAILED")
 BUSY = "busy or unavailable"
@@ -42,14 +42,6 @@ DISK_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "PytorchStrea
 SET_TMPDIR = "set TMPDIR to a folder on another: the compiler's caches go there"
 
 _alive: set[Worker] = set()
-
-
-def cache_environment(folder: Path) -> dict[str, str]:
-    """The variables that put every on-disk cache of the compiler under ``folder``.
-
-    Precompiled C++ headers are the exception: Inductor keeps one set per machine and toolchain on purpose.
-    """
-    return {INDUCTOR_CACHE: str(folder), TRITON_CACHE: str(folder / "triton")}
 
 
 class WorkerFailure(Exception):

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.locks import GpuLock
-from benchmarks.machine import Monitor, cores
+from benchmarks.machine import Monitor, cache_environment, cores
 from benchmarks.plan import Case
-from benchmarks.process import SET_TMPDIR, Worker, WorkerFailure, cache_environment, kill_all
+from benchmarks.process import SET_TMPDIR, Worker, WorkerFailure, kill_all
 from benchmarks.record import Check, Compile, Memory, Result, Work
 
 if TYPE_CHECKING:

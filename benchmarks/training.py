@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -162,18 +163,12 @@ def reference_losses(model: nn.Module, training: Training, dtype: torch.dtype = 
     def convert(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
-    model = model.to(dtype).train()
+    model, exact = model.to(dtype).train(), replace(training, autocast=None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=training.learning_rate)
     losses = []
     with torch.enable_grad():
         for index in range(training.checked):
-            optimizer.zero_grad(set_to_none=True)
-            loss = training.loss(model, pytree.tree_map(convert, training.batch(index)))
-            loss.backward()  # type: ignore[no-untyped-call]
-            if training.clip_norm is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), training.clip_norm)
-            optimizer.step()
-            losses.append(loss.detach())
+            losses.append(plain_step(model, exact, optimizer, pytree.tree_map(convert, training.batch(index))))
     return torch.stack(losses)
 
 

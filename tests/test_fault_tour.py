@@ -430,7 +430,8 @@ def test_the_compiler_on_a_read_only_disk_says_what_to_do(tmp_path: Path) -> Non
     program = textwrap.dedent(
         """
         import sys
-        from benchmarks.process import Worker, WorkerFailure, cache_environment
+        from benchmarks.machine import cache_environment
+        from benchmarks.process import Worker, WorkerFailure
         from pathlib import Path
         folder = Path(sys.argv[1])
         worker = Worker(cache_environment(folder), timeout=100)

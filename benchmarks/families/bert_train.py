@@ -258,12 +258,7 @@ def cannot(case: Case) -> str | None:
 
 
 def prepare(case: Case, *, seed: int) -> Prepared:
-    """Build model and batches on the device.
-
-    Args:
-        case: What to build.
-        seed: Of the weights and the texts.
-    """
+    """Build model and batches on the device."""
     config, asked = config_of(case.model), task(case.input)
     assert asked is not None
     device = torch.device(case.device)

@@ -133,12 +133,7 @@ def build(arch: Architecture, *, seed: int, **options: Any) -> nn.Module:
 
 
 def compile_convs(model: nn.Module, **options: Any) -> None:
-    """Regional compilation as a user of the library does it: each convolution in place.
-
-    Args:
-        model: A model of :func:`build`.
-        options: What ``torch.compile`` takes.
-    """
+    """Regional compilation as a user of the library does it: each convolution in place."""
     for conv in model.convs:  # type: ignore[union-attr]
         conv.compile(**options)
 
@@ -229,12 +224,6 @@ def csr(edge_index: Tensor, weight: Tensor | None, nodes: int, dtype: torch.dtyp
 def reference_output(arch: Architecture, shipped: nn.Module, x: Tensor, edge_index: Tensor) -> Tensor:
     """Eager upstream in float64 on these weights and inputs, as shipped, or where memory is short in blocks.
 
-    Args:
-        arch: The model's shape.
-        shipped: The model of :func:`build`, not compiled, in the dtype that is measured.
-        x: Features ``[N, F]`` in the dtype that is measured.
-        edge_index: Raw edges ``[2, E]``.
-
     Returns:
         ``[N, classes]`` in float64.
     """
@@ -252,13 +241,6 @@ def output_in_blocks(arch: Architecture, model: nn.Module, x: Tensor, edge_index
     """The model's output, each layer computed for one range of destinations after another.
 
     A destination needs all of its edges and no others, so each range is exact. The linear maps are repeated.
-
-    Args:
-        arch: The model's shape.
-        model: The model of :func:`build`.
-        x: Features ``[N, F]``.
-        edge_index: Raw edges ``[2, E]``.
-        budget: Bytes that one range's messages may take.
     """
     nodes = x.size(0)
     tuned, inputs = tune(arch, model, edge_index, nodes, "sorted")

@@ -45,15 +45,7 @@ LEARNING_RATE = 1e-2
 def training_of(
     graph: Graph, x: Tensor, inputs: dict[str, Any], *, seed: int, autocast: torch.dtype | None = None
 ) -> Training:
-    """Cross entropy over half of the nodes, another half in each step, with labels of a random linear map of features.
-
-    Args:
-        graph: The graph, for its number of nodes and classes.
-        x: Features [N, F] on the device.
-        inputs: What else the model is called with: edges or a prepared graph.
-        seed: Of labels and halves.
-        autocast: Its dtype, or None for float32.
-    """
+    """Cross entropy over half of the nodes, another half in each step, with labels of a random linear map of features."""
     labels = labels_of(x, graph.classes, seed=seed).cpu()
 
     def batch(index: int) -> Tensor:
@@ -76,15 +68,7 @@ def labels_of(x: Tensor, classes: int, *, seed: int) -> Tensor:
 
 
 def for_training(case: Case, prepared: Prepared, arch: Architecture, graph: Graph, *, seed: int) -> Prepared:
-    """What inference prepares, made ready for training.
-
-    Args:
-        case: The arm.
-        prepared: Of inference: its inputs are ``x`` and what else the model is called with.
-        arch: The model's shape.
-        graph: The graph.
-        seed: Of weights, labels and halves.
-    """
+    """What inference prepares, made ready for training."""
     x = prepared.inputs["x"]
     inputs = {name: value for name, value in prepared.inputs.items() if name != "x"}
 
@@ -125,13 +109,6 @@ def memory(case: Case, arch: Architecture, nodes: int, edges: int, *, reference:
 
     Where messages are held at all (upstream's eager), GAT keeps those of every layer for the gradients of its weights;
     the weights of the others do not learn, and theirs are gone with the layer. The reference does so in float64.
-
-    Args:
-        case: The arm.
-        arch: The model's shape.
-        nodes: Of the graph.
-        edges: Of the graph.
-        reference: Whether the arm computes the reference too.
     """
     layers = arch.stack()
     kept = sum(2 * layer.inputs + 3 * layer.transformed + layer.outputs for layer in layers) * nodes
@@ -171,15 +148,7 @@ def sampler_of(graph: Graph, arch: Architecture, *, seed: int) -> NeighborSample
 
 
 def for_sampled_training(case: Case, prepared: Prepared, arch: Architecture, graph: Graph, *, seed: int) -> Prepared:
-    """What inference over the whole graph prepares, made ready for training on parts of it.
-
-    Args:
-        case: The arm.
-        prepared: Of inference.
-        arch: The model's shape.
-        graph: The large graph.
-        seed: Of weights, labels and samples.
-    """
+    """What inference over the whole graph prepares, made ready for training on parts of it."""
     x: Tensor = prepared.inputs["x"]
     labels = labels_of(x, graph.classes, seed=seed)
     sampler = sampler_of(graph, arch, seed=seed)
@@ -216,15 +185,7 @@ def for_sampled_training(case: Case, prepared: Prepared, arch: Architecture, gra
 
 
 def sampled_memory(case: Case, arch: Architecture, nodes: int, edges: int, *, reference: bool) -> int:
-    """Estimated peak device memory: the whole graph while it is made and sorted, or features, edges and a batch.
-
-    Args:
-        case: The arm.
-        arch: The model's shape.
-        nodes: Of the whole graph.
-        edges: Of the whole graph.
-        reference: Whether the arm computes the reference too.
-    """
+    """Estimated peak device memory: the whole graph while it is made and sorted, or features, edges and a batch."""
     size = batch_size_of(nodes)
     met = frontier = size
     drawn = 0

@@ -110,13 +110,7 @@ def memory(case: Case, config: LLMConfig, *, reference: bool) -> int:
 
 
 def prepare(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
-    """Build model, cache and prompt of inference on the device.
-
-    Args:
-        case: What to build.
-        config: Of its model.
-        seed: Of the weights, the tokens and what the cache holds.
-    """
+    """Build model, cache and prompt of inference on the device."""
     task = task_of(case.input)
     device, dtype = torch.device(case.device), dtype_of(case)
     weights = SeededWeights(llm_arms.shapes(config), seed=seed, dtype=dtype, device=device)

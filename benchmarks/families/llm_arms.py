@@ -113,13 +113,6 @@ def reference_output(
 ) -> Tensor:
     """Eager upstream in float32 on these weights, a layer in memory at a time.
 
-    Args:
-        config: The model.
-        weights: Under transformers' names, in the dtype that is measured.
-        task: What the first call does.
-        tokens: [B, T], fed by it.
-        past: What the cache holds then, for decoding.
-
     Returns:
         Logits [B, V] after the last token, float32.
     """

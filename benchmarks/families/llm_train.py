@@ -75,13 +75,7 @@ def cannot(case: Case, config: LLMConfig) -> str | None:
 
 
 def prepare(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
-    """Build model and batches on the device.
-
-    Args:
-        case: What to build.
-        config: Of its model.
-        seed: Of the weights and the tokens.
-    """
+    """Build model and batches on the device."""
     rows = rows_of(case.input)
     assert rows is not None
     device = torch.device(case.device)

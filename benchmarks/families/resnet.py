@@ -286,13 +286,7 @@ def freeze_weights() -> None:
 
 
 def compile_blocks(model: nn.Module, *, raised_limit: bool, **options: Any) -> None:
-    """Regional compilation as a user of the library does it: each residual block in place.
-
-    Args:
-        model: A model of :func:`build`, folded or not.
-        raised_limit: Allow more graphs of a block than the eight after which it silently stays eager.
-        options: What ``torch.compile`` takes.
-    """
+    """Regional compilation as a user of the library does it: each residual block in place."""
     if raised_limit:
         options |= compile_limit_kwargs()
     for stage in (model.layer1, model.layer2, model.layer3, model.layer4):
@@ -311,16 +305,7 @@ def reference_output(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def training_of(config: ResNetConfig, batch: int, size: int, *, seed: int, device: str, dtype: torch.dtype) -> Training:
-    """Cross entropy over images that are drawn anew in each step, with labels of a random linear map of their means.
-
-    Args:
-        config: The model's.
-        batch: N.
-        size: H and W.
-        seed: Of images and labels.
-        device: Where images are drawn; the same seed gives the same ones on the same kind of device.
-        dtype: Of autocast; float32 for none.
-    """
+    """Cross entropy over images that are drawn anew in each step, with labels of a random linear map of their means."""
     classes = min(CLASSES, config.num_classes)
     teacher = torch.randn(config.in_channels * SQUARES**2, classes, generator=torch.Generator().manual_seed(seed))
     teacher = teacher.double().to(device)

@@ -203,16 +203,7 @@ class NoiseLoss:
 
 
 def training_of(config: UNetConfig, batch: int, size: int, *, seed: int, device: str, dtype: torch.dtype) -> Training:
-    """The loss of noise in latents that are drawn anew in each step.
-
-    Args:
-        config: The model's.
-        batch: B.
-        size: H and W.
-        seed: Of everything that is drawn.
-        device: Where it is drawn; the same seed gives the same on the same kind of device.
-        dtype: Of autocast; float32 for none.
-    """
+    """The loss of noise in latents that are drawn anew in each step."""
 
     def draw(index: int) -> dict[str, Tensor]:
         generator = torch.Generator(device).manual_seed((seed << 20) + index)

@@ -81,13 +81,7 @@ def fuse_projections(model: Any) -> None:
 
 
 def compile_blocks(model: Any, *, raised_limit: bool, **options: Any) -> None:
-    """Regional compilation by the library's own helper: transformer blocks, each in place, resnet blocks not.
-
-    Args:
-        model: A model of :func:`build`.
-        raised_limit: Allow more graphs of a block than the eight after which it is an error.
-        options: What ``torch.compile`` takes; ``fullgraph`` is on, as its documentation has it.
-    """
+    """Regional compilation by the library's own helper: transformer blocks, each in place, resnet blocks not."""
     if raised_limit:
         options |= compile_limit_kwargs()
     model.compile_repeated_blocks(fullgraph=True, **options)

@@ -138,17 +138,7 @@ def prepare(
     *,
     preparation: Mapping[str, float],
 ) -> Prepared:
-    """Build the run around a model.
-
-    Args:
-        case: What to build.
-        model: The case's, in eval mode.
-        config: Its configuration.
-        weights: Its weights, under diffusers' names.
-        steps: Of the run.
-        size: H and W.
-        preparation: Seconds of what was prepared once, by name.
-    """
+    """Build the run around a model."""
     device, dtype = weights.device, weights.dtype
     text = (1, unet_arms.TOKENS, config.cross_attention_dim)
     shapes: dict[str, tuple[int, ...]] = {

@@ -350,12 +350,9 @@ def _mebibytes(arm: MeasuredArm) -> str:
 
 VALUES: dict[str, Callable[[MeasuredRace, MeasuredArm, str], str]] = {
     "p50": lambda race, arm, against: _with_unit(arm.p50, "ms"),
-    "p95": lambda race, arm, against: _with_unit(arm.p95, "ms"),
     "speedup": _speedup_value,
     "compile-cold": lambda race, arm, against: _with_unit((arm.result.cold or Compile()).seconds, "s"),
-    "compile-warm": lambda race, arm, against: _with_unit((arm.warm or Compile()).seconds, "s"),
     "start-up": lambda race, arm, against: _with_unit((arm.result.cold or Compile()).start_up, "s"),
-    "throughput": lambda race, arm, against: _with_unit(arm.throughput, f"{race.unit} a second"),
     "memory": lambda race, arm, against: _mebibytes(arm),
     "graphs": lambda race, arm, against: cells.count((arm.result.counted or Compile()).graphs),
 }
