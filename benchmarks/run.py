@@ -53,8 +53,7 @@ def main(
     quick: Annotated[bool, typer.Option("--quick", help="Use one process per arm and fewer rounds.")] = False,
     steady_only: Annotated[bool, typer.Option("--steady-only", help="No compile times; arms start together.")] = False,
     first_result: Annotated[
-        bool,
-        typer.Option("--first-result/--no-first-result", help="Compile once more for the time to first result."),
+        bool, typer.Option("--first-result/--no-first-result", help="Compile once more for the time to first result.")
     ] = True,
     rounds: Annotated[int | None, typer.Option(help="Rounds of a race; 30 by default, 10 with --quick.")] = None,
     sets: Annotated[int, typer.Option(help="Repeat the race in this many sets of processes.")] = 1,

@@ -101,10 +101,7 @@ def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
 
 
 def paired_ratio(
-    reference: Sequence[float],
-    arm: Sequence[float],
-    reference_rounds: Sequence[int],
-    arm_rounds: Sequence[int],
+    reference: Sequence[float], arm: Sequence[float], reference_rounds: Sequence[int], arm_rounds: Sequence[int]
 ) -> Ratio:
     """The arm's speed-up over the reference: the median over rounds of the ratio within a round.
 

@@ -32,12 +32,7 @@ class Where:
         impl, strategy, *more = name.split()
         mode = next((word for word in more if word in MODES), "default")
         case = Case(
-            **vars(self),
-            impl=impl,
-            strategy=strategy,
-            mode=mode,
-            dynamic="dynamic" in more,
-            cuda_graph=name != arm,
+            **vars(self), impl=impl, strategy=strategy, mode=mode, dynamic="dynamic" in more, cuda_graph=name != arm
         )
         if case.arm != arm or impl not in IMPLEMENTATIONS or strategy not in STRATEGIES:
             raise ValueError(f"there is no arm {arm!r}")

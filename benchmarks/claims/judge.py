@@ -165,11 +165,7 @@ FIGURES: dict[str, tuple[str, str, Callable[..., Measured | None]]] = {
     "epoch": (f"an epoch of {EPOCH_STEPS:,} steps, ", "×", _epoch),
     "peak memory": ("peak memory, ", "×", _quotient_of("MiB", _mebibytes)),
     "cold compile time": ("cold compile time, ", "×", _quotient_of("s", lambda arm: arm.paid("cold"))),
-    "kernels": (
-        "kernels, ",
-        "×",
-        _quotient_of("kernels", _kernels),
-    ),
+    "kernels": ("kernels, ", "×", _quotient_of("kernels", _kernels)),
     "first call over a later one": ("first call over a later one, ", "×", _first_call),
     "cold compile seconds": ("cold compile time, ", "s", _compile_seconds),
     "error over eager's": ("error over eager's, ", "×", _error),

@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.claims.claim import CLAIMS, Claim, Part, commands
-from benchmarks.claims.judge import (
-    FIGURES,
-    NOT_MEASURED,
-    Broken,
-    Place,
-    claimed,
-    of_claim,
-    of_part,
-    places,
-)
+from benchmarks.claims.judge import FIGURES, NOT_MEASURED, Broken, Place, claimed, of_claim, of_part, places
 from benchmarks.record import Rows
 from benchmarks.report import cells, markdown
 from benchmarks.report.model import MeasuredRace, extra_races, races_of

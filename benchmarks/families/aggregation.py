@@ -161,10 +161,7 @@ class AggregationWorkload(Workload):
 
     family = "aggregation"
     models = tuple(WAYS)
-    inputs = (
-        *(f"{graph}-{width}" for graph in GRAPHS if graph != SMALL for width in WIDTHS),
-        SMALL,
-    )
+    inputs = (*(f"{graph}-{width}" for graph in GRAPHS if graph != SMALL for width in WIDTHS), SMALL)
     gpu_dtypes = ("float32", "bfloat16")
     cpu_race = ("operator", SMALL)
     gpu_races = tuple((way, f"{graph}-64") for graph in GRAPHS if graph != SMALL for way in WAYS)

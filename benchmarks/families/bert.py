@@ -48,7 +48,7 @@ CUTS = {
         Region(SequenceHead, graphs=1, why="two small products, the activation between them and the loss"),
         Region(TokenHead, graphs=1, why="a narrow product and the loss"),
         Region(SpanHead, graphs=1, why="a narrow product and two losses"),
-    ),
+    )
 }
 
 
@@ -68,26 +68,12 @@ class BertWorkload(Workload):
 
     family = "bert"
     models = (
-        "bert-base",
-        "bert-large",
-        "bert-base-6",
-        "bert-debug",
-        "bert-base-dropout",
-        "bert-debug-dropout",
+        *("bert-base", "bert-large", "bert-base-6", "bert-debug", "bert-base-dropout", "bert-debug-dropout"),
         *(f"{preset}{MARK}{name}" for preset in ("bert-base", "bert-debug") for name in CUTS),
     )
     inputs = (
-        "32x128",
-        "256x128",
-        "8x512",
-        "1x128",
-        "skewed-64x512",
-        "2x32",
-        "skewed-4x32",
-        "epoch-32x512",
-        "epoch-static-32x512",
-        "epoch-4x32",
-        "epoch-static-4x32",
+        *("32x128", "256x128", "8x512", "1x128", "skewed-64x512", "2x32", "skewed-4x32"),
+        *("epoch-32x512", "epoch-static-32x512", "epoch-4x32", "epoch-static-4x32"),
     )
 
     workloads = ("inference", "train")

@@ -218,11 +218,7 @@ class Batches:
     def sizes(self) -> dict[str, int]:
         """What a reader needs to know; of an epoch the means of its batches."""
         count = len(self.texts)
-        found = {
-            "batch": self.task.rows,
-            "length": self.task.length,
-            "tokens": sum(map(sum, self.lengths)) // count,
-        }
+        found = {"batch": self.task.rows, "length": self.task.length, "tokens": sum(map(sum, self.lengths)) // count}
         if self.task.epoch:
             found |= {"batches": count, "padded_tokens": sum(texts.input_ids.numel() for texts in self.texts) // count}
         if self.task.epoch and self.impl == "zoo":

@@ -388,10 +388,7 @@ SUBJECTS = {
         loss=_word_loss,
         tuned_loss=_inner_word_loss,
         infers=False,
-        sizes={
-            "small": Size(),
-            "16x128": Size(model=_ENCODER, inputs={"batch": 16, "tokens": 128, "words": 16384}),
-        },
+        sizes={"small": Size(), "16x128": Size(model=_ENCODER, inputs={"batch": 16, "tokens": 128, "words": 16384})},
     ),
     "ppo-vit": Subject(
         build=ViTPolicy,

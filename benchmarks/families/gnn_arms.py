@@ -278,12 +278,12 @@ def _free_bytes(device: torch.device) -> int:
 
 def parameters(arch: Architecture) -> int:
     """Weights and biases."""
-    return sum(_layer_parameters(arch.kind, layer) for layer in arch.stack())
-
-
-def _layer_parameters(kind: str, layer: Layer) -> int:
-    matrix, bias = layer.inputs * layer.transformed, layer.outputs
-    return {"gcn": matrix, "gat": matrix + 2 * layer.transformed, "graphsage": 2 * matrix}[kind] + bias
+    total = 0
+    for layer in arch.stack():
+        matrix = layer.inputs * layer.transformed
+        total += {"gcn": matrix, "gat": matrix + 2 * layer.transformed, "graphsage": 2 * matrix}[arch.kind]
+        total += layer.outputs
+    return total
 
 
 def flops(arch: Architecture, nodes: int, edges: int) -> int:

@@ -45,7 +45,7 @@ LEARNING_RATE = 1e-2
 def training_of(
     graph: Graph, x: Tensor, inputs: dict[str, Any], *, seed: int, autocast: torch.dtype | None = None
 ) -> Training:
-    """Cross entropy over half of the nodes, another half in each step, with labels of a random linear map of features."""
+    """Cross entropy over half of the nodes, another half in each step; labels are a random linear map of features."""
     labels = labels_of(x, graph.classes, seed=seed).cpu()
 
     def batch(index: int) -> Tensor:
@@ -316,13 +316,7 @@ class _Parts:
 def _as_inputs(
     nodes: Tensor, edge_index: Tensor, seeds: int, hop_nodes: list[int], hop_edges: list[int]
 ) -> dict[str, Any]:
-    return {
-        "nodes": nodes,
-        "edge_index": edge_index,
-        "seeds": seeds,
-        "hop_nodes": hop_nodes,
-        "hop_edges": hop_edges,
-    }
+    return {"nodes": nodes, "edge_index": edge_index, "seeds": seeds, "hop_nodes": hop_nodes, "hop_edges": hop_edges}
 
 
 def _as_inputs_of_library(batch: Any) -> dict[str, Any]:

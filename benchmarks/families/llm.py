@@ -31,32 +31,14 @@ class LlmWorkload(Workload):
 
     family = "llm"
     models = (
-        "llama-3.2-1b",
-        "llama-3.2-3b",
-        "llama-3.1-8b",
-        "qwen3-0.6b",
-        "qwen3-8b",
-        "llm-debug",
+        *("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "qwen3-0.6b", "qwen3-8b", "llm-debug"),
         *(name + llm_train.CHECKPOINTED for name in ("llama-3.2-1b", "llama-3.2-3b", "llm-debug")),
     )
     inputs = (
-        "decode-1x1024",
-        "decode-8x1024",
-        "decode-32x1024",
-        "decode-128x1024",
-        "prefill-1x2048",
-        "prefill-1x8192",
-        "prefill-4x2048",
-        "answer-1x2048",
-        "decode-1x64",
-        "prefill-1x32",
-        "answer-1x32",
-        "4x2048",
-        "1x8192",
-        "1x32768",
-        "1x65536",
-        "1x131072",
-        "2x16",
+        *("decode-1x1024", "decode-8x1024", "decode-32x1024", "decode-128x1024"),
+        *("prefill-1x2048", "prefill-1x8192", "prefill-4x2048", "answer-1x2048"),
+        *("decode-1x64", "prefill-1x32", "answer-1x32"),
+        *("4x2048", "1x8192", "1x32768", "1x65536", "1x131072", "2x16"),
     )
 
     workloads = ("inference", "train")
@@ -152,12 +134,7 @@ def prepare(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
 
 
 def _step(
-    case: Case,
-    config: LLMConfig,
-    task: Task,
-    weights: SeededWeights,
-    tokens: Tensor,
-    past: llm_steps.Past,
+    case: Case, config: LLMConfig, task: Task, weights: SeededWeights, tokens: Tensor, past: llm_steps.Past
 ) -> llm_steps.Step:
     """The module whose call is measured, with the case's model in it."""
     if case.impl == "zoo":

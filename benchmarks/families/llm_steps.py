@@ -259,11 +259,7 @@ class UpstreamDecode(_UpstreamCached):
     def forward(self) -> Tensor:
         """Logits [B, V] of the tokens after the ones that were fed."""
         output = self.model(
-            input_ids=self.tokens,
-            position_ids=self.positions,
-            **self.held,
-            use_cache=True,
-            logits_to_keep=1,
+            input_ids=self.tokens, position_ids=self.positions, **self.held, use_cache=True, logits_to_keep=1
         )
         logits: Tensor = output.logits[:, -1]
         self.tokens.copy_(logits.argmax(-1, keepdim=True))

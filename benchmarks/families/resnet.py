@@ -319,12 +319,7 @@ def training_of(config: ResNetConfig, batch: int, size: int, *, seed: int, devic
         means = F.adaptive_avg_pool2d(images, SQUARES).flatten(1).double()
         return {"images": images, "labels": (means @ teacher).argmax(1)}
 
-    return Training(
-        loss=cross_entropy,
-        batch=draw,
-        learning_rate=LEARNING_RATE,
-        autocast=autocast_of(dtype),
-    )
+    return Training(loss=cross_entropy, batch=draw, learning_rate=LEARNING_RATE, autocast=autocast_of(dtype))
 
 
 def cross_entropy(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -35,8 +35,7 @@ def command(
     ] = False,
     results: Annotated[Path, typer.Option(help="Rows that the blocks are made from.")] = RESULTS,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Folder or file name (.md, .html) of the reports; beside the rows if omitted."),
+        Path | None, typer.Option(help="Folder or file name (.md, .html) of the reports; beside the rows if omitted.")
     ] = None,
 ) -> int:
     """Show rows as tables, or make the tables in Markdown files from them."""

@@ -19,12 +19,7 @@ SHOWN = {
     "ResNet-50, 64 images": ("resnet50", "64x224", "bfloat16"),
     "SD 1.5 UNet, 2 × 64 × 64": ("sd15", "2x64x64", "bfloat16"),
 }
-HEAD = (
-    "model, input",
-    "cold s: whole / theirs / ours",
-    "ms a call: theirs / ours",
-    "times faster",
-)
+HEAD = ("model, input", "cold s: whole / theirs / ours", "ms a call: theirs / ours", "times faster")
 MISSING = "not measured"
 
 

@@ -107,11 +107,7 @@ def race_warnings(race: MeasuredRace) -> list[str]:
 
 
 def _section(race: MeasuredRace, anchor: str, draw: bool) -> dict[str, Any]:
-    drawn = {
-        "Latency": charts.latency,
-        "Total time over calls": charts.break_even,
-        "Loss": charts.losses,
-    }
+    drawn = {"Latency": charts.latency, "Total time over calls": charts.break_even, "Loss": charts.losses}
     figures = [(name, svg) for name, paint in drawn.items() if draw and (svg := paint(race))]
     named_tables = {
         "Arms, fastest first": tables.speeds(race),

@@ -119,11 +119,7 @@ class MeasuredArm:
         if work is None or self.p50 is None:
             return None
         return stats.utilisation(
-            self.p50,
-            bytes=work.bytes,
-            flops=work.flops,
-            peak_bandwidth=work.peak_bandwidth,
-            peak_flops=work.peak_flops,
+            self.p50, bytes=work.bytes, flops=work.flops, peak_bandwidth=work.peak_bandwidth, peak_flops=work.peak_flops
         )
 
 
