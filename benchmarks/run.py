@@ -138,10 +138,10 @@ def _families() -> list[str]:
 def _workload(family: str) -> Workload:
     if "." not in family and family not in _families():
         raise UsageError(f"--family: {family!r} is not known; {did_you_mean(family, _families())}")
-    from benchmarks.worker import load_workload
+    from benchmarks.families import load
 
     try:
-        return load_workload(family)
+        return load(family)
     except (ImportError, AttributeError) as error:
         raise UsageError(f"--family {family}: {error}") from error
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib
 import math
 import os
 import time
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks import machine, strategies, timing
+from benchmarks import families, machine, strategies, timing
 from benchmarks.plan import CUDA_GRAPH_MODES, Case
 from benchmarks.strategies import execution_mode
 from benchmarks.timing import once, synchronise
@@ -30,12 +29,6 @@ if TYPE_CHECKING:
 Reply = dict[str, Any]
 
 PROFILED_CALLS = 3
-
-
-def load_workload(name: str) -> Workload:
-    """The workload of a family, or of a module given by its dotted name."""
-    workload: Workload = importlib.import_module(name if "." in name else f"benchmarks.families.{name}").WORKLOAD
-    return workload
 
 
 class Handler:
@@ -70,7 +63,7 @@ class Handler:
 
     def load(self, *, workload: str) -> Reply:
         """Import what the case will need, so that imports of several workers overlap and are in no figure."""
-        self.workload = load_workload(workload)
+        self.workload: Workload = families.load(workload)
         return {"torch": torch.__version__, "pid": os.getpid()}
 
     def look(self, **question: Any) -> Reply:

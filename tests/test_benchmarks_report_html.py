@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.record import Result
 from benchmarks.report import advice, cells, charts, html, selection, summary, tables
-from benchmarks.report.commands import commands_of
 from benchmarks.report.model import MeasuredRace, races
+from benchmarks.report.selection import commands_of
 from tests.rows import ENVIRONMENT, failure, race, row
 from tests.rows import ways as one_armed
 

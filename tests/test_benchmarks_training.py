@@ -14,11 +14,12 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.families import load
 from benchmarks.families.base import Prepared, Training
 from benchmarks.plan import Case
 from benchmarks.process import serve
 from benchmarks.training import Trainer, checkpointed, plain_step, reference_losses
-from benchmarks.worker import Handler, load_workload
+from benchmarks.worker import Handler
 from tests.fake_workload import Model
 from zoo.training import LinearCrossEntropy
 
@@ -41,7 +42,7 @@ def talk(*messages: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def trainer(**changes: Any) -> Trainer:
     case = replace(CASE, **changes)
-    return Trainer(case, load_workload(FAKE).prepare(case, data_root=None, seed=0))
+    return Trainer(case, load(FAKE).prepare(case, data_root=None, seed=0))
 
 
 @pytest.mark.slow
@@ -79,7 +80,7 @@ def test_an_arm_from_start_to_kernels(tmp_path: Path, impl: str, strategy: str):
 @pytest.mark.parametrize("impl", ["zoo", "upstream"])
 def test_our_step_and_the_plain_loop_take_the_same_steps(impl: str):
     arm = trainer(impl=impl)
-    prepared = load_workload(FAKE).prepare(replace(CASE, impl=impl), data_root=None, seed=0)
+    prepared = load(FAKE).prepare(replace(CASE, impl=impl), data_root=None, seed=0)
     assert prepared.training is not None
     exact = prepared.reference()
     losses = arm.losses(arm.eager())
@@ -96,7 +97,7 @@ def test_one_step_is_no_check():
 @pytest.mark.gpu
 def test_a_captured_arm_takes_the_same_steps():
     case = replace(CASE, device="cuda", cuda_graph=True)
-    prepared = load_workload(FAKE).prepare(case, data_root=None, seed=0)
+    prepared = load(FAKE).prepare(case, data_root=None, seed=0)
     expected = prepared.reference().cpu()
     prepared.model.cuda()
     assert prepared.training is not None
@@ -110,7 +111,7 @@ def test_a_captured_arm_takes_the_same_steps():
 def test_steps_go_round_a_few_batches_that_lie_ready():
     seen = []
     case = replace(CASE, impl="upstream")
-    prepared = load_workload(FAKE).prepare(case, data_root=None, seed=0)
+    prepared = load(FAKE).prepare(case, data_root=None, seed=0)
     assert prepared.training is not None
     squares = prepared.training.loss
 
@@ -211,7 +212,7 @@ def test_declared_shapes_are_compiled_by_the_first_call_and_are_no_recompiles(tm
 
 
 def test_every_declared_shape_is_captured():
-    prepared = load_workload(FAKE).prepare(CASE, data_root=None, seed=0)
+    prepared = load(FAKE).prepare(CASE, data_root=None, seed=0)
     assert prepared.training is not None
     prepared.training.shapes = tuple(torch.randn(rows, 8) for rows in range(20, 9, -1))
     trainer = Trainer(CASE, prepared)
@@ -276,7 +277,7 @@ def test_regions_of_the_loss_are_compiled_with_the_models():
     from benchmarks import strategies
 
     module = LinearCrossEntropy(4)
-    prepared = load_workload(FAKE).prepare(CASE, data_root=None, seed=0)
+    prepared = load(FAKE).prepare(CASE, data_root=None, seed=0)
     assert prepared.training is not None
     prepared.training.loss_module = module
     strategies.apply(CASE, prepared)

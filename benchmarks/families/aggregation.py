@@ -129,13 +129,7 @@ class Neighbours(nn.Module):
 
 
 class Aggregation(nn.Module):
-    """A sum with the features and the graph that it is about.
-
-    Args:
-        way: How it is written.
-        x: [N, C].
-        ready: What the way made of the graph.
-    """
+    """A sum with the features and the graph that it is about."""
 
     regions: ClassVar[tuple[Region, ...]] = (Region(Neighbours, graphs=1, why="one sum"),)
     x: Tensor

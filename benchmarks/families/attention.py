@@ -95,15 +95,7 @@ class Attention(nn.Module):
 
 
 class Layers(nn.Module):
-    """The attentions of all layers of a model, each with tokens of its own, so that no cache of the chip holds them.
-
-    Args:
-        choice: How they are written.
-        heads: H.
-        tokens: Of each layer.
-        caches: Of each layer in decoding.
-        lengths: Positions of the new tokens, or lengths of the rows.
-    """
+    """The attentions of all layers of a model, each with tokens of its own, so that no cache of the chip holds them."""
 
     regions: ClassVar[tuple[Region, ...]] = (Region(Attention, graphs=1, why="one attention, the same in all layers"),)
 

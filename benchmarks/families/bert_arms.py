@@ -32,13 +32,7 @@ _MEDIAN, _SPREAD = 0.42, 0.75
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What one call is given.
-
-    Args:
-        batch: B.
-        length: T.
-        skewed: Whether rows end early, most of them well before the longest; else all are full.
-    """
+    """What one call is given: ``batch`` rows of ``length`` tokens, or where ``skewed`` most of them well shorter."""
 
     batch: int
     length: int

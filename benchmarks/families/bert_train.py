@@ -100,14 +100,7 @@ class Texts(NamedTuple):
 
 
 def draw(config: BertConfig, task: Task, *, seed: int, longest: bool = False) -> Texts:
-    """A batch of texts, each of a few words of its label among others.
-
-    Args:
-        config: The model's vocabulary and padding.
-        task: What rows are like.
-        seed: Of all that is drawn.
-        longest: Let one row of an epoch's batch have all the tokens that it may, so that the shape is known.
-    """
+    """A batch of texts, each of a few words of its label among others; with ``longest`` one has all its tokens."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.full((task.rows,), task.length)
     if task.epoch:

@@ -40,6 +40,8 @@ BYTES_FORMULA = (
     "bound: activations that are kept, weight gradients, and the optimizer, which reads and writes 28 bytes a weight."
 )
 LEARNING_RATE = 1e-2
+# What a batch that is not padded holds.
+_INPUTS = ("nodes", "edge_index", "seeds", "hop_nodes", "hop_edges")
 
 
 def training_of(
@@ -261,7 +263,7 @@ class _Parts:
             # The library's loader goes on to another epoch by itself.
             drawn = self._library if library_samples() else self.sampler.subgraphs(next(self._epochs), self._ready)
             for batch in drawn:
-                yield self._on_device(batch if isinstance(batch, dict) else _as_inputs_of_library(batch))
+                yield self._on_device(batch if isinstance(batch, dict) else _of_library(batch))
 
         return Training(
             loss=loss,
@@ -284,7 +286,8 @@ class _Parts:
         nodes, edge_index = drawn.nodes, drawn.edge_index
         if self.x.is_cuda:
             nodes, edge_index = nodes.pin_memory(), edge_index.pin_memory()
-        return _as_inputs(nodes, edge_index, len(drawn.seeds), drawn.hop_nodes, drawn.hop_edges)
+        values = (nodes, edge_index, len(drawn.seeds), drawn.hop_nodes, drawn.hop_edges)
+        return dict(zip(_INPUTS, values, strict=True))
 
     def _on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
         moved = {name: batch[name].to(self.x.device, non_blocking=True) for name in ("nodes", "edge_index")}
@@ -313,14 +316,9 @@ class _Parts:
         )
 
 
-def _as_inputs(
-    nodes: Tensor, edge_index: Tensor, seeds: int, hop_nodes: list[int], hop_edges: list[int]
-) -> dict[str, Any]:
-    return {"nodes": nodes, "edge_index": edge_index, "seeds": seeds, "hop_nodes": hop_nodes, "hop_edges": hop_edges}
-
-
-def _as_inputs_of_library(batch: Any) -> dict[str, Any]:
-    return _as_inputs(batch.n_id, batch.edge_index, batch.batch_size, batch.num_sampled_nodes, batch.num_sampled_edges)
+def _of_library(batch: Any) -> dict[str, Any]:
+    values = (batch.n_id, batch.edge_index, batch.batch_size, batch.num_sampled_nodes, batch.num_sampled_edges)
+    return dict(zip(_INPUTS, values, strict=True))
 
 
 def library_samples() -> bool:

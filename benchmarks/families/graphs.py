@@ -65,13 +65,9 @@ INPUTS: tuple[str, ...] = ("karate", *(name + tail for name in SPECS if name != 
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """A graph with node features, on one device.
+    """A graph with features ``x`` [N, F] float32 and ``edge_index`` [2, E] int64, both directions of each edge.
 
-    Args:
-        x: Node features, float32, ``[N, F]``.
-        edge_index: Sources and destinations, int64, ``[2, E]``; both directions of every undirected edge.
-        classes: Number of classes, the model's output width.
-        data: Where it came from: ``bundled (KarateClub)``, ``real (Planetoid)``, ``generated, uniform`` ...
+    ``data`` says where it came from: ``bundled (KarateClub)``, ``real (Planetoid)``, ``generated, uniform`` ...
     """
 
     x: Tensor

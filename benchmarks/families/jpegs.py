@@ -29,14 +29,7 @@ MOST_WORKERS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """JPEG files in a folder a class.
-
-    Args:
-        count: How many.
-        width: Of each, in pixels.
-        height: Likewise.
-        seed: Of what is on them.
-    """
+    """So many JPEG files in a folder a class, of so many pixels; ``seed`` draws what is on them."""
 
     count: int
     width: int

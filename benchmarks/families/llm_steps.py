@@ -92,12 +92,7 @@ def task_of(name: str) -> Task:
 
 
 class Step(nn.Module):
-    """What both libraries' steps share: the tokens that are fed next, and where they go.
-
-    Args:
-        task: What a call does.
-        tokens: [B, T], fed by the first call.
-    """
+    """What both libraries' steps share: the tokens that are fed next, and where they go."""
 
     tokens: Tensor
     positions: Tensor
@@ -128,13 +123,7 @@ class Step(nn.Module):
 
 
 class ZooStep(Step):
-    """Tokens chosen as ``LLM.generate`` chooses them, by the zoo's operator.
-
-    Args:
-        model: The zoo's.
-        task: What a call does.
-        tokens: [B, T], fed by the first call.
-    """
+    """Tokens chosen as ``LLM.generate`` chooses them, by the zoo's operator."""
 
     regions = LLM.regions
 
@@ -145,6 +134,9 @@ class ZooStep(Step):
         self.state.tokens, self.state.positions = self.tokens, self.positions
         for name in ("finished", "step", "output", "ends", "pad"):
             torch._dynamo.mark_static_address(getattr(self.state, name))
+        self.cache = model.make_cache(task.batch, task.slots)
+        for layer in self.cache.layers:
+            torch._dynamo.mark_static_address(layer)
 
     def accept(self, logits: Tensor) -> None:
         """Take the most likely tokens of logits [B, V] as the next, and move on by one."""
@@ -158,9 +150,6 @@ class ZooDecode(ZooStep):
     def __init__(self, model: LLM, task: Task, tokens: Tensor, past: Past) -> None:
         super().__init__(model, task, tokens)
         self.past = past
-        self.cache = model.make_cache(task.batch, task.slots)
-        for layer in self.cache.layers:
-            torch._dynamo.mark_static_address(layer)
         self.reset()
 
     def reset(self) -> None:
@@ -183,9 +172,6 @@ class ZooPrefill(ZooStep):
 
     def __init__(self, model: LLM, task: Task, tokens: Tensor) -> None:
         super().__init__(model, task, tokens)
-        self.cache = model.make_cache(task.batch, task.slots)
-        for layer in self.cache.layers:
-            torch._dynamo.mark_static_address(layer)
         self.reset()
 
     def forward(self, input_ids: Tensor) -> Tensor:

@@ -64,13 +64,7 @@ PARAMETERS = {
 
 
 class Step(nn.Module):
-    """A step on gradients that lie there, with its parameters.
-
-    Args:
-        parameters: With gradients, of the optimizer.
-        optimizer: Its state is there already.
-        stride: Every so many-th number of a parameter is returned.
-    """
+    """A step on gradients that lie there, with its parameters, of which every ``stride``-th number is returned."""
 
     update: Callable[[], Any]
 

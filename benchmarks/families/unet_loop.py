@@ -39,13 +39,7 @@ BYTES_FORMULA = f"All steps, but keys and values of the text once. Of a step: {u
 
 
 class ZooLoop(nn.Module):
-    """The zoo's sampler around a UNet.
-
-    Args:
-        unet: The model.
-        steps: Of the run.
-        size: H and W.
-    """
+    """The zoo's sampler around a UNet."""
 
     def __init__(self, unet: UNet, steps: int, size: int) -> None:
         super().__init__()

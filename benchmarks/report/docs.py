@@ -25,9 +25,8 @@ from benchmarks.claims import page as claims
 from benchmarks.cli import did_you_mean
 from benchmarks.record import Compile, Result, Rows
 from benchmarks.report import cells, front, markdown, tables
-from benchmarks.report.commands import commands_of
 from benchmarks.report.model import MeasuredArm, MeasuredRace, extra_races, races_of
-from benchmarks.report.selection import SELECTING, machines, option, select
+from benchmarks.report.selection import SELECTING, commands_of, machines, option, select
 
 PICTURE = "compile-and-call.svg"
 MACHINE = ("gpu", "torch")

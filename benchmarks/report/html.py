@@ -10,9 +10,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from benchmarks.record import RESULTS, Result, Rows
 from benchmarks.report import advice, cells, charts, summary, tables
-from benchmarks.report.commands import commands_of
 from benchmarks.report.model import MeasuredArm, MeasuredRace, races
-from benchmarks.report.selection import by_family, ordered, titles, used_by
+from benchmarks.report.selection import by_family, commands_of, ordered, titles, used_by
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = Path(__file__).parent / "templates"

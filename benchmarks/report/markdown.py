@@ -7,9 +7,8 @@ from typing import Any
 
 from benchmarks.record import Result
 from benchmarks.report import advice, cells, summary, tables
-from benchmarks.report.commands import commands_of
 from benchmarks.report.model import MeasuredRace, races
-from benchmarks.report.selection import by_family, ordered, titles, used_by
+from benchmarks.report.selection import by_family, commands_of, ordered, titles, used_by
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, left: bool = False) -> str:
