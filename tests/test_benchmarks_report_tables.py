@@ -16,7 +16,6 @@ from benchmarks.report import (
     advice,
     cells,
     charts,
-    commands,
     docs,
     front,
     markdown,
@@ -538,7 +537,7 @@ def test_pipes_are_escaped() -> None:
 
 def test_commands_that_differ_in_lists_alone_become_one() -> None:
     run = "python -m benchmarks.run --family gnn"
-    assert commands.merged(
+    assert selection.merged(
         [
             f"{run} --model gcn --strategy eager --rounds 30",
             f"{run} --model gcn --strategy full --rounds 30",
@@ -562,25 +561,25 @@ def test_dynamic_arms_are_measured_by_the_run_that_measures_the_static_ones() ->
         f"{run} --strategy {strategy} --dynamic --arm 'zoo {strategy} dynamic' --rounds 30"
         for strategy in ("full", "regional")
     )
-    assert commands.merged([*static, full]) == [f"{run} --strategy eager,full --rounds 30 --dynamic"]
-    assert commands.merged([full, *static]) == [f"{run} --strategy full,eager --rounds 30 --dynamic"]
+    assert selection.merged([*static, full]) == [f"{run} --strategy eager,full --rounds 30 --dynamic"]
+    assert selection.merged([full, *static]) == [f"{run} --strategy full,eager --rounds 30 --dynamic"]
     # Alone they stay alone.
-    assert commands.merged([full, full]) == [f"{run} --strategy full --rounds 30 --dynamic --arm 'zoo full dynamic'"]
-    assert commands.merged([full, regional]) == [
+    assert selection.merged([full, full]) == [f"{run} --strategy full --rounds 30 --dynamic --arm 'zoo full dynamic'"]
+    assert selection.merged([full, regional]) == [
         f"{run} --strategy full,regional --rounds 30 --dynamic --arm 'zoo full dynamic' --arm 'zoo regional dynamic'"
     ]
     # Where a command names none, all are measured, so no arm is named.
-    assert commands.merged([f"{run} --strategy full --rounds 30 --dynamic", regional]) == [
+    assert selection.merged([f"{run} --strategy full --rounds 30 --dynamic", regional]) == [
         f"{run} --strategy full,regional --rounds 30 --dynamic"
     ]
-    assert commands.merged([f"{run} --arm 'zoo *'", f"{run} --dynamic"]) == [
+    assert selection.merged([f"{run} --arm 'zoo *'", f"{run} --dynamic"]) == [
         f"{run} --arm 'zoo *'",
         f"{run} --dynamic",
     ]
 
 
 def test_merged_commands_are_ones_that_the_harness_takes() -> None:
-    (command,) = commands.commands_of(races([*race(), *race(model="gat")], ENVIRONMENTS))
+    (command,) = selection.commands_of(races([*race(), *race(model="gat")], ENVIRONMENTS))
     said = command.split()
     given = {key: said[said.index(f"--{key}") + 1].split(",") for key in ("impl", "strategy", "mode")}
     arms = arms_of(
