@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from benchmarks.cli import did_you_mean
-from benchmarks.families.base import Prepared, Workload
+from benchmarks.families.base import Prepared, Workload, count_parameters, tensors
 from benchmarks.plan import DTYPES, Case
 
 EXAMPLE, GIVEN, CAST = "example", "given", "given, cast"  # names of the input in a row
@@ -45,10 +44,8 @@ class Loaded:
     @property
     def dtype(self) -> torch.dtype:
         """Of the first weight that has a fraction, else of the first such input, else torch's default."""
-        for tensor in (*self.model.parameters(), *pytree.tree_leaves(self.inputs)):
-            if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                return tensor.dtype
-        return torch.get_default_dtype()
+        found = (*self.model.parameters(), *tensors(self.inputs))
+        return next((each.dtype for each in found if each.is_floating_point()), torch.get_default_dtype())
 
 
 def is_own(name: str) -> bool:
@@ -193,16 +190,10 @@ class AdvisedWorkload(Workload):
     family = "advise"
     models: tuple[str, ...] = ()
     inputs: tuple[str, ...] = (EXAMPLE, GIVEN, CAST)
+    gpu_dtypes = cpu_dtypes = DTYPES
 
     def __init__(self) -> None:
         self.memory: int | None = None  # bytes of one eager call, once look has measured them
-
-    def default_races(self, device: str, quick: bool, workload: str = "inference") -> list[tuple[str, str]]:
-        """There is no plain run: the model is always named."""
-        return []
-
-    def dtypes(self, device: str) -> tuple[str, ...]:
-        return DTYPES
 
     def refuses(self, case: Case) -> str | None:
         return None
@@ -236,18 +227,20 @@ class AdvisedWorkload(Workload):
         as_it_is = case.input == GIVEN
         dtype = None if as_it_is else _dtype(case.dtype)
         loaded = load(case.model, device=case.device, dtype=dtype, seed=seed, sizes=sizes_in(case.input))
-        tensors = [leaf for leaf in pytree.tree_leaves(loaded.inputs) if isinstance(leaf, Tensor)]
-        parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
+        given = tensors(loaded.inputs)
         prepared = Prepared(
             model=loaded.model,
             inputs=loaded.inputs,
             static=loaded.static,
             reference=lambda: torch.empty(0),
-            bytes=_weight_bytes(loaded.model) + sum(tensor.nbytes for tensor in tensors),
+            bytes=_weight_bytes(loaded.model) + sum(tensor.nbytes for tensor in given),
             bytes_formula=BYTES_FORMULA,
             data=GIVEN if is_own(case.model) else EXAMPLE,
             preparation_seconds=loaded.preparation,
-            sizes={"parameters": parameters, "input values": sum(tensor.numel() for tensor in tensors)},
+            sizes={
+                "parameters": count_parameters(loaded.model),
+                "input values": sum(tensor.numel() for tensor in given),
+            },
         )
 
         def reference() -> Any:
@@ -285,7 +278,7 @@ def _call(name: str, loaded: Loaded) -> None:
             output = loaded.model(**loaded.inputs)
     except Exception as error:
         raise Refused(f"{name}: the model does not run on its inputs: {_in_a_line(error)}") from error
-    if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(output)):
+    if not tensors(output):
         raise Refused(f"{name}: the model returns {_kind(output)} without a tensor in it")
 
 
@@ -293,7 +286,7 @@ def _precise(loaded: Loaded, dtype: torch.dtype | None) -> Any:
     """The output of an eager copy in this dtype; compiling in place does not outlive a copy."""
     model = copy.deepcopy(loaded.model)
     model = model if dtype is None else model.to(dtype)
-    device = next((t.device.type for t in pytree.tree_leaves(loaded.inputs) if isinstance(t, Tensor)), "cpu")
+    device = next((tensor.device.type for tensor in tensors(loaded.inputs)), "cpu")
     with torch.inference_mode():
         return model(**{key: _moved(value, device, dtype) for key, value in loaded.inputs.items()})
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks import families, machine, strategies, timing
+from benchmarks.families.base import tensors
 from benchmarks.plan import CUDA_GRAPH_MODES, Case
 from benchmarks.strategies import execution_mode
 from benchmarks.timing import once, synchronise
@@ -406,12 +407,10 @@ def _greater(one: int | None, other: int | None) -> int | None:
 
 def _flat(output: Any) -> torch.Tensor:
     """The output, or all tensors in it end to end, as one vector."""
-    from torch.utils._pytree import tree_leaves
-
-    tensors = [leaf.reshape(-1) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-    if not tensors:
+    found = [tensor.reshape(-1) for tensor in tensors(output)]
+    if not found:
         raise ValueError(f"the output is a {type(output).__name__} without a tensor in it")
-    return torch.cat(tensors)
+    return torch.cat(found)
 
 
 def _relative_error(output: torch.Tensor, expected: torch.Tensor, what: str) -> float:
