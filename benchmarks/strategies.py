@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import zoo
 from benchmarks.families.base import Prepared
 from benchmarks.plan import CUDA_GRAPH_MODES, Case
 
@@ -30,8 +31,6 @@ def apply(case: Case, prepared: Prepared) -> Call:
     """
     model = prepared.model
     if case.strategy != "eager" and prepared.training is not None and prepared.training.loss_module is not None:
-        import zoo
-
         zoo.compile_regions(prepared.training.loss_module, backend=backend())
     own = {"upstream": prepared.dynamic, "upstream-tuned": prepared.tuned_dynamic}
     dynamic = True if case.dynamic else own.get(case.impl, False)
@@ -45,17 +44,14 @@ def apply(case: Case, prepared: Prepared) -> Call:
         case "full":
             return torch.compile(model, mode=mode, dynamic=dynamic, backend=backend())
         case "regional":
-            if case.impl in ("zoo", "own"):
-                import zoo
-
-                zoo.compile_regions(model, mode=mode, dynamic=bool(dynamic), backend=backend())
-                if prepared.training is not None and prepared.training.after_compile is not None:
-                    prepared.training.after_compile(model)
-            elif prepared.compile_regions is None:
-                raise ValueError(f"{case.impl} has no way to compile its regions: Prepared.compile_regions is None")
-            else:
+            if case.impl not in ("zoo", "own"):
+                if prepared.compile_regions is None:
+                    raise ValueError(f"{case.impl} has no way to compile its regions: Prepared.compile_regions is None")
                 compiled = prepared.compile_regions(model, mode=mode, dynamic=dynamic, backend=backend())
                 return model if compiled is None else compiled
+            zoo.compile_regions(model, mode=mode, dynamic=bool(dynamic), backend=backend())
+            if prepared.training is not None and prepared.training.after_compile is not None:
+                prepared.training.after_compile(model)
             return model
         case "hierarchical":
             mark_nested_regions(model)

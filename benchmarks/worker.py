@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+import zoo
 from benchmarks import families, machine, strategies, timing
 from benchmarks.families.base import tensors
 from benchmarks.plan import CUDA_GRAPH_MODES, Case
@@ -236,8 +237,6 @@ class Handler:
             self.step = functools.partial(strategies.marked(self.case, call), **self.prepared.inputs)
 
     def _capture(self) -> None:
-        import zoo
-
         if self.trainer is not None:
             self.step = self.trainer.captured(self.call)
             return

@@ -233,13 +233,10 @@ def last_losses(race: MeasuredRace, share: float = 0.1) -> list[str]:
 
 def bests(race: MeasuredRace) -> list[str]:
     """The upstream arms that ours are held against, by name and time."""
-    lines = []
-    for what, best in (("as shipped", race.best_shipped), ("tuned", race.best_tuned)):
-        if best is not None:
-            lines.append(f"Best upstream {what}: {best.name}, {significant(best.p50)} ms.")
-        else:
-            lines.append(f"Best upstream {what}: none ran.")
-    return lines
+    return [
+        f"Best upstream {what}: {f'{best.name}, {significant(best.p50)} ms' if best else 'none ran'}."
+        for what, best in (("as shipped", race.best_shipped), ("tuned", race.best_tuned))
+    ]
 
 
 def notes(race: MeasuredRace) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -48,6 +48,11 @@ class Compared:
     def library(self) -> MeasuredArm | None:
         """Upstream's model compiled by the library's own regions."""
         return self.race.find(impl="upstream", strategy="regional")
+
+    @property
+    def compiled(self) -> tuple[MeasuredArm | None, ...]:
+        """The arms whose cold compile seconds are shown, in the order of ``charts.SERIES``."""
+        return self.whole, self.library, self.ours
 
     @property
     def times_faster(self) -> float:
@@ -102,10 +107,8 @@ def _chosen(options: Mapping[str, str], shown: Iterable[MeasuredRace]) -> dict[s
 def _row(name: str, compared: Compared | None) -> tuple[str, ...]:
     if compared is None:
         return (name, *[MISSING] * 3)
-    ours, best = compared.ours, compared.best
-    seconds = [cold(arm) for arm in (compared.whole, compared.library, ours)]
-    times = [arm.p50 if arm else None for arm in (best, ours)]
-    return name, _joined(seconds), _joined(times), _faster(compared)
+    times = [arm.p50 if arm else None for arm in (compared.best, compared.ours)]
+    return name, _joined([cold(arm) for arm in compared.compiled]), _joined(times), _faster(compared)
 
 
 def _joined(values: Sequence[float | None]) -> str:
@@ -121,19 +124,11 @@ def _faster(compared: Compared) -> str:
     return "undetermined" if verdict == "undetermined" else cells.times(compared.times_faster)
 
 
-# The arms of one model that the picture shows, in the order of ``charts.SERIES``.
-DRAWN: tuple[Callable[[Compared], MeasuredArm | None], ...] = (
-    lambda compared: compared.whole,
-    lambda compared: compared.library,
-    lambda compared: compared.ours,
-)
-
-
 def points(shown: Iterable[MeasuredRace]) -> dict[str, charts.Points]:
     """By model, the cold compile seconds and milliseconds a call of each arm of the picture."""
     models = {name.partition(",")[0]: compared for name, compared in _chosen({}, shown).items() if name in SHOWN}
     return {
-        name: tuple(_point(of(compared)) for of in DRAWN)
+        name: tuple(map(_point, compared.compiled))
         for name, compared in models.items()
         if compared is not None and _point(compared.ours)
     }
