@@ -33,11 +33,7 @@ REFUSED = ("interrupted", "device-busy")
 def promote(rows: Rows, results: Path, *, extra: str | None = None) -> dict[Path, list[tuple[str, ...]]]:
     """Put all rows into their files below ``results``; the races of each file that were written.
 
-    Args:
-        rows: What was measured.
-        results: Where committed rows are.
-        extra: The name under which rows are added without replacing the earlier races; rows of the same name are
-            replaced.
+    Under the name ``extra`` rows are added without replacing the earlier races; rows of the same name are replaced.
 
     Raises:
         UsageError: If rows come from code that was not committed, or from a race that was stopped, or ``extra`` cannot

@@ -196,12 +196,7 @@ def in_parallel(work: Callable[[Any], None], items: Sequence[Any], threads: int)
 
 @contextmanager
 def failures_of(arm: ArmRun, phase: str = "") -> Iterator[None]:
-    """Inside, a worker's failure becomes the arm's status instead of an exception.
-
-    Args:
-        arm: Whose failure it is.
-        phase: Which of its processes is at work, if that says more than the failure itself.
-    """
+    """Inside, a worker's failure becomes the arm's status instead of an exception; ``phase`` names the process."""
     try:
         yield
     except WorkerFailure as error:

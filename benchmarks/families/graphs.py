@@ -153,12 +153,8 @@ def generate(
     with node weights ``(rank + offset) ** (-1 / (EXPONENT - 1))``, the offset set so that the largest expected degree
     is ``counts.hub``; ranks are shuffled over the node ids, so that a hub's id says nothing.
 
-    Args:
-        counts: What to generate; ``edges`` must be even.
-        power_law: Skewed degrees instead of uniform ones.
-        seed: Seeds graph and features, each on its own.
-        device: Where the tensors shall be; large graphs are generated there as well.
-        features: Width of the node features if not ``counts.features``.
+    ``edges`` must be even. Large graphs are generated on the device, others on the CPU. ``features`` is the width of
+    the node features if not ``counts.features``; their seed is apart from the graph's.
 
     Raises:
         ValueError: If the edges do not come in pairs, or there are fewer than two nodes to join.

@@ -34,10 +34,7 @@ def render(
 ) -> None:
     """Print every family in short, then every race: what to run, times over upstream's best, costs, what failed.
 
-    Args:
-        results: Rows of any number of races.
-        environments: Environment rows by the id that results name.
-        console: Where to print; standard output if None. Tables that are wider than it are stacked.
+    Tables that are wider than the console, by default standard output, are stacked.
     """
     console = console or Console()
     shown = ordered(races(results, environments))
