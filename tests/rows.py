@@ -10,6 +10,7 @@ import numpy as np
 
 from benchmarks.plan import Case
 from benchmarks.record import Check, Compile, Memory, Result, Steady, Store, Work
+from benchmarks.report.model import MeasuredRace, races
 
 ENVIRONMENT: dict[str, Any] = {
     "kind": "environment",
@@ -24,6 +25,8 @@ ENVIRONMENT: dict[str, Any] = {
     "commit": "0123456789abcdef",
     "dirty": False,
 }
+
+ENVIRONMENTS = {"e1": ENVIRONMENT}
 
 # What GCN on Cora may look like on an H200: milliseconds a call, cold and warm compile seconds, graphs, kernels.
 ARMS: tuple[tuple[dict[str, Any], float, float, float, int, int], ...] = (
@@ -111,8 +114,7 @@ def command(case: Case) -> str:
 
 
 def failure(status: str, reason: str, **case: Any) -> Result:
-    case = {"family": "gnn", "model": "gcn", "input": "cora", "device": "cuda", **case}
-    made = Case(**case)
+    made = Case(**{"family": "gnn", "model": "gcn", "input": "cora", "device": "cuda", **case})
     return Result(case=made, status=status, reason=reason, command=command(made), environment="e1")
 
 
@@ -160,3 +162,16 @@ def write(path: Path, results: list[Result], environment: Mapping[str, Any] = EN
     for result in results:
         store.append(result.to_json())
     return path
+
+
+def shown(results: list[Result]) -> MeasuredRace:
+    """The one race that these rows are."""
+    (race,) = races(results, ENVIRONMENTS)
+    return race
+
+
+def uncompiled(results: list[Result]) -> list[Result]:
+    """The same rows without compile figures, as of a run that measured the steady state alone."""
+    for result in results:
+        result.cold = result.warm = None
+    return results

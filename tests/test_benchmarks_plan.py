@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from benchmarks.plan import DEFAULT_ARMS, IMPLEMENTATIONS, STRATEGY_NAMES, Case, expand, races_of, refusal, twin_of
+from benchmarks.plan import IMPLEMENTATIONS, STRATEGY_NAMES, Case, expand, races_of, refusal
 
 CPU = Case(family="gnn", model="gcn", input="karate")
 GPU = replace(CPU, device="cuda")
@@ -20,30 +21,69 @@ def names(base: Case, **options: object) -> list[str]:
     return [case.arm for case in expand([base], nothing_refused, **options)[0]]
 
 
-def test_default_arms_on_a_gpu_are_those_of_the_rules():
-    assert names(GPU) == [
-        "zoo eager",
-        "zoo full",
-        "zoo regional",
-        "zoo regional + CUDA graph",
-        "upstream eager",
-        "upstream full",
-        "upstream full reduce-overhead",
-        "upstream regional",
-        "zoo regional + CUDA graph (A/A)",
-    ]
+GPU_ARMS = ["zoo eager", "zoo full", "zoo regional", "zoo regional + CUDA graph"]
+THEIR_ARMS = ["upstream eager", "upstream full", "upstream regional"]
+NAMES: list[tuple[Case, dict[str, Any], list[str]]] = [
+    (
+        GPU,
+        {},
+        [
+            *GPU_ARMS,
+            *("upstream eager", "upstream full", "upstream full reduce-overhead", "upstream regional"),
+            "zoo regional + CUDA graph (A/A)",
+        ],
+    ),
+    (CPU, {}, ["zoo eager", "zoo full", "zoo regional", *THEIR_ARMS, "zoo regional (A/A)"]),
+    (
+        GPU,
+        {"impls": ["zoo", "upstream-tuned"], "strategies": ["full", "full+cudagraph"]},
+        [
+            *("zoo full", "zoo full + CUDA graph", "upstream-tuned full", "upstream-tuned full + CUDA graph"),
+            "zoo full + CUDA graph (A/A)",
+        ],
+    ),
+    (CPU, {"impls": ["upstream"]}, [*THEIR_ARMS, "upstream regional (A/A)"]),
+    (CPU, {"impls": ["zoo"], "strategies": ["eager"]}, ["zoo eager"]),  # one arm alone has no control
+    (
+        GPU,
+        {"impls": ["zoo"], "dynamic": True},
+        [
+            *("zoo eager", "zoo full", "zoo full dynamic", "zoo regional", "zoo regional dynamic"),
+            *("zoo regional + CUDA graph", "zoo regional + CUDA graph (A/A)"),
+        ],
+    ),
+    (
+        CPU,
+        {"dynamic": True, "only": ["*dynamic"]},
+        [
+            *(f"{impl} {strategy} dynamic" for impl in ("zoo", "upstream") for strategy in ("full", "regional")),
+            "zoo regional dynamic (A/A)",
+        ],
+    ),
+    (
+        CPU,
+        {"impls": ["zoo"], "strategies": ["full"], "dynamic": True, "only": ["zoo full dynamic"]},
+        ["zoo full dynamic"],
+    ),
+    (
+        GPU,
+        {"only": ["zoo regional*", "upstream eager"]},
+        ["zoo regional", "zoo regional + CUDA graph", "upstream eager", "zoo regional + CUDA graph (A/A)"],
+    ),
+    (GPU, {"only": ["nothing"]}, []),
+    (CPU, {"strategies": ["eager"], "dynamic": True, "only": ["*dynamic"]}, []),
+]
 
 
-def test_default_arms_on_a_cpu_leave_out_cuda_graphs():
-    assert names(CPU) == [
-        "zoo eager",
-        "zoo full",
-        "zoo regional",
-        "upstream eager",
-        "upstream full",
-        "upstream regional",
-        "zoo regional (A/A)",
-    ]
+@pytest.mark.parametrize(("base", "options", "arms"), NAMES)
+def test_options_and_their_arms(base: Case, options: dict[str, Any], arms: list[str]):
+    assert names(base, **options) == arms
+
+
+def test_a_mode_alone_applies_to_what_it_can():
+    arms = names(CPU, modes=["max-autotune-no-cudagraphs"])
+    assert "zoo full max-autotune-no-cudagraphs" in arms and not any("eager" in arm for arm in arms)
+    assert names(CPU, impls=["upstream-tuned"])[0] == "upstream-tuned eager"
 
 
 def test_the_zoo_without_its_kernels_is_an_implementation_to_ask_for_and_no_other_case_than_the_zoos():
@@ -61,46 +101,7 @@ def test_the_zoo_without_its_kernels_is_an_implementation_to_ask_for_and_no_othe
     assert refusal(replace(GPU, kernels=False)) is None
 
 
-def test_given_options_are_combined():
-    assert names(GPU, impls=["zoo", "upstream-tuned"], strategies=["full", "full+cudagraph"]) == [
-        "zoo full",
-        "zoo full + CUDA graph",
-        "upstream-tuned full",
-        "upstream-tuned full + CUDA graph",
-        "zoo full + CUDA graph (A/A)",
-    ]
-
-
-def test_a_mode_alone_applies_to_what_it_can():
-    arms = names(CPU, modes=["max-autotune-no-cudagraphs"])
-    assert "zoo full max-autotune-no-cudagraphs" in arms
-    assert not any("eager" in arm for arm in arms)
-
-
-def test_an_implementation_alone_runs_its_default_arms():
-    assert names(CPU, impls=["upstream"]) == [
-        "upstream eager",
-        "upstream full",
-        "upstream regional",
-        "upstream regional (A/A)",
-    ]
-    assert names(CPU, impls=["upstream-tuned"])[0] == "upstream-tuned eager"
-
-
-def test_one_arm_alone_has_no_control():
-    assert names(CPU, impls=["zoo"], strategies=["eager"]) == ["zoo eager"]
-
-
 def test_a_dynamic_arm_comes_right_behind_its_static_one_and_the_control_stays_where_it_was():
-    assert names(GPU, impls=["zoo"], dynamic=True) == [
-        "zoo eager",
-        "zoo full",
-        "zoo full dynamic",
-        "zoo regional",
-        "zoo regional dynamic",
-        "zoo regional + CUDA graph",
-        "zoo regional + CUDA graph (A/A)",
-    ]
     for options in ({}, {"impls": ["upstream"]}, {"strategies": ["full"]}, {"modes": ["max-autotune-no-cudagraphs"]}):
         for base in (CPU, GPU):
             arms = names(base, **options, dynamic=True)
@@ -108,21 +109,6 @@ def test_a_dynamic_arm_comes_right_behind_its_static_one_and_the_control_stays_w
             assert static == names(base, **options) and len(arms) > len(static)
             behind = [(arms[place - 1], arm) for place, arm in enumerate(arms) if "dynamic" in arm]
             assert all(arm == f"{before} dynamic" for before, arm in behind)
-
-
-def test_dynamic_arms_are_raced_alone_where_a_pattern_says_so():
-    assert names(CPU, dynamic=True, only=["*dynamic"]) == [
-        "zoo full dynamic",
-        "zoo regional dynamic",
-        "upstream full dynamic",
-        "upstream regional dynamic",
-        "zoo regional dynamic (A/A)",
-    ]
-    assert names(CPU, impls=["zoo"], strategies=["full"], dynamic=True, only=["zoo full dynamic"]) == [
-        "zoo full dynamic"
-    ]
-    assert names(CPU, dynamic=True, only=["zoo eager", "zoo full dynamic"])[-1] == "zoo eager (A/A)"
-    assert expand([CPU], nothing_refused, strategies=["eager"], dynamic=True, only=["*dynamic"]) == ([], {})
 
 
 def declared(case: Case) -> str | None:
@@ -193,13 +179,6 @@ def test_arms_that_cannot_exist(fields: dict[str, object], word: str):
     assert word in (refusal(replace(CPU, **fields)) or "")
 
 
-def test_every_default_arm_can_exist():
-    for impl, name, mode, _ in DEFAULT_ARMS:
-        assert impl in IMPLEMENTATIONS and name in STRATEGY_NAMES
-        strategy, _, graph = name.partition("+")
-        assert refusal(replace(GPU, impl=impl, strategy=strategy, mode=mode, cuda_graph=bool(graph))) is None
-
-
 def test_keys_tell_all_arms_apart():
     cases, _ = expand([GPU], nothing_refused)
     cases += expand([GPU], nothing_refused, impls=IMPLEMENTATIONS, strategies=STRATEGY_NAMES, dynamic=True)[0]
@@ -207,25 +186,7 @@ def test_keys_tell_all_arms_apart():
     assert len(unique) == len({tuple(case.to_json().items()) for case in cases})
 
 
-def test_the_control_copies_the_zoos_last_arm():
-    cases, _ = expand([GPU], nothing_refused)
-    assert cases[-1] == replace(twin_of(cases[:-1]), control=True)
-    assert cases[-1].strategy_name == "regional+cudagraph"
-
-
 def test_races_are_told_apart_by_what_arms_share():
     other = replace(CPU, input="cora")
     cases, _ = expand([CPU, other], nothing_refused)
     assert [race[2] for race in races_of(cases)] == ["karate", "cora"]
-
-
-def test_only_arms_that_match_a_pattern_and_a_control_of_them():
-    base = Case(family="f", model="m", input="i", device="cuda")
-    cases, _ = expand([base], lambda case: None, only=["zoo regional*", "upstream eager"])
-    assert [case.arm for case in cases] == [
-        "zoo regional",
-        "zoo regional + CUDA graph",
-        "upstream eager",
-        "zoo regional + CUDA graph (A/A)",
-    ]
-    assert expand([base], lambda case: None, only=["nothing"]) == ([], {})

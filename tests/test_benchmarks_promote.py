@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.promote import main, promote
 from benchmarks.record import Result, Rows, Store, load
-from tests.rows import ENVIRONMENT, row
+from tests.rows import ENVIRONMENT, row, write
 
 FOLDER = "nvidia-h200-torch2.11.0"
 
@@ -51,20 +51,15 @@ def test_files_are_of_a_family_a_workload_and_a_dtype(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("environment", [{"dirty": True}, {"dirty": None}, {"commit": None}])
 def test_rows_of_code_that_nobody_has_are_refused(tmp_path: Path, environment: dict[str, object]) -> None:
-    run = tmp_path / "run.jsonl"
-    Store(run).append({**ENVIRONMENT, **environment})
-    Store(run).append(row().to_json())
+    run = write(tmp_path / "run.jsonl", [row()], {**ENVIRONMENT, **environment})
     assert main([str(run), "--results", str(tmp_path / "results")]) == 2
     assert not (tmp_path / "results").exists()
 
 
 def test_a_stopped_race_is_refused_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "run.jsonl"
     stopped = row(impl="upstream")
     stopped.status, stopped.reason, stopped.steady = "interrupted", "stopped", None
-    Store(run).append(ENVIRONMENT)
-    for result in (row(impl="zoo"), stopped):
-        Store(run).append(result.to_json())
+    run = write(tmp_path / "run.jsonl", [row(impl="zoo"), stopped])
     assert main([str(run), "--results", str(tmp_path / "results")]) == 2
     assert "--resume" in capsys.readouterr().err
     assert not (tmp_path / "results").exists()
@@ -73,10 +68,7 @@ def test_a_stopped_race_is_refused_whole(tmp_path: Path, capsys: pytest.CaptureF
 def test_the_command_takes_some_races_and_names_what_it_wrote(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = tmp_path / "run.jsonl"
-    Store(run).append(ENVIRONMENT)
-    for result in (row(input="cora"), row(input="arxiv"), row(model="gat", input="arxiv")):
-        Store(run).append(result.to_json())
+    run = write(tmp_path / "run.jsonl", [row(), row(input="arxiv"), row(model="gat", input="arxiv")])
     arguments = [str(run), "--results", str(tmp_path / "results")]
     assert main([*arguments, "--model", "gcn", "--input", "arxiv"]) == 0
     assert "gcn · arxiv" in capsys.readouterr().out
@@ -104,9 +96,7 @@ def test_a_race_for_a_question_stands_beside_and_replaces_its_own_name_alone(tmp
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "Claim 30"])
 def test_a_name_that_is_no_folder_is_refused(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "run.jsonl"
-    Store(run).append(ENVIRONMENT)
-    Store(run).append(row().to_json())
+    run = write(tmp_path / "run.jsonl", [row()])
     assert main([str(run), "--results", str(tmp_path / "results"), "--extra", name]) == 2
     assert repr(name) in capsys.readouterr().err
     assert not (tmp_path / "results").exists()

@@ -10,12 +10,12 @@ import pytest
 
 from benchmarks.record import Result
 from benchmarks.report import advice, cells, charts, html, selection, summary, tables
-from benchmarks.report.model import MeasuredRace, races
-from benchmarks.report.selection import commands_of
-from tests.rows import ENVIRONMENT, failure, race, row
+from benchmarks.report.commands import commands_of
+from benchmarks.report.model import races
+from tests.rows import ENVIRONMENT, ENVIRONMENTS, failure, race, row, uncompiled
+from tests.rows import shown as shown_race
 from tests.rows import ways as one_armed
 
-ENVIRONMENTS = {"e1": ENVIRONMENT}
 VOID = {"meta", "input", "br", "img"}
 
 
@@ -78,18 +78,6 @@ def _page(results: list[Result], environments: Mapping[str, Mapping[str, object]
 def plain() -> str:
     """The page of one race; drawing it takes a second."""
     return html.report(race(), ENVIRONMENTS)
-
-
-def _one(results: list[Result]) -> MeasuredRace:
-    (only,) = races(results, ENVIRONMENTS)
-    return only
-
-
-def _uncompiled(results: list[Result]) -> list[Result]:
-    """The same rows without compile figures, as of a run that measured the steady state alone."""
-    for result in results:
-        result.cold = result.warm = None
-    return results
 
 
 # The page
@@ -158,28 +146,21 @@ def test_the_page_loads_nothing_and_every_reference_has_its_target(plain: str) -
     assert text == html.report(race(), ENVIRONMENTS)  # the same rows make the same file
 
 
-def test_races_without_compile_figures_have_no_figures_of_them() -> None:
-    page = _page(_uncompiled(race()))
-    assert page.tags.count("img") == 1 + 1
-    assert "Compile times were not measured here." in page.text and "Total time" not in page.text
-
-
 def test_a_cold_compile_that_hit_a_cache_is_named() -> None:
     results = race()
-    cold = results[6].cold
-    assert cold is not None
-    cold.cache_hits = 3
+    results[6].cold.cache_hits = 3
     assert "The cold compile of these hit a cache: zoo full." in _page(results).text
 
 
-def test_failures_alone_and_no_rows_make_a_page_too() -> None:
+def test_what_was_not_measured_is_left_out_and_said() -> None:
+    page = _page(uncompiled(race()))
+    assert page.tags.count("img") == 1 + 1
+    assert "Compile times were not measured here." in page.text and "Total time" not in page.text
+    assert "compile s, cold / warm" not in page.text
     page = _page([failure("crashed", "signal 11"), failure("does-not-fit", "needs 300 GiB", impl="upstream")])
     assert "zoo eager: crashed signal 11" in page.text and "upstream eager: does-not-fit needs 300 GiB" in page.text
     assert "no advice is possible" in page.text and "img" not in page.tags
     assert "0 races" in _page([], {}).text
-
-
-def test_an_arm_without_any_measurement_but_time_is_shown() -> None:
     bare = row(1.0, impl="zoo", strategy="eager")
     bare.cold = bare.warm = bare.memory = bare.check = bare.work = bare.command = None
     page = _page([bare])
@@ -222,7 +203,7 @@ def test_families_come_as_their_pages_and_explanations_last() -> None:
     ]  # fmt: skip
 
 
-def test_ways_that_run_alone_are_one_table() -> None:
+def test_ways_that_run_alone_are_one_table_and_compared() -> None:
     page = _page(one_armed())
     text = page.text
     assert page.tags.count("article") == page.tags.count("img") == 0 and page.tags.count("table") == 2
@@ -233,11 +214,10 @@ def test_ways_that_run_alone_are_one_table() -> None:
     assert "times the floor" not in text and "kernels" not in text  # of which no row says anything
     assert "no other arm to compare it with" not in text
 
-
-def test_one_arm_of_a_family_with_an_upstream_library_or_one_way_alone_is_no_comparison() -> None:
     def compared(results: list[Result]) -> bool:
         return tables.are_alternatives(races(results, ENVIRONMENTS))
 
+    # One arm of a family with an upstream library, or one way alone, is no comparison.
     assert compared(one_armed())
     assert not compared(one_armed("gnn")) and not compared(one_armed()[1:3]) and not compared(race(family="attention"))
     assert _said(one_armed()).startswith("The fastest way: packed for short, 1.02 ms a call, 2.0")
@@ -250,7 +230,6 @@ def test_columns_that_no_row_fills_are_left_out(plain: str) -> None:
     )
     assert tables.filled(("a", "b"), []) == (["a", "b"], [])
     assert "compile s, cold / warm" in plain
-    assert "compile s, cold / warm" not in _page(_uncompiled(race())).text
 
 
 # Where regional and full meet
@@ -259,11 +238,10 @@ def test_columns_that_no_row_fills_are_left_out(plain: str) -> None:
 def test_an_arm_faster_in_most_rounds_but_not_by_its_median_pays_nothing_back() -> None:
     results = [row(cold=1.4, warm=0.7, strategy="regional"), row(cold=2.9, warm=1.3, strategy="full")]
     regional, full = (result.steady for result in results)
-    assert regional is not None and full is not None
     quiet = [0.1 * (1 + number) for number in range(22)]
     regional.device_ms = [*quiet, *[0.05] * 8]
     full.device_ms = [*(time / 1.2 for time in quiet), *[20.0] * 8]  # something else ran in these rounds
-    shown = _one(results)
+    shown = shown_race(results)
     assert [arm.name for arm in shown.arms] == ["zoo regional", "zoo full"]
     assert shown.verdict(shown.arms[1], shown.arms[0]) == "faster"
     assert "Run zoo regional from the first call on" in advice.lead(shown)
@@ -292,14 +270,13 @@ def test_a_family_is_led_by_its_range_its_worst_row_and_what_to_run() -> None:
     page = _page([*wins, *loses])
     assert said in page.text
     assert "gcn · arxiv · our worst result" in page.text
-    assert page.text.index(said) < page.text.index("our worst result") < page.text.index(advice.lead(_one(wins)))
+    assert page.text.index(said) < page.text.index("our worst result") < page.text.index(advice.lead(shown_race(wins)))
 
 
 def test_what_a_family_is_told_to_run_is_what_advise_chooses() -> None:
     (only,) = races(race(), ENVIRONMENTS)
     for calls in summary.CALLS:
         picked = advice.choose(only, calls, "cold")
-        assert picked is not None
         name = "eager" if picked.arm.name == "zoo eager" else picked.arm.name
         assert f"{name} " in summary.what_to_run([only])[0]
     assert summary.what_to_run([only]) == [
@@ -309,9 +286,8 @@ def test_what_a_family_is_told_to_run_is_what_advise_chooses() -> None:
 
 
 def test_a_family_that_nothing_can_be_said_of_says_so() -> None:
-    assert "Compile times were not measured here" in _said(_uncompiled(race()))
+    assert "Compile times were not measured here" in _said(uncompiled(race()))
     wrong = [row(1.0, impl="upstream"), row(0.5, strategy="regional", seed=1)]
-    assert wrong[1].check is not None
     wrong[1].check.error = 0.5  # a regional arm that computes something else is not ours
     assert "zoo regional !" in _page(wrong).text
     assert _said([failure("crashed", "signal 11")]) == "No upstream library was measured here."
@@ -380,7 +356,7 @@ def _three_steps() -> list[Result]:
             r"ours, zoo regional \+ CUDA graph, is 1\.8\d× slower than it\..*",
         ),
         (
-            lambda: _uncompiled(race()),
+            lambda: uncompiled(race()),
             r"In steady state zoo regional \+ CUDA graph is the fastest, 0\.0492 ms a call, which is 8\.53× faster "
             r"than torch-geometric's best as shipped and 1\.085× .* tuned\. Compile times were not measured here\.",
         ),
@@ -407,12 +383,12 @@ def _three_steps() -> list[Result]:
     ],
 )
 def test_the_lead_says_what_to_use(rows: Callable[[], list[Result]], said: str) -> None:
-    lead = advice.lead(_one(rows()))
+    lead = advice.lead(shown_race(rows()))
     assert re.fullmatch(said, lead), lead
 
 
 def test_the_lead_repeats_the_tables_figures() -> None:
-    shown = _one(race())
+    shown = shown_race(race())
     ours = shown.ours
     assert ours is not None
     cold, warm = cells.break_even(shown, ours).split("/")
@@ -423,10 +399,9 @@ def test_the_lead_repeats_the_tables_figures() -> None:
 
 def test_the_lead_names_what_cannot_be_told_from_its_choice_and_leaves_out_what_is_wrong() -> None:
     alike = race({"zoo full": 0.048 / 0.197, "zoo eager (A/A)": 1.05})
-    lead = advice.lead(_one(alike))
+    lead = advice.lead(shown_race(alike))
     assert "No measurable difference to zoo regional + CUDA graph: zoo full" in lead
     wrong = race({"zoo full": 0.01})
     check = wrong[6].check
-    assert check is not None
     check.error = 0.5
-    assert "zoo full" not in advice.lead(_one(wrong))
+    assert "zoo full" not in advice.lead(shown_race(wrong))
