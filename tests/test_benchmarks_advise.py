@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,122 +20,67 @@ from benchmarks import advised
 from benchmarks.advise import cases_of, main
 from benchmarks.advised import WORKLOAD, load, sizes_in
 from benchmarks.cli import run_command
-from benchmarks.process import ROOT, serve
+from benchmarks.process import ROOT
 from benchmarks.record import Result, Store
 from benchmarks.record import load as load_rows
 from benchmarks.report import advice, cells, html
 from benchmarks.report.model import MeasuredRace, races
 from benchmarks.report.terminal import Regions, render_advice
 from benchmarks.strategies import apply
-from tests.rows import ENVIRONMENT, failure, row
+from tests.rows import ENVIRONMENTS, failure, row, shown
+from tests.runs import LIGHT, told
 
 MODELS = """
 import torch
 from torch import nn
 
-
 class Block(nn.Module):
     def __init__(self, index):
         super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.index = index
-
+        self.linear, self.index = nn.Linear(8, 8), index
     def forward(self, x):
         return x + torch.relu(self.linear(x))
-
 
 class Indexed(Block):
     def forward(self, x):
         return x + torch.relu(self.linear(x)) * self.index
 
-
 class Model(nn.Module):
     def __init__(self, block=Block):
         super().__init__()
         self.blocks = nn.ModuleList(block(index) for index in range(3))
-
     def forward(self, x, scale=None):
         x = x + 0.0
         for block in self.blocks:
             x = block(x)
         return {"out": x if scale is None else x * scale, "rows": len(x)}
 
-
 class Variadic(Model):
     def forward(self, *xs):
         return xs[0]
-
 
 class Silent(Model):
     def forward(self, x):
         return len(x)
 
-
 NUMBER = 3
-
-
-def make():
-    return Model(), {"x": torch.randn(4, 8)}
-
-
-def positional():
-    return Model(), (torch.randn(4, 8), 2.0)
-
-
-def double():
-    return Model().double(), (torch.randn(4, 8).double(),)
-
-
-def indexed():
-    return Model(Indexed), {"x": torch.randn(4, 8)}
-
-
-def lonely():
-    return nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(4, 8)
-
-
-def of_torch():
-    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(4, 8)
-
-
-def broken():
-    return Model(), {"x": torch.randn(4, 9)}
-
-
-def raises():
-    raise RuntimeError("the weights are gone")
-
-
-def silent():
-    return Silent(), (torch.randn(4, 8),)
-
-
-def variadic():
-    return Variadic(), (torch.randn(4, 8),)
-
-
-def too_many():
-    return Model(), (torch.randn(4, 8), None, 1)
-
-
-def alone():
-    return Model()
-
-
-def no_module():
-    return make, {"x": torch.randn(4, 8)}
-
-
-def no_inputs():
-    return Model(), 3
-
-
-def strange_input():
-    return Model(), {"x": [torch.randn(4, 8)]}
-
-
-def no_tensor():
-    return Model(), {"x": 1}
+def x(width=8): return torch.randn(4, width)
+def make(): return Model(), {"x": x()}
+def positional(): return Model(), (x(), 2.0)
+def double(): return Model().double(), (x().double(),)
+def indexed(): return Model(Indexed), {"x": x()}
+def lonely(): return nn.Sequential(nn.Linear(8, 8), nn.ReLU()), x()
+def of_torch(): return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), x()
+def broken(): return Model(), {"x": x(9)}
+def raises(): raise RuntimeError("the weights are gone")
+def silent(): return Silent(), (x(),)
+def variadic(): return Variadic(), (x(),)
+def too_many(): return Model(), (x(), None, 1)
+def alone(): return Model()
+def no_module(): return make, {"x": x()}
+def no_inputs(): return Model(), 3
+def strange_input(): return Model(), {"x": [x()]}
+def no_tensor(): return Model(), {"x": 1}
 """
 
 
@@ -145,7 +88,7 @@ def no_tensor():
 def models(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A user's file of models, as ``file.py``."""
     path = tmp_path_factory.mktemp("user") / "mine.py"
-    path.write_text(textwrap.dedent(MODELS))
+    path.write_text(MODELS)
     return str(path)
 
 
@@ -288,18 +231,14 @@ def test_an_arm_from_its_case_to_its_error(
     monkeypatch.setenv("BENCHMARKS_BACKEND", "eager")
     model = f"{models}:{name}" if name == "make" else name
     (case,) = [c for c in cases_of(model, "cpu", "float32", cast=False, sizes={}) if c.strategy == strategy]
-    messages: list[dict[str, Any]] = [
-        {"op": "load", "workload": "benchmarks.advised"},
+    by_op = told(
+        case,
         {"op": "look", "model": model, "device": "cpu", "dtype": None, "seed": 0, "sizes": {}},
-        {"op": "prepare", "case": case.to_json(), "data_root": None, "seed": 0},
         {"op": "start_up", "folder": str(tmp_path / "start-up")},
         {"op": "first_call"},
         {"op": "check", "reference": str(tmp_path / "reference.pt")},
-    ]
-    replies = io.StringIO()
-    serve(io.StringIO("".join(json.dumps(message) + "\n" for message in messages)), replies)
-    by_op = {reply["op"]: reply for reply in map(json.loads, replies.getvalue().splitlines())}
-    assert all(reply["ok"] for reply in by_op.values()), by_op
+        family="benchmarks.advised",
+    )
     assert by_op["look"]["dtype"] == "float32"
     assert by_op["first_call"]["graphs"] == graphs and by_op["first_call"]["breaks"] == []
     assert by_op["check"]["reference_dtype"] == "float64"
@@ -368,11 +307,6 @@ def measured() -> list[Result]:
     ]
 
 
-def shown(results: list[Result]) -> MeasuredRace:
-    (only,) = races(results, {"e1": ENVIRONMENT})
-    return only
-
-
 @pytest.mark.parametrize(
     ("calls", "said"),
     [
@@ -399,7 +333,6 @@ def test_totals_agree_with_the_choice_at_every_number_of_calls() -> None:
     race = shown(measured())
     for calls in (1, 100, 580, 600, 5000, 9500, 10_500, 1_000_000):
         picked = advice.choose(race, calls, "cold")
-        assert picked is not None
         totals = {arm.name: race.total(arm, calls, "cold") for arm in race.arms}
         assert picked.arm.name == min(totals, key=lambda name: totals[name] or 0.0), calls
 
@@ -426,7 +359,6 @@ def test_the_reports_sentence_says_the_same_as_the_advice() -> None:
         r"from there own regional; from 9,\d\d\d calls on own full\.",
         advice.lead(race),
     )
-    assert said is not None, advice.lead(race)
     assert 190 <= int(said[1]) <= 200 and 580 <= int(said[2]) <= 600
     assert "from 5" in advice.verdict(race, 100)[0] and f"from {said[2]} calls on" in advice.verdict(race, 100)[0]
 
@@ -465,7 +397,6 @@ def test_the_compilers_start_counts_as_little_as_was_measured_of_it() -> None:
     results = measured()
     race = shown(results)
     assert race.start_up == 2.0
-    assert results[1].cold is not None
     results[1].cold.time_to_first_result = 1.5  # compiled in 1 s, one call in 5 ms
     assert shown(results).start_up == pytest.approx(0.495, abs=0.002)
 
@@ -496,7 +427,6 @@ def test_what_cannot_be_advised_is_said(results: Callable[[], list[Result]], sai
 def printed(results: list[Result], calls: int, regions: Regions) -> str:
     console = Console(width=80, file=io.StringIO(), force_terminal=False)
     render_advice(shown(results), calls, regions, console)
-    assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
@@ -519,7 +449,6 @@ def test_the_page_fits_80_columns_and_begins_with_the_verdict() -> None:
 def test_the_page_says_what_stands_in_the_way_of_regions() -> None:
     assert "No obstacle to regional compilation was found." in printed(measured(), 10, FOUND)
     results = measured()
-    assert results[1].cold is not None
     results[1].cold.recompiles = ["forward: tensor 'x' dispatch key set mismatch"]
     text = " ".join(printed(results, 10, FOUND).split())
     assert (
@@ -557,32 +486,26 @@ def test_weights_that_differ_from_process_to_process_are_noticed() -> None:
     assert "differ between processes" not in " ".join(printed(measured(), 10, FOUND).split())
     results = measured()
     for result in results[1:]:
-        assert result.check is not None
         result.check.error, result.check.eager_error = 1.3, 1.3
     assert "outputs of the model differ between processes" in " ".join(printed(results, 10, FOUND).split())
 
 
 def test_the_html_report_takes_a_users_model() -> None:
-    page = html.report(measured(), {"e1": ENVIRONMENT})
+    page = html.report(measured(), ENVIRONMENTS)
     assert "own regional" in page and "to hold it against" not in page
 
 
 def test_the_names_that_are_somebodys_own() -> None:
-    assert [name for name in ("mine:make", "a/b.py", "bert-base", "unet") if advised.is_own(name)] == [
-        "mine:make",
-        "a/b.py",
-    ]
+    assert [advised.is_own(name) for name in ("mine:make", "a/b.py", "bert-base", "unet")] == [True, True, False, False]
 
 
 @pytest.mark.slow
 def test_a_users_model_from_the_command_to_the_verdict(models: str, tmp_path: Path) -> None:
-    light = {"BENCHMARKS_BACKEND": "eager", "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-
     def advise(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "benchmarks.advise", f"{models}:make", "--device", "cpu", "--quick", *arguments],
             cwd=ROOT,
-            env=os.environ | light,
+            env=os.environ | LIGHT,
             capture_output=True,
             text=True,
             timeout=280,

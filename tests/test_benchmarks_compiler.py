@@ -87,31 +87,20 @@ def compiled(model: nn.Module) -> nn.Module:
     return model
 
 
-def test_a_graph_for_each_width_is_no_recompile():
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_graph_for_each_width_is_no_recompile_and_another_shape_is(changed: bool):
     model, x = Stages(), torch.randn(2, 4)
     recorder = Recorder(model)
     with torch.no_grad():
         with recorder.watching_signatures():
             model(x)
+        assert not any(module._forward_pre_hooks for module in model.modules()), "hooks do not stay"
         compiled(model)(x)
+        if changed:
+            model(torch.randn(3, 4))
     facts = recorder.facts()
-    assert facts.graphs == 2
-    assert facts.recompiles == []
-    assert facts.breaks == []
-
-
-def test_another_shape_is_a_recompile_with_its_reason():
-    model, x = Stages(), torch.randn(2, 4)
-    recorder = Recorder(model)
-    with torch.no_grad():
-        with recorder.watching_signatures():
-            model(x)
-        compiled(model)(x)
-        model(torch.randn(3, 4))
-    facts = recorder.facts()
-    assert facts.graphs == 4
-    assert len(facts.recompiles) == 2
-    assert "size mismatch" in facts.recompiles[0]
+    assert (facts.graphs, len(facts.recompiles), facts.breaks) == ((4, 2, []) if changed else (2, 0, []))
+    assert all("size mismatch" in reason for reason in facts.recompiles)
 
 
 def test_late_compilations_are_found_after_a_restart():
@@ -126,13 +115,6 @@ def test_late_compilations_are_found_after_a_restart():
         model(torch.randn(5, 4))
     assert len(recorder.late()) == 2
     assert "size mismatch" in recorder.late()[0]
-
-
-def test_hooks_do_not_stay():
-    model = Stages()
-    with Recorder(model).watching_signatures():
-        model(torch.randn(2, 4))
-    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_phases_are_differences_of_nested_figures():

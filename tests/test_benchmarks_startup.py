@@ -14,8 +14,7 @@ import pytest
 
 import benchmarks.harness
 import benchmarks.startup
-from benchmarks.harness import run_race
-from benchmarks.machine import Monitor
+from benchmarks.harness import _groups, _side_by_side
 from benchmarks.plan import Case
 from benchmarks.process import kill_all
 from benchmarks.record import Compile, Result
@@ -34,38 +33,7 @@ from benchmarks.startup import (
     prepare_race,
     processes,
 )
-
-CASE = Case(family="fake", model="good", input="small", strategy="regional")
-
-
-class Notes:
-    """A reporter that remembers."""
-
-    def __init__(self) -> None:
-        self.begun: list[str] = []
-        self.notes: list[str] = []
-
-    def begin(self, what: str, seconds: float) -> None:
-        assert seconds > 0
-        self.begun.append(what)
-
-    def partway(self, share: float, seconds: float) -> None:
-        assert 0 < share <= 1 and seconds > 0
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-
-class Told(Notes):
-    """A reporter that adds up what it is told to expect."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seconds: list[float] = []
-
-    def begin(self, what: str, seconds: float) -> None:
-        super().begin(what, seconds)
-        self.seconds.append(seconds)
+from tests.runs import CASE, EAGER, LIGHT, Notes, arms_of, rows_of, settings_in
 
 
 class NoWorker:
@@ -80,26 +48,19 @@ class NoWorker:
 
 @pytest.fixture(autouse=True)
 def _no_worker_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("BENCHMARKS_BACKEND", "eager")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    for name, value in LIGHT.items():
+        monkeypatch.setenv(name, value)
     yield
     kill_all()
 
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
-    return Settings(
-        workload="tests.fake_workload", scratch=tmp_path, monitor=Monitor(), timeout=200.0, rounds=6, ahead=2
-    )
-
-
-def arms_of(settings: Settings, *cases: Case) -> list[ArmRun]:
-    return [ArmRun(case=case, folder=settings.scratch / str(index)) for index, case in enumerate(cases)]
+    return settings_in(tmp_path)
 
 
 def test_compiled_arms_have_two_processes_before_the_race(settings: Settings):
-    arms = arms_of(settings, replace(CASE, strategy="eager"), CASE, replace(CASE, control=True))
+    arms = arms_of(settings, EAGER, CASE, replace(CASE, control=True))
     assert jobs_before_the_race(arms, settings) == [Job(arms[1], COLD), Job(arms[1], FIRST_RESULT)]
     assert jobs_before_the_race(arms, replace(settings, first_result=False)) == [Job(arms[1], COLD)]
     for option in ("quick", "steady_only"):
@@ -112,7 +73,7 @@ def test_the_warm_process_uses_the_cold_ones_folder_and_the_first_result_another
 
 
 def test_estimates_grow_with_what_is_asked_for(settings: Settings):
-    cases = [replace(CASE, strategy="eager"), CASE]
+    cases = [EAGER, CASE]
     whole = estimate_race(cases, settings)
     assert estimate_race(cases, replace(settings, quick=True)) < whole
     assert estimate_race(cases, replace(settings, sets=3)) > whole
@@ -129,8 +90,8 @@ def test_what_is_told_to_take_how_long_adds_up_to_the_plan(
     monkeypatch.setattr("benchmarks.startup.processes", lambda jobs, _: ((job, NoWorker()) for job in jobs))
     monkeypatch.setattr("benchmarks.startup.bring_up", lambda *_: Compile())
     settings = replace(settings, **options)
-    cases = [replace(CASE, strategy="eager"), CASE, replace(CASE, control=True)]
-    arms, told = arms_of(settings, *cases), Told()
+    cases = [EAGER, CASE, replace(CASE, control=True)]
+    arms, told = arms_of(settings, *cases), Notes()
     measure_compilation(arms, settings, told)
     prepare_race(arms, settings, told, settings.scratch / "reference.pt")
     assert sum(told.seconds) + estimate_rounds(len(arms), settings) == pytest.approx(estimate_race(cases, settings))
@@ -145,7 +106,6 @@ def test_cold_is_empty_and_warm_is_hit(settings: Settings, monkeypatch: pytest.M
     measure_compilation([arm], settings, notes)
     assert arm.ok, arm.result.reason
     cold = arm.result.cold
-    assert cold is not None
     assert cold.cache_empty_at_start is True
     assert cold.cache_misses == cold.graphs == 1
     assert cold.seconds is not None and cold.seconds > 0
@@ -157,27 +117,12 @@ def test_cold_is_empty_and_warm_is_hit(settings: Settings, monkeypatch: pytest.M
     prepare_race([arm], settings, notes, settings.scratch / "reference.pt")
     assert arm.ok, arm.result.reason
     warm = arm.result.warm
-    assert warm is not None
     assert warm.cache_empty_at_start is False
     assert (warm.cache_hits, warm.cache_misses) == (1, 0)
     assert warm.time_to_first_result is None
-    assert arm.worker is not None and arm.worker.alive
-    assert arm.result.check is not None and arm.result.check.error is not None and arm.result.check.error < 1e-6
+    assert arm.worker.alive
+    assert arm.result.check.error is not None and arm.result.check.error < 1e-6
     assert [line.partition(": ")[2] for line in notes.begun] == [COLD, FIRST_RESULT, RACE]
-
-
-def run(settings: Settings, *cases: Case) -> tuple[dict[str, Result], Notes]:
-    rows: dict[str, Result] = {}
-    notes = Notes()
-    run_race(
-        cases,
-        settings,
-        notes,
-        lambda result: rows.update({result.case.arm: result}),
-        memory_bytes=lambda case: 1 << 60 if case.model == "huge" else 1,
-        peaks={"copy_bandwidth": 2.0, "read_bandwidth": 3.0, "matmul_flops": {"float32": 5.0}},
-    )
-    return rows, notes
 
 
 @pytest.mark.slow
@@ -185,19 +130,12 @@ def run(settings: Settings, *cases: Case) -> tuple[dict[str, Result], Notes]:
 def test_an_arm_that_was_through_its_rounds_outlives_an_interruption(
     settings: Settings, monkeypatch: pytest.MonkeyPatch, rounds: int, status: str
 ):
-    real, case = benchmarks.harness.race, replace(CASE, strategy="eager")
+    real, case = benchmarks.harness.race, EAGER
     monkeypatch.setattr(benchmarks.harness, "race", lambda arms, **given: real(arms, **given | {"rounds": rounds}))
     monkeypatch.setattr(ArmRun, "ask", lambda arm, operation, **given: _ask(arm, operation, given))
     rows: dict[str, Result] = {}
     with pytest.raises(KeyboardInterrupt):
-        run_race(
-            [case],
-            replace(settings, quick=True, rounds=6),
-            Notes(),
-            lambda result: rows.update({result.case.arm: result}),
-            memory_bytes=lambda case: 1,
-            peaks={"copy_bandwidth": 2.0, "read_bandwidth": 3.0, "matmul_flops": {"float32": 5.0}},
-        )
+        rows_of(replace(settings, quick=True), case, rows=rows)
     row = rows[case.arm]
     assert row.status == status and (row.steady is not None) == (status == "ok")
 
@@ -213,9 +151,9 @@ def test_a_curve_is_drawn_once_and_of_no_copy(settings: Settings, monkeypatch: p
 
     monkeypatch.setattr(benchmarks.harness, "_draw", draw)
     monkeypatch.setattr("benchmarks.harness.free_memory", lambda device, monitor: 3)  # two arms of 1, no third
-    one = replace(CASE, strategy="eager", workload="train")
+    one = replace(EAGER, workload="train")
     cases = [one, replace(one, impl="upstream"), replace(one, control=True)]
-    rows, _ = run(replace(settings, quick=True, rounds=6, curve=3), *cases)
+    rows = rows_of(replace(settings, quick=True, curve=3), *cases)
     assert {row.status for row in rows.values()} == {"ok"}, rows
     assert sorted(drawn) == ["upstream eager", "zoo eager"]
     assert [len(rows[arm].curve or []) for arm in ("zoo eager", "upstream eager", "zoo eager (A/A)")] == [3, 3, 0]
@@ -235,27 +173,19 @@ def test_a_curve_that_is_stopped_while_it_is_drawn_loses_no_row(settings: Settin
     # Whoever was started in the background ignores it.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=press_ctrl_c, daemon=True).start()
-    case = replace(CASE, strategy="eager", workload="train")
+    case = replace(EAGER, workload="train")
     rows: dict[str, Result] = {}
     with pytest.raises(KeyboardInterrupt):
-        run_race(
-            [case],
-            replace(settings, quick=True, rounds=6, curve=10**7),  # longer than anybody waits
-            Notes(),
-            lambda result: rows.update({result.case.arm: result}),
-            memory_bytes=lambda case: 1,
-            peaks={},
-        )
+        rows_of(replace(settings, quick=True, curve=10**7), case, rows=rows)  # longer than anybody waits
     signal.signal(signal.SIGINT, before)
     row = rows[case.arm]
-    assert row.status == "ok" and row.steady is not None and len(row.steady.rounds) == 6
+    assert row.status == "ok" and len(row.steady.rounds) == 6
     assert not row.curve
 
 
 def _ask(arm: ArmRun, operation: str, given: dict[str, object]) -> dict[str, object]:
     if operation == "kernels":
         raise KeyboardInterrupt
-    assert arm.worker is not None
     return arm.worker.ask(operation, **given)
 
 
@@ -268,7 +198,8 @@ def _ask(arm: ArmRun, operation: str, given: dict[str, object]) -> dict[str, obj
     ],
 )
 def test_a_failure_is_a_row_with_its_reason(settings: Settings, model: str, status: str, word: str):
-    rows, notes = run(replace(settings, quick=True), replace(CASE, model=model, strategy="eager"))
+    notes = Notes()
+    rows = rows_of(replace(settings, quick=True), replace(EAGER, model=model), notes=notes)
     (row,) = rows.values()
     assert row.status == status
     assert word in (row.reason or "")
@@ -279,61 +210,59 @@ def test_a_failure_is_a_row_with_its_reason(settings: Settings, model: str, stat
 def test_what_cannot_fit_says_what_it_needs_and_starts_no_process(settings: Settings, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("benchmarks.startup.Worker", None)
     monkeypatch.setattr("benchmarks.harness.free_memory", lambda device, monitor: 1 << 30)
-    rows, _ = run(settings, replace(CASE, model="huge"))
+    rows = rows_of(settings, replace(CASE, model="huge"), memory_bytes=lambda case: 1 << 60)
     (row,) = rows.values()
     assert row.status == "does-not-fit"
     assert "needs about 1073741824.0 GiB of memory, 1.0 GiB are free" in (row.reason or "")
 
 
-def test_arms_that_do_not_fit_together_race_in_pairs_with_the_reference(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
+ZOO, EAGER_ZOO, THEIRS, EAGER_THEIRS = "zoo regional", "zoo eager", "upstream regional", "upstream eager"
+
+
+@pytest.mark.parametrize(
+    ("with_reference", "zoo", "upstream", "expected"),
+    [
+        (10, 10, 10, [[EAGER_ZOO, ZOO, EAGER_THEIRS, THEIRS]]),
+        (40, 40, 40, [[ZOO, EAGER_ZOO], [ZOO, EAGER_THEIRS], [ZOO, THEIRS]]),
+        # Memory holds one reference at a time: 4 * 10 and 50 more, and no 51 more.
+        (60, 10, 10, [[EAGER_ZOO, ZOO, EAGER_THEIRS, THEIRS]]),
+        (61, 10, 10, [[ZOO, EAGER_ZOO, EAGER_THEIRS], [ZOO, THEIRS]]),
+        # The first computes it, and the others have it: 45 + 45 fits, 45 + 45 and 45 more does not.
+        (90, 45, 45, [[ZOO], [ZOO, EAGER_ZOO], [ZOO, EAGER_THEIRS], [ZOO, THEIRS]]),
+        # What does not fit beside the arm that all are compared with races alone.
+        (0, 20, 80, [[ZOO, EAGER_ZOO], [EAGER_THEIRS], [THEIRS]]),
+    ],
+)
+def test_arms_that_do_not_fit_together_race_in_groups(
+    settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    with_reference: int,
+    zoo: int,
+    upstream: int,
+    expected: list[list[str]],
 ):
-    from benchmarks.harness import _groups
+    def needs(case: Case) -> int:
+        return zoo if case.impl == "zoo" else upstream
 
     monkeypatch.setattr("benchmarks.harness.free_memory", lambda device, monitor: 100)
     cases = [replace(CASE, impl=impl, strategy=s) for impl in ("zoo", "upstream") for s in ("eager", "regional")]
-    arms = arms_of(settings, *cases)
-    groups = _groups(arms, settings, lambda case: 40, lambda case: 40)
-    assert [[arm.case.arm for arm in group] for group in groups] == [
-        ["zoo regional", "zoo eager"],
-        ["zoo regional", "upstream eager"],
-        ["zoo regional", "upstream regional"],
-    ]
-    assert _groups(arms, settings, lambda case: 10, lambda case: 10) == [arms]
+    groups = _groups(arms_of(settings, *cases), settings, lambda case: with_reference or needs(case), needs)
+    assert [[arm.case.arm for arm in group] for group in groups] == expected
 
 
-def test_one_reference_at_a_time_is_all_that_memory_must_hold(settings: Settings, monkeypatch: pytest.MonkeyPatch):
-    from benchmarks.harness import _groups
-
-    monkeypatch.setattr("benchmarks.harness.free_memory", lambda device, monitor: 100)
-    cases = [replace(CASE, impl=impl, strategy=s) for impl in ("zoo", "upstream") for s in ("eager", "regional")]
-    arms = arms_of(settings, *cases)
-    assert _groups(arms, settings, lambda case: 60, lambda case: 10) == [arms]  # 4 * 10 and 50 more
-    assert len(_groups(arms, settings, lambda case: 61, lambda case: 10)) == 2  # 91 is more than its share
-    # The first computes it, and the others have it: 45 + 45 fits, 45 + 45 and 45 more does not.
-    assert [len(group) for group in _groups(arms, settings, lambda case: 90, lambda case: 45)] == [1, 2, 2, 2]
-
-
-def test_an_arm_that_does_not_fit_beside_the_reference_arm_races_alone(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-):
-    from benchmarks.harness import _groups
-
+def test_a_control_races_beside_its_twin(settings: Settings, monkeypatch: pytest.MonkeyPatch):
     def needs(case: Case) -> int:
         return 80 if case.impl == "upstream" else 20
 
     monkeypatch.setattr("benchmarks.harness.free_memory", lambda device, monitor: 100)
-    cases = [replace(CASE, impl=impl, strategy=s) for impl in ("zoo", "upstream") for s in ("eager", "regional")]
+    cases = [EAGER, CASE, replace(CASE, impl="upstream"), replace(CASE, control=True)]
     groups = _groups(arms_of(settings, *cases), settings, needs, needs)
-    assert [[arm.case.arm for arm in group] for group in groups] == [
-        ["zoo regional", "zoo eager"],
-        ["upstream eager"],
-        ["upstream regional"],
-    ]
-    cases.insert(1, replace(cases[1], control=True))
-    cases.sort(key=lambda case: case.control)  # last of all, and beside its twin all the same
-    groups = _groups(arms_of(settings, *cases), settings, needs, needs)
-    assert [arm.case.arm for arm in groups[0]] == ["zoo regional", "zoo eager", "zoo regional (A/A)"]
+    assert [arm.case.arm for arm in groups[0]] == [ZOO, EAGER_ZOO, f"{ZOO} (A/A)"]
+
+
+def test_as_many_arms_get_ready_together_as_memory_holds():
+    several = [["arm"] * 4, ["arm"] * 3, ["arm"] * 2]  # the last group is what was left over
+    assert [_side_by_side(groups) for groups in ([["arm"] * 9], several, [])] == [9, 3, 1]
 
 
 @pytest.mark.slow
@@ -347,10 +276,10 @@ def test_nobody_works_while_another_does_or_imports(settings: Settings):
                 logs.append(value.log)  # type: ignore[attr-defined]
             super().__setattr__(name, value)
 
-    cases = [replace(CASE, strategy="eager"), CASE, replace(CASE, control=True)]
+    cases = [EAGER, CASE, replace(CASE, control=True)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("benchmarks.harness.ArmRun", Logged)
-        rows, _ = run(replace(settings, quick=True), *cases)
+        rows = rows_of(replace(settings, quick=True), *cases)
     assert {row.status for row in rows.values()} == {"ok"}, rows
     assert len(logs) == 3
     spans = sorted((entry["began"], entry["ended"], entry["op"]) for log in logs for entry in log)
@@ -363,10 +292,9 @@ def test_nobody_works_while_another_does_or_imports(settings: Settings):
     for began, ended, _ in imports:
         assert not any(began < stop and start < ended for start, stop, _ in work)
     eager, regional, control = (rows[case.arm] for case in cases)
-    assert regional.cold is not None and regional.cold.graphs == 1
+    assert regional.cold.graphs == 1
     assert eager.cold is None
-    assert control.steady is not None and control.steady.rounds == list(range(settings.rounds))
-    assert regional.work is not None
+    assert control.steady.rounds == list(range(settings.rounds))
     assert (regional.work.peak_bandwidth, regional.work.peak_flops) == (3.0, 5.0)
 
 
@@ -376,55 +304,43 @@ def test_processes_of_failed_arms_are_not_started(settings: Settings):
     assert list(processes([Job(arm, COLD)], settings)) == []
 
 
-@pytest.mark.parametrize(("device", "waiting"), [("cuda", "passive"), ("cpu", None)])
-def test_threads_of_arms_that_start_together_do_not_spin_unless_the_cpu_is_measured(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch, device: str, waiting: str | None
+@pytest.mark.parametrize(
+    ("variable", "device", "cores", "expected"),
+    [
+        ("OMP_WAIT_POLICY", "cuda", 16, "passive"),  # threads of arms that start together do not spin,
+        ("OMP_WAIT_POLICY", "cpu", 16, None),  # unless the CPU is what is measured
+        ("TORCHINDUCTOR_COMPILE_THREADS", "cpu", 16, "8"),
+        ("TORCHINDUCTOR_COMPILE_THREADS", "cpu", 1, "1"),
+    ],
+)
+def test_arms_that_start_together_share_the_machine_and_timed_ones_run_as_elsewhere(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, variable: str, device: str, cores: int, expected: str | None
 ):
     given: list[str | None] = []
 
     def note(variables: dict[str, str], timeout: float) -> None:
-        given.append(variables.get("OMP_WAIT_POLICY"))
-        raise OSError(24, "not in this test")
-
-    monkeypatch.setattr(benchmarks.startup, "Worker", note)
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    case = replace(CASE, device=device)
-    for steady_only in (True, False):
-        arms = arms_of(settings, case)
-        prepare_race(arms, replace(settings, steady_only=steady_only), Notes(), settings.scratch)
-    assert given == [waiting, None]
-
-
-@pytest.mark.parametrize(("cores", "threads"), [(16, "8"), (1, "1")])
-def test_arms_that_start_together_share_the_cores(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch, cores: int, threads: str
-):
-    given: list[str | None] = []
-
-    def note(variables: dict[str, str], timeout: float) -> None:
-        given.append(variables.get("TORCHINDUCTOR_COMPILE_THREADS"))
+        given.append(variables.get(variable))
         raise OSError(24, "not in this test")
 
     monkeypatch.setattr(benchmarks.startup, "Worker", note)
     monkeypatch.setattr(benchmarks.startup, "cores", lambda: cores)
-    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")
+    monkeypatch.delenv(variable, raising=False)
+    case = replace(CASE, device=device)
     for steady_only in (True, False):
-        arms = arms_of(settings, CASE, replace(CASE, strategy="full"))
+        arms = arms_of(settings, case, replace(case, strategy="full"))
         prepare_race(arms, replace(settings, steady_only=steady_only), Notes(), settings.scratch)
-    # What is timed is timed as it runs elsewhere.
-    assert given == [threads, threads, None, None]
+    assert given == [expected, expected, None, None]
 
 
 @pytest.mark.slow
 def test_steady_only_reports_counts_and_no_seconds(settings: Settings):
     cases = [replace(CASE, strategy="full"), CASE]
-    rows, notes = run(replace(settings, steady_only=True, sets=2), *cases)
+    notes = Notes()
+    rows = rows_of(replace(settings, steady_only=True, sets=2), *cases, notes=notes)
     for row in rows.values():
         assert row.status == "ok", row.reason
         assert row.cold is None
-        assert row.warm is not None
         assert row.warm.graphs == 1
         assert row.warm.seconds is None and row.warm.start_up is None
-        assert row.steady is not None
         assert row.steady.rounds == [*range(6), *range(1000, 1006)]
     assert "2 arms start together" in notes.begun
