@@ -9,19 +9,16 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import benchmarks.harness
+import benchmarks.startup
 from benchmarks import locks
-from benchmarks.harness import run_race
 from benchmarks.locks import GpuLock
-from benchmarks.machine import Monitor
-from benchmarks.plan import Case
-from benchmarks.record import Result
-from benchmarks.startup import Settings
+from tests.runs import EAGER, Notes, rows_of, settings_in
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +85,7 @@ def test_a_killed_run_leaves_no_lock_behind(tmp_path: Path) -> None:
         "with GpuLock('GPU-1').alone():\n    print('in', flush=True); time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=Path(__file__).parents[1])
-    assert process.stdout is not None and process.stdout.readline() == b"in\n"
+    assert process.stdout.readline() == b"in\n"
     assert not gets_in(GpuLock("GPU-1").shared)
     process.kill()
     process.wait()
@@ -145,45 +142,24 @@ def test_a_race_is_ready_together_and_timed_alone(
         return real(*args)
 
     monkeypatch.setattr(benchmarks.startup, "bring_up", bring_up)
-    rows: list[Result] = []
-    workload = "train" if curve else "inference"
-    case = Case(family="fake", model="tiny", input="small", workload=workload, strategy="eager")
-    run_race(
-        [case],
-        Settings(
-            workload="tests.fake_workload",
-            scratch=tmp_path,
-            monitor=Monitor(),
-            rounds=1,
-            gpu_lock=Noted(None),
-            quick=True,
-            steady_only=steady_only,
-            curve=curve,
-        ),
-        _Rounds(log),
-        rows.append,
-        memory_bytes=lambda case: 1,
-        peaks={},
-    )
-    assert rows[0].status == "ok", rows[0].reason
+    settings = settings_in(tmp_path, rounds=1, gpu_lock=Noted(None), quick=True, steady_only=steady_only, curve=curve)
+    (row,) = rows_of(settings, replace(EAGER, workload="train" if curve else "inference"), notes=_Rounds(log)).values()
+    assert row.status == "ok", row.reason
     before = ["shared", "compile", "apart"] if steady_only else ["shared", "apart", "alone", "compile", "over"]
     timed = ["alone", "calibrate", "host", "round", "round 1.0", "over"]
     profiled = ["alone", "kernels", "over"]
     drawn = ["shared", "curve", "apart"] if curve else []
     assert log == [*before, *timed, *profiled, *drawn]
-    assert len(rows[0].curve or []) == curve
+    assert len(row.curve or []) == curve
 
 
-class _Rounds:
+class _Rounds(Notes):
     """A reporter that writes down how far a race is."""
 
     def __init__(self, log: list[str]) -> None:
+        super().__init__()
         self.log = log
 
-    def begin(self, what: str, seconds: float) -> None: ...
-
     def partway(self, share: float, seconds: float) -> None:
-        assert seconds > 0
+        super().partway(share, seconds)
         self.log.append(f"round {share}")
-
-    def note(self, text: str) -> None: ...

@@ -16,17 +16,13 @@ import pytest
 
 from benchmarks.claims.claim import CLAIMS, commands
 from benchmarks.cli import run_command
-from benchmarks.families import families
-from benchmarks.machine import Monitor
 from benchmarks.measure import Run
 from benchmarks.plan import Case
 from benchmarks.process import ROOT
 from benchmarks.record import Store
 from benchmarks.run import main
 from benchmarks.startup import Settings
-
-FAKE = "tests.fake_workload"
-LIGHT = {"BENCHMARKS_BACKEND": "eager", "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+from tests.runs import FAKE, LIGHT, settings_in
 
 
 def command(*arguments: str) -> list[str]:
@@ -48,32 +44,31 @@ def wrong(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--family", "gn"), "did you mean 'gnn'?"),
-        ((), "--family is missing"),
-        (("--famly", FAKE), "--family"),
-        (("--family", FAKE, "--strategy", "regonal"), "did you mean 'regional'?"),
-        (("--family", FAKE, "--strategy", "full,regional+cudagrph"), "did you mean 'regional+cudagraph'?"),
-        (("--family", FAKE, "--impl", "zo"), "did you mean 'zoo'?"),
-        (("--family", FAKE, "--mode", "reduce_overhead"), "did you mean 'reduce-overhead'?"),
-        (("--family", FAKE, "--model", "god"), "did you mean 'good'?"),
-        (("--family", FAKE, "--input", "smal"), "did you mean 'small'?"),
-        (("--family", FAKE, "--workload", "inferense"), "did you mean 'inference'?"),
-        (("--family", FAKE, "--dtype", "float23"), "did you mean"),
-        (("--family", FAKE, "--dtype", "float16"), "there is: float32, bfloat16"),
-        (("--family", FAKE, "--device", "gpu"), "did you mean 'cpu'?"),
-        (("--family", FAKE, "--rounds", "0"), "--rounds is 0"),
-        (("--family", FAKE, "--rounds", "1001"), "--rounds is 1001, expected 1 to 1000; --sets"),
-        (("--family", FAKE, "--rounds", "many"), "Invalid value for '--rounds'"),
-        (("--family", FAKE, "--timeout", "-1"), "--timeout is -1"),
-        (("--family", FAKE, "--data-root", "/no/such/folder"), "is not a folder"),
-        (("--family", FAKE, "--impl", "upstream-tuned"), "tuning a fake is pointless"),
-        (("--family", FAKE, "--strategy", "regional", "--mode", "reduce-overhead"), "full alone"),
+        ("--family gn", "did you mean 'gnn'?"),
+        ("", "--family is missing"),
+        ("--famly FAKE", "--family"),
+        ("--family FAKE --strategy regonal", "did you mean 'regional'?"),
+        ("--family FAKE --strategy full,regional+cudagrph", "did you mean 'regional+cudagraph'?"),
+        ("--family FAKE --impl zo", "did you mean 'zoo'?"),
+        ("--family FAKE --mode reduce_overhead", "did you mean 'reduce-overhead'?"),
+        ("--family FAKE --model god", "did you mean 'good'?"),
+        ("--family FAKE --input smal", "did you mean 'small'?"),
+        ("--family FAKE --workload inferense", "did you mean 'inference'?"),
+        ("--family FAKE --dtype float23", "did you mean"),
+        ("--family FAKE --dtype float16", "there is: float32, bfloat16"),
+        ("--family FAKE --device gpu", "did you mean 'cpu'?"),
+        ("--family FAKE --rounds 0", "--rounds is 0"),
+        ("--family FAKE --rounds 1001", "--rounds is 1001, expected 1 to 1000; --sets"),
+        ("--family FAKE --rounds many", "Invalid value for '--rounds'"),
+        ("--family FAKE --timeout -1", "--timeout is -1"),
+        ("--family FAKE --data-root /no/such/folder", "is not a folder"),
+        ("--family FAKE --impl upstream-tuned", "tuning a fake is pointless"),
+        ("--family FAKE --strategy regional --mode reduce-overhead", "full alone"),
     ],
 )
-def test_a_wrong_option_is_one_line_with_a_suggestion(
-    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
-):
-    assert message in wrong(capsys, *arguments, *(["--device", "cpu"] if "--device" not in arguments else []))
+def test_a_wrong_option_is_one_line_with_a_suggestion(capsys: pytest.CaptureFixture[str], arguments: str, message: str):
+    words = arguments.replace("FAKE", FAKE).split()
+    assert message in wrong(capsys, *words, *(["--device", "cpu"] if "--device" not in words else []))
 
 
 def test_rows_are_never_added_to_another_runs_file_unasked(capsys: pytest.CaptureFixture[str], tmp_path: Path):
@@ -101,11 +96,6 @@ def test_nothing_is_imported_that_measuring_does_not_need(program: str, absent: 
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not set(absent) & set(done.stdout.split())
-
-
-def test_families_are_the_workload_files():
-    assert "gnn" in families()
-    assert "base" not in families()
 
 
 def test_list_measures_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path):
@@ -177,7 +167,7 @@ def test_a_rows_command_measures_that_row_and_no_other(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: tuple[str, ...]
 ):
     plan = planned(monkeypatch, "--family", FAKE, *options, "--out", str(tmp_path / "run"))
-    settings = Settings(workload=FAKE, scratch=tmp_path, monitor=Monitor(None))
+    settings = settings_in(tmp_path)
     assert any(case.dynamic for case in plan.cases)
     for case in plan.cases:
         words = shlex.split(plan.command(case, settings))
@@ -226,7 +216,7 @@ def test_one_run_measures_all_arms_of_a_claim_in_a_race(monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 def test_a_run_types_its_failures_and_goes_on_then_resumes(tmp_path: Path):
-    options = (
+    options = [
         "--model",
         "upstream-crash",
         "--strategy",
@@ -235,7 +225,7 @@ def test_a_run_types_its_failures_and_goes_on_then_resumes(tmp_path: Path):
         "--rounds",
         "6",
         "--no-first-result",
-    )
+    ]
     done = run(*options, "--out", str(tmp_path))
     # Only upstream's arms crash: nothing of ours is broken.
     assert done.returncode == 0, done.stdout + done.stderr
@@ -258,8 +248,8 @@ def test_a_run_types_its_failures_and_goes_on_then_resumes(tmp_path: Path):
     crashed = rows["upstream eager"]
     assert "SIGABRT" in (crashed.reason or "") and "about to abort" in (crashed.reason or "")
     regional = rows["zoo regional"]
-    assert regional.steady is not None and len(regional.steady.wall_ms) == 6
-    assert regional.cold is not None and regional.cold.graphs == 1
+    assert len(regional.steady.wall_ms) == 6
+    assert regional.cold.graphs == 1
     assert regional.command is not None
     assert "--strategy regional" in regional.command and "--model upstream-crash" in regional.command
     environment = store.environments()[regional.environment or ""]

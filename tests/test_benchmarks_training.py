@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,17 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.families import load
 from benchmarks.families.base import Prepared, Training
-from benchmarks.plan import Case
-from benchmarks.process import serve
 from benchmarks.training import Trainer, checkpointed, plain_step, reference_losses
-from benchmarks.worker import Handler
+from benchmarks.worker import load_workload
+from tests import runs
 from tests.fake_workload import Model
+from tests.runs import FAKE, handler, told
 from zoo.training import LinearCrossEntropy
 
-FAKE = "tests.fake_workload"
-CASE = Case(family="fake", model="good", input="small", workload="train", strategy="regional")
+CASE = replace(runs.CASE, workload="train")
 
 
 @pytest.fixture(autouse=True)
@@ -32,17 +28,12 @@ def _light_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BENCHMARKS_BACKEND", "aot_eager")
 
 
-def talk(*messages: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    replies = io.StringIO()
-    serve(io.StringIO("".join(json.dumps(message) + "\n" for message in messages)), replies)
-    found = [json.loads(line) for line in replies.getvalue().splitlines()]
-    assert all(reply["ok"] for reply in found), found
-    return {reply["op"]: reply for reply in found}
+def prepare(**changes: Any) -> Prepared:
+    return load_workload(FAKE).prepare(replace(CASE, **changes), data_root=None, seed=0)
 
 
 def trainer(**changes: Any) -> Trainer:
-    case = replace(CASE, **changes)
-    return Trainer(case, load(FAKE).prepare(case, data_root=None, seed=0))
+    return Trainer(replace(CASE, **changes), prepare(**changes))
 
 
 @pytest.mark.slow
@@ -51,10 +42,8 @@ def trainer(**changes: Any) -> Trainer:
     [("zoo", "eager"), ("zoo", "regional"), ("zoo", "full"), ("upstream", "eager"), ("upstream", "regional")],
 )
 def test_an_arm_from_start_to_kernels(tmp_path: Path, impl: str, strategy: str):
-    case = replace(CASE, impl=impl, strategy=strategy)
-    replies = talk(
-        {"op": "load", "workload": FAKE},
-        {"op": "prepare", "case": case.to_json(), "data_root": None, "seed": 0},
+    replies = told(
+        replace(CASE, impl=impl, strategy=strategy),
         {"op": "start_up", "folder": str(tmp_path / "start-up") if strategy != "eager" else None},
         {"op": "first_call"},
         {"op": "memory"},
@@ -80,8 +69,7 @@ def test_an_arm_from_start_to_kernels(tmp_path: Path, impl: str, strategy: str):
 @pytest.mark.parametrize("impl", ["zoo", "upstream"])
 def test_our_step_and_the_plain_loop_take_the_same_steps(impl: str):
     arm = trainer(impl=impl)
-    prepared = load(FAKE).prepare(replace(CASE, impl=impl), data_root=None, seed=0)
-    assert prepared.training is not None
+    prepared = prepare(impl=impl)
     exact = prepared.reference()
     losses = arm.losses(arm.eager())
     assert losses.shape == exact.shape == (prepared.training.checked,)
@@ -97,10 +85,9 @@ def test_one_step_is_no_check():
 @pytest.mark.gpu
 def test_a_captured_arm_takes_the_same_steps():
     case = replace(CASE, device="cuda", cuda_graph=True)
-    prepared = load(FAKE).prepare(case, data_root=None, seed=0)
+    prepared = prepare(device="cuda", cuda_graph=True)
     expected = prepared.reference().cpu()
     prepared.model.cuda()
-    assert prepared.training is not None
     draw = prepared.training.batch
     prepared.training.batch = lambda index: draw(index).cuda()
     arm = Trainer(case, prepared)
@@ -108,28 +95,8 @@ def test_a_captured_arm_takes_the_same_steps():
     torch.testing.assert_close(losses.double(), expected, rtol=1e-4, atol=0)
 
 
-def test_steps_go_round_a_few_batches_that_lie_ready():
-    seen = []
-    case = replace(CASE, impl="upstream")
-    prepared = load(FAKE).prepare(case, data_root=None, seed=0)
-    assert prepared.training is not None
-    squares = prepared.training.loss
-
-    def noting(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        seen.append(batch)
-        return squares(model, batch)
-
-    prepared.training.loss = noting
-    step = Trainer(case, prepared).eager()
-    for _ in range(10):
-        step()
-    assert len({id(batch) for batch in seen}) == 8
-    assert seen[0] is seen[8]
-
-
 def noted(prepared: Prepared) -> list[torch.Tensor]:
     """The batches that the loss is given from now on."""
-    assert prepared.training is not None
     seen: list[torch.Tensor] = []
     squares = prepared.training.loss
 
@@ -141,11 +108,18 @@ def noted(prepared: Prepared) -> list[torch.Tensor]:
     return seen
 
 
+def test_steps_go_round_a_few_batches_that_lie_ready():
+    prepared = prepare(impl="upstream")
+    seen = noted(prepared)
+    step = Trainer(replace(CASE, impl="upstream"), prepared).eager()
+    for _ in range(10):
+        step()
+    assert len({id(batch) for batch in seen}) == 8
+    assert seen[0] is seen[8]
+
+
 def test_timed_steps_take_the_loader_s_batches_in_order_and_no_others_do():
-    case = replace(CASE, impl="upstream", strategy="eager")
-    arm = Handler()
-    arm.load(workload=FAKE)
-    arm.prepare(case=case.to_json(), data_root=None, seed=0)
+    arm = handler(replace(CASE, impl="upstream", strategy="eager"))
     epochs = 0
 
     def loader() -> Iterator[torch.Tensor]:
@@ -154,7 +128,6 @@ def test_timed_steps_take_the_loader_s_batches_in_order_and_no_others_do():
         yield from (torch.full((16, 8), float(index)) for index in range(3))
 
     training, seen = arm.prepared.training, noted(arm.prepared)
-    assert training is not None
     training.loader, training.round = loader, 5
     arm.first_call()
     arm.memory()
@@ -175,11 +148,8 @@ def test_timed_steps_take_the_loader_s_batches_in_order_and_no_others_do():
 
 
 def test_a_curve_that_no_row_could_hold_is_a_failure_that_names_its_step():
-    arm = Handler()
-    arm.load(workload=FAKE)
-    arm.prepare(case=replace(CASE, strategy="eager").to_json(), data_root=None, seed=0)
+    arm = handler(replace(CASE, strategy="eager"))
     arm.first_call()
-    assert arm.trainer is not None
     arm.trainer._optimizer.param_groups[0]["lr"] = 1e30
     with pytest.raises(ValueError, match="the loss of step [23] of 9 is (nan|inf)"):
         arm.curve(steps=9)
@@ -193,11 +163,8 @@ def test_a_round_is_declared_with_a_loader_and_not_without():
 
 @pytest.mark.slow
 def test_declared_shapes_are_compiled_by_the_first_call_and_are_no_recompiles(tmp_path: Path):
-    arm = Handler()
-    arm.load(workload=FAKE)
-    arm.prepare(case=replace(CASE, strategy="full").to_json(), data_root=None, seed=0)
+    arm = handler(replace(CASE, strategy="full"))
     training, seen = arm.prepared.training, noted(arm.prepared)
-    assert training is not None
     training.shapes = tuple(torch.randn(rows, 8) for rows in (48, 32, 16))
     arm.trainer = Trainer(arm.case, arm.prepared)
     arm.start_up(folder=str(tmp_path))
@@ -212,8 +179,7 @@ def test_declared_shapes_are_compiled_by_the_first_call_and_are_no_recompiles(tm
 
 
 def test_every_declared_shape_is_captured():
-    prepared = load(FAKE).prepare(CASE, data_root=None, seed=0)
-    assert prepared.training is not None
+    prepared = prepare()
     prepared.training.shapes = tuple(torch.randn(rows, 8) for rows in range(20, 9, -1))
     trainer = Trainer(CASE, prepared)
     seen = noted(prepared)
@@ -277,8 +243,7 @@ def test_regions_of_the_loss_are_compiled_with_the_models():
     from benchmarks import strategies
 
     module = LinearCrossEntropy(4)
-    prepared = load(FAKE).prepare(CASE, data_root=None, seed=0)
-    assert prepared.training is not None
+    prepared = prepare()
     prepared.training.loss_module = module
     strategies.apply(CASE, prepared)
     assert module.rows._compiled_call_impl is not None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,21 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.families import load
 from benchmarks.plan import Case
-from benchmarks.process import ROOT, Worker, WorkerFailure, failure_of, serve
-from benchmarks.worker import Handler, _relative_error
+from benchmarks.process import ROOT, Worker, WorkerFailure, failure_of
+from benchmarks.worker import _relative_error, load_workload
+from tests.runs import CASE, EAGER, FAKE, handler, talk, told
 from zoo.ops import common as operators
-
-FAKE = "tests.fake_workload"
-CASE = Case(family="fake", model="good", input="small", strategy="regional")
-
-
-def talk(*messages: dict[str, Any]) -> list[dict[str, Any]]:
-    """The replies of a worker's loop run in this process."""
-    replies = io.StringIO()
-    serve(io.StringIO("".join(json.dumps(message) + "\n" for message in messages)), replies)
-    return [json.loads(line) for line in replies.getvalue().splitlines()]
 
 
 def preparation(case: Case) -> list[dict[str, Any]]:
@@ -45,9 +33,7 @@ def _light_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kernels", [True, False])
 def test_own_kernels_are_left_out_where_the_case_says_so(kernels: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(operators, "ENABLED", True)
-    arm = Handler()
-    arm.load(workload=FAKE)
-    arm.prepare(case=replace(CASE, kernels=kernels).to_json(), data_root=None, seed=0)
+    handler(replace(CASE, kernels=kernels))
     assert operators.ENABLED is kernels
 
 
@@ -57,8 +43,8 @@ def test_own_kernels_are_left_out_where_the_case_says_so(kernels: bool, monkeypa
     [("zoo", "regional", 1), ("zoo", "full", 1), ("zoo", "hierarchical", 1), ("upstream", "regional", 2)],
 )
 def test_a_compiled_arm_from_start_to_kernels(tmp_path: Path, impl: str, strategy: str, graphs: int):
-    replies = talk(
-        *preparation(replace(CASE, impl=impl, strategy=strategy)),
+    by_op = told(
+        replace(CASE, impl=impl, strategy=strategy),
         {"op": "start_up", "folder": str(tmp_path / "start-up")},
         {"op": "first_call"},
         {"op": "memory"},
@@ -70,8 +56,6 @@ def test_a_compiled_arm_from_start_to_kernels(tmp_path: Path, impl: str, strateg
         {"op": "trace", "path": str(tmp_path / "traces" / "arm.json.gz")},
         {"op": "stop"},
     )
-    assert all(reply["ok"] for reply in replies), replies
-    by_op = {reply["op"]: reply for reply in replies}
     assert by_op["prepare"]["model_bytes"] == 3 * (8 * 8 + 8) * 4
     assert by_op["start_up"]["flops"] == 3 * 2 * 16 * 8 * 8
     assert by_op["start_up"]["seconds"] > 0
@@ -89,72 +73,47 @@ def test_a_compiled_arm_from_start_to_kernels(tmp_path: Path, impl: str, strateg
     assert by_op["round"]["calls"] == 3
     assert by_op["memory"]["allocated"] is None
     assert (tmp_path / "traces" / "arm.json.gz").stat().st_size > 0
-    assert all(reply["began"] <= reply["ended"] for reply in replies)
+    assert all(reply["began"] <= reply["ended"] for reply in by_op.values())
 
 
-def test_an_eager_arm_compiles_nothing(tmp_path: Path):
-    *_, started, first, ran = talk(
-        *preparation(replace(CASE, strategy="eager")),
-        {"op": "start_up", "folder": None},
-        {"op": "first_call"},
-        {"op": "round", "calls": 1},
-    )
-    assert started["seconds"] is None
-    assert first["seconds"] is None
-    assert ran["wall_ms"] > 0
+START, FIRST = {"op": "start_up", "folder": None}, {"op": "first_call"}
+
+
+def test_an_eager_arm_compiles_nothing():
+    replies = told(EAGER, START, FIRST, {"op": "round", "calls": 1})
+    assert replies["start_up"]["seconds"] is None and replies["first_call"]["seconds"] is None
+    assert replies["round"]["wall_ms"] > 0
 
 
 @pytest.mark.slow
 def test_an_outer_cuda_graph_is_captured_and_checked(tmp_path: Path):
-    *_, captured, checked = talk(
-        *preparation(replace(CASE, cuda_graph=True)),
-        {"op": "start_up", "folder": str(tmp_path)},
-        {"op": "first_call"},
-        {"op": "capture"},
-        {"op": "check", "reference": str(tmp_path / "reference.pt")},
-    )
-    assert captured["ok"] and captured["seconds"] > 0
-    assert checked["error"] < 1e-6
+    check = {"op": "check", "reference": str(tmp_path / "reference.pt")}
+    start = {"op": "start_up", "folder": str(tmp_path)}
+    replies = told(replace(CASE, cuda_graph=True), start, FIRST, {"op": "capture"}, check)
+    assert replies["capture"]["seconds"] > 0 and replies["check"]["error"] < 1e-6
 
 
 def test_first_result_counts_everything_from_nothing():
-    *_, reply = talk(*preparation(replace(CASE, cuda_graph=True)), {"op": "first_result"})
-    assert reply["ok"] and reply["seconds"] > 0
+    assert told(replace(CASE, cuda_graph=True), {"op": "first_result"})["first_result"]["seconds"] > 0
 
 
 @pytest.mark.slow
 def test_a_graph_break_and_its_reason_are_reported(tmp_path: Path):
-    *_, first = talk(
-        *preparation(replace(CASE, model="print", strategy="full")),
-        {"op": "start_up", "folder": str(tmp_path)},
-        {"op": "first_call"},
-    )
-    assert first["breaks"]
-    assert "misbehave" in first["breaks"][0]
-    assert len(first["breaks"][0]) <= 400
+    case = replace(CASE, model="print", strategy="full")
+    (reason, *_) = told(case, {"op": "start_up", "folder": str(tmp_path)}, FIRST)["first_call"]["breaks"]
+    assert "misbehave" in reason and len(reason) <= 400
 
 
 def test_arms_share_one_reference(tmp_path: Path):
     path = tmp_path / "reference.pt"
     torch.save({"output": torch.zeros(16 * 8, dtype=torch.float64) + 1, "dtype": "float64"}, path)
-    *_, checked = talk(
-        *preparation(replace(CASE, strategy="eager")),
-        {"op": "start_up", "folder": None},
-        {"op": "first_call"},
-        {"op": "check", "reference": str(path)},
-    )
-    assert checked["error"] > 0.1
+    assert told(EAGER, START, FIRST, {"op": "check", "reference": str(path)})["check"]["error"] > 0.1
 
 
 def test_an_output_that_is_not_finite_is_a_failure(tmp_path: Path):
-    *_, checked = talk(
-        *preparation(replace(CASE, model="nan", strategy="eager")),
-        {"op": "start_up", "folder": None},
-        {"op": "first_call"},
-        {"op": "check", "reference": str(tmp_path / "reference.pt")},
-    )
-    assert not checked["ok"]
-    assert "not finite" in checked["reason"]
+    check = {"op": "check", "reference": str(tmp_path / "reference.pt")}
+    *_, checked = talk(*preparation(replace(EAGER, model="nan")), START, FIRST, check)
+    assert not checked["ok"] and "not finite" in checked["reason"]
 
 
 def test_a_complex_output_is_compared_with_its_imaginary_part():
@@ -221,9 +180,7 @@ def test_out_of_memory_beside_others_says_what_they_hold(monkeypatch: pytest.Mon
 
 def test_memory_of_a_modes_own_cuda_graph_is_that_of_its_recording(monkeypatch: pytest.MonkeyPatch):
     # A replay allocates nothing: what the graph holds was allocated while it was recorded.
-    arm = Handler()
-    arm.load(workload=FAKE)
-    arm.prepare(case=replace(CASE, strategy="full").to_json(), data_root=None, seed=0)
+    arm = handler(replace(CASE, strategy="full"))
     steps: list[str] = []
     monkeypatch.setattr(arm, "_reset_peak", lambda: steps.append("forget"))
     monkeypatch.setattr(arm, "_peaks", lambda: (steps.append("peaks"), {"allocated": 900, "reserved": 950})[1])
@@ -238,7 +195,7 @@ def test_memory_of_a_modes_own_cuda_graph_is_that_of_its_recording(monkeypatch: 
 
 def test_an_unknown_family_is_an_import_error():
     with pytest.raises(ImportError, match="no_such_family"):
-        load("no_such_family")
+        load_workload("no_such_family")
 
 
 # From here on in real processes.
@@ -255,7 +212,7 @@ def workers() -> Iterator[list[Worker]]:
 def start(workers: list[Worker], model: str, timeout: float = 120.0) -> Worker:
     worker = Worker({"OMP_NUM_THREADS": "1"}, timeout=timeout)
     workers.append(worker)
-    for message in preparation(replace(CASE, model=model, strategy="eager")):
+    for message in preparation(replace(EAGER, model=model)):
         worker.ask(message.pop("op"), **message)
     return worker
 
