@@ -107,13 +107,6 @@ def test_every_fault_names_the_tests_that_meet_it() -> None:
             assert f"\ndef {name}(" in source, f"{fault}: there is no {name}"
 
 
-def test_each_way_of_migrating_starts_with_the_code_one_has() -> None:
-    text = (ROOT / "docs/migration.md").read_text(encoding="utf-8")
-    sections = re.findall(r"^## (From .*)\n\n(.*)$", text, re.MULTILINE)
-    assert len(sections) == 3
-    assert [title for title, first in sections if not first.startswith("```python")] == []
-
-
 def test_the_first_page_starts_before_it_shows_figures() -> None:
     text = (ROOT / "docs/index.md").read_text(encoding="utf-8")
     shown = re.sub("<!--.*?-->", "", text)

@@ -109,13 +109,7 @@ def classes_in(annotation: Any) -> set[type]:
     return inside | {annotation} if inspect.isclass(annotation) else inside
 
 
-def test_the_public_names_are_found() -> None:
-    assert {"create", "compile_regions", "Region"} <= set(public_names("zoo"))
-    assert {"GCN", "CSRGraph"} <= set(public_names("zoo.gnn"))
-    assert "gnn" not in public_names("zoo")
-
-
-def test_every_reference_is_to_something() -> None:
-    for name in documented():
-        module, _, attribute = name.rpartition(".")
-        assert hasattr(importlib.import_module(module), attribute), f"the reference names {name}, which is not there"
+def test_the_promised_names_are_found() -> None:
+    promised = "create list_models from_upstream to_upstream example_inputs Region find_regions compile_regions warm_up"
+    assert {*promised.split(), "uncompile", "enforce_budget", "cuda_graph"} <= set(public_names("zoo"))
+    assert {"GCN", "CSRGraph"} <= set(public_names("zoo.gnn")) and "gnn" not in public_names("zoo")
