@@ -7,7 +7,9 @@ import re
 import shutil
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -88,3 +90,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def eager_backend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, one_thread: None) -> Iterator[None]:
+    """Arms of the benchmark in this process, compiled by a light backend; what an arm sets is put back."""
+    import torch._inductor.config as inductor
+
+    monkeypatch.setenv("BENCHMARKS_BACKEND", "eager")
+    monkeypatch.setenv("BENCHMARKS_SCRATCH", str(tmp_path))
+    with warnings.catch_warnings(), inductor.patch(freezing=False):
+        # numpy's word to diffusers' schedulers that take square roots of tensors.
+        warnings.filterwarnings("ignore", "__array__ implementation doesn't accept a copy", DeprecationWarning)
+        yield

@@ -1,55 +1,36 @@
-"""The ResNet workload: every arm computes the same thing, and its formulas count what they say."""
+"""What only the ResNets' arms do: references in parts, freezing, running statistics, and files with their loader."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounter
 
 import zoo
-from benchmarks import families
-from benchmarks.families import resnet
+from benchmarks.families import Prepared, resnet
 from benchmarks.families.base import count_flops
-from benchmarks.families.resnet import WORKLOAD, sizes
+from benchmarks.families.jpegs import CLASSES, Files, Loader
 from benchmarks.plan import IMPLEMENTATIONS, Case
-from zoo.resnet import ResNet
+from benchmarks.training import make_optimizer, plain_step
+from benchmarks.worker import Handler
+from tests import workloads
+from tests.workloads import call, error
+from zoo.resnet.model import PRESETS
+from zoo.training import TrainingStep
 
-DEBUG = [name for name in WORKLOAD.models if name.startswith("resnet-debug")]
-FOLDED = "resnet-debug-folded"
-
-
-@pytest.fixture(autouse=True)
-def _thawed() -> Iterator[None]:
-    """A worker is one arm's; here all arms share a process, whose configuration is put back."""
-    import torch._inductor.config as inductor
-
-    with inductor.patch(freezing=False):
-        yield
+pytestmark = pytest.mark.usefixtures("eager_backend")
 
 
 def case(**changes: Any) -> Case:
     return Case(**{"family": "resnet", "model": "resnet-debug", "input": "2x32", **changes})
 
 
-def prepare(**changes: Any) -> families.Prepared:
-    return WORKLOAD.prepare(case(**changes), data_root=None, seed=0)
-
-
-def call(prepared: families.Prepared) -> torch.Tensor:
-    with torch.inference_mode():
-        return prepared.model(**prepared.inputs)
-
-
-def error(output: torch.Tensor, reference: torch.Tensor) -> float:
-    return float((output.double() - reference.double()).norm() / reference.double().norm())
-
-
-def regions_of(model: nn.Module) -> set[str]:
-    return {found.region.cls.__name__ for found in zoo.find_regions(model).regions}
+def prepare(**changes: Any) -> Prepared:
+    return workloads.prepare(case(**changes))
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
@@ -60,118 +41,27 @@ def test_basic_blocks_match_the_reference(impl: str):
     assert error(call(prepared), reference) < 1e-5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", DEBUG)
-def test_every_model_of_the_zoo_matches_the_reference_and_declares_its_cut(model: str):
-    prepared = prepare(model=model, strategy="regional")
-    reference = prepared.reference()
-    assert error(call(prepared), reference) < 1e-5
-    regions = resnet.CUTS.get(model.partition("-cut-")[2], ResNet.regions)
-    present = {type(module).__name__ for module in prepared.model.modules()}
-    assert regions_of(prepared.model) == {region.cls.__name__ for region in regions} & present
-    zoo.compile_regions(prepared.model, backend="eager")
-    with torch.inference_mode(), zoo.enforce_budget(prepared.model):
-        assert error(prepared.model(**prepared.inputs), reference) < 1e-5
-
-
 def test_the_reference_takes_images_in_parts(monkeypatch: pytest.MonkeyPatch):
     whole = prepare().reference()
     monkeypatch.setattr(resnet, "REFERENCE_IMAGES", 1)
     torch.testing.assert_close(prepare().reference(), whole, rtol=1e-12, atol=1e-12)
 
 
-def test_activations_stay_in_the_range_of_half_precision():
-    with torch.inference_mode():
-        for name in ("resnet18", "resnet50"):
-            prepared = prepare(model=name)
-            features = prepared.model.features(prepared.inputs["images"])
-            assert all(float(feature.std()) > 0.1 and float(feature.max()) < 1000 for feature in features)
-
-
 @pytest.mark.parametrize(
-    "name", ["stem.norm.bias", "stages.1.blocks.1.join.norm.weight", "stages.2.blocks.0.join.shortcut_norm.bias"]
-)
-def test_a_wrong_weight_shows(name: str):
-    prepared = prepare()
-    with torch.no_grad():
-        prepared.model.get_parameter(name).mul_(0.7)
-    assert error(call(prepared), prepared.reference()) > 1e-3
-
-
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("model", ["resnet-debug", FOLDED])
-def test_everything_is_channels_last(model: str, impl: str):
-    prepared = prepare(model=model, impl=impl)
-    (images,) = prepared.inputs.values()
-    assert images.is_contiguous(memory_format=torch.channels_last)
-    convolutions = [module for module in prepared.model.modules() if isinstance(module, nn.Conv2d)]
-    assert all(conv.weight.is_contiguous(memory_format=torch.channels_last) for conv in convolutions)
-    seen = []
-    for conv in convolutions:
-        conv.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    call(prepared)
-    assert seen and all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in seen)
-
-
-@pytest.mark.parametrize(
-    ("model", "impl", "folded"),
+    ("impl", "strategy", "frozen"),
     [
-        ("resnet-debug", "zoo", False),
-        ("resnet-debug", "upstream", False),
-        ("resnet-debug", "upstream-tuned", True),
-        (FOLDED, "zoo", True),
-        (FOLDED, "upstream", False),
-        (FOLDED, "upstream-tuned", True),
+        ("upstream-tuned", "full", True),
+        ("upstream-tuned", "regional", False),
+        ("upstream-tuned", "eager", False),
+        ("upstream", "full", False),
+        ("zoo", "full", False),
     ],
 )
-def test_who_folds_and_that_it_is_timed(model: str, impl: str, folded: bool):
-    prepared = prepare(model=model, impl=impl)
-    norms = [module for module in prepared.model.modules() if isinstance(module, nn.BatchNorm2d)]
-    assert bool(norms) != folded
-    assert set(prepared.preparation_seconds) == ({"batch norm folding"} if folded else set())
-    assert all(seconds > 0 for seconds in prepared.preparation_seconds.values())
-
-
-@pytest.mark.parametrize(
-    ("impl", "strategy", "device", "frozen"),
-    [
-        ("upstream-tuned", "full", "cpu", True),
-        ("upstream-tuned", "regional", "cpu", False),
-        ("upstream-tuned", "eager", "cpu", False),
-        ("upstream", "full", "cpu", False),
-        ("zoo", "full", "cpu", False),
-    ],
-)
-def test_only_the_whole_tuned_model_is_frozen(impl: str, strategy: str, device: str, frozen: bool):
+def test_only_the_whole_tuned_model_is_frozen(impl: str, strategy: str, frozen: bool):
     import torch._inductor.config as inductor
 
-    prepare(impl=impl, strategy=strategy, device=device)
+    prepare(impl=impl, strategy=strategy)
     assert inductor.freezing is frozen
-
-
-@pytest.mark.parametrize("impl", ["upstream", "upstream-tuned"])
-@pytest.mark.parametrize(("model", "graphs"), [("resnet-debug", 6), ("resnet50", 8)])
-def test_upstream_s_regions_are_its_blocks(impl: str, model: str, graphs: int):
-    prepared = prepare(model=model, impl=impl, strategy="regional")
-    expected = call(prepared)
-    counter = CompileCounter()
-    assert prepared.compile_regions is not None
-    prepared.compile_regions(prepared.model, backend=counter, dynamic=False)
-    assert error(call(prepared), expected) < 1e-6
-    assert counter.frame_count == graphs
-    assert prepare(impl="zoo").compile_regions is None
-
-
-def test_every_model_has_a_preset_and_every_input_a_size():
-    assert families.load("resnet") is WORKLOAD
-    assert len(set(WORKLOAD.models)) == len(WORKLOAD.models)
-    for model in WORKLOAD.models:
-        assert WORKLOAD.memory_bytes(case(model=model)) > 0
-    assert all(f"{batch}x{size}" in name for name in WORKLOAD.inputs for batch, size in [sizes(name)])
-    assert [sizes(name) for name in ("64x224", "2x32", "jpeg-128x224")] == [(64, 224), (2, 32), (128, 224)]
-    for wrong in ("64", "0x32", "2x0", "2x32x3"):
-        with pytest.raises(ValueError, match="is not BATCHxPIXELS"):
-            sizes(wrong)
 
 
 def test_dilation_counts():
@@ -182,41 +72,89 @@ def test_dilation_counts():
         assert resnet.flops(model.config, 1, 64, training=training) == count_flops(theirs, images, backward=training)
 
 
-def test_bytes_count_every_call_of_a_convolution():
-    # What the convolutions of an eager call read and write is most of it, and all that they do is in it.
-    prepared = prepare(impl="upstream")
-    moved = 0
-
-    def count(conv: nn.Conv2d, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
-        nonlocal moved
-        moved += 4 * (inputs[0].numel() + output.numel() + conv.weight.numel())
-
-    for module in prepared.model.modules():
-        if isinstance(module, nn.Conv2d):
-            module.register_forward_hook(count)
-    call(prepared)
-    assert moved < prepared.bytes < 1.4 * moved
+# Training
 
 
-def test_bytes_by_hand():
-    model = zoo.create("resnet18", device="meta", layers=(1, 1, 1, 1), num_classes=10)
-    config = model.config
-    # One image of 32 pixels a side, in values: image, stem's output written and read, pooled.
-    stem = 3 * 32**2 + 2 * 64 * 16**2 + 64 * 8**2
-    # Each block: its two convolutions read and write; the residual is read, or the shortcut is computed and read.
-    first = 4 * 64 * 8**2 + 64 * 8**2
-    later = sum(
-        (c // 2 * s**2 * 4 + 3 * c * s**2) + (c // 2 * s**2 * 4 + 2 * c * s**2)
-        for c, s in ((128, 4), (256, 2), (512, 1))
-    )
-    values = (
-        stem
-        + first
-        + later
-        + 512
-        + 10
-        + sum(
-            p.numel() for p in zoo.create("resnet18", device="meta", layers=(1, 1, 1, 1), num_classes=10).parameters()
-        )
-    )
-    assert resnet.bytes_moved(config, 1, 32, 2) == 2 * values
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_running_statistics_after_captured_steps_are_torchvision_s(device: str, monkeypatch: pytest.MonkeyPatch):
+    # Products of ten bits each would part the two in a few steps, whose convolutions are not the same kernels.
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    # On the CPU a capture copies in and out and runs the compiled regions as a replay would.
+    ours, theirs = (prepare(impl=impl, device=device, workload="train", input="4x32") for impl in ("zoo", "upstream"))
+    training = ours.training
+    before = {name: buffer.clone() for name, buffer in theirs.model.named_buffers()}
+    model = zoo.compile_regions(ours.model, backend="aot_eager")
+    own = make_optimizer(model, training, capturable=device == "cuda")
+    step = TrainingStep(model, training.loss, own, cuda_graph=True, warmup=2)
+    optimizer = make_optimizer(theirs.model, training)
+    for index in range(5):
+        batch = training.batch(index)
+        loss = step(batch)
+        torch.testing.assert_close(loss, plain_step(theirs.model, training, optimizer, batch), rtol=1e-3, atol=1e-4)
+    assert len(step.captured) == 1
+    found = dict(zoo.to_upstream(zoo.uncompile(model)).named_buffers())
+    for name, expected in theirs.model.named_buffers():
+        assert not torch.equal(expected, before[name]), name
+        if name.endswith("num_batches_tracked"):
+            assert int(found[name]) == int(expected) == 5
+        else:
+            torch.testing.assert_close(found[name], expected, rtol=2e-3, atol=2e-3, msg=name)
+
+
+def test_labels_can_be_learnt_from_images():
+    training = resnet.training_of(PRESETS["resnet50"], 64, 32, seed=0, device="cpu", dtype=torch.float32)
+    model = nn.Sequential(nn.AdaptiveAvgPool2d(resnet.SQUARES), nn.Flatten(), nn.Linear(48, 1000))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-1)
+    losses = torch.stack([plain_step(model, training, optimizer, training.batch(index)) for index in range(60)])
+    assert losses[0] > 6.5 and losses[-5:].mean() < 2.0  # of 10 classes in equal shares: 2.3
+    assert len(training.batch(0)["labels"].unique()) == resnet.CLASSES
+    assert training.batch(0)["images"].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_files_are_those_of_the_seed_and_written_once(tmp_path: Path):
+    files = Files(count=12, width=24, height=20, seed=0)
+    folder = files.folder()
+    assert folder.parent == tmp_path and list(tmp_path.iterdir()) == [folder]
+    assert len(list(folder.glob("class-*/*.jpg"))) == 12 and len(list(folder.iterdir())) == CLASSES
+    written = {path: path.stat().st_mtime_ns for path in folder.rglob("*.jpg")}
+    assert files.folder() == folder
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.jpg")} == written
+    other = Files(count=12, width=24, height=20, seed=1).folder()
+    assert (folder / "class-0" / "0.jpg").read_bytes() != (other / "class-0" / "0.jpg").read_bytes()
+
+
+def test_files_without_a_harness_go_where_temporary_ones_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("BENCHMARKS_SCRATCH")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "elsewhere"))
+    (tmp_path / "elsewhere").mkdir()
+    assert Files(count=1, width=8, height=8, seed=0).folder().parent == tmp_path / "elsewhere"
+
+
+@pytest.mark.slow
+def test_timed_steps_wait_for_files_and_others_do_not(monkeypatch: pytest.MonkeyPatch):
+    asked = case(input="jpeg-4x32", impl="upstream", workload="train")
+    arm = Handler()
+    arm.load(workload="resnet")
+    ready = arm.prepare(case=asked.to_json(), data_root=None, seed=0)
+    assert ready["data"] == "generated, 20 JPEG files of 40 x 32"
+    training, trainer = arm.prepared.training, arm.trainer
+    assert isinstance(training.loader, Loader) and trainer is not None
+    before = torch.random.get_rng_state()
+    assert arm.calibrate(milliseconds=1.0) == {"calls": training.loader.batches}  # its processes are up from here on
+    seen: list[torch.Tensor] = []
+    original = training.loss
+
+    def noting(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        seen.append(batch["images"])
+        return original(model, batch)
+
+    training.loss = noting
+    arm.first_call()
+    timed = arm.round(calls=training.loader.batches)
+    assert timed["calls"] == 3 and timed["wall_ms"] > 0
+    for images in seen[-3:]:
+        assert images.shape == (4, 3, 32, 32) and images.is_contiguous(memory_format=torch.channels_last)
+        assert -3 < float(images.min()) < float(images.max()) < 3  # scaled and normalised; the others are wider
+    assert max(float(images.max()) for images in seen[:-3]) > 3
+    assert torch.equal(before, torch.random.get_rng_state())

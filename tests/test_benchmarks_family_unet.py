@@ -1,4 +1,4 @@
-"""The UNet workload: every arm computes the same thing, and its formulas count what they say."""
+"""What only the UNets' arms do: whole runs from noise to latents, and training under autocast on mixed noise."""
 
 from __future__ import annotations
 
@@ -7,60 +7,39 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
 
 import zoo
-from benchmarks import families
-from benchmarks.families import unet_arms
-from benchmarks.families.unet import CUTS, WORKLOAD, sizes
+from benchmarks import strategies
+from benchmarks.families import Prepared, unet, unet_arms, unet_loop
 from benchmarks.plan import IMPLEMENTATIONS, Case
-from zoo.unet import UNetConfig
+from tests import workloads
+from tests.workloads import call, error
 from zoo.unet.config import PRESETS
+from zoo.unet.convert import WEIGHTS
 
 with warnings.catch_warnings():
     # What diffusers imports warns of what it imports.
     warnings.simplefilter("ignore")
     import diffusers.models.unets.unet_2d_condition as library
+    from diffusers import DDPMScheduler, EulerDiscreteScheduler
 
-CUT_MODELS = [f"{preset}-cut-{name}" for preset in ("unet-debug", "unet-xl-debug") for name in CUTS]
+LOOP = "loop-3x8x8"
 
-
-@pytest.fixture(autouse=True)
-def _light(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
-    monkeypatch.setenv("BENCHMARKS_BACKEND", "eager")
+pytestmark = pytest.mark.usefixtures("eager_backend")
 
 
 def case(**changes: Any) -> Case:
     return Case(**{"family": "unet", "model": "unet-debug", "input": "2x8x8", **changes})
 
 
-def prepare(**changes: Any) -> families.Prepared:
-    return WORKLOAD.prepare(case(**changes), data_root=None, seed=0)
+def prepare(**changes: Any) -> Prepared:
+    return workloads.prepare(case(**changes))
 
 
-def call(prepared: families.Prepared) -> torch.Tensor:
-    with torch.inference_mode():
-        output = prepared.model(**prepared.inputs)
-    assert isinstance(output, tuple) and len(output) == 1
-    return output[0]
-
-
-def error(output: torch.Tensor, reference: torch.Tensor) -> float:
-    return float((output.double() - reference.double()).norm() / reference.double().norm())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", CUT_MODELS)
-def test_every_cut_matches_the_reference_within_its_budget(model: str):
-    prepared = prepare(model=model, strategy="regional")
-    name = model.partition("-cut-")[2]
-    present = {type(module) for module in prepared.model.modules()}
-    found = {region.region.cls for region in zoo.find_regions(prepared.model).regions}
-    assert found == {region.cls for region in CUTS[name]} & present
-    zoo.compile_regions(prepared.model, backend="eager")
-    with zoo.enforce_budget(prepared.model):
-        assert error(call(prepared), prepared.reference()) < 1e-5
+def training_of(**changes: Any) -> Any:
+    return workloads.training_of(case(workload="train", **changes))
 
 
 def test_large_models_have_a_reference_in_float32():
@@ -81,62 +60,22 @@ def test_the_reference_turns_off_tf32_and_puts_it_back():
     assert torch.backends.cudnn.conv.fp32_precision == before
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "conditions.time_embedding.linear_2.weight",
-        "time_projections.conv_bias",
-        "text_projections.weight",
-        "down.0.resnets.0.norm2.bias",
-        "down.1.transformers.0.blocks.0.norm3.weight",
-        "middle.transformers.0.proj_out.bias",
-        "up.2.resnets.1.shortcut.weight",
-        "norm_out.bias",
-    ],
-)
-def test_a_wrong_weight_shows(name: str):
-    prepared = prepare()
-    with torch.no_grad():
-        prepared.model.get_parameter(name).mul_(0.5)
-    assert error(call(prepared), prepared.reference()) > 1e-3
-
-
+@pytest.mark.parametrize("input", ["2x8x8", "loop-3x8x8"])
 @pytest.mark.parametrize("model", ["unet-debug", "unet-xl-debug"])
-def test_every_input_matters(model: str):
-    prepared = prepare(model=model, impl="upstream")
+def test_every_input_matters(model: str, input: str):
+    prepared = prepare(model=model, input=input, impl="zoo" if "loop" in input else "upstream")
     expected = call(prepared)
     conditions = prepared.inputs.get("added_cond_kwargs", {})
-    for name in ("timestep", "encoder_hidden_states", *conditions):
-        inputs = dict(prepared.inputs)
-        if name in conditions:
-            inputs["added_cond_kwargs"] = {**conditions, name: 0.9 * conditions[name]}
-        else:
-            inputs[name] = inputs[name] - 100 if name == "timestep" else 0.9 * inputs[name]
-        with torch.inference_mode():
-            assert error(prepared.model(**inputs)[0], expected) > 1e-3, name
-
-
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_weights_and_images_are_channels_last(impl: str):
-    prepared = prepare(impl=impl)
-    convolutions = [module for module in prepared.model.modules() if isinstance(module, nn.Conv2d)]
-    assert all(conv.weight.is_contiguous(memory_format=torch.channels_last) for conv in convolutions)
-    assert prepared.inputs["sample"].is_contiguous()
-    seen = []
-    for conv in convolutions:
-        conv.register_forward_hook(lambda _, __, output: seen.append(output))
-    call(prepared)
-    assert seen and all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in seen)
-
-
-def test_only_tuned_fuses_projections_and_it_is_timed():
-    expected = call(prepare(impl="upstream"))
-    for impl in IMPLEMENTATIONS:
-        prepared = prepare(impl=impl)
-        fused = [module for module in prepared.model.modules() if getattr(module, "fused_projections", False)]
-        assert bool(fused) == (impl == "upstream-tuned")
-        assert set(prepared.preparation_seconds) == ({"fused projections"} if fused else set())
-        assert error(call(prepared), expected) < 1e-5
+    changed: dict[str, Any] = {
+        name: value - 100 if name == "timestep" else 0.9 * value
+        for name, value in prepared.inputs.items()
+        if isinstance(value, torch.Tensor)
+    }
+    others = [{name: value} for name, value in changed.items()]
+    others += [{"added_cond_kwargs": {**conditions, name: 0.9 * value}} for name, value in conditions.items()]
+    assert len(others) >= (2 if model == "unet-debug" else 3)
+    for inputs in others:
+        assert error(call(prepared, **inputs), expected) > 1e-3, inputs.keys()
 
 
 @pytest.mark.parametrize(("impl", "dynamic", "graphs"), [("upstream", None, 2), ("upstream-tuned", False, 3)])
@@ -153,58 +92,6 @@ def test_upstream_s_regions_are_its_transformer_blocks(impl: str, dynamic: bool 
     assert compiled == set(library.UNet2DConditionModel._repeated_blocks) == {"BasicTransformerBlock"}
 
 
-@pytest.mark.slow
-def test_weights_and_inputs_are_drawn_alike_and_leave_the_random_state_alone():
-    before = torch.random.get_rng_state()
-    arms = [prepare(impl=impl) for impl in IMPLEMENTATIONS]
-    arms[0].reference()
-    assert torch.equal(before, torch.random.get_rng_state())
-    for arm in arms[1:]:
-        torch.testing.assert_close(arm.inputs, arms[0].inputs, rtol=0, atol=0)
-    assert type(arms[0].model).__module__.startswith("zoo.")
-    ours = zoo.to_upstream(arms[0].model).state_dict()
-    theirs = arms[1].model.state_dict()
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    other = WORKLOAD.prepare(case(impl="upstream"), data_root=None, seed=1)
-    assert not torch.equal(other.inputs["sample"], arms[0].inputs["sample"])
-    assert not torch.equal(other.model.conv_in.weight, arms[1].model.conv_in.weight)
-
-
-def test_norms_are_not_ones_and_biases_not_zeros():
-    weights = prepare(impl="upstream").model.state_dict()
-    for name, tensor in weights.items():
-        mean = float(tensor.mean())
-        assert tensor.std() > 0.01, name
-        if tensor.dim() == 1:
-            assert abs(mean - (1.0 if "norm" in name and name.endswith("weight") else 0.0)) < 0.2, name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["unet-debug", "unet-xl-debug"])
-def test_activations_stay_in_the_range_of_half_precision(model: str):
-    prepared = prepare(model=model, impl="upstream")
-    seen: dict[str, torch.Tensor] = {}
-    for name, module in prepared.model.named_modules():
-        if not list(module.children()):
-            module.register_forward_hook(lambda _, __, output, name=name: seen.update({name: output}))
-    call(prepared)
-    assert len(seen) > 50
-    for name, tensor in seen.items():
-        assert tensor.std() > 0.02 and tensor.abs().max() < 100, name
-
-
-def test_every_model_has_a_preset_and_every_input_a_size():
-    assert families.load("unet") is WORKLOAD
-    assert len(set(WORKLOAD.models)) == len(WORKLOAD.models)
-    for model in WORKLOAD.models:
-        assert WORKLOAD.memory_bytes(case(model=model)) > 0
-    assert {"sd15", "sd21", "sdxl", "sdxl-cut-transformers", "unet-debug-cut-transformers"} <= set(WORKLOAD.models)
-    assert [sizes(name) for name in ("2x64x64", "8x64x64")] == [(2, 64), (8, 64)]
-    for wrong in ("64x64", "0x32x32", "2x32x64", "2x32x32x2"):
-        with pytest.raises(ValueError, match="is not ROWSxPIXELSxPIXELS"):
-            sizes(wrong)
-
-
 def test_fused_weights_are_those_that_diffusers_adds():
     for config in PRESETS.values():
         theirs = unet_arms.skeleton(config)
@@ -214,46 +101,130 @@ def test_fused_weights_are_those_that_diffusers_adds():
         )
 
 
-def test_bytes_by_hand():
-    config = zoo.create(
-        "unet-debug",
-        device="meta",
-        block_out_channels=(16,),
-        down_block_types=("DownBlock2D",),
-        up_block_types=("UpBlock2D",),
-        layers_per_block=1,
-        transformer_layers_per_block=1,
-        num_attention_heads=2,
-    ).config
-    assert isinstance(config, UNetConfig)
-    # One row of 4 x 4 pixels: both ends; a resnet block down and two in the middle, whose convolutions read and write
-    # and which read their residual; two up, which read the skip twice and write and read the shortcut.
-    image, text = 16 * 16, 77 * 24
-    ends = 2 * (4 * 16 + image)
-    blocks = 3 * 5 * image + 2 * (2 + 1 + 1 + 2 + 1 + 2) * image
-    # The middle's transformer: projections in and out, the latter with a residual; qkv, attention, output with a
-    # residual; query, keys and values, attention, output with a residual; gated MLP with a residual.
-    keys = 2 * 16 * 77
-    transformer = (2 + 3 + 4 + 4 + 3 + 2 + 2 + 3 + 5 + 6) * image + 2 * keys
-    values = ends + blocks + transformer + text
-    assert sum(unet_arms.calls(config, 4)) == values
-    assert unet_arms.bytes_moved(config, 3, 4, 2) == 2 * (3 * values + unet_arms.parameters(config))
+# Whole runs
 
 
-def test_bytes_count_every_call_of_the_library():
-    # What convolutions and products of an eager call read and write is most of it, and all that they do is in it.
-    prepared = prepare(model="unet-xl-debug", impl="upstream", input="8x64x64")
-    moved = 0
+@pytest.mark.parametrize("model", ["unet-debug", "unet-xl-debug"])
+@pytest.mark.parametrize(("impl", "input"), [*((impl, LOOP) for impl in IMPLEMENTATIONS), ("zoo", "pipeline-3x8x8")])
+def test_every_implementation_ends_at_the_reference_captured_or_not(impl: str, input: str, model: str):
+    prepared = prepare(impl=impl, input=input, model=model)
+    reference = prepared.reference()
+    assert reference.shape == (1, 4, 8, 8) and error(call(prepared), reference) < 1e-5
+    assert prepared.capture is not None
+    prepared.capture()
+    # On the CPU it copies and overwrites as a replay would.
+    for _ in range(2):
+        assert error(call(prepared), reference) < 1e-5
+    loop: Any = prepared.model
+    if isinstance(loop, unet_loop.ZooLoop):
+        assert loop.sampler.captures == 1
+    else:
+        assert loop.pipeline.unet is loop.unet and type(loop.unet).__module__.partition(".")[0] in (impl, "diffusers")
+        captured = zoo.captures(loop.unet)
+        # All calls but the first, which compiles.
+        assert (len(captured.shapes), captured.replays, captured.uncaptured) == (1, 2 * 3 - 1, {})
 
-    def count(module: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
-        nonlocal moved
-        moved += 4 * (inputs[0].numel() + output.numel())
 
-    for name, module in prepared.model.named_modules():
-        # Left out where a smaller image or half a gate is counted, and where one product stands for several.
-        if isinstance(module, (nn.Conv2d, nn.Linear)) and not any(
-            part in name for part in ("upsamplers", "ff.net.0", "to_q", "to_k", "to_v", "emb")
-        ):
-            module.register_forward_hook(count)
-    call(prepared)
-    assert 0.4 * prepared.bytes < moved < prepared.bytes
+def test_bfloat16_is_as_near_as_diffusers():
+    errors = {}
+    for impl in ("zoo", "upstream"):
+        prepared = prepare(impl=impl, input=LOOP, dtype="bfloat16")
+        errors[impl] = error(call(prepared), prepared.reference())
+    assert 1e-4 < errors["zoo"] < 2 * errors["upstream"] < 0.2
+
+
+def test_the_scheduler_is_stable_diffusions_euler():
+    loop: Any = prepare(impl="upstream", input=LOOP).model
+    scheduler = loop.pipeline.scheduler
+    assert type(scheduler) is EulerDiscreteScheduler and scheduler.config.prediction_type == "epsilon"
+    assert scheduler.config.timestep_spacing == "leading" and scheduler.config.beta_end == 0.012
+    ours: Any = prepare(input=LOOP).model
+    scheduler.set_timesteps(3)
+    torch.testing.assert_close(ours.sampler.schedule.timesteps.float(), scheduler.timesteps.float())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["full", "regional"])
+@pytest.mark.parametrize("input", [LOOP, "pipeline-3x8x8"])
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_the_model_is_compiled_and_the_loop_is_not(
+    impl: str, input: str, strategy: str, monkeypatch: pytest.MonkeyPatch
+):
+    counter = CompileCounter()
+    monkeypatch.setattr(strategies, "backend", lambda: counter)
+    asked = case(impl=impl, input=input, strategy=strategy)
+    prepared = prepare(impl=impl, input=input, strategy=strategy)
+    expected = call(prepared)
+    compiled = strategies.apply(asked, prepared)
+    assert compiled is prepared.model
+    assert error(call(prepared), expected) < 1e-5
+    graphs = counter.frame_count
+    assert error(call(prepared), expected) < 1e-5
+    assert counter.frame_count == graphs
+    if strategy == "full":
+        assert graphs == 1
+    elif impl != "zoo":
+        assert graphs == (2 if impl == "upstream" else 3)
+
+
+# Training
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["unet-debug", "unet-xl-debug"])
+def test_gradients_under_autocast_are_as_near_as_diffusers(model: str):
+    exact = prepare(model=model, impl="upstream", workload="train")
+    training = exact.training
+    batch = training.batch(0)
+    doubles = torch.utils._pytree.tree_map(lambda t: t.double() if t.is_floating_point() else t, batch)
+    training.loss(torch.nn.Module.double(exact.model), doubles).backward()
+    config = PRESETS[model]
+    expected = WEIGHTS.convert_state_dict({k: p.grad for k, p in exact.model.named_parameters()}, config)  # type: ignore[misc]
+    errors = {}
+    for impl in ("zoo", "upstream"):
+        prepared = prepare(model=model, impl=impl, dtype="bfloat16", workload="train")
+        trained = prepared.training
+        assert trained.autocast is torch.bfloat16
+        if impl == "zoo":
+            zoo.compile_regions(prepared.model, backend="aot_eager")
+        with torch.autocast("cpu", trained.autocast):
+            loss = trained.loss(prepared.model, batch)
+        loss.backward()
+        found = {name: p.grad for name, p in prepared.model.named_parameters()}
+        assert all(gradient is not None and gradient.dtype == torch.float32 for gradient in found.values())
+        if impl == "upstream":
+            found = WEIGHTS.convert_state_dict(found, config)  # type: ignore[arg-type]
+        errors[impl] = {name: error(found[name], expected[name]) for name in expected}  # type: ignore[arg-type]
+    for name, theirs in errors["upstream"].items():
+        # Parameters of norms above all: their gradients are sums over all pixels, kept in float32.
+        assert errors["zoo"][name] < max(2 * theirs, 0.02), (name, errors["zoo"][name], theirs)
+    assert sum(errors["zoo"].values()) < 1.5 * sum(errors["upstream"].values())
+
+
+@pytest.mark.slow
+def test_noise_is_mixed_in_as_diffusers_does():
+    loss = unet.NoiseLoss("cpu")
+    scheduler = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
+    batch = training_of().batch(3)
+    seen: dict[str, Any] = {}
+
+    def model(sample: torch.Tensor, timesteps: torch.Tensor, text: torch.Tensor, **options: Any) -> tuple[torch.Tensor]:
+        seen.update(sample=sample, timesteps=timesteps, text=text, options=options)
+        return (torch.zeros_like(sample),)
+
+    found = loss(model, batch)  # type: ignore[arg-type]
+    expected = scheduler.add_noise(batch["latents"], batch["noise"], batch["timesteps"])  # type: ignore[arg-type]
+    torch.testing.assert_close(seen["sample"], expected, rtol=1e-4, atol=1e-5)
+    assert seen["timesteps"] is batch["timesteps"] and seen["text"] is batch["text"]
+    assert seen["options"] == {"return_dict": False}
+    torch.testing.assert_close(found, batch["noise"].square().mean())
+
+
+@pytest.mark.parametrize("model", ["unet-debug", "unet-xl-debug"])
+def test_latents_are_squares_with_noise_for_a_text(model: str):
+    batch = training_of(model=model).batch(1)
+    assert ("text_embeds" in batch) == (model == "unet-xl-debug")
+    assert batch["latents"].shape == batch["noise"].shape == (2, 4, 8, 8)
+    assert batch["text"].shape == (2, 77, 24) and batch["timesteps"].shape == (2,)
+    squares = F.interpolate(batch["latents"][:, :, ::2, ::2], size=(8, 8))
+    assert torch.equal(squares, batch["latents"]) and batch["latents"].std() > 0.5

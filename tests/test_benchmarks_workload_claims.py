@@ -10,12 +10,13 @@ import torch
 
 from benchmarks.claims.claim import CLAIMS
 from benchmarks.compiler import Recorder
-from benchmarks.families import Prepared, families, load
+from benchmarks.families import Prepared, load
 from benchmarks.families.claims import SUBJECTS, WORKLOAD
-from benchmarks.families.claims_models import PIXELS, rollout, seen
+from benchmarks.families.claims_ppo import PIXELS, rollout, seen
 from benchmarks.plan import Case, expand
 from benchmarks.strategies import apply, execution_mode
 from benchmarks.training import Trainer
+from tests.workloads import error, prepare
 
 INFERS = [name for name, subject in SUBJECTS.items() if subject.infers]
 TRAINS = [name for name, subject in SUBJECTS.items() if subject.loss is not None]
@@ -25,19 +26,6 @@ SMALL_LLAMA = [("prefill-1x32", "inference"), ("decode-1x64", "inference"), ("2x
 
 def case(model: str, **changes: Any) -> Case:
     return Case(**{"family": "claims", "model": model, "input": "small", "impl": "upstream", **changes})
-
-
-def prepare(one: Case, *, seed: int = 0) -> Prepared:
-    return WORKLOAD.prepare(one, data_root=None, seed=seed)
-
-
-def flat(output: Any) -> torch.Tensor:
-    outputs = output if isinstance(output, list) else [output]
-    return torch.cat([one.reshape(-1) for one in outputs])
-
-
-def error(output: Any, reference: torch.Tensor) -> float:
-    return float((flat(output).double() - reference.double()).norm() / reference.double().norm())
 
 
 def compiled(one: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[Prepared, Any, Recorder]:
@@ -66,6 +54,9 @@ def test_inference_is_the_reference_s(model: str) -> None:
         assert 1e-5 < error(half.model(**half.inputs), half.reference()) < 5e-2
         list(prepared.model.parameters())[-1].add_(0.5)
         assert error(prepared.model(**prepared.inputs), prepared.reference()) > 1e-4
+        if model in TUNED:
+            tuned = prepare(case(model, impl="upstream-tuned"))
+            assert error(tuned.model(**tuned.inputs), tuned.reference()) < 3e-6
 
 
 @pytest.mark.parametrize("model", INFERS)
@@ -77,13 +68,6 @@ def test_compiled_as_a_whole_it_is_the_same(model: str, dynamic: bool, monkeypat
         assert error(call(**prepared.inputs), prepared.reference()) < 3e-6
     # A part between two breaks may hold nothing to compile.
     assert recorder.facts().graphs == (4 if model == "graph-breaks" else 1)
-
-
-@pytest.mark.parametrize("model", [name for name in TUNED if name in INFERS])
-def test_what_is_tuned_computes_the_same(model: str) -> None:
-    first, second = prepare(case(model)), prepare(case(model, impl="upstream-tuned"))
-    with torch.inference_mode():
-        torch.testing.assert_close(first.model(**first.inputs), second.model(**second.inputs))
 
 
 # Training
@@ -99,7 +83,7 @@ def test_losses_are_the_reference_s_and_fall(model: str, impl: str) -> None:
     prepared = prepare(one)
     arm = Trainer(one, prepared)
     losses = arm.losses(arm.eager())
-    assert prepared.training is not None and len(losses) == prepared.training.checked
+    assert len(losses) == prepared.training.checked
     torch.testing.assert_close(losses.double(), prepared.reference(), rtol=1e-4, atol=1e-6)
     if model != "ppo-vit":  # what a player reaches in a few steps says nothing
         curve = arm.losses(arm.eager(), 120)
@@ -153,7 +137,6 @@ def test_of_the_whole_step_regional_compiles_one_block_and_tuned_holds_the_loss(
     prepared, _, _ = compiled(one, monkeypatch)
     assert [module._compiled_call_impl is not None for module in prepared.model.blocks] == [True, False]
     tuned = prepare(replace(one, impl="upstream-tuned"))
-    assert tuned.training is not None
     batch = tuned.training.batch(0)
     assert tuned.model(batch["ids"], batch["ids"]).ndim == 0
 
@@ -178,7 +161,6 @@ def test_the_player_sees_where_it_is_and_moves() -> None:
 def test_a_policy_learns_to_come_nearer() -> None:
     one = case("ppo-vit", workload="train")
     prepared = prepare(one)
-    assert prepared.training is not None
     arm = Trainer(one, prepared)
     ahead = {**prepared.training.batch(0), "noise": torch.zeros(3, 4, 2)}
 
@@ -236,9 +218,7 @@ def test_memory_covers_what_is_made(model: str, input: str, workload: str) -> No
 
 
 def test_it_is_no_family_of_the_zoo() -> None:
-    assert "claims" in families() and load("claims") is WORKLOAD
     assert "no model of the zoo" in str(WORKLOAD.refuses(case("mlp", impl="zoo")))
-    assert "claims_models" not in families()
 
 
 def test_which_arms_there_are() -> None:

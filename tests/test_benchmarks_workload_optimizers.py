@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.families import Prepared, families, load, optimizers
+from benchmarks.families import optimizers
 from benchmarks.families.optimizers import PARAMETERS, WORKLOAD, make_optimizer
-from benchmarks.plan import Case, expand
+from benchmarks.plan import IMPLEMENTATIONS, Case
 from benchmarks.strategies import apply, execution_mode
-from benchmarks.worker import Handler
+from tests.workloads import error, output_of, prepare
 from zoo.training import AdamW
 
-IMPLS = ["zoo", "upstream", "upstream-tuned"]
 CLOSE = {"float32": 1e-6, "bfloat16": 4e-3}
 
 
@@ -22,37 +21,20 @@ def case(**changes: Any) -> Case:
     return Case(**{"family": "optimizers", "model": "adamw", "input": "small", **changes})
 
 
-def prepare(one: Case) -> Prepared:
-    return WORKLOAD.prepare(one, data_root=None, seed=0)
-
-
-def after_a_step(one: Case, prepared: Prepared, call: Any) -> torch.Tensor:
-    """From where the reference begins."""
-    assert prepared.reset is not None
-    prepared.reset()
-    with execution_mode(one):
-        return torch.cat([each.clone() for each in call()])
-
-
-def error(output: torch.Tensor, reference: torch.Tensor) -> float:
-    assert output.shape == reference.shape
-    return float((output.double() - reference).norm() / reference.norm())
-
-
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", CLOSE)
 def test_every_implementation_matches_the_reference(impl: str, dtype: str) -> None:
     one = case(impl=impl, dtype=dtype)
     prepared = prepare(one)
     reference = prepared.reference()
     assert reference.dtype == torch.float64 and len(reference) == prepared.sizes["parameters"]
-    output = after_a_step(one, prepared, prepared.model)
+    output = output_of(one, prepared, prepared.model)
     assert output.dtype == getattr(torch, dtype)
     assert error(output, reference) < CLOSE[dtype]
     # As often as one likes, and a step more or less is seen.
     with execution_mode(one):
         assert error(torch.cat(prepared.model()), reference) > 0.1
-    assert torch.equal(after_a_step(one, prepared, prepared.model), output)
+    assert torch.equal(output_of(one, prepared, prepared.model), output)
     assert prepared.reset is not None
     prepared.reset()
     assert error(torch.cat(prepared.model.seen), reference) > 0.1
@@ -64,10 +46,10 @@ def test_a_compiled_step_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = prepare(one)
     call = apply(one, prepared)
     for _ in range(2):
-        assert error(after_a_step(one, prepared, call), prepared.reference()) < CLOSE["float32"]
+        assert error(output_of(one, prepared, call), prepared.reference()) < CLOSE["float32"]
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_averages_and_decay_count(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one = case(impl=impl)
     reference = prepare(one).reference()
@@ -75,11 +57,11 @@ def test_averages_and_decay_count(impl: str, monkeypatch: pytest.MonkeyPatch) ->
         with monkeypatch.context() as patch:
             patch.setattr(optimizers, "OPTIONS", {**optimizers.OPTIONS, **changed})
             other = prepare(one)
-            assert error(after_a_step(one, other, other.model), reference) > 1e-4
+            assert error(output_of(one, other, other.model), reference) > 1e-4
     with monkeypatch.context() as patch:
         patch.setattr(optimizers, "EARLIER_STEPS", 0.0)
         other = prepare(one)
-        assert error(after_a_step(one, other, other.model), reference) > 1e-4
+        assert error(output_of(one, other, other.model), reference) > 1e-4
 
 
 def test_large_sets_are_checked_in_part_and_stepped_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +70,7 @@ def test_large_sets_are_checked_in_part_and_stepped_in_pieces(monkeypatch: pytes
     torch.testing.assert_close(prepare(case()).reference(), whole, rtol=0, atol=0)
     monkeypatch.setattr(optimizers, "_ALL_CHECKED", 1000)
     part = prepare(case())
-    output = after_a_step(case(), part, part.model)
+    output = output_of(case(), part, part.model)
     assert len(output) == part.sizes["checked"] < 0.04 * part.sizes["parameters"]
     assert error(output, part.reference()) < CLOSE["float32"]
 
@@ -103,7 +85,7 @@ def test_parameters_are_those_of_the_models() -> None:
         assert held + (1 << 30) < needed < 2 * held + (5 << 30)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_under_a_cuda_graph_steps_are_counted_on_the_device(impl: str) -> None:
     parameters = [torch.nn.Parameter(torch.zeros(3))]
     plain, captured = (make_optimizer(case(impl=impl, cuda_graph=graph), parameters) for graph in (False, True))
@@ -112,39 +94,3 @@ def test_under_a_cuda_graph_steps_are_counted_on_the_device(impl: str) -> None:
     assert group["capturable"] and isinstance(group["lr"], torch.Tensor)
     assert not plain.param_groups[0]["capturable"] and isinstance(plain.param_groups[0]["lr"], float)
     assert group["fused"] is (None if impl == "upstream" else True)
-
-
-def test_a_worker_runs_an_arm() -> None:
-    arm = Handler()
-    arm.load(workload="optimizers")
-    ready = arm.prepare(case=case(dtype="bfloat16").to_json(), data_root=None, seed=0)
-    assert ready["bytes"] == 7 * 2 * ready["sizes"]["parameters"]
-    arm.start_up(folder=None)
-    assert arm.first_call() == {"seconds": None}
-
-
-def test_which_arms_there_are() -> None:
-    assert "optimizers" in families() and load("optimizers") is WORKLOAD
-    bases = [
-        case(input=name, device="cuda", dtype=parameters.dtypes[0])
-        for name, parameters in PARAMETERS.items()
-        if name != "small"
-    ]
-    cases, _ = expand(bases, WORKLOAD.refuses, impls=IMPLS, strategies=["eager+cudagraph", "full+cudagraph"])
-    assert {c.arm for c in cases if not c.control} == {
-        *(f"{impl} eager + CUDA graph" for impl in IMPLS),
-        "upstream full + CUDA graph",
-    }
-    for changes, words in (
-        ({"model": "sgd"}, "model 'sgd' is not one of"),
-        ({"input": "gpt"}, "input 'gpt' is not one of"),
-        ({"workload": "train"}, "workload 'train' is not one of"),
-        ({"input": "llama-3.2-1b"}, "trained in bfloat16"),
-        ({"input": "bert-base", "dtype": "bfloat16"}, "trained in float32"),
-        ({"impl": "upstream", "strategy": "regional"}, "has no regions"),
-        ({"strategy": "full"}, "nothing to join"),
-        ({"impl": "upstream-tuned", "strategy": "full"}, "nothing to join"),
-    ):
-        assert words in str(WORKLOAD.refuses(case(**changes)))
-        with pytest.raises(ValueError, match=words):
-            prepare(case(**changes))

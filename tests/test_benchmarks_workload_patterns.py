@@ -9,11 +9,13 @@ import pytest
 import torch
 
 import zoo
-from benchmarks.families import Prepared, families, load
-from benchmarks.families.patterns import PATTERNS, WORKLOAD
+from benchmarks.families import Prepared
+from benchmarks.families.patterns import PATTERNS
 from benchmarks.patterns.pattern import Counts, count
-from benchmarks.plan import Case, expand
+from benchmarks.plan import Case
 from benchmarks.strategies import apply, execution_mode
+from tests import workloads
+from tests.workloads import call, error
 
 MODULES = Path(__file__).resolve().parent.parent / "benchmarks/patterns"
 # Before and after, one call of the small size.
@@ -35,20 +37,10 @@ def case(model: str = "layer-values", **changes: Any) -> Case:
 
 
 def prepare(model: str, **changes: Any) -> Prepared:
-    return WORKLOAD.prepare(case(model, **changes), data_root=None, seed=0)
-
-
-def call(prepared: Prepared) -> torch.Tensor:
-    with torch.inference_mode():
-        return prepared.model(**prepared.inputs)
-
-
-def error(output: torch.Tensor, reference: torch.Tensor) -> float:
-    return float((output.double() - reference.double()).norm() / reference.double().norm())
+    return workloads.prepare(case(model, **changes))
 
 
 def test_every_pattern_is_raced():
-    assert "patterns" in families() and load("patterns") is WORKLOAD
     written = {path.stem.replace("_", "-") for path in MODULES.glob("*.py") if "\nPATTERN = " in path.read_text()}
     assert written == set(PATTERNS) == set(COUNTS)
 
@@ -64,15 +56,9 @@ def test_both_sides_match_the_reference(model: str, impl: str):
     half = prepare(model, impl=impl, dtype="bfloat16")
     assert call(half).dtype == torch.bfloat16
     assert 1e-4 < error(call(half), half.reference()) < 5e-2
-
-
-@pytest.mark.parametrize("impl", ["upstream", "zoo"])
-@pytest.mark.parametrize("model", PATTERNS)
-def test_a_wrong_weight_shows(model: str, impl: str):
-    prepared = prepare(model, impl=impl)
     with torch.no_grad():
         next(prepared.model.blocks.parameters()).add_(0.5)
-    assert error(call(prepared), prepared.reference()) > 1e-3
+    assert error(call(prepared), prepared.reference()) > 1e-3, "a wrong weight shows"
 
 
 @pytest.mark.slow
@@ -87,7 +73,7 @@ def test_what_each_side_costs(model: str):
 def test_the_harness_compiles_regions(monkeypatch: pytest.MonkeyPatch, model: str, impl: str):
     monkeypatch.setenv("BENCHMARKS_BACKEND", "aot_eager")
     arm = case(model, impl=impl, strategy="regional")
-    prepared = WORKLOAD.prepare(arm, data_root=None, seed=0)
+    prepared = workloads.prepare(arm)
     with execution_mode(arm):
         step = apply(arm, prepared)
         assert error(step(**prepared.inputs), prepared.reference()) < 3e-6
@@ -118,21 +104,3 @@ def test_the_large_size_is_both_sides_own(model: str):
     with torch.device("meta"):
         before, after = pattern.before(**pattern.model_sizes), pattern.after(**pattern.model_sizes)
     assert [(n, p.shape) for n, p in before.named_parameters()] == [(n, p.shape) for n, p in after.named_parameters()]
-    small, large = (WORKLOAD.memory_bytes(case(model, input=name, device="cuda")) for name in ("small", "large"))
-    assert small < large < 8 << 30
-
-
-def test_which_arms_there_are():
-    assert WORKLOAD.default_races("cpu", False) == [("layer-values", "small")]
-    assert WORKLOAD.default_races("cuda", True) == [(model, "large") for model in PATTERNS]
-    for device, arms in (
-        ("cpu", ["zoo eager", "zoo regional", "upstream eager", "upstream regional"]),
-        ("cuda", ["zoo eager", "zoo regional", "zoo regional + CUDA graph", "upstream eager", "upstream regional"]),
-    ):
-        cases, _ = expand([case(device=device, dtype="float32")], WORKLOAD.refuses)
-        assert [arm.arm for arm in cases if not arm.control] == arms
-    assert "raced in the families" in str(WORKLOAD.refuses(case(strategy="full")))
-    assert "two sides" in str(WORKLOAD.refuses(case(impl="upstream-tuned")))
-    assert "is not one of" in str(WORKLOAD.refuses(case("nothing")))
-    with pytest.raises(ValueError, match="raced in the families"):
-        prepare("glue", strategy="full")

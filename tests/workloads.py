@@ -1,0 +1,65 @@
+"""Cases of the benchmark's workloads: prepared, called, and held against their reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.families import Prepared, load
+from benchmarks.families.base import Training
+from benchmarks.plan import Case
+from benchmarks.strategies import execution_mode
+from benchmarks.training import Trainer
+
+
+def prepare(case: Case, seed: int = 0) -> Prepared:
+    return load(case.family).prepare(case, data_root=None, seed=seed)
+
+
+def training_of(case: Case, seed: int = 0) -> Training:
+    training = prepare(case, seed).training
+    assert training is not None
+    return training
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def flat(output: Any) -> torch.Tensor:
+    """All tensors of an output as one vector."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors(output)])
+
+
+def call(prepared: Prepared, **inputs: Any) -> torch.Tensor:
+    """One call in inference, with these inputs instead of the prepared ones of the same name."""
+    with torch.inference_mode():
+        return flat(prepared.model(**{**prepared.inputs, **inputs})).clone()
+
+
+def first_call(prepared: Prepared) -> torch.Tensor:
+    """The same from the state that the reference starts in."""
+    if prepared.reset is not None:
+        prepared.reset()
+    return call(prepared)
+
+
+def output_of(case: Case, prepared: Prepared, step: Any = None, calls: int = 1) -> torch.Tensor:
+    """What the first calls give, or the losses of the first steps, as one vector."""
+    if prepared.training is not None:
+        trainer = Trainer(case, prepared)
+        return trainer.losses(trainer.eager() if step is None else trainer.compiled(step))
+    if prepared.reset is not None:
+        prepared.reset()
+    with execution_mode(case):
+        run = prepared.model if step is None else step
+        return torch.cat([flat(run(**prepared.inputs)).clone() for _ in range(calls)])
+
+
+def error(output: Any, reference: Any) -> float:
+    """Norm of the difference over the norm of the reference."""
+    found, wanted = flat(output).double(), flat(reference).double()
+    assert found.numel() == wanted.numel()
+    return float((found - wanted).norm() / wanted.norm())
