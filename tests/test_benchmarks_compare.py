@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -71,7 +69,8 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run(tmp_path / "same", race(), race()) == 0
     assert _run(tmp_path / "faster", race(), race({"zoo full": 0.5})) == 0
     assert _run(tmp_path / "slower", race(), race({"zoo full": 1.2})) == 1
-    assert "zoo full: slower by more than 5 %" in " ".join(capsys.readouterr().out.split())
+    said = capsys.readouterr().out
+    assert "zoo full: slower by more than 5 %" in " ".join(said.split()) and max(map(len, said.splitlines())) <= 80
     assert _run(tmp_path / "allowed", race(), race({"zoo full": 1.2}), "--max-regression", "30%") == 0
 
 
@@ -154,18 +153,3 @@ def test_fractions() -> None:
     assert (fraction("5%"), fraction("0.05"), fraction("0"), fraction("150 %")) == (0.05, 0.05, 0.0, 1.5)
     with pytest.raises(UsageError, match="nan"):
         fraction("nan")
-
-
-def test_as_a_command(tmp_path: Path) -> None:
-    old, new = (
-        write(tmp_path / name, rows) for name, rows in (("o.jsonl", race()), ("n.jsonl", race({"zoo full": 2})))
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.compare", str(old), str(new)],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1 and done.stderr == ""
-    assert max(map(len, done.stdout.splitlines())) <= 80
-    assert "slower" in done.stdout
