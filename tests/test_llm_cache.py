@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import zoo
 from zoo.llm import LLM, attend
@@ -24,19 +23,14 @@ def ids(batch: int, tokens: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(256, (batch, tokens), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("fill", ["junk", "repeat"])
-def test_ragged_prompts_are_padded_on_the_right_and_padding_is_never_seen(model: LLM, fill: str) -> None:
+def test_ragged_prompts_are_padded_on_the_right_and_padding_is_never_seen(model: LLM) -> None:
     tokens, lengths = ids(3, 14), torch.tensor([9, 3, 6])
     with torch.inference_mode():
         expected = model(tokens)
         cache = model.make_cache(3, 14)
         prompt, positions = tokens[:, :9].clone(), torch.arange(9).repeat(3, 1)
         for row, length in enumerate(lengths.tolist()):
-            if fill == "junk":
-                prompt[row, length:] = 77
-            else:
-                prompt[row, length:] = tokens[row, length - 1]
-                positions[row, length:] = length - 1
+            prompt[row, length:] = 77
         got = model(prompt, position_ids=positions, cache=cache, logits_to_keep=lengths[:, None] - 1)
         torch.testing.assert_close(got[:, 0], expected[torch.arange(3), lengths - 1], rtol=1e-4, atol=1e-5)
         for step in range(5):
@@ -85,13 +79,6 @@ def test_attention_without_a_cache_is_the_same() -> None:
         mask = token_mask(6, None, window, query.device)
         assert (mask is None) == (window != 3)
         torch.testing.assert_close(attend_tokens(query, key, value, mask), attend(query, cache, positions, window))
-
-
-def test_padding_that_sees_nothing_poisons_nobody() -> None:
-    mask = token_mask(4, torch.tensor([[0, 0, 1, 1]]), None, torch.device("cpu"))
-    assert mask is not None and mask.any(-1).all()
-    x = torch.randn(1, 1, 4, 8)
-    assert F.scaled_dot_product_attention(x, x, x, attn_mask=mask).isfinite().all()
 
 
 def test_a_cache_is_one_kind_of_input_wherever_it_is_made() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import zoo
-from benchmarks.families.llm_steps import cache_argument
 from zoo.llm import LLM, LLMConfig, RopeScaling, load, save
 from zoo.llm.model import inverse_frequencies
 
@@ -64,89 +62,6 @@ def test_a_padding_token_of_minus_one_freezes_no_row() -> None:
     assert model.config.pad_token_id is None and model.embed_tokens.weight.grad[last].norm() > 0
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("kind", reference.KINDS)
-def test_padded_batches(kind: str, side: str) -> None:
-    theirs = reference.make(kind)
-    model = convert(theirs)
-    ids = reference.tokens(3, 12)
-    mask = torch.ones_like(ids)
-    for row, padding in enumerate((0, 4, 11)):
-        mask[row, slice(0, padding) if side == "left" else slice(12 - padding, None)] = 0
-    with torch.inference_mode():
-        got, expected = model(ids, attention_mask=mask), theirs(ids, attention_mask=mask).logits
-    assert got.isfinite().all()
-    assert reference.relative_error(got[mask.bool()], expected[mask.bool()]) < TIGHT
-
-
-@pytest.mark.parametrize("kind", reference.KINDS)
-def test_prefill_and_decode_with_a_cache(kind: str) -> None:
-    theirs = reference.make(kind)
-    model = convert(theirs)
-    ids = reference.tokens(2, 14)
-    with torch.inference_mode():
-        expected = theirs(ids).logits
-        cache = model.make_cache(2, 20)
-        first = model(ids[:, :9], cache=cache)
-        assert reference.relative_error(first, expected[:, :9]) < TIGHT
-        their_cache = theirs(ids[:, :9], use_cache=True).past_key_values
-        for at in range(9, 14):
-            one = ids[:, at : at + 1]
-            step = model(one, position_ids=torch.full((2, 1), at), cache=cache)
-            assert reference.relative_error(step, expected[:, at : at + 1]) < TIGHT
-            their_step = theirs(one, use_cache=True, **{cache_argument(theirs): their_cache}).logits
-            assert reference.relative_error(step, their_step) < TIGHT
-
-
-@pytest.mark.parametrize("kind", reference.KINDS)
-def test_gradients(kind: str) -> None:
-    theirs = reference.make(kind)
-    model = convert(theirs)
-    ids = reference.tokens(2, 8)
-    for each in (lambda x: theirs(x).logits, model):
-        nn.functional.cross_entropy(each(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
-    # Their names and shapes for our gradients, by way of the model that goes back.
-    for parameter in model.parameters():
-        parameter.data.copy_(parameter.grad)
-    back = dict(zoo.to_upstream(model).named_parameters())
-    for name, parameter in theirs.named_parameters():
-        assert reference.relative_error(back[name].detach(), parameter.grad) < 1e-4, name
-
-
-@pytest.mark.parametrize("kind", reference.KINDS)
-def test_there_and_back(kind: str) -> None:
-    theirs = reference.make(kind)
-    model = convert(theirs)
-    back = zoo.to_upstream(model)
-    assert type(back) is type(theirs)
-    assert back.state_dict().keys() == theirs.state_dict().keys()
-    for key, tensor in theirs.state_dict().items():
-        torch.testing.assert_close(back.state_dict()[key], tensor, rtol=0, atol=0)
-    tied = theirs.config.tie_word_embeddings
-    assert (back.lm_head.weight is back.model.embed_tokens.weight) == tied
-    ids = reference.tokens(2, 9)
-    with torch.inference_mode():
-        torch.testing.assert_close(back(ids).logits, theirs(ids).logits, rtol=0, atol=0)
-    assert zoo.from_upstream(back).config == model.config
-
-
-def test_weights_are_copies_and_flags_are_kept() -> None:
-    theirs = reference.make("qwen2").to(torch.bfloat16)
-    theirs.model.norm.weight.requires_grad_(False)
-    theirs.train()
-    model = zoo.from_upstream(theirs)
-    assert model.training and {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert not model.head.norm.weight.requires_grad and model.layers[0].qkv_proj.weight.requires_grad
-    with torch.no_grad():
-        model.layers[0].qkv_proj.weight.zero_()
-    assert theirs.model.layers[0].self_attn.q_proj.weight.abs().sum() > 0
-    back = zoo.to_upstream(model)
-    assert back.training and not back.model.norm.weight.requires_grad
-    theirs.model.layers[1].self_attn.k_proj.weight.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"k_proj.weight.requires_grad is False.*layers.1.qkv_proj.weight"):
-        zoo.from_upstream(theirs)
-
-
 def test_bfloat16_is_as_near_to_float64_as_theirs() -> None:
     theirs = reference.make("llama-tied-llama3").to(torch.bfloat16).to(torch.float64)
     ids = reference.tokens(16, 60)
@@ -172,12 +87,6 @@ def test_tokens_are_kept() -> None:
     assert zoo.to_upstream(zoo.from_upstream(theirs)).config.eos_token_id == [2, 5]
     assert convert(reference.make("llama", eos_token_id=7)).config.eos_token_id == (7,)
     assert convert(reference.make("llama")).config.eos_token_id == ()
-
-
-@pytest.mark.parametrize("kind", ["llama", "llama-linear-one-head", "llama-tied-llama3"])
-def test_rotary_frequencies(kind: str) -> None:
-    theirs = reference.make(kind)
-    torch.testing.assert_close(inverse_frequencies(convert(theirs).config), theirs.model.rotary_emb.inv_freq)
 
 
 def test_published_frequencies_of_llama() -> None:
@@ -222,15 +131,6 @@ def test_unsupported_options_are_named(kind: str, options: dict[str, Any], words
         zoo.from_upstream(reference.make(kind, **options))
 
 
-def test_other_classes_are_not_taken() -> None:
-    theirs = reference.make("llama")
-    with pytest.raises(TypeError, match="LlamaModel"):
-        zoo.from_upstream(theirs.model)
-    gpt = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9))
-    with pytest.raises(TypeError, match="GPT2LMHeadModel"):
-        zoo.from_upstream(gpt)
-
-
 def test_options_without_a_class_of_theirs() -> None:
     config = dict(zoo.create("llm-debug").config.__dict__)
     with pytest.raises(ValueError, match="qkv_bias and qk_norm"):
@@ -264,38 +164,26 @@ def same(ours: LLM, theirs: Any) -> None:
         assert reference.relative_error(ours(ids), theirs(ids).logits) < 1e-5
 
 
-@pytest.mark.parametrize("size", ["5GB", "20KB"], ids=["one-file", "shards"])
 @pytest.mark.parametrize("kind", reference.KINDS)
-def test_folders_that_transformers_wrote(kind: str, size: str, tmp_path: Path) -> None:
-    theirs = reference.make(kind)
-    theirs.save_pretrained(tmp_path, max_shard_size=size)
-    assert (len(files(tmp_path)) > 2) == (size == "20KB")
-    model = load(tmp_path)
-    assert not model.training and model.config == zoo.from_upstream(theirs).config
-    same(model, theirs)
-
-
-@pytest.mark.parametrize("size", ["5GB", 20_000], ids=["one-file", "shards"])
-@pytest.mark.parametrize("kind", reference.KINDS)
-def test_folders_that_transformers_reads(kind: str, size: Any, tmp_path: Path) -> None:
+def test_folders_there_and_back(kind: str, tmp_path: Path) -> None:
     source = reference.make(kind)
-    model = zoo.from_upstream(source)
-    assert isinstance(model, LLM)
-    save(model, tmp_path / "new", max_shard_size=size)
-    written = files(tmp_path / "new")
-    assert (len(written) > 2) == (size == 20_000)
-    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new", output_loading_info=True)
+    source.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    assert len(files(tmp_path / "theirs")) > 2
+    model = load(tmp_path / "theirs")
+    assert not model.training and model.config == zoo.from_upstream(source).config
+    same(model, source)
+    save(model, tmp_path / "ours", max_shard_size=20_000)
+    assert len(files(tmp_path / "ours")) > 2
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(report.get(key) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
     assert type(theirs) is type(source)
     same(model, theirs.eval())
-    again = load(tmp_path / "new")
+    # One file replaces the shards of before.
+    save(model, tmp_path / "ours")
+    assert files(tmp_path / "ours") == ["model.safetensors"]
+    again = load(tmp_path / "ours")
     assert again.config == model.config
-    for key, tensor in model.state_dict().items():
-        torch.testing.assert_close(again.state_dict()[key], tensor, rtol=0, atol=0)
-    # A smaller model over a larger one leaves nothing behind.
-    save(model, tmp_path / "new")
-    assert files(tmp_path / "new") == ["model.safetensors"]
-    same(load(tmp_path / "new"), theirs)
+    torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
 def test_a_preset_takes_a_folder_that_agrees(tmp_path: Path) -> None:
@@ -327,9 +215,6 @@ def test_dtypes(tmp_path: Path) -> None:
     assert {parameter.dtype for parameter in load(tmp_path, dtype=torch.float16).parameters()} == {torch.float16}
     assert {parameter.dtype for parameter in zoo.create(PRESET, weights=tmp_path).parameters()} == {torch.float32}
     assert load(tmp_path).rotary.table.dtype is torch.float32
-    for dtype in (torch.int8, "bfloat16"):
-        with pytest.raises(ValueError, match=f"dtype is {dtype!r}, but parameters need a floating-point torch.dtype"):
-            load(tmp_path, dtype=dtype)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -349,8 +234,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("how", ["load", "create"])
-def test_weights_are_never_in_memory_twice(how: str, tmp_path: Path) -> None:
+def test_weights_are_never_in_memory_twice(tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 8, "hidden_size": 128, "intermediate_size": 256, "tie_word_embeddings": False}
     source = zoo.create(PRESET, **sizes)
     total = sum(parameter.nbytes for parameter in source.parameters())
@@ -360,47 +244,12 @@ def test_weights_are_never_in_memory_twice(how: str, tmp_path: Path) -> None:
     del source
     gc.collect()
     with LiveBytes() as live:
-        model = load(tmp_path) if how == "load" else zoo.create(PRESET, weights=tmp_path, **sizes)
+        model = load(tmp_path)
     table = model.rotary.table.nbytes
     assert total <= live.most < total + 2 * largest + 3 * table
 
 
-def test_loading_reads_each_tensor_once_and_lets_it_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zoo import files
-
-    save(zoo.create(PRESET), tmp_path)
-    reads: list[str] = []
-    handed_out: list[weakref.ref[torch.Tensor]] = []
-    alive: list[int] = []
-    original = files.Tensors.__getitem__
-
-    def noted(self: files.Tensors, key: str) -> torch.Tensor:
-        tensor = original(self, key)
-        alive.append(sum(each() is not None for each in handed_out))
-        handed_out.append(weakref.ref(tensor))
-        reads.append(key)
-        return tensor
-
-    monkeypatch.setattr(files.Tensors, "__getitem__", noted)
-    load(tmp_path)
-    assert sorted(reads) == sorted(load_file(tmp_path / "model.safetensors"))
-    assert max(alive) <= 1
-
-
-def test_loading_with_the_zoos_own_keys(tmp_path: Path) -> None:
-    source = zoo.create(PRESET)
-    save_file(source.state_dict(), tmp_path / "ours.safetensors")
-    model = zoo.create(PRESET, weights=tmp_path / "ours.safetensors")
-    ids = zoo.example_inputs(model)["input_ids"]
-    torch.testing.assert_close(model(ids), source(ids), rtol=0, atol=0)
-    state = source.state_dict()
-    del state["layers.2.o_proj.weight"]
-    save_file(state, tmp_path / "ours.safetensors")
-    with pytest.raises(ValueError, match=r"missing tensors \['layers.2.o_proj.weight'\]"):
-        zoo.create(PRESET, weights=tmp_path / "ours.safetensors")
-
-
-def test_tied_weights_may_be_stored_twice_if_they_are_equal(tmp_path: Path) -> None:
+def test_tied_weights_stored_twice_and_buffers_of_old_releases(tmp_path: Path) -> None:
     save(zoo.create(PRESET), tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     assert "lm_head.weight" not in state
@@ -408,26 +257,6 @@ def test_tied_weights_may_be_stored_twice_if_they_are_equal(tmp_path: Path) -> N
     state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
     save_file(state, tmp_path / "model.safetensors")
     assert load(tmp_path).lm_head is None
-    state["lm_head.weight"][3, 4] += 1
-    save_file(state, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="lm_head.weight differs from embed_tokens.weight"):
-        load(tmp_path)
-
-
-def test_wrong_tensors_are_named(tmp_path: Path) -> None:
-    save(zoo.create(PRESET), tmp_path)
-    state = load_file(tmp_path / "model.safetensors")
-    key = "model.layers.1.self_attn.k_proj.weight"
-    for broken, words in [
-        ({k: v for k, v in state.items() if k != key}, rf"missing tensors \['{key}'\]"),
-        ({**state, "model.layers.3.mlp.up_proj.weight": torch.ones(2)}, r"unexpected tensors \['model.layers.3"),
-        ({**state, key: torch.ones(31, 64)}, rf"{key} has shape \(31, 64\), expected \(32, 64\)"),
-        ({**state, key: state[key].bfloat16()}, r"torch.bfloat16.* in layers.1.qkv_proj.weight"),
-        ({**state, key: state[key].to(torch.int8)}, rf"{key} is torch.int8, expected floating-point numbers"),
-    ]:
-        save_file(broken, tmp_path / "model.safetensors")
-        with pytest.raises(ValueError, match=words):
-            load(tmp_path)
 
 
 @pytest.mark.parametrize("kept", [0, 10, 500], ids=["nothing", "its size", "the beginning"])
@@ -443,10 +272,6 @@ def test_a_file_that_was_cut_off_is_named(name: str, kept: int, tmp_path: Path) 
 
 
 def test_wrong_folders_are_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no such file or folder"):
-        load(tmp_path / "nowhere.d" / "x")
-    with pytest.raises(FileNotFoundError, match="has no config.json"):
-        load(tmp_path)
     transformers.GPT2Config().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="model_type='gpt2' is not supported"):
         load(tmp_path)
@@ -457,8 +282,6 @@ def test_wrong_folders_are_named(tmp_path: Path) -> None:
     (tmp_path / files(tmp_path)[1]).unlink()
     with pytest.raises(FileNotFoundError, match="names model-00002-of-"):
         load(tmp_path)
-    with pytest.raises(TypeError, match="GCN is not a language model"):
-        save(zoo.create("gcn-debug"), tmp_path)  # type: ignore[arg-type]
     for size in ("5 lots", 0, "GB"):
         with pytest.raises(ValueError, match="max_shard_size is"):
             save(zoo.create(PRESET), tmp_path, max_shard_size=size)

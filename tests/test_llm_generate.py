@@ -13,7 +13,7 @@ import zoo
 from zoo.engine.compile import plan_of
 from zoo.engine.graph_log import LEDGER
 from zoo.llm import LLM, Session, generate, stream
-from zoo.llm.generate import _in_one_bucket, _in_pieces, sample
+from zoo.llm.generate import sample
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [3], [40, 41, 42]]
 
@@ -101,25 +101,6 @@ def test_tensors_and_lists_are_the_same_prompts(model: LLM) -> None:
 def test_buckets_do_not_change_the_answer(model: LLM, buckets: tuple[int, ...]) -> None:
     expected = generate(model, PROMPTS, max_new_tokens=6)
     torch.testing.assert_close(generate(model, PROMPTS, max_new_tokens=6, buckets=buckets), expected, rtol=0, atol=0)
-
-
-def test_prompts_are_cut_into_pieces_that_repeat_the_last_token() -> None:
-    got = [
-        (tokens.tolist(), positions.tolist())
-        for tokens, positions in _in_pieces([[1, 2, 3, 4, 5], [9]], [0, 7], (2, 4))
-    ]
-    assert got == [
-        ([[1, 2, 3, 4], [9, 9, 9, 9]], [[0, 1, 2, 3], [7, 7, 7, 7]]),
-        ([[5, 5], [9, 9]], [[4, 4], [7, 7]]),
-    ]
-
-
-def test_a_text_that_begins_is_padded_behind_its_end() -> None:
-    found = _in_one_bucket([[1, 2, 3], [9]], (2, 4, 8), slots=4)
-    assert found is not None
-    assert [each.tolist() for each in found] == [[[1, 2, 3, 3], [9, 9, 9, 9]], [[2], [0]]]
-    assert _in_one_bucket([[1, 2, 3], [9]], (2, 4, 8), slots=3) is None, "a slot for each"
-    assert _in_one_bucket([[1] * 9], (2, 4, 8), slots=64) is None, "in pieces"
 
 
 @pytest.mark.parametrize("conversation", [False, True])

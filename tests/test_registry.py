@@ -184,8 +184,16 @@ def test_two_shards_with_one_key_are_refused(tmp_path: Path) -> None:
 
 
 def test_foreign_modules_are_refused_by_name() -> None:
-    with pytest.raises(TypeError, match=r"no family converts torch\.nn.*Linear; families and their libraries: .*gnn"):
-        zoo.from_upstream(nn.Linear(2, 2))
+    import transformers
+
+    llama = transformers.LlamaConfig(
+        vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    bert = transformers.BertConfig(**vars(llama) | {"model_type": "bert"})
+    for refused in (nn.Linear(2, 2), transformers.LlamaModel(llama), transformers.BertForPreTraining(bert)):
+        name = type(refused).__name__
+        with pytest.raises(TypeError, match=rf"no family converts .*\b{name}; families and their libraries: .*gnn"):
+            zoo.from_upstream(refused)
     with pytest.raises(TypeError, match="zoo.from_upstream"):
         zoo.to_upstream(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="not a model of the zoo"):

@@ -80,6 +80,9 @@ def test_a_table_there_and_back() -> None:
     torch.testing.assert_close(back.state_dict(), theirs.state_dict(), rtol=0, atol=0)
     assert back.out.weight is back.embed.weight and not back.block[1]["kv"].bias.requires_grad
     assert weights.upstream_tensors(ours).keys() == theirs.state_dict().keys() - {"out.weight"}
+    theirs.block[0]["q"].weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="q.weight.requires_grad is False, but what shares layers.0.qkv.weight"):
+        weights.from_upstream(theirs)
 
 
 def test_tensors_are_strict_but_for_what_is_ignored() -> None:
@@ -92,6 +95,7 @@ def test_tensors_are_strict_but_for_what_is_ignored() -> None:
         ({"extra": torch.ones(1)}, r"unexpected tensors \['extra'\]"),
         ({"block.0.kv.weight": torch.ones(4, 4)}, r"block.0.kv.weight has shape \(4, 4\), expected \(8, 4\)"),
         ({"out.weight": torch.ones(5, 4)}, "out.weight differs from words.weight"),
+        ({"block.0.q.bias": torch.ones(4).int()}, "block.0.q.bias is torch.int32, expected floating-point numbers"),
         (
             {"block.0.q.bias": torch.ones(4).half()},
             "kv.bias is torch.float32, but torch.float16 is beside it in layers.0.qkv.bias",
