@@ -1,11 +1,7 @@
-"""Kernels of a layer that learns against float64. Run by test_bert_kernels.py in Triton's interpreter, and on a GPU.
-
-TRITON_INTERPRET=1 python -m pytest tests/bert_kernel_checks.py
-"""
+"""Kernels of a layer that learns against float64."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -15,12 +11,12 @@ from torch import Tensor
 
 import zoo
 import zoo.ops.common
+from tests.kernel_checks import DEVICE, MARKS, check_close, kernels_run, values  # noqa: F401
 from zoo.ops.glu import bias_gelu
 from zoo.ops.norms import WIDEST_NORM, add_layer_norm
 from zoo.ops.triton import glu, norms, sums
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
+pytestmark = MARKS
 # The interpreter cuts numbers off where a GPU rounds them to bfloat16.
 RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 1.2e-2 if DEVICE == "cpu" else 6e-3, torch.float16: 1e-3}
 # The stream, and what products give and take.
@@ -31,13 +27,6 @@ PAIRS = [
     (torch.float16, torch.float16),
 ]
 SHAPES = [(1, 7), (5, 100), (2, 3, 32)]
-
-
-@pytest.fixture(autouse=True)
-def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    if DEVICE == "cpu":
-        monkeypatch.setattr(zoo.ops.common, "triton_runs_on", lambda device: True)
 
 
 @pytest.fixture
@@ -52,15 +41,8 @@ def _programs_go_round(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "COLUMNS", 32)
 
 
-def values(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
-    return (torch.randn(*shape) * scale).to(DEVICE, dtype)
-
-
 def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """Of that dtype, finite, and no farther from the expected in double precision, by norms."""
-    assert found.shape == expected.shape and found.dtype == dtype and found.isfinite().all()
-    error = (found.double() - expected).norm() / expected.norm()
-    assert error < RELATIVE[dtype], error
+    check_close(found, expected, dtype, RELATIVE[dtype])
 
 
 def gradients(outputs: Any, inputs: list[Tensor], grads: Any) -> tuple[Tensor, ...]:

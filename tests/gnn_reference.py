@@ -12,6 +12,18 @@ from torch import Tensor
 from zoo.ops.csr import GraphTensors
 from zoo.ops.csr_attention import attention
 
+GRAPHS: dict[str, tuple[list[list[int]], tuple[int, int]]] = {
+    "square": ([[0, 1, 2, 3, 1, 4], [1, 0, 1, 4, 3, 3]], (5, 5)),
+    "duplicates and loops": ([[0, 0, 0, 1, 1, 1, 2], [1, 1, 1, 1, 1, 0, 2]], (3, 3)),
+    "isolated ends": ([[2, 3], [3, 2]], (6, 6)),
+    "no edges": ([[], []], (4, 4)),
+    "one node": ([[], []], (1, 1)),
+    "one node, one loop": ([[0], [0]], (1, 1)),
+    "no nodes": ([[], []], (0, 0)),
+    "rectangular, wide": ([[6, 0, 3, 3, 5], [1, 0, 1, 1, 0]], (7, 3)),
+    "rectangular, tall": ([[1, 0, 1, 0], [6, 6, 2, 2]], (2, 8)),
+}
+
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """What sums over edges are kept in."""

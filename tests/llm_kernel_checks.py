@@ -1,9 +1,4 @@
-"""The kernels of the family against float64, for which operators run their references.
-
-Run by test_llm_kernels.py in Triton's interpreter, and on a GPU.
-
-TRITON_INTERPRET=1 python -m pytest tests/llm_kernel_checks.py
-"""
+"""The kernels of the family against float64, for which operators run their references."""
 
 from __future__ import annotations
 
@@ -17,7 +12,7 @@ from torch import Tensor
 
 import zoo
 import zoo.ops.common
-from tests.llm_checks import DEVICE, MARKS, check_close, let_kernels_run, values
+from tests.kernel_checks import DEVICE, MARKS, check_close, kernels_run, values  # noqa: F401
 from zoo.llm import KVCache
 from zoo.llm.generate import DecodeState, accept
 from zoo.ops.attention import attend, decode_attention
@@ -32,11 +27,6 @@ OVERLAP = DEVICE == "cuda" and torch.cuda.get_device_capability()[0] >= 9
 # The interpreter multiplies matrices of bfloat16 as if they were integers.
 DOTS = [torch.float32, torch.float16, *([] if DEVICE == "cpu" else [torch.bfloat16])]
 RELATIVE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
-
-
-@pytest.fixture(autouse=True)
-def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    let_kernels_run(monkeypatch)
 
 
 def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:

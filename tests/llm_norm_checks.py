@@ -1,7 +1,4 @@
-"""The norms of the residual stream against float64. Run by test_llm_kernels.py in Triton's interpreter, and on a GPU.
-
-TRITON_INTERPRET=1 python -m pytest tests/llm_norm_checks.py
-"""
+"""The norms of the residual stream against float64."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from torch import Tensor
 
 import zoo
 import zoo.ops.common
-from tests.llm_checks import DEVICE, MARKS, check_close, let_kernels_run, values
+from tests.kernel_checks import DEVICE, MARKS, check_close, kernels_run, values  # noqa: F401
 from zoo.ops.norms import add_rms_norm, reference_rms_norm, rms_norm
 from zoo.ops.triton import norms as kernels
 from zoo.ops.triton import sums
@@ -19,11 +16,6 @@ from zoo.ops.triton import sums
 pytestmark = MARKS
 # The interpreter cuts numbers off where a GPU rounds them to bfloat16.
 RELATIVE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2 if DEVICE == "cpu" else 6e-3, torch.float16: 1e-3}
-
-
-@pytest.fixture(autouse=True)
-def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    let_kernels_run(monkeypatch)
 
 
 def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:

@@ -1,31 +1,18 @@
-"""Sums over rows, against float64. Run by test_ops_products.py in Triton's interpreter, and on a GPU.
-
-TRITON_INTERPRET=1 python -m pytest tests/products_kernel_checks.py
-"""
+"""Sums over rows, against float64."""
 
 from __future__ import annotations
-
-import os
 
 import pytest
 import torch
 from torch import Tensor
 
-import zoo.ops.common
+from tests.kernel_checks import DEVICE, MARKS, kernels_run, values  # noqa: F401
 from zoo.ops.products import column_sums, weight_gradient
 from zoo.ops.triton import sums
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
+pytestmark = MARKS
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [(1, 7), (5, 100), (2, 3, 32)]
-
-
-@pytest.fixture(autouse=True)
-def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    if DEVICE == "cpu":
-        monkeypatch.setattr(zoo.ops.common, "triton_runs_on", lambda device: True)
 
 
 @pytest.fixture
@@ -33,10 +20,6 @@ def _programs_go_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of many rows, and of many columns."""
     for name, size in {"PARTS": 2, "PARTS_AT_ONCE": 2, "LAST_COLUMNS": 64, "ROWS": 2, "COLUMNS": 32}.items():
         monkeypatch.setattr(sums, name, size)
-
-
-def values(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape).to(DEVICE, dtype)
 
 
 def check_sums(x: Tensor) -> None:

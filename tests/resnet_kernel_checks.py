@@ -1,12 +1,8 @@
-"""The kernels of the glue against float64. Run by test_resnet_kernels.py in Triton's interpreter, and on a GPU.
-
-TRITON_INTERPRET=1 python -m pytest tests/resnet_kernel_checks.py
-"""
+"""The kernels of the glue against float64."""
 
 from __future__ import annotations
 
 import copy
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -16,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import zoo
-from zoo.ops import batch_norm, common, conv
+from tests.kernel_checks import DEVICE, MARKS, kernels_run, values  # noqa: F401
+from zoo.ops import batch_norm, conv
 from zoo.ops.batch_norm import Norm, bias_act, norm_act
 from zoo.ops.triton import batch_norm as kernels
 from zoo.ops.triton import tiles
 from zoo.resnet import fold_batch_norm
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
+pytestmark = MARKS
 # The interpreter cuts bits off where a GPU rounds to bfloat16.
 RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 8e-3 if DEVICE == "cpu" else 4e-3, torch.float16: 5e-4}
 # Rows and channels: whole tiles, parts of them, one alone, wider than a tile, several tiles and chunks.
@@ -32,13 +28,9 @@ EPS = 1e-5
 
 
 @pytest.fixture(autouse=True)
-def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    # Off for products, but by default on for convolutions.
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs one program after the other, and smaller tiles let small sizes have many."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(common, "triton_runs_on", lambda device: True)
-        # The interpreter runs one program after the other, and smaller tiles let small sizes have many.
         monkeypatch.setattr(tiles, "ENOUGH", 3)
         monkeypatch.setattr(tiles, "PROGRAMS", 9)
         cut_into(monkeypatch, 16, 64)
@@ -49,10 +41,6 @@ def cut_into(monkeypatch: pytest.MonkeyPatch, rows: int, channels: int) -> None:
     for name in ("APPLY", "GRADIENTS", "MOMENTS", "SUMS"):
         monkeypatch.setattr(tiles, name, replace(getattr(tiles, name), rows=rows, channels=channels))
     monkeypatch.setattr(tiles, "FINISH", replace(tiles.FINISH, rows=8, channels=channels))
-
-
-def values(*shape: int, dtype: torch.dtype = torch.float32, mean: float = 0.0, scale: float = 1.0) -> Tensor:
-    return (torch.randn(*shape) * scale + mean).to(DEVICE, dtype)
 
 
 def norm(channels: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -360,13 +348,3 @@ if DEVICE == "cuda":
             assert torch.equal(grad_x[-99:], wanted)
             mean, variance = statistics(x)
             assert mean.abs().max() < 1e-2 and (variance - 1).abs().max() < 1e-2
-
-
-def test_sizes_are_cut_into_programs_that_cover_them() -> None:
-    for rows, channels in [(1, 1), (8, 64), (9, 65), (5000, 64), (100_000, 2048)]:
-        share, programs = tiles.rows_to_write(rows, channels, tiles.APPLY)
-        blocks = -(-channels // tiles.APPLY.channels)
-        assert share % tiles.APPLY.rows == 0 and (programs // blocks - 1) * share < rows <= programs // blocks * share
-        share, chunks, programs = tiles.rows_to_sum(rows, channels, tiles.SUMS)
-        assert programs == chunks * blocks <= max(tiles.PROGRAMS, blocks) and (chunks - 1) * share < rows
-        assert share % tiles.SUMS.rows == 0 and rows <= chunks * share

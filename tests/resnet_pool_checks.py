@@ -1,11 +1,6 @@
-"""The kernel of the stem's end against float64. Run by test_resnet_kernels.py in Triton's interpreter, and on a GPU.
-
-TRITON_INTERPRET=1 python -m pytest tests/resnet_pool_checks.py
-"""
+"""The kernel of the stem's end against float64."""
 
 from __future__ import annotations
-
-import os
 
 import pytest
 import torch
@@ -13,14 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import zoo
+from tests.kernel_checks import DEVICE, MARKS, kernels_run  # noqa: F401
 from zoo.ops import common, pooling
 from zoo.ops.batch_norm import Norm
 from zoo.ops.triton import pooling as kernels
 from zoo.ops.triton import tiles
 from zoo.resnet import fold_batch_norm
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
+pytestmark = MARKS
 # Of a single value, beside what is lost where norms subtract. The interpreter cuts bits off, a GPU rounds to bfloat16.
 RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 8e-3 if DEVICE == "cpu" else 4e-3, torch.float16: 5e-4}
 # Odd and even, one pixel, one line, one column; parts of tiles, several of them; channels of less and more than a tile.
@@ -32,12 +27,7 @@ EPS = 1e-5
 
 
 @pytest.fixture(autouse=True)
-def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    # Off for products, but by default on for convolutions.
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    if DEVICE == "cpu":
-        monkeypatch.setattr(common, "triton_runs_on", lambda device: True)
+def _several_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     programs_of(monkeypatch, 3)
 
 
@@ -139,14 +129,6 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         pooling.bias_act_pool(x, given[0][:4])
     with pytest.raises(ValueError, match=r"weight has stride 2, expected 1; use weight\.contiguous"):
         norm_act_pool(x, *given[:2], norm(10)[2][::2], given[3])
-
-
-def test_programs_cover_all_lines() -> None:
-    for size in [(1, 1, 1, 1), (3, 5, 9, 65), (64, 56, 56, 64)]:
-        share, programs = tiles.lines_to_pool(*size)
-        strips = -(-size[2] // tiles.POOL.rows) * -(-size[3] // tiles.POOL.channels)
-        bands = programs // (size[0] * strips)
-        assert programs == bands * size[0] * strips and (bands - 1) * share < size[1] <= bands * share
 
 
 # --- models ---

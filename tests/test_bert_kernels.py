@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +18,6 @@ from torch import Tensor, nn
 import zoo
 import zoo.ops.common
 from tests.fake_gpu import Gpu, traced
-from tests.kernel_runs import run_checks
 from zoo.bert import BertLayer, pack
 from zoo.bert.layer import _product
 from zoo.ops import glu, norms, products
@@ -32,17 +29,6 @@ STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="torch came without Triton, which GPUs only need"
 )
-
-
-@pytest.mark.slow
-@needs_triton
-def test_kernels_in_the_interpreter() -> None:
-    run_checks(CHECKS, interpret=True)
-
-
-@pytest.mark.gpu
-def test_kernels_on_a_gpu() -> None:
-    run_checks(CHECKS, "-m", "gpu", interpret=False)
 
 
 def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
@@ -61,16 +47,6 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         "GELU by tanh": (glu.bias_gelu, (grown(3, 8, dtype=low), grown(8), True)),
         "bias of a product": (products.column_sums, (torch.randn(2, 3, 8), low)),
     }
-
-
-def test_importing_the_family_brings_no_triton() -> None:
-    code = (
-        "import sys, torch, zoo\n"
-        "before = 'triton' in sys.modules\n"
-        "model = zoo.create('bert-debug').train(); model(**zoo.example_inputs(model))\n"
-        "assert not before and 'triton' not in sys.modules and 'zoo.engine.kernel' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

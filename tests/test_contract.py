@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,16 +63,43 @@ def test_regions_hold_their_budget_in_every_mode(name: str, training: bool, mode
             model(**zoo.example_inputs(model, seed=1))
 
 
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("name", DEBUG)
-def test_compiled_regions_compute_what_eager_does(name: str) -> None:
+def test_compiled_regions_compute_what_eager_does(name: str, autocast: bool) -> None:
     model = zoo.create(name)
     inputs = zoo.example_inputs(model)
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         expected = outputs_of(model, inputs)
         zoo.compile_regions(model, backend="aot_eager")
-        torch.testing.assert_close(outputs_of(model, inputs), expected)
+        for found, wanted in zip(outputs_of(model, inputs), expected, strict=True):
+            assert found.dtype == wanted.dtype
+            assert (found - wanted).float().norm() <= (2e-2 if autocast else 1e-5) * wanted.float().norm()
         zoo.uncompile(model)
         torch.testing.assert_close(outputs_of(model, inputs), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", DEBUG)
+def test_a_whole_model_compiles_into_one_graph(name: str) -> None:
+    model = zoo.create(name)
+    inputs = zoo.example_inputs(model)
+    if "edge_index" in inputs:  # sorting edges is not for a compiler
+        inputs["edge_index"] = model.prepare(inputs["edge_index"], num_nodes=len(inputs["x"]))
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
+        torch.testing.assert_close(outputs_of(compiled, inputs), outputs_of(model, inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_models_run_without_triton_and_without_the_libraries_they_convert_from() -> None:
+    code = f"""
+import sys, torch, zoo, zoo.training
+before = "triton" in sys.modules
+for name in {DEBUG!r}:
+    model = zoo.create(name).train()
+    model(**zoo.example_inputs(model))
+libraries = {{"triton", "transformers", "diffusers", "torchvision", "torch_geometric", "safetensors"}}
+assert not before and not libraries & set(sys.modules), libraries & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent, check=True, timeout=120)
 
 
 @pytest.mark.parametrize("name", DEBUG)

@@ -6,31 +6,19 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import zoo
-from tests.gnn_reference import attend, edge_softmax
+from tests.gnn_reference import GRAPHS, attend, edge_softmax
 from zoo.engine.graphed_step import synchronising_raises
-from zoo.gnn import CSRGraph, GATConv, GCNConv, SAGEConv
+from zoo.gnn import CSRGraph, GCNConv, SAGEConv
 from zoo.gnn import graph as graphs
 from zoo.gnn.graph import GraphMemory, Recipe
 from zoo.ops.csr_sum import max_neighbours, mean_neighbours, sum_neighbours
 
-GRAPHS: dict[str, tuple[list[list[int]], tuple[int, int]]] = {
-    "square": ([[0, 1, 2, 3, 1, 4], [1, 0, 1, 4, 3, 3]], (5, 5)),
-    "duplicates and loops": ([[0, 0, 0, 1, 1, 1, 2], [1, 1, 1, 1, 1, 0, 2]], (3, 3)),
-    "isolated ends": ([[2, 3], [3, 2]], (6, 6)),
-    "no edges": ([[], []], (4, 4)),
-    "one node": ([[], []], (1, 1)),
-    "one node, one loop": ([[0], [0]], (1, 1)),
-    "no nodes": ([[], []], (0, 0)),
-    "rectangular, wide": ([[6, 0, 3, 3, 5], [1, 0, 1, 1, 0]], (7, 3)),
-    "rectangular, tall": ([[1, 0, 1, 0], [6, 6, 2, 2]], (2, 8)),
-}
 every_graph = pytest.mark.parametrize("name", GRAPHS)
 
 
@@ -92,14 +80,6 @@ def test_attention_is_a_softmax_that_does_not_overflow(name: str) -> None:
     torch.testing.assert_close(attend(x, *scores, graph, 0.2), torch.stack(heads, dim=1), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("size", [1e4, 1e8, 1e20])
-def test_attention_sums_to_one_however_large_the_scores(size: float) -> None:
-    graph = CSRGraph.from_edge_index(torch.tensor([[0, 1, 2], [0, 0, 0]]), None, (3, 1)).tensors
-    scores = torch.full((3, 1), size), torch.zeros(1, 1)
-    out = attend(torch.tensor([1.0, 2.0, 6.0]).view(3, 1, 1), *scores, graph, 0.2)
-    torch.testing.assert_close(out.view(1), torch.tensor([3.0]))
-
-
 @pytest.mark.parametrize("name", [name for name, (_, sizes) in GRAPHS.items() if sizes[0] == sizes[1]])
 @pytest.mark.parametrize("improved", [False, True])
 def test_gcn_normalisation(name: str, improved: bool) -> None:
@@ -124,36 +104,6 @@ def test_zero_degree_gives_zero_and_no_gradient() -> None:
     assert out is not None and out.tolist() == [0.0, 0.0]
     out.sum().backward()
     assert weight.grad is not None and weight.grad.isfinite().all()
-
-
-CONVS: dict[str, Callable[[], nn.Module]] = {
-    "gcn": lambda: GCNConv(3, 4, normalize=False),
-    "sage mean": lambda: SAGEConv((3, 5), 4),
-    "sage max": lambda: SAGEConv((3, 5), 2, aggr="max", project=True),
-    "sage sum": lambda: SAGEConv((3, 5), 2, aggr="sum", normalize=True),
-    "gat": lambda: GATConv((3, 5), 4, heads=2, residual=True),
-    "gat mean": lambda: GATConv((3, 5), 4, heads=2, concat=False, add_self_loops=False),
-}
-
-
-@pytest.mark.parametrize("conv", CONVS)
-@every_graph
-def test_convolutions_have_right_gradients_on_every_graph(name: str, conv: str) -> None:
-    edge_index, sizes = edges(name)
-    module = CONVS[conv]().double()
-    graph = CSRGraph.from_edge_index(edge_index, None, sizes)
-    sources = torch.randn(sizes[0], 3, dtype=torch.float64, requires_grad=True)
-    own = torch.randn(sizes[1], 5, dtype=torch.float64, requires_grad=True)
-
-    def run(sources: Tensor, own: Tensor) -> Tensor:
-        return module(sources, graph) if conv == "gcn" else module((sources, own), graph)
-
-    out = run(sources, own)
-    assert out.shape[0] == sizes[1] and out.isfinite().all()
-    inputs = (sources, own.detach()) if conv == "gcn" else (sources, own)
-    if all(tensor.numel() for tensor in inputs):
-        # Where two neighbours tie a maximum has no gradient to check; random features do not tie.
-        assert torch.autograd.gradcheck(run, inputs)
 
 
 def test_gradient_of_edge_weights() -> None:
@@ -197,28 +147,14 @@ def test_half_precision_sums_keep_their_digits() -> None:
 
 
 @pytest.mark.parametrize("name", ["gcn-debug", "gat-debug", "graphsage-debug"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_dtypes_and_autocast(name: str, dtype: torch.dtype) -> None:
-    exact = zoo.create(name, dtype=torch.float64)
-    inputs = zoo.example_inputs(exact)
-    expected = exact(**inputs)
-    model = copy.deepcopy(exact).to(dtype)
-    graph = model.prepare(inputs["edge_index"], num_nodes=64)
-    tolerance = {torch.float64: 1e-12, torch.float16: 1e-2, torch.bfloat16: 5e-2}[dtype]
-    for out in (model(inputs["x"].to(dtype), inputs["edge_index"]), model(inputs["x"].to(dtype), graph)):
-        assert out.dtype == dtype
-        assert (out.double() - expected).norm() < tolerance * expected.norm()
-    if dtype == torch.bfloat16:
-        with torch.autocast("cpu", dtype):
-            out = copy.deepcopy(exact).float()(inputs["x"].float(), inputs["edge_index"])
-        assert (out.double() - expected).norm() < tolerance * expected.norm()
-
-
-def test_deterministic() -> None:
-    model = zoo.create("gat-debug")
+def test_autocast(name: str) -> None:
+    model = zoo.create(name)
     inputs = zoo.example_inputs(model)
-    again = {"x": inputs["x"].clone(), "edge_index": inputs["edge_index"].clone()}
-    assert torch.equal(model(**inputs), model(**again))
+    expected = copy.deepcopy(model).double()(inputs["x"].double(), inputs["edge_index"])
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(**inputs)
+    assert out.dtype == torch.bfloat16
+    assert (out.double() - expected).norm() < 5e-2 * expected.norm()
 
 
 def test_inference_mode_leaves_nothing_behind_that_training_cannot_use() -> None:

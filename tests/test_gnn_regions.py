@@ -58,42 +58,6 @@ def test_one_graph_at_any_depth_in_every_mode(name: str, variant: dict[str, Any]
     assert zoo.find_regions(model, inputs=inputs).graphs_needed == graphs
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(
-    ("variant", "graphs"), [({}, 3), ({"num_layers": 8}, 3), ({"num_layers": 6, "jk": "cat"}, 3)], ids=str
-)
-def test_regions_counted_by_dynamo_itself(name: str, variant: dict[str, Any], graphs: int) -> None:
-    model = zoo.create(name, **variant)
-    inputs = zoo.example_inputs(model)
-    expected = model(**inputs)
-    counter = CompileCounterWithBackend("aot_eager")
-    for region in (*model.layers, model.head):
-        if region is not None:
-            region.compile(fullgraph=True, dynamic=False, backend=counter)
-    torch.testing.assert_close(model(**inputs), expected)
-    assert counter.frame_count == graphs
-    # Another graph of one shape: other edges, other isolated nodes, other degrees; self-loops as many.
-    x = torch.randn_like(inputs["x"])
-    edge_index = inputs["edge_index"]
-    for other in ((edge_index + 1) % 64, edge_index.flip(0), zoo.example_inputs(model, seed=3)["edge_index"]):
-        out = model(x, other)
-        torch.testing.assert_close(out, copy.deepcopy(model)(x, other))
-    assert counter.frame_count == graphs
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_whole_model_compiles_without_a_break_from_a_prepared_graph(name: str) -> None:
-    model = zoo.create(name)
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend=counter)
-    for seed in range(3):
-        inputs = zoo.example_inputs(model, seed=seed)
-        graph = model.prepare(inputs["edge_index"], num_nodes=64)
-        torch.testing.assert_close(compiled(inputs["x"], graph), model(**inputs), msg=f"graph {seed}")
-    assert counter.frame_count == 1
-
-
 def test_learned_edge_weights_compile_without_a_break() -> None:
     model = zoo.create("gcn-debug")
     x, edge_index = zoo.example_inputs(model).values()

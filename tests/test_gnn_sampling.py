@@ -82,16 +82,6 @@ def test_sampled_edges_are_edges_of_the_graph_and_no_more_than_asked_for(fanouts
         assert met == set(batch.nodes[: len(met)].tolist())
 
 
-def test_every_node_is_a_seed_once_an_epoch():
-    sampler = NeighborSampler(graph(), fanouts=(2,), batch_size=30, num_nodes=NODES)
-    batches = list(sampler.epoch(3))
-    assert len(batches) == len(sampler) == 7
-    seeds = torch.cat([batch.seeds for batch in batches])
-    assert sorted(seeds[seeds >= 0].tolist()) == list(range(NODES))
-    assert (batches[-1].seeds >= 0).sum() == 20
-    assert all(torch.equal(b.nodes[: (b.seeds >= 0).sum()], b.seeds[b.seeds >= 0]) for b in batches)
-
-
 def test_a_seed_gives_the_same_batches_with_any_number_of_threads():
     def all_of(seed: int, epoch: int, workers: int) -> list[SampledBatch]:
         sampler = NeighborSampler(
@@ -158,57 +148,12 @@ def test_more_neighbours_than_a_kernel_holds_are_drawn_by_columns(monkeypatch: p
     assert places.shape == (3, 513) and (places.sort(1).values.diff(dim=1) > 0).all()
 
 
-def test_with_all_neighbours_seeds_get_what_the_whole_graph_gives():
-    edge_index, net = graph(), model()
-    x = torch.randn(NODES, 6)
-    whole = net(x, net.prepare(edge_index, num_nodes=NODES))
-    sampler = NeighborSampler(edge_index, fanouts=(-1, -1), batch_size=32, num_nodes=NODES)
-    for batch in sampler.epoch(0):
-        count = int((batch.seeds >= 0).sum())
-        output = net(x[batch.nodes], batch.graphs)
-        torch.testing.assert_close(output[:count], whole[batch.seeds[:count]])
-
-
-def test_a_mean_in_float64_divides_in_float64():
-    # Three neighbours each: a third in float32 is off by 1e-8.
-    source, node = torch.arange(1, 4), torch.arange(20)
-    edge_index = torch.stack([(node + source[:, None]).flatten() % 20, node.repeat(3)])
-    net, x = model().double(), torch.randn(20, 6, dtype=torch.float64)
-    whole = net(x, net.prepare(edge_index, num_nodes=20))
-    batch = NeighborSampler(edge_index, fanouts=(-1, -1), batch_size=20, num_nodes=20, shuffle=False).batch(0, 0)
-    torch.testing.assert_close(net(x[batch.nodes], batch.graphs)[:20], whole, rtol=1e-13, atol=1e-13)
-
-
-@pytest.mark.parametrize("aggr", ["mean", "sum", "max"])
-def test_gradients_are_those_of_the_same_edges_without_padding(aggr: str):
-    edge_index, net = graph(), model(aggr=aggr)
-    x = torch.randn(NODES, 6)
-    sampler = NeighborSampler(edge_index, fanouts=(4, 3), batch_size=32, num_nodes=NODES)
-    batch = next(iter(sampler.epoch(0)))
-    nodes = int(sampler.edges_of(batch).max()) + 1
-    weights = list(net.parameters())
-    features = x[batch.nodes]
-
-    def gradients(output: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(output[:32].square().sum(), weights)
-
-    padded = gradients(net(features, batch.graphs))
-    plain = gradients(net(features[:nodes], net.prepare(sampler.edges_of(batch), num_nodes=nodes)))
-    torch.testing.assert_close(padded, plain)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("aggr", ["mean", "sum", "max"])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"project": True}, {"root_weight": False}, {"jk": "cat"}, {"normalize": True, "in_channels": 64}],
-    ids=str,
+    "options", [{}, {"aggr": "max"}, {"jk": "cat"}, {"normalize": True, "in_channels": 64}], ids=str
 )
-def test_a_layer_computes_what_the_next_one_reads_and_nothing_changes_for_the_seeds(
-    aggr: str, options: dict[str, Any], dtype: torch.dtype
-):
-    net = model(layers=3, aggr=aggr, **options).to(dtype)
-    x = torch.randn(NODES, net.config.in_channels, dtype=dtype, requires_grad=True)
+def test_a_layer_computes_what_the_next_one_reads_and_nothing_changes_for_the_seeds(options: dict[str, Any]):
+    net = model(layers=3, **options)
+    x = torch.randn(NODES, net.config.in_channels, requires_grad=True)
     sampler = NeighborSampler(graph(), fanouts=(3, 2, 2), batch_size=8, num_nodes=NODES)
     batch = sampler.batch(0, 1)
     rows = [rows for rows, _ in shapes_of(batch)]
@@ -337,18 +282,6 @@ def test_layers_have_a_budget_each_and_no_more():
     with zoo.enforce_budget(net):
         net(torch.randn(len(batch.nodes), 6), batch.graphs)
         net(torch.randn(NODES, 6), graph())
-
-
-def test_the_whole_model_compiles_from_a_batch_without_a_break():
-    net, x = model(layers=3), torch.randn(NODES, 6)
-    sampler = NeighborSampler(graph(), fanouts=(3, 2, 2), batch_size=8, num_nodes=NODES)
-    batch = sampler.batch(0, 0)
-    compiled = torch.compile(net, fullgraph=True, dynamic=False, backend="aot_eager")
-    expected, found = net(x[batch.nodes], batch.graphs), compiled(x[batch.nodes], batch.graphs)
-    torch.testing.assert_close(found, expected)
-    weights = list(net.parameters())
-    wanted = torch.autograd.grad(expected.square().sum(), weights)
-    torch.testing.assert_close(torch.autograd.grad(found.square().sum(), weights), wanted)
 
 
 def test_graphs_of_another_model_or_another_batch_are_refused():

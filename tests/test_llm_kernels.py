@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,6 @@ from torch._functorch import aot_autograd
 
 import zoo
 from tests import fake_gpu
-from tests.kernel_runs import run_checks
 from zoo.engine.direct import has_nothing_to_fuse
 from zoo.engine.tracing import tracing_to_run
 from zoo.llm import LLM, LLMLayer
@@ -30,32 +26,6 @@ from zoo.training import checkpoint_regions
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKS = ("llm_kernel_checks.py", "llm_norm_checks.py")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="torch came without Triton, which GPUs only need"
-)
-@pytest.mark.parametrize("file", CHECKS)
-def test_kernels_in_the_interpreter(file: str) -> None:
-    run_checks(file, interpret=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("file", CHECKS)
-def test_kernels_on_a_gpu(file: str) -> None:
-    run_checks(file, "-m", "gpu", interpret=False)
-
-
-@pytest.mark.slow
-def test_importing_the_family_brings_no_triton() -> None:
-    code = (
-        "import sys, torch, zoo\n"
-        "before = 'triton' in sys.modules\n"
-        "model = zoo.create('llm-debug'); model(**zoo.example_inputs(model))\n"
-        "assert not before and 'triton' not in sys.modules and 'zoo.engine.kernel' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
 
 
 # --- what the compiler is given ---

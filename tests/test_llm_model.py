@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import zoo
 from zoo.engine.compile import plan_of
 from zoo.engine.graph_log import LEDGER
-from zoo.llm import LLM, LLMConfig, LLMHead, LLMLayer, RopeScaling
+from zoo.llm import LLM, LLMConfig, RopeScaling
 from zoo.training import LinearCrossEntropy
 
 SIZES = {
@@ -159,13 +159,6 @@ def test_the_paddings_vector_gets_no_gradient() -> None:
     assert gradient is not None and gradient[3].abs().sum() == 0 and gradient[int(tokens[0, 1])].abs().sum() > 0
 
 
-def test_blocks_build_on_their_own(model: LLM) -> None:
-    layer, head = LLMLayer(model.config), LLMHead(model.config)
-    x, positions = torch.randn(2, 5, 64), torch.arange(5)[None]
-    logits = head(layer(x, model.rotary(positions)), torch.randn(11, 64))
-    assert logits.shape == (2, 5, 11)
-
-
 @pytest.mark.parametrize(
     ("inputs", "error", "words"),
     [
@@ -230,12 +223,6 @@ def test_a_position_behind_the_cache_is_named(model: LLM) -> None:
     ):
         model(ids(), position_ids=torch.arange(5, 17)[None], cache=cache)
     assert not any(layer.any() for layer in cache.layers)
-
-
-def test_checks_of_values_cost_no_graph(model: LLM) -> None:
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with torch.inference_mode():
-        torch.testing.assert_close(compiled(ids()), model(ids()))
 
 
 @pytest.mark.parametrize(

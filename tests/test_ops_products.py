@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.fake_gpu import Gpu, traced
-from tests.kernel_runs import run_checks
 from zoo.ops import products
 from zoo.ops.products import column_sums, low_add_linear, low_linear, takes_low
 
 CHECKS = "products_kernel_checks.py"
 KERNEL = "triton_kernel_wrapper_functional"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="torch came without Triton, which GPUs only need"
-)
-def test_kernels_in_the_interpreter() -> None:
-    run_checks(CHECKS, interpret=True)
-
-
-@pytest.mark.gpu
-def test_kernels_on_a_gpu() -> None:
-    run_checks(CHECKS, "-m", "gpu", interpret=False)
 
 
 def test_sums_keep_the_precision_of_doubles() -> None:

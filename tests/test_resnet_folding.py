@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from torchvision import models
 
 import zoo
 from zoo.ops.conv import conv_act, linear_relu
@@ -76,16 +75,6 @@ def test_the_model_stays_as_it_is_and_shares_nothing() -> None:
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
 
 
-def test_torchvisions_model_folds_by_way_of_ours() -> None:
-    theirs = models.resnet18(num_classes=5)
-    theirs(torch.randn(4, 3, 64, 64))  # statistics
-    theirs.eval()
-    folded = fold_batch_norm(zoo.from_upstream(theirs))  # type: ignore[arg-type]
-    images = torch.randn(2, 3, 64, 64)
-    with torch.no_grad():
-        assert error(folded(images), theirs(images)) < 1e-5
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype) -> None:
     model = zoo.create("resnet-debug")
@@ -107,16 +96,6 @@ def test_regions_of_folded_models(convolutions: str, pointwise: str) -> None:
         assert zoo.warm_up(folded, images=images).graphs == 6 + 2
         with zoo.enforce_budget(folded):
             torch.testing.assert_close(folded(images), eager(images), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("convolutions", "pointwise"), WAYS)
-def test_a_folded_model_is_one_graph_as_a_whole(convolutions: str, pointwise: str) -> None:
-    folded = fold_batch_norm(trained(), convolutions=convolutions, pointwise=pointwise)
-    images = torch.randn(2, 3, 64, 64)
-    with torch.inference_mode():
-        compiled = torch.compile(folded, fullgraph=True, backend="aot_eager")
-        torch.testing.assert_close(compiled(images), folded(images), rtol=1e-4, atol=1e-4)
 
 
 def test_the_operator_of_cudnn_says_its_shapes() -> None:
@@ -142,17 +121,6 @@ def test_the_operator_of_the_product_says_its_shapes() -> None:
     torch.library.opcheck(
         linear_relu, (x, weight, bias), test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static")
     )
-
-
-def test_the_operators_of_torch_are_there_and_have_no_rule_for_shapes() -> None:
-    # When they get one, the wrapper can go.
-    meta = torch.empty(1, 4, 8, 8, device="meta"), torch.empty(4, 4, 3, 3, device="meta")
-    for name in ("cudnn_convolution_relu", "cudnn_convolution_add_relu"):
-        operator = getattr(torch.ops.aten, name).default
-        names = [argument.name for argument in operator._schema.arguments]
-        assert names[:2] == ["self", "weight"] and names[-5:] == ["bias", "stride", "padding", "dilation", "groups"]
-    with pytest.raises(NotImplementedError):
-        torch.ops.aten.cudnn_convolution_relu(*meta, None, [1, 1], [1, 1], [1, 1], 1)
 
 
 def test_floating_point_operations_are_counted_in_every_way() -> None:

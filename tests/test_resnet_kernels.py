@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from tests.kernel_runs import run_checks
 from zoo.engine.direct import has_nothing_to_fuse
 from zoo.ops.batch_norm import Norm, bias_act, norm_act
 from zoo.ops.conv import stem_conv
@@ -25,19 +22,6 @@ ROOT = Path(__file__).resolve().parent.parent
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="torch came without Triton, which GPUs only need"
 )
-
-
-@pytest.mark.slow
-@needs_triton
-@pytest.mark.parametrize("file", ["resnet_kernel_checks.py", "resnet_pool_checks.py"])
-def test_kernels_in_the_interpreter(file: str) -> None:
-    run_checks(file, interpret=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("file", ["resnet_kernel_checks.py", "resnet_pool_checks.py"])
-def test_kernels_on_a_gpu(file: str) -> None:
-    run_checks(file, "-m", "gpu", interpret=False)
 
 
 def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
@@ -114,18 +98,6 @@ def test_a_block_is_one_graph_in_which_the_compiler_sees_the_kernels(
     with torch.set_grad_enabled(training):
         torch.compile(block, fullgraph=True, dynamic=False, backend=backend)(x)
     assert nothing == [True]
-
-
-@pytest.mark.slow
-def test_importing_and_running_the_family_brings_no_triton() -> None:
-    code = (
-        "import sys, torch, zoo\n"
-        "before = 'triton' in sys.modules\n"
-        "model = zoo.create('resnet-debug'); model(**zoo.example_inputs(model))\n"
-        "assert not before and 'triton' not in sys.modules and 'zoo.ops.triton.batch_norm' not in sys.modules\n"
-        "assert 'torchvision' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torchvision
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.optim.swa_utils import update_bn
@@ -17,7 +16,7 @@ from torch.optim.swa_utils import update_bn
 import zoo
 from zoo.engine.compile import plan_of
 from zoo.engine.graph_log import LEDGER
-from zoo.resnet import BasicBlock, ResNet, ResNetConfig, ResNetHead, ResNetStage, Stem
+from zoo.resnet import ResNet, ResNetHead, Stem
 
 MODES: dict[str, tuple[bool, Any]] = {
     "train": (True, nullcontext),
@@ -81,40 +80,6 @@ def test_deeper_is_no_more_graphs_and_regions_hold_all_weights(
     modules = dict(model.named_modules())
     inside = sum(p.numel() for found in report.regions for name in found.modules for p in modules[name].parameters())
     assert inside == sum(p.numel() for p in model.parameters())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-def test_stages_can_be_regions_too(training: bool) -> None:
-    model = debug().train(training)
-    eager = copy.deepcopy(model)
-    images = torch.randn(2, 3, 64, 64)
-    zoo.compile_regions(model, regions=[Stem, ResNetStage, ResNetHead], backend="aot_eager")
-    with zoo.enforce_budget(model):
-        torch.testing.assert_close(model(images), eager(images), rtol=1e-4, atol=1e-5)
-    assert graphs(model) == {"Stem": 1, "ResNetStage": 4, "ResNetHead": 1}
-
-
-def test_autocast_matches_eager() -> None:
-    model = debug()
-    images = torch.randn(2, 3, 64, 64)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        expected = model(images)
-        zoo.compile_regions(model, backend="aot_eager")
-        with zoo.enforce_budget(model):
-            got = model(images)
-    assert got.dtype == expected.dtype == torch.bfloat16
-    torch.testing.assert_close(got, expected)
-
-
-def test_whole_model_and_features_compile_without_a_break() -> None:
-    model = debug()
-    images = torch.randn(2, 3, 64, 64)
-    with torch.no_grad():
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        torch.testing.assert_close(compiled(images), model(images))
-        features = torch.compile(model.features, fullgraph=True, backend="aot_eager")
-        torch.testing.assert_close(features(images), model.features(images))
 
 
 def test_inductor_gives_the_same_numbers_and_gradients() -> None:
@@ -286,12 +251,6 @@ def test_example_inputs_check_their_sizes() -> None:
         zoo.example_inputs(model, batch=0)
 
 
-def test_blocks_build_on_their_own() -> None:
-    config = ResNetConfig(block="basic", layers=(1, 1, 1, 1), num_classes=3)
-    shape = next(config.stages())[0]
-    assert BasicBlock(config, shape)(torch.randn(2, 64, 5, 6)).shape == (2, 64, 5, 6)
-
-
 def test_zero_init_residual_starts_blocks_as_their_shortcuts() -> None:
     model = debug(zero_init_residual=True, layers=(2, 1, 1, 1))
     x = torch.rand(2, 256, 4, 4)
@@ -345,14 +304,3 @@ def test_norms_without_momentum_or_of_several_processes_are_refused_in_training(
     for call in (several, torch.compile(several, backend="eager")):
         with pytest.raises(ValueError, match="a norm is a SyncBatchNorm"):
             call(images)
-
-
-def test_statistics_of_a_loader_come_by_way_of_the_upstream_model() -> None:
-    theirs = torchvision.models.resnet18(num_classes=5)
-    model = zoo.from_upstream(theirs)
-    loader = [torch.randn(2, 3, 64, 64) + 1 for _ in range(2)]
-    update_bn(loader, theirs)
-    averaged = zoo.to_upstream(model)
-    update_bn(loader, averaged)
-    model = zoo.from_upstream(averaged).eval()
-    torch.testing.assert_close(model(loader[0]), theirs.eval()(loader[0]), rtol=1e-4, atol=1e-4)

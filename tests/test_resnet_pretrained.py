@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -93,20 +91,14 @@ def test_another_number_of_classes_is_named(server: list[Any]) -> None:
         zoo.create("resnet18", weights="DEFAULT", num_classes=10)
 
 
-def test_local_files(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
+def test_checkpoints_of_training_scripts(tmp_path: Path) -> None:
     model = zoo.create("resnet-debug")
-    theirs = zoo.to_upstream(model).state_dict()
-    old = {key: tensor for key, tensor in theirs.items() if not key.endswith("num_batches_tracked")}
-    torch.save(theirs, tmp_path / "theirs.pth")
+    # As old releases wrote them, without counters.
+    state = zoo.to_upstream(model).state_dict()
+    old = {key: tensor for key, tensor in state.items() if not key.endswith("num_batches_tracked")}
     torch.save({"state_dict": old}, tmp_path / "checkpoint.pth")
-    save_file({key: tensor.contiguous() for key, tensor in theirs.items()}, tmp_path / "theirs.safetensors")
-    torch.save(model.state_dict(), tmp_path / "ours.pth")
-    for file in ("theirs.pth", "checkpoint.pth", "theirs.safetensors", "ours.pth"):
-        loaded = zoo.create("resnet-debug", weights=tmp_path / file)
-        for (key, got), expected in zip(loaded.state_dict().items(), model.state_dict().values(), strict=True):
-            assert torch.equal(got, expected), (file, key)
+    loaded = zoo.create("resnet-debug", weights=tmp_path / "checkpoint.pth")
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
 def test_weights_with_norms_do_not_go_into_a_folded_model(tmp_path: Path) -> None:
@@ -139,8 +131,3 @@ def test_transforms_are_torchvisions(weights: Any, size: int) -> None:
 def test_transforms_of_nothing_are_refused(weights: Any) -> None:
     with pytest.raises(ValueError, match="expected one of torchvision's weight enums"):
         zoo.resnet.transforms(weights)
-
-
-def test_creating_a_model_imports_no_torchvision() -> None:
-    code = "import sys, zoo, zoo.resnet; zoo.create('resnet-debug'); assert 'torchvision' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

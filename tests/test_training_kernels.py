@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,24 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.fake_gpu import Gpu, traced
-from tests.kernel_runs import run_checks
 from zoo.ops.cross_entropy import cross_entropy_rows, scale_
 from zoo.training import AdamW, losses
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="torch came without Triton, which GPUs only need"
-)
-def test_kernels_in_the_interpreter() -> None:
-    run_checks("training_kernel_checks.py", interpret=True)
-
-
-@pytest.mark.gpu
-def test_kernels_on_a_gpu() -> None:
-    run_checks("training_kernel_checks.py", "-m", "gpu", interpret=False)
 
 
 def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
@@ -48,19 +31,6 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
 def adamw_step(param: Tensor) -> None:
     param.grad = torch.zeros_like(param)
     AdamW([param]).step()
-
-
-@pytest.mark.slow
-def test_importing_the_training_brings_no_triton() -> None:
-    code = (
-        "import sys, torch, zoo.training\n"
-        "weight = torch.nn.Parameter(torch.randn(9, 4))\n"
-        "zoo.training.LinearCrossEntropy()(torch.randn(3, 4), weight, torch.tensor([1, 2, 3])).backward()\n"
-        "assert 'triton' not in sys.modules\n"
-        "zoo.training.AdamW([weight]).step()\n"  # torch's optimizers import its compiler, which imports Triton
-        "assert 'zoo.engine.kernel' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
 
 
 def test_the_region_is_one_graph_with_the_kernel_in_it(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:

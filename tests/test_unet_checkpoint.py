@@ -11,11 +11,11 @@ import pytest
 import torch
 import unet_reference as reference
 from diffusers import UNet2DConditionModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import zoo
 from zoo.unet import load, save
-from zoo.unet.convert import convert_config, upstream_config
+from zoo.unet.convert import upstream_config
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -55,11 +55,6 @@ def test_shards(tmp_path: Path) -> None:
     save(model, tmp_path)
     assert [path.name for path in tmp_path.glob("*.safetensors*")] == [WEIGHTS]
     same(load(tmp_path), model)
-    (tmp_path / WEIGHTS).unlink()
-    theirs.save_pretrained(tmp_path, max_shard_size="100KB")
-    (tmp_path / shards[1]).unlink()
-    with pytest.raises(FileNotFoundError, match=f"names {shards[1]}, which is not in"):
-        load(tmp_path)
 
 
 def test_half_precision_is_kept(tmp_path: Path) -> None:
@@ -115,39 +110,7 @@ def test_files_of_old_releases(tmp_path: Path) -> None:
     same(load(tmp_path), theirs)
 
 
-def test_configs_there_and_back() -> None:
-    for case in reference.CASES:
-        config = zoo.from_upstream(reference.make(case)).config
-        written = json.loads(json.dumps(upstream_config(config)))
-        assert convert_config(written) == config
-    assert convert_config({}).block_out_channels == (320, 640, 1280, 1280)
-
-
-def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
-    save(zoo.create("unet-debug"), tmp_path)
-    stored = load_file(tmp_path / WEIGHTS)
-
-    def refused(message: str, **changes: Any) -> None:
-        changed = {key: tensor for key, tensor in {**stored, **changes}.items() if tensor is not None}
-        save_file(changed, tmp_path / WEIGHTS)
-        with pytest.raises(ValueError, match=message):
-            load(tmp_path)
-
-    key = "mid_block.resnets.1.time_emb_proj.weight"
-    refused(f"missing tensors \\['{key}'\\]", **{key: None})
-    refused("unexpected tensors \\['adapter.weight'\\]", **{"adapter.weight": torch.zeros(2)})
-    refused(f"{key} has shape \\(2, 64\\), expected \\(32, 64\\)", **{key: torch.zeros(2, 64)})
-
-
-def test_folders_and_arguments_that_are_wrong(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="has no config.json"):
-        load(tmp_path)
-    with pytest.raises(FileNotFoundError, match="not a hub id"):
-        load(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="dtype is torch.int8"):
-        load(tmp_path, dtype=torch.int8)
-    with pytest.raises(TypeError, match="Linear is not a UNet of the zoo"):
-        save(torch.nn.Linear(2, 2), tmp_path)  # type: ignore[arg-type]
+def test_configs_that_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": "AutoencoderKL"}))
     with pytest.raises(ValueError, match="config.json is of a AutoencoderKL"):
         load(tmp_path)
@@ -162,8 +125,3 @@ def test_folders_and_arguments_that_are_wrong(tmp_path: Path) -> None:
         )
         with pytest.raises(ValueError, match=words):
             load(tmp_path)
-
-
-def test_a_dtype_by_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="dtype is 'bfloat16', but parameters need a floating-point torch.dtype"):
-        load(tmp_path, dtype="bfloat16")  # type: ignore[arg-type]

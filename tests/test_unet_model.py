@@ -106,30 +106,6 @@ def _shapes_of(given: Any, block: nn.Module) -> Any:
     return tuple(tuple(each.shape) if isinstance(each, Tensor) else None for each in tensors)
 
 
-def test_autocast_matches_eager() -> None:
-    model = make("unet-xl-debug")
-    inputs = zoo.example_inputs(model)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        expected = model(**inputs).sample
-        zoo.compile_regions(model, backend="aot_eager")
-        with zoo.enforce_budget(model):
-            found = model(**inputs).sample
-    assert found.dtype == expected.dtype == torch.bfloat16
-    assert reference.relative_error(found, expected) < 2e-2
-    zoo.uncompile(model)
-    with torch.no_grad():
-        assert reference.relative_error(found.float(), model(**inputs).sample) < 5e-2
-
-
-@pytest.mark.slow
-def test_the_whole_model_compiles_without_a_break() -> None:
-    model = make("unet-debug")
-    inputs = zoo.example_inputs(model)
-    with torch.no_grad():
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        torch.testing.assert_close(compiled(**inputs).sample, model(**inputs).sample)
-
-
 def test_a_backward_fills_nothing_with_zeros() -> None:
     model = make("unet-debug").train()
     loss = model(**zoo.example_inputs(model)).sample.square().mean()
@@ -394,11 +370,6 @@ def test_example_inputs_check_their_sizes() -> None:
         zoo.example_inputs(model, size=10)
     half = make("unet-xl-debug", dtype=torch.bfloat16)
     assert half.dtype == torch.bfloat16 and half(**zoo.example_inputs(half)).sample.isfinite().all()
-
-
-def test_blocks_build_on_their_own() -> None:
-    x, key = torch.randn(6, 8), torch.randn(2, 5, 16)
-    assert TransformerBlock(8, 2)(x, key, None, None).shape == x.shape
 
 
 class _Doubled(nn.Linear):

@@ -1,14 +1,9 @@
-"""The kernels of a training step against exact numbers. Run by test_training_kernels.py in Triton's interpreter, and on
-a GPU.
-
-TRITON_INTERPRET=1 python -m pytest tests/training_kernel_checks.py
-"""
+"""The kernels of a training step against exact numbers."""
 
 from __future__ import annotations
 
 import copy
 import math
-import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from tests.kernel_checks import DEVICE, MARKS, kernels_run, values  # noqa: F401
 from zoo.ops import adamw as updates
 from zoo.ops import common, cross_entropy
 from zoo.ops.cross_entropy import IGNORED
@@ -27,29 +23,21 @@ from zoo.ops.triton import cross_entropy as rows_kernel
 from zoo.ops.triton.adamw import _one_minus_exp
 from zoo.training import AdamW, LinearCrossEntropy
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    *([] if DEVICE == "cpu" else [pytest.mark.gpu]),
+    *([MARKS] if MARKS else []),
 ]
 # The interpreter cuts bits off where a GPU rounds to bfloat16.
 EPS = {torch.float32: 2e-6, torch.bfloat16: 2**-7 if DEVICE == "cpu" else 2**-8, torch.float16: 2**-11}
 
 
 @pytest.fixture(autouse=True)
-def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
+def _all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(updates, "LARGE", 1)
     monkeypatch.setattr(updates, "SMALLEST", 1)
-    if DEVICE == "cpu":
-        monkeypatch.setattr(common, "triton_runs_on", lambda device: True)
-
-
-def values(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
-    return (torch.randn(*shape) * scale).to(DEVICE, dtype)
 
 
 def number(value: float) -> Tensor:

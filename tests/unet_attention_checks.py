@@ -1,24 +1,19 @@
-"""The kernel of attention to few keys against float64. Run by test_unet_kernels.py, in the interpreter or on a GPU.
-
-TRITON_INTERPRET=1 python -m pytest tests/unet_attention_checks.py
-"""
+"""The kernel of attention to few keys against float64."""
 
 from __future__ import annotations
-
-import os
 
 import pytest
 import torch
 from torch import Tensor
 
 import zoo
+from tests.kernel_checks import DEVICE, MARKS, kernels_run, values  # noqa: F401
 from zoo.ops import attention as ops
 from zoo.ops import common
 from zoo.ops.attention import short_attention
 from zoo.ops.triton import attention as kernels
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
+pytestmark = MARKS
 RELATIVE = {torch.bfloat16: 6e-3, torch.float16: 1.5e-3}
 if DEVICE == "cpu":
     # The interpreter multiplies matrices of bfloat16 as if they were integers.
@@ -28,15 +23,8 @@ if DEVICE == "cpu":
 SIZES = [(70, 77, 2, 40), (64, 64, 1, 160), (9, 128, 2, 80), (65, 1, 3, 64), (1, 65, 1, 8), (3, 100, 1, 24)]
 
 
-@pytest.fixture(autouse=True)
-def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    if DEVICE == "cpu":
-        monkeypatch.setattr(common, "triton_runs_on", lambda device: True)
-
-
 def heads(*shape: int, dtype: torch.dtype = torch.float16, scale: float = 1.0) -> Tensor:
-    return (torch.randn(*shape) * scale).to(DEVICE, dtype)
+    return values(*shape, dtype=dtype, scale=scale)
 
 
 def close(found: Tensor, query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -1,11 +1,7 @@
-"""The kernels of the glue against float64. Run by test_unet_kernels.py in Triton's interpreter, and on a GPU.
-
-TRITON_INTERPRET=1 python -m pytest tests/unet_glue_checks.py
-"""
+"""The kernels of the glue against float64."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -14,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zoo
+from tests.kernel_checks import DEVICE, MARKS, kernels_run, values  # noqa: F401
 from zoo.engine.compile import plan_of
 from zoo.engine.graph_log import LEDGER
 from zoo.ops import common, glu
@@ -25,39 +22,21 @@ from zoo.ops.triton import glu as kernels
 from zoo.ops.triton import group_norm
 from zoo.ops.triton import norms as norm_kernels
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
+pytestmark = MARKS
 # The interpreter cuts numbers off where a GPU rounds them to bfloat16.
 RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 8e-3 if DEVICE == "cpu" else 4e-3, torch.float16: 5e-4}
-# Rows and channels: whole tiles; less than a tile; widths of the models, that vectors and powers of two do not divide.
-SIZES = [(16, 64), (1, 8), (5, 320), (9, 60), (3, 7), (2, 1), (33, 40), (2, 1280)]
 
 
 @pytest.fixture(autouse=True)
-def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    # Off for products, but by default on for convolutions.
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
-        monkeypatch.setattr(common, "triton_runs_on", lambda device: True)
         monkeypatch.setattr(glu, "_is_hopper", lambda device: True)
-
-
-def values(*shape: int, dtype: torch.dtype = torch.float32, mean: float = 0.0, scale: float = 1.0) -> Tensor:
-    return (torch.randn(*shape) * scale + mean).to(DEVICE, dtype)
 
 
 def close(found: Tensor, expected: Tensor, dtype: torch.dtype, times: float = 1.0) -> None:
     assert found.shape == expected.shape and found.dtype == dtype and found.is_contiguous() and found.isfinite().all()
     error = (found.double() - expected).norm() / expected.norm()
     assert error < RELATIVE[dtype] * times, error
-
-
-@pytest.mark.parametrize("dtype", RELATIVE)
-@pytest.mark.parametrize(("rows", "columns"), [*SIZES, (3, 300), (9, 512)])
-def test_gates(rows: int, columns: int, dtype: torch.dtype) -> None:
-    x, bias = values(rows, 2 * columns, dtype=dtype, scale=2.0), values(2 * columns, dtype=dtype)
-    close(gated_gelu(x, bias), gated_gelu(x.double(), bias.double()), dtype)
 
 
 def gate_alone(gate: Tensor) -> Tensor:
@@ -85,46 +64,10 @@ def test_gelu_of_what_is_not_finite() -> None:
 
 
 @pytest.mark.parametrize("dtype", RELATIVE)
-@pytest.mark.parametrize(("rows", "columns"), SIZES)
-def test_biases_and_residuals(rows: int, columns: int, dtype: torch.dtype) -> None:
-    x, residual = values(rows, columns, dtype=dtype), values(rows, columns, dtype=dtype, mean=1.0)
-    bias = values(columns, dtype=dtype)
-    close(conv_add(x, bias, residual), x.double() + bias.double() + residual.double(), dtype)
-
-
-@pytest.mark.parametrize("dtype", RELATIVE)
-@pytest.mark.parametrize(("rows", "columns"), SIZES)
-def test_biases(rows: int, columns: int, dtype: torch.dtype) -> None:
-    x, bias = values(rows, columns, dtype=dtype), values(columns, dtype=dtype, mean=1.0)
-    close(conv_add(x, bias), x.double() + bias.double(), dtype)
-
-
-@pytest.mark.parametrize("dtype", RELATIVE)
 @pytest.mark.parametrize("shape", [(2, 5, 12, 40), (1, 1, 1, 320), (3, 4, 1, 7), (1, 2, 3, 64)])
 def test_doubles_images(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = values(*shape, dtype=dtype).permute(0, 3, 1, 2)
     assert torch.equal(upsample(x).float(), F.interpolate(x.float(), scale_factor=2.0, mode="nearest"))
-
-
-@pytest.mark.parametrize("dtype", RELATIVE)
-@pytest.mark.parametrize(("rows", "columns"), [*((rows, columns) for rows, columns in SIZES if columns > 1), (3, 2048)])
-def test_norms(rows: int, columns: int, dtype: torch.dtype) -> None:
-    x, residual = values(rows, columns, dtype=dtype), values(rows, columns, dtype=dtype, mean=0.5)
-    weight, bias = values(columns, dtype=dtype, mean=1.0), values(columns, dtype=dtype)
-    total, normed = add_norm(x, residual, weight, bias, None, 1e-5)
-    close(total, x.double() + residual.double(), dtype)
-    close(normed, layer_norm(total.double(), weight.double(), bias.double(), 1e-5), dtype)
-    # It is the rounded sum that is normed.
-    assert torch.equal(layer_norm(total, weight, bias, 1e-5), normed)
-
-
-@pytest.mark.parametrize("dtype", RELATIVE)
-def test_shifts_move_the_sum_and_not_what_is_normed(dtype: torch.dtype) -> None:
-    x, residual = values(5, 320, dtype=dtype), values(5, 320, dtype=dtype, mean=0.5)
-    weight, bias, shift = values(320, dtype=dtype), values(320, dtype=dtype), values(320, dtype=dtype, mean=3.0)
-    moved, normed = add_norm(x, residual, weight, bias, shift, 1e-5)
-    close(moved, x.double() + residual.double() + shift.double(), dtype)
-    assert torch.equal(normed, add_norm(x, residual, weight, bias, None, 1e-5)[1])
 
 
 @pytest.mark.parametrize("dtype", RELATIVE)
@@ -190,35 +133,14 @@ def test_rows_wider_than_a_program_are_torchs(monkeypatch: pytest.MonkeyPatch) -
         torch.testing.assert_close(add_norm(x, x, weight, bias, None, 1e-5)[1], layer_norm(x + x, weight, bias, 1e-5))
 
 
-def test_other_dtypes_of_parameters_and_residuals() -> None:
-    # As autocast hands them over, and a ControlNet that is not under it.
-    x, wide = values(9, 24, dtype=torch.bfloat16), values(9, 24)
-    weight, bias = values(24, mean=1.0), values(24)
-    close(conv_add(x, bias, x), 2 * x.double() + bias.double(), torch.bfloat16)
-    close(conv_add(x, bias, wide), x.double() + wide.double() + bias.double(), torch.float32)
-    total, normed = add_norm(x, wide, weight, bias, None, 1e-5)
-    expected = x.double() + wide.double()
-    close(total, expected, torch.float32)
-    close(normed, layer_norm(expected, weight.double(), bias.double(), 1e-5), torch.float32)
-
-
-def test_rows_that_are_not_contiguous_nor_aligned() -> None:
-    x, weight, bias = values(24, 9).t(), values(25)[1:], values(25)[1:]
-    gated = gated_gelu(x.double(), bias.double())
-    close(gated_gelu(x, bias), gated, torch.float32)
+def test_rows_that_are_not_aligned() -> None:
+    weight, bias = values(25)[1:], values(25)[1:]
+    x = values(9 * 24 + 1)[1:].view(9, 24)
+    close(gated_gelu(x, bias), gated_gelu(x.double(), bias.double()), torch.float32)
     close(conv_add(x, bias, x), 2 * x.double() + bias.double(), torch.float32)
-    expected = layer_norm(x.double(), weight.double(), bias.double(), 1e-5)
-    close(layer_norm(x, weight, bias, 1e-5), expected, torch.float32)
-    shifted = values(9 * 24 + 1)[1:].view(9, 24)
-    gated = gated_gelu(shifted.double(), bias.double())
-    close(gated_gelu(shifted, bias), gated, torch.float32)
-
-
-def test_no_rows() -> None:
-    x, weight = values(0, 24), values(24)
-    assert gated_gelu(x, weight).shape == (0, 12)
-    assert conv_add(x, weight, x).shape == layer_norm(x, weight, weight, 1e-5).shape == (0, 24)
-    assert all(out.shape == (0, 24) for out in add_norm(x, x, weight, weight, None, 1e-5))
+    close(
+        layer_norm(x, weight, bias, 1e-5), layer_norm(x.double(), weight.double(), bias.double(), 1e-5), torch.float32
+    )
 
 
 def test_kernels_run_with_gradients_and_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,7 @@
-"""The group-norm kernels against float64. Run by test_unet_kernels.py in Triton's interpreter, and on a GPU.
-
-TRITON_INTERPRET=1 python -m pytest tests/unet_kernel_checks.py
-"""
+"""The group-norm kernels against float64."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -14,13 +10,14 @@ import torch
 from torch import Tensor
 
 import zoo
+from tests import kernel_checks
+from tests.kernel_checks import DEVICE, MARKS, kernels_run  # noqa: F401
 from zoo.ops import common
 from zoo.ops import group_norm as ops
 from zoo.ops.triton import group_norm as kernels
 from zoo.ops.triton import group_norm_backward
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
+pytestmark = MARKS
 RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 # Channels of a group in the models: 10, 20, 30, 40, 60, 80, and more groups than a program takes. Others: one alone,
 # odd widths, wider than a block. The first, which the interpreter computes in all dtypes, is a small one.
@@ -35,13 +32,9 @@ def in_dtypes(cases: list[tuple[int, ...]]) -> list[tuple[Any, ...]]:
 
 
 @pytest.fixture(autouse=True)
-def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    # Off for products, but by default on for convolutions.
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs one program after the other."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(common, "triton_runs_on", lambda device: True)
-        # The interpreter runs one program after the other.
         monkeypatch.setattr(kernels, "ENOUGH", 6)
         monkeypatch.setattr(group_norm_backward, "ENOUGH", 24)
 
@@ -56,8 +49,8 @@ def _ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 both_ways = pytest.mark.usefixtures("_ways")
 
 
-def values(*shape: int, dtype: torch.dtype = torch.float32, mean: float = 0.0, scale: float = 1.0) -> Tensor:
-    drawn = (torch.randn(*shape) * scale + mean).to(DEVICE, dtype)
+def values(*shape: int, dtype: torch.dtype = torch.float32, mean: float = 0.0) -> Tensor:
+    drawn = kernel_checks.values(*shape, dtype=dtype, mean=mean)
     return drawn.contiguous(memory_format=torch.channels_last) if drawn.dim() == 4 else drawn
 
 
@@ -259,32 +252,6 @@ def test_a_model_predicts_as_without_kernels(monkeypatch: pytest.MonkeyPatch) ->
         loss = (out * torch.linspace(-1, 1, out.numel(), device=DEVICE).view(out.shape)).sum()
         found[kernels_on] = [out.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
     torch.testing.assert_close(found[True], found[False], rtol=1e-3, atol=1e-4)
-
-
-def test_compilations_do_not_depend_on_sizes() -> None:
-    widths = [(10, 32), (20, 32), (30, 32), (40, 32), (60, 32), (80, 32)]
-    plans = {(unit, block) for _, unit, block in (kernels._groups_of_a_block(*width) for width in widths)}
-    assert plans == {(8, 128)}
-    for size, groups in [*widths, (1, 8), (7, 3), (129, 2), (4096, 1)]:
-        count, unit, block = kernels._groups_of_a_block(size, groups)
-        assert 1 <= count <= groups and count * size <= block and count * size % unit == 0
-
-
-@both_ways
-@pytest.mark.parametrize(("channels", "groups", "dtype"), in_dtypes([(21, 3), (130, 13), (6, 1), (300, 2)]))
-def test_statistics(channels: int, groups: int, dtype: torch.dtype) -> None:
-    x, shift = values(2, channels, *SIZE, dtype=dtype, mean=2.0), values(2, channels, dtype=dtype)
-    weight = values(channels)
-    _, found = kernels.group_norm(x, shift, weight, weight, groups, 1e-5, True)
-    moved = (x.double() + shift.double()[:, :, None, None]).reshape(2, groups, -1)
-    exact = torch.stack([moved.mean(-1), (moved.var(-1, correction=0) + 1e-5).rsqrt()], dim=-1)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
-    halves = [half.contiguous(memory_format=torch.channels_last) for half in x.split([5, channels - 5], dim=1)]
-    _, _, found = kernels.cat_group_norm(*halves, weight, weight, groups, 1e-5, True)
-    alone = x.double().reshape(2, groups, -1)
-    exact = torch.stack([alone.mean(-1), (alone.var(-1, correction=0) + 1e-5).rsqrt()], dim=-1)
-    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
 
 
 def gradients(*given: Any, shift: Tensor | None, groups: int, first: int, silu: bool) -> tuple[Tensor, ...]:

@@ -1,12 +1,8 @@
-"""Gradients of the glue against float64. Run by test_unet_kernels.py in Triton's interpreter, and on a GPU.
-
-TRITON_INTERPRET=1 python -m pytest tests/unet_learning_checks.py
-"""
+"""Gradients of the glue against float64."""
 
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.kernel_checks import DEVICE, MARKS, kernels_run  # noqa: F401
 from zoo.modules import to_rows
 from zoo.ops import common
 from zoo.ops.conv import conv, conv_add
@@ -25,21 +22,14 @@ from zoo.ops.triton import norms as norm_kernels
 from zoo.ops.triton import sums
 from zoo.unet import TransformerBlock
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-pytestmark = [] if DEVICE == "cpu" else pytest.mark.gpu
+pytestmark = MARKS
 # The interpreter cuts numbers off where a GPU rounds them to bfloat16.
 RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 8e-3 if DEVICE == "cpu" else 4e-3, torch.float16: 5e-4}
 # The rows' dtype, and the parameters'.
 PAIRS = [*((dtype, dtype) for dtype in RELATIVE), (torch.bfloat16, torch.float32)]
-# Rows, columns and dtypes: programs that go round, less than a tile, and what vectors do not divide.
-CASES = [*((9, 40, *pair) for pair in PAIRS), *((*size, *PAIRS[-1]) for size in ((1, 8), (3, 7)))]
-
-
-@pytest.fixture(autouse=True)
-def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    if DEVICE == "cpu":
-        monkeypatch.setattr(common, "triton_runs_on", lambda device: True)
+# Rows, columns and dtypes: programs that go round, less than a tile, what vectors do not divide, widths of the models.
+SIZES = [(1, 8), (3, 7), (16, 64), (5, 320), (2, 1280)]
+CASES = [*((9, 40, *pair) for pair in PAIRS), *((*size, *PAIRS[-1]) for size in SIZES)]
 
 
 @pytest.fixture
@@ -76,6 +66,10 @@ def check(function: Callable[..., Any], given: Sequence[Tensor], alone: bool = T
         close(one, other, like.dtype)
     again = torch.autograd.grad(outputs, given, grads)
     assert all(torch.equal(*both) for both in zip(found, again, strict=True))
+    with torch.no_grad():
+        alike = function(*given)
+    for one, other in zip(outputs, (alike,) if isinstance(alike, Tensor) else alike, strict=True):
+        assert torch.equal(one, other)
     for index, like in enumerate(given if alone else ()):
         frozen = [each.detach().requires_grad_(each is like) for each in given]
         outputs = function(*frozen)
