@@ -98,12 +98,7 @@ def check_mean(graph: CSRGraph, x: Tensor) -> None:
     tensors = graph.tensors
     assert tensors.inverse_degree is not None
     scale = tensors.inverse_degree.double()
-    agree(
-        lambda x: mean_neighbours(x, tensors),
-        lambda x: edge_sum(x, *exact(tensors), row_scale=scale),
-        x,
-        factor=4,
-    )
+    agree(lambda x: mean_neighbours(x, tensors), lambda x: edge_sum(x, *exact(tensors), row_scale=scale), x, factor=4)
 
 
 def check_max(graph: CSRGraph, x: Tensor) -> None:
@@ -125,13 +120,7 @@ def check_attention(graph: CSRGraph, heads: int, channels: int, dtype: torch.dty
 
 
 def _check_attention(
-    graph: CSRGraph,
-    tensors: GraphTensors,
-    heads: int,
-    channels: int,
-    dtype: torch.dtype,
-    average: bool,
-    joined: bool,
+    graph: CSRGraph, tensors: GraphTensors, heads: int, channels: int, dtype: torch.dtype, average: bool, joined: bool
 ) -> None:
     x = values(graph.num_sources, heads, channels, dtype=dtype)
     a_source, a_destination = (values(n, heads, dtype=dtype) * 3 for n in (graph.num_sources, graph.num_destinations))
@@ -297,10 +286,7 @@ def test_sums_with_what_the_rows_have_of_their_own(
 
     x, table = values(11, 5, dtype=dtype), values(11, 16, dtype=dtype)
     agree(
-        lambda x: mean_neighbours(x, graph, own="beside"),
-        lambda x: torch.cat([mean(x), x[:rows]], dim=1),
-        x,
-        factor=4,
+        lambda x: mean_neighbours(x, graph, own="beside"), lambda x: torch.cat([mean(x), x[:rows]], dim=1), x, factor=4
     )
     agree(
         lambda table, bias: mean_neighbours(table, graph, own="added", bias=bias, channels=7),

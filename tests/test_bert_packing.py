@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 import zoo
-from benchmarks.families.base import cut
-from benchmarks.families.bert import CUTS
 from zoo.bert import Bert, Encoding, layer, pack, token_buckets, unpack
 from zoo.bert.layer import Rows, attend, key_mask, rows_of
 from zoo.bert.packing import filling_rows
@@ -195,36 +193,6 @@ def test_an_empty_row_harms_nobody() -> None:
     torch.testing.assert_close(out, attend(qkv, 2, None, short, 0.0))
 
 
-@pytest.mark.parametrize("name", ["layers", "layers-and-ends"])
-def test_an_epoch_of_lengths_is_as_many_graphs_as_sizes(name: str) -> None:
-    model: Any = zoo.create("bert-debug", num_hidden_layers=2)
-    buckets = token_buckets(4, 16, steps=3)
-    if name != "layers":
-        cut(model, CUTS[name])
-    zoo.compile_regions(model, backend="eager")
-    before = len(LEDGER.entries)
-    seen = set()
-    with torch.inference_mode(), zoo.enforce_budget(model):
-        for seed in range(12):
-            rows = 4 if seed < 11 else 2
-            longest = (4, 10, 16)[seed % 3]
-            lengths = torch.randint(longest // 2, longest + 1, (rows, 1), generator=torch.Generator().manual_seed(seed))
-            lengths[0] = longest
-            width = int(lengths.max())
-            mask = torch.arange(width) < lengths
-            ids = torch.randint(1, 128, mask.shape)
-            batch = pack(ids, mask, config=model.config, buckets=buckets, rows=4, length=16)
-            output = model(batch)
-            assert output.pooler_output.shape == (4, 32)
-            seen.add(batch.input_ids.numel())
-    assert seen == set(buckets)
-    found: Counter[str] = Counter()
-    for entry in LEDGER.entries[before:]:
-        found[entry.region.__name__] += entry.graphs
-    ends = {"BertEmbeddings": len(buckets), "PoolerHead": 1} if name == "layers-and-ends" else {}
-    assert +found == {"BertLayer": len(buckets), **ends}
-
-
 def test_a_thousand_batches_compile_what_was_declared_and_nothing_more() -> None:
     model: Any = zoo.create("bert-debug")
     rows, length = 4, 16
@@ -274,11 +242,6 @@ def test_the_mask_adds_numbers_of_the_scores_dtype() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert key_mask(mask, torch.zeros(1)).dtype == torch.bfloat16
         assert key_mask(mask, torch.zeros(1, dtype=torch.float64)).dtype == torch.float64
-
-
-def test_moving_a_batch() -> None:
-    batch = pack(torch.ones(2, 3, dtype=torch.int64)).to("meta")
-    assert batch.offsets.is_meta and batch.input_ids.is_meta and batch.token_type_ids is None and batch.rows == 2
 
 
 @pytest.mark.gpu

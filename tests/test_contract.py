@@ -40,6 +40,14 @@ def test_every_preset_builds_without_memory(name: str) -> None:
     assert type(model).regions and all(region.why for region in type(model).regions)
     report = zoo.find_regions(model)
     assert report.declared and not report.obstacles, str(report)
+    if not name.endswith("-debug"):
+        tables = {
+            p for module in model.modules() if isinstance(module, torch.nn.Embedding) for p in module.parameters()
+        }
+        blocks = [model.get_submodule(each) for found in report.regions for each in found.modules]
+        inside = {parameter for block in blocks for parameter in block.parameters()} - tables
+        weights = set(model.parameters()) - tables
+        assert sum(p.numel() for p in inside) >= 0.85 * sum(p.numel() for p in weights)
 
 
 @pytest.mark.parametrize("name", DEBUG)

@@ -9,19 +9,7 @@ import pytest
 import torch
 import transformers
 from bert_reference import NAMES
-from fuzzing import (
-    Results,
-    backward,
-    compare,
-    convert,
-    dtypes,
-    fuzz,
-    one_of,
-    randomize,
-    rarely,
-    round_trips,
-    seeds,
-)
+from fuzzing import Results, backward, compare, convert, dtypes, fuzz, one_of, randomize, rarely, round_trips, seeds
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn

@@ -9,19 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from fuzzing import (
-    Results,
-    backward,
-    compare,
-    convert,
-    dtypes,
-    fuzz,
-    one_of,
-    randomize,
-    rarely,
-    round_trips,
-    seeds,
-)
+from fuzzing import Results, backward, compare, convert, dtypes, fuzz, one_of, randomize, rarely, round_trips, seeds
 from hypothesis import given
 from hypothesis import strategies as st
 from llm_reference import exact_norms

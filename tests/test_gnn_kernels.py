@@ -81,11 +81,7 @@ def test_operators_are_what_autograd_makes_of_gathers_and_scatters() -> None:
     graph, weighted = random_graph(mean=True).tensors, random_graph(weight=True).tensors
     x, x3, scores = torch.randn(8, 3), torch.randn(8, 2, 3), (torch.randn(8, 2), torch.randn(7, 2))
     pairs: list[tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[Tensor, ...]]] = [
-        (
-            lambda x: sum_neighbours(x, weighted),
-            lambda x: edge_sum(x, *exact(weighted), weight=weighted.weight),
-            (x,),
-        ),
+        (lambda x: sum_neighbours(x, weighted), lambda x: edge_sum(x, *exact(weighted), weight=weighted.weight), (x,)),
         (
             lambda x: mean_neighbours(x, graph),
             lambda x: edge_sum(x, *exact(graph), row_scale=graph.inverse_degree),
@@ -94,11 +90,7 @@ def test_operators_are_what_autograd_makes_of_gathers_and_scatters() -> None:
         (lambda x: max_neighbours(x, graph), lambda x: edge_max(x, *exact(graph)), (x,)),
         # Relu makes maxima of zero, where torch counts the zeros that it starts from among the ties.
         (lambda x: max_neighbours(x, graph), lambda x: edge_max(x, *exact(graph)), (x.relu().round(),)),
-        (
-            lambda *xs: attend(*xs, graph, 0.2),
-            lambda *xs: edge_attention(*xs, 0.2, *exact(graph)),
-            (x3, *scores),
-        ),
+        (lambda *xs: attend(*xs, graph, 0.2), lambda *xs: edge_attention(*xs, 0.2, *exact(graph)), (x3, *scores)),
         # At a score of zero leaky relu has two slopes, and torch takes the lower one.
         (
             lambda *xs: attend(*xs, graph, 0.2),
@@ -369,11 +361,7 @@ def test_real_sizes_against_float64_and_to_the_bit(kind: str, dtype: torch.dtype
     weight, scale = tensors.weight.double(), plain_graph.inverse_degree.double()
     cases: list[tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = [
         (lambda x: sum_neighbours(x, tensors), lambda x: edge_sum(x, *exact(tensors), weight), ((100,),)),
-        (
-            lambda x: mean_neighbours(x, plain_graph),
-            lambda x: edge_sum(x, *exact(tensors), row_scale=scale),
-            ((256,),),
-        ),
+        (lambda x: mean_neighbours(x, plain_graph), lambda x: edge_sum(x, *exact(tensors), row_scale=scale), ((256,),)),
         (lambda x: max_neighbours(x, plain_graph), lambda x: edge_max(x, *exact(tensors)), ((64,),)),
         (
             lambda *xs: attend(*xs, plain_graph, 0.2),

@@ -147,14 +147,6 @@ def test_outer_cuda_graph_takes_a_prepared_graph_as_static(name: str) -> None:
         torch.testing.assert_close(step(other, graph), model(other, edge_index))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_all_weights_lie_in_regions(name: str) -> None:
-    model = zoo.create(name, num_layers=4, jk="cat")
-    inside = {parameter for found in zoo.find_regions(model).regions for each in found.modules
-              for parameter in model.get_submodule(each).parameters()}  # fmt: skip
-    assert inside == set(model.parameters())
-
-
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize(
     ("name", "direct"),

@@ -490,11 +490,7 @@ def test_what_is_out_of_range_is_refused(options: dict[str, Any], message: str):
     ("options", "kind", "message"),
     [
         ({"seeds": torch.ones(NODES, dtype=torch.bool)}, TypeError, r"seeds is torch.bool.*mask.nonzero\(\)"),
-        (
-            {"seeds": torch.tensor([1.0])},
-            TypeError,
-            r"seeds is torch.float32, expected int64; use seeds.to\(",
-        ),
+        ({"seeds": torch.tensor([1.0])}, TypeError, r"seeds is torch.float32, expected int64; use seeds.to\("),
         ({"seeds": torch.tensor([1], dtype=torch.int32)}, TypeError, "seeds is torch.int32"),
         ({"seeds": [1, 2]}, TypeError, r"seeds is a list, expected a dense tensor \[n\]"),
         ({"seeds": torch.tensor([[1]])}, ValueError, r"seeds has shape \[1, 1\], expected \[n\]"),

@@ -179,11 +179,7 @@ def test_the_paddings_vector_gets_no_gradient() -> None:
         ({"cache": 3}, TypeError, "make_cache"),
         ({"logits_to_keep": -1}, ValueError, "logits_to_keep is -1"),
         ({"logits_to_keep": torch.ones(2)}, TypeError, "logits_to_keep is torch.float32"),
-        (
-            {"logits_to_keep": torch.ones(3, 1, dtype=torch.int64)},
-            ValueError,
-            r"expected \[L\] or \[2, L\]",
-        ),
+        ({"logits_to_keep": torch.ones(3, 1, dtype=torch.int64)}, ValueError, r"expected \[L\] or \[2, L\]"),
     ],
 )
 def test_bad_inputs_are_named(model: LLM, inputs: dict[str, Any], error: type[Exception], words: str) -> None:
@@ -217,10 +213,7 @@ def test_values_that_torch_transforms_are_not_looked_at(model: LLM) -> None:
 
 def test_a_position_behind_the_cache_is_named(model: LLM) -> None:
     cache = model.make_cache(2, 16)
-    with (
-        pytest.raises(ValueError, match="from 5 to 16, but cache.slots is 16: .* more slots"),
-        torch.inference_mode(),
-    ):
+    with pytest.raises(ValueError, match="from 5 to 16, but cache.slots is 16: .* more slots"), torch.inference_mode():
         model(ids(), position_ids=torch.arange(5, 17)[None], cache=cache)
     assert not any(layer.any() for layer in cache.layers)
 

@@ -37,10 +37,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         "norm of the batch": (lambda x, *norm: norm_act(x, Norm(*norm, *batch)), (learning[0], *learning[2:4])),
         "wider weights": (lambda x, *norm: norm_act(x, Norm(*norm, *frozen)), (half, *learning[2:4])),
         "residual": (lambda x, r, *norm: norm_act(x, Norm(*norm, *batch), r), learning[:4]),
-        "two norms": (
-            lambda x, r, w, b, *norm: norm_act(x, Norm(w, b, *batch), r, Norm(*norm, *batch)),
-            learning,
-        ),
+        "two norms": (lambda x, r, w, b, *norm: norm_act(x, Norm(w, b, *batch), r, Norm(*norm, *batch)), learning),
         "two frozen norms": (norm_act, (x, Norm(*frozen, *frozen), more, Norm(*frozen, *frozen))),
         "bias": (bias_act, (x, mean)),
         "bias and residual": (bias_act, (x, mean, more)),

@@ -109,11 +109,7 @@ def test_weights_with_norms_do_not_go_into_a_folded_model(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("weights", "size"),
-    [
-        (models.ResNet50_Weights.IMAGENET1K_V1, 224),
-        ("ResNet50_Weights.IMAGENET1K_V2", 224),
-        ("wide_resnet50_2", 224),
-    ],
+    [(models.ResNet50_Weights.IMAGENET1K_V1, 224), ("ResNet50_Weights.IMAGENET1K_V2", 224), ("wide_resnet50_2", 224)],
     ids=str,
 )
 def test_transforms_are_torchvisions(weights: Any, size: int) -> None:

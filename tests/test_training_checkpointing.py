@@ -66,14 +66,6 @@ def test_gradients_do_not_change(device: str, every: int, block: type[nn.Module]
     torch.testing.assert_close(gradients(model, x), expected)
 
 
-def test_the_first_block_of_every_n_is_checkpointed() -> None:
-    x = torch.randn(2, 4)
-    models = [zoo.compile_regions(Stack(depth=1).train(), backend="aot_eager") for _ in range(2)]
-    checkpoint_regions(models[1], Block, every=2)
-    kept, kept_when_checkpointed = (kept_bytes(model, x) for model in models)
-    assert kept_when_checkpointed < kept
-
-
 BLOCKS = {
     "bert-debug": "BertLayer",
     "llm-debug": "LLMLayer",
@@ -220,14 +212,6 @@ def test_less_is_kept():
     assert kept_bytes(model, x) < half < all_kept
 
 
-def test_no_graph_is_added():
-    model = checkpoint_regions(compiled(), Block)
-    with zoo.enforce_budget(model):
-        for seed in range(3):
-            torch.manual_seed(seed)
-            model(torch.randn(2, 4)).sum().backward()
-
-
 def test_a_step_trains_with_it():
     losses = []
     for every in (None, 1):
@@ -237,7 +221,10 @@ def test_a_step_trains_with_it():
         step = TrainingStep(
             model, lambda m, x: m(x).square().mean(), torch.optim.AdamW(model.parameters(), fused=True), cuda_graph=True
         )
-        losses.append([step(torch.randn(2, 4, generator=torch.Generator().manual_seed(i))).item() for i in range(8)])
+        with zoo.enforce_budget(model):
+            losses.append(
+                [step(torch.randn(2, 4, generator=torch.Generator().manual_seed(i))).item() for i in range(8)]
+            )
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 

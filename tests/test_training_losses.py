@@ -116,24 +116,13 @@ def test_the_backward_runs_once():
         loss.backward()
 
 
-@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch has its own only in later releases")
-def test_it_agrees_with_torchs_own_chunked_loss():
-    x, weight, labels = draw((50,), torch.float32)
-    expected = F.linear_cross_entropy(x, weight, labels)
-    torch.testing.assert_close(LinearCrossEntropy(8)(x, weight, labels), expected)
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
         ({"weight": torch.ones(37, 15)}, ValueError, r"x \[20, 16\] and weight \[37, 15\] do not fit"),
         ({"labels": torch.zeros(19, dtype=torch.int64)}, ValueError, r"labels are \[19\], expected .*\[20\]"),
         ({"labels": torch.zeros(20, dtype=torch.int32)}, TypeError, r"torch\.int32, expected torch\.int64"),
-        (
-            {"weight": torch.ones(37, 16).bfloat16()},
-            TypeError,
-            r"float32 and weight torch\.bfloat16; convert",
-        ),
+        ({"weight": torch.ones(37, 16).bfloat16()}, TypeError, r"float32 and weight torch\.bfloat16; convert"),
         (
             {"labels": torch.full((20,), 37)},
             ValueError,

@@ -77,18 +77,12 @@ def test_another_size_is_as_many_graphs_again() -> None:
     assert graphs(model) == {name: 2 * count for name, count in NEEDED["unet-debug"].items()}
 
 
-@pytest.mark.parametrize(
-    ("name", "share", "resnets", "transformers"), [("sd15", 0.87, 14, 4), ("sd21", 0.87, 14, 4), ("sdxl", 0.97, 12, 2)]
-)
-def test_most_weights_of_full_size_models_lie_in_regions_of_few_graphs(
-    name: str, share: float, resnets: int, transformers: int
-) -> None:
+@pytest.mark.parametrize(("name", "resnets", "transformers"), [("sd15", 14, 4), ("sd21", 14, 4), ("sdxl", 12, 2)])
+def test_regions_of_full_size_models_take_few_graphs(name: str, resnets: int, transformers: int) -> None:
     with torch.device("meta"):
         model = UNet(PRESETS[name])
     report = zoo.find_regions(model)
     parts = [model.get_submodule(part) for found in report.regions for part in found.modules]
-    inside = sum(each.numel() for part in parts for each in part.parameters())
-    assert inside > share * sum(each.numel() for each in model.parameters())
     assert sum(found.budget for found in report.regions) <= 20
     # The layout of what a convolution gives is not known on this device, so that shapes are counted.
     shapes: dict[type, set[Any]] = {ResnetBlock: set(), TransformerBlock: set()}
@@ -192,11 +186,7 @@ def nan(x: Tensor) -> Tensor:
 
 BAD: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[Exception], str]] = {
     "list": (changed("sample", lambda x: x.tolist()), TypeError, "sample is a list"),
-    "integers": (
-        changed("sample", lambda x: x.long()),
-        TypeError,
-        r"torch\.int64 and the weights torch\.float32",
-    ),
+    "integers": (changed("sample", lambda x: x.long()), TypeError, r"torch\.int64 and the weights torch\.float32"),
     "half": (changed("sample", lambda x: x.half()), TypeError, r"use sample\.to\(torch\.float32\), or torch\.autocast"),
     "one sample": (changed("sample", lambda x: x[0]), ValueError, r"use sample\[None\] for one sample"),
     "channels": (changed("sample", lambda x: x[:, :3]), ValueError, r"\[2, 3, 16, 16\], expected \[B, 4, H, W\]$"),

@@ -272,12 +272,7 @@ TEXT, SIZES = drawn(2, 7, 24), torch.zeros(2, 6)
         ("sd", {"text": TEXT.double()}, TypeError, "text is torch.float64 and the weights torch.float32"),
         ("sd", {"negative": None}, ValueError, "negative is missing: .* or guidance_scale=1"),
         ("sd", {"negative": drawn(2, 8, 24)}, ValueError, "text has 7 tokens and negative 8; pad both alike"),
-        (
-            "sd",
-            {"latents": drawn(2, 4, 16, 16)},
-            ValueError,
-            r"latents has shape .*, expected \[2, 4, 8, 12\]",
-        ),
+        ("sd", {"latents": drawn(2, 4, 16, 16)}, ValueError, r"latents has shape .*, expected \[2, 4, 8, 12\]"),
         ("sd", {"latents": torch.zeros(SHAPE, dtype=torch.int64)}, TypeError, "latents is torch.int64"),
         ("sd", {"seed": 1.5}, TypeError, "seed is 1.5"),
         ("sd", {"guidance_scale": "7"}, ValueError, "guidance_scale is '7'"),

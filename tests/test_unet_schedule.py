@@ -81,10 +81,7 @@ def assert_same(theirs: Any, steps: int) -> None:
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 def test_the_same_steps(name: str, spacing: str, prediction: str) -> None:
     for steps in COUNTS:
-        assert_same(
-            scheduler(name, timestep_spacing=spacing, prediction_type=prediction, steps_offset=1),
-            steps,
-        )
+        assert_same(scheduler(name, timestep_spacing=spacing, prediction_type=prediction, steps_offset=1), steps)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -54,8 +53,8 @@ DTYPES = {
 
 
 @pytest.mark.parametrize("dtypes", DTYPES)
-@pytest.mark.parametrize("numbers", [1, 4096, 9001])
-@pytest.mark.parametrize("count", [1, 2, 1000, 100_000])
+@pytest.mark.parametrize("numbers", [1, 9001])
+@pytest.mark.parametrize("count", [1, 2, 100_000])
 @pytest.mark.parametrize(
     "options", [{}, {"decay": 0.1, "rate_on_device": True}, {"scale": 1024.0, "maximize": True}], ids=str
 )
@@ -156,40 +155,6 @@ def test_steps_are_torchs(dtype: torch.dtype, options: dict[str, Any], monkeypat
         close([found["exp_avg"], found["exp_avg_sq"]], [expected["exp_avg"], expected["exp_avg_sq"]], dtype)
 
 
-def test_states_go_from_one_to_the_other_and_back() -> None:
-    ours, mine, theirs, torchs = pair(torch.float32, lr=1e-2)
-    steps(mine, ours, 2)
-    for param, other in zip(theirs, ours, strict=True):
-        param.data.copy_(other.data)
-    torchs.load_state_dict(copy.deepcopy(mine.state_dict()))
-    steps(torchs, theirs, 2, seed=1)
-    steps(mine, ours, 2, seed=1)
-    close(ours, theirs, torch.float32)
-    mine.load_state_dict(copy.deepcopy(torchs.state_dict()))
-    steps(torchs, theirs, 1, seed=2)
-    steps(mine, ours, 1, seed=2)
-    close(ours, theirs, torch.float32)
-
-
-def test_a_flag_on_the_device_skips_all_of_it() -> None:
-    ours, mine, theirs, torchs = pair(torch.float32, lr=1e-2)
-    for params, optimizer in ((ours, mine), (theirs, torchs)):
-        steps(optimizer, params, 1)
-        held = [param.detach().clone() for param in params]
-        state = [value.clone() for values in optimizer.state.values() for value in values.values()]
-        optimizer.found_inf, optimizer.grad_scale = number(1.0), number(8.0)
-        steps(optimizer, params, 1, seed=1)
-        torch.testing.assert_close([param.detach() for param in params], held, rtol=0, atol=0)
-        now = [value for values in optimizer.state.values() for value in values.values()]
-        torch.testing.assert_close(now, state, rtol=0, atol=0)
-        optimizer.found_inf = number(0.0)
-        steps(optimizer, params, 1, seed=2)
-        assert all(values["step"] == 2 for values in optimizer.state.values())
-    close(ours, theirs, torch.float32)
-    # What is left of the gradients is unscaled.
-    close([each.grad for each in ours], [each.grad for each in theirs], torch.float32)
-
-
 def test_a_backward_that_needs_the_weights_as_they_were_says_so() -> None:
     weight = nn.Parameter(values(8, 8))
     loss = (values(2, 8).requires_grad_() @ weight).sum()
@@ -206,20 +171,6 @@ def test_what_the_kernel_does_not_do_is_torchs(monkeypatch: pytest.MonkeyPatch) 
         steps(optimizer, params, 3)
     assert not sizes
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-
-
-def test_states_of_another_dtype_are_updated_too() -> None:
-    exact = parameters(torch.float32)
-    half = [nn.Parameter(each.detach().bfloat16()) for each in exact]
-    optimizer, reference = AdamW(half, lr=1e-2), torch.optim.AdamW(exact, lr=1e-2, fused=True)
-    steps(reference, exact, 2)
-    steps(optimizer, half, 2)
-    for state in optimizer.state.values():
-        state["exp_avg"], state["exp_avg_sq"] = state["exp_avg"].float(), state["exp_avg_sq"].float()
-    steps(optimizer, half, 2, seed=1)
-    steps(reference, exact, 2, seed=1)
-    for found, expected in zip(half, exact, strict=True):
-        torch.testing.assert_close(found.detach().float(), expected.detach(), rtol=0.05, atol=0.02)
 
 
 # --- several parameters in a launch ---
@@ -336,8 +287,11 @@ def test_counts_of_one_launch_differ_and_a_skipped_step_is_none(
         steps(optimizer, params, 1, seed=1)
         optimizer.grad_scale, optimizer.found_inf = number(8.0), number(1.0)
         held = [param.detach().clone() for param in params]
+        state = [value.clone() for values in optimizer.state.values() for value in values.values()]
         steps(optimizer, params, 1, seed=2)
         torch.testing.assert_close([param.detach() for param in params], held, rtol=0, atol=0)
+        now = [value for values in optimizer.state.values() for value in values.values()]
+        torch.testing.assert_close(now, state, rtol=0, atol=0)
         optimizer.found_inf = number(0.0)
         steps(optimizer, params, 1, seed=3)
         assert [float(optimizer.state[each]["step"]) for each in params] == [2.0, 5.0, 2.0]
