@@ -17,9 +17,11 @@ from zoo.llm import KVCache
 from zoo.llm.generate import DecodeState, accept
 from zoo.ops.attention import attend, decode_attention
 from zoo.ops.glu import swiglu
-from zoo.ops.norms import add_rms_norm, rms_norm
+from zoo.ops.norms import add_rms_norm, reference_rms_norm, rms_norm
 from zoo.ops.rotary import rotate_into, split_rotated
 from zoo.ops.triton import decode as products
+from zoo.ops.triton import norms as norm_kernels
+from zoo.ops.triton import sums
 
 pytestmark = MARKS
 # Kernels begin early on a GPU that lets them.
@@ -254,18 +256,6 @@ def test_a_model_decodes_as_without_kernels(
     torch.testing.assert_close(logits[True], logits[False], rtol=1e-4, atol=1e-4)
 
 
-def test_norms_that_are_listened_to_are_called_in_decoding() -> None:
-    model = zoo.create("llm-debug", head_dim=32, qk_norm=True, **{**SMALLER, "num_hidden_layers": 1}, device=DEVICE)
-    heard: list[str] = []
-    for name, module in model.named_modules():
-        if name.endswith("norm"):
-            module.register_forward_hook(lambda *_, name=name: heard.append(name.rpartition(".")[2]))
-    token = torch.ones(1, 1, dtype=torch.int64, device=DEVICE)
-    with torch.inference_mode():
-        model(token, position_ids=torch.zeros_like(token), cache=model.make_cache(1, 8))
-    assert heard == ["input_layernorm", "q_norm", "k_norm", "post_attention_layernorm", "norm"]
-
-
 @pytest.mark.parametrize("dtype", RELATIVE)
 @pytest.mark.parametrize("vocabulary", [5, 1024, 3000])
 def test_the_most_likely_token_and_what_follows(vocabulary: int, dtype: torch.dtype) -> None:
@@ -315,15 +305,94 @@ def test_functional_transforms_are_torchs() -> None:
 
 
 def test_hooks_of_norms_and_of_the_last_product_are_heard() -> None:
-    model = zoo.create("llm-debug", device=DEVICE)
-    layer, heard = model.layers[0], Counter[str]()
-    names = "input_layernorm", "post_attention_layernorm", "down_proj"
-    position, cache = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), model.make_cache(1, 4)
-    for name in names:
-        getattr(layer, name).register_forward_pre_hook(lambda *_, name=name: heard.update([name]))
+    model = zoo.create("llm-debug", head_dim=32, qk_norm=True, **{**SMALLER, "num_hidden_layers": 1}, device=DEVICE)
+    heard = Counter[str]()
+    names = "input_layernorm", "q_norm", "k_norm", "post_attention_layernorm", "down_proj", "head.norm"
+    for name, module in model.named_modules():
+        if name.endswith(names):
+            module.register_forward_pre_hook(lambda *_, name=name: heard.update([name]))
     tokens = torch.randint(model.config.vocab_size, (2, 9), device=DEVICE)
+    position, cache = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), model.make_cache(1, 4)
     model(tokens)
     with torch.no_grad():
         model(tokens)
         model(tokens[:1, :1], position_ids=position, cache=cache)
-    assert heard == dict.fromkeys(names, 3)
+    assert len(heard) == len(names) and set(heard.values()) == {3}
+
+
+# --- norms of the residual stream ---
+
+
+@pytest.fixture(params=[4, None], ids=["programs that go round", "programs as they are"])
+def _programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param is not None:
+        monkeypatch.setattr(norm_kernels, "PROGRAMS", request.param)
+        monkeypatch.setattr(sums, "PARTS_AT_ONCE", 2)
+
+
+@pytest.mark.usefixtures("_programs")
+@pytest.mark.parametrize("dtype", RELATIVE)
+@pytest.mark.parametrize("shape", [(1, 7), (5, 100), (2, 3, 2048), (9, 3), (3, 4097), (150, 48)], ids=str)
+def test_norms_and_their_gradients(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, added = values(*shape, dtype=dtype, scale=3.0), values(*shape, dtype=dtype)
+    weight = values(shape[-1], dtype=dtype)
+    above, grad = values(*shape, dtype=dtype), values(*shape, dtype=dtype)
+    given = [each.requires_grad_() for each in (x, added, weight)]
+    exact = [each.detach().double().requires_grad_() for each in given]
+    total, normed = add_rms_norm(*given, 1e-5)
+    added_up = exact[0] + exact[1]
+    wanted = rms_norm(added_up, exact[2], 1e-5)
+    close(total, added_up, dtype)
+    close(normed, wanted, dtype)
+    expected = torch.autograd.grad((added_up, wanted), exact, (above.double(), grad.double()))
+    found = torch.autograd.grad((total, normed), given, (above, grad), retain_graph=True)
+    for ours, theirs in zip(found, expected, strict=True):
+        close(ours, theirs, dtype)
+    if DEVICE == "cuda":  # the interpreter runs one program after the other
+        again = torch.autograd.grad((total, normed), given, (above, grad))
+        assert all(torch.equal(*both) for both in zip(found, again, strict=True))
+    # Where nothing is added, with and without a gradient past the norm.
+    weight = given[2]
+    beside, normed = add_rms_norm(x, None, weight, 1e-5)
+    alone = rms_norm(x, weight, 1e-5)
+    assert torch.equal(beside, x) and torch.equal(alone, normed)
+    wanted = rms_norm(exact[0], exact[2], 1e-5)
+    close(normed, wanted, dtype)
+    expected = torch.autograd.grad(
+        (exact[0] * 1, wanted), exact[::2], (above.double(), grad.double()), retain_graph=True
+    )
+    for ours, theirs in zip(torch.autograd.grad((beside, normed), (x, weight), (above, grad)), expected, strict=True):
+        close(ours, theirs, dtype)
+    expected = torch.autograd.grad(wanted, exact[::2], grad.double())
+    for ours, theirs in zip(torch.autograd.grad(alone, (x, weight), grad), expected, strict=True):
+        close(ours, theirs, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_norms_round_where_torch_rounds(dtype: torch.dtype) -> None:
+    x, added, weight = values(20, 96, dtype=dtype), values(20, 96, dtype=dtype), values(96, dtype=dtype)
+    total, normed = add_rms_norm(x, added, weight, 1e-5)
+    expected = reference_rms_norm(x + added, weight, 1e-5)
+    assert torch.equal(total, x + added)
+    # Sums in another order move a few numbers by their last digit before they are rounded.
+    assert (normed != expected).float().mean() < (0.5 if dtype is torch.float32 else 0.01)
+    torch.testing.assert_close(normed, expected, rtol=RELATIVE[dtype], atol=0)
+
+
+def test_norms_of_no_rows() -> None:
+    x, weight = values(0, 32).requires_grad_(), values(32).requires_grad_()
+    total, normed = add_rms_norm(x, x.detach(), weight, 1e-5)
+    grads = torch.autograd.grad((total, normed), (x, weight), (total.detach(), normed.detach()))
+    assert normed.shape == grads[0].shape == (0, 32) and not grads[1].any()
+
+
+def test_a_language_model_trains_as_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.create("llm-debug", device=DEVICE)
+    tokens = torch.randint(model.config.vocab_size, (2, 9), device=DEVICE)
+    gradients = {}
+    for own in (True, False):
+        if not own:
+            monkeypatch.setattr(zoo.ops.common, "triton_runs_on", lambda device: False)
+        gradients[own] = torch.autograd.grad(model(tokens).square().mean(), list(model.parameters()))
+    for found, expected in zip(gradients[True], gradients[False], strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)

@@ -14,12 +14,6 @@ from zoo.engine.side_stream import branch
 from zoo.unet import ResnetBlock
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_without_a_cuda_graph_there_is_nothing_to_wait_for(device: str) -> None:
-    with branch(torch.device(device)) as wait:
-        assert wait is None
-
-
 @pytest.mark.gpu
 def test_a_branch_runs_beside_and_is_waited_for() -> None:
     x = torch.randn(512, 512, device="cuda")

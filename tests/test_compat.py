@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 
@@ -25,17 +21,6 @@ def test_a_fallback_is_named_without_its_arguments(monkeypatch: pytest.MonkeyPat
     compat.name_fallbacks_alone()
     for error in (exc.MissingOperatorWithDecomp, exc.MissingOperatorWithoutDecomp):
         assert "zoo.norm" in error.operator_str("zoo.norm", [Unreadable()], {"x": Unreadable()})
-
-
-def test_newer_releases_and_processes_without_inductor_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    there: Any = SimpleNamespace(OperatorIssue=SimpleNamespace(operator_str=None))
-    monkeypatch.setitem(sys.modules, "torch._inductor.exc", there)
-    monkeypatch.setattr(compat, "FALLBACKS_ARE_LAZY", (2, 11))
-    compat.name_fallbacks_alone()
-    assert there.OperatorIssue.operator_str is None
-    monkeypatch.setattr(compat, "FALLBACKS_ARE_LAZY", (99, 0))
-    monkeypatch.delitem(sys.modules, "torch._inductor.exc")
-    compat.name_fallbacks_alone()
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ Kernels are held against float64 by gnn_kernel_checks.py: here in Triton's inter
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -330,25 +329,6 @@ def big_graph(kind: str = "uniform", **recipe: bool) -> CSRGraph:
     return CSRGraph.from_edge_index(ends, None, nodes).prepared(Recipe(**recipe))
 
 
-def milliseconds(function: Callable[[], object]) -> float:
-    """Of the device alone: launching from Python takes longer than a small kernel."""
-    function()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(10):
-            function()
-    times = []
-    for _ in range(12):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) / 10)
-    return min(times[2:])
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["uniform", "hub"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -382,29 +362,6 @@ def test_real_sizes_against_float64_and_to_the_bit(kind: str, dtype: torch.dtype
         del found, again, wide, expected
 
 
-def times_of_each(kind: str, channels: int, dtype: torch.dtype) -> list[float]:
-    """Milliseconds of every aggregation, forward alone and with its backward."""
-    tensors = big_graph(kind, mean=True).tensors
-    x = torch.randn(NODES, channels, device="cuda", dtype=dtype, requires_grad=True)
-    table = torch.randn(NODES, channels + 16, device="cuda", dtype=dtype, requires_grad=True)
-    functions: list[tuple[Tensor, Callable[[], Tensor]]] = [
-        (x, lambda: mean_neighbours(x, tensors)),
-        (x, lambda: max_neighbours(x, tensors)),
-        (table, lambda: attention(table, None, 8, tensors, 0.2)),
-    ]
-    times = []
-    for leaf, function in functions:
-        with torch.no_grad():
-            times.append(milliseconds(function))
-            cotangent = torch.ones_like(function())
-        times.append(milliseconds(functools.partial(_both_ways, function, leaf, cotangent)))
-    return times
-
-
-def _both_ways(function: Callable[[], Tensor], leaf: Tensor, cotangent: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(function(), leaf, cotangent)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["gcn-debug", "graphsage-debug"])
@@ -425,21 +382,6 @@ def test_widths_that_are_no_whole_vectors_train_on_many_nodes(
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
     for ours, plain in zip(*found, strict=True):
         assert (ours.double() - plain.double()).norm() <= tolerance * plain.double().norm()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("channels", [64, 256])
-def test_a_hub_costs_at_most_half_more(channels: int, dtype: torch.dtype) -> None:
-    """200,000 neighbours each way, among nodes with 6, against a uniform graph of as many edges."""
-    best = {kind: [math.inf] * 6 for kind in ("level", "hub")}
-    for _ in range(4):  # other tests may run on the GPU beside this one
-        for kind, times in best.items():
-            best[kind] = [min(pair) for pair in zip(times, times_of_each(kind, channels, dtype), strict=True)]
-        ratios = [hub / level for hub, level in zip(best["hub"], best["level"], strict=True)]
-        if max(ratios) <= 1.5:
-            return
-    pytest.fail(f"a hub costs {ratios} times as much: {best}")
 
 
 @pytest.mark.gpu

@@ -10,8 +10,13 @@ import pytest
 from tests.kernel_runs import run_checks
 
 FILES = sorted(path.name for path in Path(__file__).parent.glob("*_checks.py") if path.name[:4] not in ("test", "kern"))
-# Half of a file at a time, where it takes minutes.
-PARTS = [(name, part) for name in FILES for part in (("attention", "not attention") if name[:3] == "gnn" else ("",))]
+# Files that take minutes run in two parts.
+HALVES = {"gnn": "attention", "llm": "norms"}
+PARTS = [
+    (name, part)
+    for name in FILES
+    for part in ((HALVES[name[:3]], f"not {HALVES[name[:3]]}") if name[:3] in HALVES else ("",))
+]
 
 
 @pytest.mark.slow

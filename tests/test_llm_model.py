@@ -89,19 +89,6 @@ def test_a_mask_is_one_more_graph(model: LLM) -> None:
     assert graphs(model) == {"LLMLayer": 2, "LLMHead": 1}
 
 
-@pytest.mark.slow
-def test_inductor_gives_the_same_numbers() -> None:
-    model = zoo.create("llm-debug", num_hidden_layers=2, qkv_bias=True, qk_norm=True, sliding_window=5)
-    tokens = ids(2, 7)
-    with torch.inference_mode():
-        expected = model(tokens)
-        zoo.compile_regions(model)
-        cache = model.make_cache(2, 8)
-        torch.testing.assert_close(model(tokens[:, :6], cache=cache), expected[:, :6], rtol=1e-4, atol=1e-4)
-        last = model(tokens[:, 6:], position_ids=torch.full((2, 1), 6), cache=cache)
-        torch.testing.assert_close(last, expected[:, 6:], rtol=1e-4, atol=1e-4)
-
-
 def test_norms_that_are_listened_to_or_replaced_are_called() -> None:
     model = zoo.create("llm-debug", num_hidden_layers=1, qk_norm=True).eval()
     tokens, heard = ids(2, 7), list[str]()

@@ -118,22 +118,6 @@ def test_what_a_controlnet_adds(case: str) -> None:
         assert reference.relative_error(ours(**inputs).sample, expected) > 1e-2
 
 
-@pytest.mark.parametrize("case", ["sd", "xl", "guidance in the timestep"])
-def test_conditions_computed_once_give_the_same(case: str) -> None:
-    ours = zoo.from_upstream(reference.make(case))
-    inputs = reference.inputs(ours)
-    steps = torch.tensor([901, 601, 1])
-    others = {name: inputs[name] for name in ("added_cond_kwargs", "timestep_cond") if name in inputs}
-    with torch.no_grad():
-        run = ours.time_shifts(steps[:, None], **others).shifts
-        text = ours.text_keys_values(inputs["encoder_hidden_states"])
-        assert run.shape[:2] == (3, 1 if case == "sd" else 2)
-        for step, shifts in zip(steps, run, strict=True):
-            expected = ours(**{**inputs, "timestep": step}).sample
-            found = ours(inputs["sample"], type(ours.time_shifts(steps[:1], **others))(shifts), text).sample
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
 # --- full size ---
 
 THEIRS: dict[str, dict[str, Any]] = {

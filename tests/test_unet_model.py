@@ -66,17 +66,6 @@ def test_blocks_are_a_graph_for_each_shape(name: str, mode: str) -> None:
     assert graphs(model) == {found.name: found.graphs_needed for found in report.regions} == NEEDED[name]
 
 
-@pytest.mark.slow
-def test_another_size_is_as_many_graphs_again() -> None:
-    model = make("unet-debug")
-    zoo.compile_regions(model, backend="eager")
-    for batch in (2, 1):
-        inputs = zoo.example_inputs(model, batch=batch, tokens=7)
-        with torch.inference_mode(), zoo.enforce_budget(model):
-            model(**inputs)
-    assert graphs(model) == {name: 2 * count for name, count in NEEDED["unet-debug"].items()}
-
-
 @pytest.mark.parametrize(("name", "resnets", "transformers"), [("sd15", 14, 4), ("sd21", 14, 4), ("sdxl", 12, 2)])
 def test_regions_of_full_size_models_take_few_graphs(name: str, resnets: int, transformers: int) -> None:
     with torch.device("meta"):
@@ -123,19 +112,6 @@ def test_inductor_gives_the_same_numbers_and_gradients() -> None:
         out = own(**inputs).sample
         results.append([out.detach(), *torch.autograd.grad(out.square().sum(), list(own.parameters()))])
     torch.testing.assert_close(results[1], results[0], rtol=1e-8, atol=1e-10)
-
-
-def test_an_outer_graph_takes_conditions_that_were_computed_once() -> None:
-    model = make("unet-xl-debug")
-    inputs = zoo.example_inputs(model)
-    with torch.inference_mode():
-        run = model.time_shifts(torch.tensor([[900], [500], [1]]), inputs["added_cond_kwargs"]).shifts
-        text = model.text_keys_values(inputs["encoder_hidden_states"])
-        step = zoo.cuda_graph(model, (inputs["sample"], TimeShifts(run[0]), text))
-        for number, time in enumerate((900, 500, 1)):
-            expected = model(**{**inputs, "timestep": time}).sample
-            found = step(inputs["sample"], TimeShifts(run[number]), text).sample
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 # --- channels_last ---

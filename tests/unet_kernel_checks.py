@@ -339,18 +339,6 @@ def test_a_gradient_takes_three_launches(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(plans) == 3
 
 
-@pytest.mark.parametrize("size", [256, 1280, ops.WIDEST_GROUP])
-def test_sums_of_wide_groups_are_put_together_in_as_many_registers(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[tuple[str, dict[str, Any]]] = []
-    for name in ("_sums", "_finish", "_gradients"):
-        monkeypatch.setattr(group_norm_backward, name, Recorder(launched, name))
-    x, weight = values(2, size, 2, 2), values(size)
-    gradients(x, x, weight, weight, None, shift=None, groups=1, first=size, silu=True)
-    (tile,) = (constants for name, constants in launched if name == "_finish")
-    assert tile["WIDTH"] >= size
-    assert tile["CHUNKS"] * tile["WIDTH"] == group_norm_backward.CHUNKS_AT_ONCE * group_norm_backward.LEAST_WIDTH
-
-
 def test_gradients_reach_everything_through_the_kernels() -> None:
     x, skip = values(2, 20, 5, 6).requires_grad_(), values(2, 12, 5, 6).requires_grad_()
     weight, bias = values(32, mean=1.0).requires_grad_(), values(32).requires_grad_()
