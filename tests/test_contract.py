@@ -22,6 +22,13 @@ MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "inference_mode": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
 }
+# Millions of parameters; presets of ResNets and UNets are held against their libraries' own.
+PUBLISHED = {
+    "bert-tiny": 4.4, "bert-mini": 11.2, "bert-small": 28.8, "bert-medium": 41.4, "bert-base-6": 67.0,
+    "bert-base": 109.5, "bert-large": 335.1, "roberta-base": 124.6, "roberta-large": 355.4,
+    "llama-3.2-1b": 1235.814, "llama-3.2-3b": 3212.75, "llama-3.1-8b": 8030.261, "qwen3-0.6b": 596.05,
+    "qwen3-8b": 8190.735,
+}  # fmt: skip
 
 
 def family_of(name: str) -> Family:
@@ -40,6 +47,9 @@ def test_every_preset_builds_without_memory(name: str) -> None:
     assert type(model).regions and all(region.why for region in type(model).regions)
     report = zoo.find_regions(model)
     assert report.declared and not report.obstacles, str(report)
+    assert PUBLISHED.keys() <= set(zoo.list_models())
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    assert millions == pytest.approx(PUBLISHED.get(name, millions), abs=0.06)
     if not name.endswith("-debug"):
         tables = {
             p for module in model.modules() if isinstance(module, torch.nn.Embedding) for p in module.parameters()

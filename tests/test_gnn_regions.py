@@ -15,7 +15,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 import zoo
-from zoo.engine.direct import has_nothing_to_fuse
 from zoo.gnn import CSRGraph
 from zoo.gnn import graph as graphs
 
@@ -145,39 +144,6 @@ def test_outer_cuda_graph_takes_a_prepared_graph_as_static(name: str) -> None:
         step = zoo.cuda_graph(model, args=(x, graph), static=(1,))
         other = torch.randn_like(x)
         torch.testing.assert_close(step(other, graph), model(other, edge_index))
-
-
-@pytest.mark.parametrize("train", [False, True])
-@pytest.mark.parametrize(
-    ("name", "direct"),
-    [("gcn-debug", [True] * 3), ("graphsage-debug", [True] * 3), ("gat-debug", [False, False, True])],
-)
-def test_layers_of_products_and_kernels_need_no_inductor(
-    name: str, direct: list[bool], train: bool, gpu: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("triton", reason="torch came without Triton, which GPUs only need")
-    from torch.utils import _triton
-
-    from zoo.engine.kernel import Kernel
-
-    monkeypatch.setattr(gpu, "get_active_torch_device", lambda: torch.device("cuda", 0), raising=False)
-    for each in ("has_triton", "has_triton_package"):
-        monkeypatch.setattr(_triton, each, lambda *_, **__: True)
-    monkeypatch.setattr(Kernel, "launch", lambda *_, **__: None)
-    monkeypatch.setattr("zoo.ops.common.triton_runs_on", lambda device: True)
-    model = zoo.create(name, hidden_channels=32).train(train)
-    x, edge_index = zoo.example_inputs(model).values()
-    found: list[bool] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        found.append(has_nothing_to_fuse(graph))
-        return graph.forward
-
-    for layer in model.layers:
-        layer.compile(fullgraph=True, dynamic=False, backend=backend)
-    with torch.set_grad_enabled(train):
-        model(x, model.prepare(edge_index, num_nodes=64))
-    assert found == direct
 
 
 @pytest.mark.slow

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zoo
-from zoo.engine.direct import has_nothing_to_fuse
 from zoo.ops.batch_norm import Norm, bias_act, norm_act
 from zoo.ops.conv import stem_conv
 from zoo.ops.pooling import bias_act_pool, max_pool, norm_act_pool
@@ -46,55 +45,6 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         "pool": (max_pool, learning[:1]),
         "stem": (stem_conv, (torch.randn(2, 3, 16, 12), conv.requires_grad_(False))),
     }
-
-
-@pytest.fixture
-def blocks() -> dict[str, tuple[nn.Module, Tensor]]:
-    """The modules that are regions, and an input of each."""
-    model = zoo.create("resnet-debug", layers=(1, 2, 1, 1))
-    first, second = model.stages[1].blocks  # type: ignore[misc]
-    basic = zoo.create("resnet-debug", block="basic", width_per_group=64).stages[1].blocks[0]  # type: ignore[index]
-    shapes = {"stem": (2, 3, 32, 32), "shortcut": (2, 256, 8, 8), "plain": (2, 512, 4, 4), "basic": (2, 64, 8, 8)}
-    modules = {"stem": model.stem, "shortcut": first, "plain": second, "basic": basic}
-    images = {name: torch.randn(shape).contiguous(memory_format=torch.channels_last) for name, shape in shapes.items()}
-    return {name: (module, images[name]) for name, module in modules.items()}
-
-
-# Kernels of the forward in inference and in training, and of the backward.
-LAUNCHES = {
-    "stem": (3, 5, 4),  # two layouts, or one in training; statistics, norm and pooling
-    "shortcut": (3, 4 * 2 + 3, 3 * 3),
-    "plain": (3, 3 * 3, 3 * 3),
-    "basic": (2, 3 * 2 + 2, 3 * 2),
-}
-
-
-@pytest.mark.slow
-@needs_triton
-@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("name", LAUNCHES)
-def test_a_block_is_one_graph_in_which_the_compiler_sees_the_kernels(
-    name: str, training: bool, gpu: Any, monkeypatch: pytest.MonkeyPatch, blocks: dict[str, tuple[nn.Module, Tensor]]
-) -> None:
-    from tests.fake_gpu import traced
-
-    block, x = blocks[name]
-    block.train(training)
-    with torch.set_grad_enabled(training):
-        graphs = traced(monkeypatch, block, x.requires_grad_(training and name != "stem"))
-    launches = [graph.count("triton_kernel_wrapper_functional") for graph in graphs]
-    assert launches == list(LAUNCHES[name][1:] if training else LAUNCHES[name][:1])
-    convolutions = sum(isinstance(module, nn.Conv2d) for module in block.modules())
-    assert graphs[0].count("aten.convolution.default") == convolutions
-    nothing: list[bool] = []
-
-    def backend(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
-        nothing.append(has_nothing_to_fuse(graph))
-        return graph.forward
-
-    with torch.set_grad_enabled(training):
-        torch.compile(block, fullgraph=True, dynamic=False, backend=backend)(x)
-    assert nothing == [True]
 
 
 @pytest.mark.gpu

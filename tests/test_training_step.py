@@ -30,6 +30,10 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+def train(step: TrainingStep, batches: Any) -> list[float]:
+    return [step(batch).item() for batch in batches]
+
+
 # On a CPU test_fuzz_training.py draws them.
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "captures"), [("adamw", False), ("adamw", True), ("sgd", True), ("plain", False)])
@@ -112,8 +116,7 @@ def test_a_bad_loss_is_reported_with_its_step_and_changes_nothing(device: str, k
     optimizer = optimizer_of(model, kind)
     step = TrainingStep(model, loss_of, optimizer, cuda_graph=captures, report_every=1000)
     batches = draw(12, device=device)
-    for batch in batches[:6]:
-        step(batch)
+    train(step, batches[:6])
     weights = [parameter.clone() for parameter in model.parameters()]
     state = [value.clone() for values in optimizer.state.values() for value in values.values()]
     step((batches[6][0] * float("inf"), batches[6][1]))
@@ -183,7 +186,7 @@ def test_half_precision_trains_like_single(device: str, dtype: torch.dtype):
     for autocast in (None, dtype):
         model = build(device)
         step = TrainingStep(model, loss_of, optimizer_of(model), autocast=autocast, cuda_graph=True, clip_norm=1.0)
-        losses[autocast] = [step(batch).item() for batch in batches]
+        losses[autocast] = train(step, batches)
         assert next(model.parameters()).dtype is torch.float32
     assert losses[dtype] != losses[None]
     assert losses[dtype] == pytest.approx(losses[None], abs=0.05)
@@ -195,8 +198,7 @@ def test_an_overflow_of_scaled_gradients_is_skipped_and_the_scale_lowered(device
     optimizer = optimizer_of(model)
     step = TrainingStep(model, loss_of, optimizer, autocast=torch.float16, cuda_graph=captures)
     step.scaler = torch.amp.GradScaler(device, init_scale=2.0**40)
-    for batch in draw(60, device=device):
-        step(batch)
+    train(step, draw(60, device=device))
     step.check()
     assert step.scaler.get_scale() < 2.0**30
     assert all(parameter.isfinite().all() for parameter in model.parameters())
@@ -301,8 +303,7 @@ def test_a_step_of_an_optimizer_without_state_is_captured(momentum: float):
     step = TrainingStep(
         model, loss_of, torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum, fused=True), cuda_graph=True
     )
-    for batch in draw(6, device="cuda"):
-        step(batch)
+    train(step, draw(6, device="cuda"))
     assert step.captured
 
 
@@ -313,8 +314,7 @@ def test_the_host_looks_once_where_the_optimizer_skips(device: str, monkeypatch:
     looked: list[int] = []
     check = step._watch.check
     monkeypatch.setattr(step._watch, "check", lambda: (looked.append(step.steps), check())[1])
-    for batch in draw(6, device=device):
-        step(batch)
+    train(step, draw(6, device=device))
     assert looked == [0]
 
 
@@ -323,8 +323,7 @@ def test_a_cpu_is_not_captured_unless_asked():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step = TrainingStep(model, loss_of, optimizer_of(model))
-    for batch in draw(5):
-        step(batch)
+    train(step, draw(5))
     assert not step.captured
     assert capture_obstacles(model, optimizer_of(model)) == [
         "the parameters are on cpu; CUDA graphs need a GPU: model.to('cuda')"
@@ -357,8 +356,7 @@ def test_what_an_optimizer_lacks_is_named(options: dict[str, Any], remedy: str):
         TrainingStep(model, loss_of, optimizer, cuda_graph=True)
     with pytest.warns(TrainingWarning, match=remedy):
         step = TrainingStep(model, loss_of, optimizer)
-    for batch in draw(5, device="cuda"):
-        step(batch)
+    train(step, draw(5, device="cuda"))
     assert not step.captured
 
 
@@ -374,7 +372,7 @@ def test_a_loss_that_waits_for_the_device_is_noticed_and_trained_all_the_same():
     model = build("cuda")
     step = TrainingStep(model, waits, optimizer_of(model))
     with pytest.warns(TrainingWarning, match=r"waits for the device \(.*test_training_step.py") as caught:
-        losses = [step(batch).item() for batch in batches]
+        losses = train(step, batches)
     assert losses == pytest.approx(expected, rel=1e-5)
     assert [warning.filename for warning in caught] == [__file__]
     assert not step.captured
@@ -431,8 +429,7 @@ def test_a_capture_that_fails_is_an_error_at_every_try_where_it_was_asked_for(mo
     fail_captures_in_the_update(monkeypatch, optimizer)
     step = TrainingStep(model, loss_of, optimizer, cuda_graph=True)
     batches = draw(6)
-    for batch in batches[:3]:
-        step(batch)
+    train(step, batches[:3])
     for batch in batches[3:]:
         with pytest.raises(CaptureError, match="capture failed: no reason"):
             step(batch)
@@ -454,7 +451,7 @@ def test_training_goes_on_without_a_cuda_graph_where_the_capture_fails(monkeypat
     step = TrainingStep(model, loss, optimizer_of(model), cuda_graph=True)
     step._must_capture = False  # as on a GPU where nothing was said
     with pytest.warns(TrainingWarning, match=r"without a CUDA graph: float32.*: capture failed: no reason") as caught:
-        losses = [step(batch).item() for batch in batches]
+        losses = train(step, batches)
     assert losses == pytest.approx(expected, rel=1e-5)
     assert [warning.filename for warning in caught] == [__file__]
     # Short of memory is why most captures fail.
@@ -534,8 +531,7 @@ def test_a_history_that_outlives_its_step_is_named():
     model = build("cuda")
     step = TrainingStep(model, loss_of, optimizer_of(model))
     batches = draw(8, device="cuda")
-    for batch in batches[:3]:
-        step(batch)
+    train(step, batches[:3])
     held = [parameter.clone() for parameter in model.parameters()]
     with pytest.warns(TrainingWarning, match=r"holds the history of a parameter.*\.detach\(\)"):
         step(batches[3])
@@ -558,7 +554,7 @@ def test_memory_between_steps_holds_no_gradients():
 def test_a_schedule_goes_on_in_a_captured_step(device: str):
     batches = draw(10, device=device)
 
-    def train(captures: bool) -> list[float]:
+    def scheduled(captures: bool) -> list[float]:
         model = build(device)
         optimizer = optimizer_of(model)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
@@ -569,7 +565,7 @@ def test_a_schedule_goes_on_in_a_captured_step(device: str):
             schedule.step()
         return losses
 
-    assert train(True) == pytest.approx(train(False), rel=1e-5)
+    assert scheduled(True) == pytest.approx(scheduled(False), rel=1e-5)
 
 
 @pytest.mark.parametrize("change", ["weight_decay", "lr"])
@@ -578,8 +574,7 @@ def test_an_option_that_was_baked_in_may_not_change(change: str):
     optimizer = optimizer_of(model)
     step = TrainingStep(model, loss_of, optimizer, cuda_graph=True)
     batches = draw(8)
-    for batch in batches[:5]:
-        step(batch)
+    train(step, batches[:5])
     optimizer.param_groups[0][change] = 0.5
     with pytest.raises(RuntimeError, match=rf"{change} of parameter group 0 was .* and is 0\.5 now.*release"):
         step(batches[5])
@@ -592,8 +587,7 @@ def test_a_group_that_is_added_is_captured_anew():
     optimizer = optimizer_of(model)
     step = TrainingStep(model, lambda model, batch: loss_of(model, batch) * more, optimizer, cuda_graph=True)
     batches = draw(8)
-    for batch in batches[:4]:
-        step(batch)
+    train(step, batches[:4])
     optimizer.add_param_group({"params": [more]})
     with pytest.raises(RuntimeError, match=r"has 2 parameter groups, 1 were captured: call step.release\(\)"):
         step(batches[4])
@@ -623,8 +617,7 @@ def test_what_learns_may_not_change_unnoticed(frozen: bool):
     model[0].requires_grad_(frozen)
     step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=True)
     batches = draw(8)
-    for batch in batches[:5]:
-        step(batch)
+    train(step, batches[:5])
     model[0].requires_grad_(not frozen)
     with pytest.raises(RuntimeError, match=r"parameters \d learnt when the step was captured, .*step\.release\(\)"):
         step(batches[5])
@@ -638,7 +631,7 @@ def test_what_learns_may_not_change_unnoticed(frozen: bool):
 def test_what_is_unfrozen_later_begins_with_a_momentum_of_its_own(device: str, captures: bool):
     batches = draw(12, device=device)
 
-    def train(fused: bool) -> list[float]:
+    def unfrozen(fused: bool) -> list[float]:
         model = build(device)
         model[0].requires_grad_(False)
         rate = torch.tensor(1e-2, device=device) if fused else 1e-2
@@ -649,7 +642,7 @@ def test_what_is_unfrozen_later_begins_with_a_momentum_of_its_own(device: str, c
         step.release()
         return losses + [step(batch).item() for batch in batches[5:]]
 
-    assert train(True) == pytest.approx(train(False), rel=1e-5)
+    assert unfrozen(True) == pytest.approx(unfrozen(False), rel=1e-5)
 
 
 def test_what_is_unfrozen_for_a_bad_loss_has_no_undefined_momentum(device: str):
@@ -671,8 +664,7 @@ def test_a_replaced_weight_is_an_error():
     model = build()
     step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=True)
     batches = draw(6)
-    for batch in batches[:5]:
-        step(batch)
+    train(step, batches[:5])
     model[0].weight = nn.Parameter(model[0].weight.detach().clone())
     with pytest.raises(RuntimeError, match="moved or replaced since capture"):
         step(batches[5])
@@ -737,9 +729,9 @@ def test_compiled_regions_stay_within_their_budget_and_train_like_eager():
         if compiled:
             zoo.compile_regions(model, backend="aot_eager")
             with zoo.enforce_budget(model):
-                losses.append([step(batch).item() for batch in batches])
+                losses.append(train(step, batches))
         else:
-            losses.append([step(batch).item() for batch in batches])
+            losses.append(train(step, batches))
     assert losses[0] == pytest.approx(losses[1], abs=2e-3)
 
 
@@ -803,8 +795,7 @@ def test_a_step_after_an_evaluation_is_refused_until_the_model_trains(captures: 
     model = build()
     step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=captures)
     batches = draw(6)
-    for batch in batches[:5]:
-        step(batch)
+    train(step, batches[:5])
     model.eval()
     with pytest.raises(ValueError, match=r"Sequential is in eval mode: call model\.train\(\) first"):
         step(batches[5])
@@ -817,8 +808,7 @@ def test_a_step_is_freed_before_its_optimizer():
     model = build()
     optimizer = optimizer_of(model)
     step = TrainingStep(model, loss_of, optimizer, cuda_graph=True)
-    for batch in draw(5):
-        step(batch)
+    train(step, draw(5))
     gone = weakref.ref(step)
     del step
     gc.collect()

@@ -23,6 +23,7 @@ from zoo.ops.group_norm import cat_group_norm, group_norm
 from zoo.ops.norms import add_norm, layer_norm
 from zoo.unet import ResnetBlock, Transformer, TransformerBlock
 from zoo.unet import blocks as products
+from zoo.unet.config import PRESETS, BlockShape
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKS = ("unet_kernel_checks.py", "unet_glue_checks.py", "unet_learning_checks.py", "unet_attention_checks.py")
@@ -193,6 +194,17 @@ def test_a_second_derivative_of_a_kernel_is_refused(gpu: fake_gpu.Gpu, monkeypat
         (grad, *_) = torch.autograd.grad(call(*leaves).square().sum(), leaves, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             grad.sum().backward()
+
+
+def test_convolutions_of_few_pixels_are_products_in_a_graph(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = BlockShape(inputs=640, skip=0, outputs=640, depth=None, heads=1)
+    block = ResnetBlock(PRESETS["unet-debug"], shape).to(torch.bfloat16, memory_format=torch.channels_last)
+    image, shift = images(2, 640, 4, 4, dtype=torch.bfloat16), torch.randn(2, 640).bfloat16()
+    with torch.no_grad():
+        (graph,) = fake_gpu.traced(monkeypatch, block, image, None, shift)
+    # Two norms, two of windows, and the sum at the end.
+    assert graph.count("triton_kernel_wrapper_functional") == 5
+    assert not any("convolution" in node or node.startswith("zoo") for node in graph)
 
 
 # --- in a model that learns ---

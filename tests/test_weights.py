@@ -124,7 +124,7 @@ def test_tables_that_do_not_fit_the_model(changes: dict[str, Any], words: str) -
 @pytest.mark.parametrize("name", [name for name in zoo.list_models() if name.endswith("-debug")])
 def test_conversion_copies_and_keeps_dtype_mode_and_flags(name: str) -> None:
     theirs = zoo.to_upstream(zoo.create(name).to(torch.bfloat16)).train()
-    frozen, *_ = theirs.children()
+    frozen = next(child for child in theirs.children() if list(child.parameters()))
     frozen.requires_grad_(False)
     flags = {key: parameter.requires_grad for key, parameter in theirs.named_parameters()}
     ours = zoo.from_upstream(theirs)

@@ -1,0 +1,96 @@
+"""What the compiler sees of every region on a GPU: a graph each way, in which the zoo's kernels are launches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._functorch import aot_autograd
+from torch.utils import _pytree as pytree
+
+import zoo
+from tests import fake_gpu
+from zoo.engine.direct import has_nothing_to_fuse
+
+pytest.importorskip("triton", reason="torch came without Triton, which GPUs only need")
+pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
+LAUNCH = "triton_kernel_wrapper_functional"
+# Of each region of a model, in all its shapes: launches without gradients, forward and backward.
+LAUNCHES: dict[str, dict[str, set[tuple[int, int, int]]]] = {
+    "bert-debug": {"BertLayer": {(0, 3, 6)}},
+    "llm-debug": {"LLMLayer": {(3, 3, 5)}, "LLMHead": {(1, 1, 2)}},
+    # No gradient reaches an edge of the first layer, which sums before its product.
+    "gcn-debug": {"GNNLayer": {(1, 1, 0), (1, 1, 1)}},
+    "gat-debug": {"GNNLayer": {(1, 1, 4)}},
+    "graphsage-debug": {"GNNLayer": {(1, 1, 0), (1, 1, 1)}},
+    "resnet-debug": {"Stem": {(3, 5, 4)}, "Bottleneck": {(3, 9, 9), (3, 11, 9)}, "ResNetHead": {(0, 0, 0)}},
+    "unet-debug": {
+        "ResnetBlock": {(3, 3, 8)}, "TransformerBlock": {(6, 5, 11), (7, 5, 11)}, "TextProjections": {(0, 0, 0)},
+    },
+    "unet-xl-debug": {"ResnetBlock": {(3, 3, 8)}, "TransformerBlock": {(6, 4, 8)}, "TextProjections": {(0, 0, 0)}},
+}  # fmt: skip
+# Regions, in inference and in training, that hold more than products and kernels: Inductor compiles them.
+FUSED = {"bert-debug": [1, 0], "llm-debug": [1, 1], "gat-debug": [2, 2]}
+SLOW = ("resnet-debug", "unet-debug", "unet-xl-debug")
+
+
+def regions_of(model: nn.Module, inputs: dict[str, Any]) -> list[tuple[nn.Module, Any, Any]]:
+    """Each region that differs by class or shapes, with the arguments that it is called with."""
+    found: dict[Any, tuple[nn.Module, Any, Any]] = {}
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        leaves = pytree.tree_leaves((args, kwargs, list(module.parameters())))
+        shapes = tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves)
+        found.setdefault((type(module), shapes), (module, args, kwargs))
+
+    classes = tuple(region.cls for region in type(model).regions)
+    handles = [
+        each.register_forward_pre_hook(note, with_kwargs=True) for each in model.modules() if type(each) in classes
+    ]
+    model(**inputs)
+    for handle in handles:
+        handle.remove()
+    return list(found.values())
+
+
+def apart(x: Any) -> Any:
+    return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in LAUNCHES]
+)
+def test_regions_are_a_graph_each_way_with_kernels_in_it(
+    name: str, gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aot, fused = aot_autograd.aot_module_simplified, [0, 0]
+    found: list[list[tuple[str, list[int]]]] = [[], []]
+    for training in (False, True):
+
+        def look(graph: torch.fx.GraphModule, *given: Any, training: bool = training, **options: Any) -> Any:
+            fused[training] += not has_nothing_to_fuse(graph)
+            return aot(graph, *given, **options)
+
+        monkeypatch.setattr(aot_autograd, "aot_module_simplified", look)
+        model = zoo.create(name, dtype=torch.bfloat16).train(training)
+        inputs = zoo.example_inputs(model)
+        with torch.set_grad_enabled(training):
+            with monkeypatch.context() as without:
+                without.setattr("zoo.ops.common.triton_runs_on", lambda device: False)
+                regions = regions_of(model, inputs)
+            for module, args, kwargs in regions:
+                args, kwargs = pytree.tree_map(apart, (args, kwargs))
+                graphs = fake_gpu.traced(monkeypatch, lambda *given, m=module, k=kwargs: m(*given, **k), *args)
+                assert len(graphs) == 1 + training, type(module)
+                assert not any("zoo" in node or "copy_" in node for graph in graphs for node in graph)
+                found[training].append((type(module).__name__, [graph.count(LAUNCH) for graph in graphs]))
+    launches: dict[str, set[tuple[int, ...]]] = {}
+    for (region, inference), (_, learning) in zip(*found, strict=True):
+        launches.setdefault(region, set()).add((*inference, *learning))
+    assert launches == LAUNCHES[name] and fused == FUSED.get(name, [0, 0])
+
+
+def test_every_family_is_traced() -> None:
+    assert LAUNCHES.keys() == {name for name in zoo.list_models() if name.endswith("-debug")}
