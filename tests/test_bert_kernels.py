@@ -7,7 +7,6 @@ import copy
 import importlib.util
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,8 +22,6 @@ from zoo.bert.layer import _product
 from zoo.ops import glu, norms, products
 from zoo.training import checkpoint_regions
 
-ROOT = Path(__file__).resolve().parent.parent
-CHECKS = "bert_kernel_checks.py"
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="torch came without Triton, which GPUs only need"

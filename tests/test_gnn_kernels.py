@@ -1,13 +1,9 @@
-"""The operators over the edges of a graph, and the layers that are made of them.
-
-Kernels are held against float64 by gnn_kernel_checks.py: here in Triton's interpreter, and at real sizes on a GPU.
-"""
+"""The operators over the edges of a graph, the layers that are made of them, and real sizes on a GPU."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +22,6 @@ from zoo.ops.csr_attention import attention
 from zoo.ops.csr_sum import max_neighbours, mean_neighbours, sum_neighbours
 from zoo.ops.draws import distinct
 
-ROOT = Path(__file__).resolve().parent.parent
 MODELS = ["gcn-debug", "gat-debug", "graphsage-debug"]
 NODES, EDGES = 169_343, 2_315_598
 

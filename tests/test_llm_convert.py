@@ -186,35 +186,18 @@ def test_folders_there_and_back(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
-def test_a_preset_takes_a_folder_that_agrees(tmp_path: Path) -> None:
-    source = zoo.create(PRESET)
-    save(source, tmp_path)
-    model = zoo.create(PRESET, weights=tmp_path)
-    ids = zoo.example_inputs(model)["input_ids"]
-    torch.testing.assert_close(model(ids), source(ids), rtol=0, atol=0)
-    assert zoo.create(PRESET, weights=tmp_path, dtype=torch.bfloat16).layers[0].qkv_proj.weight.dtype is torch.bfloat16
+def test_a_preset_takes_a_folder_that_agrees_or_what_is_said(tmp_path: Path) -> None:
+    save(zoo.create(PRESET, dtype=torch.bfloat16), tmp_path)
     # How long texts may be is the user's to choose; what is computed is not, unless it is said.
-    assert zoo.create(PRESET, weights=tmp_path, max_position_embeddings=64).rotary.table.shape == (64, 16)
+    model = zoo.create(PRESET, weights=tmp_path, max_position_embeddings=64)
+    assert model.rotary.table.shape == (64, 16) and load(tmp_path).rotary.table.dtype is torch.float32
     config = json.loads((tmp_path / "config.json").read_text())
-    config["rms_norm_eps"] = 1e-3
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert config["dtype"] == "bfloat16"
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
     with pytest.raises(ValueError, match=r"config.json has rms_norm_eps=0.001, the preset 1e-05"):
         zoo.create(PRESET, weights=tmp_path)
-    assert zoo.create(PRESET, weights=tmp_path, rms_norm_eps=1e-3).config.rms_norm_eps == 1e-3
-    assert zoo.create(PRESET, weights=tmp_path, rms_norm_eps=1e-4).config.rms_norm_eps == 1e-4
-    config["hidden_size"] = 32
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"config.json has (hidden_size=32|head_dim=)"):
-        zoo.create(PRESET, weights=tmp_path, rms_norm_eps=1e-3)
-
-
-def test_dtypes(tmp_path: Path) -> None:
-    save(zoo.create(PRESET, dtype=torch.bfloat16), tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
-    assert {parameter.dtype for parameter in load(tmp_path).parameters()} == {torch.bfloat16}
-    assert {parameter.dtype for parameter in load(tmp_path, dtype=torch.float16).parameters()} == {torch.float16}
-    assert {parameter.dtype for parameter in zoo.create(PRESET, weights=tmp_path).parameters()} == {torch.float32}
-    assert load(tmp_path).rotary.table.dtype is torch.float32
+    for eps in (1e-3, 1e-4):
+        assert zoo.create(PRESET, weights=tmp_path, rms_norm_eps=eps).config.rms_norm_eps == eps
 
 
 class LiveBytes(TorchDispatchMode):

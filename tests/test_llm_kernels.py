@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,10 +22,6 @@ from zoo.ops.glu import swiglu
 from zoo.ops.norms import WIDEST_RMS_NORM, add_rms_norm, rms_norm
 from zoo.ops.rotary import heads_fit, rotate_into, split_rotated
 from zoo.training import checkpoint_regions
-
-ROOT = Path(__file__).resolve().parent.parent
-CHECKS = ("llm_kernel_checks.py", "llm_norm_checks.py")
-
 
 # --- what the compiler is given ---
 

@@ -10,7 +10,6 @@ from tests.fake_gpu import Gpu, traced
 from zoo.ops import products
 from zoo.ops.products import column_sums, low_add_linear, low_linear, takes_low
 
-CHECKS = "products_kernel_checks.py"
 KERNEL = "triton_kernel_wrapper_functional"
 
 

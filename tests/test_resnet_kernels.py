@@ -1,11 +1,9 @@
-"""Operators of ResNets: kernels by resnet_kernel_checks.py, here what the compiler sees of them."""
+"""Calls that launch all kernels of ResNets, and regions on a GPU against eager blocks."""
 
 from __future__ import annotations
 
 import copy
-import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +14,6 @@ import zoo
 from zoo.ops.batch_norm import Norm, bias_act, norm_act
 from zoo.ops.conv import stem_conv
 from zoo.ops.pooling import bias_act_pool, max_pool, norm_act_pool
-
-ROOT = Path(__file__).resolve().parent.parent
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="torch came without Triton, which GPUs only need"
-)
 
 
 def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:

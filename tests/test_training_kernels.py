@@ -1,9 +1,8 @@
-"""The operators of a training step: kernels by training_kernel_checks.py, here what compilers and callers need."""
+"""The operators of a training step, as compilers and callers need them; training_kernel_checks.py holds the kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ from torch import Tensor
 from tests.fake_gpu import Gpu, traced
 from zoo.ops.cross_entropy import cross_entropy_rows, scale_
 from zoo.training import AdamW, losses
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:

@@ -1,10 +1,9 @@
-"""The operators: kernels are checked by the files of ``CHECKS``, here what callers need, and what runs without them."""
+"""The operators of UNets: what callers need, and what runs without kernels; unet_*_checks.py hold the kernels."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,9 +23,6 @@ from zoo.ops.norms import add_norm, layer_norm
 from zoo.unet import ResnetBlock, Transformer, TransformerBlock
 from zoo.unet import blocks as products
 from zoo.unet.config import PRESETS, BlockShape
-
-ROOT = Path(__file__).resolve().parent.parent
-CHECKS = ("unet_kernel_checks.py", "unet_glue_checks.py", "unet_learning_checks.py", "unet_attention_checks.py")
 
 
 def images(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> Tensor:

@@ -142,7 +142,8 @@ def test_conversion_copies_and_keeps_dtype_mode_and_flags(name: str) -> None:
                 family.weights.to_upstream(ours)
 
 
-MODELS = {"bert": "bert-debug", "llm": "llm-debug", "unet": "unet-debug"}
+# A preset to save, and one that is larger.
+MODELS = {"bert": ("bert-debug", "bert-base"), "llm": ("llm-debug", "qwen3-0.6b"), "unet": ("unet-debug", "sd15")}
 
 
 @pytest.fixture(params=MODELS)
@@ -153,7 +154,27 @@ def family(request: pytest.FixtureRequest) -> Any:
 
 def model_of(family: Any, *, seed: int) -> torch.nn.Module:
     torch.manual_seed(seed)
-    return zoo.create(MODELS[family.__name__.removeprefix("zoo.")])
+    return zoo.create(presets_of(family)[0])
+
+
+def presets_of(family: Any) -> tuple[str, str]:
+    return MODELS[family.__name__.removeprefix("zoo.")]
+
+
+def test_presets_take_a_folder_that_agrees_in_any_dtype(family: Any, tmp_path: Path) -> None:
+    model, (name, larger) = model_of(family, seed=1), presets_of(family)
+    family.save(model.bfloat16(), tmp_path)
+    for again, dtype in (
+        (family.load(tmp_path), torch.bfloat16),
+        (family.load(tmp_path, dtype=torch.float16), torch.float16),
+        (zoo.create(name, weights=tmp_path), torch.float32),
+        (zoo.create(name, weights=tmp_path, dtype=torch.bfloat16), torch.bfloat16),
+    ):
+        assert {parameter.dtype for parameter in again.parameters()} == {dtype} and not again.training
+        rounded = {key: value.to(dtype) for key, value in model.state_dict().items()}
+        torch.testing.assert_close(again.state_dict(), rounded, rtol=0, atol=0)
+    with pytest.raises(ValueError, match=r"config.json has \w+=.*, the preset "):
+        zoo.create(larger, weights=tmp_path)
 
 
 def test_a_save_that_fails_leaves_the_folder_as_it_was(
