@@ -145,7 +145,7 @@ def test_gelu_and_its_gradients(shape: tuple[int, ...], dtype: torch.dtype, low:
         assert all(torch.equal(*both) for both in zip(found, gradients(out, [x, bias], grad), strict=True))
 
 
-def test_gelu_of_numbers_that_are_none() -> None:
+def test_gelu_of_nan_and_infinity() -> None:
     x = torch.tensor([[float("inf"), float("-inf"), float("nan"), 1e30, -1e30, -20.0]], device=DEVICE)
     x.requires_grad_()
     out = bias_gelu(x, torch.zeros(6, device=DEVICE), False)

@@ -272,7 +272,7 @@ def test_attention_drops_the_same_edges_forward_and_backward(size: int, monkeypa
 @pytest.mark.parametrize("size", [512, 8])
 @pytest.mark.parametrize("rows", [9, 5])
 @pytest.mark.parametrize("dtype", RELATIVE)
-def test_sums_with_what_the_rows_have_of_their_own(
+def test_sums_with_features_of_the_rows_themselves(
     dtype: torch.dtype, rows: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside the sums, or added from the second half of a table whose halves end in padding."""

@@ -289,7 +289,7 @@ def test_a_second_derivative_is_refused() -> None:
             grad.square().sum().backward()
 
 
-def test_functional_transforms_are_torchs() -> None:
+def test_functional_transforms_run_without_kernels() -> None:
     model = zoo.create("llm-debug", head_dim=32, num_hidden_layers=1, device=DEVICE)
     layer, parameters = model.layers[0], dict(model.layers[0].named_parameters())
     x, rotary = values(2, 5, model.config.hidden_size), model.rotary(torch.arange(5, device=DEVICE)[None])

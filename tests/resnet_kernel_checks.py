@@ -93,7 +93,7 @@ def test_norm_and_bias_with_all_that_follows(rows: int, channels: int, dtype: to
     close(bias_act(x, bias, more), (x.double() + bias.double() + more.double()).relu(), dtype)
 
 
-def test_what_is_not_a_number_stays_so() -> None:
+def test_nan_stays_nan() -> None:
     x, given = values(9, 5), norm(5)
     x[3, 2] = torch.nan
     found = norm_act(x, as_norm(given))
@@ -110,7 +110,7 @@ def test_rows_that_are_not_contiguous_and_images() -> None:
     close(found.contiguous(), (plain(x, given, False) + more.double()).relu(), torch.float32)
 
 
-def test_empty_rows_and_other_dtypes_are_torchs() -> None:
+def test_empty_rows_and_other_dtypes_run_without_kernels() -> None:
     given = norm(5)
     assert norm_act(values(0, 5), as_norm(given)).shape == (0, 5)
     x, wide = values(3, 5, dtype=torch.bfloat16), values(3, 5)
@@ -233,7 +233,7 @@ def test_gradients(rows: int, channels: int, dtype: torch.dtype, of_batch: bool)
                     close(got, right, dtype if index < 2 else kind, times=8)
 
 
-def test_gradients_of_weights_that_nobody_wants_are_left_out() -> None:
+def test_unwanted_gradients_of_weights_are_not_computed() -> None:
     x, more, grad, given, other = values(40, 9), values(40, 9), values(40, 9), norm(9), norm(9)
     for of_batch in (True, False):
         for rest in ((None, kernels.NO_NORM), (more, other)):

@@ -90,7 +90,7 @@ def test_signs_of_weights_decide_which_pixel_counts() -> None:
 
 
 @pytest.mark.parametrize("dtype", RELATIVE)
-def test_what_is_not_a_number_stays_so_in_its_windows_alone(dtype: torch.dtype) -> None:
+def test_nan_stays_in_its_windows(dtype: torch.dtype) -> None:
     x, given = images(2, 5, 9, 21, dtype=dtype), norm(5, dtype)
     # On a border of two lines and four columns of windows, in one alone, and beside what is infinite.
     x[0, 2, 3, 5] = x[0, 3, 0, 0] = x[1, 4, 8, 20] = x[1, 1, 4, 10] = torch.nan
@@ -229,7 +229,7 @@ def test_pooling_chooses_and_gives_back_as_torch_does(
     assert int(kernels.max_pool(x)[1].max()) < 9
 
 
-def test_pooling_of_what_is_not_finite() -> None:
+def test_pooling_of_nan_and_infinity() -> None:
     x = images(2, 16, 9, 8)
     x[0, :, 3, 4], x[1, :, 1, 1], x[1, :, 5] = float("nan"), float("inf"), float("-inf")
     # Whole windows without a greatest, in corners, at edges and inside: the first pixel that there is.

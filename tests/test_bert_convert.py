@@ -107,7 +107,7 @@ def test_options_that_are_not_supported_are_named(option: str, value: Any) -> No
         zoo.from_upstream(theirs)
 
 
-def test_dropout_is_where_theirs_is() -> None:
+def test_dropout_matches_transformers() -> None:
     """Means over many draws agree where single draws cannot: their order differs."""
     options = {"hidden_dropout_prob": 0.4, "attention_probs_dropout_prob": 0.4, "classifier_dropout": 0.4}
     ids = reference.batch("bert", rows=1, tokens=4)["input_ids"].expand(4000, -1)
@@ -149,7 +149,7 @@ def same(ours: Any, theirs: Any, kind: str) -> None:
         *((kind, "pooled", {"add_pooling_layer": False}) for kind in reference.KINDS),
     ],
 )
-def test_folders_there_and_back(kind: str, head: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_saved_folders_load_in_both_libraries(kind: str, head: str, options: dict[str, Any], tmp_path: Path) -> None:
     theirs = reference.make(kind, head, **options)
     theirs.save_pretrained(tmp_path / "theirs")
     model = load(tmp_path / "theirs")

@@ -48,7 +48,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("shifted", [False, True])
-def test_without_kernels_the_operators_are_torchs(shifted: bool, dtype: torch.dtype) -> None:
+def test_operators_match_torch_without_kernels(shifted: bool, dtype: torch.dtype) -> None:
     x, added = torch.randn(2, 3, 8, dtype=dtype).requires_grad_(), torch.randn(2, 3, 8, dtype=dtype)
     weight, bias, shift = torch.randn(3, 8, dtype=dtype).unbind()
     out, low = norms.add_layer_norm(x, added, shift if shifted else None, weight, bias, 1e-6, torch.bfloat16)
@@ -230,7 +230,7 @@ class _Scaled(nn.Linear):
 
 @pytest.mark.parametrize("change", ["subclass", "hook on gradients", "forward"])
 @pytest.mark.parametrize("name", ["qkv", "attention_output", "intermediate", "output", "attention_norm", "output_norm"])
-def test_a_module_that_is_not_what_it_was_is_called(
+def test_a_modified_submodule_is_called(
     name: str, change: str, counted: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = zoo.create("bert-debug", head="none", num_hidden_layers=1, **STILL).train()
@@ -270,7 +270,7 @@ def test_frozen_weights_have_no_gradients(counted: Counter[str]) -> None:
 
 
 @pytest.mark.usefixtures("counted")
-def test_a_product_keeps_its_bias_where_nobody_adds_it() -> None:
+def test_a_product_adds_its_bias_unless_the_caller_does() -> None:
     layer, x = nn.Linear(4, 6), torch.randn(3, 4)
     out, bias = _product(x, x, layer, without_bias=True)
     torch.testing.assert_close(out + layer.bias, layer(x))
@@ -315,7 +315,7 @@ def test_an_adapter_is_given_the_stream(name: str, counted: Counter[str]) -> Non
     assert counted[NORM] == 2
 
 
-def test_forward_mode_is_torchs(counted: Counter[str]) -> None:
+def test_forward_mode_runs_without_kernels(counted: Counter[str]) -> None:
     layer, x = zoo.create("bert-debug", **STILL).layers[0].train(), torch.randn(2, 5, 32, requires_grad=True)
     with torch.autograd.forward_ad.dual_level(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         out = layer(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
@@ -323,7 +323,7 @@ def test_forward_mode_is_torchs(counted: Counter[str]) -> None:
     assert not counted
 
 
-def test_functional_transforms_are_torchs(counted: Counter[str]) -> None:
+def test_functional_transforms_run_without_kernels(counted: Counter[str]) -> None:
     layer, x = zoo.create("bert-debug", **STILL).layers[0].train(), torch.randn(2, 5, 32)
     parameters = dict(layer.named_parameters())
 

@@ -68,7 +68,7 @@ def test_the_loss_of_a_span_asks_tokens_only() -> None:
     torch.testing.assert_close(output.loss, (losses[0] + losses[1]) / 2)
 
 
-def test_padding_anywhere_and_positions_of_ones_own() -> None:
+def test_padding_anywhere_and_given_positions() -> None:
     for kind in reference.KINDS:
         theirs = reference.make(kind, "token-classification")
         model: Any = zoo.from_upstream(theirs)
@@ -141,7 +141,7 @@ def test_every_batch_fits_one_of_few_sizes() -> None:
     assert token_buckets(64, 512)[-1] < 64 * 512 + 100
 
 
-def test_sizes_between_what_is_usual_and_one_for_all_others() -> None:
+def test_buckets_of_typical_sizes_and_one_for_the_rest() -> None:
     rows, length, typical = 8, 64, (100, 160)
     buckets = token_buckets(rows, length, steps=5, typical=typical)
     filling = filling_rows(buckets, rows, length)
@@ -183,7 +183,7 @@ def test_rows_attend_to_themselves_alone(way: str, monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(attend(qkv, heads, None, rows, 0.0), expected)
 
 
-def test_an_empty_row_harms_nobody() -> None:
+def test_an_empty_row_gives_finite_outputs_and_gradients() -> None:
     qkv = torch.randn(5, 3 * 8, requires_grad=True)
     rows = rows_of(torch.tensor([0, 2, 2, 5], dtype=torch.int32), 4, 5, qkv, 4)
     out = attend(qkv, 2, None, rows, 0.0)

@@ -165,7 +165,7 @@ def same(ours: LLM, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", reference.KINDS)
-def test_folders_there_and_back(kind: str, tmp_path: Path) -> None:
+def test_saved_folders_load_in_both_libraries(kind: str, tmp_path: Path) -> None:
     source = reference.make(kind)
     source.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     assert len(files(tmp_path / "theirs")) > 2
@@ -186,7 +186,7 @@ def test_folders_there_and_back(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
-def test_a_preset_takes_a_folder_that_agrees_or_what_is_said(tmp_path: Path) -> None:
+def test_a_preset_takes_a_folder_that_agrees_but_for_overrides(tmp_path: Path) -> None:
     save(zoo.create(PRESET, dtype=torch.bfloat16), tmp_path)
     # How long texts may be is the user's to choose; what is computed is not, unless it is said.
     model = zoo.create(PRESET, weights=tmp_path, max_position_embeddings=64)

@@ -50,7 +50,7 @@ def test_greedy_is_transformers_greedy_token_for_token(kind: str, captured: bool
 
 
 @pytest.mark.parametrize("stride", [1, 4, 16])
-def test_rows_end_where_theirs_do(stride: int) -> None:
+def test_rows_end_as_in_transformers(stride: int) -> None:
     theirs = reference.make("llama")
     free = theirs_says(theirs, PROMPTS, max_new_tokens=20, eos_token_id=None, pad_token_id=0)
     # Tokens that end the rows at different places, all before the limit.

@@ -200,7 +200,7 @@ def test_compiled_regions_train_as_uncompiled(options: dict[str, Any], checkpoin
 # --- when kernels run ---
 
 
-def test_norms_that_do_not_fit_are_torchs(gpu: Any) -> None:
+def test_unsupported_norms_run_without_kernels(gpu: Any) -> None:
     x, weight = torch.randn(2, 3, 8), torch.ones(8)
     rms_norm(x, weight, 1e-6), add_rms_norm(x, x, weight, 1e-6)
     assert gpu.launches == ["_norm"] * 2
@@ -213,7 +213,7 @@ def test_norms_that_do_not_fit_are_torchs(gpu: Any) -> None:
 
 
 @pytest.mark.parametrize("width", [4, 16, 48])
-def test_heads_that_no_kernel_takes_are_torchs(width: int, gpu: Any) -> None:
+def test_unsupported_head_widths_run_without_kernels(width: int, gpu: Any) -> None:
     cache, rotary = torch.randn(2, 2, 1, 16, width), torch.randn(2, width)
     qkv, query = torch.randn(2, 4 * width), torch.randn(2, 3, 2, width)
     decode_attention(qkv, cache, torch.tensor([3, 15]), rotary, None, None, 1e-6, 2, None)

@@ -159,7 +159,7 @@ def test_bad_inputs_are_named(model: LLM, inputs: dict[str, Any], error: type[Ex
         model(**{"input_ids": ids(), **inputs})
 
 
-def test_positions_of_hidden_tokens_are_nobodys(model: LLM) -> None:
+def test_positions_of_masked_tokens_are_not_checked(model: LLM) -> None:
     tokens = torch.randint(model.config.vocab_size, (2, 6))
     mask = torch.ones(2, 6, dtype=torch.long)
     mask[0, :2] = 0

@@ -54,7 +54,7 @@ def error(ours: Tensor, theirs: Tensor) -> float:
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("name", BUILT)
-def test_outputs_gradients_and_statistics_are_torchvisions(name: str, training: bool) -> None:
+def test_outputs_gradients_and_statistics_match_torchvision(name: str, training: bool) -> None:
     # In float32 both are as far from the truth as from each other: activations at zero fall to either side.
     theirs = build(name).double().train(training)
     ours = zoo.from_upstream(theirs)
@@ -75,7 +75,7 @@ def test_outputs_gradients_and_statistics_are_torchvisions(name: str, training: 
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if not name.endswith("-debug")])
-def test_presets_are_torchvisions_models(name: str) -> None:
+def test_presets_match_torchvision(name: str) -> None:
     with torch.device("meta"):
         theirs = getattr(models, name)()
     assert config_of(theirs) == PRESETS[name]

@@ -138,7 +138,7 @@ def test_a_captured_step_is_the_same_with_blocks_around_regions(device: str, nam
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
 
 
-def test_blocks_that_stay_eager_are_blocks_all_the_same() -> None:
+def test_eager_blocks_are_checkpointed_too() -> None:
     gradients_of = []
     for checkpointed in (False, True):
         torch.manual_seed(0)

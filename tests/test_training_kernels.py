@@ -55,7 +55,7 @@ def test_the_gradient_takes_the_logits_place_also_in_a_compiled_region() -> None
 
 
 @pytest.mark.gpu
-def test_rows_of_a_whole_vocabulary_are_torchs() -> None:
+def test_rows_of_a_whole_vocabulary_match_torch() -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     logits = 4 * torch.randn(64, 128_256, device="cuda", dtype=torch.bfloat16, generator=generator)
     labels = torch.randint(128_256, (64,), device="cuda", generator=generator)

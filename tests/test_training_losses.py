@@ -30,7 +30,7 @@ def gradients(loss: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("chunk", [1, 4, 5, 12, 100])
 @pytest.mark.parametrize("ignored", [0, 1, 5, 12])
-def test_loss_and_gradients_are_torchs(device: str, chunk: int, ignored: int):
+def test_loss_and_gradients_match_torch(device: str, chunk: int, ignored: int):
     x, weight, labels = draw((3, 4), torch.float64, device)
     labels.view(-1)[:ignored] = -100
     loss = LinearCrossEntropy(chunk)(x, weight, labels)

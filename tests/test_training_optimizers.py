@@ -36,7 +36,7 @@ def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: i
     ids=["plain", "decay, maximize", "amsgrad", "rate as a tensor"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_without_triton_it_is_torchs(dtype: torch.dtype, options: dict[str, Any]):
+def test_without_triton_it_matches_torch(dtype: torch.dtype, options: dict[str, Any]):
     ours, theirs = weights(dtype), weights(dtype)
     mine, torchs = AdamW(ours, **options), torch.optim.AdamW(theirs, fused=True, **options)
     train(mine, ours, 4)

@@ -26,7 +26,7 @@ def same(ours: Any, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize("case", reference.CASES)
-def test_folders_there_and_back(case: str, tmp_path: Path) -> None:
+def test_saved_folders_load_in_both_libraries(case: str, tmp_path: Path) -> None:
     theirs = reference.make(case)
     theirs.save_pretrained(tmp_path / "theirs")
     model = load(tmp_path / "theirs")

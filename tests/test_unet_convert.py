@@ -17,7 +17,7 @@ from zoo.unet.convert import WEIGHTS, config_of
 
 
 @pytest.mark.parametrize("case", reference.CASES)
-def test_outputs_are_diffusers(case: str) -> None:
+def test_outputs_match_diffusers(case: str) -> None:
     theirs = reference.make(case)
     ours = zoo.from_upstream(theirs)
     assert isinstance(ours, UNet) and not ours.training
@@ -30,7 +30,7 @@ def test_outputs_are_diffusers(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["sd", "xl"])
-def test_gradients_are_diffusers(case: str) -> None:
+def test_gradients_match_diffusers(case: str) -> None:
     theirs = reference.make(case).double()
     ours = zoo.from_upstream(theirs).train()
     theirs.train()
@@ -107,7 +107,7 @@ def test_masks_of_pixels() -> None:
 
 
 @pytest.mark.parametrize("case", ["sd", "xl", "three levels", "uneven depths"])
-def test_what_a_controlnet_adds(case: str) -> None:
+def test_residuals_of_a_controlnet(case: str) -> None:
     theirs = reference.make(case)
     ours = zoo.from_upstream(theirs)
     inputs = reference.inputs(theirs)
@@ -213,7 +213,7 @@ def test_changed_models_are_refused(change: Any, words: str) -> None:
         zoo.from_upstream(theirs)
 
 
-def test_other_ways_to_attend_are_taken() -> None:
+def test_other_attention_processors_convert() -> None:
     theirs = reference.make("sd")
     theirs.set_attn_processor(AttnProcessor())
     inputs = reference.inputs(theirs)

@@ -239,9 +239,7 @@ def test_products_learn_in_float32_under_autocast(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("name", ["qkv", "self_out", "query", "text_out", "mlp_in", "mlp_out"])
-def test_products_that_somebody_listens_to_are_called_where_they_learn(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_with_hooks_are_called_in_training(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(products, "kernels_run", lambda *_: True)
     block, x, key = TransformerBlock(8, 2), torch.randn(6, 8), torch.randn(2, 5, 16)

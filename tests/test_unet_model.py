@@ -344,7 +344,7 @@ class _Doubled(nn.Linear):
 
 
 @pytest.mark.parametrize("name", ["qkv", "query", "text_out", "mlp_in", "mlp_out", "self_out"])
-def test_what_takes_the_place_of_a_product_is_called(name: str) -> None:
+def test_a_replaced_product_is_called(name: str) -> None:
     torch.manual_seed(0)
     block = TransformerBlock(8, 2)
     x, key = torch.randn(6, 8), torch.randn(2, 5, 16)

@@ -218,6 +218,6 @@ def test_a_strength_for_merged_weights_is_refused(tmp_path: Path) -> None:
 # --- folders ---
 
 
-def test_the_arguments_are_diffusers() -> None:
+def test_the_signature_is_that_of_diffusers() -> None:
     theirs = inspect.signature(inspect.unwrap(diffusers.UNet2DConditionModel.forward)).parameters
     assert list(inspect.signature(UNet.forward).parameters) == list(theirs)

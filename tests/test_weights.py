@@ -70,7 +70,7 @@ def map_of(table: Any = TABLE) -> WeightMap[Any]:
     )
 
 
-def test_a_table_there_and_back() -> None:
+def test_a_table_converts_both_ways() -> None:
     theirs: Any = Theirs()
     weights = map_of()
     theirs.block[1].requires_grad_(False)

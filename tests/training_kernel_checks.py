@@ -140,7 +140,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 0.3}, {"maximize": True, "betas": (0.0, 0.5)}], ids=str)
-def test_steps_are_torchs(dtype: torch.dtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_match_torch(dtype: torch.dtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(updates, "LARGE", 100)
     sizes = counted(monkeypatch)
     ours, mine, theirs, torchs = pair(dtype, lr=1e-2, **options)
@@ -164,7 +164,7 @@ def test_a_backward_that_needs_the_weights_as_they_were_says_so() -> None:
         loss.backward()
 
 
-def test_what_the_kernel_does_not_do_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_options_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = counted(monkeypatch)
     ours, mine, theirs, torchs = pair(torch.float32, amsgrad=True)
     for params, optimizer in ((ours, mine), (theirs, torchs)):
@@ -211,7 +211,7 @@ SAME = ((6, 8), (48,), (2, 3, 2, 4), (1, 48), (8, 6), (3, 4, 4), (12, 4), (4, 3,
     [(1, [[48] * 8, [48] * 3, [30]]), (144, [[48] * 8, [48] * 3]), (145, [[48] * 8]), (8 * 48 + 1, [])],
     ids=["all", "remainder", "no remainder", "none"],
 )
-def test_those_of_one_size_share_launches(
+def test_parameters_of_one_size_share_launches(
     large: int, launches: list[list[int]], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(updates, "LARGE", large)
@@ -230,7 +230,7 @@ def test_those_of_one_size_share_launches(
         close(mine.state[found].values(), torchs.state[expected].values(), dtype)
 
 
-def test_one_that_is_not_aligned_goes_alone_or_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unaligned_parameter_is_updated_alone_or_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = counted(monkeypatch)
     (*ours, last), theirs = alike((6, 8), (48,), (8, 6))
     held = torch.zeros(49, device=DEVICE)
@@ -250,7 +250,7 @@ def test_one_that_is_not_aligned_goes_alone_or_is_torchs(monkeypatch: pytest.Mon
     assert held[0] == 0
 
 
-def test_those_of_several_dtypes_share_a_launch_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_of_several_dtypes_are_updated_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(updates, "LARGE", 1000)
     monkeypatch.setattr(updates, "SMALLEST", 1000)
     ours, theirs = alike(*SAME[:5], dtype=torch.bfloat16)
@@ -328,7 +328,7 @@ def check_rows(logits: Tensor, labels: Tensor, scale: float) -> None:
 @pytest.mark.usefixtures("_blocks")
 @pytest.mark.parametrize("dtype", EPS, ids=str)
 @pytest.mark.parametrize("columns", [1, 7, 37, 256, 1000, 17001])
-def test_rows_are_torchs(columns: int, dtype: torch.dtype) -> None:
+def test_rows_match_torch(columns: int, dtype: torch.dtype) -> None:
     logits = values(5, columns, dtype=dtype, scale=4.0)
     labels = torch.randint(columns, (5,)).to(DEVICE)
     labels[3] = IGNORED
@@ -338,7 +338,7 @@ def test_rows_are_torchs(columns: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("_blocks")
-def test_rows_that_are_not_finite_are_torchs() -> None:
+def test_rows_with_nan_and_infinity_match_torch() -> None:
     logits = values(10, 600, scale=3.0)
     logits[0, 5:] = -math.inf
     logits[1, :590] = -math.inf

@@ -70,7 +70,7 @@ def test_no_queries() -> None:
     assert short_attention(key[:0], key[:0], key[:0]).shape == (0, 80)
 
 
-def test_whose_attention_is_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_the_kernel_attends(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[int] = []
     inner = kernels.short_attention
     monkeypatch.setattr(kernels, "short_attention", lambda *given: (ran.append(1), inner(*given))[1])

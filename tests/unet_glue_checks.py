@@ -56,7 +56,7 @@ def test_gelu_is_near_everywhere() -> None:
     torch.testing.assert_close(found[fading], expected[fading], rtol=2e-3, atol=0)
 
 
-def test_gelu_of_what_is_not_finite() -> None:
+def test_gelu_of_nan_and_infinity() -> None:
     gate = torch.tensor([float("inf"), float("nan"), -1e30, 3e38, 0.0, -0.0], device=DEVICE)
     found = gate_alone(gate)
     expected = torch.tensor([float("inf"), float("nan"), 0.0, 3e38, 0.0, 0.0], device=DEVICE)
@@ -124,7 +124,7 @@ def test_a_mean_far_from_zero_costs_no_variance() -> None:
     assert torch.equal(layer_norm(x, weight, bias, 1e-5), bias.expand(3, -1))
 
 
-def test_rows_wider_than_a_program_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_wider_than_a_program_run_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norm_kernels, "_launch_layer_norm", lambda *_: pytest.fail("a kernel ran"))
     x, weight, bias = values(3, 2049), values(2049), values(2049)
     with torch.no_grad():

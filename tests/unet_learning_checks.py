@@ -107,7 +107,7 @@ def test_the_slope_of_gelu_is_near_everywhere() -> None:
     assert (slope_alone(gate).double() - expected).abs().max() < 4e-7
 
 
-def test_the_slope_of_gelu_of_what_is_not_finite() -> None:
+def test_the_slope_of_gelu_at_nan_and_infinity() -> None:
     gate = torch.tensor([float("inf"), float("nan"), -1e30, 3e38, 0.0, -20.0], device=DEVICE)
     expected = torch.tensor([1.0, float("nan"), 0.0, 1.0, 0.5, 0.0], device=DEVICE)
     torch.testing.assert_close(slope_alone(gate), expected, equal_nan=True)
@@ -165,7 +165,7 @@ def test_summands_of_two_dtypes() -> None:
     check(lambda *given: add_norm(*given, None, 1e-5), [x, residual, weight, bias])
 
 
-def test_an_output_that_nobody_used_has_no_gradient() -> None:
+def test_an_unused_output_has_no_gradient() -> None:
     x, residual, weight, bias, shift = values(5, 40), values(5, 40), values(40), values(40), values(40)
     given = [x, residual, weight, bias, shift]
     exact = [each.detach().double().requires_grad_() for each in given]
