@@ -164,39 +164,6 @@ def test_no_rows() -> None:
     assert found[0].shape == (0, 32) and not found[1].any()
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_a_model_trains_as_without_kernels(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_hidden_layers": 2}
-    model: Any = zoo.create("bert-debug", **still, device=DEVICE).train()
-    inputs = {name: value.to(DEVICE) for name, value in zoo.example_inputs(model).items()}
-    exact: Any = zoo.create("bert-debug", **still).double().train()
-    exact.load_state_dict(model.state_dict())
-    found, above = {}, torch.randn(2, 16, model.config.hidden_size)
-    ran: list[str] = []
-    for launch in ("add_layer_norm", "add_layer_norm_backward"):
-        reach = getattr(norms, launch)
-        monkeypatch.setattr(
-            norms, launch, lambda *given, name=launch, reach=reach: (ran.append(name), reach(*given))[1]
-        )
-    for name, each, given in (("ours", model, inputs), ("plain", model, inputs), ("exact", exact, None)):
-        if name == "plain":
-            assert ran.count("add_layer_norm") == ran.count("add_layer_norm_backward") == 4
-            monkeypatch.setattr(zoo.ops.common, "triton_runs_on", lambda device: False)
-            ran.clear()
-        given = given or {key: value.cpu() for key, value in inputs.items()}
-        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast and name != "exact"):
-            outputs = each(**given)
-        grads = torch.autograd.grad(outputs[0], list(each.layers.parameters()), above.to(outputs[0]))
-        assert outputs[0].dtype == next(each.parameters()).dtype
-        found[name] = [each.detach().double().cpu() for each in (outputs[0], *grads)]
-    assert not ran
-    for ours, plain, wanted in zip(*found.values(), strict=True):
-        error = (ours - wanted).norm() / wanted.norm()
-        # What the interpreter cuts off counts more than once.
-        bound = (3 if DEVICE == "cpu" else 1.5) * (plain - wanted).norm() / wanted.norm() + 1e-3
-        assert error < (bound if autocast else 3e-6)
-
-
 def test_a_second_derivative_is_refused() -> None:
     layer = zoo.create("bert-debug", device=DEVICE).layers[0].train()
     x = values(2, 5, 32).requires_grad_()

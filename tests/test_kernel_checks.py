@@ -10,16 +10,15 @@ import pytest
 from tests.kernel_runs import run_checks
 
 FILES = sorted(path.name for path in Path(__file__).parent.glob("*_checks.py") if path.name[:4] not in ("test", "kern"))
-# Files that take minutes run in two parts.
+# Files that take minutes run in two parts; one small model of each family is quick.
 HALVES = {"gnn": "attention", "llm": "norms"}
 PARTS = [
-    (name, part)
+    pytest.param(name, part, marks=[] if name[:5] == "model" else pytest.mark.slow)
     for name in FILES
     for part in ((HALVES[name[:3]], f"not {HALVES[name[:3]]}") if name[:3] in HALVES else ("",))
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="torch came without Triton, which GPUs only need"
 )

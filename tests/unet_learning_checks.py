@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.kernel_checks import DEVICE, MARKS, kernels_run  # noqa: F401
-from zoo.modules import to_rows
-from zoo.ops import common
-from zoo.ops.conv import conv, conv_add
+from zoo.ops.conv import conv_add
 from zoo.ops.glu import gated_gelu
 from zoo.ops.norms import add_norm, layer_norm
 from zoo.ops.triton import glu as gate_kernels
 from zoo.ops.triton import norms as norm_kernels
 from zoo.ops.triton import sums
-from zoo.unet import TransformerBlock
 
 pytestmark = MARKS
 # The interpreter cuts numbers off where a GPU rounds them to bfloat16.
@@ -247,29 +243,3 @@ def test_no_rows(name: str) -> None:
     found = torch.autograd.grad(outputs, given, [torch.ones_like(each) for each in outputs])
     for one, like in zip(found, given, strict=True):
         assert one.shape == like.shape and not one.any()
-
-
-@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
-def test_a_block_trains_as_without_kernels(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    dtype = torch.bfloat16 if autocast else torch.float32
-    block, layer = TransformerBlock(16, 2).to(DEVICE), nn.Conv2d(16, 16, 3, padding=1).to(DEVICE)
-    model = nn.ModuleList([block, layer.to(memory_format=torch.channels_last)])
-    image, text = values(2, 16, 2, 3, dtype=dtype).detach(), values(2, 5, 32, dtype=dtype).detach()
-    found = []
-    for kind in ("ours", "plain", "exact"):
-        if kind == "plain":
-            monkeypatch.setattr(common, "triton_runs_on", lambda device: False)
-        each = copy.deepcopy(model).double() if kind == "exact" else model
-        x, key = (given.double() if kind == "exact" else given for given in (image, text))
-        x = x.contiguous(memory_format=torch.channels_last)
-        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast and kind != "exact"):
-            rows = to_rows(conv(x, each[1]))
-            rows = conv_add(each[0](rows, key, None, None), each[1].bias, rows)
-        above = torch.linspace(-1, 1, rows.numel(), device=DEVICE).view(rows.shape)
-        grads = torch.autograd.grad((rows * above.to(rows)).sum(), list(each.parameters()))
-        assert all(grad.dtype == parameter.dtype for grad, parameter in zip(grads, each.parameters(), strict=True))
-        found.append([rows.detach(), *grads])
-    for ours, plain, wanted in zip(*found, strict=True):
-        errors = [float((each - wanted).norm() / wanted.norm()) for each in (ours, plain)]
-        # What the interpreter cuts off counts more than once.
-        assert errors[0] < ((3 if DEVICE == "cpu" else 1.5) * errors[1] + 1e-3 if autocast else 3e-6)
