@@ -10,11 +10,12 @@ rounding: errors of gradients are relative to the largest of the model's. In flo
 from __future__ import annotations
 
 import copy
+import dataclasses
+import importlib
 import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -172,14 +173,25 @@ def assert_equal_states(found: nn.Module, expected: nn.Module) -> None:
         assert ours[name].dtype == value.dtype and torch.equal(ours[name], value), name
 
 
-def round_trips(theirs: nn.Module, ours: Any, through_file: Callable[[Any, Path], nn.Module]) -> None:
-    """To upstream and back, and through a file: the same class, configuration and weights."""
+def round_trips(theirs: nn.Module, ours: Any, preset: str | None = None) -> None:
+    """To upstream and back, and through files: the same class, configuration and weights.
+
+    The files are a folder that the family saves, or upstream's weights for a ``preset`` with ours' options.
+    """
     back = zoo.to_upstream(ours)
     assert type(back) is type(theirs)
     assert_equal_states(back, theirs)
     again: Any = zoo.from_upstream(back)
     assert again.config == ours.config
     with tempfile.TemporaryDirectory() as folder:
-        loaded: Any = through_file(ours, Path(folder))
+        if preset is None:
+            family = importlib.import_module(".".join(type(ours).__module__.split(".")[:2]))
+            family.save(ours, folder)
+            loaded: Any = family.load(folder)
+        else:
+            torch.save(back.state_dict(), f"{folder}/weights.pt")
+            fields = {field.name: getattr(ours.config, field.name) for field in dataclasses.fields(ours.config)}
+            dtype = next(ours.parameters()).dtype
+            loaded = zoo.create(preset, weights=f"{folder}/weights.pt", dtype=dtype, **fields)
         assert loaded.config == ours.config
         assert_equal_states(loaded, ours)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,12 +97,7 @@ def test_models(data: st.DataObject, made: Any, dtype: torch.dtype, nodes: int, 
             run(theirs, dtype)
         return
 
-    def through_file(ours: Any, folder: Path) -> nn.Module:
-        torch.save(zoo.to_upstream(ours).state_dict(), folder / "weights.pt")
-        fields = {field.name: getattr(ours.config, field.name) for field in dataclasses.fields(ours.config)}
-        return zoo.create(PRESETS[name], weights=folder / "weights.pt", dtype=dtype, **fields)
-
-    round_trips(theirs, ours, through_file)
+    round_trips(theirs, ours, PRESETS[name])
 
 
 @fuzz
