@@ -11,7 +11,6 @@ import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
 import zoo
-from zoo.gnn import GATConfig, GCNConfig, SAGEConfig
 from zoo.gnn.convert import WEIGHTS
 
 from_upstream, to_upstream = WEIGHTS.from_upstream, WEIGHTS.to_upstream
@@ -185,27 +184,3 @@ def test_dropout_has_upstreams_effect(cls: type[nn.Module], options: dict[str, A
     drawn = [torch.stack([model(x, edge_index).detach() for _ in range(600)]) for model in (ours, theirs)]
     assert error(drawn[0].mean(0), drawn[1].mean(0)) < 0.1
     assert error(drawn[0].std(0), drawn[1].std(0)) < 0.1
-
-
-def test_configs_name_a_wrong_value() -> None:
-    sizes = {"in_channels": 4, "hidden_channels": 6, "num_layers": 2, "out_channels": 3}
-    for cls, wrong, message in (
-        (GCNConfig, {"num_layers": 0}, "num_layers is 0"),
-        (GCNConfig, {"hidden_channels": True}, "hidden_channels is True"),
-        (GCNConfig, {"jk": "lstm"}, "jk is 'lstm'"),
-        (GCNConfig, {"dropout": 1.5}, r"dropout is 1\.5"),
-        (GCNConfig, {"normalize": False, "add_self_loops": True}, "add_self_loops is True and normalize False"),
-        (GATConfig, {"heads": 4}, "hidden_channels is 6 and heads 4"),
-        (GATConfig, {"heads": 0}, "heads is 0"),
-        (SAGEConfig, {"aggr": "median"}, "aggr is 'median'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            cls(**{**sizes, **wrong})
-    for wrong, message in (
-        ({"act": "nope"}, "act is 'nope'"),
-        ({"act": "elu", "act_kwargs": {"beta": 1}}, "act_kwargs has beta"),
-        ({"norm": "nope"}, "norm is 'nope'"),
-        ({"norm": "layer", "norm_kwargs": {"mode": "edge"}}, "mode='edge'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            zoo.create("gcn-debug", **wrong)

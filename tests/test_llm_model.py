@@ -190,22 +190,6 @@ def test_a_position_behind_the_cache_is_named(model: LLM) -> None:
     assert not any(layer.any() for layer in cache.layers)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "words"),
-    [
-        ("num_hidden_layers", 0, "num_hidden_layers is 0"),
-        ("num_key_value_heads", 3, "must be a multiple"),
-        ("head_dim", 15, "must be even"),
-        ("rope_theta", 0.0, "rope_theta is 0.0"),
-        ("sliding_window", 0, "sliding_window is 0"),
-        ("pad_token_id", 256, "pad_token_id is 256"),
-    ],
-)
-def test_bad_configs_are_named(field: str, value: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        zoo.create("llm-debug", **{field: value})
-
-
 def test_bad_scalings_are_named() -> None:
     with pytest.raises(ValueError, match="kind is 'yarn'"):
         RopeScaling(kind="yarn", factor=2.0)

@@ -204,37 +204,6 @@ def test_too_small_for_training_and_large_enough_for_evaluation() -> None:
         without_statistics(torch.zeros(1, 3, 32, 32))
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"block": "plain"}, "block is 'plain', expected one of 'basic', 'bottleneck'"),
-        ({"layers": (1, 2, 3)}, "four positive numbers"),
-        ({"layers": (1, 2, 0, 1)}, "four positive numbers"),
-        ({"num_classes": 0}, "num_classes is 0"),
-        ({"groups": True}, "groups is True"),
-        ({"replace_stride_with_dilation": (True,)}, "three flags"),
-        ({"norm": "layer"}, "norm is 'layer', expected one of 'batch', 'frozen'"),
-        ({"norm_kwargs": {"affine": False}}, "norm_kwargs has affine, which norm 'batch' does not take"),
-        ({"norm_kwargs": {"momentum": None}}, "momentum=None"),
-        ({"block": "basic"}, "width_per_group 16: basic blocks have neither"),
-        (
-            {
-                "block": "basic",
-                "width_per_group": 64,
-                "layers": (1, 1, 2, 1),
-                "replace_stride_with_dilation": (0, 1, 0),
-            },
-            "basic blocks cannot be dilated",
-        ),
-        ({"width_per_group": 8, "groups": 3, "norm": "frozen", "norm_kwargs": {"momentum": 0.2}}, "has momentum"),
-    ],
-    ids=str,
-)
-def test_bad_configs_are_named(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        debug(**changes)
-
-
 def test_example_inputs_check_their_sizes() -> None:
     model = debug()
     assert zoo.example_inputs(model, batch=3, size=40)["images"].shape == (3, 3, 40, 40)

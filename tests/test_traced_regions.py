@@ -90,7 +90,3 @@ def test_regions_are_a_graph_each_way_with_kernels_in_it(
     for (region, inference), (_, learning) in zip(*found, strict=True):
         launches.setdefault(region, set()).add((*inference, *learning))
     assert launches == LAUNCHES[name] and fused == FUSED.get(name, [0, 0])
-
-
-def test_every_family_is_traced() -> None:
-    assert LAUNCHES.keys() == {name for name in zoo.list_models() if name.endswith("-debug")}
