@@ -42,7 +42,7 @@ def outputs_of(model: torch.nn.Module, inputs: dict[str, object]) -> list[torch.
 @pytest.mark.parametrize("name", zoo.list_models())
 def test_every_preset_builds_without_memory(name: str) -> None:
     model = zoo.create(name, device="meta")
-    assert type(model) in family_of(name).model_types
+    assert type(model) in family_of(name).weights.classes
     assert model.config == family_of(name).presets[name]
     assert type(model).regions and all(region.why for region in type(model).regions)
     report = zoo.find_regions(model)

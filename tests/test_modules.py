@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from zoo.modules import channels_last, to_images, to_rows
+from zoo.ops.common import to_images, to_rows
+from zoo.weights import keep_channels_last
 
 
 def test_rows_of_a_channels_last_image_are_its_memory():
@@ -34,5 +35,7 @@ def test_gradients_pass_and_no_base_is_known():
 
 def test_weights_of_convolutions_are_laid_out():
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Linear(8, 8))
-    channels_last(model)
+    keep_channels_last(model)
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    model.load_state_dict({key: tensor.contiguous() for key, tensor in model.state_dict().items()}, assign=True)
     assert model[0].weight.is_contiguous(memory_format=torch.channels_last)

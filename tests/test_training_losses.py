@@ -126,9 +126,9 @@ def test_the_backward_runs_once():
         (
             {"labels": torch.full((20,), 37)},
             ValueError,
-            "from 37 to 37, but weight has 37 classes: pass 0 to 36, or -100",
+            "from 37 to 37, but the number of classes is 37: pass 0 to 36, or -100",
         ),
-        ({"labels": torch.full((20,), -1)}, ValueError, "labels are from -1 to -1"),
+        ({"labels": torch.full((20,), -1)}, ValueError, "labels has values from -1 to -1"),
         ({"x": torch.ones(0, 16), "labels": torch.zeros(0, dtype=torch.int64)}, ValueError, "there are no rows"),
     ],
 )

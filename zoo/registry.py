@@ -20,24 +20,24 @@ from zoo.weights import WeightMap, check_dtype, check_finite
 class Family:
     """What the zoo needs to know about a family to build, convert, test and benchmark its models.
 
+    Every model keeps its config as ``model.config`` and its regions as ``type(model).regions``.
+
     Args:
-        name: The family's name, also its folder's: ``"gnn"``.
         presets: Preset name to frozen config dataclass.
-        build: Config to a randomly initialised model on the current default device and dtype. Every model keeps
-            its config as ``model.config`` and its regions as ``type(model).regions``.
-        model_types: Exact classes that ``build`` returns.
         example_inputs: ``(model, **sizes)`` to keyword arguments for ``model(**inputs)``, on the model's device.
         upstream_packages: Top-level packages whose modules the family converts, e.g. ``("torch_geometric",)``.
-        weights: The conversion from and to the upstream library.
+        weights: The family's name and model classes, and their conversion from and to the upstream library.
     """
 
-    name: str
     presets: Mapping[str, Any]
-    build: Callable[[Any], nn.Module]
-    model_types: tuple[type[nn.Module], ...]
     example_inputs: Callable[..., dict[str, Any]]
     upstream_packages: tuple[str, ...]
     weights: WeightMap[Any]
+
+    @property
+    def name(self) -> str:
+        """The family's name, also its folder's."""
+        return self.weights.name
 
 
 _FAMILIES: dict[str, Family] = {}
@@ -60,7 +60,7 @@ def families() -> tuple[Family, ...]:
 def family_of(model: nn.Module) -> Family:
     """The family a zoo model belongs to; TypeError for a module that is not the zoo's."""
     for family in _FAMILIES.values():
-        if type(model) in family.model_types:
+        if type(model) in family.weights.classes:
             return family
     raise TypeError(
         f"{type(model).__module__}.{type(model).__name__} is not a model of the zoo; "
@@ -155,7 +155,7 @@ def from_upstream(module: nn.Module, *, strict: bool = False) -> nn.Module:
             except NotImplementedError:
                 continue
             check_finite(model, type(module).__name__, strict=strict)
-            return model.train(module.training)
+            return model
     taken = {family.name: "/".join(family.upstream_packages) for family in _FAMILIES.values()}
     raise TypeError(
         f"no family converts {type(module).__module__}.{type(module).__name__}; families and their libraries: {taken}"
@@ -168,8 +168,7 @@ def to_upstream(model: nn.Module) -> nn.Module:
     Raises:
         TypeError: If the model is not the zoo's.
     """
-    module: nn.Module = family_of(model).weights.to_upstream(model)
-    return module.train(model.training)
+    return family_of(model).weights.to_upstream(model)
 
 
 def example_inputs(model: nn.Module, **sizes: Any) -> dict[str, Any]:
@@ -210,7 +209,7 @@ def _load(
     path = conversion.locate(name, weights)
     if path.is_dir():
         conversion.check_folder(path, config, overrides)
-    model = _build(family, config, torch.device("meta"), dtype)
+    model = _build(family, config, "meta", dtype)
     device, dtype = device or torch.get_default_device(), dtype or torch.get_default_dtype()
     with open_tensors(path) as tensors:
         conversion.fill(model, tensors, device=device, dtype=dtype, source=str(weights))
@@ -224,7 +223,7 @@ def _build(family: Family, config: Any, device: torch.device | str | None, dtype
         if dtype is not None:
             torch.set_default_dtype(dtype)
         with torch.device(device) if device is not None else torch.device(torch.get_default_device()):
-            return family.build(config)
+            return family.weights.new(config)
     finally:
         torch.set_default_dtype(before)
 

@@ -22,8 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.modules import bounds_outside, on_host
-
 INTEGERS = (torch.int64, torch.int32)
 _SEEDS = -(2**63), 2**64 - 1  # what a torch.Generator takes
 
@@ -42,7 +40,7 @@ def tensor(
     shape: str | None = None,
     *,
     kinds: str | Collection[torch.dtype] | None = None,
-    like: Tensor | None = None,
+    like: Tensor | torch.device | None = None,
     beside: str = "the weights",
     sizes: Mapping[str, int] | None = None,
     empty: bool = True,
@@ -56,7 +54,8 @@ def tensor(
         shape: A name or number for each dimension, ``"B T"`` or ``"N 3 H W"``; alternatives are separated by ``|``.
             Dimensions of one name are equal.
         kinds: ``"integer"`` (int64 or int32), ``"floating"``, or the very dtypes.
-        like: A tensor on the same device and, if both are floating, of the same dtype; under autocast of any.
+        like: A tensor on the same device and, if both are floating, of the same dtype; under autocast of any. Or the
+            device alone.
         beside: What ``like`` is, for the message.
         sizes: Of dimensions whose size is known.
         empty: Whether a dimension may be 0.
@@ -73,9 +72,10 @@ def tensor(
         raise ValueError(f"{name} has shape {list(given.shape)}, expected {_shown(shape, sizes)}{hint}")
     if not empty and 0 in given.shape:
         raise ValueError(f"{name} has shape {list(given.shape)}, expected {_shown(shape, sizes)}, none of them 0")
-    if like is not None and given.device != like.device:
-        raise ValueError(f"{name} is on {given.device} and {beside} on {like.device}; move one of them")
-    kind(name, given, kinds, like=like, beside=beside, hint=hint)
+    device = like.device if isinstance(like, Tensor) else like
+    if device is not None and given.device != device:
+        raise ValueError(f"{name} is on {given.device} and {beside} on {device}; move one of them")
+    kind(name, given, kinds, like=like if isinstance(like, Tensor) else None, beside=beside, hint=hint)
 
 
 def kind(
@@ -111,16 +111,27 @@ def kind(
         raise TypeError(f"{name} is {given.dtype} and {beside} {like.dtype}; use {name}.to({like.dtype}){also}")
 
 
-def in_range(name: str, ids: Tensor, limit: int, field: str, hint: str = "") -> None:
-    """Integers from 0 to below ``limit``, which the model calls ``field``; values are looked at on the host only.
+def on_host(tensor: Tensor) -> bool:
+    """Whether Python may read the values: they are on the CPU, and no compiler, trace or transform of torch's runs."""
+    if tensor.device.type != "cpu" or torch.compiler.is_compiling() or type(tensor) is not Tensor:
+        return False
+    traced = torch.utils._python_dispatch._get_current_dispatch_mode() is not None
+    return not traced and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def in_range(name: str, ids: Tensor, limit: int, field: str, hint: str = "", *, ignored: int | None = None) -> None:
+    """Integers from 0 to below ``limit``, which the model calls ``field``, or ``ignored``; read on the host only.
 
     Raises:
         TypeError: If they are no integers.
         ValueError: If one is out of range.
     """
     kind(name, ids, "integer")
-    if on_host(ids) and (bounds := bounds_outside(ids, limit)) is not None:
-        low, high = bounds
+    if not on_host(ids):
+        return
+    ids = ids if ignored is None else ids[ids != ignored]
+    low, high = map(int, ids.aminmax()) if ids.numel() else (0, -1)
+    if low < 0 or high >= limit:
         raise ValueError(f"{name} has values from {low} to {high}, but {field} is {limit}: pass 0 to {limit - 1}{hint}")
 
 

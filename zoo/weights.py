@@ -1,4 +1,4 @@
-"""Weights in and out: one table {theirs: ours} for a family, read in both directions and strict in both.
+"""Weights: how they are drawn, and one table {theirs: ours} for a family, read both ways and strict in both.
 
 A family writes the table and two functions in its ``convert.py``; the :class:`WeightMap` of them does the rest::
 
@@ -274,7 +274,14 @@ class WeightMap(Generic[Model]):
         """
         if self.read_config is not None and (folder / "config.json").exists():
             free = {*overridden, *self.use_fields}
-            refuse_other_config(folder, self.read_config(folder), config, free, self.name)
+            stored = self.read_config(folder)
+            for field in dataclasses.fields(config):
+                theirs, ours = getattr(stored, field.name), getattr(config, field.name)
+                if theirs != ours and field.name not in free:
+                    raise ValueError(
+                        f"{folder}: config.json has {field.name}={theirs!r}, the preset {ours!r}; take the fitting "
+                        f"preset, override {field.name}, or let zoo.{self.name}.load(folder) read the config"
+                    )
 
     def places(self, model: Any) -> dict[str, Placement]:
         """Where each tensor of an upstream checkpoint goes in a model, in the order of the model's tensors.
@@ -300,9 +307,13 @@ class WeightMap(Generic[Model]):
         ours = model.state_dict()
         return {key: place.of(ours) for key, place in self.places(model).items() if not place.repeated}
 
+    def new(self, config: Any) -> Model:
+        """A randomly initialised model on the current default device and dtype."""
+        return (self.build or self.classes[0])(config)
+
     def _on_meta(self, config: Any) -> Any:
         with torch.device("meta"):
-            return (self.build or self.classes[0])(config)
+            return self.new(config)
 
     def _checked(self, model: Any) -> Any:
         if not isinstance(model, self.classes):
@@ -380,17 +391,6 @@ def fill(
         raise ValueError(f"{source}: nothing was loaded into {left[:8]}")
 
 
-def refuse_other_config(folder: Path, stored: Any, config: Any, free: Collection[str], family: str) -> None:
-    """Refuse a folder whose ``config.json`` describes another architecture than the preset's, ``free`` fields apart."""
-    for field in dataclasses.fields(config):
-        theirs, ours = getattr(stored, field.name), getattr(config, field.name)
-        if theirs != ours and field.name not in free:
-            raise ValueError(
-                f"{folder}: config.json has {field.name}={theirs!r}, the preset {ours!r}; take the fitting preset, "
-                f"override {field.name}, or let zoo.{family}.load(folder) read the config"
-            )
-
-
 def check_finite(model: nn.Module, source: str, *, strict: bool) -> None:
     """Warn the zoo's caller if a weight is NaN or infinite; ValueError if strict."""
     broken = [name for name, tensor in model.state_dict().items() if tensor.is_floating_point() and not _finite(tensor)]
@@ -413,6 +413,28 @@ def check_dtype(dtype: Any) -> None:
     """ValueError unless parameters can be of this dtype; None leaves theirs as it is."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype is {dtype!r}, but parameters need a floating-point torch.dtype")
+
+
+def initialise(module: nn.Module) -> None:
+    """As transformers does: normal with deviation 0.02, biases and the padding's vectors zero, norms one."""
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+    if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+        with torch.no_grad():
+            module.weight[module.padding_idx].zero_()
+
+
+def keep_channels_last(model: nn.Module) -> None:
+    """Lay out the weights of all convolutions in channels_last, now and whenever a state dict was loaded."""
+    _lay_out(model)
+    # A loaded tensor that was assigned keeps the layout of its file.
+    model.register_load_state_dict_post_hook(_lay_out)  # type: ignore[no-untyped-call]
+
+
+def _lay_out(model: nn.Module, _: Any = None) -> None:
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 def _expanded(table: Table, ours: Mapping[str, Tensor]) -> dict[str, Placement]:

@@ -26,13 +26,5 @@ from zoo.bert.packing import unpack as unpack
 from zoo.registry import Family, register
 
 FAMILY = register(
-    Family(
-        name="bert",
-        presets=PRESETS,
-        build=Bert,
-        model_types=(Bert,),
-        example_inputs=example_inputs,
-        upstream_packages=("transformers",),
-        weights=WEIGHTS,
-    )
+    Family(presets=PRESETS, example_inputs=example_inputs, upstream_packages=("transformers",), weights=WEIGHTS)
 )

@@ -19,8 +19,7 @@ from zoo.bert.heads import make_head
 from zoo.bert.layer import ACTIVATIONS, USE_FIELDS, BertConfig
 from zoo.bert.model import Bert
 from zoo.files import open_tensors
-from zoo.modules import initialise
-from zoo.weights import Placement, Table, WeightMap, warn
+from zoo.weights import Placement, Table, WeightMap, initialise, warn
 
 _KINDS = {"bert": "Bert", "roberta": "Roberta"}
 _HEADS = {

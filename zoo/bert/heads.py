@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from zoo import validate
 from zoo.bert.layer import ACTIVATIONS, BertConfig
-from zoo.modules import on_host
 
 
 class Encoding(NamedTuple):
@@ -233,9 +232,4 @@ def check_labels(
         hint = "; pass start_positions and end_positions" if head == "question-answering" else ""
         raise ValueError(f"labels given, but head {head!r} takes none{hint}")
     validate.kind("labels", labels, "integer", hint=" class numbers")
-    if on_host(labels):
-        wrong = labels[(labels != -100) & ((labels < 0) | (labels >= classes))]
-        if wrong.numel():
-            raise ValueError(
-                f"labels has {int(wrong[0])}, but there are {classes} classes; -100 says that none is meant"
-            )
+    validate.in_range("labels", labels, classes, "the number of classes", ", or -100 for no label", ignored=-100)

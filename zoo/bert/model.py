@@ -33,7 +33,7 @@ from zoo.bert.heads import (
 from zoo.bert.layer import BertConfig, BertEmbeddings, BertLayer, key_mask, rows_of
 from zoo.bert.packing import PackedBatch, check_ids, counted_positions, pack, unpack
 from zoo.engine.region import Region, in_process_on_gpus
-from zoo.modules import initialise, on_host
+from zoo.weights import initialise
 
 _BERT: dict[str, Any] = {
     "vocab_size": 30522,
@@ -239,7 +239,7 @@ def _first_tokens(x: Tensor, batch: PackedBatch | None) -> Tensor:
 
 def _hides_nothing(attention_mask: Tensor) -> bool:
     """Whether a mask is known to: one on the host is looked at, one on a device never."""
-    return on_host(attention_mask) and bool((attention_mask != 0).all())
+    return validate.on_host(attention_mask) and bool((attention_mask != 0).all())
 
 
 def _match_mode(ids: Tensor | None) -> Tensor | None:

@@ -10,7 +10,7 @@ from zoo.gnn.convs import SAGEConv as SAGEConv
 from zoo.gnn.graph import CSRGraph as CSRGraph
 from zoo.gnn.model import GAT as GAT
 from zoo.gnn.model import GCN as GCN
-from zoo.gnn.model import PRESETS, build, example_inputs
+from zoo.gnn.model import PRESETS, example_inputs
 from zoo.gnn.model import GATConfig as GATConfig
 from zoo.gnn.model import GCNConfig as GCNConfig
 from zoo.gnn.model import GNNEpilogue as GNNEpilogue
@@ -22,13 +22,5 @@ from zoo.gnn.sampling import NeighborSampler as NeighborSampler
 from zoo.registry import Family, register
 
 FAMILY = register(
-    Family(
-        name="gnn",
-        presets=PRESETS,
-        build=build,
-        model_types=(GCN, GAT, GraphSAGE),
-        example_inputs=example_inputs,
-        upstream_packages=("torch_geometric",),
-        weights=WEIGHTS,
-    )
+    Family(presets=PRESETS, example_inputs=example_inputs, upstream_packages=("torch_geometric",), weights=WEIGHTS)
 )

@@ -20,13 +20,5 @@ from zoo.ops.attention import attend as attend
 from zoo.registry import Family, register
 
 FAMILY = register(
-    Family(
-        name="llm",
-        presets=PRESETS,
-        build=LLM,
-        model_types=(LLM,),
-        example_inputs=example_inputs,
-        upstream_packages=("transformers",),
-        weights=WEIGHTS,
-    )
+    Family(presets=PRESETS, example_inputs=example_inputs, upstream_packages=("transformers",), weights=WEIGHTS)
 )

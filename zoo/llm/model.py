@@ -31,12 +31,12 @@ from zoo.engine.region import Region
 from zoo.llm.cache import KVCache, check_cache, make_cache
 from zoo.llm.config import LLMConfig
 from zoo.llm.generate import GenerationMixin
-from zoo.modules import initialise, on_host
 from zoo.ops.attention import attend, decode_attention, decode_layer, decodes, few_rows, norm_linear
 from zoo.ops.common import is_plain_tensor, is_unmodified
 from zoo.ops.glu import swiglu
 from zoo.ops.norms import add_rms_norm, rms_norm
 from zoo.ops.rotary import rotate_into, split_rotated
+from zoo.weights import initialise
 
 
 def inverse_frequencies(config: LLMConfig, device: torch.device | None = None) -> Tensor:
@@ -464,7 +464,7 @@ def _check_inputs(
         validate.tensor("position_ids", position_ids, "1 T | B T", kinds="integer", sizes=sizes)
         if attention_mask is None:
             validate.in_range("position_ids", position_ids, limit, "max_position_embeddings")
-        elif on_host(position_ids) and on_host(attention_mask):
+        elif validate.on_host(position_ids) and validate.on_host(attention_mask):
             # Positions of padding may have any value.
             seen = position_ids.expand(batch, tokens)[attention_mask.bool()]
             validate.in_range("position_ids", seen, limit, "max_position_embeddings")

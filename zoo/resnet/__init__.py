@@ -15,13 +15,5 @@ from zoo.resnet.model import ResNetStage as ResNetStage
 from zoo.resnet.model import Stem as Stem
 
 FAMILY = register(
-    Family(
-        name="resnet",
-        presets=PRESETS,
-        build=ResNet,
-        model_types=(ResNet,),
-        example_inputs=example_inputs,
-        upstream_packages=("torchvision",),
-        weights=WEIGHTS,
-    )
+    Family(presets=PRESETS, example_inputs=example_inputs, upstream_packages=("torchvision",), weights=WEIGHTS)
 )

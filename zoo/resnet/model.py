@@ -27,11 +27,11 @@ from torch import Tensor, nn
 
 from zoo import validate
 from zoo.engine.region import Region
-from zoo.modules import channels_last
 from zoo.ops.batch_norm import Norm, bias_act, norm_act
 from zoo.ops.common import differentiated, is_unmodified, to_images, to_rows, watched
 from zoo.ops.conv import conv_act, linear_relu, stem_conv
 from zoo.ops.pooling import bias_act_pool, norm_act_pool
+from zoo.weights import keep_channels_last
 
 NORMS: dict[str, dict[str, Any]] = {
     "batch": {"eps": 1e-5, "momentum": 0.1, "track_running_stats": True},
@@ -384,8 +384,7 @@ class ResNet(nn.Module):
         self.stages = nn.ModuleList(ResNetStage(config, shapes) for shapes in config.stages())
         self.head = ResNetHead(config)
         _initialise(self)
-        channels_last(self)
-        self.register_load_state_dict_post_hook(_loaded)  # type: ignore[no-untyped-call]
+        keep_channels_last(self)
 
     def forward(self, images: Tensor, *, stages: bool = False) -> Tensor | tuple[Tensor, ...]:
         """Classify images.
@@ -435,11 +434,6 @@ def _initialise(model: ResNet) -> None:
         for stage in model.stages:
             for block in stage.blocks:  # type: ignore[union-attr]
                 nn.init.zeros_(block.join.norm.weight)
-
-
-def _loaded(model: nn.Module, _: Any) -> None:
-    # A loaded tensor that was assigned keeps the layout of its file.
-    channels_last(model)
 
 
 def _check_images(images: Tensor, config: ResNetConfig, weight: Tensor, training: bool) -> None:

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from zoo import validate
 from zoo.engine.autograd import differentiable_once
 from zoo.engine.region import Region
-from zoo.modules import bounds_outside, on_host
 from zoo.ops.cross_entropy import IGNORED, cross_entropy_rows, scale_
 
 
@@ -143,9 +143,5 @@ def _check(x: Tensor, weight: Tensor, labels: Tensor) -> None:
         raise TypeError(f"x is {x.dtype} and weight {weight.dtype}; convert one, or run under autocast")
     if not labels.numel():
         raise ValueError("there are no rows: the mean of nothing is no loss")
-    if on_host(labels) and (bounds := bounds_outside(labels[labels != IGNORED], len(weight))) is not None:
-        low, high = bounds
-        raise ValueError(
-            f"labels are from {low} to {high}, but weight has {len(weight)} classes: pass 0 to {len(weight) - 1}, or "
-            f"{IGNORED} for a row without a loss"
-        )
+    hint = f", or {IGNORED} for a row without a loss"
+    validate.in_range("labels", labels, len(weight), "the number of classes", hint, ignored=IGNORED)

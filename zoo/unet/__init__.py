@@ -23,13 +23,5 @@ from zoo.unet.schedule import Schedule as Schedule
 from zoo.unet.schedule import make_schedule as make_schedule
 
 FAMILY = register(
-    Family(
-        name="unet",
-        presets=PRESETS,
-        build=UNet,
-        model_types=(UNet,),
-        example_inputs=example_inputs,
-        upstream_packages=("diffusers",),
-        weights=WEIGHTS,
-    )
+    Family(presets=PRESETS, example_inputs=example_inputs, upstream_packages=("diffusers",), weights=WEIGHTS)
 )

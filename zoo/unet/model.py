@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from zoo import validate
 from zoo.engine.region import Region
 from zoo.engine.side_stream import branch
-from zoo.modules import channels_last
 from zoo.ops.conv import conv
 from zoo.ops.group_norm import group_norm
 from zoo.unet.blocks import (
@@ -41,6 +40,7 @@ from zoo.unet.blocks import (
     hiding_bias,
 )
 from zoo.unet.config import UNetConfig
+from zoo.weights import keep_channels_last
 
 # Of Stable Diffusion 14 + 4 + 1: a level's blocks differ by what they read of a skip connection.
 REGIONS = (
@@ -109,8 +109,7 @@ class UNet(nn.Module):
         self._depths = [[block.depth or 0 for block in level.blocks] for level in levels]
         self.norm_out = nn.GroupNorm(config.norm_num_groups, first, eps=config.norm_eps)
         self.conv_out = nn.Conv2d(first, config.out_channels, config.conv_out_kernel, padding=pad[1])
-        channels_last(self)
-        self.register_load_state_dict_post_hook(_loaded)  # type: ignore[no-untyped-call]
+        keep_channels_last(self)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -255,11 +254,6 @@ class UNet(nn.Module):
             own_texts = [[texts.pop(0) for _ in range(depth)] for depth in depths]
             found.append(Conditioning([own_shifts.pop(0) for _ in depths], own_texts, *biases))
         return found
-
-
-def _loaded(model: nn.Module, _: Any) -> None:
-    # A loaded tensor that was assigned keeps the layout of its file.
-    channels_last(model)
 
 
 def example_inputs(
