@@ -229,7 +229,12 @@ def test_wrong_inputs_of_a_padded_batch(inputs: dict[str, Any], error: type[Exce
             ValueError,
             r"labels has shape \[2, 3\], expected \[2, 5\]",
         ),
-        ({"head": "masked-lm"}, {"labels": IDS * 128}, ValueError, "labels has values from 128 to 128, but the number of classes is 128"),
+        (
+            {"head": "masked-lm"},
+            {"labels": IDS * 128},
+            ValueError,
+            "from 128 to 128, but the number of classes is 128",
+        ),
         ({"head": "masked-lm"}, {"labels": IDS.float()}, TypeError, "labels is torch.float32"),
         ({"head": "token-classification"}, {"labels": IDS * -1}, ValueError, "labels has values from -1"),
         (

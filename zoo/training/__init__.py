@@ -3,10 +3,10 @@
 The loop, the data and the schedule stay the user's own.
 """
 
-from zoo.training.capture import capture_obstacles as capture_obstacles
 from zoo.training.checkpointing import checkpoint_regions as checkpoint_regions
-from zoo.training.finite import NonFiniteError as NonFiniteError
 from zoo.training.losses import LinearCrossEntropy as LinearCrossEntropy
 from zoo.training.optimizers import AdamW as AdamW
+from zoo.training.step import NonFiniteError as NonFiniteError
 from zoo.training.step import TrainingStep as TrainingStep
 from zoo.training.step import TrainingWarning as TrainingWarning
+from zoo.training.step import capture_obstacles as capture_obstacles

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -104,66 +104,43 @@ class _Checkpointed:
         call, block, model = self._call, self._block(), self._model()
         if self._has_buffers and block is not None and model is not None:
             call = again = _Again(call, block, model)
-            options["context_fn"] = again.contexts
+            options["context_fn"] = lambda: (nullcontext(), again)  # of the first run and of the second
         return checkpoint(call, *args, **options, **kwargs)
 
 
-class _Again:
-    """A call in whose second run buffers are copies: a step moves running statistics once, and the first run has."""
+class _Again(AbstractContextManager[None]):
+    """A call that uses copies of buffers inside this context: the second run must not move running statistics again.
+
+    Each backward of one forward enters it once.
+    """
 
     def __init__(self, call: Callable[..., Any], block: nn.Module, model: nn.Module) -> None:
         self._call, self._block, self._model = call, block, model
-        self._copies: _Copies | None = None
+        self._buffers: set[Tensor] = set()
+        self._copies: dict[Tensor, Tensor] = {}
+        self._held: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._copies is not None:
-            # Some buffers are in the block; others are handed to it.
-            args, kwargs = pytree.tree_map_only(Tensor, self._copies.of, (args, kwargs))
+        if self._buffers:
+            # Some buffers are in the block; others are passed to it.
+            args, kwargs = pytree.tree_map_only(Tensor, self._copy_of, (args, kwargs))
         return self._call(*args, **kwargs)
 
-    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Of the first run and of the second."""
-        return nullcontext(), _Anew(self._copied)
-
-    @contextmanager
-    def _copied(self) -> Iterator[None]:
-        copies = self._copies = _Copies(self._model)
-        places = [module._buffers for module in self._block.modules()]
-        held = [buffers.copy() for buffers in places]
-        for buffers in places:
-            buffers.update({name: each if each is None else copies.of(each) for name, each in buffers.items()})
-        try:
-            yield
-        finally:
-            self._copies = None
-            for buffers, own in zip(places, held, strict=True):
-                buffers.update(own)
-
-
-class _Anew(AbstractContextManager[None]):
-    """A context that is made when it is entered: each backward of one forward enters it, and runs the block again."""
-
-    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
-        self._make, self._entered = make, ExitStack()
-
     def __enter__(self) -> None:
-        self._entered.enter_context(self._make())
+        self._buffers = set(self._model.buffers())
+        self._held = [(module._buffers, module._buffers.copy()) for module in self._block.modules()]
+        for buffers, own in self._held:
+            buffers.update({name: each if each is None else self._copy_of(each) for name, each in own.items()})
 
     def __exit__(self, *error: object) -> None:
-        self._entered.close()
+        for buffers, own in self._held:
+            buffers.update(own)
+        self._buffers, self._copies, self._held = set(), {}, []
 
-
-class _Copies:
-    """Of a model's buffers, each made when it is asked for."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._buffers = set(model.buffers())
-        self._made: dict[Tensor, Tensor] = {}
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """The copy of a buffer, always the same one; whatever is none as it is."""
+    def _copy_of(self, tensor: Tensor) -> Tensor:
+        """The copy of a buffer, always the same one; any other tensor as it is."""
         if tensor not in self._buffers:
             return tensor
-        if tensor not in self._made:
-            self._made[tensor] = tensor.detach().clone()
-        return self._made[tensor]
+        if tensor not in self._copies:
+            self._copies[tensor] = tensor.detach().clone()
+        return self._copies[tensor]

@@ -1,12 +1,14 @@
-"""AdamW that updates large parameters at the memory's rate."""
+"""AdamW that updates large parameters at the memory's rate, and what a training step must know of any optimizer."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from zoo.ops.adamw import adamw
 
@@ -14,29 +16,16 @@ from zoo.ops.adamw import adamw
 class AdamW(torch.optim.AdamW):
     """``torch.optim.AdamW(..., fused=True)`` that updates large parameters by a kernel of its own.
 
-    It has the same options, state and numbers but for rounding, and states of either load into the other. A launch
-    takes one parameter, or up to eight of one dtype and as many numbers, whatever their shapes, that begin at multiples
-    of 16 bytes; in all half a million numbers or more. All others, those that do not lie without gaps, ``amsgrad``, and
-    all where Triton does not run are left to torch's; not so a parameter whose gradient or averages are of another
-    dtype, which torch's refuses. Nothing waits for the device; for a CUDA graph, ``capturable=True`` and ``lr`` a
-    tensor on the device, as with torch's.
-
-    Args:
-        params: Parameters, or groups of them.
-        lr: A number, or a tensor of one.
-        betas: Of the averages of gradients and of their squares.
-        eps: Added to the root of the second.
-        weight_decay: Times the learning rate, taken off the weights.
-        amsgrad: As torch's.
-        maximize: As torch's.
-        foreach: Not ``True``, as for any fused optimizer.
-        capturable: Whether a CUDA graph may hold its step.
-        differentiable: Not ``True``, as for any fused optimizer.
-        fused: Always.
+    Options, state and results are torch's, but for rounding, and states of either load into the other. One launch takes
+    one parameter, or up to eight of one dtype and size that begin at multiples of 16 bytes; in all half a million
+    numbers or more. Torch's kernel updates all others, parameters with gaps, those of groups with ``amsgrad``, and all
+    where Triton does not run. A parameter whose gradient or averages have another dtype is updated here, and refused by
+    torch's. Nothing waits for the device; for a CUDA graph, ``capturable=True`` and ``lr`` a tensor on the device, as
+    with torch's.
 
     Raises:
-        ValueError: If it is not to be fused.
-        RuntimeError: If it is to be differentiable.
+        ValueError: If ``fused`` is False or ``foreach`` True.
+        RuntimeError: If ``differentiable`` is True.
     """
 
     # GradScaler and TrainingStep hand it what tells on the device whether to skip.
@@ -64,11 +53,7 @@ class AdamW(torch.optim.AdamW):
         )  # fmt: skip
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch's does.
-
-        Raises:
-            ValueError: If it is not to be fused.
-        """
+        """Add a group, as torch's does; ValueError if its ``fused`` is False or its ``foreach`` True."""
         _refuse_other_than_fused(param_group.get("foreach"), param_group.get("fused"))
         super().add_param_group({**param_group, "fused": True, "foreach": None})
 
@@ -84,33 +69,103 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update all parameters that have a gradient.
-
-        Args:
-            closure: Computes the loss again and returns it, or None.
-
-        Returns:
-            What the closure returned, or None.
-        """
+        """Update all parameters that have a gradient; return the result of ``closure``, which computes the loss."""
         self._accelerator_graph_capture_health_check()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            self._update(group)
+            tensors: list[list[Tensor]] = [[] for _ in range(6)]
+            has_complex = self._init_group(group, *tensors)  # type: ignore[no-untyped-call]
+            scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+            adamw(group, tensors, scale, skip, has_complex=has_complex)
         return loss
-
-    def _update(self, group: dict[str, Any]) -> None:
-        tensors: list[list[Tensor]] = [[] for _ in range(6)]
-        has_complex = self._init_group(group, *tensors)  # type: ignore[no-untyped-call]
-        scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        adamw(group, tensors, scale, skip, has_complex=has_complex)
 
 
 def _refuse_other_than_fused(foreach: bool | None, fused: bool | None) -> None:
     if foreach or fused is False:
         raise ValueError(
-            f"foreach is {foreach} and fused is {fused}, so it is not to be fused: for another than fused, "
-            "torch.optim.AdamW"
+            f"foreach is {foreach} and fused {fused}, but this AdamW is always fused; use torch.optim.AdamW for others"
         )
+
+
+class FrozenOptions:
+    """An optimizer's options at the capture, which the CUDA graph repeats whatever they are later."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._seen = [self._options(group) for group in optimizer.param_groups]
+        self._learning = self._which_learn()
+
+    def check(self) -> None:
+        """RuntimeError if a number changed, a tensor (the learning rate) was replaced, or other parameters learn."""
+        groups = self._optimizer.param_groups
+        if len(groups) != len(self._seen):
+            raise RuntimeError(
+                f"the optimizer has {len(groups)} parameter groups, {len(self._seen)} were captured: call "
+                "step.release() to capture anew"
+            )
+        for index, (group, seen) in enumerate(zip(groups, self._seen, strict=True)):
+            for name, value in self._options(group).items():
+                was = seen.get(name)
+                if value is was or (not isinstance(value, torch.Tensor) and value == was):
+                    continue
+                remedy = "write into the tensor (group['lr'].fill_(...))"
+                if name in ("momentum", "betas"):
+                    remedy = f"a schedule that cycles {name} cannot be captured: give it cycle_momentum=False"
+                elif name != "lr":
+                    remedy = "keep it as it was"
+                raise RuntimeError(
+                    f"{name} of parameter group {index} was {was} when the step was captured and is {value} now; "
+                    f"{remedy}, or call step.release() to capture anew"
+                )
+
+        if (learning := self._which_learn()) != self._learning:
+            raise RuntimeError(
+                f"of the optimizer's parameters {sum(self._learning)} learnt when the step was captured, and "
+                f"{sum(learning)} do now, or others: call step.release() to capture anew"
+            )
+
+    def _which_learn(self) -> list[bool]:
+        return [param.requires_grad for group in self._optimizer.param_groups for param in group["params"]]
+
+    @staticmethod
+    def _options(group: dict[str, object]) -> dict[str, object]:
+        return {name: value for name, value in group.items() if name not in ("params", "initial_lr", "param_names")}
+
+
+def can_skip(optimizer: Optimizer) -> bool:
+    """Whether a flag on the device can make it skip an update, as torch's fused optimizers."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def has_fused(optimizer: Optimizer) -> bool:
+    """Whether an optimizer of this class could be fused."""
+    return "fused" in inspect.signature(type(optimizer)).parameters
+
+
+def wants_closure(optimizer: Optimizer) -> bool:
+    """Whether its ``step()`` must be given a function that computes the loss, as that of LBFGS."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def starts_defined(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's state is defined if its first update is skipped; gives SGD's momentum its zeros.
+
+    Torch's fused SGD allocates momentum without values and writes it in the first update, unless that is skipped. It
+    also refuses a parameter without momentum, such as one that was unfrozen later, beside others that have it.
+    """
+    if not can_skip(optimizer):
+        return True
+    if isinstance(optimizer, torch.optim.SGD):
+        with_momentum = [group for group in optimizer.param_groups if group["momentum"]]
+        if any(group["dampening"] for group in with_momentum):
+            return bool(optimizer.state)  # whose first update is unlike all later ones
+        for group in with_momentum:
+            for param in group["params"]:
+                if param.requires_grad and optimizer.state[param].get("momentum_buffer") is None:
+                    optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
+        return True
+    return bool(optimizer.state) or isinstance(optimizer, (torch.optim.Adam, torch.optim.Adagrad))

@@ -29,6 +29,9 @@ def save(step: Any, folder: Path, others: Mapping[str, Any]) -> None:
     states = {name: _state_of(name, other) for name, other in others.items()}
     # Two files cannot be replaced at once: each says which save it is of.
     pair = secrets.token_hex(8)
+    random = {"cpu": torch.get_rng_state()}
+    if step.device.type == "cuda":
+        random["cuda"] = torch.cuda.get_rng_state(step.device)
     rest = {
         "format": _FORMAT,
         "pair": pair,
@@ -37,7 +40,7 @@ def save(step: Any, folder: Path, others: Mapping[str, Any]) -> None:
         "optimizer": step.optimizer.state_dict(),
         "parameters": _parameters_of(step),
         "scaler": None if step.scaler is None else step.scaler.state_dict(),
-        "random": _random_state(step.device),
+        "random": random,
         "others": states,
     }
     with replacing(folder) as new:
@@ -76,11 +79,13 @@ def load(step: Any, folder: Path, others: Mapping[str, Any]) -> None:
         other.load_state_dict(rest["others"][name])
     step.steps = rest["steps"]
     step._watch.begin_at(rest["seen"])
-    _set_random_state(step.device, rest["random"])
+    torch.set_rng_state(rest["random"]["cpu"].cpu())
+    if step.device.type == "cuda" and "cuda" in rest["random"]:
+        torch.cuda.set_rng_state(rest["random"]["cuda"].cpu(), step.device)
 
 
 def _restored_on(device: torch.device) -> Callable[[Any, str], Any]:
-    """For torch.load: tensors to this device, but for those that were on the CPU, as a generator's state is."""
+    """A ``map_location``: tensors go to this device, except those saved from the CPU, such as a generator's state."""
 
     def restore(storage: Any, location: str) -> Any:
         return storage if location == "cpu" else torch.serialization.default_restore_location(storage, str(device))
@@ -89,7 +94,7 @@ def _restored_on(device: torch.device) -> Callable[[Any, str], Any]:
 
 
 def _state_of(name: str, other: Any) -> Any:
-    """The state of something, ValueError unless it is one that can be read again."""
+    """An object's state; ValueError if ``torch.load(weights_only=True)`` could not read it."""
     if not hasattr(other, "state_dict"):
         raise ValueError(f"{name} is a {type(other).__name__} without state_dict()")
     state = other.state_dict()
@@ -115,7 +120,7 @@ def _parameters_of(step: Any) -> list[tuple[str, int]]:
 
 
 def _check_order(step: Any, rest: Mapping[str, Any], file: Path) -> None:
-    """ValueError if states would be given to other parameters, beyond whose memory fused optimizers would write."""
+    """ValueError if states would go to other parameters: fused optimizers would write past their memory."""
     now = _parameters_of(step)
     # Older files do not say.
     for number, (was, given) in enumerate(zip(rest.get("parameters", now), now, strict=False)):
@@ -128,7 +133,7 @@ def _check_order(step: Any, rest: Mapping[str, Any], file: Path) -> None:
 
 
 def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], file: Path) -> None:
-    """Load, or ValueError and the optimizer is as it was."""
+    """Load a state; ValueError, and the optimizer unchanged, if it does not fit."""
     before = dict(vars(optimizer))
     # Torch gives every optimizer that loads a default "differentiable", also one whose groups never had it.
     options = {option for option in optimizer.defaults if all(option in group for group in optimizer.param_groups)}
@@ -158,39 +163,20 @@ def _check_weights(model: nn.Module, file: Path, pair: str | None) -> None:
                 f"{file} and {REST} beside it are of different saves, one of which was cut off: go on from another "
                 "folder, or load the weights alone and begin the optimizer anew"
             )
-        saved = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-        dtypes = {
-            name: (tensors.get_slice(name)[:0] if shape else tensors.get_tensor(name)).dtype
-            for name, shape in saved.items()
-        }
+        saved: dict[str, tuple[list[int], torch.dtype]] = {}
+        for name in tensors.keys():  # noqa: SIM118
+            shape = tensors.get_slice(name).get_shape()
+            saved[name] = shape, (tensors.get_slice(name)[:0] if shape else tensors.get_tensor(name)).dtype
     own = model.state_dict()
     stored = {own[name].data_ptr() for name in saved if name in own}
-    wrong = [f"{name} {list(shape)} is not in it" for name, shape in saved.items() if name not in own]
-    wrong += [
-        f"{name} is {list(saved[name])}, not {list(tensor.shape)}"
-        for name, tensor in own.items()
-        if name in saved and saved[name] != tuple(tensor.shape)
-    ]
-    wrong += [
-        f"{name} is {dtypes[name]}, not {tensor.dtype}"
-        for name, tensor in own.items()
-        if name in saved and dtypes[name] != tensor.dtype
-    ]
-    wrong += [f"{name} is missing" for name, t in own.items() if name not in saved and t.data_ptr() not in stored]
+    wrong = [f"{name} {shape} is not in it" for name, (shape, _) in saved.items() if name not in own]
+    for name, tensor in own.items():
+        if name in saved:
+            pairs = zip(saved[name], (list(tensor.shape), tensor.dtype), strict=True)
+            wrong += [f"{name} is {was}, not {now}" for was, now in pairs if was != now]
+        elif tensor.data_ptr() not in stored:
+            wrong.append(f"{name} is missing")
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ValueError(f"{file} was saved from another model than this {type(model).__name__}: "
                          f"{'; '.join(wrong[:3])}{more}")  # fmt: skip
-
-
-def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def _set_random_state(device: torch.device, state: Mapping[str, torch.Tensor]) -> None:
-    torch.set_rng_state(state["cpu"].cpu())
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"].cpu(), device)

@@ -1,4 +1,7 @@
-"""One call for a whole training step: forward, loss, backward, clipping, optimizer."""
+"""One call for a whole training step: forward, loss, backward, clipping, optimizer.
+
+Where nothing stands in the way it is captured as a CUDA graph. A loss that is not finite is noticed on the device.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,38 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from zoo import validate
 from zoo.engine.graphed_step import CaptureError, GraphedStep, synchronisations
 from zoo.engine.step_buffers import check_leaves, describe, is_captured, shapes_of
 from zoo.training import state
-from zoo.training.capture import FrozenOptions, can_skip, capture_obstacles, starts_defined, wants_closure
-from zoo.training.finite import FiniteWatch
+from zoo.training.checkpointing import restores_random_state
+from zoo.training.optimizers import FrozenOptions, can_skip, has_fused, starts_defined, wants_closure
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
 class TrainingWarning(UserWarning):
-    """A training step runs in another way than one may have hoped."""
+    """A training step runs without a CUDA graph."""
+
+
+class NonFiniteError(RuntimeError):
+    """A loss (or a gradient norm) was not finite. It was not trained on.
+
+    Args:
+        step: Number of the step, counted from 1.
+        loss: Its loss.
+        went_on: Whether later steps were trained on all the same, as with float16. Else weights and optimizer are as
+            they were before that step.
+    """
+
+    def __init__(self, step: int, loss: float, went_on: bool = False) -> None:
+        self.step, self.loss = step, loss
+        what = (
+            f"the loss is {loss}" if not math.isfinite(loss) else f"a gradient is not finite (the loss is {loss:.4g})"
+        )
+        missing = "this update was left out" if went_on else "no update was made from this step on"
+        remedy = "Look at its batch, lower the learning rate, or clip gradients"
+        super().__init__(f"step {step}: {what}; {missing}. {remedy}{', or train in bfloat16' if went_on else ''}")
 
 
 class TrainingStep:
@@ -72,13 +96,9 @@ class TrainingStep:
         most_graphs: int = 8,
     ) -> None:
         _check_options(model, optimizer, autocast, clip_norm)
-        for name, value, least, what in (
-            ("warmup", warmup, 2, "calls are needed, one to compile and one to watch"),
-            ("report_every", report_every, 1, "step"),
-            ("most_graphs", most_graphs, 1, "shape"),
-        ):
-            if value < least:
-                raise ValueError(f"{name} is {value}; at least {least} {what}")
+        validate.count("warmup", warmup, 2)
+        validate.count("report_every", report_every)
+        validate.count("most_graphs", most_graphs)
         self.model, self.loss, self.optimizer = model, loss, optimizer
         self.device = next(model.parameters()).device
         self.steps = 0
@@ -87,12 +107,12 @@ class TrainingStep:
         self._warmup, self._report_every, self._most_graphs = warmup, report_every, most_graphs
         self._watch = FiniteWatch(self.device, goes_on=self.scaler is not None)
         self._norm = torch.zeros((), device=self.device)
-        # A flag for which the optimizer skips is enough; an optimizer that knows none must be told by the host.
+        # Without such a flag the host waits for the loss and decides.
         self._skips = can_skip(optimizer)
         self._updated = False
         self._side: torch.cuda.Stream | None = None
         self._captures, self._must_capture = self._decide(cuda_graph), cuda_graph is True
-        # By structure of the batches: what is left of an epoch may be fewer of them.
+        # Keyed by the batches' structure: the last update of an epoch may have fewer of them.
         self._graphed: dict[Any, GraphedStep] = {}
         self._options: FrozenOptions | None = None
         self._seen: dict[Any, int] = {}
@@ -206,11 +226,10 @@ class TrainingStep:
         """Replay this shape; run it, or capture it first, if it is new."""
         leaves, structure = pytree.tree_flatten(batches)
         if (why := _why_not_copied(leaves)) is not None:
-            if self._must_capture:
-                raise CaptureError(f"the step cannot be captured: {why}")
+            self._refuse_if_forced(why)
             if why not in self._uncaptured:
                 self._uncaptured.add(why)
-                self._say_uncaptured(why, callers=3)
+                self._warn_uncaptured(why, callers=3)
             return self._run(*batches)
         shapes, graphed = shapes_of(leaves), self._graphed.get(structure)
         if graphed is not None and shapes in graphed:
@@ -225,18 +244,17 @@ class TrainingStep:
             return self._rehearse(batches, last=seen >= self._warmup and self._updated)
         if kind not in self._uncaptured and (why := self._capture(batches, structure)) is not None:
             self._uncaptured.add(kind)
-            self._say_uncaptured(f"{describe(leaves)}: {why}", callers=3)
+            self._warn_uncaptured(f"{describe(leaves)}: {why}", callers=3)
         if kind in self._uncaptured:
             return self._run(*batches)
         loss = self._graphed[structure](*batches)
         return loss
 
     def _capture(self, batches: tuple[Any, ...], structure: Any) -> str | None:
-        """Capture a shape; or why it is not, and nothing of it is held."""
-        # Since the last look a state may have been loaded, with a learning rate that it brought.
+        """Capture a shape, or say why it cannot be."""
+        # A state that was loaded since the last check may have brought another learning rate.
         if self._options is None and (obstacles := self._obstacles()):
-            if self._must_capture:
-                raise CaptureError("the step cannot be captured: " + "; ".join(obstacles))
+            self._refuse_if_forced("; ".join(obstacles))
             return "; ".join(obstacles)
         if len(self.captured) >= self._most_graphs:
             return f"{self._most_graphs} shapes are captured already (most_graphs); pad batches to fewer shapes"
@@ -256,10 +274,10 @@ class TrainingStep:
         return None
 
     def _rehearse(self, batches: tuple[Any, ...], last: bool) -> Tensor:
-        """A step of its own stream, as a capture is; the last one before the capture is watched for waiting."""
+        """Run on a side stream, as a capture does; the last step before the capture is watched for waiting."""
         if self.device.type == "cpu":
             return self._run(*batches)
-        # Always the same one: memory that is kept for a stream is no other's.
+        # Always the same stream: the allocator keeps memory for each.
         side = self._side = self._side or torch.cuda.Stream(self.device)
         current = torch.cuda.current_stream(self.device)
         side.wait_stream(current)
@@ -269,16 +287,19 @@ class TrainingStep:
         current.wait_stream(side)
         loss.record_stream(current)
         if found:
-            # The step that was just made holds; it is no CUDA graph that can come of it.
+            # The step that was just made is valid all the same.
             why = f"it waits for the device ({found[0]}); move that out of the loss"
-            if self._must_capture:
-                raise CaptureError(f"the step cannot be captured: {why}")
+            self._refuse_if_forced(why)
             self._captures = False
             self.release()
-            self._say_uncaptured(why, callers=4)
+            self._warn_uncaptured(why, callers=4)
         return loss
 
-    def _say_uncaptured(self, why: str, *, callers: int) -> None:
+    def _refuse_if_forced(self, why: str) -> None:
+        if self._must_capture:
+            raise CaptureError(f"the step cannot be captured: {why}")
+
+    def _warn_uncaptured(self, why: str, *, callers: int) -> None:
         warnings.warn(f"the step runs without a CUDA graph: {why}", TrainingWarning, stacklevel=1 + callers)
 
     def _run(self, *batches: Any) -> Tensor:
@@ -293,7 +314,7 @@ class TrainingStep:
                 part = loss.float().reshape(()) / len(batches)
                 total = total + part.detach()
                 if self.scaler is not None:
-                    # The scaler looks at gradients, and those of an infinite loss may be finite: make them NaN.
+                    # The scaler judges gradients, and those of an infinite loss may be finite: make them NaN.
                     part = self.scaler.scale(part * (part.detach() * 0 + 1))
                 part.backward()  # type: ignore[no-untyped-call]
             norm = self._clip()
@@ -302,7 +323,7 @@ class TrainingStep:
         finally:
             self._clear_gradients()
             if self.scaler is not None:
-                # Of a step that was cut off: the next one may unscale again.
+                # After a step that an error cut off, the next one may unscale again.
                 self.scaler._per_optimizer_states.clear()
         return total
 
@@ -322,9 +343,9 @@ class TrainingStep:
     def _update(self) -> None:
         """Let the optimizer step, unless the loss was not finite."""
         if not self._skips or not self._updated:
-            # The first time anyway: it compiles, so that waiting costs nothing.
+            # Also at the first update, which compiles, so that waiting costs nothing.
             self._watch.check()
-        # In a capture nothing is begun: each replay would begin it again.
+        # A capture must not set state up: each replay would do it again.
         defined = is_captured(self.device) or starts_defined(self.optimizer) or self._updated
         if self.scaler is not None:
             before = None if defined else self.scaler.get_scale()
@@ -344,7 +365,7 @@ class TrainingStep:
         self._updated = True
 
     def _clear_gradients(self) -> None:
-        """Gradients exist inside a step only: between steps they would take memory, and captured ones go stale."""
+        """Free gradients: between steps they would take memory, and those of a capture hold old values."""
         self.optimizer.zero_grad(set_to_none=True)
         self.model.zero_grad(set_to_none=True)
 
@@ -382,7 +403,7 @@ def _check_training(model: nn.Module) -> None:
 
 
 def _why_not_copied(leaves: list[Any]) -> str | None:
-    """What a batch holds that no CUDA graph could be given anew, in words; None if there is nothing."""
+    """Why a batch cannot be copied into a CUDA graph's inputs, or None."""
     try:
         check_leaves(leaves)
     except (TypeError, ValueError) as error:
@@ -398,3 +419,95 @@ def _check_loss(loss: Any) -> None:
         raise ValueError(
             "the loss has no gradient: it was detached, computed under no_grad, or depends on no parameter that learns"
         )
+
+
+def capture_obstacles(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Why a step of this model and optimizer cannot be captured, each with its remedy; empty if it can.
+
+    The loss is not examined: a step that waits for the device is noticed when it runs.
+
+    Args:
+        model: The model, on its device.
+        optimizer: Of its parameters.
+    """
+    devices = {parameter.device for parameter in model.parameters()}
+    if {device.type for device in devices} != {"cuda"}:
+        found = ", ".join(sorted(map(str, devices))) or "no device"
+        return [f"the parameters are on {found}; CUDA graphs need a GPU: model.to('cuda')"]
+    if len(devices) > 1:
+        return [f"the parameters are on {', '.join(sorted(map(str, devices)))}; a CUDA graph runs on one device"]
+    name = type(optimizer).__name__
+    obstacles = []
+    if not can_skip(optimizer):
+        remedy = f"{name}(..., fused=True)" if has_fused(optimizer) else "torch.optim has AdamW and SGD with fused=True"
+        obstacles.append(f"{name} is not fused, and could not skip a bad step without waiting: {remedy}")
+    if any(group.get("capturable") is False for group in optimizer.param_groups):
+        obstacles.append(f"{name} keeps its step count on the host: {name}(..., capturable=True)")
+    for index, group in enumerate(optimizer.param_groups):
+        rate = group["lr"]
+        if not isinstance(rate, torch.Tensor):
+            obstacles.append(
+                f"the learning rate {rate} of parameter group {index} is a number, which would be baked in: "
+                f"lr=torch.tensor({rate}, device='cuda'); schedulers of torch.optim write into it"
+            )
+        elif rate.device.type == "cpu":
+            obstacles.append(
+                f"the learning rate of parameter group {index} is a tensor on the CPU, whose number would be baked in: "
+                "put it on the device, lr=torch.tensor(..., device='cuda')"
+            )
+    if restores_random_state(model):
+        obstacles.append(
+            "checkpointed regions restore the random state for their second run, which cannot be captured: "
+            "checkpoint_regions(..., preserve_rng_state=False) where nothing in them is random"
+        )
+    return obstacles
+
+
+class FiniteWatch:
+    """Counts steps and remembers, on the device, the first one that was not finite.
+
+    From that step on ``skip`` is 1, for which a fused optimizer skips its updates, until ``check`` is called.
+    ``goes_on``: later steps are trained on all the same.
+    """
+
+    def __init__(self, device: torch.device, *, goes_on: bool = False) -> None:
+        self._goes_on = goes_on
+        self._count = torch.zeros((), dtype=torch.int64, device=device)
+        self._first = torch.full((), -1, dtype=torch.int64, device=device)
+        self._loss = torch.zeros((), device=device)
+        self.skip = torch.zeros((), device=device)
+
+    @torch.no_grad()
+    def see(self, loss: Tensor, norm: Tensor | None) -> None:
+        """Count a step and judge its loss and, if it is there, its gradients' norm."""
+        self._count += 1
+        bad = ~torch.isfinite(loss)
+        if norm is not None:
+            bad = bad | ~torch.isfinite(norm)
+        first = bad & (self._first < 0)
+        self._first.copy_(torch.where(first, self._count, self._first))
+        self._loss.copy_(torch.where(first, loss.to(self._loss.dtype), self._loss))
+        self.skip.copy_((self._first >= 0).to(self.skip.dtype))
+
+    def check(self) -> None:
+        """Wait for the device and raise NonFiniteError for the first bad step, once: later steps then train again."""
+        step = int(self._first)
+        if step < 0:
+            return
+        error = NonFiniteError(step, float(self._loss), self._goes_on)
+        self._forget()
+        raise error
+
+    def begin_at(self, count: int) -> None:
+        """Continue after so many steps; none of them is reported."""
+        self._count.fill_(count)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._first.fill_(-1)
+        self.skip.zero_()
+
+    @property
+    def count(self) -> int:
+        """Steps seen. Waits for the device."""
+        return int(self._count)
