@@ -49,7 +49,7 @@ _SAME_HEAD_TABLES = {
     "token-classification": {"classifier": "head.classifier"},
     "question-answering": {"qa_outputs": "head.outputs"},
 }
-# What other heads leave in a checkpoint, and buffers of old releases.
+# Tensors of other heads in a checkpoint, and buffers of old releases.
 _OTHERS = ("cls.", "lm_head.", "classifier.", "qa_outputs.", "pooler.")
 _OLD_BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
 # Fields of theirs that are ours, by the same name.
@@ -119,12 +119,7 @@ def adapt(tensors: Mapping[str, Tensor], config: BertConfig, source: str) -> dic
 
 
 def config_of(module: Any) -> BertConfig:
-    """The config of a transformers model.
-
-    Raises:
-        NotImplementedError: If it is of another class.
-        ValueError: If it uses an option that the zoo does not support; the message names option and value.
-    """
+    """The config of a transformers model; NotImplementedError for other classes."""
     import transformers
 
     name = type(module).__name__
@@ -135,7 +130,7 @@ def config_of(module: Any) -> BertConfig:
 
 
 def skeleton(config: BertConfig) -> Any:
-    """Transformers' model without memory for its weights."""
+    """Transformers' model on the meta device."""
     import transformers
 
     options = {"add_pooling_layer": config.head == "pooled"} if config.head in ("none", "pooled") else {}
@@ -144,7 +139,7 @@ def skeleton(config: BertConfig) -> Any:
 
 
 def reset_buffers(module: Any) -> None:
-    """Compute what is in no state dict and was not computed on meta."""
+    """Compute the buffers that no state dict holds, of a model that was built on meta."""
     embeddings = module.base_model.embeddings
     rows, device = embeddings.position_embeddings.num_embeddings, embeddings.word_embeddings.weight.device
     embeddings.position_ids = torch.arange(rows, device=device).expand((1, -1))
@@ -152,16 +147,10 @@ def reset_buffers(module: Any) -> None:
 
 
 def read_config(folder: Path, *, head: str | None = None, **overrides: Any) -> BertConfig:
-    """The config of a checkpoint folder, as transformers reads its ``config.json``.
+    """The config of a checkpoint folder, as transformers reads its ``config.json``, with some fields replaced.
 
-    Args:
-        folder: With the file.
-        head: None for the one that the checkpoint was saved with, ``pooled`` where the zoo does not have it, ``none``
-            where there is not even a pooler.
-        overrides: Further fields to replace.
-
-    Raises:
-        ValueError: If it is another kind of model, or has an option that the zoo does not support.
+    Without ``head`` it is the one that the checkpoint was saved with; for heads that the zoo lacks ``pooled``, or
+    ``none`` if the checkpoint has no pooler.
     """
     import transformers
 
@@ -178,11 +167,7 @@ def read_config(folder: Path, *, head: str | None = None, **overrides: Any) -> B
 
 
 def convert_config(theirs: Any, head: str) -> BertConfig:
-    """A transformers config as the zoo's.
-
-    Raises:
-        ValueError: If it is another kind of model, or has an option that the zoo does not support.
-    """
+    """A transformers config as the zoo's; ValueError if it has an option that the zoo does not support."""
     kind = theirs.model_type
     if kind not in _KINDS:
         raise ValueError(f"model_type={kind!r} is not supported; the zoo has {', '.join(_KINDS)}")
@@ -198,7 +183,7 @@ def convert_config(theirs: Any, head: str) -> BertConfig:
             raise ValueError(f"transformers' {kind} with {option}={value!r} is not supported: {why}")
     shared: dict[str, Any] = {name: getattr(theirs, name, None) for name in _SHARED}
     if head in ("none", "pooled", "masked-lm"):
-        # Of no meaning there, and whatever a checkpoint of a classifier says would make equal models differ.
+        # These heads do not use them; a classifier's values would make configs of equal models differ.
         shared |= {"num_labels": 2, "problem_type": None, "classifier_dropout": None}
     return BertConfig(**shared, kind=kind, head=head)
 

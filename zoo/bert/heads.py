@@ -1,6 +1,6 @@
-"""What stands on the encoder, with its loss: one class a task, and what it returns.
+"""The heads, one class per task, each with its loss and its output.
 
-Outputs are named tuples with transformers' names: trees of tensors to the compiler and to an outer CUDA graph.
+Outputs are named tuples with transformers' names, which the compiler and a CUDA graph take apart into tensors.
 
 Shape legend: B rows, T tokens of a row, N tokens of a packed batch, C width, L labels, V vocabulary. [..., C] is
 [B, T, C] of a padded batch and [N, C] of a packed one; ``unpack`` puts the padding back.
@@ -137,15 +137,10 @@ class SpanHead(nn.Module):
         row_length: int = 0,
         places: Tensor | None = None,
     ) -> Spans:
-        """Score, and compare with the answer.
+        """X [B, T, C] or [N, C]; start and end [B], the answer's first and last token -> scores of both.
 
-        Args:
-            x: [B, T, C], or [N, C].
-            start: [B], the answer's first token; below zero is the first, beyond the row is no answer.
-            end: [B], its last.
-            rows: B of a packed batch.
-            row_length: T of a packed batch.
-            places: [N], where each token stands in B x T; ``rows * row_length`` for what fills a packed batch up.
+        Targets below zero mean the first token, those past the row no answer. A packed batch comes with its B ``rows``,
+        its T ``row_length`` and ``places`` [N]: where each token stands in B x T, ``rows * row_length`` for filling.
         """
         start_logits, end_logits = (part.contiguous() for part in self.outputs(x).unbind(-1))
         if start is None or end is None:
@@ -154,7 +149,7 @@ class SpanHead(nn.Module):
         lowest = torch.finfo(start_logits.dtype).min
         for logits, target in ((start_logits, start), (end_logits, end)):
             if places is not None:
-                # Padding takes no part: no token, no score, and no answer there.
+                # Places without a token have no score and cannot be the answer.
                 padded = logits.new_full((rows * row_length + 1,), lowest)
                 logits = padded.index_copy(0, places, logits)[:-1].view(rows, row_length)
             length = logits.shape[1]
@@ -183,7 +178,7 @@ def make_head(config: BertConfig) -> Head | None:
 
 
 def problem_of(labels: Tensor, num_labels: int) -> str:
-    """What a sequence's labels say when the config does not: as transformers tells it."""
+    """The problem type that transformers infers from a sequence's labels when the config names none."""
     if num_labels == 1:
         return "regression"
     return "single_label_classification" if labels.dtype in validate.INTEGERS else "multi_label_classification"
@@ -204,7 +199,7 @@ def check_labels(
     length: int,
     tokens: int | None,
 ) -> None:
-    """Labels that the head takes, in a shape that it takes. ``tokens`` is N of a packed batch."""
+    """Refuse labels that the head does not take, or of another shape; ``tokens`` is N of a packed batch."""
     head, spans = config.head, {"start_positions": start_positions, "end_positions": end_positions}
     given = [name for name, value in spans.items() if value is not None]
     if given and head != "question-answering":
@@ -217,10 +212,8 @@ def check_labels(
         return
     classes = config.vocab_size if head == "masked-lm" else config.num_labels
     if head in ("masked-lm", "token-classification"):
-        if tokens is None:
-            validate.tensor("labels", labels, "B T", sizes={"B": rows, "T": length})
-        else:
-            validate.tensor("labels", labels, "B T | N", sizes={"B": rows, "T": length, "N": tokens})
+        shape, sizes = ("B T", {}) if tokens is None else ("B T | N", {"N": tokens})
+        validate.tensor("labels", labels, shape, sizes={"B": rows, "T": length, **sizes})
     elif head == "sequence-classification":
         problem = config.problem_type or problem_of(labels, classes)
         shape = "B | B 1" if problem == "single_label_classification" or classes == 1 else "B L"

@@ -43,7 +43,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 HEADS = ("none", "pooled", "masked-lm", "sequence-classification", "token-classification", "question-answering")
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 
-# How an encoder is used and trained, not what it is: a checkpoint may differ from a preset in these.
+# A checkpoint may differ from a preset in these fields of use and training.
 USE_FIELDS = (
     "head",
     "num_labels",
@@ -56,11 +56,11 @@ USE_FIELDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class BertConfig:
-    """An encoder with learned positions and norms after the residual adds, and what stands on it.
+    """An encoder with learned positions and norms after the residual adds, and its head.
 
     Args:
-        kind: ``"bert"``, or ``"roberta"``: positions are counted from ``pad_token_id + 1`` over the tokens that are not
-            padding, and the heads are cut a little differently.
+        kind: ``"bert"``, or ``"roberta"``, which counts positions from ``pad_token_id + 1`` over the tokens that are
+            not padding and has other layers in its heads.
         vocab_size: Rows of the word table.
         hidden_size: Width of the residual stream.
         num_hidden_layers: Depth.
@@ -151,21 +151,12 @@ class BertEmbeddings(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor | None, position_ids: Tensor | None) -> Tensor:
-        """Look up and add.
-
-        Args:
-            input_ids: [B, T] or [N].
-            token_type_ids: The same, or None for type 0.
-            position_ids: The same or [1, T]; None for 0 to T - 1.
-
-        Returns:
-            [..., C].
-        """
+        """Ids and types [...], positions [...] or [1, T] -> [..., C]. None is type 0, and positions 0 to T - 1."""
         positions, types = self.position_embeddings.weight, self.token_type_embeddings.weight
         x = self.word_embeddings(input_ids)
         place = positions[: input_ids.shape[-1]] if position_ids is None else self.position_embeddings(position_ids)
         if token_type_ids is None:
-            # One type for all is added where there is less of it: to the positions, which rows mostly have in common.
+            # One type for all tokens is added to the positions, which are fewer where rows share them.
             place = place + types[0]
         else:
             x = x + self.token_type_embeddings(token_type_ids)
@@ -176,9 +167,8 @@ class BertLayer(nn.Module):
     """Attention and MLP, each with its residual add and the norm after it.
 
     Under autocast the residual stream is float32, and products take a copy in a lower precision, which the norm before
-    them writes as well. Where gradients are wanted and kernels of our own run, the operator behind a product adds its
-    bias, and the backward sums the bias' gradient in the same pass. A module that is not what it was built as (an
-    adapter in its place, a hook) is called with the stream.
+    them writes as well. In training on our kernels the operator after a product adds its bias, and its backward sums
+    the bias' gradient in the same pass. A submodule that was replaced or has a hook is called with the stream.
     """
 
     def __init__(self, config: BertConfig) -> None:
@@ -196,32 +186,20 @@ class BertLayer(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, rows: Rows | None = None) -> Tensor:
-        """Run the block.
-
-        Args:
-            x: [B, T, C] or [N, C].
-            mask: [B, 1, 1, T], added to the scores of a padded batch; None where its rows are full.
-            rows: Of a packed batch, else None.
-
-        Returns:
-            Like ``x``.
-        """
+        """X [B, T, C], with a mask [B, 1, 1, T] added to the scores, or x [N, C] with its rows -> like x."""
         dropout = self.attention_dropout if self.training else 0.0
         x, low = with_low_copy(x)
         qkv, _ = _product(x, low, self.qkv)
         mixed = attend(qkv, self.heads, mask, rows, dropout)
         x, low = self._add_norm(x, mixed, self.attention_output, self.attention_norm, low.dtype)
-        hidden = self._activated(x, low)
-        x, _ = self._add_norm(x, hidden, self.output, self.output_norm)
-        return x
-
-    def _activated(self, x: Tensor, low: Tensor) -> Tensor:
-        """The first product of the MLP and its activation: [..., C] -> [..., I]."""
         gelu = self.activation is F.gelu or self.activation is _gelu_tanh
         hidden, bias = _product(x, low, self.intermediate, without_bias=gelu)
         if bias is None:
-            return self.activation(hidden)
-        return bias_gelu(hidden, bias, self.activation is _gelu_tanh)
+            hidden = self.activation(hidden)
+        else:
+            hidden = bias_gelu(hidden, bias, self.activation is _gelu_tanh)
+        x, _ = self._add_norm(x, hidden, self.output, self.output_norm)
+        return x
 
     def _add_norm(
         self, x: Tensor, y: Tensor, layer: nn.Linear, norm: nn.LayerNorm, low_dtype: torch.dtype | None = None
@@ -238,7 +216,7 @@ class BertLayer(nn.Module):
 
 
 def _product(x: Tensor, low: Tensor, layer: nn.Linear, *, without_bias: bool = False) -> tuple[Tensor, Tensor | None]:
-    """A linear layer of x, of which ``low`` is what products take; and the bias, if it is still to be added."""
+    """A linear layer of x, given also in the products' dtype as ``low``; and its bias where the caller must add it."""
     if not is_unmodified(layer):
         return layer(x), None
     weight, bias = layer.weight, layer.bias
@@ -252,14 +230,14 @@ def _product(x: Tensor, low: Tensor, layer: nn.Linear, *, without_bias: bool = F
 
 
 class Rows(NamedTuple):
-    """Where the rows of a packed batch begin and end, as the layers need it.
+    """Where the rows of a packed batch begin and end: offsets for the kernel, tables where there is none.
 
     Attributes:
-        longest: No row has more tokens: a bound that holds for all batches, not this batch's own maximum.
-        offsets: [S + 1] int32, where each row begins, and the end of the last; for the kernel, else None.
-        table: [S, longest] int64, the token of each place; without the kernel, else None.
-        inverse: [N] int64, the place of each token in the table; without the kernel, else None.
-        mask: [S, 1, 1, longest], as of ``key_mask``; without the kernel, else None.
+        longest: Most tokens of a row of any batch.
+        offsets: [S + 1] int32, where each row begins, and the end of the last; for the kernel.
+        table: [S, longest] int64, the token of each place; without the kernel, as all that follow.
+        inverse: [N] int64, the place of each token in the table.
+        mask: [S, 1, 1, longest], as of ``key_mask``.
     """
 
     longest: int
@@ -284,17 +262,26 @@ def attend(qkv: Tensor, heads: int, mask: Tensor | None, rows: Rows | None, drop
     """
     if rows is None:
         return _attend_padded(qkv, heads, mask, dropout)
-    if rows.offsets is not None:
-        return _attend_packed(qkv, heads, rows.offsets, rows.longest, dropout)
-    mixed = _attend_padded(qkv[rows.table], heads, rows.mask, dropout)
-    return mixed.flatten(0, 1)[rows.inverse]
+    if rows.offsets is None:
+        mixed = _attend_padded(qkv[rows.table], heads, rows.mask, dropout)
+        return mixed.flatten(0, 1)[rows.inverse]
+    query, key, value = qkv.unflatten(-1, (3, heads, -1)).unbind(-3)
+    ends = rows.offsets, rows.offsets, rows.longest, rows.longest
+    if dropout == 0.0:
+        from torch.nn.attention.varlen import varlen_attn
+
+        mixed = varlen_attn(query, key, value, *ends)  # type: ignore[assignment]
+    else:
+        # The public function has no dropout. This is the operator below it, which torch's nested tensors call too.
+        mixed = torch.ops.aten._flash_attention_forward(query, key, value, *ends, dropout, False, False)[0]
+    return mixed.flatten(1)
 
 
 def key_mask(attention_mask: Tensor, like: Tensor) -> Tensor:
     """[B, T], 0 where there is padding -> [B, 1, 1, T], what is added to scores: minus infinity for padding, else 0.
 
-    It has the dtype of the scores of ``like``, so that no layer converts it. A row that is all padding sees all of it,
-    like a row that is full: its numbers mean nothing, and they are finite.
+    It has the dtype of the scores of ``like``, so that no layer converts it. A row of padding alone sees itself: nobody
+    reads its values, and they are finite.
     """
     hidden = attention_mask == 0
     hidden = hidden & ~hidden.all(dim=1, keepdim=True)
@@ -324,26 +311,11 @@ def kernel_runs(like: Tensor, head_dim: int) -> bool:
         return False
     if compute_dtype(like) not in (torch.float16, torch.bfloat16) or head_dim % 8 or head_dim > 256:
         return False
-    return torch.backends.cuda.is_flash_attention_available() and (
-        torch.cuda.get_device_capability(like.device) >= (8, 0)
-    )
+    ampere = torch.cuda.get_device_capability(like.device) >= (8, 0)
+    return ampere and torch.backends.cuda.is_flash_attention_available()
 
 
 def _attend_padded(qkv: Tensor, heads: int, mask: Tensor | None, dropout: float) -> Tensor:
     query, key, value = [part.transpose(1, 2) for part in qkv.unflatten(-1, (3, heads, -1)).unbind(-3)]
     mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
     return mixed.transpose(1, 2).flatten(2)
-
-
-def _attend_packed(qkv: Tensor, heads: int, offsets: Tensor, longest: int, dropout: float) -> Tensor:
-    query, key, value = qkv.unflatten(-1, (3, heads, -1)).unbind(-3)
-    if dropout == 0.0:
-        from torch.nn.attention.varlen import varlen_attn
-
-        mixed: Tensor = varlen_attn(query, key, value, offsets, offsets, longest, longest)  # type: ignore[assignment]
-    else:
-        # The public function has no dropout. This is the operator below it, which torch's nested tensors call too.
-        mixed = torch.ops.aten._flash_attention_forward(
-            query, key, value, offsets, offsets, longest, longest, dropout, False, False
-        )[0]
-    return mixed.flatten(1)

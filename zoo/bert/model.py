@@ -53,7 +53,7 @@ _ROBERTA: dict[str, Any] = {
 
 
 def _sized(common: dict[str, Any], layers: int, width: int, **options: Any) -> BertConfig:
-    """Heads of 64 and an MLP four times as wide: what all published sizes have."""
+    """A published size: heads of 64 and an MLP four times as wide."""
     return BertConfig(
         **common,
         **options,
@@ -86,8 +86,8 @@ PRESETS: dict[str, BertConfig] = {
 }
 
 
-# Embeddings and the other heads run once a call and hold little of its time. Regions are compiled one after another, as
-# the first call reaches them, and one of a single kernel takes about as long as one of five: it does not pay for that.
+# Embeddings and the other heads run once per call and take little of its time. Compiling a region of one kernel takes
+# about as long as one of five, and would not pay off.
 REGIONS = (
     Region(
         BertLayer,
@@ -177,7 +177,8 @@ class Bert(nn.Module):
             if position_ids is None and config.first_position:
                 position_ids = counted_positions(input_ids, config.first_position - 1)
             x = self._embed(input_ids, token_type_ids, position_ids)
-            if attention_mask is not None and not _hides_nothing(attention_mask):
+            # A mask on the host that hides nothing is left out; one on a device is never read.
+            if attention_mask is not None and not (validate.on_host(attention_mask) and (attention_mask != 0).all()):
                 mask = key_mask(attention_mask, x)
         for layer in self.layers:
             x = layer(x, mask, rows)
@@ -237,13 +238,8 @@ def _first_tokens(x: Tensor, batch: PackedBatch | None) -> Tensor:
     return x[:, 0].contiguous() if batch is None else x.index_select(0, batch.offsets[: batch.rows])
 
 
-def _hides_nothing(attention_mask: Tensor) -> bool:
-    """Whether a mask is known to: one on the host is looked at, one on a device never."""
-    return validate.on_host(attention_mask) and bool((attention_mask != 0).all())
-
-
 def _match_mode(ids: Tensor | None) -> Tensor | None:
-    """A copy where the tensor was made in another inference mode, which would cost a region another graph."""
+    """A copy if the tensor was made in another inference mode: a region would compile another graph for it."""
     if ids is None or torch.compiler.is_compiling() or ids.is_inference() == torch.is_inference_mode_enabled():
         return ids
     return ids.clone()
@@ -256,7 +252,6 @@ def _check_padded(
     token_type_ids: Tensor | None,
     position_ids: Tensor | None,
 ) -> None:
-    """Padded inputs that fit the model and each other."""
     check_ids(input_ids, attention_mask, token_type_ids, position_ids)
     tokens = input_ids.shape[1]
     if position_ids is None and tokens > config.positions:
@@ -265,7 +260,6 @@ def _check_padded(
 
 
 def _check_packed(config: BertConfig, batch: PackedBatch, **given: Tensor | None) -> None:
-    """A batch of ``pack`` that fits the model, and nothing beside it that it holds itself."""
     twice = [name for name, value in given.items() if value is not None]
     if twice:
         raise ValueError(f"{', '.join(twice)} given beside a packed batch, which holds its own: pass them to pack()")

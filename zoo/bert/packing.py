@@ -3,8 +3,7 @@
     input_ids [B, T], attention_mask ── pack ──▶ tokens [N], offsets ── model ──▶ [N, ...] ── unpack ──▶ [B, T, ...]
 
 N is one of a few declared sizes, so that an epoch of rows of any lengths compiles as many graphs as there are sizes.
-What is left over is filled up with rows of padding of their own. They see nobody, nobody sees them, and no loss counts
-them.
+The rest of the size is filled with rows of padding, which attend to themselves alone and count in no loss.
 
 Shape legend: B rows, T tokens of the longest row, N tokens of a packed batch, S rows with those that fill it up.
 """
@@ -105,13 +104,7 @@ def token_buckets(rows: int, length: int, *, steps: int = 8, typical: tuple[int,
 
 
 def filling_rows(buckets: Sequence[int], rows: int, length: int) -> int:
-    """Rows of padding that a packed batch of these sizes has, so that none is empty or longer than ``length``.
-
-    Args:
-        buckets: Sizes in tokens, rising.
-        rows: B.
-        length: T, at least 2.
-    """
+    """Rows of padding in a packed batch of these rising sizes, so that none is empty or longer than ``length``."""
     steps = (after - before for before, after in pairwise(buckets))
     return max(1, -(-(buckets[0] - rows) // length), *(-(-(step - 1) // (length - 1)) for step in steps))
 
@@ -134,11 +127,11 @@ def pack(
         attention_mask: [B, T], 0 where there is padding, on any side; None for none.
         token_type_ids: [B, T], or None for type 0.
         position_ids: [B, T] or [1, T]; counted as the model counts them when left out.
-        config: The model's, which knows how positions are counted. Without it they are BERT's: a token's column.
-        buckets: Sizes in tokens, of which the smallest that fits is taken; ``token_buckets(rows, length)`` has some.
-            None for the very number of tokens, which is a graph for each number.
-        rows: Rows of every batch, where the last of an epoch may have fewer; as many as there are when left out.
-        length: Tokens that no row of any batch exceeds; T when left out.
+        config: The model's, whose way of counting positions is used. Without it they are BERT's: a token's column.
+        buckets: Sizes in tokens, of which the smallest that fits is taken, as of ``token_buckets(rows, length)``. None
+            for no filling: each number of tokens is then a graph of its own.
+        rows: Rows of every batch, where the last of an epoch has fewer; B when left out.
+        length: Most tokens of a row of any batch; T when left out.
 
     Raises:
         TypeError, ValueError: If an input does not fit, a row has no token, or no size is large enough.
@@ -160,11 +153,10 @@ def pack(
     real = int(lengths.sum())
     added = _added_rows(real, rows - batch, rows, length, buckets)
 
-    first = None
+    first, columns = None, torch.arange(tokens, device=input_ids.device)[None]  # BERT's positions
     if position_ids is None:
         first = 0 if config is None else config.first_position
-        position_ids = columns(input_ids) if not first else counted_positions(input_ids, first - 1)
-    column = columns(input_ids).expand(batch, tokens)
+        position_ids = counted_positions(input_ids, first - 1) if first else columns
     row = torch.arange(batch, device=input_ids.device)[:, None]
     pad = 0 if config is None or config.pad_token_id is None else config.pad_token_id
 
@@ -178,7 +170,7 @@ def pack(
         position_ids=packed(position_ids, 0),
         token_type_ids=None if token_type_ids is None else packed(token_type_ids, 0),
         offsets=torch.cat([lengths.new_zeros(1), all_lengths.cumsum(0)]).int(),
-        places=packed(row * length + column, rows * length),
+        places=packed(row * length + columns, rows * length),
         rows=rows,
         length=length,
         first_position=first,
@@ -219,11 +211,6 @@ def check_ids(
     ):
         if value is not None:
             validate.tensor(name, value, shape, like=input_ids, beside="input_ids", sizes=sizes)
-
-
-def columns(input_ids: Tensor) -> Tensor:
-    """BERT's positions of a padded batch: 0 to T - 1, as [1, T]."""
-    return torch.arange(input_ids.shape[1], device=input_ids.device)[None]
 
 
 def counted_positions(input_ids: Tensor, padding_idx: int) -> Tensor:
