@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from zoo.llm.config import LLMConfig
-from zoo.validate import count
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,7 +18,7 @@ class KVCache:
     """Keys and values of all layers, in memory that never moves: made by ``model.make_cache``.
 
     The token at position p of a row lies in slot p, so rows of different lengths need no padding between their tokens.
-    Slots behind a row's last position are never read: to take tokens back, go on from an earlier position.
+    Slots after a row's last position are never read: to take tokens back, continue from an earlier position.
 
     Args:
         layers: One tensor per layer, [2, B, K, S, D]: keys, then values.
@@ -57,27 +56,14 @@ class KVCache:
         return f"KVCache({len(self.layers)} layers of {shape}, {self.dtype}, {self.nbytes / 2**20:.1f} MiB)"
 
 
-def make_cache(config: LLMConfig, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> KVCache:
-    """A cache of zeros."""
-    count("batch", batch)
-    count("slots", slots)
-    if slots > config.max_position_embeddings:
-        raise ValueError(f"slots is {slots}, but the model has {config.max_position_embeddings} positions")
-    shape = (2, batch, config.num_key_value_heads, slots, config.head_dim)
-    # A tensor made under inference mode would be another kind of input, and cost every region a second graph.
-    # Zeros, because a masked NaN is a NaN all the same.
-    with torch.inference_mode(False):
-        return KVCache(tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)))
-
-
 def check_is_cache(cache: KVCache) -> None:
-    """TypeError for anything else than a cache."""
+    """TypeError unless it is a cache."""
     if not isinstance(cache, KVCache):
         raise TypeError(f"cache is a {type(cache).__name__}, expected a KVCache from model.make_cache(batch, slots)")
 
 
 def check_cache(cache: KVCache, config: LLMConfig, weight: Tensor, input_ids: Tensor, from_zero: bool) -> None:
-    """ValueError if a cache is not one for this model and these tokens."""
+    """Refuse a cache that does not fit the model and these tokens."""
     check_is_cache(cache)
     kind = weight.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype

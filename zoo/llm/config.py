@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zoo.validate import divides, one_of, optional_index, positive, positive_number, seeded
 
-# These fields say how a model is used, and not what it computes: a checkpoint may differ from a preset in them.
+# A checkpoint may differ from a preset in these fields of use.
 USE_FIELDS = ("max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "model_type")
 
 
@@ -105,11 +105,7 @@ class LLMConfig:
 
 
 _LLAMA_SCALING = RopeScaling(
-    kind="llama3",
-    factor=32.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=8192,
+    kind="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
 )
 _LLAMA: dict[str, Any] = {
     "vocab_size": 128256,

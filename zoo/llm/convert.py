@@ -77,7 +77,7 @@ def config_of(module: nn.Module) -> LLMConfig:
 
 
 def skeleton(config: LLMConfig) -> nn.Module:
-    """The transformers model of a config, without memory; its class follows from the config's options."""
+    """The transformers model of a config, on the meta device."""
     import transformers
 
     theirs = upstream_config(config)
@@ -108,11 +108,7 @@ def write_config(config: LLMConfig, dtype: torch.dtype, folder: Path) -> None:
 
 
 def convert_config(theirs: Any) -> LLMConfig:
-    """A transformers config as the zoo's.
-
-    Raises:
-        ValueError: If it is another kind of model, or has an option that the zoo does not support.
-    """
+    """A transformers config as the zoo's; ValueError if it has an option that the zoo does not support."""
     kind = theirs.model_type
     if kind not in _CLASSES:
         raise ValueError(f"model_type={kind!r} is not supported; the zoo has {', '.join(_CLASSES)}")
@@ -123,7 +119,7 @@ def convert_config(theirs: Any) -> LLMConfig:
     ):
         if (value := getattr(theirs, option, None)) not in supported:
             _refuse(kind, option, value, why)
-    # Their other classes do not look at these two.
+    # Their other classes do not read these two.
     for option in {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}.get(kind, ()):
         if getattr(theirs, option, False):
             _refuse(kind, option, True, "only queries, keys and values may have a bias, as in qwen2")
@@ -131,7 +127,7 @@ def convert_config(theirs: Any) -> LLMConfig:
     shared = {name: getattr(theirs, name) for name in _SHARED}
     pad = shared["pad_token_id"]
     if pad is not None and not 0 <= pad < theirs.vocab_size:
-        # Some checkpoints say -1 for "none".
+        # Some checkpoints have -1 for None.
         shared["pad_token_id"] = None
     window = _window(kind, theirs)
     return LLMConfig(
@@ -147,13 +143,7 @@ def convert_config(theirs: Any) -> LLMConfig:
 
 
 def upstream_config(config: LLMConfig) -> Any:
-    """The zoo's config as transformers': Qwen2 with a bias, Qwen3 with norms, Mistral with a window, else Llama.
-
-    ``model_type`` makes it Mistral without a window.
-
-    Raises:
-        ValueError: If no class has both a bias and norms.
-    """
+    """The zoo's config as transformers': Qwen2 with a bias, Qwen3 with norms, Mistral with a window, else Llama."""
     import transformers
 
     if config.qkv_bias and config.qk_norm:
@@ -216,16 +206,10 @@ def _refuse(kind: str, option: str, value: Any, why: str) -> Any:
 
 
 def quantize_int8(model: LLM) -> LLM:
-    """Round the weights of all products to int8, a scale for each row, in place. Opt-in: outputs change a little.
+    """Round the weights of all products to int8, one scale per row, in place, and return the model.
 
-    Activations, the cache, norms and the embedding stay as they are; so does the output product where it is tied to
-    the embedding. What was rounded cannot be saved or taken to transformers.
-
-    Args:
-        model: Not compiled yet.
-
-    Returns:
-        The same model.
+    Outputs change a little. Activations, the cache, norms and the embedding stay as they are; so does an output product
+    tied to the embedding. A rounded model cannot be saved or converted.
 
     Raises:
         ImportError: If torchao is not installed.
@@ -233,17 +217,14 @@ def quantize_int8(model: LLM) -> LLM:
         ValueError: If its regions are compiled already.
     """
     try:
-        from torchao.quantization import (  # type: ignore[import-not-found, import-untyped]
-            Int8WeightOnlyConfig,
-            quantize_,
-        )
+        from torchao import quantization  # type: ignore[import-not-found, import-untyped]
     except ImportError as error:
         raise ImportError("quantize_int8 needs torchao: pip install torchao") from error
     if not isinstance(model, LLM):
         raise TypeError(f"model is a {type(model).__name__}, expected a language model of the zoo")
     if plan_of(model) is not None:
         raise ValueError("the model's regions are compiled already; call zoo.uncompile(model) first")
-    quantize_(model, Int8WeightOnlyConfig())
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
     return model
 
 

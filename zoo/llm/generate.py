@@ -1,6 +1,6 @@
-"""Generation: prompts go in buckets through the model, then one CUDA graph per token runs on the device.
+"""Generation: the model reads prompts padded to buckets, then one CUDA graph per new token runs on the device.
 
-``generate`` answers one set of prompts. A ``Session`` keeps its cache and its captured steps for a conversation.
+``generate`` answers prompts. A ``Session`` keeps its cache and its captured steps for a conversation.
 
 Shapes: B batch, T tokens of a prompt, n new tokens, V vocabulary, S slots of the cache.
 """
@@ -96,79 +96,69 @@ class GenerationMixin(nn.Module):
     config: LLMConfig
     make_cache: Callable[..., KVCache]
 
-    def generate(self, tokens: Prompts, **options: Any) -> Tensor:
-        """Continue prompts; arguments and result of ``zoo.llm.generate``."""
-        return generate(self, tokens, **options)
+    def generate(
+        self,
+        tokens: Prompts,
+        *,
+        cache: KVCache | None = None,
+        cuda_graph: bool | None = None,
+        buckets: Sequence[int] | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Continue prompts.
 
-    def stream(self, tokens: Prompts, **options: Any) -> Iterator[Tensor]:
-        """Continue prompts and yield the tokens as they come; arguments and results of ``zoo.llm.stream``."""
-        return stream(self, tokens, **options)
+        Args:
+            tokens: [B, T] integers, or B lists of token ids of any lengths. No padding.
+            cache: Used instead of a new one; its content is overwritten.
+            cuda_graph: Run decoding as a CUDA graph; by default on a GPU only.
+            buckets: Lengths that prompts are padded to; powers of two from 16 to 2048 by default. Longer prompts go in
+                pieces.
+            options: ``max_new_tokens``, ``temperature``, ``top_k``, ``top_p``, ``eos``, ``seed`` and ``stride``, as in
+                ``GenerationOptions``.
+
+        Returns:
+            [B, n] int64 on the model's device: the new tokens, end token included. n is the longest answer's length;
+            shorter ones end in padding (the config's ``pad_token_id``, else the first end token).
+
+        Raises:
+            TypeError: If the model, the tokens or an option have another type.
+            ValueError: If a prompt is empty, holds a token that is not in the vocabulary, or is too long for the cache
+                together with ``max_new_tokens``; if the cache has another number of rows; if an option is out of range.
+                Before anything runs.
+        """
+        chunks = GenerationMixin.stream(self, tokens, cache=cache, cuda_graph=cuda_graph, buckets=buckets, **options)
+        return torch.cat(list(chunks), dim=1).to(next(self.parameters()).device)
+
+    def stream(
+        self,
+        tokens: Prompts,
+        *,
+        cache: KVCache | None = None,
+        cuda_graph: bool | None = None,
+        buckets: Sequence[int] | None = None,
+        **options: Any,
+    ) -> Iterator[Tensor]:
+        """What ``generate`` returns, as it comes: [B, 1] first, then [B, up to stride], on the CPU."""
+        _check_model(self)
+        checked = GenerationOptions(**options)
+        rows = _prompt_rows(tokens, self.config.vocab_size)
+        longest, limit = max(map(len, rows)) + checked.max_new_tokens, self.config.max_position_embeddings
+        if cache is None:
+            if longest > limit:
+                raise ValueError(
+                    f"the longest prompt and max_new_tokens are {longest} tokens together, but the model has {limit} "
+                    "positions"
+                )
+            # A power of two, so that texts of similar lengths share their graphs.
+            batch, slots = len(rows), min(max(16, 1 << (longest - 1).bit_length()), limit)
+        else:
+            check_is_cache(cache)
+            batch, slots = cache.batch, cache.slots
+        session = Session(self, batch, slots, cache=cache, cuda_graph=cuda_graph, buckets=buckets, conversation=False)
+        return session._start(rows, checked)
 
 
-def generate(
-    model: GenerationMixin,
-    tokens: Prompts,
-    *,
-    cache: KVCache | None = None,
-    cuda_graph: bool | None = None,
-    buckets: Sequence[int] | None = None,
-    **options: Any,
-) -> Tensor:
-    """Continue prompts.
-
-    Args:
-        model: A language model of the zoo, compiled or not.
-        tokens: [B, T] integers, or B lists of token ids of any lengths. No padding.
-        cache: Used instead of a new one; its content is overwritten.
-        cuda_graph: Run decoding as a CUDA graph; by default on a GPU only.
-        buckets: Lengths that prompts are padded to; powers of two from 16 to 2048 by default. Longer prompts go in
-            pieces.
-        options: ``max_new_tokens``, ``temperature``, ``top_k``, ``top_p``, ``eos``, ``seed`` and ``stride``, as in
-            ``GenerationOptions``.
-
-    Returns:
-        [B, n] int64 on the model's device: the new tokens, end token included. n is the length of the longest answer;
-        shorter ones end in padding (the config's ``pad_token_id``, else the first end token).
-
-    Raises:
-        TypeError: If the model, the tokens or an option have another type.
-        ValueError: If a prompt is empty, holds a token that is not in the vocabulary, or is too long for the cache
-            together with ``max_new_tokens``; if the cache has another number of rows; if an option is out of range.
-            Before anything runs.
-    """
-    chunks = stream(model, tokens, cache=cache, cuda_graph=cuda_graph, buckets=buckets, **options)
-    return torch.cat(list(chunks), dim=1).to(next(model.parameters()).device)
-
-
-def stream(
-    model: GenerationMixin,
-    tokens: Prompts,
-    *,
-    cache: KVCache | None = None,
-    cuda_graph: bool | None = None,
-    buckets: Sequence[int] | None = None,
-    **options: Any,
-) -> Iterator[Tensor]:
-    """What ``generate`` returns, as it comes: [B, 1] first, then [B, up to stride], on the CPU."""
-    _check_model(model)
-    checked = GenerationOptions(**options)
-    rows = _prompt_rows(tokens, model.config.vocab_size)
-    longest, limit = max(map(len, rows)) + checked.max_new_tokens, model.config.max_position_embeddings
-    if cache is None:
-        if longest > limit:
-            raise ValueError(
-                f"the longest prompt and max_new_tokens are {longest} tokens together, but the model has {limit} "
-                "positions"
-            )
-        # A power of two, so that texts of similar lengths share their graphs.
-        slots = min(max(16, 1 << (longest - 1).bit_length()), limit)
-    else:
-        check_is_cache(cache)
-        slots = cache.slots
-        if cache.batch != len(rows):
-            raise ValueError(f"tokens has {len(rows)} rows, but the cache {cache.batch}")
-    session = Session(model, len(rows), slots, cache=cache, cuda_graph=cuda_graph, buckets=buckets, conversation=False)
-    return session._start(rows, checked)
+generate, stream = GenerationMixin.generate, GenerationMixin.stream
 
 
 class Session:
@@ -227,7 +217,7 @@ class Session:
     def reset(self) -> None:
         """Forget all texts. Compiled and captured code stays."""
         self.lengths = [0] * self.cache.batch
-        # The last token of an answer was chosen but never fed: it goes before the next prompt.
+        # The model has not read the last token of an answer: it goes before the next prompt.
         self._pending: list[list[int]] = [[] for _ in range(self.cache.batch)]
         self._turn += 1
 
@@ -389,9 +379,9 @@ class DecodeState:
             return
         self.temperature.fill_(options.temperature)
         self.top_k.fill_(options.top_k or config.vocab_size)
-        # Above 1, so that rounding cuts no tail off where all tokens are wanted.
+        # Above 1, so that rounding drops no token where all are wanted.
         self.top_p.fill_(2.0 if options.top_p in (None, 1) else options.top_p)  # type: ignore[arg-type]
-        # The numbers of a whole answer come from a generator on the CPU: the same on every device.
+        # Drawn on the CPU for the whole answer, to be the same on every device.
         generator = torch.Generator("cpu")
         if options.seed is None:
             generator.seed()
@@ -401,7 +391,7 @@ class DecodeState:
         self.noise[:steps].copy_(torch.rand(steps, self.noise.shape[1], generator=generator, device="cpu"))
 
     def idle(self, positions: Tensor) -> None:
-        """Let steps run without effect: all rows have ended, and write to the one slot given, [B, 1]."""
+        """Let steps run without effect: all rows have ended and write to one slot, at ``positions`` [B, 1]."""
         self.finished.fill_(True)
         self.step.zero_()
         self.positions.copy_(positions)
@@ -439,20 +429,10 @@ def accept(state: DecodeState, logits: Tensor, greedy: bool) -> None:
 
 
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
-    """Draw a token per row: first top-k, then top-p of what is left, as in transformers.
+    """Draw a token [B] int64 per row of logits [B, V]: first top-k, then top-p of the rest, as in transformers.
 
-    The inverse of the cumulated probabilities at one uniform number decides a row, so that a captured step needs no
-    random state.
-
-    Args:
-        logits: [B, V].
-        temperature: Scalar, positive.
-        top_k: Scalar int64.
-        top_p: Scalar; 2 for all.
-        uniform: [B] in [0, 1).
-
-    Returns:
-        [B] int64.
+    A row's uniform number [B], from 0 to below 1, is looked up in its cumulated probabilities, so that a captured step
+    needs no random state. The options are scalars on the device; ``top_p`` 2 keeps all tokens.
     """
     scaled, order = (logits.float() / temperature).sort(dim=-1, descending=True)
     weights = scaled.softmax(-1)
@@ -499,8 +479,8 @@ def _prompt_rows(tokens: Prompts, vocab_size: int) -> list[list[int]]:
 def _in_one_bucket(rows: list[list[int]], buckets: Sequence[int], slots: int) -> tuple[Tensor, Tensor] | None:
     """Rows that begin a text, padded on the right: tokens [B, bucket] and each row's last position [B, 1].
 
-    Padding is written behind a row's end, where no token looks before it is overwritten. None where no bucket holds
-    the longest row, or the cache is smaller than the bucket.
+    Padding goes into slots that are overwritten before a token reads them. None if no bucket holds the longest row or
+    the cache is smaller than the bucket.
     """
     longest = max(map(len, rows))
     size = next((bucket for bucket in buckets if bucket >= longest), None)
@@ -511,10 +491,10 @@ def _in_one_bucket(rows: list[list[int]], buckets: Sequence[int], slots: int) ->
 
 
 def _in_pieces(rows: list[list[int]], starts: list[int], buckets: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens and positions to feed, [B, bucket] each, until the longest row is done; ``starts`` are first positions.
+    """Tokens and positions for the model, [B, bucket] each, until the longest row is read, from positions ``starts``.
 
-    A row that is done repeats its last token at the token's own position: the same keys and values are written again
-    where they are, and the last column is the last token of every row.
+    A row that is read repeats its last token at the same position, which writes the same keys and values again. So the
+    last column has the last token of every row.
     """
     longest, done = max(map(len, rows)), 0
     while done < longest:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from zoo import validate
 from zoo.engine.region import Region
-from zoo.llm.cache import KVCache, check_cache, make_cache
+from zoo.llm.cache import KVCache, check_cache
 from zoo.llm.config import LLMConfig
 from zoo.llm.generate import GenerationMixin
 from zoo.ops.attention import attend, decode_attention, decode_layer, decodes, few_rows, norm_linear
@@ -73,7 +73,7 @@ class RotaryTable(nn.Module):
         self.table = torch.cat((angles.cos(), angles.sin()), dim=-1)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryTable:
-        # A model that is rounded to bfloat16, moved, or given empty memory computes its table again.
+        # After a change of dtype or device the table is computed again, not rounded.
         before = self.table
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.table is not before:
@@ -169,10 +169,7 @@ class LLMLayer(nn.Module):
         return attend_tokens(q, k, v, None).flatten(2)
 
     def _normed_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, float]:
-        """The heads; and weights and eps of the norms of q and k, where the kernel that rotates them is to apply these.
-
-        Norms that were replaced or have hooks are called here.
-        """
+        """The heads, and the norms' weights and eps if the rotary kernel applies them; modified norms run here."""
         q_norm, k_norm = self.q_norm, self.k_norm
         if q_norm is None or k_norm is None:
             return qkv, None, None, 0.0
@@ -211,16 +208,11 @@ class LLMHead(nn.Module):
     def forward(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """X [B, L, C], weight [V, C] -> logits [B, L, V]; without a weight -> normed x [B, L, C]."""
         norm = self.norm
-        if (
-            weight is not None
-            and x.shape[1] == 1
-            and is_unmodified(norm, RMSNorm)
-            and few_rows(x[:, 0], norm.weight, weight)
-        ):
-            logits: Tensor = norm_linear(x[:, 0], norm.weight, norm.eps, weight)[:, None]
-            return logits
-        normed: Tensor = self.norm(x)
-        return normed if weight is None else F.linear(normed, weight)
+        if weight is None:
+            return norm(x)
+        if x.shape[1] == 1 and is_unmodified(norm, RMSNorm) and few_rows(x[:, 0], norm.weight, weight):
+            return norm_linear(x[:, 0], norm.weight, norm.eps, weight)[:, None]
+        return F.linear(norm(x), weight)
 
 
 def attend_tokens(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -244,12 +236,10 @@ def _add_norm(x: Tensor, added: Tensor | None, norm: nn.Module) -> tuple[Tensor,
 
 def _add_linear(x: Tensor, hidden: Tensor, linear: nn.Module) -> Tensor:
     """X [B, T, C] plus a linear layer of hidden [B, T, I], as one product where that gives the same numbers."""
-    autocast = torch.is_autocast_enabled(x.device.type)
-    if autocast or not is_unmodified(linear) or linear.bias is not None or not is_plain_tensor(linear.weight):  # type: ignore[arg-type]
+    fusible = is_unmodified(linear) and linear.bias is None and is_plain_tensor(linear.weight)  # type: ignore[arg-type]
+    if not fusible or torch.is_autocast_enabled(x.device.type) or not x.dtype == hidden.dtype == linear.weight.dtype:
         return x + linear(hidden)  # type: ignore[no-any-return]
-    if not x.dtype == hidden.dtype == linear.weight.dtype:
-        return x + linear(hidden)  # type: ignore[no-any-return]
-    # Inductor fuses an add behind a product only where both have two dimensions.
+    # Inductor fuses an add after a product only where both have two dimensions.
     return torch.addmm(x.flatten(0, -2), hidden.flatten(0, -2), linear.weight.t()).view_as(x)  # type: ignore[operator]
 
 
@@ -284,7 +274,7 @@ class LLM(GenerationMixin):
         self.rotary = RotaryTable(config)
         self.layers = nn.ModuleList(LLMLayer(config) for _ in range(config.num_hidden_layers))
         self.head = LLMHead(config)
-        # Tied weights exist once: the head is passed the embedding's.
+        # Tied weights exist once: forward passes the embedding's to the head.
         self.lm_head = (
             None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         )
@@ -348,60 +338,51 @@ class LLM(GenerationMixin):
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def make_cache(
-        self,
-        batch: int,
-        slots: int,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        self, batch: int, slots: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> KVCache:
-        """An empty cache for this model.
-
-        Args:
-            batch: Rows.
-            slots: Tokens per row, at most ``max_position_embeddings``.
-            dtype: Dtype of keys and values; the weights' when left out.
-            device: The weights' when left out.
+        """An empty cache of ``batch`` rows of ``slots`` tokens, with the weights' dtype and device unless given.
 
         Raises:
-            ValueError: If a size is not positive or ``slots`` is more than the model has positions.
+            ValueError: If a size is not positive or ``slots`` is more than ``max_position_embeddings``.
         """
-        weight = self.embed_tokens.weight
-        where = weight.device if device is None else torch.device(device)
-        return make_cache(self.config, batch, slots, dtype or weight.dtype, where)
+        config, weight = self.config, self.embed_tokens.weight
+        validate.count("batch", batch)
+        validate.count("slots", slots)
+        if slots > config.max_position_embeddings:
+            raise ValueError(f"slots is {slots}, but the model has {config.max_position_embeddings} positions")
+        shape = (2, batch, config.num_key_value_heads, slots, config.head_dim)
+        where: dict[str, Any] = {"dtype": dtype or weight.dtype, "device": device or weight.device}
+        # Regions would compile a second graph for tensors of inference mode. Zeros, because a masked NaN is NaN.
+        with torch.inference_mode(False):
+            return KVCache(tuple(torch.zeros(shape, **where) for _ in range(config.num_hidden_layers)))
 
     def _run_layers(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        cache: KVCache | None,
+        self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: KVCache | None
     ) -> Tensor:
         """Embedding and layers: [B, T] -> [B, T, C]."""
         x = self.embed_tokens(input_ids)
         batch, tokens = input_ids.shape
         if cache is not None and x.requires_grad:
             raise ValueError(
-                "a cache is written in place and passes no gradients on: call the model under torch.inference_mode() "
-                "or torch.no_grad(), or leave out the cache"
+                "a cache is written in place and has no gradients: call the model under torch.inference_mode() or "
+                "torch.no_grad(), or leave out the cache"
             )
         positions = position_ids
         if positions is None:
             positions = torch.arange(tokens, device=x.device)[None]
         window = self.config.sliding_window
-        mask = None
         if cache is None:
             mask = token_mask(tokens, attention_mask, window, x.device)
         else:
             positions = positions.expand(batch, tokens).long().contiguous()
         rotary = self.rotary(positions)
         from_start = position_ids is None and tokens > 1 and (window is None or tokens <= window)
-        for index, layer in enumerate(self.layers):
-            if cache is None:
+        if cache is None:
+            for layer in self.layers:
                 x = layer(x, rotary, mask)
-            else:
-                held = cache.layers[index]
-                x = layer(x, rotary, None, positions, held, from_start and held.dtype == x.dtype)
+            return x
+        for layer, held in zip(self.layers, cache.layers, strict=True):
+            x = layer(x, rotary, None, positions, held, from_start and held.dtype == x.dtype)
         return x
 
 
@@ -442,9 +423,7 @@ def _check_inputs(
     logits_to_keep: int | Tensor,
 ) -> None:
     config = model.config
-    validate.tensor("input_ids", input_ids, "B T", kinds="integer")
-    if not input_ids.numel():
-        raise ValueError(f"input_ids has shape {list(input_ids.shape)}, expected [B, T], neither empty")
+    validate.tensor("input_ids", input_ids, "B T", kinds="integer", empty=False)
     validate.in_range("input_ids", input_ids, config.vocab_size, "vocab_size")
     batch, tokens = input_ids.shape
     sizes = {"B": batch, "T": tokens}
