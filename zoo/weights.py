@@ -437,6 +437,26 @@ def _lay_out(model: nn.Module, _: Any = None) -> None:
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
+def refuse_changed(
+    theirs: Mapping[str, nn.Module], skeleton: nn.Module, refuse: Callable[[str, Any, str], None]
+) -> None:
+    """Refuse an upstream model whose modules, by name, are not those of its configuration's skeleton.
+
+    ``refuse(name, found, why)`` raises.
+    """
+    expected = dict(skeleton.named_modules())
+    for name in {**expected, **theirs}:
+        if name not in theirs or name not in expected:
+            refuse(name, theirs.get(name), "the configuration says otherwise; convert an unchanged model")
+        found, wanted = theirs[name], expected[name]
+        # A module without children is defined by its class and options, which its text shows.
+        leaf = not list(wanted.children())
+        if type(found) is not type(wanted) or (leaf and not isinstance(found, nn.ReLU) and repr(found) != repr(wanted)):
+            refuse(name, found, f"expected {wanted if leaf else type(wanted).__name__}; convert an unchanged model")
+        if found._forward_hooks or found._forward_pre_hooks:
+            refuse(name, "a module with a hook", "the hook, as offloading sets one, would be lost; remove it first")
+
+
 def _expanded(table: Table, ours: Mapping[str, Tensor]) -> dict[str, Placement]:
     """A table with a line for each tensor: modules and indices filled in from our names."""
     inside: dict[str, list[str]] = defaultdict(list)  # the endings of all tensors in a module; "" of a tensor itself

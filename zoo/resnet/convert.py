@@ -1,10 +1,11 @@
-"""To and from torchvision's ``ResNet``; its pretrained weights by name, and the preprocessing that belongs to them.
+"""To and from torchvision's ``ResNet``, its pretrained weights by name, and batch norms folded into convolutions.
 
 torchvision is imported when a model is converted or weights are asked for by name.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,16 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo.resnet.model import NORMS, STEM_WIDTH, ResNet, ResNetConfig
-from zoo.weights import Table, WeightMap
+from zoo.resnet.model import NORMS, STEM_WIDTH, Folding, Join, ResNet, ResNetConfig, Unit
+from zoo.weights import Table, WeightMap, refuse_changed
 
 
 def table(config: ResNetConfig) -> Table:
-    """{theirs: ours}; the norms of a folded model cannot be told from its convolutions.
-
-    Raises:
-        ValueError: If the model's norms are folded.
-    """
+    """{theirs: ours}; ValueError for a folded model, whose norms are part of its convolutions."""
     if config.folding is not None:
         raise ValueError(
             "these are weights of a model with batch norms, and folding is on: create the model without it and call "
@@ -43,12 +40,7 @@ def table(config: ResNetConfig) -> Table:
 
 
 def config_of(module: nn.Module) -> ResNetConfig:
-    """The configuration of a torchvision model.
-
-    Raises:
-        NotImplementedError: If it is no ``ResNet``.
-        ValueError: If it is a subclass or was changed in a way that the zoo does not support; the message names it.
-    """
+    """The configuration of a torchvision model; NotImplementedError if it is no ``ResNet``, ValueError if changed."""
     from torchvision.models import resnet as torchvision
 
     if not isinstance(module, torchvision.ResNet):
@@ -79,8 +71,8 @@ def config_of(module: nn.Module) -> ResNetConfig:
         norm=norm,
         norm_kwargs=options,
     )
-    _compare(module, skeleton(config))
-    # Of all modules only norms do something else in training.
+    refuse_changed(dict(module.named_modules()), skeleton(config), _refuse)
+    # Only norms depend on the mode.
     norms = ((name, child) for name, child in module.named_modules() if isinstance(child, nn.BatchNorm2d))
     odd = [name for name, child in norms if child.training != module.training]
     if odd:
@@ -90,7 +82,7 @@ def config_of(module: nn.Module) -> ResNetConfig:
 
 
 def skeleton(config: ResNetConfig) -> nn.Module:
-    """Torchvision's model without memory for its weights."""
+    """Torchvision's model on the meta device."""
     from torchvision.models import resnet as torchvision
 
     with torch.device("meta"):
@@ -126,21 +118,6 @@ def _norm(norm: nn.Module) -> tuple[str, dict[str, Any]]:
     return kind, {key: value for key, value in options.items() if value != NORMS[kind][key]}
 
 
-def _compare(module: nn.Module, expected: nn.Module) -> None:
-    """Refuse a model that was changed after it was built: every submodule is what the configuration says."""
-    theirs, ours = dict(module.named_modules()), dict(expected.named_modules())
-    for name in {**theirs, **ours}:
-        if name not in theirs or name not in ours:
-            _refuse(name, "missing" if name in ours else theirs[name], "the configuration says otherwise")
-        found, wanted = theirs[name], ours[name]
-        # What a module without children does follows from its class and options, and its text holds both.
-        leaf = not list(wanted.children())
-        if type(found) is not type(wanted) or (leaf and not isinstance(found, nn.ReLU) and repr(found) != repr(wanted)):
-            _refuse(name, found, f"expected {wanted if leaf else type(wanted).__name__} as in the rest of the model")
-        if found._forward_hooks or found._forward_pre_hooks:
-            _refuse(name, "a module with a hook", "the hook would be lost; remove it")
-
-
 def _refuse(option: str, value: Any, why: str) -> None:
     raise ValueError(f"torchvision's ResNet with {option}={value} is not supported: {why}")
 
@@ -153,7 +130,7 @@ def transforms(weights: Any) -> Callable[[Any], Tensor]:
             name for the weights that torchvision recommends.
 
     Returns:
-        What takes a PIL image, or an integer tensor [C, H, W] or [N, C, H, W], and gives what the model expects.
+        A function of a PIL image, or an integer tensor [C, H, W] or [N, C, H, W], that returns the model's input.
 
     Raises:
         ValueError: If there are no such weights.
@@ -169,14 +146,9 @@ def transforms(weights: Any) -> Callable[[Any], Tensor]:
 
 
 def find_weights(name: str, weights: Any) -> Path | None:
-    """The file of pretrained weights in torch hub's cache, downloaded if it is not there; None for anything else.
+    """The file of a preset's pretrained weights in torch hub's cache, downloaded if need be; None for a path or hub id.
 
-    Args:
-        name: The preset's.
-        weights: One of torchvision's weight enums, or its name, with or without the class: ``"IMAGENET1K_V2"``.
-
-    Raises:
-        ValueError: If they are the weights of another model, or this one has none of that name.
+    ``weights`` is one of torchvision's weight enums, or its name, with or without the class: ``"IMAGENET1K_V2"``.
     """
     if isinstance(weights, str) and not _is_name(weights):
         return None
@@ -220,7 +192,7 @@ def _enum_of(name: str) -> dict[str, Any]:
 
 
 def _download(url: str) -> Path:
-    """The file in torch hub's cache. Files are named by the start of their hash, which is checked on the way."""
+    """The file in torch hub's cache. Its name holds the start of its hash, which a download is checked against."""
     file = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -232,6 +204,58 @@ def _download(url: str) -> Path:
 def _refuse_folded(model: ResNet) -> None:
     if model.config.folding is not None:
         raise ValueError("the batch norms of this model are folded into its convolutions; convert the one it came from")
+
+
+@torch.no_grad()
+def fold_batch_norm(model: ResNet, *, convolutions: str = "glue", pointwise: str = "convolution") -> ResNet:
+    """A new model for inference that computes what this one does in eval mode, without its norms.
+
+    A norm scales and shifts each channel by numbers that no longer change. The scale goes into the weights of the
+    convolution before it and the shift into its bias; a shortcut's shift goes into the bias that it is added to. Folded
+    in float64 and rounded once to the weights' dtype.
+
+    Args:
+        model: A ResNet of the zoo, which stays as it is.
+        convolutions: ``"glue"`` or ``"fused"``, as in ``Folding``.
+        pointwise: ``"convolution"`` or ``"matmul"``, as in ``Folding``.
+
+    Returns:
+        The model, in eval mode, without gradients, with ``config.folding`` set.
+
+    Raises:
+        TypeError: If the model is not a ResNet of the zoo.
+        ValueError: If it is folded already, or its norms keep no running statistics; or an option is unknown.
+    """
+    if not isinstance(model, ResNet):
+        raise TypeError(f"{type(model).__name__} is not a ResNet of the zoo; zoo.from_upstream(module) makes one")
+    if model.config.folding is not None:
+        raise ValueError("the batch norms of this model are folded already; fold the one it came from")
+    if not model.config.norm_options.get("track_running_stats", True):
+        raise ValueError(
+            "norm_kwargs has track_running_stats=False: its norms take the statistics of each batch, which no weight "
+            "can hold"
+        )
+    folding = Folding(convolutions=convolutions, pointwise=pointwise)
+    with torch.device("meta"):
+        folded = ResNet(dataclasses.replace(model.config, folding=folding))
+    state = {f"head.{key}": tensor.clone() for key, tensor in model.head.state_dict().items()}
+    for name, module in model.named_modules():
+        if isinstance(module, Unit):
+            weight, bias = _folded(module.conv, module.norm)
+            if isinstance(module, Join) and module.shortcut is not None and module.shortcut_norm is not None:
+                state[f"{name}.shortcut.weight"], shift = _folded(module.shortcut, module.shortcut_norm)
+                bias = bias + shift
+            state[f"{name}.conv.weight"], state[f"{name}.conv.bias"] = weight, bias
+    like = model.head.fc.weight
+    folded.load_state_dict({key: tensor.to(like.dtype) for key, tensor in state.items()}, strict=True, assign=True)
+    return folded.requires_grad_(False).eval()
+
+
+def _folded(conv: nn.Conv2d, norm: Any) -> tuple[Tensor, Tensor]:
+    """Weight and bias in float64 of a convolution that does what this one and its norm do in eval mode."""
+    scale = (norm.running_var.double() + norm.eps).rsqrt() * norm.weight.double()
+    shift = norm.bias.double() - norm.running_mean.double() * scale
+    return conv.weight.double() * scale[:, None, None, None], shift
 
 
 WEIGHTS = WeightMap(

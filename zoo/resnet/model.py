@@ -8,9 +8,9 @@
     bottleneck         x ─ 1 × 1 ─ norm ─ act ─ 3 × 3 ─ norm ─ act ─ 1 × 1 ─ norm ─ add ─ act ─▶
                        └──────────────────────── (1 × 1 ─ norm) ────────────────────┘
 
-The regions are the blocks, stem and head. All of it is in channels_last. Norms hold tensors and are never called: norm,
-residual and activation are one operator behind a convolution. In a folded model (``fold_batch_norm``) convolutions have
-biases in place of norms.
+The regions are the blocks, stem and head. Activations are in channels_last. Norms hold tensors and are never called:
+one operator after a convolution does norm, residual and activation. In a folded model (``fold_batch_norm``)
+convolutions have biases in place of norms.
 
 Shape legend: N images, C channels, H height, W width, K classes.
 """
@@ -191,7 +191,7 @@ PRESETS: dict[str, ResNetConfig] = {
 
 
 class FrozenBatchNorm(nn.Module):
-    """The tensors of a batch norm that never changes, torchvision's ``FrozenBatchNorm2d``."""
+    """The tensors of a batch norm with fixed statistics, torchvision's ``FrozenBatchNorm2d``."""
 
     weight: Tensor
     bias: Tensor
@@ -227,15 +227,7 @@ def _norm_of(norm: Any) -> Norm:
 
 
 class Unit(nn.Module):
-    """Convolution, norm and activation.
-
-    Args:
-        config: The model's.
-        inputs: C_in.
-        outputs: C_out.
-        kernel: Pixels of a side.
-        options: Of the convolution, which keeps the size but for its stride.
-    """
+    """Convolution, norm and activation; ``kernel`` are pixels of a side, ``options`` the convolution's."""
 
     def __init__(self, config: ResNetConfig, inputs: int, outputs: int, kernel: int, **options: int) -> None:
         super().__init__()
@@ -270,7 +262,7 @@ class Join(Unit):
         super().__init__(config, shape.inner, shape.outputs, kernel)
         self.shortcut = self.shortcut_norm = None
         if shape.projects:
-            # Its bias, where its norm is folded, is part of the other convolution's.
+            # The bias of a folded shortcut is added to the other convolution's.
             self.shortcut = nn.Conv2d(shape.inputs, shape.outputs, 1, stride=shape.stride, bias=False)
             self.shortcut_norm = _make_norm(config, shape.outputs)
 
@@ -368,8 +360,7 @@ REGIONS = (
 class ResNet(nn.Module):
     """A residual network over images.
 
-    Weights and activations are in channels_last: images in it are used as they are, others are laid out by the stem,
-    and loaded weights anew.
+    Weights and activations are in channels_last, and the stem lays out images that are not.
 
     Args:
         config: A ``ResNetConfig``.
@@ -426,7 +417,7 @@ class ResNet(nn.Module):
 
 
 def _initialise(model: ResNet) -> None:
-    """Draw weights as torchvision does."""
+    """Draw weights as torchvision does: He's normal initialisation over outputs."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -437,9 +428,9 @@ def _initialise(model: ResNet) -> None:
 
 
 def _check_images(images: Tensor, config: ResNetConfig, weight: Tensor, training: bool) -> None:
-    """Images [N, C_in, H, W] that the weights can be applied to. Reads no value, so it never synchronises."""
+    """Refuse images that do not fit. Reads no value, so it never synchronises."""
     if config.folding is not None and torch.is_autocast_enabled(weight.device.type):
-        # Bias and residual would widen what the convolutions narrow, and cuDNN's fused calls would get both dtypes.
+        # Autocast casts convolutions alone: bias, residual and cuDNN's fused calls would get two dtypes.
         narrow = torch.get_autocast_dtype(weight.device.type)
         raise ValueError(
             f"torch.autocast is on, but a folded model runs in the dtype of its weights, {weight.dtype}; leave "
@@ -465,7 +456,6 @@ def _check_images(images: Tensor, config: ResNetConfig, weight: Tensor, training
 
 
 def _check_norms(model: nn.Module) -> None:
-    """:func:`_check_norm` of all modules."""
     modules = [model]
     while modules:
         module = modules.pop()
@@ -474,7 +464,7 @@ def _check_norms(model: nn.Module) -> None:
 
 
 def _check_norm(module: nn.Module) -> None:
-    """Refuse a norm that was changed, after the model was made, into one that the operators do not compute."""
+    """Refuse a norm that was changed, after the model was built, in a way that the operators do not compute."""
     if not (isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training):
         return
     if isinstance(module, nn.SyncBatchNorm):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from zoo.unet.config import BlockShape, UNetConfig
 from zoo.unet.model import UNet
-from zoo.weights import Placement, Table, WeightMap
+from zoo.weights import Placement, Table, WeightMap, refuse_changed
 
 CLASS = "UNet2DConditionModel"
 # {theirs: ours} of modules that are the same in both.
@@ -89,23 +89,19 @@ _OTHERS: dict[str, tuple[tuple[Any, ...], str]] = {
     "cross_attention_norm": ((None,), "the condition is not normalised"),
     "addition_embed_type_num_heads": ((64,), "added conditions have no attention"),
 }
-# What is fetched from the hub: weights once, whole or in shards.
+# Files to fetch from the hub: weights once, whole or in shards.
 _FILES = (
     "config.json",
     "diffusion_pytorch_model.safetensors",
     "diffusion_pytorch_model.safetensors.index.json",
     "diffusion_pytorch_model-*-of-*.safetensors",
 )
-# What older releases wrote, or a config.json holds beside the options.
+# Options of older releases.
 _IGNORED = ("dual_cross_attention_dim", "upcast_softmax")
 
 
 def convert_config(theirs: Mapping[str, Any]) -> UNetConfig:
-    """Diffusers' configuration as the zoo's.
-
-    Raises:
-        ValueError: If an option has a value that the zoo does not support; the message names both.
-    """
+    """Diffusers' configuration as the zoo's; ValueError if it has an option that the zoo does not support."""
     for name, (supported, why) in _OTHERS.items():
         value = theirs.get(name, supported[0])
         if value not in supported:
@@ -122,7 +118,7 @@ def convert_config(theirs: Mapping[str, Any]) -> UNetConfig:
         given["cross_attention_dim"] = width[0]
     if given.get("norm_num_groups", 32) is None:
         _refuse("norm_num_groups", None, "the last convolution has a norm before it")
-    # Their attention_head_dim counts heads: a mistake of long ago that too many checkpoints rely on.
+    # Their attention_head_dim counts heads, an old mistake that checkpoints rely on.
     heads = given["attention_head_dim"]
     return UNetConfig(num_attention_heads=heads, **{name: given[name] for name in _SAME if name in given})
 
@@ -172,11 +168,7 @@ def _blocks(config: UNetConfig) -> Iterator[tuple[str, str, int, BlockShape]]:
 
 
 def read_config(folder: Path, **overrides: Any) -> UNetConfig:
-    """The configuration of a checkpoint folder; diffusers is not imported.
-
-    Raises:
-        ValueError: If it is of another class, or has an option that the zoo does not support.
-    """
+    """The configuration of a checkpoint folder, with some fields replaced; diffusers is not imported."""
     theirs = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     found = theirs.get("_class_name", CLASS)
     if found != CLASS:
@@ -200,7 +192,7 @@ def find_weights(preset: str, weights: Any) -> Path | None:
         return None
     from huggingface_hub import snapshot_download
 
-    # Of a pipeline its UNet alone: the single files that lie beside it are as large again.
+    # A pipeline's repository also has single files that are as large as its UNet.
     wanted = [f"{folder}{name}" for folder in ("unet/", "") for name in _FILES]
     return _unet_of(Path(snapshot_download(str(weights), allow_patterns=wanted)))
 
@@ -215,12 +207,7 @@ def _refuse(option: str, value: Any, why: str) -> None:
 
 
 def config_of(module: nn.Module) -> UNetConfig:
-    """The configuration of a diffusers model.
-
-    Raises:
-        NotImplementedError: If it is no ``UNet2DConditionModel``.
-        ValueError: If it has an option that the zoo does not support, or was changed; the message names it.
-    """
+    """The configuration of a diffusers model; NotImplementedError if it is no UNet of theirs, ValueError if changed."""
     from diffusers import UNet2DConditionModel
 
     if not isinstance(module, UNet2DConditionModel):
@@ -233,7 +220,7 @@ def config_of(module: nn.Module) -> UNetConfig:
 
 
 def skeleton(config: UNetConfig) -> Any:
-    """Diffusers' model without memory for its weights."""
+    """Diffusers' model on the meta device."""
     from diffusers import UNet2DConditionModel
 
     with torch.device("meta"):
@@ -241,7 +228,7 @@ def skeleton(config: UNetConfig) -> Any:
 
 
 def _check_unchanged(module: Any, expected: nn.Module) -> None:
-    """Refuse a model that was changed after it was built: every submodule is what the configuration says."""
+    """Refuse a model that was changed after it was built, adapters of LoRA apart."""
     from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 
     if any(getattr(block, name, None) for block in module.up_blocks for name in ("s1", "s2", "b1", "b2")):
@@ -250,23 +237,13 @@ def _check_unchanged(module: Any, expected: nn.Module) -> None:
         raise ValueError("encoder_hid_proj is set, as by an IP-Adapter, which is not supported; unload it first")
     theirs = {name: _base(child) for name, child in module.named_modules() if not _of_lora(name)}
     theirs = {name.replace(".base_layer", ""): child for name, child in theirs.items()}
-    ours = dict(expected.named_modules())
-    for name in {**ours, **theirs}:
-        if name not in theirs or name not in ours:
-            found = "missing" if name in ours else type(theirs[name]).__name__
-            raise ValueError(f"{name} is {found}, and the configuration says otherwise; convert an unchanged model")
-        found, wanted = theirs[name], ours[name]
-        leaf = not list(wanted.children())
-        # What a module without children does follows from its class and options, and its text holds both.
-        if type(found) is not type(wanted) or (leaf and repr(found) != repr(wanted)):
-            raise ValueError(f"{name} is {found!r}, expected {wanted!r}; convert an unchanged model")
-        if found._forward_hooks or found._forward_pre_hooks:
-            raise ValueError(f"{name} has a hook, as offloading sets one, which would be lost; remove it first")
+    for name, found in theirs.items():
         processor = getattr(found, "processor", None)
         if processor is not None and type(processor) not in (AttnProcessor, AttnProcessor2_0):
             fused = "Fused" in type(processor).__name__
             remedy = "unfuse_qkv_projections()" if fused else "set_attn_processor(AttnProcessor2_0())"
             raise ValueError(f"{name} has a {type(processor).__name__}, which is not supported; call {remedy} first")
+    refuse_changed(theirs, expected, _refuse)
 
 
 def _of_lora(name: str) -> bool:
@@ -279,7 +256,7 @@ def _base(module: Any) -> Any:
 
 
 def _is_tuner(module: nn.Module) -> bool:
-    """Whether a layer is one that peft has put adapters on; peft is there if it is."""
+    """Whether peft has put adapters on a layer."""
     return any(cls.__module__.startswith("peft.") for cls in type(module).__mro__)
 
 
@@ -291,8 +268,8 @@ def _merged_tensors(module: nn.Module) -> dict[str, Tensor]:
             tensors[name.replace(".base_layer", "")] = parameter
     for name, child in module.named_modules():
         if _is_tuner(child) and not _of_lora(name):
-            # On a copy of this layer alone: the model stays as it is, adapters apart. A layer that is merged computes
-            # with what is merged and nothing else, unless its adapters are off.
+            # On a copy of this layer, so that the model keeps its adapters apart. A merged layer uses what is merged
+            # alone, unless its adapters are off.
             layer: Any = copy.deepcopy(child)
             if layer.disable_adapters and layer.merged:
                 layer.unmerge()
