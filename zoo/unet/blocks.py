@@ -1,4 +1,4 @@
-"""The blocks of a UNet: resnet blocks, transformers, the levels that they form, and what conditions them.
+"""The blocks of a UNet: resnet blocks, transformers, the levels that they form, and embeddings of the conditions.
 
     resnet block       x ─ group norm, SiLU ─ 3 × 3 ─ shift, group norm, SiLU ─ 3 × 3 ─ bias, add ─▶
                        └─────────────────────────── (1 × 1) ───────────────────────────────┘
@@ -7,9 +7,9 @@
     transformer block  h ─ norm ─ self-attention ─ add, norm ─ attention to text ─ add, norm ─ MLP, add ─▶
 
 A pixel is a token: in channels_last an image and its tokens are the same memory. Convolutions run without bias, which
-the library would add in a pass of its own: the first one's bias is part of the timestep's shift, the second one's of
-the residual add. A product's bias is added with the norm before it where a product adds the residual: the library has
-products that add a bias and products that add a matrix, none that adds both.
+cuDNN would add in a pass of its own: the first one's bias is part of the timestep's shift, the second one's of the
+residual add. A product of cuBLAS adds a bias or a matrix, not both: where it adds the residual, the norm before it adds
+the bias.
 
 Shape legend: B images, C channels, H height, W width, T = H W tokens, R = B T rows, N heads, L tokens of the text and D
 its width, K channels of all its keys and values, E width of the embedded timestep, S channels of all shifts.
@@ -61,10 +61,7 @@ def add_linear(added: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 def product(x: Tensor, layer: nn.Linear) -> Tensor:
     """``linear`` with a layer's tensors; a layer that was replaced or has a hook is called."""
-    if is_unmodified(layer):
-        return linear(x, layer.weight, layer.bias)
-    out: Tensor = layer(x)
-    return out
+    return linear(x, layer.weight, layer.bias) if is_unmodified(layer) else layer(x)
 
 
 class ResnetBlock(nn.Module):
@@ -160,7 +157,7 @@ class TransformerBlock(nn.Module):
         # The bias of a product is added with the norm before it, unless the layer has to be called.
         text_bias_ahead, mlp_bias_ahead = is_unmodified(text_out), is_unmodified(mlp_out)
         normed = layer_norm(x, self.norm1.weight, self.norm1.bias, EPS)
-        # Taken apart at once, so that their gradients are put side by side at once.
+        # One unbind, whose backward is one stack of the three gradients.
         q, k, v = product(normed, self.qkv).view(batch, -1, 3, *heads).unbind(2)
         attended = product(short_attention(q, k, v, self_bias), self.self_out)
         ahead = text_out.bias if text_bias_ahead else None
@@ -221,8 +218,7 @@ class Transformer(nn.Module):
         norm, first, last = self.norm, self.proj_in, self.proj_out
         ends = norm.weight, norm.bias, first.weight, first.bias, last.weight, last.bias
         if len(self.blocks) == 1:  # both ends are part of its region
-            out: Tensor = self.blocks[0](x, texts[0], self_bias, text_bias, ends)
-            return out
+            return self.blocks[0](x, texts[0], self_bias, text_bias, ends)
         rows = enter(x, ends, self.groups)
         for block, text in zip(self.blocks, texts, strict=True):
             rows = block(rows, text, self_bias, text_bias)
@@ -231,7 +227,7 @@ class Transformer(nn.Module):
 
 @dataclass(frozen=True)
 class Conditioning:
-    """What the blocks of a level take beside the image.
+    """Inputs of a level's blocks, without the image.
 
     Args:
         shifts: [B, C] for each resnet block.

@@ -108,7 +108,7 @@ class UNetConfig:
     sample_size: int | tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        levels = len(self.block_out_channels)
+        levels: int = len(self.block_out_channels)
         per_level = ("layers_per_block", "transformer_layers_per_block", "num_attention_heads")
         others = ("block_out_channels", "down_block_types", "up_block_types", "sample_size")
         # Lists are common in configurations that come from files, and not equal to tuples.
@@ -116,9 +116,6 @@ class UNetConfig:
             value = _frozen(getattr(self, name))
             value = (value,) * levels if name in per_level and not isinstance(value, tuple) else value
             object.__setattr__(self, name, value)
-        self._check(levels)
-
-    def _check(self, levels: int) -> None:
         validate.positive(self, "in_channels", "out_channels", "cross_attention_dim", "norm_num_groups")
         for name in ("conv_in_kernel", "conv_out_kernel"):
             validate.positive(self, name)
@@ -143,14 +140,11 @@ class UNetConfig:
             if self.addition_embed_type == "text_time" and not validate.is_count(getattr(self, name)):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, which addition_embed_type 'text_time' needs")
         depths: Any = self.transformer_layers_per_block
-        reverse = self.reverse_transformer_layers_per_block
-        for name, values in (
-            ("transformer_layers_per_block", depths),
-            ("reverse_transformer_layers_per_block", reverse),
-        ):
+        for name in ("transformer_layers_per_block", "reverse_transformer_layers_per_block"):
+            values = getattr(self, name)
             if values is not None and len(values) != levels:
                 raise ValueError(f"{name} is {values!r}, expected a depth for each of {levels} levels")
-        if reverse is None and any(isinstance(depth, tuple) for depth in depths):
+        if self.reverse_transformer_layers_per_block is None and any(isinstance(depth, tuple) for depth in depths):
             raise ValueError(
                 f"transformer_layers_per_block is {depths!r}: depths of single transformers need "
                 "reverse_transformer_layers_per_block for the way up"

@@ -6,7 +6,7 @@
 
 Shifts, keys and values do not depend on the sample: each is one product for all blocks, and may be computed once for a
 whole run. The regions are resnet and transformer blocks, a graph for each shape, and the product of the text.
-Convolutions that halve and double are library calls between them. All of it is in channels_last.
+Convolutions that halve and double are library calls between them. Activations are in channels_last.
 
 Shape legend: B images, C channels, H height, W width, T = H W tokens of an image, L tokens of the text, D its width,
 K channels of all its keys and values, S channels of all shifts, X width of the pooled text, Y sizes, F width of
@@ -51,7 +51,7 @@ REGIONS = (
 
 
 class TimeShifts(NamedTuple):
-    """What timesteps add inside the resnet blocks; ``UNet.time_shifts`` makes it.
+    """The timesteps' shifts of all resnet blocks; ``UNet.time_shifts`` makes it.
 
     Attributes:
         shifts: [B, S], or [1, S] for all rows alike. ``time_shifts`` of many steps gives [steps, B, S]; one of
@@ -177,15 +177,25 @@ class UNet(nn.Module):
         batch = sample.shape[0]
         wait: Callable[[], None] | None = None
         if not isinstance(timestep, TimeShifts):
-            # A dozen small kernels, which the GPU runs beside the first convolution.
+            # On a GPU these dozen small kernels run on a side stream, during the first convolution.
             with branch(sample.device) as wait:
                 timesteps = _as_timesteps(timestep, batch, weight.device)
                 timestep = self.time_shifts(timesteps, added_cond_kwargs, timestep_cond)
         if not isinstance(encoder_hidden_states, TextKeysValues):
             encoder_hidden_states = self.text_keys_values(encoder_hidden_states)
         shifts, keys_values = timestep.shifts, encoder_hidden_states.keys_values
-        _check_shifts(shifts, batch, sum(self.time_projections.channels), sample)
-        _check_keys_values(keys_values, batch, self.text_projections.weight.shape[0], sample)
+        beside: dict[str, Any] = {"like": sample.device, "beside": "sample"}
+        channels = sum(self.time_projections.channels)
+        hint = "; make it with this model's time_shifts, and take one step's of a whole run"
+        validate.tensor("timestep", shifts, f"{batch} {channels} | 1 {channels}", hint=hint, **beside)
+        channels = self.text_projections.weight.shape[0]
+        hint = "; make keys and values with this model's text_keys_values"
+        validate.tensor("encoder_hidden_states", keys_values, f"B L {channels}", hint=hint, **beside)
+        if keys_values.shape[0] != batch:
+            raise ValueError(
+                f"encoder_hidden_states has {keys_values.shape[0]} row(s) and sample {batch}; repeat the text, or with "
+                "guidance double the sample"
+            )
         _check_masks(attention_mask, encoder_attention_mask, config, sample, keys_values.shape[1])
         _check_residuals(down_block_additional_residuals, mid_block_additional_residual, config, sample)
         x = sample.contiguous(memory_format=torch.channels_last)
@@ -197,7 +207,7 @@ class UNet(nn.Module):
         skips = [x]
         for level, given in zip(self.down, conditioning, strict=False):
             skips += level(skips[-1], given)
-        # The middle goes on from what the way down gave, without what a ControlNet adds.
+        # The middle's input is the last skip without a ControlNet's residual.
         x = self.middle(skips[-1], conditioning[len(self.down)])
         if down_block_additional_residuals is not None:
             skips = [skip + added for skip, added in zip(skips, down_block_additional_residuals, strict=True)]
@@ -257,23 +267,13 @@ class UNet(nn.Module):
 
 
 def example_inputs(
-    model: nn.Module, *, batch: int = 2, size: int | None = None, tokens: int = 77, seed: int = 0
+    model: UNet, *, batch: int = 2, size: int | None = None, tokens: int = 77, seed: int = 0
 ) -> dict[str, Any]:
-    """Normal values in place of latents and texts, and random timesteps; the same on every device.
+    """Normal latents and texts, and random timesteps, the same on every device.
 
-    Args:
-        model: A UNet of the zoo.
-        batch: B; with guidance twice the images.
-        size: Height and width of the sample; what the model was trained on when left out.
-        tokens: L.
-        seed: Of the random values.
-
-    Returns:
-        ``sample`` [B, C_in, size, size] in channels_last, ``timestep`` [B], ``encoder_hidden_states`` [B, L, D], and
-        ``added_cond_kwargs`` where the model takes them.
+    ``sample`` [B, C_in, size, size] in channels_last, ``timestep`` [B], ``encoder_hidden_states`` [B, L, D], and
+    ``added_cond_kwargs`` where the model takes them. The size is the one that the model was trained on if left out.
     """
-    if not isinstance(model, UNet):
-        raise TypeError(f"{type(model).__name__} is not a UNet of the zoo")
     config = model.config
     if size is None:
         trained = config.sample_size
@@ -325,15 +325,12 @@ def _check_unsupported(labels: Any, attention: Mapping[str, Any] | None, adapter
 
 
 def _check_sample(sample: Tensor, config: UNetConfig, weight: Tensor) -> None:
-    """A sample [B, C_in, H, W] that the weights can be applied to, and the levels can divide."""
     channels, reduction, hint = config.in_channels, config.reduction, ""
     if isinstance(sample, Tensor) and sample.dim() == 3 and sample.shape[0] == channels:
         hint = "; use sample[None] for one sample"
     if isinstance(sample, Tensor) and sample.dim() == 4 and sample.shape[3] == channels:
         hint = "; channels come first here, use sample.permute(0, 3, 1, 2)"
-    validate.tensor("sample", sample, f"B {channels} H W", like=weight, hint=hint)
-    if 0 in sample.shape:
-        raise ValueError(f"sample has shape {list(sample.shape)}; there must be a row, and a pixel in each")
+    validate.tensor("sample", sample, f"B {channels} H W", like=weight, empty=False, hint=hint)
     height, width = sample.shape[2:]
     if height % reduction or width % reduction:
         fitting = [max(reduction, side // reduction * reduction) for side in (height, width)]
@@ -363,11 +360,10 @@ def _check_conditions(
     config: UNetConfig,
     device: torch.device,
 ) -> None:
-    """Timesteps, and every condition beside the text that the model takes, and no other."""
-    validate.tensor("timesteps", timesteps, "B | steps 1", hint=" for a whole run")
+    """Refuse timesteps that do not fit, and conditions that the model does not take or lacks."""
+    validate.tensor("timesteps", timesteps, "B | steps 1", like=device, hint=" for a whole run")
     if timesteps.dtype == torch.bool or timesteps.is_complex():
         raise TypeError(f"timesteps is {timesteps.dtype}, expected a tensor of numbers")
-    _check_device("timesteps", timesteps, device, "the weights are")
     rows = timesteps.shape[0] if timesteps.dim() == 1 and timesteps.shape[0] > 1 else "B"
     if cond is not None:
         if config.time_cond_proj_dim is None:
@@ -396,31 +392,13 @@ def _check_conditions(
         )
 
 
-def _check_shifts(shifts: Tensor, batch: int, channels: int, sample: Tensor) -> None:
-    hint = "; make it with this model's time_shifts, and take one step's of a whole run"
-    validate.tensor("timestep", shifts, f"{batch} {channels} | 1 {channels}", hint=hint)
-    _check_device("timestep", shifts, sample.device, "sample")
-
-
-def _check_keys_values(keys_values: Tensor, batch: int, channels: int, sample: Tensor) -> None:
-    hint = "; make keys and values with this model's text_keys_values"
-    validate.tensor("encoder_hidden_states", keys_values, f"B L {channels}", hint=hint)
-    if keys_values.shape[0] != batch:
-        raise ValueError(
-            f"encoder_hidden_states has {keys_values.shape[0]} row(s) and sample {batch}; repeat the text, or with "
-            "guidance double the sample"
-        )
-    _check_device("encoder_hidden_states", keys_values, sample.device, "sample")
-
-
 def _check_masks(
     attention_mask: Tensor | None, text_mask: Tensor | None, config: UNetConfig, sample: Tensor, tokens: int
 ) -> None:
-    """Masks [B, T] of pixels and [B, L] of the text."""
     batch, _, height, width = sample.shape
+    options: dict[str, Any] = {"like": sample.device, "beside": "sample", "hint": ": 1 is seen and 0 is not"}
     if text_mask is not None:
-        validate.tensor("encoder_attention_mask", text_mask, f"{batch} {tokens}", hint=": 1 is seen and 0 is not")
-        _check_device("encoder_attention_mask", text_mask, sample.device, "sample")
+        validate.tensor("encoder_attention_mask", text_mask, f"{batch} {tokens}", **options)
     if attention_mask is not None:
         # A level's size by its number, 0 the largest; the middle has that of the last one.
         levels, last = (*config.down(), *config.up()[::-1]), len(config.block_out_channels) - 1
@@ -431,34 +409,28 @@ def _check_masks(
                 f"attention_mask is given, but self-attention runs over {sizes} pixels: a mask fits one of them; "
                 "leave it out (encoder_attention_mask hides tokens of the text)"
             )
-        validate.tensor("attention_mask", attention_mask, f"{batch} {sizes[0]}", hint=": 1 is seen and 0 is not")
-        _check_device("attention_mask", attention_mask, sample.device, "sample")
+        validate.tensor("attention_mask", attention_mask, f"{batch} {sizes[0]}", **options)
 
 
 def _check_residuals(
     residuals: Sequence[Tensor] | None, middle: Tensor | None, config: UNetConfig, sample: Tensor
 ) -> None:
-    """What a ControlNet adds: a tensor for each skip connection and one for the middle."""
-    if (residuals is None) != (middle is None):
+    """Refuse what is not a ControlNet's: a tensor for each skip connection and one for the middle."""
+    if residuals is None and middle is None:
+        return
+    if residuals is None or middle is None:
         missing = "mid_block_additional_residual" if middle is None else "down_block_additional_residuals"
         raise ValueError(f"a ControlNet gives both residuals, and {missing} is missing (adapters are not supported)")
-    if residuals is None or middle is None:
-        return
     batch, _, height, width = sample.shape
-    skips = config.skips()
-    if len(residuals) != len(skips):
-        raise ValueError(f"down_block_additional_residuals has {len(residuals)} tensors, expected {len(skips)}")
-    given = {f"down_block_additional_residuals[{index}]": residual for index, residual in enumerate(residuals)}
-    given["mid_block_additional_residual"] = middle
-    ends = [*skips, (config.block_out_channels[-1], config.reduction)]
-    for (name, residual), (channels, size) in zip(given.items(), ends, strict=True):
-        validate.tensor(name, residual, f"{batch} {channels} {height // size} {width // size}")
-        _check_device(name, residual, sample.device, "sample")
-
-
-def _check_device(name: str, given: Tensor, device: torch.device, beside: str) -> None:
-    if given.device != device:
-        raise ValueError(f"{name} is on {given.device} and {beside} on {device}; move one of them")
+    ends = [*config.skips(), (config.block_out_channels[-1], config.reduction)]
+    if len(residuals) != len(ends) - 1:
+        raise ValueError(f"down_block_additional_residuals has {len(residuals)} tensors, expected {len(ends) - 1}")
+    for index, (residual, (channels, size)) in enumerate(zip((*residuals, middle), ends, strict=True)):
+        name = (
+            f"down_block_additional_residuals[{index}]" if index < len(residuals) else "mid_block_additional_residual"
+        )
+        shape = f"{batch} {channels} {height // size} {width // size}"
+        validate.tensor(name, residual, shape, like=sample.device, beside="sample")
 
 
 def _check_values(name: str, given: Tensor) -> None:

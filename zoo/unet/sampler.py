@@ -5,8 +5,8 @@ what every timestep adds in all resnet blocks. A step reads its rows of the tabl
 host does nothing but launch it.
 
 Shape legend: B images, R rows of the model (2 B with guidance: first without the text, then with it), L tokens of the
-text, D its width, X of the pooled text, Y sizes, C channels, H height, W width, N steps, K tensors that go from step to
-step, S channels of all shifts.
+text, D its width, X of the pooled text, Y sizes, C channels, H height, W width, N steps, K tensors that a step passes
+on to the next, S channels of all shifts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zoo.engine.graphed_step import GraphedStep
 from zoo.unet.model import TextKeysValues, TimeShifts, UNet
 from zoo.unet.schedule import Schedule
 
-# How many steps the host is ahead of the device while it shows progress: enough that the device never waits.
+# Steps that the host is ahead of the device while it shows progress, so that the device never waits.
 _AHEAD = 2
 
 
@@ -69,7 +69,7 @@ class DenoiseState:
     ) -> None:
         """Copy a run in. A captured step reads all of it from here."""
         steps, kept, spare = schedule.steps, schedule.kept, len(self.tracks) - schedule.kept
-        # Solvers that remember less than there is room for: the output stays the last column.
+        # A solver that remembers less than there is room for is padded; the output stays the last column.
         matrices = schedule.transitions
         matrices = torch.cat([F.pad(matrices[..., :kept], (0, spare)), matrices[..., kept:]], dim=-1)
         self.transitions[:steps].copy_(F.pad(matrices, (0, 0, 0, spare)))
@@ -96,20 +96,20 @@ def denoise_step(model: UNet, state: DenoiseState, guided: bool) -> None:
     shares = state.transitions.index_select(0, index)[0]
     moved = shares[:, :, None, None, None, None] * torch.cat([state.tracks, output[None]])
     state.tracks.copy_(moved.sum(1))
-    # Runs before a capture may be more than the steps that there are.
+    # Warm-up runs before a capture may be more than the steps.
     index.add_(1).remainder_(len(state.input_scales))
 
 
 class Sampler:
     """Makes latents of texts with a UNet and a schedule; compile the model's regions before the first call.
 
-    The first call captures a step. Further ones replay it: texts, seeds, guidance, schedules of no more steps, and
-    solvers that remember no more, are copied in. What changes a shape (texts of another length, guidance or none) is
-    captured again, in place of what was.
+    The first call captures a step. Later calls copy their texts, seeds, guidance and schedules in and replay it. A call
+    of other shapes (texts of another length, guidance or none, more steps, a solver that remembers more) captures a new
+    step in place of the old one.
 
     Args:
         model: A UNet of the zoo.
-        schedule: Of all calls that bring no other; of ``make_schedule``.
+        schedule: From ``make_schedule``, for calls that bring no other.
         shape: [B, C, H, W] of the latents: for an image of 512 × 512 pixels Stable Diffusion has [1, 4, 64, 64].
         guidance_scale: How far to go from the output without the text past the one with it; up to 1 the model runs on
             the text alone.
@@ -187,7 +187,12 @@ class Sampler:
             )
         texts = {"negative": negative, "text": text} if guided else {"text": text}
         conditions = {"negative_added": negative_added, "added": added} if guided else {"added": added}
-        noise = self._noise(latents, seed)
+        if latents is None:
+            noise = torch.randn(self.shape, generator=validate.seeded(seed), device="cpu", dtype=torch.float32)
+        else:
+            shape = " ".join(map(str, self.shape))
+            validate.tensor("latents", latents, shape, kinds="floating", hint=" as the sampler's shape")
+            noise = latents
         with torch.inference_mode():
             rows = self._joined_texts(texts)
             timesteps = schedule.timesteps[:, None].to(self.model.device)
@@ -195,9 +200,16 @@ class Sampler:
             keys_values = self.model.text_keys_values(rows).keys_values
             state = self._state
             if state is None or not state.fits(schedule, shifts, keys_values):
-                state = self._make_room(schedule, shifts, keys_values)
+                kept = schedule.kept if state is None else max(schedule.kept, len(state.tracks))
+                self.most_steps = max(self.most_steps, schedule.steps)
+                # What was captured before is freed first: its memory is wanted.
+                self._state = self._step = state = None
+                state = DenoiseState(self.shape, kept, self.most_steps, shifts, keys_values)
                 state.begin(schedule, noise, shifts, keys_values, scale)
-                self._capture(state, guided)
+                if self.cuda_graph or (self.cuda_graph is None and self.model.device.type == "cuda"):
+                    self._step = capture(denoise_step, (self.model, state, guided), static=(0, 1), clone_outputs=False)
+                    self.captures += 1
+                self._state = state
             state.begin(schedule, noise, shifts, keys_values, scale)
             self._run(state, schedule.steps, guided, progress)
         return state.tracks[0].clone()
@@ -239,28 +251,6 @@ class Sampler:
                 parts.append(rows)
         return {key: torch.cat(parts) for key, parts in joined.items()} or None
 
-    def _noise(self, latents: Tensor | None, seed: int) -> Tensor:
-        """[B, C, H, W], given or drawn on the host."""
-        if latents is None:
-            return torch.randn(self.shape, generator=validate.seeded(seed), device="cpu", dtype=torch.float32)
-        validate.tensor(
-            "latents", latents, " ".join(map(str, self.shape)), kinds="floating", hint=" as the sampler's shape"
-        )
-        return latents
-
-    def _make_room(self, schedule: Schedule, shifts: Tensor, keys_values: Tensor) -> DenoiseState:
-        kept = schedule.kept if self._state is None else max(schedule.kept, len(self._state.tracks))
-        self.most_steps = max(self.most_steps, schedule.steps)
-        # What was captured before is freed first: its memory is wanted.
-        self._state = self._step = None
-        return DenoiseState(self.shape, kept, self.most_steps, shifts, keys_values)
-
-    def _capture(self, state: DenoiseState, guided: bool) -> None:
-        if self.cuda_graph or (self.cuda_graph is None and self.model.device.type == "cuda"):
-            self._step = capture(denoise_step, (self.model, state, guided), static=(0, 1), clone_outputs=False)
-            self.captures += 1
-        self._state = state
-
     def _run(self, state: DenoiseState, steps: int, guided: bool, progress: bool) -> None:
         step = denoise_step if self._step is None else self._step
         if not progress:
@@ -285,7 +275,6 @@ class Sampler:
 
 
 def _check_model(model: UNet, shape: tuple[int, ...]) -> None:
-    """Refuse a model that needs more than a text, and a shape of latents that it does not take."""
     if not isinstance(model, UNet):
         raise TypeError(f"model is a {type(model).__name__}, expected a UNet of the zoo")
     config = model.config
@@ -308,7 +297,6 @@ def _check_model(model: UNet, shape: tuple[int, ...]) -> None:
 
 
 def _check_run(schedule: Schedule, scale: float) -> None:
-    """Refuse what is no schedule, and what is no scale of guidance."""
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule is a {type(schedule).__name__}, expected what make_schedule gives")
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale) or scale < 0:

@@ -4,7 +4,7 @@ A solver computes its next latents as a sum of what it has: latents and model ou
 before. So a step is a matrix [K, K + 1], with one row for each of the K tensors that go on to the next step, and all
 steps of all solvers are the same work on the device.
 
-Shape legend: N steps, K tensors that go from step to step, the latents first, V values of a probe.
+Shape legend: N steps, K tensors that a step passes on to the next, the latents first, V values of a probe.
 """
 
 from __future__ import annotations
@@ -86,7 +86,10 @@ def make_schedule(scheduler: Any, steps: int, *, solver: str | None = None) -> S
                 f"trained_betas has {len(theirs.alphas_cumprod)} values, and num_train_timesteps is {total}"
             )
         theirs.set_timesteps(steps)
-        _to_float64(theirs)
+        # In float64 the tables, which diffusers made in float32, are as exact as before, and sums of them more so.
+        for name, value in vars(theirs).items():
+            if isinstance(value, Tensor) and value.dtype == torch.float32:
+                setattr(theirs, name, value.double())
         low, high = float(theirs.timesteps.min()), float(theirs.timesteps.max())
         if low < 0 or high > total - 1:
             raise ValueError(
@@ -133,13 +136,6 @@ def _build(scheduler: Any, solver: str | None) -> Any:
     return getattr(diffusers, name).from_config(theirs.config, **options)
 
 
-def _to_float64(theirs: Any) -> None:
-    """Tables that diffusers made in float32 are as exact as before, and sums of them more so."""
-    for name, value in vars(theirs).items():
-        if isinstance(value, Tensor) and value.dtype == torch.float32:
-            setattr(theirs, name, value.double())
-
-
 def _probe(theirs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Factors of the model's input [N], and the shares [N, N] of all steps' latents and outputs in each step's result.
 
@@ -148,7 +144,7 @@ def _probe(theirs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """
     steps = len(theirs.timesteps)
     unit = torch.eye(2 * steps, dtype=torch.float64)
-    # Beside the ones, random values on which the shares found must agree with the solver.
+    # Random values follow, on which the shares must agree with the solver.
     trials = 3 * torch.randn(2 * steps, _TRIALS, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     given = torch.cat([unit, trials], dim=1)[:, None, None]  # [2 N, 1, 1, V]: images of one channel
     if hasattr(theirs, "set_begin_index"):
