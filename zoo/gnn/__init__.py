@@ -1,8 +1,5 @@
 """Graph neural networks: GCN, GAT and GraphSAGE over a graph that is prepared once."""
 
-from zoo.gnn.batches import Bucket as Bucket
-from zoo.gnn.batches import SampledBatch as SampledBatch
-from zoo.gnn.batches import Subgraph as Subgraph
 from zoo.gnn.convert import WEIGHTS
 from zoo.gnn.convs import GATConv as GATConv
 from zoo.gnn.convs import GCNConv as GCNConv
@@ -18,7 +15,10 @@ from zoo.gnn.model import GNNHead as GNNHead
 from zoo.gnn.model import GNNLayer as GNNLayer
 from zoo.gnn.model import GraphSAGE as GraphSAGE
 from zoo.gnn.model import SAGEConfig as SAGEConfig
+from zoo.gnn.sampling import Bucket as Bucket
 from zoo.gnn.sampling import NeighborSampler as NeighborSampler
+from zoo.gnn.sampling import SampledBatch as SampledBatch
+from zoo.gnn.sampling import Subgraph as Subgraph
 from zoo.registry import Family, register
 
 FAMILY = register(

@@ -29,7 +29,7 @@ def table(config: GNNConfig) -> Table:
 
 
 def skeleton(config: GNNConfig) -> nn.Module:
-    """torch-geometric's model without memory for its weights."""
+    """torch-geometric's model on the meta device."""
     import torch_geometric.nn as pyg
 
     (name,) = (name for name, (cls, _, _) in _MODELS.items() if cls is type(config))
@@ -45,12 +45,7 @@ def skeleton(config: GNNConfig) -> nn.Module:
 
 
 def config_of(module: Any) -> GNNConfig:
-    """The config of a torch-geometric model, read from its modules.
-
-    Raises:
-        NotImplementedError: If it is another class.
-        ValueError: If it uses an option that the zoo does not support; the message names option and value.
-    """
+    """The config of a torch-geometric model, read from its modules; NotImplementedError for other classes."""
     import torch_geometric.nn as pyg
 
     convs, name = list(getattr(module, "convs", ())), type(module).__name__

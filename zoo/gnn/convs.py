@@ -28,7 +28,7 @@ Graph: TypeAlias = GraphTensors | CSRGraph | Tensor
 # A sampled batch's, one a layer.
 Graphs: TypeAlias = tuple[GraphTensors, ...]
 Features: TypeAlias = Tensor | tuple[Tensor, Tensor]
-# Values of 16 bytes in half precision; and the nodes from which on padding the weights, a launch, is nothing.
+# Values in 16 bytes of half precision; and the nodes from which on the launch that pads the weights pays off.
 VECTOR = 8
 MANY_NODES = 2**16
 
@@ -53,7 +53,7 @@ class _Conv(nn.Module):
     def _tensors(
         self, graph: Graph, edge_weight: Tensor | None, *features: tuple[Tensor, nn.Linear | None]
     ) -> GraphTensors:
-        """Prepare a graph. Features of sources (and of destinations) come with the layer that takes them."""
+        """Prepare a graph. Features of sources, and of destinations, come with the layer that takes them."""
         if isinstance(graph, GraphTensors):
             if edge_weight is not None:
                 raise ValueError(
@@ -185,7 +185,7 @@ class SAGEConv(_Conv):
             out = self._apart(sources, root[: graph.rowptr.shape[0] - 1] if fewer else root, graph)
             out = _add(out, self.lin_l.bias)
         elif self.aggregate_first or fewer:
-            # Of fewer rows than the features have, whatever the widths: a product before would be one of all of them.
+            # With fewer rows than the features have, a product before the sum would compute all of them.
             both = self._aggregate(sources, graph, own="beside")
             out = F.linear(both, torch.cat(self._weights, dim=1), self.lin_l.bias)
         else:
@@ -210,7 +210,7 @@ class SAGEConv(_Conv):
             return out
         if not out.dtype == root.dtype == self.lin_r.weight.dtype:
             return out + self.lin_r(root)  # under autocast, which casts nothing for an in-place product
-        # The second product adds to the first as it goes; out of place it would copy the first before.
+        # In place the second product adds to the first; out of place torch would copy the first.
         return out.addmm_(root, self.lin_r.weight.t())
 
     def _aggregate(
@@ -296,9 +296,8 @@ class GATConv(_Conv):
         sources, own = x if isinstance(x, tuple) else (x, x)
         of_sources, of_own = self._linears
         graph = self._tensors(graph, edge_weight, (sources, of_sources), (own, of_own))
-        # A score is a product with the transformed features, so of the features with a product of the weights: it comes
-        # out of the same pass. Under torch.set_float32_matmul_precision("high") a GPU rounds its factors to TF32, where
-        # torch-geometric rounds those of the features alone: the two differ by 1e-4, and are equally far from float64.
+        # Scores are linear in the features: a product of the weights gives them in the same pass. In TF32
+        # (torch.set_float32_matmul_precision("high")) they differ from torch-geometric's by 1e-4, with the same error.
         weight, a_destination = of_sources.weight, None
         if isinstance(x, Tensor) and of_own is of_sources:
             table = F.linear(x, torch.cat([weight, _score_weights(weight, self.att_src, self.att_dst)]))
@@ -341,7 +340,7 @@ def _product(x: Tensor, *weights: Tensor) -> Tensor:
 def _add(x: Tensor, bias: Tensor | None) -> Tensor:
     if bias is None:
         return x
-    # Even a cast that changes nothing is an operation that the compiler would fuse with the sum.
+    # The compiler would fuse even a cast to the same dtype with the sum.
     return x + (bias if bias.dtype == x.dtype else bias.to(x.dtype))
 
 
@@ -387,10 +386,10 @@ class GraphBatchNorm(nn.BatchNorm1d):
         return super().forward(x)
 
     def _over_first(self, x: Tensor, rows: Tensor) -> Tensor:
-        wide, is_node = x.to(accumulation_dtype(x.dtype)), _is_node(x, rows)
-        rows = rows.to(wide.dtype)
-        mean = torch.where(is_node, wide, 0).sum(dim=0) / rows
-        variance = torch.where(is_node, wide - mean, 0).square().sum(dim=0) / rows
+        values, is_node = x.to(accumulation_dtype(x.dtype)), _is_node(x, rows)
+        rows = rows.to(values.dtype)
+        mean = torch.where(is_node, values, 0).sum(dim=0) / rows
+        variance = torch.where(is_node, values - mean, 0).square().sum(dim=0) / rows
         if self.training and self.running_mean is not None:
             assert self.running_var is not None and self.num_batches_tracked is not None and self.momentum is not None
             if self.allow_single_element:
@@ -404,7 +403,7 @@ class GraphBatchNorm(nn.BatchNorm1d):
                 self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
                 self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)
                 self.num_batches_tracked.add_(rows > 1 if self.allow_single_element else 1)
-        out = (wide - mean) * torch.rsqrt(variance + self.eps)
+        out = (values - mean) * torch.rsqrt(variance + self.eps)
         if self.weight is not None:
             out = out * self.weight + self.bias
         return out.to(x.dtype)
@@ -441,11 +440,11 @@ class GraphLayerNorm(nn.Module):
         return x if self.weight is None else x * self.weight + self.bias
 
     def _over_first(self, x: Tensor, rows: Tensor) -> Tensor:
-        wide, is_node, values = x.to(accumulation_dtype(x.dtype)), _is_node(x, rows), rows * x.shape[1]
-        wide = wide - torch.where(is_node, wide, 0).sum() / values
-        variance = torch.where(is_node, wide, 0).square().sum() / values
-        deviation = variance.clamp(min=torch.finfo(wide.dtype).tiny).sqrt()  # the root of zero has no derivative
-        return (wide / (deviation + self.eps)).to(x.dtype)
+        values, is_node, count = x.to(accumulation_dtype(x.dtype)), _is_node(x, rows), rows * x.shape[1]
+        values = values - torch.where(is_node, values, 0).sum() / count
+        variance = torch.where(is_node, values, 0).square().sum() / count
+        deviation = variance.clamp(min=torch.finfo(values.dtype).tiny).sqrt()  # the root of zero has no derivative
+        return (values / (deviation + self.eps)).to(x.dtype)
 
 
 def _is_node(x: Tensor, rows: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A graph as the aggregations want it: edges sorted by destination, with self-loops and normalisation prepared once.
+"""Prepared graphs: edges sorted by destination, with self-loops and normalisation done once.
 
 ``CSRGraph`` is the prepared graph, ``GraphMemory`` remembers the graphs that were prepared from raw edges. Both work
 outside of what is compiled.
@@ -41,7 +41,7 @@ def dynamo_disabled(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 class Recipe(NamedTuple):
-    """What is done to a graph before it enters a region; part of a model, equal for all of its layers.
+    """How a model prepares its graph, once for all layers.
 
     Args:
         self_loops: Every node has exactly one self-loop. Existing ones are kept, the others added. Of several the last
@@ -268,10 +268,10 @@ class CSRGraph:
 
     @dynamo_disabled
     def _prepare(self) -> None:
-        """Build all that can be built once: the transpose if gradients are enabled, as for who will train on it."""
+        """Build all that can be built once; the transpose, which only gradients need, if they are enabled."""
         learn = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.no_grad():
-            # Adding self-loops reads sizes from the device: here, also where weights are normalised at each use.
+            # Adding self-loops reads sizes from the device: also done here if weights are normalised at each use.
             edges = self._edges
             if learn:
                 edges.transpose()
@@ -293,13 +293,13 @@ class CSRGraph:
         source, destination, origin = structure.edges
         weight = None
         if self._edge_weight is not None:
-            wide = self._edge_weight.to(torch.promote_types(self._edge_weight.dtype, self.weight_dtype))
+            given = self._edge_weight.to(torch.promote_types(self._edge_weight.dtype, self.weight_dtype))
             if self._differentiable and structure.replaced is not None:
-                # Adds nothing, but passes the gradient on, as torch-geometric's does.
+                # Adds zero, for the gradient that torch-geometric gives replaced self-loops.
                 lost, kept = structure.replaced
-                wide = wide.index_add(0, kept, (wide - wide.detach()).index_select(0, lost))
-            added = wide.new_full((1,), 2.0 if self.recipe.improved else 1.0)
-            weight = torch.cat([wide, added]).index_select(0, origin)
+                given = given.index_add(0, kept, (given - given.detach()).index_select(0, lost))
+            added = given.new_full((1,), 2.0 if self.recipe.improved else 1.0)
+            weight = torch.cat([given, added]).index_select(0, origin)
         if self.recipe.normalize:
             weight = _normalized(structure, weight, self.weight_dtype)
         inverse_degree = None
@@ -367,7 +367,7 @@ class CSRGraph:
 
 
 def _weighted(transpose: Transpose, weight: Tensor | None) -> Transpose:
-    """With the weights, given in CSR order."""
+    """The transpose with weights, given in CSR order."""
     return transpose if weight is None else transpose._replace(weight=weight.index_select(0, transpose.permutation))
 
 
@@ -390,7 +390,7 @@ def weight_dtype(x: Tensor) -> torch.dtype:
 
 
 class _Seen:
-    """A tensor as it was: the same object, unchanged since."""
+    """Recognises a tensor that is the same object and was not changed since."""
 
     def __init__(self, tensor: Tensor, on_death: Callable[[Any], None] | None = None) -> None:
         self._reference = weakref.ref(tensor, on_death)
@@ -484,8 +484,7 @@ class GraphMemory:
         if edge_weight is None:
             return entry.plain
         if edge_weight.requires_grad or is_step_input(edge_weight):
-            # Anew at each call: of what is learned for its gradient, and of an input of a captured step because every
-            # replay brings other values.
+            # Prepared at each call: weights that learn need a gradient, and inputs of a captured step change.
             return entry.plain.with_weights(edge_weight)
         weighted = entry.weighted
         if weighted is None or not weighted[0].is_still(edge_weight):
@@ -498,7 +497,7 @@ def _forget(entries: dict[int, _Entry], key: int, _: Any) -> None:
 
 
 def check_features(x: Tensor, channels: int, weight: Tensor) -> None:
-    """Refuse features that the weights cannot be applied to."""
+    """Refuse features that do not fit the weights."""
     validate.tensor("x", x, f"N {channels}", kinds="floating", like=weight)
 
 
@@ -526,9 +525,8 @@ def check_edges(edge_index: Tensor, edge_weight: Tensor | None) -> None:
 
 
 def _check_edge_weight(edge_weight: Tensor, edges: int, device: torch.device) -> None:
-    validate.tensor("edge_weight", edge_weight, f"{edges}", kinds="floating", hint=", one weight per edge")
-    if edge_weight.device != device:
-        raise ValueError(f"edge_weight is on {edge_weight.device} and the edges on {device}; move one of them")
+    options: dict[str, Any] = {"like": device, "beside": "the edges", "hint": ", one weight per edge"}
+    validate.tensor("edge_weight", edge_weight, f"{edges}", kinds="floating", **options)
 
 
 def _node_counts(edge_index: Tensor, num_nodes: int | tuple[int, int] | None) -> tuple[int, int]:

@@ -36,7 +36,7 @@ from zoo.ops.csr import GraphTensors
 
 @dataclass(frozen=True, kw_only=True)
 class GNNConfig:
-    """What the three models share. Widths and depth have no default; switches default as torch-geometric's do.
+    """Fields of all three models. Widths and depth have no default; switches default as torch-geometric's do.
 
     Args:
         in_channels: Width of the features.
@@ -202,8 +202,6 @@ _CONVS: dict[type[GNNConfig], tuple[type[GCNConv | GATConv | SAGEConv], tuple[st
 
 def make_conv(config: GNNConfig, index: int) -> GCNConv | GATConv | SAGEConv:
     """The convolution of one layer."""
-    if type(config) not in _CONVS:
-        raise TypeError(f"config is a {type(config).__name__}, expected one of {[c.__name__ for c in _CONVS]}")
     cls, names = _CONVS[type(config)]
     in_channels, out_channels = config.widths()[index]
     options: dict[str, Any] = {name: getattr(config, name) for name in names}
@@ -240,7 +238,7 @@ class GNNEpilogue(nn.Module):
         self.norm = make_norm(config.norm, config.hidden_channels, config.norm_kwargs)
         self.act = make_activation(config.act, config.act_kwargs)
         self.act_first = config.act_first
-        # Without it a training graph ends in one pointwise operation, which needs no Inductor.
+        # Without dropout a training graph ends in one pointwise operation, which needs no Inductor.
         self.dropout = nn.Dropout(config.dropout) if config.dropout > 0 else nn.Identity()
 
     def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
@@ -254,7 +252,7 @@ class GNNEpilogue(nn.Module):
 
 
 class GNNLayer(nn.Module):
-    """A convolution and its epilogue, which a last one that ends the model has not: the region of all three models."""
+    """The region: a convolution and its epilogue, without which the last layer ends the model if ``jk`` is None."""
 
     def __init__(self, config: GNNConfig, index: int) -> None:
         super().__init__()
@@ -265,14 +263,14 @@ class GNNLayer(nn.Module):
     def forward(self, x: Tensor, graph: GraphTensors) -> Tensor:
         """Features [N, C_in] -> [N, C_out]; of a sampled batch the first D rows alone, [D, C_out]."""
         if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
-            # Rounded once, before edges move it: the product would round it anyway.
+            # The product would round it anyway; rounded here, the edges move half the bytes.
             x = x.to(torch.get_autocast_dtype(x.device.type))
         x = self.conv(x, graph)
         return x if self.epilogue is None else self.epilogue(x, graph.rows)
 
 
-# A few kernels a graph: compiled in this process they are ready before a worker would have been handed them. What
-# Inductor makes are passes over memory, which run as fast in one block size as in another.
+# A graph has few kernels, which this process compiles before a worker could start. They are passes over memory, as fast
+# in one block size as in another.
 _PASSES: dict[str, Any] = {"compile_threads": 1, "autotune_pointwise": False}
 REGIONS = (
     Region(GNNLayer, graphs=3, why="product, sum over edges and epilogue: first, last and all other layers", **_PASSES),
@@ -281,7 +279,7 @@ REGIONS = (
 
 
 class _Model(nn.Module):
-    """What the three models share: layers in a row, and raw edges made into a graph."""
+    """Base of the three models: layers in a row, over a graph that is prepared from raw edges if need be."""
 
     config: GNNConfig
     regions: ClassVar[tuple[Region, ...]] = REGIONS
@@ -491,7 +489,7 @@ def build(config: GNNConfig) -> GCN | GAT | GraphSAGE:
     return model
 
 
-def example_inputs(model: nn.Module, *, num_nodes: int = 64, num_edges: int = 256, seed: int = 0) -> dict[str, Tensor]:
+def example_inputs(model: _Model, *, num_nodes: int = 64, num_edges: int = 256, seed: int = 0) -> dict[str, Tensor]:
     """Normal features and uniformly drawn edges on the model's device: ``x`` [N, C_in], ``edge_index`` [2, E].
 
     The same seed gives the same graph on every device. Edges may repeat. There are no self-loops (but for a single
@@ -500,8 +498,6 @@ def example_inputs(model: nn.Module, *, num_nodes: int = 64, num_edges: int = 25
     if num_nodes < 1 and num_edges > 0:
         raise ValueError(f"num_nodes is {num_nodes} and num_edges {num_edges}: edges need nodes")
     weight, config = next(model.parameters()), model.config
-    if not isinstance(config, GNNConfig):
-        raise TypeError(f"{type(model).__name__} is not a GCN, GAT or GraphSAGE of the zoo")
     generator = validate.seeded(seed)
     on_cpu: dict[str, Any] = {"generator": generator, "device": "cpu"}
     x = torch.randn(num_nodes, config.in_channels, dtype=torch.float32, **on_cpu)

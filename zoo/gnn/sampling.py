@@ -4,7 +4,11 @@ Nodes and edges of a batch are padded to a bucket, so that one compiled and capt
 bucket. Threads of the host sample ahead of the training step, or a GPU that holds the edges does. The seed and the kind
 of device alone decide what they draw.
 
-Shape legend: B seeds of a batch, N nodes and E edges of its bucket.
+A batch lists its nodes hop by hop, the seeds first. Each layer computes a prefix of the rows of the layer before it:
+the first layer all nodes but those of the last hop, the next one all but those of the last two hops, the last layer the
+seeds.
+
+Shape legend: B seeds of a batch, N nodes and E edges of its bucket, R rows of a layer; n and e before padding.
 """
 
 from __future__ import annotations
@@ -17,18 +21,178 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from operator import methodcaller
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zoo import validate
-from zoo.gnn.batches import Bucket, Drawn, SampledBatch, Subgraph
 from zoo.gnn.graph import CSRGraph
+from zoo.ops.csr import GraphTensors, Transpose
 from zoo.ops.draws import distinct
 
 _setting_threads = threading.Lock()
+
+
+class Bucket(NamedTuple):
+    """What a batch is padded to.
+
+    Attributes:
+        nodes: N.
+        layers: (rows, edges into them) of each layer, the first layer first. The first one's edges are all, E; the last
+            one's rows are B, and its edges those of the first hop.
+    """
+
+    nodes: int
+    layers: tuple[tuple[int, int], ...]
+
+    @property
+    def edges(self) -> int:
+        """E."""
+        return self.layers[0][1]
+
+    def holds(self, other: Bucket) -> bool:
+        """True if a batch of the other's sizes fits."""
+        both = zip(other.layers, self.layers, strict=True)
+        return other.nodes <= self.nodes and all(
+            rows <= most_rows and edges <= most_edges for (rows, edges), (most_rows, most_edges) in both
+        )
+
+
+class SampledBatch(NamedTuple):
+    """A sampled part of a graph, padded to the static shapes of a bucket.
+
+    Attributes:
+        nodes: [N] int64, their numbers in the large graph, the seeds first; 0 where padded.
+        seeds: [B] int64, the nodes to learn from; -1 where the last batch of an epoch has fewer.
+        graphs: The edges of each layer, for a model in place of ``edge_index``. The first layer takes N rows; each
+            layer writes the R rows that the next one reads, the last one B. Rows and edges that are padding come last,
+            and no seed depends on them.
+    """
+
+    nodes: Tensor
+    seeds: Tensor
+    graphs: tuple[GraphTensors, ...]
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> SampledBatch:
+        """The batch on a device."""
+        validate.check_device(device, "a batch")
+        moved = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=non_blocking), self)
+        # Torch's DataLoader makes lists of tuples.
+        return SampledBatch(moved.nodes, moved.seeds, tuple(moved.graphs))
+
+    def pin_memory(self) -> SampledBatch:
+        """The batch in pinned memory."""
+        return SampledBatch(*pytree.tree_map_only(Tensor, Tensor.pin_memory, tuple(self)))
+
+    def labels(self, labels: Tensor) -> Tensor:
+        """The seeds' part [B, ...] of all nodes' labels; -100, which torch's losses leave out, where padded."""
+        missing = (self.seeds < 0).view(-1, *(1,) * (labels.dim() - 1))
+        return torch.where(missing, -100, labels[self.seeds.clamp(min=0)])
+
+
+class Subgraph(NamedTuple):
+    """A sampled part of a graph as it was drawn, n nodes and e edges.
+
+    Attributes:
+        nodes: [n] int64, their numbers in the large graph, the seeds first.
+        seeds: [B] int64, the nodes to learn from; fewer at the end of an epoch.
+        edge_index: [2, e] int64, sources above destinations, in the numbers of ``nodes``.
+        hop_nodes: How many nodes each hop met first, the seeds before all.
+        hop_edges: How many edges each hop drew; they stand in this order.
+    """
+
+    nodes: Tensor
+    seeds: Tensor
+    edge_index: Tensor
+    hop_nodes: list[int]
+    hop_edges: list[int]
+
+
+class Drawn(NamedTuple):
+    """A batch before it is padded.
+
+    Attributes:
+        nodes: [n] int64, the seeds first.
+        counts: How many edges go into each node, for all nodes but those of the last hop.
+        source: [e] int32, the source of each edge; edges are sorted by destination.
+        sizes: Its own sizes.
+    """
+
+    nodes: Tensor
+    counts: Tensor
+    source: Tensor
+    sizes: Bucket
+
+    def subgraph(self, seeds: Tensor) -> Subgraph:
+        """The batch with its edges as an ``edge_index``."""
+        destination = _destinations(self.counts, len(self.source)).long()
+        rows, edges = zip(*reversed(self.sizes.layers), strict=True)
+        return Subgraph(
+            self.nodes,
+            seeds,
+            torch.stack([self.source.long(), destination]),
+            hop_nodes=[b - a for a, b in itertools.pairwise((0, *rows, self.sizes.nodes))],
+            hop_edges=[b - a for a, b in itertools.pairwise((0, *edges))],
+        )
+
+    def padded(self, seeds: Tensor, bucket: Bucket) -> SampledBatch:
+        """The batch in the shapes of a bucket that holds it."""
+        most_rows, most_edges = bucket.layers[0]
+        rows, edges = self.sizes.layers[0]
+        rowptr = torch.full((most_rows + 1,), edges, device=self.counts.device)
+        rowptr[0] = 0
+        torch.cumsum(self.counts, 0, out=rowptr[1 : rows + 1])
+        first = GraphTensors(
+            rowptr=rowptr,
+            source=_pad(self.source, most_edges),
+            destination=_pad(_destinations(self.counts, edges), most_edges),
+            inverse_degree=rowptr.diff().clamp(min=1).float().reciprocal(),
+        )
+        graphs, sources = [], bucket.nodes
+        for sizes, (rows, edges) in zip(self.sizes.layers, bucket.layers, strict=True):
+            graphs.append(_first_rows(first, rows, edges, sizes, sources))
+            sources = rows
+        return SampledBatch(_pad(self.nodes, bucket.nodes), _pad(seeds, bucket.layers[-1][0], -1), tuple(graphs))
+
+
+def _destinations(counts: Tensor, edges: int) -> Tensor:
+    rows = torch.arange(len(counts), dtype=torch.int32, device=counts.device)
+    return rows.repeat_interleave(counts, output_size=edges)
+
+
+def _first_rows(graph: GraphTensors, rows: int, edges: int, sizes: tuple[int, int], sources: int) -> GraphTensors:
+    """The part of a graph that one layer needs, padded to R ``rows`` and ``edges``, with a transpose of its own.
+
+    ``sizes`` are the rows and edges that were drawn; ``sources`` is the number of rows that the layer reads.
+    """
+    assert graph.inverse_degree is not None
+    nodes, drawn = sizes
+    source = graph.source[:drawn]
+    order = source.sort(stable=True).indices.int()
+    # Counted without waiting for a GPU, as bincount would.
+    colptr = torch.zeros(sources + 1, dtype=torch.int64, device=source.device)
+    colptr[1:].index_add_(0, source, colptr.new_ones(1).expand(drawn))
+    return GraphTensors(
+        rowptr=graph.rowptr[: rows + 1].clamp(max=drawn),
+        # Padded with 0: sources of further edges may not be rows of this layer's features.
+        source=_pad(source, edges),
+        destination=_pad(graph.destination[:drawn], edges, rows),
+        inverse_degree=graph.inverse_degree[:rows],
+        transpose=Transpose(
+            colptr=colptr.cumsum_(0),
+            destination=_pad(graph.destination[order], edges),
+            permutation=_pad(order, edges),
+        ),
+        rows=torch.full((), nodes, device=source.device),
+    )
+
+
+def _pad(values: Tensor, size: int, fill: int = 0) -> Tensor:
+    padded = values.new_full((size,), fill)
+    padded[: len(values)] = values
+    return padded
 
 
 class NeighborSampler:
@@ -72,13 +236,11 @@ class NeighborSampler:
         workers: int = 2,
         device: torch.device | str = "cpu",
     ) -> None:
-        if not isinstance(fanouts, Sequence) or not fanouts or any(not _is_fanout(fanout) for fanout in fanouts):
-            found = list(fanouts) if isinstance(fanouts, Sequence) else fanouts
-            raise ValueError(f"fanouts are {found}; one a hop, an integer of at least 1, or -1 for all neighbours")
-        if not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}; an integer, and at least one seed is needed")
-        if not isinstance(workers, int) or workers < 0:
-            raise ValueError(f"workers is {workers}; an integer, and 0 samples when a batch is asked for")
+        given = list(fanouts) if isinstance(fanouts, Sequence) else fanouts
+        if not isinstance(given, list) or not given or not all(validate.is_count(each, -1) and each for each in given):
+            raise ValueError(f"fanouts are {given}; one a hop, an integer of at least 1, or -1 for all neighbours")
+        validate.count("batch_size", batch_size)
+        validate.count("workers", workers, 0)
         validate.check_seed(seed)
         self.device = _device(device)
         self._stream: torch.cuda.Stream | None = None
@@ -87,7 +249,11 @@ class NeighborSampler:
             tensors = CSRGraph.from_edge_index(edge_index, num_nodes=num_nodes).tensors
         self._rowptr, self._source = tensors.rowptr.to(self.device), tensors.source.to(self.device)
         self.num_nodes = len(self._rowptr) - 1
-        self.seeds = torch.arange(self.num_nodes) if seeds is None else _check_seeds(seeds).cpu()
+        if isinstance(seeds, Tensor) and seeds.dtype == torch.bool:
+            raise TypeError("seeds is torch.bool, expected the numbers of nodes; use mask.nonzero().view(-1)")
+        if seeds is not None:
+            validate.tensor("seeds", seeds, "n", kinds=(torch.int64,))
+        self.seeds = torch.arange(self.num_nodes) if seeds is None else seeds.cpu()
         if not len(self.seeds) or int(self.seeds.min()) < 0 or int(self.seeds.max()) >= self.num_nodes:
             raise ValueError(f"seeds must be nodes of the graph, 0 to {self.num_nodes - 1}, and at least one")
         different, times = self.seeds.unique(return_counts=True)
@@ -99,8 +265,11 @@ class NeighborSampler:
         self.fanouts, self.batch_size = tuple(fanouts), batch_size
         self.shuffle, self.seed, self.workers = shuffle, seed, workers
         most = self._most()
-        given = None if buckets is None else sorted(_bucket(bucket, most, batch_size) for bucket in buckets)
-        self.buckets: list[Bucket] = self._measured_buckets(most) if given is None else given
+        self.buckets: list[Bucket] = (
+            self._measured_buckets(most)
+            if buckets is None
+            else sorted(_bucket(bucket, most, batch_size) for bucket in buckets)
+        )
         if not any(bucket.holds(most) for bucket in self.buckets):
             largest = self.buckets[-1] if self.buckets else None
             raise ValueError(
@@ -159,7 +328,7 @@ class NeighborSampler:
             try:
                 for index, part in enumerate(parts):
                     ahead.append(pool.submit(make, part, index))
-                    # Two per thread: one that is sampled while the other waits to be trained on.
+                    # Two per thread: one is sampled while the other waits for the training step.
                     if len(ahead) > 2 * self.workers:
                         yield ahead.popleft().result()
                 while ahead:
@@ -234,10 +403,7 @@ class NeighborSampler:
         return self._drawn(seeds, epoch, index).subgraph(seeds)
 
     def _drawn(self, seeds: Tensor, epoch: int, index: int) -> Drawn:
-        return self._sample(seeds, self._random(epoch, index, self.device))
-
-    def _sample(self, seeds: Tensor, random: torch.Generator) -> Drawn:
-        device = self.device
+        device, random = self.device, self._random(epoch, index, self.device)
         local = torch.full((self.num_nodes,), -1, dtype=torch.int32, device=device)
         local[seeds] = torch.arange(len(seeds), dtype=torch.int32, device=device)
         nodes, counts, sources = [seeds], [], []
@@ -268,7 +434,7 @@ class NeighborSampler:
         place = torch.arange(total, device=self.device) - first[of]
         many = degree > count
         if fanout > 0:
-            # Those with more neighbours than are wanted get drawn places instead of the first ones.
+            # Nodes with more neighbours than are wanted get drawn places instead of the first ones.
             place[many[of]] = distinct(degree[many], fanout, random).flatten()
         return self._source[start[of] + place].long(), count
 
@@ -288,10 +454,10 @@ class NeighborSampler:
     def _measured_buckets(self, most: Bucket, probes: int = 4) -> list[Bucket]:
         """A bucket with a tenth of room over a few batches, and the one that holds every batch."""
         parts = self.seeds_of(0)[:probes]
-        sizes = [self._sample(part, self._random(0, i, self.device)).sizes for i, part in enumerate(parts)]
+        sizes = [self._drawn(part, 0, i).sizes for i, part in enumerate(parts)]
 
         def room(most: int, found: Iterable[int]) -> int:
-            return min(_round_up(1.1 * max(found)), most)
+            return min(-(-int(1.1 * max(found)) // 1024) * 1024, most)
 
         layers = []
         for index in reversed(range(len(most.layers))):
@@ -332,17 +498,6 @@ def _one_core() -> None:
             thread.join()
 
 
-def _is_fanout(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= -1 and value != 0
-
-
-def _check_seeds(seeds: Tensor) -> Tensor:
-    if isinstance(seeds, Tensor) and seeds.dtype == torch.bool:
-        raise TypeError("seeds is torch.bool, expected the numbers of nodes; use mask.nonzero().view(-1)")
-    validate.tensor("seeds", seeds, "n", kinds=(torch.int64,))
-    return seeds
-
-
 def _device(device: torch.device | str) -> torch.device:
     validate.check_device(device, "a sampler")
     if torch.device(device).type not in ("cpu", "cuda"):
@@ -364,7 +519,3 @@ def _bucket(given: Bucket | tuple[int, int], most: Bucket, seeds: int) -> Bucket
     if rows != sorted(rows, reverse=True) or edges_of != sorted(edges_of, reverse=True):
         raise ValueError(f"{given} has a layer with more rows or edges than the one before it, of which they are part")
     return given
-
-
-def _round_up(size: float, multiple: int = 1024) -> int:
-    return -(-int(size) // multiple) * multiple
