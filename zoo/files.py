@@ -77,7 +77,7 @@ def open_tensors(path: Path) -> Iterator[Tensors]:
 
 @contextlib.contextmanager
 def reading(file: Path, remedy: str) -> Iterator[None]:
-    """ValueError that names the file, and ends in ``remedy``, if the file is cut off or damaged."""
+    """Turn errors of a file that is cut off or damaged into a ValueError that names it and ends in ``remedy``."""
     from safetensors import SafetensorError
 
     try:
@@ -91,12 +91,10 @@ def reading(file: Path, remedy: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(folder: Path, *patterns: str) -> Iterator[Path]:
-    """A folder to write a checkpoint into; its files take the place of an earlier one's when all of them are written.
+    """A temporary folder, whose files replace those of ``folder`` when all are written; an error changes nothing.
 
-    Args:
-        folder: Where the checkpoint belongs. Made if it is not there; left as it was if writing ends in an error.
-        patterns: Of files that an earlier checkpoint may have left, and that would be read in place of the new ones:
-            its index and shards. What matches and is not written anew is deleted.
+    Older files that match ``patterns``, such as an index and shards that would be read in place of the new ones, are
+    deleted. ``folder`` is made if it is not there.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as made:
@@ -111,14 +109,8 @@ def replacing(folder: Path, *patterns: str) -> Iterator[Path]:
 def write_tensors(folder: Path, stem: str, tensors: Mapping[str, Tensor], *, max_shard_size: int | str = "5GB") -> None:
     """Write ``<stem>.safetensors`` into a folder, or shards and their index, as the hub's libraries do.
 
-    Args:
-        folder: An existing folder.
-        stem: ``"model"``.
-        tensors: On any device; views of larger tensors are copied, one shard at a time.
-        max_shard_size: Bytes of a file, or a number with KB, MB, GB or TB. A larger tensor gets a file of its own.
-
-    Raises:
-        ValueError: If the size is not positive, or no size.
+    Views of larger tensors are copied, one shard at a time. The size is bytes, or a number with KB, MB, GB or TB; a
+    larger tensor gets a file of its own.
     """
     import safetensors.torch
     from huggingface_hub import split_torch_state_dict_into_shards
@@ -175,7 +167,7 @@ def _readers(file: Path, stack: contextlib.ExitStack) -> dict[str, Callable[[], 
 
 
 def _unpickled(file: Path) -> Any:
-    """What a pickled file holds; ValueError if it is more than tensors in plain containers."""
+    """The content of a pickled file; ValueError if it is more than tensors in dicts and lists."""
     try:
         try:
             return torch.load(file, map_location="cpu", weights_only=True, mmap=True)

@@ -143,7 +143,7 @@ def count(name: str, value: Any, least: int = 1) -> None:
 
 
 def check_seed(seed: int) -> None:
-    """Refuse what no generator takes."""
+    """Refuse a seed that ``torch.Generator`` does not take."""
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise TypeError(f"seed is {seed!r}, expected an integer")
     least, greatest = _SEEDS
@@ -152,18 +152,13 @@ def check_seed(seed: int) -> None:
 
 
 def seeded(seed: int) -> torch.Generator:
-    """A generator on the CPU, whose numbers are the same wherever they go."""
+    """A generator on the CPU, so that numbers are the same on every device."""
     check_seed(seed)
     return torch.Generator("cpu").manual_seed(seed)
 
 
 def check_device(device: torch.device | str, what: str) -> None:
-    """Refuse a dtype in the place of a device: tensors would take it, and indices become floats.
-
-    Args:
-        device: As given.
-        what: What moves, for the message: "a graph".
-    """
+    """Refuse a dtype in the place of a device, which would turn the indices in ``what`` into floats."""
     if isinstance(device, torch.dtype):
         raise TypeError(f"device is {device}: {what} moves to devices alone, and fits whatever the dtype of the model")
 

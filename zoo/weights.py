@@ -46,7 +46,7 @@ _OPTIONAL = ("unused_bias", "num_batches_tracked")
 
 
 class WeightsWarning(UserWarning):
-    """Weights were loaded that are probably not what was meant: NaN or infinite, or random for lack of stored ones."""
+    """Loaded weights are NaN or infinite, or random because the checkpoint has none."""
 
 
 @dataclass(frozen=True)
@@ -178,18 +178,7 @@ class WeightMap(Generic[Model]):
         dtype: torch.dtype | None = None,
         source: str,
     ) -> None:
-        """Give a model on the meta device its weights, by the zoo's keys if most of these are there, else by theirs.
-
-        Args:
-            model: Of this family.
-            tensors: By key.
-            device: For the weights.
-            dtype: Of floating-point weights; None keeps them as they are stored.
-            source: For messages.
-
-        Raises:
-            ValueError: If a tensor is missing, left over or of another shape; the message names it.
-        """
+        """As :func:`zoo.weights.fill`, by the zoo's keys if most of these are there, else by the upstream library's."""
         own = model.state_dict().keys()
         places: dict[str, Placement | None]
         if 2 * len(tensors.keys() & own) > len(own):
@@ -259,19 +248,11 @@ class WeightMap(Generic[Model]):
             write_tensors(new, self.stem, self.upstream_tensors(checked), max_shard_size=max_shard_size)
 
     def locate(self, preset: str, source: Any) -> Path:
-        """The file or folder of what a user calls ``weights``; a hub id is downloaded first.
-
-        Raises:
-            FileNotFoundError: If a path does not exist.
-        """
+        """The file or folder that a user's ``weights`` mean; FileNotFoundError if a path does not exist."""
         return (None if self.find is None else self.find(preset, source)) or locate(source)
 
     def check_folder(self, folder: Path, config: Any, overridden: Collection[str]) -> None:
-        """Refuse a folder whose ``config.json`` describes another architecture.
-
-        Raises:
-            ValueError: If a field differs that the caller did not override; the message names it.
-        """
+        """ValueError if a folder's ``config.json`` has another architecture, apart from overridden fields."""
         if self.read_config is not None and (folder / "config.json").exists():
             free = {*overridden, *self.use_fields}
             stored = self.read_config(folder)
@@ -284,11 +265,7 @@ class WeightMap(Generic[Model]):
                     )
 
     def places(self, model: Any) -> dict[str, Placement]:
-        """Where each tensor of an upstream checkpoint goes in a model, in the order of the model's tensors.
-
-        Raises:
-            ValueError: If the table leaves out a tensor or some of its rows, or names one twice.
-        """
+        """Where each tensor of an upstream checkpoint goes in a model; ValueError if the table misses rows of one."""
         ours = model.state_dict()
         places = _expanded(self.table(model.config), ours)
         covered = Counter[str]()
@@ -332,21 +309,14 @@ def fill(
     dtype: torch.dtype | None,
     source: str,
 ) -> None:
-    """Give a model that was built on the meta device its weights, tensor by tensor.
+    """Give a model on the meta device its weights, so that only one tensor at a time is in memory twice.
 
-    Only the tensor being copied is in memory twice. Buffers that no checkpoint holds are computed by the modules'
-    ``reset_buffers(device)``.
-
-    Args:
-        model: On the meta device.
-        tensors: By the checkpoint's keys.
-        placements: Where each key goes; None for one that is known and not needed.
-        device: For the weights.
-        dtype: Of floating-point weights; None keeps them as they are stored.
-        source: For messages.
+    ``placements`` say where each key of a checkpoint goes, None for one that is not needed; ``dtype`` is that of
+    floating-point weights, None as they are stored; ``source`` is named in errors. Buffers that no checkpoint holds are
+    computed by the modules' ``reset_buffers(device)``.
 
     Raises:
-        ValueError: If a tensor is missing, left over, of another shape or of whole numbers; the message names it.
+        ValueError: If a tensor is missing, left over, of another shape or of integers; the message names it.
     """
     wanted = {key: place for key, place in placements.items() if place is not None and not place.repeated}
     absent = wanted.keys() - tensors.keys()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zoo.bert.heads import make_head
-from zoo.bert.layer import ACTIVATIONS, USE_FIELDS, BertConfig
+from zoo.bert.layer import ACTIVATIONS, BertConfig
 from zoo.bert.model import Bert
 from zoo.files import open_tensors
 from zoo.weights import Placement, Table, WeightMap, initialise, warn
@@ -52,6 +52,9 @@ _SAME_HEAD_TABLES = {
 # Tensors of other heads in a checkpoint, and buffers of old releases.
 _OTHERS = ("cls.", "lm_head.", "classifier.", "qa_outputs.", "pooler.")
 _OLD_BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
+# A checkpoint may differ from a preset in its head and its dropout.
+_HEAD_FIELDS = ("head", "num_labels", "problem_type")
+_DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
 # Fields of theirs that are ours, by the same name.
 _SHARED = tuple(field.name for field in dataclasses.fields(BertConfig) if field.name not in ("kind", "head"))
 
@@ -233,7 +236,7 @@ WEIGHTS = WeightMap(
     adapt=adapt,
     read_config=read_config,
     write_config=write_config,
-    use_fields=USE_FIELDS,
+    use_fields=_HEAD_FIELDS + _DROPOUTS,
 )
 placements = WEIGHTS.placements
 load = WEIGHTS.load

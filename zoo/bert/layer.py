@@ -43,16 +43,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 HEADS = ("none", "pooled", "masked-lm", "sequence-classification", "token-classification", "question-answering")
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 
-# A checkpoint may differ from a preset in these fields of use and training.
-USE_FIELDS = (
-    "head",
-    "num_labels",
-    "problem_type",
-    "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-    "classifier_dropout",
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class BertConfig:

@@ -11,9 +11,6 @@ from torch import Tensor
 
 from zoo.validate import divides, one_of, optional_index, positive, positive_number, seeded
 
-# A checkpoint may differ from a preset in these fields of use.
-USE_FIELDS = ("max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "model_type")
-
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
@@ -113,6 +110,7 @@ _LLAMA: dict[str, Any] = {
     "max_position_embeddings": 131072,
     "rope_theta": 500000.0,
     "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
     "rope_scaling": _LLAMA_SCALING,
     "bos_token_id": 128000,
     "eos_token_id": (128001,),
@@ -124,6 +122,7 @@ _QWEN3: dict[str, Any] = {
     "max_position_embeddings": 40960,
     "rope_theta": 1000000.0,
     "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
     "qk_norm": True,
     "bos_token_id": 151643,
     "eos_token_id": (151645,),
@@ -145,47 +144,28 @@ PRESETS: dict[str, LLMConfig] = {
         rope_scaling=dataclasses.replace(_LLAMA_SCALING, factor=4.0, original_max_position_embeddings=128),
     ),
     "llama-3.2-1b": LLMConfig(
-        **_LLAMA,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        head_dim=64,
-        tie_word_embeddings=True,
+        **_LLAMA, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, head_dim=64
     ),
     "llama-3.2-3b": LLMConfig(
-        **_LLAMA,
-        hidden_size=3072,
-        intermediate_size=8192,
-        num_hidden_layers=28,
-        num_attention_heads=24,
-        head_dim=128,
-        tie_word_embeddings=True,
+        **_LLAMA, hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24, head_dim=128
     ),
     "llama-3.1-8b": LLMConfig(
-        **{**_LLAMA, "rope_scaling": dataclasses.replace(_LLAMA_SCALING, factor=8.0)},
+        **{**_LLAMA, "tie_word_embeddings": False, "rope_scaling": dataclasses.replace(_LLAMA_SCALING, factor=8.0)},
         hidden_size=4096,
         intermediate_size=14336,
         num_hidden_layers=32,
         num_attention_heads=32,
         head_dim=128,
-        tie_word_embeddings=False,
     ),
     "qwen3-0.6b": LLMConfig(
-        **_QWEN3,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        tie_word_embeddings=True,
+        **_QWEN3, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16
     ),
     "qwen3-8b": LLMConfig(
-        **_QWEN3,
+        **{**_QWEN3, "tie_word_embeddings": False},
         hidden_size=4096,
         intermediate_size=12288,
         num_hidden_layers=36,
         num_attention_heads=32,
-        tie_word_embeddings=False,
     ),
 }
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from zoo.engine.compile import plan_of
-from zoo.llm.config import USE_FIELDS, LLMConfig, RopeScaling
+from zoo.llm.config import LLMConfig, RopeScaling
 from zoo.llm.model import LLM
 from zoo.weights import Placement, Table, WeightMap
 
@@ -245,7 +245,7 @@ WEIGHTS = WeightMap(
     ignored=("rotary_emb.inv_freq",),  # old checkpoints hold the frequencies, which follow from the config
     read_config=read_config,
     write_config=write_config,
-    use_fields=USE_FIELDS,
+    use_fields=("max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "model_type"),
 )
 placements = WEIGHTS.placements
 load = WEIGHTS.load
