@@ -33,8 +33,7 @@ from benchmarks.families import (
     unet_arms,
     unet_loop,
 )
-from benchmarks.families.base import UNSCALED, Workload, parameters_of
-from benchmarks.families.cuts import CUTS, MARK
+from benchmarks.families.base import MARK, UNSCALED, Workload, parameters_of
 from benchmarks.families.llm_steps import task_of
 from benchmarks.plan import IMPLEMENTATIONS, Case, expand
 from benchmarks.strategies import apply
@@ -44,6 +43,8 @@ from tests.workloads import call, error, first_call, output_of, prepare, tensors
 from zoo.bert import Bert
 from zoo.llm import LLM
 from zoo.resnet import ResNet
+
+CUTS = {"bert": bert.CUTS, "resnet": resnet.CUTS, "unet": unet.CUTS}
 
 pytestmark = pytest.mark.usefixtures("eager_backend")
 

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
 from benchmarks import strategies
-from benchmarks.families import Prepared, llm_arms, llm_steps, llm_train, weights
+from benchmarks.families import Prepared, base, llm_arms, llm_steps, llm_train
 from benchmarks.families.llm import WORKLOAD
 from benchmarks.plan import IMPLEMENTATIONS, Case
 from benchmarks.training import Trainer
@@ -178,10 +178,10 @@ def test_the_harness_checks_the_first_call_however_many_came_before(tmp_path: Pa
 def test_weights_are_drawn_anew_and_alike():
     shapes = {"a.weight": (64, 4096), "b.weight": (64, 4096), "norm.weight": (4096,), "proj.bias": (4096,)}
     options: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
-    drawn = weights.SeededWeights(shapes, seed=0, **options)
+    drawn = base.SeededWeights(shapes, seed=0, **options)
     assert torch.equal(drawn["a.weight"], drawn["a.weight"]) and drawn["a.weight"] is not drawn["a.weight"]
     assert not torch.equal(drawn["a.weight"], drawn["b.weight"])
-    assert not torch.equal(drawn["a.weight"], weights.SeededWeights(shapes, seed=1, **options)["a.weight"])
+    assert not torch.equal(drawn["a.weight"], base.SeededWeights(shapes, seed=1, **options)["a.weight"])
     assert float(drawn["a.weight"].std()) == pytest.approx(1 / 64, rel=0.02)
     assert min(float(drawn[name].std()) for name in shapes) > 0.01
     assert float(drawn["norm.weight"].mean()) == pytest.approx(1, abs=0.01)

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.record import Result
 from benchmarks.report import advice, cells, charts, html, selection, summary, tables
-from benchmarks.report.commands import commands_of
 from benchmarks.report.model import races
+from benchmarks.report.selection import commands_of
 from tests.rows import ENVIRONMENT, ENVIRONMENTS, failure, race, row, uncompiled
 from tests.rows import shown as shown_race
 from tests.rows import ways as one_armed

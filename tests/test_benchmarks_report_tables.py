@@ -16,7 +16,6 @@ from benchmarks.report import (
     advice,
     cells,
     charts,
-    commands,
     docs,
     front,
     markdown,
@@ -529,11 +528,11 @@ FULL, REGIONAL = (f"{RUN} --strategy {s} --dynamic --arm 'zoo {s} dynamic' --rou
 )
 def test_commands_that_differ_in_lists_alone_become_one(given: list[str], merged: list[str]) -> None:
     whole = [line if line.startswith(RUN) else f"{RUN} {line}" for line in given]
-    assert commands.merged([*whole, "make bench"]) == [*(f"{RUN} {line}" for line in merged), "make bench"]
+    assert selection.merged([*whole, "make bench"]) == [*(f"{RUN} {line}" for line in merged), "make bench"]
 
 
 def test_merged_commands_are_ones_that_the_harness_takes() -> None:
-    (command,) = commands.commands_of(races([*race(), *race(model="gat")], ENVIRONMENTS))
+    (command,) = selection.commands_of(races([*race(), *race(model="gat")], ENVIRONMENTS))
     said = command.split()
     given = {key: said[said.index(f"--{key}") + 1].split(",") for key in ("impl", "strategy", "mode")}
     arms = arms_of(

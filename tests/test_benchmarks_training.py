@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.families import load
 from benchmarks.families.base import Prepared, Training
 from benchmarks.training import Trainer, checkpointed, plain_step, reference_losses
-from benchmarks.worker import load_workload
 from tests import runs
 from tests.fake_workload import Model
 from tests.runs import FAKE, handler, told
@@ -29,7 +29,7 @@ def _light_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prepare(**changes: Any) -> Prepared:
-    return load_workload(FAKE).prepare(replace(CASE, **changes), data_root=None, seed=0)
+    return load(FAKE).prepare(replace(CASE, **changes), data_root=None, seed=0)
 
 
 def trainer(**changes: Any) -> Trainer:

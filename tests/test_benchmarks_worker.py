@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.families import load
 from benchmarks.plan import Case
 from benchmarks.process import ROOT, Worker, WorkerFailure, failure_of
-from benchmarks.worker import _relative_error, load_workload
+from benchmarks.worker import _relative_error
 from tests.runs import CASE, EAGER, FAKE, handler, talk, told
 from zoo.ops import common as operators
 
@@ -195,7 +196,7 @@ def test_memory_of_a_modes_own_cuda_graph_is_that_of_its_recording(monkeypatch: 
 
 def test_an_unknown_family_is_an_import_error():
     with pytest.raises(ImportError, match="no_such_family"):
-        load_workload("no_such_family")
+        load("no_such_family")
 
 
 # From here on in real processes.

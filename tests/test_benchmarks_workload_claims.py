@@ -12,7 +12,7 @@ from benchmarks.claims.claim import CLAIMS
 from benchmarks.compiler import Recorder
 from benchmarks.families import Prepared, load
 from benchmarks.families.claims import SUBJECTS, WORKLOAD
-from benchmarks.families.claims_ppo import PIXELS, rollout, seen
+from benchmarks.families.claims_models import PIXELS, rollout, seen
 from benchmarks.plan import Case, expand
 from benchmarks.strategies import apply, execution_mode
 from benchmarks.training import Trainer

@@ -12,8 +12,9 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import zoo
-from benchmarks.families.cuts import cut
-from zoo.bert import Bert, BertConfig, BertEmbeddings, BertLayer, pack
+from benchmarks.families.base import cut
+from benchmarks.families.bert import CUTS
+from zoo.bert import BertConfig, BertLayer, pack
 from zoo.bert.model import PRESETS
 from zoo.engine.graph_log import LEDGER
 
@@ -53,7 +54,7 @@ def test_every_cut_computes_what_eager_does_in_the_graphs_it_declares(head: str,
     eager = copy.deepcopy(model)
     inputs = zoo.example_inputs(model)
     if name != "layers":
-        cut(model, "bert", name)
+        cut(model, CUTS[name])
     report = zoo.find_regions(model, inputs=inputs)
     zoo.compile_regions(model, backend="aot_eager")
     since = len(LEDGER.entries)
@@ -63,27 +64,6 @@ def test_every_cut_computes_what_eager_does_in_the_graphs_it_declares(head: str,
     graphs = {"layers": 1 + (head == "masked-lm"), "layers-and-ends": 2 + (head != "none")}[name]
     assert sum(entry.graphs for entry in LEDGER.entries[since:]) == report.graphs_needed == graphs
     assert all(found.graphs_needed <= found.budget for found in report.regions)
-
-
-@pytest.mark.parametrize("head", ["none", *reference.NAMES])
-def test_regions_hold_the_weights_that_are_no_tables(head: str) -> None:
-    with torch.device("meta"):
-        model: Any = zoo.create("bert-base", head=head)
-    inside = tuple(region.cls for region in Bert.regions)
-    blocks = [each for each in model.modules() if isinstance(each, inside)]
-    held = sum(parameter.numel() for each in blocks for parameter in each.parameters())
-    tables = sum(parameter.numel() for parameter in model.embeddings.parameters())
-    assert held >= 0.85 * (sum(parameter.numel() for parameter in model.parameters()) - tables)
-
-
-def test_depth_costs_no_graphs() -> None:
-    for depth in (1, 9):
-        model = zoo.compile_regions(zoo.create("bert-debug", num_hidden_layers=depth), backend="eager")
-        since = len(LEDGER.entries)
-        with torch.inference_mode(), zoo.enforce_budget(model):
-            model(**zoo.example_inputs(model))
-        assert graphs_of("BertLayer", since) == 1
-        torch.compiler.reset()
 
 
 def test_full_compile_is_one_graph() -> None:
@@ -149,41 +129,6 @@ def test_values_that_torch_transforms_are_not_looked_at() -> None:
         make_fx(lambda ids, mask: model(ids, mask).last_hidden_state)(ids[0], mask[0])
 
 
-def test_inputs_of_another_mode_cost_no_graph() -> None:
-    model = zoo.create("bert-debug")
-    # With the region that meets the ids themselves.
-    zoo.compile_regions(model, regions=[BertEmbeddings, BertLayer], backend="eager")
-    outside = zoo.example_inputs(model)
-    with torch.inference_mode():
-        inside = zoo.example_inputs(model)
-        since = len(LEDGER.entries)
-        model(**outside)
-        model(**inside)
-        assert graphs_of("BertEmbeddings", since) == graphs_of("BertLayer", since) == 1
-    since = len(LEDGER.entries)
-    with torch.no_grad():
-        model(**outside)
-        model(**inside)
-    assert graphs_of("BertEmbeddings", since) == graphs_of("BertLayer", since) == 1
-
-
-@pytest.mark.parametrize("name", [name for name in PRESETS if name != "bert-debug"])
-def test_presets_have_the_published_sizes(name: str) -> None:
-    millions = {
-        "bert-tiny": 4.4,
-        "bert-mini": 11.2,
-        "bert-small": 28.8,
-        "bert-medium": 41.4,
-        "bert-base-6": 67.0,
-        "bert-base": 109.5,
-        "bert-large": 335.1,
-        "roberta-base": 124.6,
-        "roberta-large": 355.4,
-    }
-    model = zoo.create(name, device="meta")
-    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions[name], abs=0.06)
-
-
 IDS = torch.ones(2, 5, dtype=torch.int64)
 MASK = torch.ones_like(IDS)
 
@@ -223,33 +168,13 @@ def test_wrong_inputs_of_a_padded_batch(inputs: dict[str, Any], error: type[Exce
 @pytest.mark.parametrize(
     ("options", "labels", "error", "message"),
     [
-        (
-            {"head": "masked-lm"},
-            {"labels": IDS[:, :3]},
-            ValueError,
-            r"labels has shape \[2, 3\], expected \[2, 5\]",
-        ),
-        (
-            {"head": "masked-lm"},
-            {"labels": IDS * 128},
-            ValueError,
-            "from 128 to 128, but the number of classes is 128",
-        ),
+        ({"head": "masked-lm"}, {"labels": IDS[:, :3]}, ValueError, r"labels has shape \[2, 3\], expected \[2, 5\]"),
+        ({"head": "masked-lm"}, {"labels": IDS * 128}, ValueError, "from 128 to 128, but the number of classes is 128"),
         ({"head": "masked-lm"}, {"labels": IDS.float()}, TypeError, "labels is torch.float32"),
         ({"head": "token-classification"}, {"labels": IDS * -1}, ValueError, "labels has values from -1"),
-        (
-            {"head": "sequence-classification"},
-            {"labels": IDS},
-            ValueError,
-            r"expected \[2\] or \[2, 1\]; integers",
-        ),
-        ({"head": "sequence-classification"}, {"labels": IDS[:, 0] * 2}, ValueError, "labels has 2"),
-        (
-            {"head": "sequence-classification"},
-            {"labels": IDS[:, 0] * 1.0},
-            ValueError,
-            r"expected \[2, 2\]; integers",
-        ),
+        ({"head": "sequence-classification"}, {"labels": IDS}, ValueError, r"expected \[2\] or \[2, 1\]; integers"),
+        ({"head": "sequence-classification"}, {"labels": IDS[:, 0] * 2}, ValueError, "labels has values from 2"),
+        ({"head": "sequence-classification"}, {"labels": IDS[:, 0] * 1.0}, ValueError, r"expected \[2, 2\]; integers"),
         ({"head": "question-answering"}, {"labels": IDS}, ValueError, "pass start_positions and end_positions"),
         ({"head": "question-answering"}, {"start_positions": IDS[:, 0]}, ValueError, "one of them is missing"),
         (
@@ -269,11 +194,7 @@ def test_wrong_labels(options: dict[str, Any], labels: dict[str, Any], error: ty
     ("inputs", "error", "message"),
     [
         ({"input_ids": IDS.float()}, TypeError, "input_ids is torch.float32"),
-        (
-            {"attention_mask": MASK[:1]},
-            ValueError,
-            r"attention_mask has shape \[1, 5\], expected \[2, 5\]",
-        ),
+        ({"attention_mask": MASK[:1]}, ValueError, r"attention_mask has shape \[1, 5\], expected \[2, 5\]"),
         ({"attention_mask": torch.tensor([[1, 0, 0, 0, 0], [0] * 5])}, ValueError, r"row\(s\) \[1\] have no token"),
         ({"attention_mask": MASK * 0}, ValueError, r"row\(s\) \[0, 1\] have no token"),
         ({"position_ids": MASK[0]}, ValueError, r"position_ids has shape \[5\], expected \[2, 5\] or \[1, 5\]"),
@@ -306,28 +227,6 @@ def test_packed_batches_of_another_model() -> None:
         roberta(pack(IDS))
     with pytest.raises(ValueError, match=r"labels has shape \[2, 4\]"):
         zoo.create("bert-debug", head="masked-lm")(pack(IDS), labels=IDS[:, :4])
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"hidden_size": 33}, "hidden_size is 33 and num_attention_heads is 4"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers is 0, expected a positive integer"),
-        ({"head": "qa"}, "head is 'qa', expected one of"),
-        ({"hidden_act": "silu"}, "hidden_act is 'silu', expected one of"),
-        ({"kind": "albert"}, "kind is 'albert'"),
-        ({"problem_type": "ranking"}, "problem_type is 'ranking'"),
-        ({"hidden_dropout_prob": 1.0}, "hidden_dropout_prob is 1.0"),
-        ({"layer_norm_eps": 0}, "layer_norm_eps is 0"),
-        ({"pad_token_id": 128}, "pad_token_id is 128, but vocab_size is 128"),
-        ({"kind": "roberta", "pad_token_id": None}, "kind 'roberta' counts positions by it"),
-        ({"kind": "roberta", "pad_token_id": 63}, "not one is left"),
-        ({"head": "question-answering", "num_labels": 3}, "num_labels is 3, but an answer has 2"),
-    ],
-)
-def test_configs_that_make_no_sense(overrides: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        zoo.create("bert-debug", **overrides)
 
 
 def test_example_inputs_of_all_sizes() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from zoo.unet.convert import WEIGHTS, config_of
 
 
 @pytest.mark.parametrize("case", reference.CASES)
-def test_outputs_are_diffusers(case: str) -> None:
+def test_outputs_match_diffusers(case: str) -> None:
     theirs = reference.make(case)
     ours = zoo.from_upstream(theirs)
     assert isinstance(ours, UNet) and not ours.training
@@ -30,22 +29,8 @@ def test_outputs_are_diffusers(case: str) -> None:
             assert reference.relative_error(ours(**inputs).sample, expected) < 1e-5
 
 
-@pytest.mark.parametrize("case", reference.CASES)
-def test_there_and_back_is_the_same_model(case: str) -> None:
-    theirs = reference.make(case)
-    back = zoo.to_upstream(zoo.from_upstream(theirs))
-    assert type(back) is UNet2DConditionModel and not back.training
-    assert list(back.state_dict()) == list(theirs.state_dict())
-    for (key, ours), expected in zip(back.state_dict().items(), theirs.state_dict().values(), strict=True):
-        assert torch.equal(ours, expected), key
-    assert config_of(back) == config_of(theirs)
-    inputs = reference.inputs(theirs)
-    with torch.no_grad():
-        assert reference.relative_error(back(**inputs).sample, theirs(**inputs).sample) < 1e-5
-
-
 @pytest.mark.parametrize("case", ["sd", "xl"])
-def test_gradients_are_diffusers(case: str) -> None:
+def test_gradients_match_diffusers(case: str) -> None:
     theirs = reference.make(case).double()
     ours = zoo.from_upstream(theirs).train()
     theirs.train()
@@ -122,7 +107,7 @@ def test_masks_of_pixels() -> None:
 
 
 @pytest.mark.parametrize("case", ["sd", "xl", "three levels", "uneven depths"])
-def test_what_a_controlnet_adds(case: str) -> None:
+def test_residuals_of_a_controlnet(case: str) -> None:
     theirs = reference.make(case)
     ours = zoo.from_upstream(theirs)
     inputs = reference.inputs(theirs)
@@ -131,22 +116,6 @@ def test_what_a_controlnet_adds(case: str) -> None:
         expected = theirs(**inputs, **added).sample
         assert reference.relative_error(ours(**inputs, **added).sample, expected) < 1e-5
         assert reference.relative_error(ours(**inputs).sample, expected) > 1e-2
-
-
-@pytest.mark.parametrize("case", ["sd", "xl", "guidance in the timestep"])
-def test_conditions_computed_once_give_the_same(case: str) -> None:
-    ours = zoo.from_upstream(reference.make(case))
-    inputs = reference.inputs(ours)
-    steps = torch.tensor([901, 601, 1])
-    others = {name: inputs[name] for name in ("added_cond_kwargs", "timestep_cond") if name in inputs}
-    with torch.no_grad():
-        run = ours.time_shifts(steps[:, None], **others).shifts
-        text = ours.text_keys_values(inputs["encoder_hidden_states"])
-        assert run.shape[:2] == (3, 1 if case == "sd" else 2)
-        for step, shifts in zip(steps, run, strict=True):
-            expected = ours(**{**inputs, "timestep": step}).sample
-            found = ours(inputs["sample"], type(ours.time_shifts(steps[:1], **others))(shifts), text).sample
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 # --- full size ---
@@ -192,30 +161,6 @@ def test_presets_are_the_published_models(name: str) -> None:
 # --- what conversion keeps, and what it refuses ---
 
 
-def test_weights_are_copied_and_their_gradients_wanted_as_before() -> None:
-    theirs = reference.make("sd")
-    theirs.down_blocks[0].requires_grad_(False)
-    for name, parameter in theirs.named_parameters():
-        # Rows of what all blocks share.
-        if "attn2.to_k" in name or "attn2.to_v" in name or "time_emb_proj" in name or "conv1.bias" in name:
-            parameter.requires_grad_(False)
-    ours = zoo.from_upstream(theirs)
-    frozen = {key for key, parameter in ours.named_parameters() if not parameter.requires_grad}
-    assert all(key.startswith(("down.0.", "text_projections.", "time_projections.")) for key in frozen)
-    assert "down.0.transformers.0.blocks.0.qkv.weight" in frozen and len(frozen) > 20
-    back = zoo.to_upstream(ours)
-    for (key, parameter), expected in zip(back.named_parameters(), theirs.parameters(), strict=True):
-        assert parameter.requires_grad == expected.requires_grad, key
-    before = copy.deepcopy(ours.state_dict())
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.zero_()
-    assert all(torch.equal(tensor, before[key]) for key, tensor in ours.state_dict().items())
-    theirs.mid_block.attentions[0].transformer_blocks[0].attn1.to_k.weight.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"attn1\.to_k\.weight\.requires_grad is False.*trained together"):
-        zoo.from_upstream(theirs)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -249,24 +194,12 @@ def test_options_that_are_not_supported_are_named(options: dict[str, Any], words
         zoo.from_upstream(theirs)
 
 
-def _freeu(module: Any) -> None:
-    module.enable_freeu(0.9, 0.2, 1.2, 1.4)
-
-
-def _hook(module: Any) -> None:
-    module.mid_block.register_forward_hook(lambda *_: None)
-
-
-def _replaced(module: Any) -> None:
-    module.conv_in = nn.Conv2d(5, 16, 3, padding=1)
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (_freeu, "FreeU is on.*disable_freeu"),
-        (_hook, "mid_block='a module with a hook'"),
-        (_replaced, "conv_in=Conv2d.5"),
+        (lambda module: module.enable_freeu(0.9, 0.2, 1.2, 1.4), "FreeU is on.*disable_freeu"),
+        (lambda module: module.mid_block.register_forward_hook(print), "mid_block='a module with a hook'"),
+        (lambda module: setattr(module, "conv_in", nn.Conv2d(5, 16, 3, padding=1)), "conv_in=Conv2d.5"),
         (lambda module: module.fuse_qkv_projections(), "has a FusedAttnProcessor2_0.*unfuse_qkv"),
         (lambda module: module.set_attn_processor(SlicedAttnProcessor(1)), "has a SlicedAttnProcessor"),
         (lambda module: module.mid_block.attentions.append(nn.Identity()), "attentions.1=Identity"),
@@ -280,7 +213,7 @@ def test_changed_models_are_refused(change: Any, words: str) -> None:
         zoo.from_upstream(theirs)
 
 
-def test_other_ways_to_attend_are_taken() -> None:
+def test_other_attention_processors_convert() -> None:
     theirs = reference.make("sd")
     theirs.set_attn_processor(AttnProcessor())
     inputs = reference.inputs(theirs)
@@ -289,26 +222,9 @@ def test_other_ways_to_attend_are_taken() -> None:
         assert reference.relative_error(zoo.from_upstream(theirs)(**inputs).sample, expected) < 1e-5
 
 
-def test_other_classes_are_refused() -> None:
+def test_a_subclass_is_refused() -> None:
     class Mine(UNet2DConditionModel):
         pass
 
     with pytest.raises(ValueError, match="Mine is a subclass"):
         zoo.from_upstream(Mine(**reference.SIZES))
-    from diffusers import AutoencoderKL
-
-    with pytest.raises(TypeError, match=r"no family converts diffusers\..*AutoencoderKL"):
-        zoo.from_upstream(AutoencoderKL(block_out_channels=(32,), norm_num_groups=8))
-
-
-def test_state_dicts_that_do_not_fit() -> None:
-    theirs = reference.make("sd")
-    config = config_of(theirs)
-    state = theirs.state_dict()
-    key = "mid_block.attentions.0.transformer_blocks.0.attn2.to_k.weight"
-    with pytest.raises(ValueError, match=f"missing tensors \\['{key}'\\]"):
-        WEIGHTS.convert_state_dict({name: tensor for name, tensor in state.items() if name != key}, config)
-    with pytest.raises(ValueError, match=r"unexpected tensors \['extra'\]"):
-        WEIGHTS.convert_state_dict({**state, "extra": torch.zeros(1)}, config)
-    with pytest.raises(ValueError, match=r"to_k\.weight has shape \(3, 24\), expected \(32, 24\)"):
-        WEIGHTS.convert_state_dict({**state, key: torch.zeros(3, 24)}, config)
