@@ -319,6 +319,7 @@ ROWS = [
     ("unet", "sd15", "loop-30x64x64", "inference", 48196406476800, 110244659184),
     ("unet", "sd15", "4x64x64", "train", 9627092254720, 44664196888),
     ("bert", "bert-base", "32x128", "inference", 715149803520, 184156160),
+    ("bert", "bert-base", "256x128", "inference", 5721198428160, 269360128),  # more tokens than words
     ("bert", "bert-base", "skewed-64x512", "inference", 2925471522816, 196957568),
     ("bert", "bert-base", "32x128", "train", 2145450000384, 3843747968),
     ("llm", "llama-3.2-1b", "decode-1x1024", "inference", 2572156928, 2497067520),
