@@ -139,7 +139,7 @@ def regenerated(file: Path, rows: Rows) -> tuple[str, str]:
     """
     text = file.read_text(encoding="utf-8")
     if file.name == PICTURE:
-        return text, front.picture(races_of(rows), text)
+        return text, front.picture(_front_races(rows), text)
     try:
         return text, rewrite(text, lambda spec: make_table(spec, rows), lambda spec: make_value(spec, rows))
     except ValueError as error:
@@ -180,7 +180,7 @@ def make_table(spec: Spec, rows: Rows) -> str:
         return VALUE.sub(lambda found: make_value(Spec.parse(found[1]), rows), made)  # of the claims' notes
     if spec.kind == "front":
         _refuse_options(spec, MACHINE)
-        return front.table(spec.options, races_of(rows))
+        return front.table(spec.options, _front_races(rows))
     if spec.kind == "headline":
         _refuse_options(spec, SELECTING)
         return _headline(spec, races_of(rows))
@@ -211,6 +211,11 @@ def make_table(spec: Spec, rows: Rows) -> str:
     if spec.kind in ("losses", "kernels"):  # the first stands below a table of the same race
         return made
     return "\n\n".join([made, " ".join(cells.notes(race)), _origin([race])])
+
+
+def _front_races(rows: Rows) -> tuple[MeasuredRace, ...]:
+    """The families' races, and those that were measured for the first pages."""
+    return *races_of(rows), *(race for race in extra_races(rows) if race.extra == "front")
 
 
 def _races(spec: Spec, rows: Rows) -> tuple[MeasuredRace, ...]:

@@ -89,7 +89,10 @@ def table(options: Mapping[str, str], shown: Iterable[MeasuredRace]) -> str:
 def _all(options: Mapping[str, str], shown: Iterable[MeasuredRace]) -> list[Compared]:
     wanted = {"workload": "inference", "device": "cuda", "family": ",".join(UPSTREAM)}
     wanted |= options
-    return [Compared(race) for race in select(wanted, shown)]
+    shown = tuple(shown)
+    # Races that were measured for the first pages stand in for those of the families' pages.
+    chosen = [race for extra in (False, True) for race in select(wanted, (r for r in shown if bool(r.extra) is extra))]
+    return [Compared(race) for race in {race.case.race: race for race in chosen}.values()]
 
 
 def _chosen(options: Mapping[str, str], shown: Iterable[MeasuredRace]) -> dict[str, Compared | None]:
