@@ -106,7 +106,7 @@ def calls() -> dict[str, tuple[Callable[[], object], str]]:
         "num_nodes of three": (lambda: CSRGraph.from_edge_index(EDGES, num_nodes=(5, 5, 5)), r"\(5, 5, 5\)"),
         "sage destinations": (
             lambda: SAGEConv((12, 4), 3)((X, torch.randn(5, 4)), rectangular),
-            "x has 5 rows and the graph has 6 nodes",
+            "x has 5 rows, the graph 6 nodes",
         ),
         "gat own width": (lambda: GATConv((12, 4), 3)((X, X), graph), r"shape \[5, 12\], expected \[N, 4\]"),
         "aggregation": (lambda: SAGEConv(3, 3, aggr="median"), "aggr is 'median', expected"),
@@ -116,7 +116,7 @@ def calls() -> dict[str, tuple[Callable[[], object], str]]:
         **{
             f"weights beside tensors, {type(conv).__name__}": (
                 lambda conv=conv: conv(X, graph.tensors, weights),
-                r"edge_weight was given beside prepared tensors.*with_weights",
+                r"edge_weight beside prepared tensors.*with_weights",
             )
             for conv in (GCNConv(12, 3), SAGEConv(12, 3, aggr="sum"), GATConv(12, 3))
         },

@@ -271,7 +271,7 @@ def test_the_largest_uniform_number_stays_among_the_kept(uniform: float) -> None
         ({"tokens": torch.ones(2, 3)}, TypeError, "tokens is torch.float32"),
         ({"tokens": torch.ones(3, dtype=torch.int64)}, ValueError, r"tokens has shape \[3\]"),
         ({"max_new_tokens": 0}, ValueError, "max_new_tokens is 0"),
-        ({"max_new_tokens": 511}, ValueError, "513 tokens together, but the model has 512"),
+        ({"max_new_tokens": 511}, ValueError, "513 tokens, but the model has 512"),
         ({"temperature": -0.1}, ValueError, "temperature is -0.1"),
         ({"temperature": math.nan}, ValueError, "temperature is nan"),
         ({"top_k": 0}, ValueError, "top_k is 0"),
@@ -314,7 +314,7 @@ def test_caches_must_fit(model: LLM) -> None:
     with pytest.raises(ValueError, match="row 0 has 11 tokens and max_new_tokens is 6"):
         session.generate([[1], [1]], max_new_tokens=6)
     session.generate([[1], [1]], max_new_tokens=5)
-    with pytest.raises(ValueError, match="cache has 2 rows of 16 slots, but batch is 2 and slots 32"):
+    with pytest.raises(ValueError, match="cache is 2 x 16, but batch is 2 and slots 32"):
         Session(model, 2, 32, cache=cache)
     with pytest.raises(TypeError, match="model is a Linear"):
         Session(torch.nn.Linear(1, 1), 1, 1)  # type: ignore[arg-type]

@@ -137,7 +137,7 @@ def test_the_paddings_vector_gets_no_gradient() -> None:
         ({"input_ids": [[1, 2]]}, TypeError, "input_ids is a list"),
         ({"input_ids": torch.ones(2, 3)}, TypeError, "torch.float32, expected int64"),
         ({"input_ids": torch.ones(3, dtype=torch.int64)}, ValueError, r"shape \[3\]"),
-        ({"input_ids": torch.ones(1, 0, dtype=torch.int64)}, ValueError, "neither empty"),
+        ({"input_ids": torch.ones(1, 0, dtype=torch.int64)}, ValueError, "none of them 0"),
         ({"input_ids": torch.ones(1, 513, dtype=torch.int64)}, ValueError, "513 tokens, but the model has 512"),
         ({"position_ids": torch.ones(2, 12)}, TypeError, "position_ids is torch.float32"),
         ({"input_ids": torch.tensor([[3, 256]])}, ValueError, "from 3 to 256, but vocab_size is 256: pass 0 to 255"),

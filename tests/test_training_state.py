@@ -183,7 +183,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path):
     step.save(tmp_path, schedule=schedule)
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors is missing; step\.save\(folder\)"):
         step.load(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"holds the states of \['schedule'\], given to load into are \[\]"):
+    with pytest.raises(ValueError, match=r"holds states of \['schedule'\], given are \[\]"):
         step.load(tmp_path)
     half, other_schedule = make(autocast=torch.float16)
     with pytest.raises(ValueError, match="was saved without float16 loss scaling, this step trains with it"):

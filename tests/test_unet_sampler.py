@@ -270,7 +270,7 @@ TEXT, SIZES = drawn(2, 7, 24), torch.zeros(2, 6)
         ("sd", {"text": drawn(2, 7, 23)}, ValueError, r"text has shape \[2, 7, 23\], expected \[2, L, 24\]"),
         ("sd", {"text": drawn(3, 7, 24)}, ValueError, r"text has shape \[3, 7, 24\], .* one row stands for all images"),
         ("sd", {"text": TEXT.double()}, TypeError, "text is torch.float64 and the weights torch.float32"),
-        ("sd", {"negative": None}, ValueError, "negative is missing: .* or guidance_scale=1"),
+        ("sd", {"negative": None}, ValueError, "negative is missing: .* or pass guidance_scale=1"),
         ("sd", {"negative": drawn(2, 8, 24)}, ValueError, "text has 7 tokens and negative 8; pad both alike"),
         ("sd", {"latents": drawn(2, 4, 16, 16)}, ValueError, r"latents has shape .*, expected \[2, 4, 8, 12\]"),
         ("sd", {"latents": torch.zeros(SHAPE, dtype=torch.int64)}, TypeError, "latents is torch.int64"),
@@ -286,7 +286,7 @@ TEXT, SIZES = drawn(2, 7, 24), torch.zeros(2, 6)
                 "added": {"text_embeds": drawn(2, 13), "time_ids": SIZES},
             },
             ValueError,
-            r"text_embeds is \[2, 12\] on one side of guidance, \[2, 13\] on the other",
+            r"text_embeds is \[2, 12\] on one side, \[2, 13\] on the other",
         ),
         (
             "xl",

@@ -180,7 +180,7 @@ def test_a_solver_takes_the_noise_of_a_scheduler_that_is_not_there() -> None:
         ({"_class_name": "EulerAncestralDiscreteScheduler"}, "its steps clip values or draw noise"),
         ({"_class_name": "UniPCMultistepScheduler"}, "remembers 17 tensors in 10 steps, and at most 16 are supported"),
         ({"_class_name": EULER, "prediction_type": "flow"}, "prediction_type given as flow must be one of"),
-        ({"_class_name": EULER, "trained_betas": [0.1]}, "trained_betas has 1 values, and num_train_timesteps is 1000"),
+        ({"_class_name": EULER, "trained_betas": [0.1]}, "trained_betas has 1 values, num_train_timesteps is 1000"),
         (
             {"_class_name": "DDIMScheduler", "timestep_spacing": "trailing", **NEEDED["DDIMScheduler"], **ZERO},
             "divides by zero with rescale_betas_zero_snr=True and prediction_type='epsilon'",

@@ -110,10 +110,7 @@ class BertConfig:
         if self.kind == "roberta" and self.pad_token_id is None:
             raise ValueError("pad_token_id is None, but kind 'roberta' counts positions by it")
         if self.positions < 1:
-            raise ValueError(
-                f"max_position_embeddings is {self.max_position_embeddings}, but positions start at "
-                f"{self.first_position}: not one is left"
-            )
+            raise ValueError(f"max_position_embeddings is {self.max_position_embeddings}, but positions start later")
 
     @property
     def first_position(self) -> int:

@@ -264,14 +264,9 @@ def _check_packed(config: BertConfig, batch: PackedBatch, **given: Tensor | None
     if twice:
         raise ValueError(f"{', '.join(twice)} given beside a packed batch, which holds its own: pass them to pack()")
     if batch.length > config.positions:
-        raise ValueError(
-            f"the batch has rows of up to {batch.length} tokens, but the model {config.positions} positions"
-        )
+        raise ValueError(f"the batch has rows of {batch.length} tokens, but the model {config.positions} positions")
     if batch.first_position not in (None, config.first_position):
-        raise ValueError(
-            f"the batch counts positions from {batch.first_position}, the model from {config.first_position}: pack "
-            "with config=model.config"
-        )
+        raise ValueError(f"the batch counts positions from {batch.first_position}: pack with config=model.config")
     _check_ranges(config, batch.input_ids, batch.token_type_ids, batch.position_ids)
 
 
@@ -291,7 +286,7 @@ def example_inputs(model: Bert, *, batch: int = 2, tokens: int = 16, seed: int =
     config = model.config
     if batch < 1 or not 1 <= tokens <= config.positions:
         raise ValueError(
-            f"batch is {batch} and tokens {tokens}: both must be positive, and tokens at most {config.positions}"
+            f"batch is {batch}, tokens {tokens}: expected 1 or more, and at most {config.positions} tokens"
         )
     generator = validate.seeded(seed)
     column = torch.arange(tokens, device="cpu")

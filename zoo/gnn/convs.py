@@ -56,19 +56,13 @@ class _Conv(nn.Module):
         """Prepare a graph. Features of sources, and of destinations, come with the layer that takes them."""
         if isinstance(graph, GraphTensors):
             if edge_weight is not None:
-                raise ValueError(
-                    "edge_weight was given beside prepared tensors; put it into the graph they are of: "
-                    "graph.with_weights(edge_weight)"
-                )
+                raise ValueError("edge_weight beside prepared tensors; use graph.with_weights(edge_weight)")
             return graph
         for x, linear in features:
             if linear is not None:
                 check_features(x, linear.in_features, linear.weight)
             elif not isinstance(x, Tensor):
-                raise TypeError(
-                    f"x of the destinations is a {type(x).__name__}, expected a tensor; without root weight its rows "
-                    "are counted and nothing is read: torch.empty(D, 0)"
-                )
+                raise TypeError(f"x of the destinations is a {type(x).__name__}, expected a tensor: torch.empty(D, 0)")
         prepared = self._memory.prepare(graph, edge_weight, [x for x, _ in features], self.recipe)
         counts = prepared.num_sources, prepared.num_destinations
         for (x, _), count in zip(features, counts, strict=False):

@@ -448,9 +448,7 @@ class GraphMemory:
         x, dtype = features[0], weight_dtype(features[0])
         if isinstance(graph, CSRGraph):
             if edge_weight is not None:
-                raise ValueError(
-                    "edge_weight was given beside a CSRGraph; put it into the graph: graph.with_weights(edge_weight)"
-                )
+                raise ValueError("edge_weight beside a CSRGraph; use graph.with_weights(edge_weight)")
             return graph.prepared(recipe, dtype)
         check_edges(graph, edge_weight)
         if is_step_input(graph):
@@ -504,9 +502,7 @@ def check_features(x: Tensor, channels: int, weight: Tensor) -> None:
 def check_nodes(x: Tensor, count: int, device: torch.device) -> None:
     """Refuse features that are not one row for each node of the graph, on its device."""
     if x.shape[0] != count:
-        raise ValueError(
-            f"x has {x.shape[0]} rows and the graph has {count} nodes; prepare the graph with num_nodes={x.shape[0]}"
-        )
+        raise ValueError(f"x has {x.shape[0]} rows, the graph {count} nodes; prepare it with num_nodes={x.shape[0]}")
     if x.device != device:
         raise ValueError(f"x is on {x.device} and the graph on {device}; move one of them, graph.to({x.device})")
 
@@ -514,10 +510,7 @@ def check_nodes(x: Tensor, count: int, device: torch.device) -> None:
 def check_edges(edge_index: Tensor, edge_weight: Tensor | None) -> None:
     """Refuse a raw graph of a wrong kind or shape. Reads no value."""
     if isinstance(edge_index, list) and any(isinstance(each, GraphTensors) for each in edge_index):
-        raise TypeError(
-            "edge_index is a list of GraphTensors, as torch's DataLoader makes of a batch's graphs; pass "
-            "tuple(batch.graphs), or move the batch by batch.to(device), which makes them a tuple again"
-        )
+        raise TypeError("edge_index is a list of GraphTensors; pass tuple(batch.graphs), or use batch.to(device)")
     hint = "; transpose it with .t()" if getattr(edge_index, "shape", ())[1:] == (2,) else ""
     validate.tensor("edge_index", edge_index, "2 E", kinds=(torch.int64,), hint=hint)
     if edge_weight is not None:

@@ -144,10 +144,7 @@ class GATConfig(GNNConfig):
         validate.positive(self, "heads")
         hidden = self.num_layers > 1 or not self.ends_in_conv
         if self.concat and hidden and self.hidden_channels % self.heads:
-            raise ValueError(
-                f"hidden_channels is {self.hidden_channels} and heads {self.heads}: with concat=True the heads share "
-                "the width, so it must be a multiple of their number"
-            )
+            raise ValueError(f"heads is {self.heads}, which does not divide hidden_channels {self.hidden_channels}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -353,10 +350,7 @@ class _Model(nn.Module):
         """Check tensors that are prepared already: of one graph, or of a sampled batch with a graph per layer."""
         single = isinstance(graphs, GraphTensors)
         if not single and not all(isinstance(each, GraphTensors) for each in graphs):
-            raise TypeError(
-                f"edge_index is a {type(graphs).__name__} of {[type(each).__name__ for each in graphs]}; "
-                "of a SampledBatch pass batch.graphs, with x[batch.nodes]"
-            )
+            raise TypeError(f"edge_index is a {type(graphs).__name__}; pass batch.graphs with x[batch.nodes]")
         if self.recipe.self_loops or self.recipe.normalize or edge_weight is not None:
             raise ValueError(
                 f"{type(self).__name__} was given prepared tensors (of a sampled batch), which do not say whether "
@@ -453,9 +447,7 @@ class GraphSAGE(_Model):
 def _check_layers(x: Tensor, graphs: tuple[GraphTensors, ...], layers: int) -> None:
     """Each layer's graph must read the rows that the layer before it computes, and write at most as many."""
     if len(graphs) != layers:
-        raise ValueError(
-            f"there are graphs of {len(graphs)} layers and the model has {layers}; sample as many hops as it has layers"
-        )
+        raise ValueError(f"there are {len(graphs)} graphs, but {layers} layers; sample as many hops as layers")
     if (nodes := _sources(graphs[0], x.shape[0])) != x.shape[0]:
         raise ValueError(f"x has {x.shape[0]} rows and the batch {nodes} nodes; pass x[batch.nodes]")
     check_nodes(x, nodes, graphs[0].rowptr.device)
@@ -463,10 +455,7 @@ def _check_layers(x: Tensor, graphs: tuple[GraphTensors, ...], layers: int) -> N
     for index, graph in enumerate(graphs):
         rows = graph.rowptr.shape[0] - 1
         if rows > known or _sources(graph, known) != known:
-            raise ValueError(
-                f"the graph of layer {index} takes {_sources(graph, known)} rows to {rows}, and the layer is given "
-                f"{known}; pass the graphs of a SampledBatch as they are"
-            )
+            raise ValueError(f"layer {index} is given {known} rows, its graph takes others; pass batch.graphs as it is")
         known = rows
 
 

@@ -258,10 +258,8 @@ class NeighborSampler:
             raise ValueError(f"seeds must be nodes of the graph, 0 to {self.num_nodes - 1}, and at least one")
         different, times = self.seeds.unique(return_counts=True)
         if len(different) != len(self.seeds):
-            raise ValueError(
-                f"node {int(different[times > 1][0])} is {int(times.max())} times among the seeds, and a batch holds "
-                "each node once; to see some more often, run more epochs over them"
-            )
+            node, count = int(different[times > 1][0]), int(times.max())
+            raise ValueError(f"node {node} is {count} times among the seeds, and a batch holds each node once")
         self.fanouts, self.batch_size = tuple(fanouts), batch_size
         self.shuffle, self.seed, self.workers = shuffle, seed, workers
         most = self._most()

@@ -63,9 +63,7 @@ class GenerationOptions:
         if not (isinstance(self.temperature, (int, float)) and 0 <= self.temperature < math.inf):
             raise ValueError(f"temperature is {self.temperature!r}, expected 0 for greedy or a positive number")
         if self.top_p is not None and not (isinstance(self.top_p, (int, float)) and 0 < self.top_p <= 1):
-            raise ValueError(
-                f"top_p is {self.top_p!r}, expected a probability above 0, up to 1, or None for all tokens"
-            )
+            raise ValueError(f"top_p is {self.top_p!r}, expected a probability above 0, or None for all tokens")
         if self.seed is not None:
             validate.check_seed(self.seed)
 
@@ -145,10 +143,7 @@ class GenerationMixin(nn.Module):
         longest, limit = max(map(len, rows)) + checked.max_new_tokens, self.config.max_position_embeddings
         if cache is None:
             if longest > limit:
-                raise ValueError(
-                    f"the longest prompt and max_new_tokens are {longest} tokens together, but the model has {limit} "
-                    "positions"
-                )
+                raise ValueError(f"prompt and max_new_tokens are {longest} tokens, but the model has {limit} positions")
             # A power of two, so that texts of similar lengths share their graphs.
             batch, slots = len(rows), min(max(16, 1 << (longest - 1).bit_length()), limit)
         else:
@@ -202,9 +197,7 @@ class Session:
         if cache is not None:
             check_is_cache(cache)
             if (cache.batch, cache.slots) != (batch, slots):
-                raise ValueError(
-                    f"cache has {cache.batch} rows of {cache.slots} slots, but batch is {batch} and slots {slots}"
-                )
+                raise ValueError(f"cache is {cache.batch} x {cache.slots}, but batch is {batch} and slots {slots}")
         self.model = model
         self.cache = model.make_cache(batch, slots) if cache is None else cache
         self.state = DecodeState(batch, slots, self.cache.device)

@@ -363,10 +363,7 @@ class LLM(GenerationMixin):
         x = self.embed_tokens(input_ids)
         batch, tokens = input_ids.shape
         if cache is not None and x.requires_grad:
-            raise ValueError(
-                "a cache is written in place and has no gradients: call the model under torch.inference_mode() or "
-                "torch.no_grad(), or leave out the cache"
-            )
+            raise ValueError("a cache has no gradients: call the model under torch.inference_mode(), or without it")
         positions = position_ids
         if positions is None:
             positions = torch.arange(tokens, device=x.device)[None]
@@ -428,10 +425,7 @@ def _check_inputs(
     batch, tokens = input_ids.shape
     sizes = {"B": batch, "T": tokens}
     if attention_mask is not None and cache is not None:
-        raise ValueError(
-            "attention_mask and cache cannot both be given: a row's token of position p lies in slot p, without "
-            "padding; pass position_ids, and repeat the last token of short rows to fill them up"
-        )
+        raise ValueError("attention_mask and cache cannot both be given; repeat the last token of short rows")
     if attention_mask is not None:
         validate.tensor("attention_mask", attention_mask, "B T", sizes=sizes)
     if cache is not None:

@@ -21,10 +21,7 @@ from zoo.weights import Table, WeightMap, refuse_changed
 def table(config: ResNetConfig) -> Table:
     """{theirs: ours}; ValueError for a folded model, whose norms are part of its convolutions."""
     if config.folding is not None:
-        raise ValueError(
-            "these are weights of a model with batch norms, and folding is on: create the model without it and call "
-            "zoo.resnet.fold_batch_norm(model)"
-        )
+        raise ValueError("folding is on, and these weights have batch norms: load them, then fold_batch_norm")
     names = {"conv1": "stem.conv", "bn1": "stem.norm", "fc": "head.fc"}
     last = 3 if config.block == "bottleneck" else 2
     for stage in range(4):
@@ -231,10 +228,7 @@ def fold_batch_norm(model: ResNet, *, convolutions: str = "glue", pointwise: str
     if model.config.folding is not None:
         raise ValueError("the batch norms of this model are folded already; fold the one it came from")
     if not model.config.norm_options.get("track_running_stats", True):
-        raise ValueError(
-            "norm_kwargs has track_running_stats=False: its norms take the statistics of each batch, which no weight "
-            "can hold"
-        )
+        raise ValueError("track_running_stats is False: norms that use each batch cannot be folded")
     folding = Folding(convolutions=convolutions, pointwise=pointwise)
     with torch.device("meta"):
         folded = ResNet(dataclasses.replace(model.config, folding=folding))

@@ -129,14 +129,9 @@ class ResNetConfig:
         if self.norm_options.get("momentum", 0.1) is None:
             raise ValueError("norm_kwargs has momentum=None, a cumulative average that reads the device at each step")
         if self.block == "basic" and (self.groups, self.width_per_group) != (1, 64):
-            raise ValueError(
-                f"groups is {self.groups} and width_per_group {self.width_per_group}: basic blocks have neither; use "
-                "block='bottleneck'"
-            )
+            raise ValueError(f"groups is {self.groups} and width_per_group {self.width_per_group}: use bottlenecks")
         if self.block == "basic" and any(shape.dilation != 1 for stage in self.stages() for shape in stage):
-            raise ValueError(
-                f"replace_stride_with_dilation is {dilated}: basic blocks cannot be dilated; use block='bottleneck'"
-            )
+            raise ValueError(f"replace_stride_with_dilation is {dilated}: basic blocks cannot be dilated")
 
     @property
     def norm_options(self) -> dict[str, Any]:

@@ -58,9 +58,7 @@ def checkpoint_regions(
         blocks = [each for each in model.modules() if type(each) is cls and not held.isdisjoint(each.modules())]
     if not blocks:
         names = sorted({type(module).__name__ for module in regions})
-        raise ValueError(
-            f"no compiled region is a {cls.__name__}, and no {cls.__name__} has one in it; there are {', '.join(names)}"
-        )
+        raise ValueError(f"no compiled region is or is in a {cls.__name__}; there are {', '.join(names)}")
     if cls.forward is nn.Module.forward:
         raise ValueError(f"a {cls.__name__} is never called, only what it holds: name the class of that")
     if any(isinstance(block._compiled_call_impl, _Checkpointed) for block in blocks):

@@ -85,9 +85,7 @@ class AdamW(torch.optim.AdamW):
 
 def _refuse_other_than_fused(foreach: bool | None, fused: bool | None) -> None:
     if foreach or fused is False:
-        raise ValueError(
-            f"foreach is {foreach} and fused {fused}, but this AdamW is always fused; use torch.optim.AdamW for others"
-        )
+        raise ValueError(f"foreach is {foreach} and fused {fused}: this AdamW is fused; see torch.optim.AdamW")
 
 
 class FrozenOptions:
@@ -102,10 +100,7 @@ class FrozenOptions:
         """RuntimeError if a number changed, a tensor (the learning rate) was replaced, or other parameters learn."""
         groups = self._optimizer.param_groups
         if len(groups) != len(self._seen):
-            raise RuntimeError(
-                f"the optimizer has {len(groups)} parameter groups, {len(self._seen)} were captured: call "
-                "step.release() to capture anew"
-            )
+            raise RuntimeError(f"{len(groups)} parameter groups, {len(self._seen)} were captured: call step.release()")
         for index, (group, seen) in enumerate(zip(groups, self._seen, strict=True)):
             for name, value in self._options(group).items():
                 was = seen.get(name)
@@ -121,11 +116,8 @@ class FrozenOptions:
                     f"{remedy}, or call step.release() to capture anew"
                 )
 
-        if (learning := self._which_learn()) != self._learning:
-            raise RuntimeError(
-                f"of the optimizer's parameters {sum(self._learning)} learnt when the step was captured, and "
-                f"{sum(learning)} do now, or others: call step.release() to capture anew"
-            )
+        if self._which_learn() != self._learning:
+            raise RuntimeError("other parameters learn than when the step was captured: call step.release()")
 
     def _which_learn(self) -> list[bool]:
         return [param.requires_grad for group in self._optimizer.param_groups for param in group["params"]]

@@ -60,9 +60,7 @@ def load(step: Any, folder: Path, others: Mapping[str, Any]) -> None:
     if rest.get("format") != _FORMAT:
         raise ValueError(f"{folder / REST} has format {rest.get('format')}, this release reads {_FORMAT}")
     if set(rest["others"]) != set(others):
-        raise ValueError(
-            f"{folder} holds the states of {sorted(rest['others'])}, given to load into are {sorted(others)}"
-        )
+        raise ValueError(f"{folder} holds states of {sorted(rest['others'])}, given are {sorted(others)}")
     for name, other in others.items():
         if not hasattr(other, "load_state_dict"):
             raise ValueError(f"{name} is a {type(other).__name__} without load_state_dict()")

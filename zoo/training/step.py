@@ -416,9 +416,7 @@ def _check_loss(loss: Any) -> None:
         what = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(f"the loss function returned {what}, expected a floating-point scalar: loss.mean()?")
     if not loss.requires_grad:
-        raise ValueError(
-            "the loss has no gradient: it was detached, computed under no_grad, or depends on no parameter that learns"
-        )
+        raise ValueError("the loss has no gradient: it was detached, or depends on no parameter that learns")
 
 
 def capture_obstacles(model: nn.Module, optimizer: Optimizer) -> list[str]:

@@ -145,10 +145,7 @@ class UNetConfig:
             if values is not None and len(values) != levels:
                 raise ValueError(f"{name} is {values!r}, expected a depth for each of {levels} levels")
         if self.reverse_transformer_layers_per_block is None and any(isinstance(depth, tuple) for depth in depths):
-            raise ValueError(
-                f"transformer_layers_per_block is {depths!r}: depths of single transformers need "
-                "reverse_transformer_layers_per_block for the way up"
-            )
+            raise ValueError(f"a depth per transformer in {depths!r}: these need reverse_transformer_layers_per_block")
         for block in self.blocks():
             for channels in (block.inputs + block.skip, block.outputs):
                 if channels % self.norm_num_groups:

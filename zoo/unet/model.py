@@ -318,10 +318,7 @@ def _check_unsupported(labels: Any, attention: Mapping[str, Any] | None, adapter
         raise ValueError("down_intrablock_additional_residuals is given, and adapters are not supported; leave it out")
     for name, value in (attention or {}).items():
         if name != "scale" or value != 1.0:
-            raise ValueError(
-                f"cross_attention_kwargs has {name}={value!r}, which is not supported: LoRA weights are merged on "
-                "conversion, in the strength that they then have"
-            )
+            raise ValueError(f"cross_attention_kwargs has {name}={value!r}, which is not supported; merge LoRA weights")
 
 
 def _check_sample(sample: Tensor, config: UNetConfig, weight: Tensor) -> None:

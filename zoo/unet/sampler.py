@@ -181,10 +181,7 @@ class Sampler:
         _check_run(schedule, scale)
         guided = scale > 1
         if guided and negative is None:
-            raise ValueError(
-                "negative is missing: with guidance there must be something to lead away from; give the encoding of an "
-                "empty text, or guidance_scale=1"
-            )
+            raise ValueError("negative is missing: encode an empty text, or pass guidance_scale=1")
         texts = {"negative": negative, "text": text} if guided else {"text": text}
         conditions = {"negative_added": negative_added, "added": added} if guided else {"added": added}
         if latents is None:
@@ -245,9 +242,7 @@ class Sampler:
                 rows = value.expand(batch, -1).to(self.model.device)
                 parts = joined.setdefault(key, [])
                 if parts and rows.shape != parts[0].shape:
-                    raise ValueError(
-                        f"{key} is {list(parts[0].shape)} on one side of guidance, {list(rows.shape)} on the other"
-                    )
+                    raise ValueError(f"{key} is {list(parts[0].shape)} on one side, {list(rows.shape)} on the other")
                 parts.append(rows)
         return {key: torch.cat(parts) for key, parts in joined.items()} or None
 
@@ -279,15 +274,10 @@ def _check_model(model: UNet, shape: tuple[int, ...]) -> None:
         raise TypeError(f"model is a {type(model).__name__}, expected a UNet of the zoo")
     config = model.config
     if config.in_channels != config.out_channels:
-        raise ValueError(
-            f"the model takes {config.in_channels} channels and gives {config.out_channels}: use one that takes an "
-            "image or a mask beside the noise in diffusers' pipelines"
-        )
+        ends = f"takes {config.in_channels} channels and gives {config.out_channels}"
+        raise ValueError(f"the model {ends}: an image or a mask beside the noise needs diffusers' pipelines")
     if config.time_cond_proj_dim is not None:
-        raise ValueError(
-            f"the model has time_cond_proj_dim={config.time_cond_proj_dim}: use one that takes its guidance as a "
-            "condition in diffusers' pipelines"
-        )
+        raise ValueError(f"the model has time_cond_proj_dim={config.time_cond_proj_dim}: use diffusers' pipelines")
     if len(shape) != 4 or not all(map(validate.is_count, shape)):
         raise ValueError(f"shape is {shape!r}, expected four positive integers: [B, {config.in_channels}, H, W]")
     if shape[1] != config.in_channels:

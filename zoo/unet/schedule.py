@@ -82,9 +82,7 @@ def make_schedule(scheduler: Any, steps: int, *, solver: str | None = None) -> S
         if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps <= total:
             raise ValueError(f"steps is {steps!r}, expected an integer from 1 to {total}")
         if len(theirs.alphas_cumprod) != total:
-            raise ValueError(
-                f"trained_betas has {len(theirs.alphas_cumprod)} values, and num_train_timesteps is {total}"
-            )
+            raise ValueError(f"trained_betas has {len(theirs.alphas_cumprod)} values, num_train_timesteps is {total}")
         theirs.set_timesteps(steps)
         # In float64 the tables, which diffusers made in float32, are as exact as before, and sums of them more so.
         for name, value in vars(theirs).items():
