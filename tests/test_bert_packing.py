@@ -156,7 +156,7 @@ def test_buckets_of_typical_sizes_and_one_for_the_rest() -> None:
         assert batch.input_ids.numel() in buckets and batch.offsets.shape == (rows + filling + 1,)
     assert len(token_buckets(rows, length, steps=5, typical=(512, 512))) == 1
     for wrong, how in (((0, 9), 2), ((9, 8), 2), ((9, 513), 2), ((9, 99), 1)):
-        with pytest.raises(ValueError, match="from 1 to 512, and a step beside the largest"):
+        with pytest.raises(ValueError, match="from 1 to 512, and at least 2 steps"):
             token_buckets(rows, length, steps=how, typical=wrong)
 
 
@@ -296,5 +296,5 @@ def test_kernels_train(dropout: float, compiled: bool) -> None:
 
 def test_a_batch_moves_to_devices_and_not_to_dtypes() -> None:
     batch = pack(torch.ones(2, 3, dtype=torch.int64))
-    with pytest.raises(TypeError, match=r"device is torch\.float16.*whatever the dtype of the model"):
+    with pytest.raises(TypeError, match=r"device is torch\.float16.*keeps its dtypes"):
         batch.to(torch.float16)  # type: ignore[arg-type]

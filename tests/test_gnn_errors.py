@@ -93,7 +93,7 @@ def calls() -> dict[str, tuple[Callable[[], object], str]]:
         "weights for sage": (lambda: sage(X, EDGES, weights), "does not use edge weights"),
         "prepared with weights for sage": (lambda: sage.prepare(EDGES, weights), "GraphSAGE does not use edge weights"),
         "weighted graph for gat": (lambda: gat(X, weighted), "carries edge weights, which this layer does not use"),
-        "weights twice": (lambda: gcn(X, graph, weights), r"beside a CSRGraph.*with_weights"),
+        "weights twice": (lambda: gcn(X, graph, weights), r"with a CSRGraph.*with_weights"),
         "fewer nodes in the graph": (lambda: gcn(torch.randn(6, 12), graph), r"x has 6 rows.*5 nodes.*num_nodes=6"),
         "prepared for fewer nodes": (lambda: gat(X, gat.prepare(EDGES, num_nodes=7)), "x has 5 rows.*7 nodes"),
         "prepared with another number of nodes": (
@@ -116,7 +116,7 @@ def calls() -> dict[str, tuple[Callable[[], object], str]]:
         **{
             f"weights beside tensors, {type(conv).__name__}": (
                 lambda conv=conv: conv(X, graph.tensors, weights),
-                r"edge_weight beside prepared tensors.*with_weights",
+                r"edge_weight was given with prepared tensors.*with_weights",
             )
             for conv in (GCNConv(12, 3), SAGEConv(12, 3, aggr="sum"), GATConv(12, 3))
         },

@@ -198,11 +198,11 @@ def test_one_stream_at_a_time(model: LLM) -> None:
     first = session.stream([[4, 5]], max_new_tokens=30, stride=3)
     next(first)
     session.reset()
-    with pytest.raises(RuntimeError, match="cannot go on"):
+    with pytest.raises(RuntimeError, match="cannot continue"):
         next(first)
     late = session.stream([[4, 5]], max_new_tokens=3)
     session.generate([[4]], max_new_tokens=3)
-    with pytest.raises(RuntimeError, match="cannot go on"):
+    with pytest.raises(RuntimeError, match="cannot continue"):
         next(late)
 
 

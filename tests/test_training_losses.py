@@ -112,7 +112,7 @@ def test_the_backward_runs_once():
     x, weight, labels = draw((20,), torch.float32)
     loss = LinearCrossEntropy(8)(x, weight, labels)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="frees its gradients in the backward; compute the loss anew"):
+    with pytest.raises(RuntimeError, match="frees its gradients in the backward; compute the loss again"):
         loss.backward()
 
 

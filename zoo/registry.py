@@ -1,4 +1,4 @@
-"""Families and their models by name: the one place that knows what the zoo holds."""
+"""The families of the zoo, and their models by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zoo.weights import WeightMap, check_dtype, check_finite
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What the zoo needs to know about a family to build, convert, test and benchmark its models.
+    """A family's models: how to build, convert, test and benchmark them.
 
     Every model keeps its config as ``model.config`` and its regions as ``type(model).regions``.
 
@@ -95,7 +95,7 @@ def create(
     Args:
         name: One of ``list_models()``.
         weights: None for random weights, else a local file or folder (safetensors, or a ``.pt``/``.pth`` holding
-            tensors only), a hub id, or what the upstream library calls its own (torchvision: ``"IMAGENET1K_V2"``).
+            tensors only), a hub id, or the upstream library's own name (torchvision: ``"IMAGENET1K_V2"``).
             Keys may be the zoo's or the upstream library's.
         device: Where to build; torch's default device when left out.
         dtype: Floating-point dtype of the parameters; torch's default dtype when left out.

@@ -41,7 +41,7 @@ def tensor(
     *,
     kinds: str | Collection[torch.dtype] | None = None,
     like: Tensor | torch.device | None = None,
-    beside: str = "the weights",
+    like_name: str = "the weights",
     sizes: Mapping[str, int] | None = None,
     empty: bool = True,
     hint: str = "",
@@ -56,7 +56,7 @@ def tensor(
         kinds: ``"integer"`` (int64 or int32), ``"floating"``, or the very dtypes.
         like: A tensor on the same device and, if both are floating, of the same dtype; under autocast of any. Or the
             device alone.
-        beside: What ``like`` is, for the message.
+        like_name: What the message calls ``like``.
         sizes: Of dimensions whose size is known.
         empty: Whether a dimension may be 0.
         hint: What to do about a wrong shape or kind.
@@ -74,8 +74,8 @@ def tensor(
         raise ValueError(f"{name} has shape {list(given.shape)}, expected {_shown(shape, sizes)}, none of them 0")
     device = like.device if isinstance(like, Tensor) else like
     if device is not None and given.device != device:
-        raise ValueError(f"{name} is on {given.device} and {beside} on {device}; move one of them")
-    kind(name, given, kinds, like=like if isinstance(like, Tensor) else None, beside=beside, hint=hint)
+        raise ValueError(f"{name} is on {given.device} and {like_name} on {device}; move one of them")
+    kind(name, given, kinds, like=like if isinstance(like, Tensor) else None, like_name=like_name, hint=hint)
 
 
 def kind(
@@ -84,7 +84,7 @@ def kind(
     kinds: str | Collection[torch.dtype] | None,
     *,
     like: Tensor | None = None,
-    beside: str = "the weights",
+    like_name: str = "the weights",
     hint: str = "",
 ) -> None:
     """The dtype of a tensor; see :func:`tensor`.
@@ -108,7 +108,7 @@ def kind(
     castable = given.is_floating_point() and torch.float64 not in (given.dtype, like.dtype)
     if not castable or not torch.is_autocast_enabled(given.device.type):
         also = ", or torch.autocast" if castable else ""
-        raise TypeError(f"{name} is {given.dtype} and {beside} {like.dtype}; use {name}.to({like.dtype}){also}")
+        raise TypeError(f"{name} is {given.dtype} and {like_name} {like.dtype}; use {name}.to({like.dtype}){also}")
 
 
 def on_host(tensor: Tensor) -> bool:
@@ -160,7 +160,7 @@ def seeded(seed: int) -> torch.Generator:
 def check_device(device: torch.device | str, what: str) -> None:
     """Refuse a dtype in the place of a device, which would turn the indices in ``what`` into floats."""
     if isinstance(device, torch.dtype):
-        raise TypeError(f"device is {device}: {what} moves to devices alone, and fits whatever the dtype of the model")
+        raise TypeError(f"device is {device}: {what} moves to a device, and keeps its dtypes")
 
 
 # Fields of configs

@@ -2,7 +2,7 @@
 
 A family writes the table and two functions in its ``convert.py``; the :class:`WeightMap` of them does the rest::
 
-    def table(config):  # modules or tensors; {} stands for an index; a module stands for all tensors in it
+    def table(config):  # modules or tensors; {} is an index; a module means all tensors in it
         width = config.width
         return {
             "encoder.layer.{}.dense": "layers.{}.linear",
@@ -84,7 +84,7 @@ class WeightMap(Generic[Model]):
             names the option if the zoo does not support it.
         skeleton: Config to the upstream library's module, on the meta device.
         build: Config to our model; the first of ``classes`` when left out.
-        finish: Computes what is in no state dict of a module made by ``skeleton``, in place.
+        finish: Computes, in place, the tensors of ``skeleton``'s module that no state dict holds.
         tensors_of: An upstream module's tensors by the table's names, ``requires_grad`` kept; its state dict when left
             out.
         adapt: (tensors, config, source) to the tensors by the table's names, for files of older releases.
@@ -94,7 +94,7 @@ class WeightMap(Generic[Model]):
         write_config: (config, dtype, folder) writes the library's ``config.json``.
         stem: Of the files with weights.
         use_fields: Fields of the config in which a folder may differ from a preset.
-        find: (preset, weights) to the path of what the library knows by name; None for paths and hub ids.
+        find: (preset, weights) to the path of weights that the library knows by name; None for paths and hub ids.
     """
 
     name: str
@@ -341,7 +341,7 @@ def fill(
             if tensor.shape != part.shape:
                 raise ValueError(f"{source}: {key} has shape {tuple(tensor.shape)}, expected {tuple(part.shape)}")
             if dtype is None and tensor.dtype != part.dtype:
-                raise ValueError(f"{source}: {key} is {tensor.dtype}, but {part.dtype} is beside it in {place.name}")
+                raise ValueError(f"{source}: {key} is {tensor.dtype}, but {place.name} has {part.dtype} for others")
             if not place.repeated:
                 part.copy_(tensor)
                 continue

@@ -64,7 +64,7 @@ class MaskedLMHead(nn.Module):
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        # RoBERTa's head has this activation whatever its layers have.
+        # RoBERTa's head always has GELU.
         self.activation = ACTIVATIONS["gelu" if config.kind == "roberta" else config.hidden_act]
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
@@ -140,7 +140,7 @@ class SpanHead(nn.Module):
         """X [B, T, C] or [N, C]; start and end [B], the answer's first and last token -> scores of both.
 
         Targets below zero mean the first token, those past the row no answer. A packed batch comes with its B ``rows``,
-        its T ``row_length`` and ``places`` [N]: where each token stands in B x T, ``rows * row_length`` for filling.
+        its T ``row_length`` and ``places`` [N], the index of each token in B x T; ``rows * row_length`` is filling.
         """
         start_logits, end_logits = (part.contiguous() for part in self.outputs(x).unbind(-1))
         if start is None or end is None:

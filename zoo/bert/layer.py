@@ -61,7 +61,7 @@ class BertConfig:
         layer_norm_eps: Added to the variance.
         pad_token_id: Gets no gradient; RoBERTa counts positions by it.
         hidden_act: Of the MLP: ``gelu``, ``gelu_new``, ``gelu_pytorch_tanh`` or ``relu``.
-        hidden_dropout_prob: Of embeddings and of what is added to the residual stream.
+        hidden_dropout_prob: Of embeddings and of the outputs of attention and MLP.
         attention_probs_dropout_prob: Of the attention's weights.
         head: ``none`` (hidden states), ``pooled`` (and the first token's, pooled), ``masked-lm``,
             ``sequence-classification``, ``token-classification`` or ``question-answering``.
@@ -265,10 +265,10 @@ def attend(qkv: Tensor, heads: int, mask: Tensor | None, rows: Rows | None, drop
 
 
 def key_mask(attention_mask: Tensor, like: Tensor) -> Tensor:
-    """[B, T], 0 where there is padding -> [B, 1, 1, T], what is added to scores: minus infinity for padding, else 0.
+    """A mask [B, T], 0 for padding -> the bias of scores [B, 1, 1, T]: minus infinity for padding, else 0.
 
-    It has the dtype of the scores of ``like``, so that no layer converts it. A row of padding alone sees itself: nobody
-    reads its values, and they are finite.
+    It has the dtype of the scores of ``like``, so that no layer converts it. A row of padding alone sees itself, so
+    that its unused values are finite.
     """
     hidden = attention_mask == 0
     hidden = hidden & ~hidden.all(dim=1, keepdim=True)

@@ -4,8 +4,8 @@
     pack ─▶ ids [N], offsets ┴─ embeddings ─ layer ─ layer ─ ... ─ head ─▶ scores, loss
     mask or rows ───────────────────────────┴─ to every layer
 
-What depends on lengths alone (the mask, the tables of a packed batch) is done outside the regions, once a call. All
-layers are one graph, whatever their number. Embeddings and small heads stay eager.
+The mask and the tables of a packed batch, which depend on lengths alone, are made outside the regions, once per call.
+All layers share one graph, at any depth. Embeddings and small heads stay eager.
 
 Shape legend: B rows, T tokens of a row, N tokens of a packed batch, C width, V vocabulary.
 """
@@ -262,7 +262,7 @@ def _check_padded(
 def _check_packed(config: BertConfig, batch: PackedBatch, **given: Tensor | None) -> None:
     twice = [name for name, value in given.items() if value is not None]
     if twice:
-        raise ValueError(f"{', '.join(twice)} given beside a packed batch, which holds its own: pass them to pack()")
+        raise ValueError(f"{', '.join(twice)} given with a packed batch, which holds its own: pass them to pack()")
     if batch.length > config.positions:
         raise ValueError(f"the batch has rows of {batch.length} tokens, but the model {config.positions} positions")
     if batch.first_position not in (None, config.first_position):

@@ -33,7 +33,7 @@ class PackedBatch(NamedTuple):
         position_ids: [N].
         token_type_ids: [N], or None for type 0.
         offsets: [S + 1] int32, where each row begins, and the end of the last.
-        places: [N] int64, where each token stands in B x T; B * T for what fills the batch up.
+        places: [N] int64, the index of each token in B x T; B * T for filling.
         rows: B.
         length: T, which bounds all rows.
         first_position: Where positions were counted from; None where they were given.
@@ -90,7 +90,7 @@ def token_buckets(rows: int, length: int, *, steps: int = 8, typical: tuple[int,
         if not 1 <= low <= high <= rows * length or steps < 2:
             raise ValueError(
                 f"typical is {typical} and steps {steps}; expected the fewest and the most tokens of a usual batch, "
-                f"from 1 to {rows * length}, and a step beside the largest"
+                f"from 1 to {rows * length}, and at least 2 steps"
             )
         between = [low + (high - low) * step / (steps - 1) for step in range(1, steps)]
         tokens = [*between, rows * length]
@@ -181,9 +181,9 @@ def unpack(packed: _Packed, batch: PackedBatch, fill: float = 0) -> _Packed:
     """Put the padding back.
 
     Args:
-        packed: [N, ...], or what a model returned for the batch.
+        packed: [N, ...], or a model's output for the batch.
         batch: The batch.
-        fill: What stands where no token is.
+        fill: The value of padding.
 
     Returns:
         [B, T, ...], or the same output with padded tensors.
@@ -210,11 +210,11 @@ def check_ids(
         ("position_ids", position_ids, "B T | 1 T"),
     ):
         if value is not None:
-            validate.tensor(name, value, shape, like=input_ids, beside="input_ids", sizes=sizes)
+            validate.tensor(name, value, shape, like=input_ids, like_name="input_ids", sizes=sizes)
 
 
 def counted_positions(input_ids: Tensor, padding_idx: int) -> Tensor:
-    """RoBERTa's positions of a padded batch [B, T]: from ``padding_idx + 1`` over what is not padding."""
+    """RoBERTa's positions of a padded batch [B, T]: from ``padding_idx + 1`` over the tokens."""
     token = input_ids != padding_idx
     return token.cumsum(1) * token + padding_idx
 

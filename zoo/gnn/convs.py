@@ -56,7 +56,7 @@ class _Conv(nn.Module):
         """Prepare a graph. Features of sources, and of destinations, come with the layer that takes them."""
         if isinstance(graph, GraphTensors):
             if edge_weight is not None:
-                raise ValueError("edge_weight beside prepared tensors; use graph.with_weights(edge_weight)")
+                raise ValueError("edge_weight was given with prepared tensors; use graph.with_weights(edge_weight)")
             return graph
         for x, linear in features:
             if linear is not None:

@@ -1,7 +1,7 @@
 """Prepared graphs: edges sorted by destination, with self-loops and normalisation done once.
 
 ``CSRGraph`` is the prepared graph, ``GraphMemory`` remembers the graphs that were prepared from raw edges. Both work
-outside of what is compiled.
+outside compiled code.
 
 Shape legend: N nodes, S sources and D destinations of a rectangular graph, E edges, C channels.
 """
@@ -71,7 +71,7 @@ class _Edges(NamedTuple):
 
 
 class _Structure:
-    """A graph without weights. Graphs that differ in weights and recipe share it, and what is derived from it."""
+    """A graph without weights. Graphs that differ in weights and recipe share it and its derived tensors."""
 
     def __init__(self, edges: _Edges, inputs: int, sizes: tuple[int, int]) -> None:
         order = torch.sort(edges.destination, stable=True).indices
@@ -160,7 +160,7 @@ class CSRGraph:
     that come from one ``from_edge_index``.
 
     ``tensors`` is what regions see. Weights that require grad stay part of the autograd graph: they are normalised
-    anew at each use, everything else is done once. In-place changes of the ``edge_index`` or of weights without grad
+    at each use, everything else is done once. In-place changes of the ``edge_index`` or of weights without grad
     are not seen: build another graph.
     """
 
@@ -202,13 +202,12 @@ class CSRGraph:
         """
         check_edges(edge_index, edge_weight)
         with torch.inference_mode(False), torch.no_grad():
-            # Subclasses of Tensor (torch-geometric's EdgeIndex) carry metadata that the plain tensor does not need.
-            plain = edge_index.as_subclass(Tensor)
-            sizes, count = _node_counts(plain, num_nodes), plain.shape[1]
+            edge_index = edge_index.as_subclass(Tensor)  # it may be torch-geometric's EdgeIndex
+            sizes, count = _node_counts(edge_index, num_nodes), edge_index.shape[1]
             # Half the bytes to sort, to keep and to read again at every call.
             dtype = torch.int32 if count + max(sizes) < 2**31 else torch.int64
-            source, destination = plain.to(dtype)
-            origin = torch.arange(count, dtype=dtype, device=plain.device)
+            source, destination = edge_index.to(dtype)
+            origin = torch.arange(count, dtype=dtype, device=edge_index.device)
             structure = _Structure(_Edges(source, destination, origin), count, sizes)
         return cls._attach(structure, edge_weight)
 
@@ -385,7 +384,7 @@ def _normalized(structure: _Structure, weight: Tensor | None, dtype: torch.dtype
 
 
 def weight_dtype(x: Tensor) -> torch.dtype:
-    """Weights stay in float32 beside half-precision features: sums over many edges are kept in it anyway."""
+    """Weights are float32 for half-precision features too, whose sums over many edges are accumulated in it."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -411,11 +410,11 @@ def _stamp(tensor: Tensor) -> tuple[Any, ...] | None:
 
 
 class _Entry:
-    def __init__(self, edges: _Seen, num_nodes: tuple[int, int], plain: CSRGraph) -> None:
+    def __init__(self, edges: _Seen, num_nodes: tuple[int, int], unweighted: CSRGraph) -> None:
         self.edges = edges
         self.num_nodes = num_nodes
-        self.plain = plain
-        # Read and written as one: another thread may call with other weights.
+        self.unweighted = unweighted
+        # One tuple, read and written at once: another thread may call with other weights.
         self.weighted: tuple[_Seen, CSRGraph] | None = None
 
 
@@ -448,7 +447,7 @@ class GraphMemory:
         x, dtype = features[0], weight_dtype(features[0])
         if isinstance(graph, CSRGraph):
             if edge_weight is not None:
-                raise ValueError("edge_weight beside a CSRGraph; use graph.with_weights(edge_weight)")
+                raise ValueError("edge_weight was given with a CSRGraph; use graph.with_weights(edge_weight)")
             return graph.prepared(recipe, dtype)
         check_edges(graph, edge_weight)
         if is_step_input(graph):
@@ -480,13 +479,13 @@ class GraphMemory:
 
     def _weighted(self, entry: _Entry, edge_weight: Tensor | None) -> CSRGraph:
         if edge_weight is None:
-            return entry.plain
+            return entry.unweighted
         if edge_weight.requires_grad or is_step_input(edge_weight):
             # Prepared at each call: weights that learn need a gradient, and inputs of a captured step change.
-            return entry.plain.with_weights(edge_weight)
+            return entry.unweighted.with_weights(edge_weight)
         weighted = entry.weighted
         if weighted is None or not weighted[0].is_still(edge_weight):
-            weighted = entry.weighted = _Seen(edge_weight), entry.plain.with_weights(edge_weight)
+            weighted = entry.weighted = _Seen(edge_weight), entry.unweighted.with_weights(edge_weight)
         return weighted[1]
 
 
@@ -518,7 +517,7 @@ def check_edges(edge_index: Tensor, edge_weight: Tensor | None) -> None:
 
 
 def _check_edge_weight(edge_weight: Tensor, edges: int, device: torch.device) -> None:
-    options: dict[str, Any] = {"like": device, "beside": "the edges", "hint": ", one weight per edge"}
+    options: dict[str, Any] = {"like": device, "like_name": "the edges", "hint": ", one weight per edge"}
     validate.tensor("edge_weight", edge_weight, f"{edges}", kinds="floating", **options)
 
 

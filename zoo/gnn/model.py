@@ -3,9 +3,9 @@
     x [N, C_in] ─ layer ─ layer ─ ... ─ conv ─▶ [N, C_out]         layer: conv ─ epilogue (bias ─ norm ─ act ─ dropout)
     edge_index ─ prepared once ─▶ graph ─┴─ to every conv          with jk all are layers, and a linear head follows
 
-What depends on the graph alone (sorting, self-loops, degrees) is done outside, once. A layer is a region: the product
-with weights, the sum over edges by a kernel whose launch the compiler sees, and the epilogue, over the tensors of the
-graph. The first layer, the last and all between are a graph each, at any depth.
+Sorting, self-loops and degrees, which depend on the graph alone, are done outside the regions, once. A layer is a
+region: the product with weights, the sum over edges by a kernel whose launch the compiler sees, and the epilogue. The
+first layer, the last and all between compile to one graph each, at any depth.
 
 Shape legend: N nodes, E edges, C channels, H heads.
 """
@@ -396,7 +396,7 @@ class GCN(_Model):
         Args:
             x: [N, C_in] features.
             edge_index: [2, E] int64, sources above destinations, or a CSRGraph.
-            edge_weight: [E] factors, beside a raw ``edge_index`` only.
+            edge_weight: [E] factors, with a raw ``edge_index`` only.
 
         Returns:
             [N, C_out].

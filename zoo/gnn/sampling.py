@@ -1,8 +1,8 @@
 """Neighbour sampling for training on large graphs, in few static shapes.
 
 Nodes and edges of a batch are padded to a bucket, so that one compiled and captured step serves every batch of a
-bucket. Threads of the host sample ahead of the training step, or a GPU that holds the edges does. The seed and the kind
-of device alone decide what they draw.
+bucket. Threads of the host sample ahead of the training step, or a GPU that holds the edges does. Draws depend on the
+seed and the kind of device alone.
 
 A batch lists its nodes hop by hop, the seeds first. Each layer computes a prefix of the rows of the layer before it:
 the first layer all nodes but those of the last hop, the next one all but those of the last two hops, the last layer the
@@ -100,7 +100,7 @@ class Subgraph(NamedTuple):
         seeds: [B] int64, the nodes to learn from; fewer at the end of an epoch.
         edge_index: [2, e] int64, sources above destinations, in the numbers of ``nodes``.
         hop_nodes: How many nodes each hop met first, the seeds before all.
-        hop_edges: How many edges each hop drew; they stand in this order.
+        hop_edges: How many edges each hop drew, in the order of ``edge_index``.
     """
 
     nodes: Tensor

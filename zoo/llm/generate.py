@@ -160,7 +160,7 @@ class Session:
     """Holds a cache and the captured steps of a model for a fixed number of rows.
 
     A prompt is padded to a bucket, so that prefill has one graph per bucket; decoding has one graph. After an answer
-    the next prompt goes on where each row ended.
+    the next prompt continues where each row ended.
 
     Args:
         model: A language model of the zoo, compiled or not.
@@ -221,7 +221,7 @@ class Session:
     def stream(self, tokens: Prompts, **options: Any) -> Iterator[Tensor]:
         """The answers as they come: [B, 1] first, then [B, up to stride], on the CPU.
 
-        The next prompt goes on after what was yielded: leaving the loop early cuts the answer there.
+        The next prompt continues after the yielded tokens: leaving the loop early cuts the answer there.
         """
         return self._start(_prompt_rows(tokens, self.model.config.vocab_size), GenerationOptions(**options))
 
@@ -272,7 +272,7 @@ class Session:
 
     def _check_turn(self, turn: int) -> None:
         if self._turn != turn:
-            raise RuntimeError("this session went on to another answer or was reset; an earlier stream cannot go on")
+            raise RuntimeError("the session was reset or began another answer: this stream cannot continue")
 
     def _strides(
         self, rows: list[list[int]], options: GenerationOptions, ends: tuple[int, ...]
@@ -435,7 +435,7 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, un
     weights = weights * (weights.cumsum(-1) - weights < top_p)
     mass = weights.cumsum(-1)
     place = (mass <= uniform[:, None] * mass[:, -1:]).sum(-1, keepdim=True)
-    # Rounding could lead behind the last token that has a weight.
+    # Rounding could lead past the last token that has a weight.
     place = torch.minimum(place, (weights > 0).sum(-1, keepdim=True) - 1)
     return order.gather(-1, place).squeeze(-1)
 

@@ -9,7 +9,7 @@ One layer:
     x ─┬─ norm ─ qkv_proj ─ rotary ─ attention ─ o_proj ─ + ─┬─ norm ─ gate_up_proj ─ SwiGLU ─ down_proj ─ + ─▶ x
        └─────────────── keys, values: cache ──────────────┘  └─────────────────────────────────────────────┘
 
-What depends on positions and padding alone (rotary rows, masks) is computed once per step, outside the regions. All
+Rotary rows and masks, which depend on positions and padding alone, are computed outside the regions, once per step. All
 layers share one graph at any depth: they differ in weights and in their tensor of the cache, which are inputs.
 
 Shapes: B batch, T tokens, L tokens that get logits, V vocabulary, C width, I width inside the MLP, H query heads, K key

@@ -52,7 +52,7 @@ def config_of(module: nn.Module) -> ResNetConfig:
     if type(module.conv1) is not nn.Conv2d:
         _refuse("conv1", module.conv1, "expected a Conv2d")
     if type(module.fc) is not nn.Linear or module.fc.bias is None:
-        _refuse("fc", module.fc, "expected a Linear with a bias; put other heads behind model.features")
+        _refuse("fc", module.fc, "expected a Linear with a bias; put other heads after model.features")
     norm, options = _norm(module.bn1)
     layers = tuple(len(stage) for stage in stages)
     if 0 in layers:

@@ -306,9 +306,9 @@ class Bottleneck(nn.Module):
 
     def __init__(self, config: ResNetConfig, shape: BlockShape) -> None:
         super().__init__()
-        wide = {"stride": shape.stride, "dilation": shape.dilation, "groups": shape.groups}
+        options = {"stride": shape.stride, "dilation": shape.dilation, "groups": shape.groups}
         self.conv1 = Unit(config, shape.inputs, shape.inner, 1)
-        self.conv2 = Unit(config, shape.inner, shape.inner, 3, **wide)
+        self.conv2 = Unit(config, shape.inner, shape.inner, 3, **options)
         self.join = Join(config, shape, 1)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -24,13 +24,12 @@ def checkpoint_regions(
 ) -> nn.Module:
     """Keep only the inputs of blocks for the backward, which runs them a second time.
 
-    A block is a compiled region, or a module around some (or around such as the model leaves eager on this device): all
-    in it runs again then. The second run is compiled as the first one is, so that no graph is added, and moves no
-    running statistics. Call this after ``zoo.compile_regions``; ``zoo.uncompile`` undoes both.
+    A block is a region, or a module around some: all of it runs again. The second run uses the code compiled for the
+    first and moves no running statistics. Call this after ``zoo.compile_regions``; ``zoo.uncompile`` undoes both.
 
     Args:
         model: A model with compiled regions.
-        cls: The exact class of the blocks: the repeated one, whose activations are what fills the memory.
+        cls: The exact class of the blocks, usually the repeated one, whose activations fill the memory.
         every: Checkpoint each n-th block, the first included: 2 keeps the activations of every other one.
         preserve_rng_state: Draw the same dropout in the second run. ``False`` is a little faster and can be captured
             in a CUDA graph; only where nothing in the blocks is random.
@@ -52,7 +51,7 @@ def checkpoint_regions(
     blocks = [module for module in regions if type(module) is cls]
     around = not blocks
     if around:
-        # Where our kernels run a region may be nothing but them, and stay eager: what is around it is a block as well.
+        # A region of our kernels alone stays eager: a module around such regions is a block too.
         declared = {region.cls for region in getattr(type(model), "regions", ())}
         held = set(regions).union(module for module in model.modules() if type(module) in declared)
         blocks = [each for each in model.modules() if type(each) is cls and not held.isdisjoint(each.modules())]
@@ -60,7 +59,7 @@ def checkpoint_regions(
         names = sorted({type(module).__name__ for module in regions})
         raise ValueError(f"no compiled region is or is in a {cls.__name__}; there are {', '.join(names)}")
     if cls.forward is nn.Module.forward:
-        raise ValueError(f"a {cls.__name__} is never called, only what it holds: name the class of that")
+        raise ValueError(f"a {cls.__name__} is never called; name the class of the modules in it")
     if any(isinstance(block._compiled_call_impl, _Checkpointed) for block in blocks):
         raise ValueError(f"regions of {cls.__name__} are checkpointed already; zoo.uncompile(model) undoes it")
     if not around and (eager := sum(block._compiled_call_impl is None for block in blocks)):
@@ -78,7 +77,7 @@ def restores_random_state(model: nn.Module) -> bool:
     """Whether the backward of this model puts a random state back."""
     for module in model.modules():
         call = module._compiled_call_impl
-        # Whoever watches the calls has wrapped them.
+        # A hook on the calls may have wrapped them.
         while call is not None and not isinstance(call, _Checkpointed):
             call = getattr(call, "__wrapped__", None)
         if call is not None and call.preserve_rng_state:

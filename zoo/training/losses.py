@@ -1,4 +1,4 @@
-"""Losses whose memory hurts: cross entropy over a large vocabulary without ever holding all the logits.
+"""Chunked cross entropy over a large vocabulary: all logits are never in memory.
 
 Shapes: N rows (tokens), n rows of a chunk, C width, V classes (the vocabulary).
 """
@@ -28,9 +28,8 @@ class LinearCrossEntropy(nn.Module):
     """Mean cross entropy of ``F.linear(x, weight)``, some rows at a time, forward and backward in one go.
 
     The gradients are computed along with the loss, so logits exist for one chunk only: for 8,192 tokens and a
-    vocabulary of 128,256 a chunk of 2,048 takes 0.5 GB in bfloat16 where all the logits and what a loss makes of them
-    take 10 GB. (The idea is that of Liger's fused linear cross entropy; torch has its own as
-    ``torch.nn.functional.linear_cross_entropy`` from 2.13 on, which leaves compiled graphs.)
+    vocabulary of 128,256 a chunk of 2,048 takes 0.5 GB in bfloat16, where a loss over all logits takes 10 GB. (After
+    Liger's fused linear cross entropy; torch's, from 2.13 on, breaks compiled graphs.)
 
     Its region is the work between the two products: ``zoo.compile_regions(loss)``.
 
@@ -66,7 +65,7 @@ class LinearCrossEntropy(nn.Module):
         """
         _check(x, weight, labels)
         if not torch.is_grad_enabled():
-            # Torch says that an input needs its gradient even where nobody can ask for it.
+            # Under no_grad a Function is still told that its inputs need gradients.
             x, weight = x.detach(), weight.detach()
         device = x.device.type
         if torch.is_autocast_enabled(device):
@@ -82,7 +81,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, rows: nn.Module, chunk: int) -> Tensor:
         share = (labels != IGNORED).sum().clamp_min(1).float().reciprocal()
-        # Float16 ends where gradients of a mean over many rows begin: there the backward makes the sum a mean.
+        # Gradients of a mean over many rows underflow in float16: there the backward divides the sum.
         later = x.dtype == torch.float16
         scale = torch.ones_like(share) if later else share
         losses: list[Tensor] = []
@@ -94,20 +93,20 @@ class _Chunked(torch.autograd.Function):
                 some, grad = rows(x[start : start + len(part_labels)] @ weight.t(), part_labels, scale)
                 losses.append(some)
                 part, grad = slice(start + known, start + len(part_labels)), grad[known:]
-                # Times zero is not read: it is whatever was in memory.
+                # With beta=0 the uninitialised memory is not read.
                 if grad_x is not None:
                     grad_x[part].addmm_(grad, weight, beta=0)
                 if grad_weight is not None:
                     grad_weight.addmm_(grad.t(), x[part], beta=0 if start == 0 else 1)
         ctx.grads, ctx.share = (grad_x, grad_weight), share if later else None
-        # Summed out here, for all chunks at once: where our kernel runs, the region has nothing to generate code for.
+        # Summed outside the region, which is then one kernel of ours and needs no generated code.
         return torch.cat(losses).sum() * share
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.grads is None:
-            raise RuntimeError("LinearCrossEntropy frees its gradients in the backward; compute the loss anew")
+            raise RuntimeError("LinearCrossEntropy frees its gradients in the backward; compute the loss again")
         # One for a loss that is trained on as it is, which costs nothing then.
         scale = grad if ctx.share is None else grad * ctx.share
         for held in ctx.grads:

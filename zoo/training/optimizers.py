@@ -1,4 +1,4 @@
-"""AdamW that updates large parameters at the memory's rate, and what a training step must know of any optimizer."""
+"""A memory-bandwidth AdamW, and a training step's questions to any optimizer."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _refuse_other_than_fused(foreach: bool | None, fused: bool | None) -> None:
 
 
 class FrozenOptions:
-    """An optimizer's options at the capture, which the CUDA graph repeats whatever they are later."""
+    """An optimizer's options at the capture: the CUDA graph would not notice a change."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -113,7 +113,7 @@ class FrozenOptions:
                     remedy = "keep it as it was"
                 raise RuntimeError(
                     f"{name} of parameter group {index} was {was} when the step was captured and is {value} now; "
-                    f"{remedy}, or call step.release() to capture anew"
+                    f"{remedy}, or call step.release() to capture again"
                 )
 
         if self._which_learn() != self._learning:

@@ -145,7 +145,7 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], file: Path) -> 
         missing = {option for group in optimizer.param_groups for option in options if option not in group}
         if missing:
             raise ValueError(f"its groups have no {', '.join(sorted(missing))}")
-    except Exception as error:  # whatever an optimizer makes of another's state
+    except Exception as error:  # optimizers raise anything on another's state
         vars(optimizer).update(before)
         name = type(optimizer).__name__
         raise ValueError(f"{file} was saved from another optimizer than this {name}: {error}") from error
@@ -158,8 +158,8 @@ def _check_weights(model: nn.Module, file: Path, pair: str | None) -> None:
     with reading(file, _REMEDY), safe_open(str(file), framework="pt") as tensors:
         if (tensors.metadata() or {}).get("pair") != pair:
             raise ValueError(
-                f"{file} and {REST} beside it are of different saves, one of which was cut off: go on from another "
-                "folder, or load the weights alone and begin the optimizer anew"
+                f"{file} and its {REST} are of different saves, one of which was cut off: go on from another "
+                "folder, or load the weights alone and make a new optimizer"
             )
         saved: dict[str, tuple[list[int], torch.dtype]] = {}
         for name in tensors.keys():  # noqa: SIM118

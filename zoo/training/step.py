@@ -1,6 +1,6 @@
 """One call for a whole training step: forward, loss, backward, clipping, optimizer.
 
-Where nothing stands in the way it is captured as a CUDA graph. A loss that is not finite is noticed on the device.
+It is captured as a CUDA graph where that is possible. The device checks that losses are finite.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class TrainingStep:
             ``capturable=True`` where it has that option, and the learning rate a tensor on the device.
         autocast: ``torch.bfloat16``, or ``torch.float16`` with dynamic loss scaling; None for the weights' own dtype.
         clip_norm: Largest norm of all gradients together; larger ones are scaled down to it.
-        cuda_graph: None captures where nothing stands in the way, and warns with what does, be it for one shape of
+        cuda_graph: None captures where possible, and warns with the obstacles otherwise, also for single shapes of
             batches; True raises instead; False never captures. On a CPU True copies in and out as a capture would.
         warmup: Calls of each shape before it is captured, at least 2: one to compile, one to watch.
         report_every: After so many steps wait for the device and look for a loss that was not finite.
@@ -79,7 +79,7 @@ class TrainingStep:
 
     Raises:
         ValueError: If the model is not in training mode, the optimizer has none of its parameters or asks for a
-            closure, an option is out of range, or ``cuda_graph=True`` and something stands in the way.
+            closure, an option is out of range, or ``cuda_graph=True`` and there is an obstacle.
     """
 
     def __init__(
@@ -161,8 +161,8 @@ class TrainingStep:
             CaptureError: With ``cuda_graph=True``, if the step waits for the device, a batch holds what cannot be
                 copied in, or the capture fails.
             ValueError: If there is no batch, the model is not in training mode, or the loss is no scalar.
-            RuntimeError: If what was captured would be wrong now: an option of the optimizer changed, a weight was
-                moved, frozen or unfrozen.
+            RuntimeError: If the capture is outdated: an option of the optimizer changed, a weight was moved, frozen or
+                unfrozen.
         """
         if not batches:
             raise ValueError("a step needs at least one batch")
@@ -177,33 +177,33 @@ class TrainingStep:
         """Wait for the device and raise NonFiniteError if a loss since the last look was not finite.
 
         Raises:
-            NonFiniteError: Once a bad step; after it training may go on.
+            NonFiniteError: Once per bad step; training may continue after it.
         """
         self._watch.check()
 
     def release(self) -> None:
-        """Let go of captured CUDA graphs; shapes are captured anew when they come up again."""
+        """Free captured CUDA graphs; a shape is captured again when it comes up."""
         self._graphed.clear()
         self._options = None
         self._seen.clear()
         self._uncaptured.clear()
 
     def save(self, folder: str | Path, **others: Any) -> None:
-        """Write weights, optimizer, random state and whatever else has a state, to go on from later.
+        """Write weights, optimizer, random state and other states, to continue from later.
 
         Args:
             folder: Made if need be. ``model.safetensors`` and ``training.pt`` are replaced once they are complete.
             others: Objects with a ``state_dict()``: a scheduler, a sampler.
 
         Raises:
-            NonFiniteError: If a loss was not finite: what is saved is worth going on from.
+            NonFiniteError: If a loss was not finite.
             ValueError: If something has no state, or one that :meth:`load` could not read.
         """
         self._watch.check()
         state.save(self, Path(folder), others)
 
     def load(self, folder: str | Path, **others: Any) -> None:
-        """Go on from what :meth:`save` wrote: the losses that follow are those of an uninterrupted run.
+        """Continue from what :meth:`save` wrote: the losses that follow are those of an uninterrupted run.
 
         Args:
             folder: As saved.
@@ -303,7 +303,7 @@ class TrainingStep:
         warnings.warn(f"the step runs without a CUDA graph: {why}", TrainingWarning, stacklevel=1 + callers)
 
     def _run(self, *batches: Any) -> Tensor:
-        """All of the step; what is captured."""
+        """The whole step, which a capture records."""
         self._clear_gradients()
         try:
             total = torch.zeros((), device=self.device)

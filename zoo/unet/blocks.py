@@ -55,7 +55,7 @@ def add_linear(added: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         return low_add_linear(added, x, weight)
     if torch.is_grad_enabled() or not added.dtype == x.dtype == weight.dtype:
         return torch.addmm(added, x, weight.t())
-    # Into another tensor torch 2.11 copies what is added first.
+    # Out of place torch 2.11 would copy `added` first.
     return added.addmm_(x, weight.t())
 
 
@@ -231,7 +231,7 @@ class Conditioning:
 
     Args:
         shifts: [B, C] for each resnet block.
-        texts: For each resnet block, keys and values [B, L, 2 C] of the text for all transformer blocks behind it.
+        texts: For each resnet block, keys and values [B, L, 2 C] of the text for all transformer blocks after it.
         self_bias: [B, 1, 1, T], added to scores of self-attention, or None.
         text_bias: [B, 1, 1, L], added to scores of attention to the text, or None.
     """
@@ -243,7 +243,7 @@ class Conditioning:
 
 
 class Level(nn.Module):
-    """Resnet blocks of one size, some with a transformer behind them."""
+    """Resnet blocks of one size, some followed by a transformer."""
 
     def __init__(self, config: UNetConfig, shape: LevelShape) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ class Level(nn.Module):
         )
 
     def run(self, index: int, x: Tensor, skip: Tensor | None, conditioning: Conditioning) -> Tensor:
-        """A resnet block and the transformer behind it: [B, C_in, H, W] -> [B, C_out, H, W]."""
+        """A resnet block and its transformer: [B, C_in, H, W] -> [B, C_out, H, W]."""
         x = self.resnets[index](x, skip, conditioning.shifts[index])
         transformer = self.transformers[index]
         if isinstance(transformer, Transformer):
@@ -262,7 +262,7 @@ class Level(nn.Module):
 
 
 class DownLevel(Level):
-    """A level on the way down; a convolution halves the size behind it."""
+    """A level on the way down; a last convolution halves the size."""
 
     def __init__(self, config: UNetConfig, shape: LevelShape) -> None:
         super().__init__(config, shape)
@@ -291,7 +291,7 @@ class MiddleLevel(Level):
 
 
 class UpLevel(Level):
-    """A level on the way up; the size is doubled and convolved behind it."""
+    """A level on the way up; the size is doubled and convolved at the end."""
 
     def __init__(self, config: UNetConfig, shape: LevelShape) -> None:
         super().__init__(config, shape)
@@ -408,5 +408,5 @@ def sinusoids(values: Tensor, width: int, cosines_first: bool, freq_shift: float
 
 
 def hiding_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask [B, T], 1 where a token is seen -> what is added to scores [B, 1, 1, T]: 0, or -10000 as in diffusers."""
+    """A mask [B, T], 1 where a token is seen -> the bias of scores [B, 1, 1, T]: 0, or -10000 as in diffusers."""
     return ((1 - mask.to(dtype)) * -10000.0)[:, None, None, :]

@@ -17,7 +17,7 @@ Depths: TypeAlias = tuple[int | tuple[int, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class BlockShape:
-    """A resnet block and, where it has one, the transformer behind it.
+    """A resnet block and the transformer after it, if there is one.
 
     Args:
         inputs: Channels that it gets from the block before.
@@ -36,7 +36,7 @@ class BlockShape:
 
 @dataclass(frozen=True, kw_only=True)
 class LevelShape:
-    """Blocks of one size, and whether the size changes behind them."""
+    """Blocks of one size, and whether the size changes after them."""
 
     blocks: tuple[BlockShape, ...]
     resample: bool
@@ -61,10 +61,10 @@ class UNetConfig:
         cross_attention_dim: Width of the condition.
         reverse_transformer_layers_per_block: The same on the way up, where it is not the mirror image.
         use_linear_projection: What transformers are entered and left by, in the checkpoint; the same numbers.
-        addition_embed_type: ``"text_time"`` for a pooled condition and sizes beside the timestep, as SDXL has.
+        addition_embed_type: ``"text_time"`` for a pooled condition and sizes besides the timestep, as SDXL has.
         addition_time_embed_dim: Width of each size's embedding.
         projection_class_embeddings_input_dim: Width of the pooled condition and all embedded sizes together.
-        time_cond_proj_dim: Width of a further condition beside the timestep (guidance scale), or None.
+        time_cond_proj_dim: Width of a further condition (guidance scale), or None.
         time_embedding_dim: Width of the embedded timestep; None for four times the first level's.
         norm_num_groups: Groups of the norms.
         norm_eps: Added to the variance by the resnet blocks' and the last norm.

@@ -42,7 +42,7 @@ from zoo.unet.blocks import (
 from zoo.unet.config import UNetConfig
 from zoo.weights import keep_channels_last
 
-# Of Stable Diffusion 14 + 4 + 1: a level's blocks differ by what they read of a skip connection.
+# Stable Diffusion has 14 + 4 + 1: a level's blocks differ in the width of their skip connection.
 REGIONS = (
     Region(ResnetBlock, graphs=15, why="norms, convolutions and residual of a block, a graph for each shape"),
     Region(TransformerBlock, graphs=4, why="attention, MLP and norms of a block, a graph for each shape at any depth"),
@@ -159,7 +159,7 @@ class UNet(nn.Module):
             cross_attention_kwargs: Nothing but ``{"scale": 1.0}``: LoRA weights are merged on conversion.
             added_cond_kwargs: ``text_embeds`` [B, X] and ``time_ids`` [B, Y] with ``addition_embed_type``.
             down_block_additional_residuals: Of a ControlNet, added to the skip connections, one for each.
-            mid_block_additional_residual: Of a ControlNet, added behind the middle.
+            mid_block_additional_residual: Of a ControlNet, added after the middle.
             down_intrablock_additional_residuals: Not supported.
             encoder_attention_mask: [B, L], 0 for tokens of the condition that are not seen.
             return_dict: Either way the result is a tuple with a name in it.
@@ -184,13 +184,13 @@ class UNet(nn.Module):
         if not isinstance(encoder_hidden_states, TextKeysValues):
             encoder_hidden_states = self.text_keys_values(encoder_hidden_states)
         shifts, keys_values = timestep.shifts, encoder_hidden_states.keys_values
-        beside: dict[str, Any] = {"like": sample.device, "beside": "sample"}
+        of_sample: dict[str, Any] = {"like": sample.device, "like_name": "sample"}
         channels = sum(self.time_projections.channels)
         hint = "; make it with this model's time_shifts, and take one step's of a whole run"
-        validate.tensor("timestep", shifts, f"{batch} {channels} | 1 {channels}", hint=hint, **beside)
+        validate.tensor("timestep", shifts, f"{batch} {channels} | 1 {channels}", hint=hint, **of_sample)
         channels = self.text_projections.weight.shape[0]
         hint = "; make keys and values with this model's text_keys_values"
-        validate.tensor("encoder_hidden_states", keys_values, f"B L {channels}", hint=hint, **beside)
+        validate.tensor("encoder_hidden_states", keys_values, f"B L {channels}", hint=hint, **of_sample)
         if keys_values.shape[0] != batch:
             raise ValueError(
                 f"encoder_hidden_states has {keys_values.shape[0]} row(s) and sample {batch}; repeat the text, or with "
@@ -393,7 +393,7 @@ def _check_masks(
     attention_mask: Tensor | None, text_mask: Tensor | None, config: UNetConfig, sample: Tensor, tokens: int
 ) -> None:
     batch, _, height, width = sample.shape
-    options: dict[str, Any] = {"like": sample.device, "beside": "sample", "hint": ": 1 is seen and 0 is not"}
+    options: dict[str, Any] = {"like": sample.device, "like_name": "sample", "hint": ": 1 is seen and 0 is not"}
     if text_mask is not None:
         validate.tensor("encoder_attention_mask", text_mask, f"{batch} {tokens}", **options)
     if attention_mask is not None:
@@ -427,7 +427,7 @@ def _check_residuals(
             f"down_block_additional_residuals[{index}]" if index < len(residuals) else "mid_block_additional_residual"
         )
         shape = f"{batch} {channels} {height // size} {width // size}"
-        validate.tensor(name, residual, shape, like=sample.device, beside="sample")
+        validate.tensor(name, residual, shape, like=sample.device, like_name="sample")
 
 
 def _check_values(name: str, given: Tensor) -> None:
@@ -436,6 +436,6 @@ def _check_values(name: str, given: Tensor) -> None:
     wrong = int((~given.isfinite()).sum())
     if wrong:
         raise ValueError(
-            f"{name} has {wrong} value(s) that are not finite, of {given.numel()}: what it came from overflowed; in "
-            "float16 run that in float32 or bfloat16"
+            f"{name} has {wrong} value(s) that are not finite, of {given.numel()}: the model before overflowed; if in "
+            "float16, run that in float32 or bfloat16"
         )

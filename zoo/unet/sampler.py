@@ -34,7 +34,7 @@ class DenoiseState:
     """What a step reads and writes, in memory that never moves.
 
     Attributes:
-        tracks: [K, B, C, H, W] float32: latents, then what the solver remembers of earlier steps.
+        tracks: [K, B, C, H, W] float32: latents, then the tensors that the solver remembers.
         input_scales: [N] float32, of the schedule.
         transitions: [N, K, K + 1] float32, of the schedule.
         shifts: [N, R, S] or [N, 1, S], of the timesteps.
@@ -170,7 +170,7 @@ class Sampler:
             progress: Show a bar; the host then waits for the device, but never the device for the host.
 
         Returns:
-            [B, C, H, W] float32 on the model's device: what a VAE decodes, once divided by its scaling factor. The
+            [B, C, H, W] float32 on the model's device, for a VAE once divided by its scaling factor. The
             device may still be at work on it.
 
         Raises:
@@ -275,7 +275,7 @@ def _check_model(model: UNet, shape: tuple[int, ...]) -> None:
     config = model.config
     if config.in_channels != config.out_channels:
         ends = f"takes {config.in_channels} channels and gives {config.out_channels}"
-        raise ValueError(f"the model {ends}: an image or a mask beside the noise needs diffusers' pipelines")
+        raise ValueError(f"the model {ends}: inputs besides the noise need diffusers' pipelines")
     if config.time_cond_proj_dim is not None:
         raise ValueError(f"the model has time_cond_proj_dim={config.time_cond_proj_dim}: use diffusers' pipelines")
     if len(shape) != 4 or not all(map(validate.is_count, shape)):

@@ -67,7 +67,7 @@ def make_schedule(scheduler: Any, steps: int, *, solver: str | None = None) -> S
         solver: ``"ddim"``, ``"euler"``, ``"dpm++"`` or ``"pndm"`` in place of the scheduler's own, with its noise.
 
     Returns:
-        Tables on the CPU, whatever torch's default device is.
+        Tables on the CPU.
 
     Raises:
         ImportError: If diffusers is not installed.
