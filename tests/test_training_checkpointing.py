@@ -256,11 +256,9 @@ def test_random_state_that_is_restored_stands_in_the_way_of_a_capture(preserves:
 def test_what_cannot_be_checkpointed_is_refused():
     with pytest.raises(ValueError, match=r"Stack has no compiled regions: call zoo\.compile_regions"):
         checkpoint_regions(Stack(), Block)
-    with pytest.raises(
-        ValueError, match="no compiled region is a DroppingBlock, and no DroppingBlock has one in it; there are Block"
-    ):
+    with pytest.raises(ValueError, match="no compiled region is or is in a DroppingBlock; there are Block"):
         checkpoint_regions(compiled(), DroppingBlock)
-    with pytest.raises(ValueError, match="a ModuleList is never called, only what it holds"):
+    with pytest.raises(ValueError, match="a ModuleList is never called; name the class"):
         checkpoint_regions(compiled(), nn.ModuleList)
     with pytest.raises(ValueError, match="every is 0; 1 checkpoints each block"):
         checkpoint_regions(compiled(), Block, every=0)

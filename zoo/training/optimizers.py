@@ -116,8 +116,9 @@ class FrozenOptions:
                     f"{remedy}, or call step.release() to capture again"
                 )
 
-        if self._which_learn() != self._learning:
-            raise RuntimeError("other parameters learn than when the step was captured: call step.release()")
+        if (now := self._which_learn()) != self._learning:
+            were = f"{sum(self._learning)}, or others, did when the step was captured"
+            raise RuntimeError(f"{sum(now)} parameters learn now, {were}: call step.release()")
 
     def _which_learn(self) -> list[bool]:
         return [param.requires_grad for group in self._optimizer.param_groups for param in group["params"]]
