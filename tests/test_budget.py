@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
-from blocks import Block, Disabled, IndexedBlock, Sequence, Stack
+from blocks import Block, Disabled, Sequence, Stack
 from torch import Tensor, nn
 
 import zoo
@@ -84,12 +84,33 @@ def test_over_budget_names_the_region_the_mode_and_the_reason() -> None:
     assert "size mismatch" in violation
 
 
+class NamedBlock(Block):
+    """Reads a string of its own: a graph a layer."""
+
+    def __init__(self, width: int, name: str) -> None:
+        super().__init__(width)
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * len(self.name)
+
+
 def test_a_graph_a_layer_is_over_budget_at_run_time_too() -> None:
-    blocks = Sequence(*(IndexedBlock(4, i) for i in range(3)))
+    blocks = Sequence(*(NamedBlock(4, "b" * i) for i in range(1, 4)))
     with pytest.warns(zoo.RegionWarning):
-        model = compiled(blocks, regions=[Region(IndexedBlock, graphs=1)])
-    (violation,) = violations(model, lambda: model(torch.randn(2, 4)))
-    assert "3 graphs" in violation and "budget 1" in violation
+        model = compiled(blocks, regions=[Region(NamedBlock, graphs=1)])
+    found = violations(model, lambda: model(torch.randn(2, 4)))
+    assert "3 graphs" in found[0] and "budget 1" in found[0]
+
+
+def test_a_region_without_a_budget_has_a_graph_for_each_structure() -> None:
+    model = compiled(Sequence(*(NamedBlock(width, "b" * i) for i, width in ((1, 4), (1, 4)))), regions=[NamedBlock])
+    with torch.no_grad(), zoo.enforce_budget(model):
+        model(torch.randn(2, 4))
+    model = compiled(Sequence(*(NamedBlock(4, "c" * i) for i in (5, 6))), regions=[NamedBlock])
+    with torch.no_grad():
+        (violation,) = violations(model, lambda: model(torch.randn(2, 4)))
+    assert "NamedBlock (blocks.1): recompiled" in violation and "name" in violation
 
 
 def test_a_recompile_of_the_same_kind_is_a_violation() -> None:

@@ -58,7 +58,7 @@ def by_dynamo(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[nn.Module]]:
 
 def blocks(*widths: int, backend: Any = "eager") -> nn.ModuleList:
     model = nn.ModuleList(Block(width) for width in widths or (8,)).eval()
-    zoo.compile_regions(model, regions=[Block], backend=backend)
+    zoo.compile_regions(model, regions=[Block], backend=backend, dynamic=False)
     return model
 
 
@@ -233,7 +233,7 @@ class Decorated(nn.Module):
 
 def test_a_decorated_forward_with_any_arguments(by_dynamo: list[nn.Module]) -> None:
     model = nn.ModuleList(Decorated() for _ in range(2)).eval()
-    zoo.compile_regions(model, regions=[Decorated], backend="eager")
+    zoo.compile_regions(model, regions=[Decorated], backend="eager", dynamic=False)
     block, x = model[0], torch.randn(2, 4)
     with torch.no_grad():
         for args, kwargs in (((x, x, x), {}), ((x,), {"bias": 1.0, "y": x})):
@@ -280,7 +280,7 @@ def test_a_closure_is_read_at_each_call(by_dynamo: list[nn.Module]) -> None:
             return x * factor
 
     model = nn.ModuleList([Scaled(), Scaled()])
-    zoo.compile_regions(model, regions=[Scaled], backend="eager")
+    zoo.compile_regions(model, regions=[Scaled], backend="eager", dynamic=False)
     x = torch.randn(3)
     for value in (2.0, 2.0, 3.0, 3.0):
         factor = value

@@ -65,19 +65,16 @@ def test_a_model_without_regions_is_refused() -> None:
         compiled(Sequence(Block(2), Block(4)))
 
 
-def test_a_model_whose_layers_are_of_torch_nn_says_so() -> None:
-    layer = nn.TransformerEncoderLayer(8, 2, 16)
-    model = nn.TransformerEncoder(layer, num_layers=3, enable_nested_tensor=False)
-    with pytest.raises(ValueError, match=r"\(TransformerEncoderLayer\); wrap it in a class with a forward of its own"):
-        compiled(model)
-
-
-def test_a_per_layer_int_is_an_error_in_a_declared_model_and_a_warning_in_another() -> None:
+def test_a_per_layer_int_is_an_error_in_a_declared_model_and_a_symbol_in_another() -> None:
     blocks = [IndexedBlock(4, i) for i in range(3)]
     with pytest.raises(ValueError, match="forward reads index .* differs in every layer"):
         compiled(declared(Region(IndexedBlock))(*blocks))
-    with pytest.warns(zoo.RegionWarning, match="forward reads index"):
-        compiled(Sequence(*blocks), regions=[IndexedBlock])
+    model, x = Sequence(*blocks), torch.randn(2, 4)
+    expected = model(x)
+    compiled(model, regions=[IndexedBlock])
+    with torch.no_grad():
+        assert zoo.warm_up(model, x=x).graphs == 1
+        torch.testing.assert_close(model(x), expected)
 
 
 def test_more_signatures_than_the_budget_is_an_error() -> None:

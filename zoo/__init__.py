@@ -13,6 +13,7 @@ from zoo import training as training
 from zoo import unet as unet
 from zoo.engine.budget import BudgetError as BudgetError
 from zoo.engine.budget import enforce_budget as enforce_budget
+from zoo.engine.call import RegionError as RegionError
 from zoo.engine.call import RegionWarning as RegionWarning
 from zoo.engine.compile import compile_regions as compile_regions
 from zoo.engine.compile import uncompile as uncompile

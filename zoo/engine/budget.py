@@ -29,9 +29,13 @@ class BudgetError(RuntimeError):
 def enforce_budget(model: nn.Module) -> Iterator[None]:
     """Raise on leaving the block if anything in it cost more than the regions declare.
 
-    A violation is a region over its budget (graphs for one model input shape in one mode, counted since
-    ``compile_regions``), a graph break, a recompile (one class, signature, mode and kind of input compiled twice), or
-    a region that did not run compiled: bypassed by a direct ``forward``, disabled, or never reached.
+    A violation is a region over its budget, a graph break, a recompile (one class, signature, mode and kind of input
+    compiled twice), or a region that did not run compiled: bypassed by a direct ``forward``, disabled, or never
+    reached. Graphs are counted since ``compile_regions``.
+
+    The budget of a declared region is for one model input shape in one mode. A region that was given or discovered
+    without one has a graph for each structure of its parameters, mode and kind of input, whatever its attributes,
+    and one more where sizes turn symbolic.
 
     A model that gives its regions inputs of several sizes in one call says of how many, in a method ``region_sizes``
     that takes what ``forward`` takes: each size has the budget.
@@ -93,12 +97,13 @@ def _noting_calls(modules: Mapping[str, nn.Module], modes: dict[str, set[str]]) 
 def _over_budget(plan: Plan) -> Iterator[str]:
     groups: dict[tuple[Any, ...], list[Entry]] = defaultdict(list)
     for entry in LEDGER.of(plan.ledger_id):
-        groups[entry.region, entry.mode, entry.model_inputs].append(entry)
-    for (cls, in_mode, _), entries in groups.items():
-        found = plan.region_of(cls)
+        if not entry.varied:
+            groups[entry.region, entry.mode, entry.model_inputs].append(entry)
+    for (_, in_mode, _), entries in groups.items():
+        found = plan.region_of(entries[0].name)
         graphs = sum(entry.graphs for entry in entries)
         budget = found.budget * entries[0].model_sizes
-        if graphs > budget:
+        if graphs > budget and (plan.report.declared or found.region.graphs is not None):
             where = ", ".join(f"{entry.name} ({_reason(entry)})" for entry in entries[budget:])
             yield f"{found.name}: {graphs} graphs in mode {in_mode}, budget {budget}; beyond it: {where}"
 
@@ -106,13 +111,16 @@ def _over_budget(plan: Plan) -> Iterator[str]:
 def _recompiled(plan: Plan, new: list[Entry]) -> Iterator[str]:
     seen: set[Hashable] = set()
     for entry in LEDGER.of(plan.ledger_id):
-        if entry.graphs and entry.key in seen and entry in new:
+        if not entry.graphs or entry.varied:
+            continue
+        # What a block that was not written for regions reads of itself is no excuse.
+        key = entry.key if plan.report.declared else (entry.region, entry.structure, entry.mode, entry.inputs)
+        if key in seen and entry in new:
             yield (
                 f"{entry.region.__name__} ({entry.name}): recompiled for a signature, mode and kind of input that was "
                 f"compiled before: {_reason(entry)}"
             )
-        if entry.graphs:
-            seen.add(entry.key)
+        seen.add(key)
 
 
 def _not_compiled(modules: Mapping[str, nn.Module], modes: dict[str, set[str]], *, replayed: bool) -> Iterator[str]:

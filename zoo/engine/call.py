@@ -8,6 +8,7 @@ code. Whatever does not pass goes to Dynamo, which finds, compiles or refuses as
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 import types
@@ -20,11 +21,21 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from zoo.engine.direct import DirectOrInductor
+from zoo.engine.lifted import Lifted, own_items
+from zoo.engine.signature import forward_in_torch_nn
 from zoo.engine.tracing import tracing_to_run
 
 
 class RegionWarning(UserWarning):
     """Something about a model, or the way it is called, will cost graphs or speed."""
+
+
+class RegionError(RuntimeError):
+    """A region cannot be compiled. The message names the module, the line of its code and the remedies."""
+
+
+class _NoSymbol(Exception):
+    """Dynamo cannot trace a region with what is lifted; the message is its own."""
 
 
 # Calls that Dynamo may serve without leaving an entry whose guards pass, before no more are looked for: a module that
@@ -42,19 +53,44 @@ class RegionCall:
 
     Args:
         module: The region.
+        name: Of the module, for messages.
         fullgraph: As ``torch.compile`` takes it. Regions that may break run in several frames, always by Dynamo.
+        dynamic: As ``torch.compile`` takes it. With ``lifted``, None learns which sizes vary from this module's own
+            calls.
+        lifted: Numbers that are symbols of the graph; None for a region that was declared.
         options: Other keyword arguments of ``torch.compile``.
     """
 
-    def __init__(self, module: nn.Module, *, fullgraph: bool, **options: Any) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        name: str = "",
+        fullgraph: bool,
+        dynamic: bool | None = False,
+        lifted: Lifted | None = None,
+        **options: Any,
+    ) -> None:
         from torch._dynamo import eval_frame
 
         self._module = module
+        self._name = name
         self._runs_directly = isinstance(options.get("backend"), DirectOrInductor)
         options["options"] = {"guard_filter_fn": _worth_guarding, **(options.get("options") or {})}
-        self._compiled = torch.compile(module._call_impl, fullgraph=fullgraph, **options)
+        self._lifted = lifted
+        self._learns_sizes = dynamic is None
+        self._sizes = lifted.new_sizes() if lifted else None
+        self._own_index = lifted.own_index(module) if lifted else None
+        self._varied: frozenset[str] = frozenset()
+        if lifted and dynamic is False:
+            dynamic = None  # which would take floats for constants, and sizes are forgotten after each compilation
+        self._class_forward = self._forward = type(module).forward
+        run: Any = module._call_impl
+        if forward_in_torch_nn(type(module)):
+            self._forward = _forward_of_ours(type(module))  # type: ignore[arg-type]
+            run = types.MethodType(self._forward, module)
+        self._compiled: Any = torch.compile(run, fullgraph=fullgraph, dynamic=dynamic, **options)
         self._dynamo = eval_frame
-        self._forward = type(module).forward
         # Shapes of positional tensors -> guards and code, for all modes that were met.
         self._entries: dict[Any, list[tuple[Any, Callable[..., Any]]]] = {}
         self.idle_watch: IdleWatch | None = None
@@ -77,13 +113,33 @@ class RegionCall:
         if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack():
             # Traced into a larger graph; or watched operator by operator (FLOP counters, fake tensors): eagerly.
             return module._call_impl(*args, **kwargs)
-        result = self._direct(module, args, kwargs) if self._entries else _NOT_RUN
-        if result is _NOT_RUN:
-            result = self._by_dynamo(module, args, kwargs)
-        elif self.idle_watch is not None:
-            self.idle_watch.note()
+        lifted = self._lifted
+        try:
+            if self._own_index is None or lifted is None:
+                result = self._run(module, args, kwargs)
+            else:
+                positional = dict(enumerate(args))
+                with own_items(self._own_index, lifted.items, positional, kwargs):
+                    result = self._run(module, tuple(positional.values()), kwargs)
+        except _NoSymbol as reason:
+            # Not everything that takes a number takes a symbol.
+            self._lifted, self._own_index, self._learns_sizes = Lifted(), None, False
+            result = self._run(module, args, kwargs)
+            self._warn_once(
+                lifted,
+                f"numbers that differ from block to block, or sizes that vary, cannot be symbols ({reason}): one graph "
+                "for each of their values",
+            )
         if self.on_call is not None:
             self.on_call(module)
+        return result
+
+    def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = self._direct(module, args, kwargs) if self._entries else _NOT_RUN
+        if result is _NOT_RUN:
+            return self._by_dynamo(module, args, kwargs)
+        if self.idle_watch is not None:
+            self.idle_watch.note()
         return result
 
     def _direct(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -104,10 +160,63 @@ class RegionCall:
         # ask for a profiler five times in each call.
         patch = config.patch(skip_nnmodule_hook_guards=False, record_runtime_overhead=False)
         with _patching, patch, tracing_to_run(self._runs_directly):
-            result = self._compiled(*args, **kwargs)
+            result = self._compile_and_run(args, kwargs)
         if self._misses < _MOST_MISSES and not self._needs_dynamo(module):
             self._keep(module, args, kwargs)
         return result
+
+    def _compile_and_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
+
+        try:
+            return self._with_symbols(args, kwargs)
+        except TorchRuntimeError:
+            raise  # an error of the model's own, with its line
+        except TorchDynamoException as error:
+            if self._lifted is None or not (self._lifted.names or self._varied or self.newly_varied()):
+                raise RegionError(self._cannot_compile(error)) from error
+            raise _NoSymbol(_reason(error)) from error
+
+    def _with_symbols(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run with symbols for what varies, and warn when sizes turn symbolic."""
+        lifted = self._lifted
+        if lifted is None:
+            return self._compiled(*args, **kwargs)
+        if self._sizes is None or not self._learns_sizes:
+            self._sizes = lifted.new_sizes()
+        first = not self._sizes
+        with lifted.as_symbols(self._sizes):
+            result = self._compiled(*args, **kwargs)
+        if new := self.newly_varied():
+            self._varied |= new
+            if not first:  # or they were marked
+                self._warn_once(
+                    lifted,
+                    f"{', '.join(sorted(new)[:4])} differed between two calls and became symbolic, one graph for all "
+                    "sizes; dynamic=False compiles one for each size",
+                )
+        return result
+
+    def _warn_once(self, lifted: Lifted | None, message: str) -> None:
+        if lifted is not None and not lifted.told:
+            lifted.told = True
+            warnings.warn(f"{self._name} ({type(self._module).__name__}): {message}", RegionWarning, stacklevel=7)
+
+    def newly_varied(self) -> frozenset[str]:
+        """Sizes and numbers of inputs, in words, that turned symbolic since the last call that Dynamo ran."""
+        if self._lifted is None or self._sizes is None:
+            return frozenset()
+        owner = self._code.co_varnames[0] if self._code is not None else "self"
+        return self._lifted.varied(self._sizes, owner) - self._varied
+
+    def _cannot_compile(self, error: Exception) -> str:
+        """What Dynamo says, with the module, the line of its code and what can be done."""
+        cls = type(self._module).__name__
+        leave = f"exclude=[{self._name!r}]" if self._name else "zoo.uncompile(model)"
+        return (
+            f"{self._name or 'the model itself'} ({cls}) cannot be compiled as one graph: {_reason(error)}. Leave it "
+            f"eager, {leave}, or let its graph break, regions=[zoo.Region({cls}, fullgraph=False)]"
+        )
 
     def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the entry that served this call: the first whose guards pass, as Dynamo looks for it."""
@@ -151,7 +260,7 @@ class RegionCall:
             or torch_module._global_backward_hooks
             or torch_module._global_backward_pre_hooks
             or "forward" in module.__dict__
-            or type(module).forward is not self._forward
+            or type(module).forward is not self._class_forward
             or self._forward.__defaults__ is not self._default_values
             or self._dynamo._stance.stance != "default"
             or self._dynamo._stance.backend is not None
@@ -159,6 +268,26 @@ class RegionCall:
 
 
 _NOT_RUN = object()
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what Dynamo says, and the line of user code that it speaks of."""
+    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    stack = getattr(error, "real_stack", None)
+    return f"{reason}, at {stack[-1].filename}:{stack[-1].lineno} ({stack[-1].line})" if stack else reason
+
+
+@functools.cache
+def _forward_of_ours(cls: Any) -> Callable[..., Any]:
+    """A function to compile in place of a forward that torch.nn defines, where Dynamo compiles no frame."""
+    code = _call.__code__.replace(co_name=cls.__name__)  # entries belong to a code object
+    return types.FunctionType(code, _call.__globals__)
+
+
+def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return self._call_impl(*args, **kwargs)
+
+
 # Functions, classes and modules of these packages are half of what Dynamo guards in a block, and nobody replaces them.
 _LIBRARIES = {"torch", "triton", "zoo", "builtins", "math", "operator", "typing"}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -16,8 +18,17 @@ from torch.utils import _pytree as pytree
 from zoo.engine.call import IdleWatch, RegionCall, RegionWarning
 from zoo.engine.compat import compile_limit_kwargs
 from zoo.engine.direct import DirectOrInductor
-from zoo.engine.discover import FoundRegion, RegionReport, declares, nothing_repeats, report_on, resolve
+from zoo.engine.discover import (
+    FoundRegion,
+    RegionReport,
+    declared_regions,
+    declares,
+    nothing_repeats,
+    report_on,
+    resolve,
+)
 from zoo.engine.graph_log import LEDGER, Entry
+from zoo.engine.lifted import lifted_in
 from zoo.engine.observe import undisturbed
 from zoo.engine.region import Region
 from zoo.engine.signature import mode as mode_in_words
@@ -48,9 +59,9 @@ class Plan:
             )
         return {name: modules[name] for name in names}
 
-    def region_of(self, cls: type[nn.Module]) -> FoundRegion:
-        """What was found of one region class."""
-        return next(found for found in self.report.regions if found.region.cls is cls)
+    def region_of(self, name: str) -> FoundRegion:
+        """The region that a module was found in; its class may have changed, as by ``fully_shard``."""
+        return next(found for found in self.report.regions if name in found.modules)
 
 
 _PLANS: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
@@ -69,7 +80,7 @@ def compile_regions(
     mode: str | None = None,
     backend: Any = "inductor",
     options: Mapping[str, Any] | None = None,
-    dynamic: bool | None = False,
+    dynamic: bool | None = None,
     fullgraph: bool = True,
 ) -> nn.Module:
     """Compile each region of a model in place; nothing is compiled before the first call (or ``warm_up``).
@@ -84,8 +95,10 @@ def compile_regions(
         mode: A ``torch.compile`` mode without CUDA graphs: ``"default"`` or ``"max-autotune-no-cudagraphs"``.
         backend: A ``torch.compile`` backend.
         options: Backend options, as ``torch.compile`` takes them; not together with ``mode``.
-        dynamic: ``False`` keeps shapes static but in regions that declare otherwise: the default of ``torch.compile``
-            would turn the second shape that a class meets symbolic, slower to compile and to run.
+        dynamic: ``False`` compiles one graph for each shape, ``True`` one with symbolic sizes. ``None`` is ``False``
+            for a model that declares its regions. For others the first shape of a module is static, and the sizes in
+            which a second differs turn symbolic, with a ``RegionWarning``. A region's own ``dynamic`` comes before
+            ``False``.
         fullgraph: ``False`` lets graphs break inside a region. Only for models that cannot be changed.
 
     Returns:
@@ -93,14 +106,13 @@ def compile_regions(
 
     Raises:
         TypeError: If a region is not a module class.
-        ValueError: If a region matches nothing, is nested in another or has its forward in ``torch.nn``; if it needs
+        ValueError: If a region matches nothing or is nested in another; if it needs
             more graphs than its budget or reads a per-layer value (for a model that declares its regions; others get
             a ``RegionWarning``); if something is compiled already; if ``mode``, ``options`` or ``backend``
             turn CUDA graphs on; if a region has parameters without a shape yet.
     """
-    _refuse_cuda_graphs(mode, options, backend)
     chosen = resolve(model, regions, exclude)
-    if not chosen and not getattr(type(model), "regions", ()):
+    if not chosen and not declared_regions(model):
         raise ValueError(
             f"{type(model).__name__} declares no regions and none is discovered: {nothing_repeats(model)}; or name "
             "classes with regions=[...]"
@@ -122,16 +134,18 @@ def compile_regions(
         )
     if taken:
         raise ValueError(f"already compiled: {', '.join(taken[:4])}; call zoo.uncompile(model) first")
-    report = report_on(model, chosen, declared=declares(model, regions))
+    _refuse_sharded(chosen)
+    declared = declares(model, regions)
+    report = report_on(model, chosen, declared=declared)
     _judge(model, report)
-    limit = compile_limit_kwargs()
     # All of it before anything is compiled: what is refused for one region leaves none behind.
-    hows = [_mode_and_options(region, model, mode, options, backend) for region in chosen]
-    for (region, group), how in zip(chosen.items(), hows, strict=True):
-        how["dynamic"] = region.dynamic if dynamic is False and region.dynamic is not None else dynamic
-        compiler = DirectOrInductor(None, how.pop("options"), how["dynamic"]) if backend == "inductor" else backend
-        for module in group.values():
-            module._compiled_call_impl = RegionCall(module, fullgraph=fullgraph, backend=compiler, **how, **limit)
+    hows = [_options(region, model, mode, options, backend, fullgraph, dynamic) for region in chosen]
+    for group, how in zip(chosen.values(), hows, strict=True):
+        symbols = None if declared else lifted_in(group.values())
+        if symbols is None:
+            how["dynamic"] = bool(how["dynamic"])
+        for name, module in group.items():
+            module._compiled_call_impl = RegionCall(module, name=name, lifted=symbols, **how)
     modules = {name: module for group in chosen.values() for name, module in group.items()}
     if any(parameter.is_cuda for parameter in model.parameters()):
         IdleWatch(model, list(modules.values()))
@@ -181,14 +195,19 @@ class WarmUp:
         return "\n".join(lines)
 
 
-def warm_up(model: nn.Module, **inputs: Any) -> WarmUp:
-    """Compile all regions now, by one call in the caller's mode, with a progress bar over regions.
+def warm_up(model: nn.Module, /, *args: Any, **inputs: Any) -> WarmUp:
+    """Compile all regions now, by calls in the caller's mode, with a progress bar over regions.
+
+        zoo.warm_up(model, input_ids=ids)                       # one call of the model
+        zoo.warm_up(model, lambda: model.generate(ids))         # whatever calls it
+        zoo.warm_up(model, *(partial(model, x) for x in shapes))  # several calls
 
     With gradients on and the model in training, the backward is compiled too. Gradients, random state and the
     buffers of a model in training are left as they were; what a model in eval mode writes into a buffer stays.
 
     Args:
         model: A model that ``compile_regions`` was called on.
+        args: Positional arguments of one call, or functions without arguments, each of which calls the model.
         inputs: Keyword arguments of one call, of the shapes that will be used.
 
     Returns:
@@ -202,6 +221,8 @@ def warm_up(model: nn.Module, **inputs: Any) -> WarmUp:
     plan = plan_of(model)
     if plan is None:
         raise ValueError(f"{type(model).__name__} has no compiled regions: call zoo.compile_regions(model) first")
+    functions = bool(args) and not inputs and all(callable(each) and not isinstance(each, nn.Module) for each in args)
+    calls = args if functions else [functools.partial(model, *args, **inputs)]
     entries: list[Entry] = []
     started = time.perf_counter()
     with tqdm(total=plan.report.graphs_needed, desc="compiling regions", unit="graph", leave=False) as bar:
@@ -219,9 +240,10 @@ def warm_up(model: nn.Module, **inputs: Any) -> WarmUp:
         LEDGER.listeners.append(note)
         try:
             with undisturbed(model):
-                outputs = model(**inputs)
-                if model.training and torch.is_grad_enabled():
-                    _run_backward(model, outputs)
+                for call in calls:
+                    outputs = call()
+                    if model.training and torch.is_grad_enabled():
+                        _run_backward(model, outputs)
         finally:
             LEDGER.listeners.remove(note)
     if torch.cuda.is_initialized():
@@ -258,6 +280,36 @@ def _refuse_cuda_graphs(mode: str | None, options: Mapping[str, Any] | None, bac
         )
     if options and options.get("triton.cudagraphs"):
         raise ValueError("options turn triton.cudagraphs on for every region; put zoo.cuda_graph around the step")
+
+
+def _refuse_sharded(chosen: Mapping[Region, Mapping[str, nn.Module]]) -> None:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for name, module in [item for group in chosen.values() for item in group.items()]:
+        if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+            raise ValueError(
+                f"{name} was given to fully_shard before, whose hooks no graph can hold; call zoo.compile_regions(model) "
+                "first, and fully_shard (or accelerate's prepare) on the compiled model"
+            )
+
+
+def _options(
+    region: Region,
+    model: nn.Module,
+    mode: str | None,
+    options: Mapping[str, Any] | None,
+    backend: Any,
+    fullgraph: bool,
+    dynamic: bool | None,
+) -> dict[str, Any]:
+    """Keyword arguments of ``torch.compile`` for a region: its own wishes, then what was asked of the model."""
+    mode = mode if region.mode is None else region.mode
+    backend = backend if region.backend is None else region.backend
+    _refuse_cuda_graphs(mode, options, backend)
+    how = _mode_and_options(region, model, mode, options, backend)
+    how["dynamic"] = region.dynamic if not dynamic and region.dynamic is not None else dynamic
+    how["fullgraph"] = fullgraph if region.fullgraph is None else region.fullgraph
+    how["backend"] = DirectOrInductor(None, how.pop("options"), how["dynamic"]) if backend == "inductor" else backend
+    return {**how, **compile_limit_kwargs()}
 
 
 def _mode_and_options(

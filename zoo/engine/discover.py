@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from zoo.engine.lifted import lifted_in
 from zoo.engine.observe import Observed, device_shares, observe_call
 from zoo.engine.region import Region
 from zoo.engine.signature import Attribute, forward_in_torch_nn, read_attributes, signature, structure
@@ -120,7 +121,18 @@ def find_regions(
 
 def declares(model: nn.Module, regions: Sequence[Region | type[nn.Module]] | None) -> bool:
     """Whether the regions are the model's own."""
-    return regions is None and bool(getattr(type(model), "regions", ()))
+    return regions is None and bool(declared_regions(model))
+
+
+def declared_regions(model: nn.Module) -> Sequence[Region | type[nn.Module]]:
+    """The ``regions`` of a model's class; none if it calls something else so."""
+    regions = getattr(type(model), "regions", ())
+    if not isinstance(regions, tuple | list):
+        return ()
+    is_region = all(
+        isinstance(each, Region) or (isinstance(each, type) and issubclass(each, nn.Module)) for each in regions
+    )
+    return regions if is_region else ()
 
 
 def report_on(
@@ -139,12 +151,13 @@ def report_on(
     found, obstacles = [], []
     for region, modules in chosen.items():
         groups: dict[Hashable, list[str]] = defaultdict(list)
+        symbols = () if declared else lifted_in(modules.values()).names
         for name, module in modules.items():
             seen = observed.get(name)
-            static = signature(module, reads=seen.reads if seen else None)
+            static = signature(module, reads=seen.reads if seen else None, without=symbols)
             for call in seen.inputs if seen else (None,):
                 groups[static, call].append(name)
-        obstacles += list(_obstacles(region, modules, observed))
+        obstacles += list(_obstacles(region, modules, observed, symbols))
         signatures = tuple(tuple(names) for names in groups.values())
         found.append(FoundRegion(region, signatures, tuple(_differences(modules, observed)), shares.get(region.cls)))
     return RegionReport(type(model).__name__, tuple(found), tuple(obstacles), declared)
@@ -159,7 +172,7 @@ def resolve(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, expected an nn.Module")
     if regions is None:
-        given: Iterable[Region | type[nn.Module]] = getattr(type(model), "regions", ()) or _discover(model)
+        given: Iterable[Region | type[nn.Module]] = declared_regions(model) or _discover(model)
     elif isinstance(regions, (str, type, Region)):
         raise TypeError(f"regions is {regions!r}, expected a list of module classes: regions=[...]")
     else:
@@ -179,12 +192,9 @@ def resolve(
     for region in wanted:
         if region.cls in exclude:
             continue
-        if forward_in_torch_nn(region.cls):
-            raise ValueError(
-                f"region {region.cls.__name__} has its forward in torch.nn: compiling it silently does nothing on some "
-                "releases; wrap it in a module class with a forward of its own"
-            )
         modules = {name: m for name, m in names.items() if type(m) is region.cls and id(m) not in excluded}
+        if regions is None:
+            modules.pop("", None)  # found for its parts
         if regions is None and not modules:
             # A configuration of a declared model need not have every kind of block.
             continue
@@ -224,31 +234,43 @@ def _refuse_lazy(chosen: Mapping[Region, Mapping[str, nn.Module]]) -> None:
 
 def nothing_repeats(model: nn.Module) -> str:
     """Why no region is discovered in this model: for a message that goes on with what to do."""
-    if of_torch := _discover(model, of_torch=True):
-        names = ", ".join(cls.__name__ for cls in of_torch)
-        return f"what repeats in it has its forward in torch.nn ({names}); wrap it in a class with a forward of its own"
     return "no module class occurs twice with weights of the same shapes, so there is no block to compile once"
 
 
-def _discover(model: nn.Module, *, of_torch: bool = False) -> list[type[nn.Module]]:
+def _discover(model: nn.Module) -> list[type[nn.Module]]:
     """The outermost repeated classes, at least two copies of which share a signature.
 
-    Args:
-        model: Where to look.
-        of_torch: Look at classes whose forward lives in ``torch.nn``, which are no regions, instead of all others.
+    Where no class repeats: those of torch.nn that do and are made of modules, such as ``nn.Sequential``. Else the
+    classes that stand alone in a list, as of a block that the model calls again and again.
     """
     modules = dict(model.named_modules())
     signatures: dict[type[nn.Module], list[Hashable]] = defaultdict(list)
     for name, module in modules.items():
-        has_weights = next(module.parameters(), None) is not None
-        if name and has_weights and forward_in_torch_nn(type(module)) == of_torch:
+        if name and next(module.parameters(), None) is not None and not isinstance(module, _LISTS):
             signatures[type(module)].append(structure(module))
     repeated = {cls for cls, all_of_it in signatures.items() if len(set(all_of_it)) < len(all_of_it)}
+    of_torch = {cls for cls in signatures if forward_in_torch_nn(cls)}
+    made_of_modules = {type(module) for module in modules.values() if next(module.children(), None) is not None}
+    alone = {type(module[0]) for module in modules.values() if isinstance(module, nn.ModuleList) and len(module) == 1}
+    for candidates in (
+        repeated - of_torch,
+        repeated & of_torch & made_of_modules,
+        (alone & set(signatures)) - of_torch,
+    ):
+        if candidates:
+            return _outermost(model, candidates)
+    return []
+
+
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+
+
+def _outermost(model: nn.Module, candidates: set[type[nn.Module]]) -> list[type[nn.Module]]:
     found: list[type[nn.Module]] = []
 
     def walk(module: nn.Module) -> None:
         for child in module.children():
-            if type(child) in repeated:
+            if type(child) in candidates:
                 if type(child) not in found:
                     found.append(type(child))
             else:
@@ -256,12 +278,18 @@ def _discover(model: nn.Module, *, of_torch: bool = False) -> list[type[nn.Modul
 
     walk(model)
     # A class met on its own as well as inside another found class would be nested: the outer one wins.
-    inside = {type(inner) for m in modules.values() if type(m) in found for inner in m.modules() if inner is not m}
+    inside = {
+        type(inner)
+        for m in model.modules()
+        if type(m) in found and m is not model
+        for inner in m.modules()
+        if inner is not m
+    }
     return [cls for cls in found if cls not in inside]
 
 
 def _obstacles(
-    region: Region, modules: Mapping[str, nn.Module], observed: Mapping[str, Observed]
+    region: Region, modules: Mapping[str, nn.Module], observed: Mapping[str, Observed], symbols: Collection[str]
 ) -> Iterator[Obstacle]:
     cls = region.cls
     if "forward" not in vars(cls):
@@ -277,6 +305,8 @@ def _obstacles(
     for group in groups.values():
         attributes = [_read(name, module, observed, configuration=False) for name, module in group.items()]
         for key in attributes[0]:
+            if key in symbols:
+                continue
             values = [attribute[key] for attribute in attributes if key in attribute and attribute[key].countable]
             if len(values) == len(group) > 1 and len(set(values)) == len(values):
                 yield Obstacle(

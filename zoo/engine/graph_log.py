@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from zoo.engine.call import region_call
 from zoo.engine.signature import input_signature, mode, signature, structure
 
 
@@ -26,7 +27,7 @@ class Entry:
     ``graphs`` is what reached the backend (0: nothing was captured). ``inputs`` and ``model_inputs`` are kinds of
     input, hashable, and ``model_sizes`` how many sizes the model says that its regions are given in the call;
     ``seconds`` is the forward's compile time, a backward compiled later is an entry of its own with ``backward=True``
-    and no graph.
+    and no graph. ``varied`` names the sizes and numbers of inputs that turned symbolic by it.
     """
 
     compile_id: str
@@ -41,6 +42,7 @@ class Entry:
     graphs: int
     seconds: float
     backward: bool = False
+    varied: frozenset[str] = frozenset()
 
     @property
     def key(self) -> Hashable:
@@ -141,7 +143,11 @@ class Ledger:
             return
         opened = self._open.pop(args.compile_id, None)
         if opened is not None:
-            self._add(replace(opened, graphs=_unique_graphs() - opened.graphs, seconds=now - opened.seconds))
+            graphs, seconds = _unique_graphs() - opened.graphs, now - opened.seconds
+            module = next((each for each, known in self._watched.items() if known == (opened.model, opened.name)), None)
+            call = None if module is None else region_call(module)
+            varied = call.newly_varied() if call is not None else frozenset()
+            self._add(replace(opened, graphs=graphs, seconds=seconds, varied=varied))
 
     def _add(self, entry: Entry) -> None:
         self.entries.append(entry)

@@ -76,7 +76,11 @@ def _noting_reads(module: nn.Module, prefix: str, reads: set[str]) -> Iterator[N
     """Note which instance attributes are read. Code that is not reached (a cache that is not used) reads nothing."""
     original = type(module)
 
-    class Noting(original):  # type: ignore[misc, valid-type]
+    class Quiet:
+        def __init_subclass__(cls, **_: Any) -> None:
+            """What a class demands of its subclasses is not demanded of the one below."""
+
+    class Noting(Quiet, original):  # type: ignore[misc, valid-type]
         def __getattribute__(self, name: str) -> Any:
             if not name.startswith("_"):
                 reads.add(f"{prefix}.{name}" if prefix else name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,8 +15,7 @@ class Region:
     """A hot submodule class that is compiled once and reused by every copy.
 
     Args:
-        cls: The exact module class. Subclasses do not count, and a class whose ``forward`` lives in
-            ``torch.nn`` is refused.
+        cls: The exact module class. Subclasses do not count.
         graphs: The graph budget: how many unique graphs all copies of this class together may produce
             for one model input shape in one mode. ``None`` means one for each distinct layer signature.
         why: One sentence on why the block is cut here, for the report and the docs.
@@ -26,7 +26,11 @@ class Region:
         autotune_pointwise: Whether Inductor compiles and times several block sizes for each pointwise kernel; ``None``
             leaves its default, which does. False takes the first: for passes over memory, which run as fast in any.
         dynamic: True compiles with symbolic sizes, on purpose: one graph for tensors of all sizes, for a block that
-            holds no weights of its own. ``None`` leaves what ``compile_regions`` was asked for, which is static.
+            holds no weights of its own. ``None`` leaves what ``compile_regions`` was asked for.
+        mode: A ``torch.compile`` mode for this region; with ``backend`` and ``fullgraph`` it comes before what
+            ``compile_regions`` was asked for, which None leaves.
+        backend: A ``torch.compile`` backend for this region.
+        fullgraph: False lets the graph of this region break.
 
     Raises:
         TypeError: If ``cls`` is not a module class (a string, say: names match by accident, classes do not).
@@ -39,6 +43,9 @@ class Region:
     compile_threads: int | Callable[[torch.device | None, bool], int | None] | None = None
     autotune_pointwise: bool | None = None
     dynamic: bool | None = None
+    mode: str | None = None
+    backend: Any = None
+    fullgraph: bool | None = None
 
     def __post_init__(self) -> None:
         if not (isinstance(self.cls, type) and issubclass(self.cls, nn.Module)):

@@ -55,7 +55,11 @@ class Attribute:
 
 
 def read_attributes(
-    module: nn.Module, *, configuration: bool = True, reads: Collection[str] | None = None
+    module: nn.Module,
+    *,
+    configuration: bool = True,
+    reads: Collection[str] | None = None,
+    without: Collection[str] = (),
 ) -> dict[str, Attribute]:
     """Plain Python attributes, of the module and its submodules, that running ``forward`` reads.
 
@@ -66,6 +70,7 @@ def read_attributes(
         module: The module.
         configuration: ``False`` leaves out the submodules that torch defines (strides, dropout rates).
         reads: Dotted names that a call was seen to read. Without them every branch of the code counts.
+        without: Dotted names to leave out.
     """
     found: dict[str, Attribute] = {}
     for prefix, child in module.named_modules():
@@ -83,6 +88,7 @@ def read_attributes(
                 name not in names
                 or name.startswith("_")
                 or name == "training"
+                or dotted in without
                 or (seen is not None and dotted not in seen)
             ):
                 continue
@@ -92,9 +98,12 @@ def read_attributes(
     return found
 
 
-def signature(module: nn.Module, *, reads: Collection[str] | None = None) -> tuple[Hashable, Hashable]:
+def signature(
+    module: nn.Module, *, reads: Collection[str] | None = None, without: Collection[str] = ()
+) -> tuple[Hashable, Hashable]:
     """Everything static about a module that a graph is specialised on: its structure, and attributes that are read."""
-    return structure(module), tuple(sorted(read_attributes(module, reads=reads).items(), key=lambda item: item[0]))
+    read = read_attributes(module, reads=reads, without=without)
+    return structure(module), tuple(sorted(read.items(), key=lambda item: item[0]))
 
 
 def mode(module: nn.Module) -> str:
@@ -137,7 +146,23 @@ def _leaves(tree: Any, sizes: bool, inside: tuple[int, ...] = ()) -> Iterator[Ha
             fields = {name: getattr(leaf, name) for name in names}
             yield where, type(leaf), tuple(_leaves(fields, sizes, (*inside, id(leaf))))
         else:
-            yield where, _attribute(leaf) or type(leaf)
+            yield where, _attribute(leaf) or (type(leaf), _held(leaf))
+
+
+def _held(value: Any, inside: tuple[int, ...] = ()) -> Hashable:
+    """Kinds of the tensors that an object (a cache) holds, and its flags."""
+    if isinstance(value, torch.Tensor):
+        return (*_layout(value), value.dtype, value.requires_grad)
+    if isinstance(value, bool | None):
+        return value
+    inside = (*inside, id(value))
+    if hasattr(value, "own_index"):  # what the other blocks keep is not this block's
+        return _held(value.own, inside)
+    items = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else ()
+    items = [*items, *getattr(value, "__dict__", {}).values()]
+    if len(inside) > 6 or isinstance(value, type | nn.Module):
+        return (type(value),)
+    return type(value), tuple(_held(each, inside) for each in items if id(each) not in inside)
 
 
 def _attribute(value: Any) -> Attribute | None:

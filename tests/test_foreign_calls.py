@@ -1,0 +1,387 @@
+"""How often a model that the zoo did not write is compiled: other layers, tokens, sizes and rates."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from blocks import Block, Sequence
+from torch import Tensor, nn
+
+import zoo
+from zoo.engine.compile import plan_of
+from zoo.engine.graph_log import LEDGER
+
+
+def graphs(model: nn.Module) -> int:
+    plan = plan_of(model)
+    assert plan is not None
+    return sum(entry.graphs for entry in LEDGER.of(plan.ledger_id))
+
+
+def compiled(model: nn.Module, **kwargs: Any) -> nn.Module:
+    torch.compiler.reset()  # what another test compiled is not counted here
+    return zoo.compile_regions(model, **{"backend": "eager", **kwargs})
+
+
+def llama(layers: int = 4) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=layers, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=32, max_position_embeddings=64, pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=3, num_decoder_layers=3, num_heads=2,
+        decoder_start_token_id=0, pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config).eval()
+
+
+def generate(model: nn.Module, tokens: int = 6, **kwargs: Any) -> Tensor:
+    ids = torch.arange(3, 3 + 2 * tokens).view(2, tokens)
+    how = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False, "disable_compile": True, **kwargs}
+    with torch.no_grad():
+        return model.generate(ids, **how)  # type: ignore[operator, no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:.*became symbolic:zoo.RegionWarning")
+@pytest.mark.parametrize(
+    ("make", "how", "expected"),
+    [
+        (llama, {}, 3),
+        (llama, {"cache_implementation": "static"}, 2),
+        (llama, {"num_beams": 2}, 3),
+        # An encoder and a decoder, and in each a first block with the position bias.
+        (t5, {}, 2 * (1 + 3)),
+        (t5, {"cache_implementation": "static"}, 2 * (1 + 2)),
+    ],
+)
+@pytest.mark.slow
+def test_generation_costs_no_graph_for_a_layer_or_a_token(
+    make: Callable[[], nn.Module], how: dict[str, Any], expected: int
+) -> None:
+    model = make()
+    tokens = generate(model, **how)
+    compiled(model)
+    with zoo.enforce_budget(model):
+        assert torch.equal(generate(model, **how), tokens)
+        assert graphs(model) == expected
+        assert torch.equal(generate(model, **how), tokens)
+    assert graphs(model) == expected
+
+
+def test_sizes_that_vary_turn_symbolic_once_and_are_told() -> None:
+    model = Sequence(*(Block(4) for _ in range(3)))
+    inputs = [torch.randn(rows, 4) for rows in (2, 3, 5, 7, 11)]
+    expected = [model(x) for x in inputs]
+    compiled(model, backend="aot_eager")
+    with torch.no_grad(), zoo.enforce_budget(model):
+        torch.testing.assert_close(model(inputs[0]), expected[0])
+        with pytest.warns(zoo.RegionWarning, match=r"blocks\.0 \(Block\): x\.shape\[0\] differed .*dynamic=False"):
+            torch.testing.assert_close(model(inputs[1]), expected[1])
+        for x, y in zip(inputs, expected, strict=True):
+            torch.testing.assert_close(model(x), y)
+    assert graphs(model) == 2
+
+
+def test_pinned_sizes_are_a_graph_each() -> None:
+    model = compiled(Sequence(Block(4), Block(4)), dynamic=False)
+    with torch.no_grad(), zoo.enforce_budget(model):
+        for rows in (2, 3, 5):
+            model(torch.randn(rows, 4))
+    assert graphs(model) == 3
+
+
+def test_a_marked_size_is_symbolic_from_the_first_call() -> None:
+    model = compiled(Sequence(Block(4)), regions=[Block])
+    with torch.no_grad():
+        for rows in (2, 3, 5):
+            x = torch.randn(rows, 4)
+            torch._dynamo.mark_dynamic(x, 0)
+            model(x)
+    assert graphs(model) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*became symbolic:zoo.RegionWarning")
+def test_a_size_marked_static_stays() -> None:
+    model = compiled(Sequence(Block(4)), regions=[Block])
+    with torch.no_grad():
+        for rows in (2, 3, 5):
+            x = torch.randn(rows, 4)
+            torch._dynamo.mark_static(x, 0)
+            model(x)
+    assert graphs(model) == 3
+
+
+class Rated(nn.Module):
+    """Scales its branch by a rate of its own, in training."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.rate == 0.0 or not self.training:
+            return x + self.linear(x)
+        return x + self.linear(x) / (1 - self.rate) * (torch.rand(x.shape[0], 1) + (1 - self.rate)).floor()
+
+
+@pytest.mark.parametrize(("training", "expected"), [(False, 2), (True, 2)], ids=["eval", "train"])
+def test_rates_that_differ_are_a_symbol(training: bool, expected: int) -> None:
+    model = Sequence(nn.Linear(4, 4), *(Rated(rate / 10) for rate in range(6))).train(training)
+    reference, x = copy.deepcopy(model), torch.randn(3, 4)
+    compiled(model)
+    for each in (reference, model):
+        torch.manual_seed(0)
+        each(x).square().sum().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    assert graphs(model) == expected  # a rate of zero is code of its own
+    model.blocks[3].rate = 0.9  # type: ignore[index, union-attr]
+    reference.blocks[3].rate = 0.9  # type: ignore[index, union-attr]
+    torch.manual_seed(0)
+    theirs = reference(x)
+    torch.manual_seed(0)
+    torch.testing.assert_close(model(x), theirs)
+
+
+@pytest.mark.slow
+def test_stochastic_depth_of_torchvision_in_eval_is_a_graph_a_stage() -> None:
+    from torchvision.models.convnext import CNBlock, convnext_tiny
+
+    model, x = convnext_tiny(num_classes=5).eval(), torch.randn(1, 3, 32, 32)
+    with torch.no_grad():
+        expected = model(x)
+        compiled(model, regions=[CNBlock])
+        torch.testing.assert_close(model(x), expected)
+    assert graphs(model) == 4
+
+
+class Slot:
+    def __init__(self) -> None:
+        self.held = torch.ones(2, 4)
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.tables = [Slot() for _ in range(5)]
+        self.seen: dict[int, bool] = {}
+
+
+class Picking(nn.Module):
+    """Reads and writes what is its own in the cache, and branches on its place where asked to."""
+
+    def __init__(self, place: int, branch: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.place = place
+        self.branch = branch
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        own = cache.tables[self.place]
+        y = self.linear(x) + own.held
+        if cache.seen.get(self.place) and self.branch and self.place % 2:
+            y = -y
+        own.held = torch.cat([own.held, y])[2:]
+        cache.seen[self.place] = True
+        return y + cache.tables[-1].held.mean() + len(cache.tables)
+
+
+class PickingModel(nn.Module):
+    def __init__(self, branch: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Picking(place, branch) for place in range(5))
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        for block in self.blocks:
+            x = block(x, cache)
+        return x
+
+
+@pytest.mark.parametrize(("branch", "expected"), [(False, 2 + 2), (True, 2 + 3)])
+def test_a_cache_that_each_block_picks_from(branch: bool, expected: int) -> None:
+    model = PickingModel(branch)
+    reference = copy.deepcopy(model)
+    compiled(model)
+    caches = Cache(), Cache()
+    with torch.no_grad():
+        for step in range(3):
+            x = torch.randn(2, 4, generator=torch.Generator().manual_seed(step))
+            ours, theirs = (each(x, cache) for each, cache in zip((model, reference), caches, strict=True))
+            torch.testing.assert_close(ours, theirs)
+            for slots in zip(*(cache.tables for cache in caches), strict=True):
+                torch.testing.assert_close(slots[0].held, slots[1].held)
+            assert type(caches[0].tables) is list and caches[0].seen == caches[1].seen
+    # The last block meets its own slot as the last one too.
+    assert graphs(model) == expected
+
+
+class Formatting(nn.Module):
+    """Takes its place as text, which no symbol can be."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.place = place
+        self.scale_0, self.scale_1, self.scale_2 = 1.0, 2.0, 3.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * getattr(self, f"scale_{self.place}")
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be symbols:zoo.RegionWarning")
+def test_what_cannot_be_a_symbol_is_a_graph_a_value() -> None:
+    model, x = Sequence(*(Formatting(place) for place in range(3))), torch.randn(2, 4)
+    expected = model(x)
+    compiled(model)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), expected)
+    assert graphs(model) == 3
+
+
+class Printing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        return x if x.sum().item() > 1e6 else x.relu()
+
+
+def test_an_error_of_the_compiler_names_the_module_the_line_and_the_remedy() -> None:
+    model, x = Sequence(Printing(), Printing()), torch.randn(2, 4)
+    expected = model(x)
+    compiled(model)
+    with pytest.raises(zoo.RegionError) as caught:
+        model(x)
+    message = str(caught.value)
+    assert message.startswith("blocks.0 (Printing) cannot be compiled as one graph")
+    assert "test_foreign_calls.py:" in message and "x.sum().item()" in message
+    assert "exclude=['blocks.0']" in message and "zoo.Region(Printing, fullgraph=False)" in message
+    zoo.uncompile(model)
+    compiled(model, regions=[zoo.Region(Printing, fullgraph=False)])
+    with pytest.raises(zoo.BudgetError, match="graph break"), zoo.enforce_budget(model):
+        torch.testing.assert_close(model(x), expected)
+
+
+def test_an_error_of_the_models_own_stays() -> None:
+    model = compiled(Sequence(Block(4), Block(4)))
+    with pytest.raises(RuntimeError, match="mat1|size") as caught:
+        model(torch.randn(2, 3))
+    assert not isinstance(caught.value, zoo.RegionError)
+
+
+def test_options_of_a_region_come_before_those_of_the_call() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    ours, theirs = CompileCounterWithBackend("eager"), CompileCounterWithBackend("eager")
+    model = Sequence(Block(4), Rated(0.0))
+    compiled(model, regions=[zoo.Region(Block, backend=ours), Rated], backend=theirs)
+    with torch.no_grad():
+        model(torch.randn(2, 4))
+    assert ours.frame_count == theirs.frame_count == 1
+    with pytest.raises(ValueError, match="mode='reduce-overhead' records a CUDA graph"):
+        zoo.compile_regions(Sequence(Block(4)), regions=[zoo.Region(Block, mode="reduce-overhead")])
+
+
+def of_torch() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    return nn.TransformerEncoder(layer, num_layers=3, enable_nested_tensor=False)
+
+
+def sequential() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), *(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)))
+
+
+class Repeating(nn.Module):
+    """Calls one block again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups = nn.ModuleList([Block(8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = self.groups[0](x)
+        return x
+
+
+@pytest.mark.parametrize("make", [of_torch, sequential, Repeating])
+def test_blocks_of_torch_and_a_block_that_repeats_are_one_graph(make: Callable[[], nn.Module]) -> None:
+    model, x = make().eval(), torch.randn(2, 3, 8)
+    with torch.no_grad():
+        expected = model(x)
+        compiled(model, backend="aot_eager")
+        with zoo.enforce_budget(model):
+            torch.testing.assert_close(model(x), expected)
+            torch.testing.assert_close(model(x), expected)
+    assert graphs(model) == 1
+
+
+def test_a_change_inside_a_block_of_torch_is_noticed() -> None:
+    model, x = sequential(), torch.randn(3, 8)
+    compiled(model)
+    with torch.no_grad():
+        model(x)
+        model[2][1] = nn.Tanh()  # type: ignore[index]
+        handle = model[1].register_forward_hook(lambda module, args, output: output + 1)
+        torch.testing.assert_close(model(x), copy.deepcopy(model)(x))
+        handle.remove()
+        torch.testing.assert_close(model(x), copy.deepcopy(model)(x))
+
+
+class Strict(nn.Module):
+    """Wants an argument of each of its subclasses."""
+
+    def __init_subclass__(cls, *, kind: str) -> None:
+        super().__init_subclass__()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+class Named(Sequence):
+    """Calls something else its regions, and an input ``model``."""
+
+    @property
+    def regions(self) -> list[str]:
+        return ["EU", "US"]
+
+    def forward(self, model: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(model)
+
+
+def test_names_that_are_the_models_own() -> None:
+    model, x = Named(Strict(), Strict()), torch.randn(2, 4)
+    expected = model(x)
+    assert zoo.find_regions(model, inputs={"model": x}).graphs_needed == 1
+    compiled(model)
+    with torch.no_grad():
+        assert zoo.warm_up(model, model=x).graphs == 1
+        torch.testing.assert_close(model(x), expected)
+
+
+def test_warm_up_takes_positional_arguments_and_functions() -> None:
+    model = compiled(Sequence(Block(4), Block(4)), dynamic=False)
+    with torch.no_grad():
+        assert zoo.warm_up(model, torch.randn(2, 4)).graphs == 1
+        assert zoo.warm_up(model, *(partial(model, torch.randn(rows, 4)) for rows in (3, 5))).graphs == 2
+        assert zoo.warm_up(model, lambda: model(x=torch.randn(7, 4)).sum()).graphs == 1

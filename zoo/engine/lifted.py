@@ -1,0 +1,245 @@
+"""Numbers that differ from block to block and sizes that vary from call to call, as symbols of one graph.
+
+A block of another library often knows its place: ``layer_idx`` picks its part of a cache, a drop rate grows with
+depth. Dynamo would compile the block once for each value. Here such numbers are symbols, and a list or dict that the
+index picks from holds the block's own item apart, where the graph finds it without a constant index. Dynamo guards
+whatever the code asks of a symbol, so a block that branches on its index still gets the graphs that it needs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zoo.engine.signature import structure
+
+_ABSENT = object()
+# What Dynamo knows of the sizes and numbers that it met: by code object, then by name.
+Sizes = defaultdict[Any, Any]
+
+
+@dataclass(eq=False)
+class Lifted:
+    """Dotted names of the numbers that differ between the blocks of a class.
+
+    ``items`` is how many items a list needs for each block's index to pick one, ``told`` whether the user was warned.
+    """
+
+    ints: tuple[str, ...] = ()
+    floats: tuple[str, ...] = ()
+    items: int = 0
+    told: bool = False
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All of them."""
+        return frozenset(self.ints + self.floats)
+
+    def own_index(self, module: nn.Module) -> int | None:
+        """The index that most of a block's ints hold; None for a block without any."""
+        values = Counter(value for name in self.ints if (value := _value(module, name)) is not None)
+        return max(values, key=values.__getitem__) if values else None
+
+    @contextmanager
+    def as_symbols(self, sizes: Sizes) -> Iterator[None]:
+        """Meanwhile Dynamo takes these numbers as symbols, and the sizes that differ from those in ``sizes``."""
+        from torch._dynamo import pgo
+
+        config: Any = torch.compiler.config
+        known = config.dynamic_sources
+        sources = [*map(_source, self.ints), r".*\.own_index$"] if self.ints else []
+        before, pgo._CODE_STATE = pgo._CODE_STATE, sizes
+        try:
+            with config.patch(dynamic_sources=",".join([*filter(None, [known]), *sources])):
+                yield
+        finally:
+            pgo._CODE_STATE = before
+
+    def new_sizes(self) -> Sizes:
+        """What Dynamo knows before the first call: that the floats vary."""
+        from torch._dynamo import pgo
+
+        patterns = [re.compile(_source(name)) for name in self.floats]
+
+        class Known(defaultdict[str, Any]):
+            def __missing__(self, name: str) -> Any:
+                varies = any(each.match(name) for each in patterns)
+                self[name] = entry = pgo.FrameStateSizeEntry()
+                if varies:
+                    entry.scalar = pgo.auto_dynamic
+                return entry
+
+        return defaultdict(lambda: pgo.CodeState(automatic_dynamic=Known()))
+
+    def varied(self, sizes: Sizes, module: str) -> frozenset[str]:
+        """The sizes and numbers that calls were seen to differ in, in words, apart from what ``module`` holds."""
+        from torch._dynamo.pgo import auto_dynamic
+
+        own = f"L['{module}']"
+        found: set[str] = set()
+        for state in sizes.values():
+            for name, entry in state.automatic_dynamic.items():
+                if "._base" in name or name.startswith(own):
+                    continue
+                words = re.sub(r"^L\['(\w+)'\]", r"\1", name)
+                if isinstance(entry.size, tuple):  # of a tensor
+                    found |= {f"{words}.shape[{dim}]" for dim, size in enumerate(entry.size) if size is auto_dynamic}
+                elif entry.scalar is auto_dynamic:
+                    found.add(words)
+        return frozenset(found)
+
+
+def lifted_in(modules: Iterable[nn.Module]) -> Lifted:
+    """The numbers that differ between blocks of one class and structure.
+
+    An int counts if no two blocks share it, or if it has more than two values: a choice of two is a choice of code.
+    """
+    numbers: dict[Any, dict[str, list[int | float]]] = defaultdict(lambda: defaultdict(list))
+    for module in modules:
+        built = numbers[structure(module)]
+        for prefix, child in module.named_modules():
+            for name, value in vars(child).items():
+                if type(value) in (int, float):
+                    built[f"{prefix}.{name}" if prefix else name].append(value)
+    found = Lifted()
+    for built in numbers.values():
+        for name, values in built.items():
+            kinds, distinct = set(map(type, values)), len(set(values))
+            if kinds == {float} and distinct > 1 and name not in found.floats:
+                found.floats += (name,)
+            elif kinds == {int} and (distinct > 2 or distinct == len(values) > 1):
+                found.items = max(found.items, int(max(values)) + 1)
+                if name not in found.ints:
+                    found.ints += (name,)
+    return found
+
+
+def _value(module: nn.Module, name: str) -> int | None:
+    path, _, attribute = name.rpartition(".")
+    try:
+        return getattr(module.get_submodule(path), attribute, None)
+    except AttributeError:
+        return None
+
+
+def _source(name: str) -> str:
+    """A pattern for Dynamo's name of a module's attribute."""
+    *path, attribute = name.split(".")
+    children = "".join(rf"\._modules\['{each}'\]" for each in path)
+    return rf"L\['\w+'\](\[\d+\])?{children}\.{attribute}$"
+
+
+class OwnItem(list[Any]):
+    """A list that holds the item at ``own_index`` apart as well."""
+
+    own_index: int
+    own: Any
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, int) and index == self.own_index:
+            return self.own
+        return super().__getitem__(index)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if isinstance(index, int) and index in (self.own_index, self.own_index - len(self)):
+            self.own = value
+        super().__setitem__(index, value)
+
+
+class OwnEntry(dict[int, Any]):
+    """A dict that holds the value at ``own_index`` apart, and nowhere else."""
+
+    own_index: int
+    own: Any
+
+    def __getitem__(self, key: Any) -> Any:
+        if key == self.own_index and self.own is not _ABSENT:
+            return self.own
+        return super().__getitem__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As ``dict.get``."""
+        if key == self.own_index:
+            return default if self.own is _ABSENT else self.own
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        if key == self.own_index:
+            return self.own is not _ABSENT
+        return super().__contains__(key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if key == self.own_index:
+            self.own = value
+        else:
+            super().__setitem__(key, value)
+
+
+@contextmanager
+def own_items(index: int, items: int, *arguments: dict[Any, Any]) -> Iterator[None]:
+    """Meanwhile the lists of ``items`` items or more, and the dicts by int, in the arguments hold a block's own apart.
+
+    Args:
+        index: The block's.
+        items: Shorter lists are left alone.
+        arguments: Where to look, and in the attributes of objects there.
+    """
+    swapped: list[tuple[dict[Any, Any], Any, Any, Any]] = []
+    addresses = []
+    try:
+        for holder, key, container in _containers(arguments, items):
+            of_list = isinstance(container, list)
+            own: Any = OwnItem(container) if of_list else OwnEntry(container)
+            own.own_index = index
+            own.own = container[index] if of_list else dict.pop(own, index, _ABSENT)
+            holder[key] = own
+            swapped.append((holder, key, container, own))
+            for tensor in getattr(own.own, "__dict__", {}).values():
+                if getattr(tensor, "_dynamo_static_input_type", None) == "guarded":
+                    # Marked for a graph that only this tensor runs in.
+                    torch._dynamo.mark_static_address(tensor, guard=False)
+                    addresses.append(tensor)
+        yield
+    finally:
+        for holder, key, container, own in swapped:
+            holder[key] = container
+            _write_back(own, container)
+        for tensor in addresses:
+            torch._dynamo.mark_static_address(tensor)
+
+
+def _containers(holders: Iterable[dict[Any, Any]], items: int) -> Iterator[tuple[dict[Any, Any], Any, Any]]:
+    seen: set[int] = set()
+    todo = list(holders)
+    while todo:
+        holder = todo.pop()
+        for key, value in list(holder.items()):
+            if isinstance(value, torch.Tensor | nn.Module | type) or id(value) in seen:
+                continue
+            seen.add(id(value))
+            if type(value) is list:
+                if len(value) >= items:
+                    yield holder, key, value
+            elif type(value) is dict:
+                # Flags alone, which code asks for one by one: nothing else in here knows of the entry apart.
+                if all(type(each) is int and type(flag) is bool for each, flag in value.items()):
+                    yield holder, key, value
+            elif hasattr(value, "__dict__"):
+                todo.append(vars(value))
+
+
+def _write_back(own: Any, container: Any) -> None:
+    if isinstance(container, list):
+        if len(own) != len(container) or any(a is not b for a, b in zip(own, container, strict=True)):
+            container[:] = list(own)
+    else:
+        container.update(own)
+        if own.own is not _ABSENT:
+            container[own.own_index] = own.own
