@@ -287,8 +287,8 @@ def _refuse_sharded(chosen: Mapping[Region, Mapping[str, nn.Module]]) -> None:
     for name, module in [item for group in chosen.values() for item in group.items()]:
         if fsdp is not None and isinstance(module, fsdp.FSDPModule):
             raise ValueError(
-                f"{name} was given to fully_shard before, whose hooks no graph can hold; call zoo.compile_regions(model) "
-                "first, and fully_shard (or accelerate's prepare) on the compiled model"
+                f"{name} was given to fully_shard before, whose hooks no graph can hold; call "
+                "zoo.compile_regions(model) first, and fully_shard (or accelerate's prepare) on the compiled model"
             )
 
 

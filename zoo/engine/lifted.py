@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -153,33 +153,54 @@ class OwnItem(list[Any]):
         super().__setitem__(index, value)
 
 
-class OwnEntry(dict[int, Any]):
-    """A dict that holds the value at ``own_index`` apart, and nowhere else."""
+class OwnEntry(MutableMapping[int, Any]):
+    """The entries of a dict, with the value at ``own_index`` apart.
 
-    own_index: int
-    own: Any
+    No dict itself: torch 2.14 checks no guard on an attribute of an empty one.
+    """
+
+    def __init__(self, others: dict[int, Any], own_index: int) -> None:
+        self.others = others
+        self.own_index = own_index
+        self.own = others.get(own_index, _ABSENT)
 
     def __getitem__(self, key: Any) -> Any:
         if key == self.own_index and self.own is not _ABSENT:
             return self.own
-        return super().__getitem__(key)
+        return self.others[key]
 
     def get(self, key: Any, default: Any = None) -> Any:
         """As ``dict.get``."""
         if key == self.own_index:
             return default if self.own is _ABSENT else self.own
-        return super().get(key, default)
+        return self.others.get(key, default)
 
     def __contains__(self, key: object) -> bool:
         if key == self.own_index:
             return self.own is not _ABSENT
-        return super().__contains__(key)
+        return key in self.others
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if key == self.own_index:
             self.own = value
         else:
-            super().__setitem__(key, value)
+            self.others[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        if key == self.own_index:
+            self.own = _ABSENT
+        else:
+            del self.others[key]
+
+    def _whole(self) -> dict[int, Any]:
+        others = {key: value for key, value in self.others.items() if key != self.own_index}
+        return others if self.own is _ABSENT else {**others, self.own_index: self.own}
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._whole())
+
+    def __len__(self) -> int:
+        return len(self._whole())
 
 
 @contextmanager
@@ -195,10 +216,12 @@ def own_items(index: int, items: int, *arguments: dict[Any, Any]) -> Iterator[No
     addresses = []
     try:
         for holder, key, container in _containers(arguments, items):
-            of_list = isinstance(container, list)
-            own: Any = OwnItem(container) if of_list else OwnEntry(container)
-            own.own_index = index
-            own.own = container[index] if of_list else dict.pop(own, index, _ABSENT)
+            own: Any
+            if isinstance(container, list):
+                own = OwnItem(container)
+                own.own_index, own.own = index, container[index]
+            else:
+                own = OwnEntry(container, index)
             holder[key] = own
             swapped.append((holder, key, container, own))
             for tensor in getattr(own.own, "__dict__", {}).values():
@@ -228,8 +251,7 @@ def _containers(holders: Iterable[dict[Any, Any]], items: int) -> Iterator[tuple
                 if len(value) >= items:
                     yield holder, key, value
             elif type(value) is dict:
-                # Flags alone, which code asks for one by one: nothing else in here knows of the entry apart.
-                if all(type(each) is int and type(flag) is bool for each, flag in value.items()):
+                if all(type(each) is int for each in value):
                     yield holder, key, value
             elif hasattr(value, "__dict__"):
                 todo.append(vars(value))
@@ -239,7 +261,7 @@ def _write_back(own: Any, container: Any) -> None:
     if isinstance(container, list):
         if len(own) != len(container) or any(a is not b for a, b in zip(own, container, strict=True)):
             container[:] = list(own)
+    elif own.own is _ABSENT:
+        container.pop(own.own_index, None)
     else:
-        container.update(own)
-        if own.own is not _ABSENT:
-            container[own.own_index] = own.own
+        container[own.own_index] = own.own
