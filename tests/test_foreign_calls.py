@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from blocks import Block, Sequence
 from torch import Tensor, nn
 
@@ -385,3 +387,35 @@ def test_warm_up_takes_positional_arguments_and_functions() -> None:
         assert zoo.warm_up(model, torch.randn(2, 4)).graphs == 1
         assert zoo.warm_up(model, *(partial(model, torch.randn(rows, 4)) for rows in (3, 5))).graphs == 2
         assert zoo.warm_up(model, lambda: model(x=torch.randn(7, 4)).sum()).graphs == 1
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_process")
+def test_fsdp_is_compiled_first_and_then_sharded() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (1,))
+
+    def shard(model: nn.Module) -> nn.Module:
+        for part in (*model.blocks, model):  # type: ignore[misc, union-attr]
+            fully_shard(part, mesh=mesh)
+        return model
+
+    model, x = Sequence(nn.Linear(4, 4), Block(4), Block(4)), torch.randn(2, 4)
+    expected = model(x)
+    with pytest.raises(ValueError, match=r"blocks\.1 was given to fully_shard before.* first, and fully_shard"):
+        compiled(shard(copy.deepcopy(model)))
+    shard(compiled(model, backend="aot_eager"))
+    with zoo.enforce_budget(model):
+        for _ in range(2):
+            torch.testing.assert_close(model(x), expected)
+        model(x).sum().backward()
+    assert graphs(model) == 1
