@@ -20,7 +20,7 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"layer_norm_eps": 0}, "layer_norm_eps is 0"),
         ({"pad_token_id": 128}, "pad_token_id is 128, but vocab_size is 128"),
         ({"kind": "roberta", "pad_token_id": None}, "kind 'roberta' counts positions by it"),
-        ({"kind": "roberta", "pad_token_id": 63}, "not one is left"),
+        ({"kind": "roberta", "pad_token_id": 63}, "max_position_embeddings is 64, but positions start later"),
         ({"head": "question-answering", "num_labels": 3}, "num_labels is 3, but an answer has 2"),
     ],
     "llm-debug": [
@@ -41,7 +41,7 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"norm": "layer"}, "norm is 'layer', expected one of 'batch', 'frozen'"),
         ({"norm_kwargs": {"affine": False}}, "norm_kwargs has affine, which norm 'batch' does not take"),
         ({"norm_kwargs": {"momentum": None}}, "momentum=None"),
-        ({"block": "basic"}, "width_per_group 16: basic blocks have neither"),
+        ({"block": "basic"}, "width_per_group 16: use bottlenecks"),
         (
             {
                 "block": "basic",
