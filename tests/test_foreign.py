@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from blocks import Block, IndexedBlock, Sequence
 from torch import nn
 
 import zoo
@@ -96,6 +98,48 @@ def test_llamas_layer_index_is_a_symbol() -> None:
     zoo.compile_regions(model, backend="eager")
     with torch.no_grad():
         assert zoo.warm_up(model, **{**inputs, "use_cache": True}).graphs == 1
+
+
+class Place(enum.IntEnum):
+    FIRST = 1
+    SECOND = 2
+
+
+def test_a_value_that_is_no_symbol_is_warned_of_when_it_has_cost_a_graph_or_when_a_call_shows_it() -> None:
+    model, x = Sequence(*(IndexedBlock(4, place) for place in Place)), torch.randn(2, 4)
+    zoo.compile_regions(model, backend="eager")
+    with (
+        torch.no_grad(),
+        pytest.warns(zoo.RegionWarning, match=r"2 graphs compiled for .* where one would do: .*index"),
+    ):
+        model(x)
+    zoo.uncompile(model)
+    with pytest.warns(zoo.RegionWarning, match="forward reads index, which differs in every layer"):
+        zoo.compile_regions(model, inputs={"x": x}, backend="eager")
+
+
+class Coder(nn.Module):
+    """Two stacks and a way into each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = (nn.Sequential(*(Block(4) for _ in range(2))) for _ in range(2))
+
+    def decode(self, z: torch.Tensor) -> torch.Tensor:
+        return self.decoder(z)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decode(self.encoder(x))
+
+
+def test_budgets_hold_for_any_entry_point() -> None:
+    model = zoo.compile_regions(Coder().eval(), backend="eager", dynamic=False)
+    with torch.no_grad(), zoo.enforce_budget(model):
+        for batch in (2, 3, 4):
+            model.decode(torch.randn(batch, 4))
+    with torch.no_grad(), pytest.raises(zoo.BudgetError, match="decoder"), zoo.enforce_budget(model):
+        model.encoder(torch.randn(2, 4))
+        model.decoder[0].forward(model.decoder[1](torch.randn(2, 4)))
 
 
 def test_given_regions_and_exclude() -> None:

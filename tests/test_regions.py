@@ -7,7 +7,7 @@ import enum
 import pytest
 import torch
 from blocks import Block, Child, Dropping, IndexedBlock, Sequence, Stack, StoringBlock, declared
-from torch import nn
+from torch import Tensor, nn
 
 import zoo
 from zoo import Region
@@ -29,7 +29,7 @@ def test_report_prints_modules_graphs_and_differences() -> None:
     assert "differs: parameters: linear.weight (4, 4)" in text
 
 
-@pytest.mark.parametrize("region", ["Block", 3, Block(2), int])
+@pytest.mark.parametrize("region", [3, Block(2), int])
 def test_a_region_that_is_no_module_class_is_a_type_error(region: object) -> None:
     with pytest.raises(TypeError, match="nn.Module class"):
         zoo.find_regions(Stack(), [region])  # type: ignore[list-item]
@@ -172,7 +172,7 @@ def test_exclude_leaves_out_what_is_inside() -> None:
 
 @pytest.mark.parametrize("exclude", ["blocks.1", Block])
 def test_exclude_is_a_list(exclude: object) -> None:
-    with pytest.raises(TypeError, match=r"exclude is .*expected a list of classes and module names"):
+    with pytest.raises(TypeError, match=r"exclude is .*expected a list of classes and paths"):
         zoo.find_regions(Stack(), exclude=exclude)  # type: ignore[arg-type]
 
 
@@ -231,3 +231,106 @@ def test_a_report_of_a_model_in_training_puts_buffers_back() -> None:
     seen = model.blocks[0].seen
     zoo.find_regions(model, [Counting], inputs={"x": torch.ones(2, 4)})
     assert model.blocks[0].seen is seen and seen.tolist() == [0.0] and model.blocks[0].last is None
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).relu()
+
+
+class Tower(nn.Module):
+    """A stack: its copies are no regions, its blocks are."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(Mlp() for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_equal_towers_are_cut_into_their_blocks() -> None:
+    (found,) = zoo.find_regions(Sequence(Tower(6), Tower(6))).regions
+    assert found.name == "Mlp" and len(found.modules) == 12 and found.graphs_needed == 1
+
+
+class Wrapper(nn.Module):
+    """A block that holds one more layer beside another kind of block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block(4)
+        self.outer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.inner(x))
+
+
+def test_a_class_is_a_region_where_it_stands_alone_as_well() -> None:
+    model = Sequence(*(Block(4) for _ in range(10)), Wrapper(), Wrapper())
+    report = zoo.find_regions(model)
+    (block,) = [found for found in report.regions if found.name == "Block"]
+    assert {f"blocks.{index}" for index in range(10)} <= set(block.modules), str(report)
+    x = torch.randn(2, 4)
+    expected = model(x)
+    zoo.compile_regions(model, backend="eager")
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_one_layer_with_nothing_to_multiply_is_no_region() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x).relu()
+
+    report = zoo.find_regions(Sequence(*(Scale() for _ in range(12))))
+    assert not report.regions and "no regions: no module class occurs twice" in str(report)
+    # Layers whose widths mostly differ: nearly as many graphs as there are layers.
+    report = zoo.find_regions(Sequence(*(Block(width) for width in (2, 2, 3, 4, 5, 6, 7, 8))))
+    assert not report.regions and "what repeats in it (Block) is too little" in str(report)
+
+
+def test_regions_by_path() -> None:
+    model = Sequence(Tower(3), Tower(3))
+    (found,) = zoo.find_regions(model, ["blocks.*.blocks.1"]).regions
+    assert found.modules == ("blocks.0.blocks.1", "blocks.1.blocks.1")
+    (found,) = zoo.find_regions(model, [Mlp], exclude=["blocks.1.blocks.*"]).regions
+    assert found.modules == ("blocks.0.blocks.0", "blocks.0.blocks.1", "blocks.0.blocks.2")
+    with pytest.raises(ValueError, match=r"regions names 'Block', but Sequence has no such module; a path reads as"):
+        zoo.find_regions(model, ["Block"])
+
+
+def test_coverage_is_printed() -> None:
+    report = zoo.find_regions(Stack())
+    assert 0.8 < report.coverage < 1 and f"{report.coverage:.0%} of the weights in regions" in str(report)
+
+
+def test_an_attribute_called_regions_that_declares_none() -> None:
+    class Map(Sequence):
+        regions = ("north", "south")
+
+    report = zoo.find_regions(Map(Block(4), Block(4)))
+    assert not report.declared and report.regions[0].name == "Block"
+
+
+def test_a_class_that_wants_arguments_of_its_subclasses_is_observed() -> None:
+    class Keyed(Block):
+        def __init_subclass__(cls, *, key: str) -> None:
+            raise AssertionError(key)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).relu()
+
+    report = zoo.find_regions(Sequence(Keyed(4), Keyed(4)), inputs={"x": torch.randn(2, 4)})
+    assert report.graphs_needed == 1

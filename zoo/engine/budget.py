@@ -124,9 +124,13 @@ def _recompiled(plan: Plan, new: list[Entry]) -> Iterator[str]:
 
 
 def _not_compiled(modules: Mapping[str, nn.Module], modes: dict[str, set[str]], *, replayed: bool) -> Iterator[str]:
-    """Regions that did not run compiled. A replay of a CUDA graph calls none of them."""
+    """Regions that did not run compiled. A replay of a CUDA graph calls none of them.
+
+    A stack that no call entered (the encoder of a model that decodes) is left out, unless nothing ran.
+    """
+    entered = {name.rpartition(".")[0] for name in modules if modes[name]}
     for name, module in modules.items():
-        if not modes[name] and not replayed:
+        if not modes[name] and not replayed and (not entered or name.rpartition(".")[0] in entered):
             yield (
                 f"{type(module).__name__} ({name}): its compiled call never ran; it was bypassed (block.forward(x), "
                 "checkpoint(block.forward)) or not reached: call the module itself"

@@ -30,6 +30,10 @@ class RegionWarning(UserWarning):
     """Something about a model, or the way it is called, will cost graphs or speed."""
 
 
+# Warnings to give after the call whose compilation they are about: one that is made an error must not end it.
+NOTICES: list[str] = []
+
+
 class RegionError(RuntimeError):
     """A region cannot be compiled. The message names the module, the line of its code and the remedies."""
 
@@ -161,6 +165,8 @@ class RegionCall:
         patch = config.patch(skip_nnmodule_hook_guards=False, record_runtime_overhead=False)
         with _patching, patch, tracing_to_run(self._runs_directly):
             result = self._compile_and_run(args, kwargs)
+        while NOTICES:
+            warnings.warn(NOTICES.pop(), RegionWarning, stacklevel=2)
         if self._misses < _MOST_MISSES and not self._needs_dynamo(module):
             self._keep(module, args, kwargs)
         return result

@@ -15,11 +15,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from zoo.engine.call import IdleWatch, RegionCall, RegionWarning
+from zoo.engine.call import NOTICES, IdleWatch, RegionCall, RegionWarning
 from zoo.engine.compat import compile_limit_kwargs
 from zoo.engine.direct import DirectOrInductor
 from zoo.engine.discover import (
     FoundRegion,
+    Obstacle,
     RegionReport,
     declared_regions,
     declares,
@@ -43,6 +44,8 @@ class Plan:
 
     report: RegionReport
     ledger_id: int
+    # Obstacles that no call has shown yet, by region; warned of when they cost a graph.
+    pending: dict[str, Obstacle] = field(default_factory=dict)
 
     def modules_of(self, model: nn.Module) -> dict[str, nn.Module]:
         """Region modules by name. Not held: a model that is itself a region would never be freed.
@@ -75,8 +78,9 @@ def plan_of(model: nn.Module) -> Plan | None:
 def compile_regions(
     model: nn.Module,
     *,
-    regions: Sequence[Region | type[nn.Module]] | None = None,
+    regions: Sequence[Region | type[nn.Module] | str] | None = None,
     exclude: Sequence[type[nn.Module] | str] = (),
+    inputs: Mapping[str, Any] | None = None,
     mode: str | None = None,
     backend: Any = "inductor",
     options: Mapping[str, Any] | None = None,
@@ -90,8 +94,10 @@ def compile_regions(
 
     Args:
         model: Any module. Models of the zoo declare their regions; for others they are given or discovered.
-        regions: Regions or exact classes to compile instead.
-        exclude: Classes, or exact module names, to leave eager, with all that is inside of them.
+        regions: Regions, exact classes or module paths to compile instead: see ``find_regions``.
+        exclude: Classes or module paths to leave eager, with all that is inside of them.
+        inputs: Keyword arguments of one call, which the model then makes once, eagerly: graphs and obstacles are those
+            of that call. Without them a foreign model is warned of a per-layer value when it costs the first graph.
         mode: A ``torch.compile`` mode without CUDA graphs: ``"default"`` or ``"max-autotune-no-cudagraphs"``.
         backend: A ``torch.compile`` backend.
         options: Backend options, as ``torch.compile`` takes them; not together with ``mode``.
@@ -136,7 +142,7 @@ def compile_regions(
         raise ValueError(f"already compiled: {', '.join(taken[:4])}; call zoo.uncompile(model) first")
     _refuse_sharded(chosen)
     declared = declares(model, regions)
-    report = report_on(model, chosen, declared=declared)
+    report = report_on(model, chosen, declared=declared, inputs=inputs)
     _judge(model, report)
     # All of it before anything is compiled: what is refused for one region leaves none behind.
     hows = [_options(region, model, mode, options, backend, fullgraph, dynamic) for region in chosen]
@@ -149,7 +155,10 @@ def compile_regions(
     modules = {name: module for group in chosen.values() for name, module in group.items()}
     if any(parameter.is_cuda for parameter in model.parameters()):
         IdleWatch(model, list(modules.values()))
-    _PLANS[model] = Plan(report, LEDGER.watch(model, modules))
+    pending = {obstacle.region: obstacle for obstacle in report.obstacles if not obstacle.certain}
+    _PLANS[model] = Plan(report, LEDGER.watch(model, modules), pending)
+    if _warn_of_excess not in LEDGER.listeners:
+        LEDGER.listeners.append(_warn_of_excess)
     return model
 
 
@@ -346,7 +355,7 @@ def _tries_kernels(mode: str | None, options: Mapping[str, Any] | None) -> bool:
 
 def _judge(model: nn.Module, report: RegionReport) -> None:
     """Refuse what would silently be slow in a model that declares its regions; warn of it in any other."""
-    complaints = [str(obstacle) for obstacle in report.obstacles]
+    complaints = [str(obstacle) for obstacle in report.obstacles if obstacle.certain or report.declared]
     complaints += [
         f"{found.name}: needs {found.graphs_needed} graphs, its budget is {found.budget}"
         + (f" ({'; '.join(found.differences)})" if found.differences else "")
@@ -357,3 +366,21 @@ def _judge(model: nn.Module, report: RegionReport) -> None:
         raise ValueError(f"{type(model).__name__}: " + "; ".join(complaints))
     for complaint in complaints:
         warnings.warn(f"{type(model).__name__}: {complaint}", RegionWarning, stacklevel=3)
+
+
+def _warn_of_excess(entry: Entry) -> None:
+    """Warn once of an obstacle that has cost a region a second graph for one structure and kind of input."""
+    plan = next((plan for plan in _PLANS.values() if plan.ledger_id == entry.model), None)
+    if plan is None or entry.backward or entry.region.__name__ not in plan.pending:
+        return
+    alike = [
+        e
+        for e in LEDGER.of(entry.model)
+        if (e.region, e.structure, e.mode, e.inputs) == (entry.region, entry.structure, entry.mode, entry.inputs)
+    ]
+    if (graphs := sum(e.graphs for e in alike)) > 1:
+        obstacle = plan.pending.pop(entry.region.__name__)
+        NOTICES.append(
+            f"{plan.report.model}: {graphs} graphs compiled for {', '.join(e.name for e in alike if e.graphs)}, where "
+            f"one would do: {obstacle}"
+        )

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from zoo.engine.lifted import lifted_in
+from zoo.engine.cut import Cut
+from zoo.engine.lifted import Lifted, lifted_in
 from zoo.engine.observe import Observed, device_shares, observe_call
 from zoo.engine.region import Region
-from zoo.engine.signature import Attribute, forward_in_torch_nn, read_attributes, signature, structure
+from zoo.engine.signature import Attribute, read_attributes, signature, structure
 
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Something that costs graphs or hides a region from the compiler, and what to do about it."""
+    """Something that costs graphs or hides a region from the compiler, and what to do about it.
+
+    ``certain`` is False where only a branch of the code costs something, and no call has shown whether it is taken.
+    """
 
     region: str
     message: str
+    certain: bool = True
 
     def __str__(self) -> str:
         return f"{self.region}: {self.message}"
@@ -33,13 +39,15 @@ class FoundRegion:
 
     ``signatures`` holds a tuple of module names for each distinct signature, in model order; with inputs given, a
     module that meets several kinds of input stands in several of them. ``device_share`` is the region's part of the
-    model's device time, 0 to 1, or None when it was not measured.
+    model's device time, 0 to 1, or None when it was not measured; ``weight_share`` its part of the model's weights,
+    those of ``nn.Embedding`` apart, which are looked up and not multiplied.
     """
 
     region: Region
     signatures: tuple[tuple[str, ...], ...]
     differences: tuple[str, ...] = ()
     device_share: float | None = None
+    weight_share: float = 0.0
 
     @property
     def name(self) -> str:
@@ -70,6 +78,12 @@ class RegionReport:
     regions: tuple[FoundRegion, ...]
     obstacles: tuple[Obstacle, ...]
     declared: bool
+    why_none: str = ""
+
+    @property
+    def coverage(self) -> float:
+        """The part of the model's weights that regions hold, 0 to 1."""
+        return sum(found.weight_share for found in self.regions)
 
     @property
     def graphs_needed(self) -> int:
@@ -78,9 +92,15 @@ class RegionReport:
 
     def __str__(self) -> str:
         origin = "declared" if self.declared else "given or discovered"
-        lines = [f"{self.model}: {len(self.regions)} region class(es), {origin}; {self.graphs_needed} graph(s) needed"]
+        if not self.regions:
+            return f"{self.model}: no regions: {self.why_none}"
+        lines = [
+            f"{self.model}: {len(self.regions)} region class(es), {origin}; {self.graphs_needed} graph(s) needed, "
+            f"{self.coverage:.0%} of the weights in regions"
+        ]
         for found in self.regions:
-            share = "" if found.device_share is None else f", {found.device_share:.0%} of device time"
+            share = f", {found.weight_share:.0%} of the weights"
+            share += "" if found.device_share is None else f", {found.device_share:.0%} of device time"
             lines.append(
                 f"  {found.name}: {len(found.modules)} module(s), {found.graphs_needed} graph(s), "
                 f"budget {found.budget}{share}"
@@ -95,7 +115,7 @@ class RegionReport:
 
 def find_regions(
     model: nn.Module,
-    regions: Sequence[Region | type[nn.Module]] | None = None,
+    regions: Sequence[Region | type[nn.Module] | str] | None = None,
     *,
     exclude: Sequence[type[nn.Module] | str] = (),
     inputs: Mapping[str, Any] | None = None,
@@ -104,35 +124,25 @@ def find_regions(
 
     Args:
         model: Any module, the zoo's or not.
-        regions: Regions or classes to use. Left out, the model's own ``regions`` are taken, and for a model that
-            declares none they are discovered: the outermost repeated classes whose copies share signatures.
-        exclude: Classes, or exact module names, to leave out, with all that is inside of them.
+        regions: Regions, classes or module paths to use; in a path ``*`` stands for one part, as in ``"layers.*"``.
+            Left out, the model's own ``regions`` are taken, and for a model that declares none they are discovered:
+            of the repeated classes, those that leave least to compile and to call. Each distinct block counts the
+            layers in it, each call of a region one, each layer outside of regions two.
+        exclude: Classes or module paths to leave out, with all that is inside of them.
         inputs: Keyword arguments of one call. With them the model runs once, eagerly and without gradients, so that
             layers that differ only in their inputs are told apart and attributes count only where a branch that was
             taken reads them; on a GPU each region's share of device time is measured as well.
 
     Raises:
         TypeError: If something that is not a module class is given as a region, or no list.
-        ValueError: If a region matches nothing, is nested in another, has a ``forward`` that lives in ``torch.nn``, or
-            parameters without a shape yet.
+        ValueError: If a region matches nothing, is nested in another, or has parameters without a shape yet.
     """
     return report_on(model, resolve(model, regions, exclude), declared=declares(model, regions), inputs=inputs)
 
 
-def declares(model: nn.Module, regions: Sequence[Region | type[nn.Module]] | None) -> bool:
+def declares(model: nn.Module, regions: Sequence[Region | type[nn.Module] | str] | None) -> bool:
     """Whether the regions are the model's own."""
     return regions is None and bool(declared_regions(model))
-
-
-def declared_regions(model: nn.Module) -> Sequence[Region | type[nn.Module]]:
-    """The ``regions`` of a model's class; none if it calls something else so."""
-    regions = getattr(type(model), "regions", ())
-    if not isinstance(regions, tuple | list):
-        return ()
-    is_region = all(
-        isinstance(each, Region) or (isinstance(each, type) and issubclass(each, nn.Module)) for each in regions
-    )
-    return regions if is_region else ()
 
 
 def report_on(
@@ -145,13 +155,15 @@ def report_on(
     """The report of ``find_regions`` on regions that are resolved already."""
     observed: Mapping[str, Observed] = {}
     shares: dict[type[nn.Module], float] = {}
+    lifted = {region: Lifted() if declared else lifted_in(modules.values()) for region, modules in chosen.items()}
     if inputs is not None:
-        observed = observe_call(model, chosen, inputs)
+        observed = observe_call(model, chosen, inputs, lifted)
         shares = device_shares(model, chosen, inputs)
     found, obstacles = [], []
+    weights = _weights(model)
     for region, modules in chosen.items():
         groups: dict[Hashable, list[str]] = defaultdict(list)
-        symbols = () if declared else lifted_in(modules.values()).names
+        symbols = lifted[region].names
         for name, module in modules.items():
             seen = observed.get(name)
             static = signature(module, reads=seen.reads if seen else None, without=symbols)
@@ -159,53 +171,107 @@ def report_on(
                 groups[static, call].append(name)
         obstacles += list(_obstacles(region, modules, observed, symbols))
         signatures = tuple(tuple(names) for names in groups.values())
-        found.append(FoundRegion(region, signatures, tuple(_differences(modules, observed)), shares.get(region.cls)))
-    return RegionReport(type(model).__name__, tuple(found), tuple(obstacles), declared)
+        held = {id(weight) for module in modules.values() for weight in module.parameters()}
+        share = sum(weights.get(weight, 0) for weight in held) / max(sum(weights.values()), 1)
+        differences = tuple(_differences(modules, observed))
+        found.append(FoundRegion(region, signatures, differences, shares.get(region.cls), share))
+    why = "" if chosen else nothing_repeats(model)
+    return RegionReport(type(model).__name__, tuple(found), tuple(obstacles), declared, why)
+
+
+def _weights(model: nn.Module) -> dict[int, int]:
+    """Sizes of the parameters by identity, without those of embeddings."""
+    modules = (module for module in model.modules() if not isinstance(module, nn.Embedding))
+    return {
+        id(weight): 0 if is_lazy(weight) else weight.numel()
+        for module in modules
+        for weight in module.parameters(recurse=False)
+    }
 
 
 def resolve(
     model: nn.Module,
-    regions: Sequence[Region | type[nn.Module]] | None,
+    regions: Sequence[Region | type[nn.Module] | str] | None,
     exclude: Sequence[type[nn.Module] | str],
 ) -> dict[Region, dict[str, nn.Module]]:
     """Regions with their modules by name, checked: used by ``find_regions`` and ``compile_regions`` alike."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, expected an nn.Module")
-    if regions is None:
-        given: Iterable[Region | type[nn.Module]] = declared_regions(model) or _discover(model)
-    elif isinstance(regions, (str, type, Region)):
-        raise TypeError(f"regions is {regions!r}, expected a list of module classes: regions=[...]")
-    else:
-        given = regions
-    wanted = [item if isinstance(item, Region) else Region(item) for item in given]
-    doubled = [cls.__name__ for cls, count in Counter(region.cls for region in wanted).items() if count > 1]
-    if doubled:
-        raise ValueError(f"region(s) {', '.join(doubled)} given more than once")
+    if isinstance(regions, (str, type, Region)):
+        raise TypeError(f"regions is {regions!r}, expected a list of module classes and paths: regions=[...]")
     if isinstance(exclude, (str, type)):
-        raise TypeError(f"exclude is {exclude!r}, expected a list of classes and module names: exclude=[...]")
-    names = dict(model.named_modules())
-    for item in exclude:
-        if isinstance(item, str) and item not in names:
-            raise ValueError(f"exclude names {item!r}, but {type(model).__name__} has no such module")
-    excluded = {id(part) for name, m in names.items() if name in exclude or type(m) in exclude for part in m.modules()}
-    chosen: dict[Region, dict[str, nn.Module]] = {}
-    for region in wanted:
-        if region.cls in exclude:
-            continue
-        modules = {name: m for name, m in names.items() if type(m) is region.cls and id(m) not in excluded}
-        if regions is None:
-            modules.pop("", None)  # found for its parts
-        if regions is None and not modules:
-            # A configuration of a declared model need not have every kind of block.
-            continue
-        if not modules:
-            relatives = sorted({type(m).__name__ for m in names.values() if isinstance(m, region.cls)})
-            hint = f"; its subclasses {relatives} do not count, name them" if relatives else ""
-            raise ValueError(f"region {region.cls.__name__} matches no module of {type(model).__name__}{hint}")
-        chosen[region] = modules
+        raise TypeError(f"exclude is {exclude!r}, expected a list of classes and paths: exclude=[...]")
+    excluded = {id(part) for item in exclude for m in _matching(model, item, "exclude") for part in m.modules()}
+    given = declared_regions(model) if regions is None else regions
+    if not given and regions is None:
+        found = {Region(cls): modules for cls, modules in Cut(model).regions().items()}
+    else:
+        found = _given(model, given, required=regions is not None)
+    chosen = {
+        region: left
+        for region, modules in found.items()
+        if (left := {name: m for name, m in modules.items() if id(m) not in excluded})
+    }
     _refuse_nested(chosen)
     _refuse_lazy(chosen)
     return chosen
+
+
+def declared_regions(model: nn.Module) -> tuple[Region, ...]:
+    """The regions that the model's class declares; an attribute of another meaning declares none."""
+    given = getattr(type(model), "regions", ())
+    if not isinstance(given, tuple | list):
+        return ()
+    if not all(isinstance(item, Region) or (isinstance(item, type) and issubclass(item, nn.Module)) for item in given):
+        return ()
+    return tuple(item if isinstance(item, Region) else Region(item) for item in given)
+
+
+def _given(
+    model: nn.Module, given: Sequence[Region | type[nn.Module] | str], *, required: bool
+) -> dict[Region, dict[str, nn.Module]]:
+    """Modules of regions that are declared, or given by class or path."""
+    names = {id(module): name for name, module in model.named_modules()}
+    chosen: dict[Region, dict[str, nn.Module]] = {}
+    for item in given:
+        if isinstance(item, str):
+            of_path: dict[type[nn.Module], dict[str, nn.Module]] = defaultdict(dict)
+            for module in _matching(model, item, "regions"):
+                of_path[type(module)][names[id(module)]] = module
+            for cls, modules in of_path.items():
+                region = next((region for region in chosen if region.cls is cls), Region(cls))
+                chosen.setdefault(region, {}).update(modules)
+            continue
+        region = item if isinstance(item, Region) else Region(item)
+        if any(region.cls is other.cls for other in chosen):
+            raise ValueError(f"region {region.cls.__name__} given more than once")
+        modules = {name: m for name, m in model.named_modules() if type(m) is region.cls}
+        if not modules and required:
+            relatives = sorted({type(m).__name__ for m in model.modules() if isinstance(m, region.cls)})
+            hint = f"; its subclasses {relatives} do not count, name them" if relatives else ""
+            raise ValueError(f"region {region.cls.__name__} matches no module of {type(model).__name__}{hint}")
+        # A configuration of a declared model need not have every kind of block.
+        if modules:
+            chosen[region] = modules
+    return chosen
+
+
+def _matching(model: nn.Module, item: type[nn.Module] | str, argument: str) -> list[nn.Module]:
+    """The modules of an exact class, or at a path in which ``*`` stands within one part: ``layers.*.mlp``."""
+    if not isinstance(item, str):
+        return [module for module in model.modules() if type(module) is item]
+    parts = item.split(".")
+    found = [
+        module
+        for name, module in model.named_modules()
+        if len(own := name.split(".")) == len(parts) and all(map(fnmatchcase, own, parts))
+    ]
+    if not found:
+        raise ValueError(
+            f"{argument} names {item!r}, but {type(model).__name__} has no such module; a path reads as in "
+            "named_modules(), with * for any one part, as in 'layers.*'; a class is given itself, without quotes"
+        )
+    return found
 
 
 def _refuse_nested(chosen: Mapping[Region, Mapping[str, nn.Module]]) -> None:
@@ -234,58 +300,12 @@ def _refuse_lazy(chosen: Mapping[Region, Mapping[str, nn.Module]]) -> None:
 
 def nothing_repeats(model: nn.Module) -> str:
     """Why no region is discovered in this model: for a message that goes on with what to do."""
+    if repeated := Cut(model).repeated:
+        names = ", ".join(cls.__name__ for cls in repeated[:4])
+        return (
+            f"what repeats in it ({names}) is too little of it to gain by regions; torch.compile(model) takes it whole"
+        )
     return "no module class occurs twice with weights of the same shapes, so there is no block to compile once"
-
-
-def _discover(model: nn.Module) -> list[type[nn.Module]]:
-    """The outermost repeated classes, at least two copies of which share a signature.
-
-    Where no class repeats: those of torch.nn that do and are made of modules, such as ``nn.Sequential``. Else the
-    classes that stand alone in a list, as of a block that the model calls again and again.
-    """
-    modules = dict(model.named_modules())
-    signatures: dict[type[nn.Module], list[Hashable]] = defaultdict(list)
-    for name, module in modules.items():
-        if name and next(module.parameters(), None) is not None and not isinstance(module, _LISTS):
-            signatures[type(module)].append(structure(module))
-    repeated = {cls for cls, all_of_it in signatures.items() if len(set(all_of_it)) < len(all_of_it)}
-    of_torch = {cls for cls in signatures if forward_in_torch_nn(cls)}
-    made_of_modules = {type(module) for module in modules.values() if next(module.children(), None) is not None}
-    alone = {type(module[0]) for module in modules.values() if isinstance(module, nn.ModuleList) and len(module) == 1}
-    for candidates in (
-        repeated - of_torch,
-        repeated & of_torch & made_of_modules,
-        (alone & set(signatures)) - of_torch,
-    ):
-        if candidates:
-            return _outermost(model, candidates)
-    return []
-
-
-_LISTS = (nn.ModuleList, nn.ModuleDict)
-
-
-def _outermost(model: nn.Module, candidates: set[type[nn.Module]]) -> list[type[nn.Module]]:
-    found: list[type[nn.Module]] = []
-
-    def walk(module: nn.Module) -> None:
-        for child in module.children():
-            if type(child) in candidates:
-                if type(child) not in found:
-                    found.append(type(child))
-            else:
-                walk(child)
-
-    walk(model)
-    # A class met on its own as well as inside another found class would be nested: the outer one wins.
-    inside = {
-        type(inner)
-        for m in model.modules()
-        if type(m) in found and m is not model
-        for inner in m.modules()
-        if inner is not m
-    }
-    return [cls for cls in found if cls not in inside]
 
 
 def _obstacles(
@@ -314,6 +334,7 @@ def _obstacles(
                     f"forward reads {key}{'' if observed else ' (in some branch)'}, which differs in every layer "
                     f"({_abbreviate([str(v) for v in values])}): a graph a layer, {len(values)} in all; pass what it "
                     "selects as a tensor or hold it as a buffer",
+                    certain=bool(observed),
                 )
     for name in modules:
         if observed and not observed[name].inputs:

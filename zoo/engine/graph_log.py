@@ -160,6 +160,7 @@ class Ledger:
         call: Hashable = None
         root_call: Hashable = None
         sizes: int | None = None
+        inside: set[nn.Module] = set()
         entry_point = nn.Module._wrapped_call_impl.__code__
         frame = sys._getframe(1)
         while frame is not None:
@@ -168,13 +169,14 @@ class Ledger:
                 # Only the innermost call counts: a helper compiled inside a region is not the region.
                 if module is None and called not in self._watched:
                     return None, None, None, 1
-                if module is None or called in self._roots:
-                    args, kwargs = frame.f_locals["args"], frame.f_locals["kwargs"]
-                    kinds = input_signature(*args, **kwargs)
-                    if module is None:
-                        module, call = called, kinds
-                    if called in self._roots:
-                        root_call = kinds
+                args, kwargs = frame.f_locals["args"], frame.f_locals["kwargs"]
+                if module is None:
+                    module, call = called, input_signature(*args, **kwargs)
+                    number = self._watched[module][0]
+                    inside = {m for root, n in self._roots.items() if n == number for m in root.modules()}
+                if called in inside:
+                    # The outermost wins: a method of the model other than forward may be the way in.
+                    root_call = type(called), input_signature(*args, **kwargs)
                 if sizes is None and hasattr(called, "region_sizes"):
                     sizes = _sizes(called, frame.f_locals["args"], frame.f_locals["kwargs"])
                 if called in self._roots:

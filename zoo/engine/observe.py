@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zoo.engine.lifted import Lifted, own_items
 from zoo.engine.region import Region
 from zoo.engine.signature import input_kinds, is_torch_class
 
@@ -43,9 +44,15 @@ class Observed:
 
 
 def observe_call(
-    model: nn.Module, chosen: Mapping[Region, Mapping[str, nn.Module]], inputs: Mapping[str, Any]
+    model: nn.Module,
+    chosen: Mapping[Region, Mapping[str, nn.Module]],
+    inputs: Mapping[str, Any],
+    lifted: Mapping[Region, Lifted],
 ) -> dict[str, Observed]:
-    """Run the model once, eagerly and without gradients, and watch every region module, by name."""
+    """Run the model once, eagerly and without gradients, and watch every region module, by name.
+
+    Of a cache that blocks pick from by a number in ``lifted``, only the block's own item is one of its inputs.
+    """
     seen = {name: Observed() for modules in chosen.values() for name in modules}
     with contextlib.ExitStack() as stack:
         stack.enter_context(undisturbed(model))
@@ -60,8 +67,15 @@ def observe_call(
                     kwargs: Any,
                     observed: Observed = seen[name],
                     sizes: bool = not region.dynamic,
+                    index: int | None = lifted[region].own_index(module),
+                    items: int = lifted[region].items,
                 ) -> None:
-                    observed.inputs[input_kinds(args, kwargs, sizes=sizes)] = None
+                    positional = dict(enumerate(args))
+                    with contextlib.ExitStack() as own:
+                        if index is not None:
+                            own.enter_context(own_items(index, items, positional, kwargs))
+                        kinds = input_kinds(tuple(positional.values()), kwargs, sizes=sizes)
+                    observed.inputs[kinds] = None
 
                 stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
                 for prefix, child in module.named_modules():
@@ -71,16 +85,19 @@ def observe_call(
     return seen
 
 
+class _Unregistered:
+    """Keeps a subclass from the ``__init_subclass__`` of its other base, which may want arguments or keep a list."""
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        pass
+
+
 @contextlib.contextmanager
 def _noting_reads(module: nn.Module, prefix: str, reads: set[str]) -> Iterator[None]:
     """Note which instance attributes are read. Code that is not reached (a cache that is not used) reads nothing."""
     original = type(module)
 
-    class Quiet:
-        def __init_subclass__(cls, **_: Any) -> None:
-            """What a class demands of its subclasses is not demanded of the one below."""
-
-    class Noting(Quiet, original):  # type: ignore[misc, valid-type]
+    class Noting(_Unregistered, original):  # type: ignore[misc, valid-type]
         def __getattribute__(self, name: str) -> Any:
             if not name.startswith("_"):
                 reads.add(f"{prefix}.{name}" if prefix else name)

@@ -23,12 +23,21 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 def structure(module: nn.Module) -> Hashable:
     """Parameters, buffers and submodule classes, with shapes, strides, dtypes and devices; no Python attributes."""
-    tensors = tuple(
+    tensors = _tensors(module, recurse=True)
+    return type(module), tensors, tuple((name, type(child)) for name, child in module.named_modules() if name)
+
+
+def own_structure(module: nn.Module) -> Hashable:
+    """The part of ``structure`` that is the module's own, without its submodules."""
+    return type(module), _tensors(module, recurse=False)
+
+
+def _tensors(module: nn.Module, *, recurse: bool) -> tuple[Hashable, ...]:
+    return tuple(
         (name, *_layout(t), t.dtype, t.device, t.requires_grad)
-        for source in (module.named_parameters(), module.named_buffers())
+        for source in (module.named_parameters(recurse=recurse), module.named_buffers(recurse=recurse))
         for name, t in source
     )
-    return type(module), tensors, tuple((name, type(child)) for name, child in module.named_modules() if name)
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Hashable, Hashable]:

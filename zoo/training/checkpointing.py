@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from zoo.engine.compile import plan_of
+from zoo.engine.discover import declared_regions
 
 
 def checkpoint_regions(
@@ -52,7 +53,7 @@ def checkpoint_regions(
     around = not blocks
     if around:
         # A region of our kernels alone stays eager: a module around such regions is a block too.
-        declared = {region.cls for region in getattr(type(model), "regions", ())}
+        declared = {region.cls for region in declared_regions(model)}
         held = set(regions).union(module for module in model.modules() if type(module) in declared)
         blocks = [each for each in model.modules() if type(each) is cls and not held.isdisjoint(each.modules())]
     if not blocks:

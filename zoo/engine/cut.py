@@ -1,0 +1,164 @@
+"""Where to cut a model that declares no regions."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from zoo.engine.signature import forward_in_torch_nn, own_structure
+
+# In layers compiled: the call of a region, and a layer that runs eagerly with the operations around it.
+_CALL = 1
+_EAGER = 2
+# A class is a region if it leaves at most this part of what its layers count eagerly.
+_WORTHWHILE = 0.75
+# And if it holds at least this part of the model's layers.
+_SHARE = 0.01
+# Never called.
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+# Where transformers and diffusers name their blocks.
+_MARKS = ("_no_split_modules", "_repeated_blocks")
+
+
+@dataclass
+class _Part:
+    """A module: its kind (equal for copies of one structure), the layers in it, and the modules directly in it."""
+
+    name: str
+    module: nn.Module
+    cls: type[nn.Module]
+    kind: int
+    own_layer: int
+    layers: int
+    children: list[_Part]
+
+
+class Cut:
+    """The classes of a model that are compiled as regions, so that the least is left to compile and to call.
+
+    A layer is a module with a weight of two or more dimensions, embeddings apart. Each distinct block counts the layers
+    in it, each call of a region one, and each layer outside of all regions two. A class is a candidate if two of its
+    copies have the same structure; it is taken or left as a whole. Where no such class is taken, those of ``torch.nn``
+    that are made of modules are candidates, such as ``nn.Sequential``. Where nothing repeats, a class that stands alone
+    in an ``nn.ModuleList`` is taken, as of a block that the model calls again and again.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kinds: dict[Hashable, int] = {}
+        self._seen: set[int] = set()
+        self._root = self._part("", model)
+        copies: dict[type[nn.Module], list[_Part]] = defaultdict(list)
+        for part in _inside(self._root):
+            if part.layers and part.cls not in _LISTS:
+                copies[part.cls].append(part)
+        of_torch = {cls for cls in copies if forward_in_torch_nn(cls)}
+        made_of_modules = {cls for cls, parts in copies.items() if any(part.children for part in parts)}
+        marked = _marks(model)
+        self.repeated: list[type[nn.Module]] = []
+        self.classes: list[type[nn.Module]] = []
+        for considered in (copies.keys() - of_torch, of_torch & made_of_modules):
+            candidates = [
+                cls
+                for cls, parts in copies.items()
+                if cls in considered
+                and len({part.kind for part in parts}) < len(parts)
+                and (cls.__name__ in marked or not any(_repeated(part) & marked for part in parts))
+            ]
+            self.repeated += candidates
+            # From the innermost outwards: a class is taken in place of what it holds.
+            self._choose(sorted(candidates, key=lambda cls: max(part.layers for part in copies[cls])))
+            if self.classes:
+                return
+        if not self.repeated:
+            lists = (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == 1)
+            alone = {type(module[0]) for module in lists}
+            self.classes = [cls for cls in copies if cls in alone - of_torch]
+
+    def _choose(self, candidates: list[type[nn.Module]]) -> None:
+        added = True
+        while added:
+            added = False
+            for cls in candidates:
+                if cls not in self.classes and self._count([*self.classes, cls]) < self._count(self.classes):
+                    self.classes.append(cls)
+                    added = True
+        # What is left of a class inside of others may be worth nothing.
+        for cls in reversed(self.classes):
+            rest = [other for other in self.classes if other is not cls]
+            if not self._worthwhile(cls) or self._count(rest) <= self._count(self.classes):
+                self.classes = rest
+
+    def regions(self) -> dict[type[nn.Module], dict[str, nn.Module]]:
+        """The modules to compile, by class and name: those of the classes that are inside no other one."""
+        found: dict[type[nn.Module], dict[str, nn.Module]] = {}
+        for part in self._outermost(self.classes):
+            if part.cls in self.classes:
+                found.setdefault(part.cls, {})[part.name] = part.module
+        return found
+
+    def _worthwhile(self, cls: type[nn.Module]) -> bool:
+        parts = [part for part in self._outermost(self.classes) if part.cls is cls]
+        kinds = {part.kind: part.layers for part in parts}
+        layers = sum(part.layers for part in parts)
+        left = sum(kinds.values()) + _CALL * len(parts)
+        return (
+            len(kinds) < len(parts) and left <= _WORTHWHILE * _EAGER * layers and layers >= _SHARE * self._root.layers
+        )
+
+    def _count(self, classes: list[type[nn.Module]]) -> int:
+        compiled: dict[int, int] = {}
+        rest = 0
+        for part in self._outermost(classes):
+            if part.cls in classes:
+                compiled[part.kind] = part.layers
+                rest += _CALL
+            else:
+                rest += _EAGER * part.own_layer
+        return sum(compiled.values()) + rest
+
+    def _outermost(self, classes: list[type[nn.Module]]) -> Iterator[_Part]:
+        """Modules inside the model, in order, down to those of the classes."""
+        todo = list(reversed(self._root.children))
+        while todo:
+            part = todo.pop()
+            yield part
+            if part.cls not in classes:
+                todo += reversed(part.children)
+
+    def _part(self, name: str, module: nn.Module) -> _Part:
+        self._seen.add(id(module))
+        children = []
+        for child_name, child in module.named_children():
+            if id(child) not in self._seen:
+                children.append(self._part(f"{name}.{child_name}" if name else child_name, child))
+        built = own_structure(module), tuple((part.name[len(name) :], part.kind) for part in children)
+        matrix = any(_is_matrix(parameter) for parameter in module.parameters(recurse=False))
+        own = int(matrix and not isinstance(module, nn.Embedding))
+        kind = self._kinds.setdefault(built, len(self._kinds))
+        return _Part(name, module, type(module), kind, own, own + sum(part.layers for part in children), children)
+
+
+def _is_matrix(parameter: nn.Parameter) -> bool:
+    return is_lazy(parameter) or sum(size > 1 for size in parameter.shape) > 1
+
+
+def _inside(part: _Part) -> Iterator[_Part]:
+    for child in part.children:
+        yield child
+        yield from _inside(child)
+
+
+def _repeated(part: _Part) -> set[str]:
+    """Names of the classes of several layers that occur more than once inside a module."""
+    counts = Counter(inner.cls.__name__ for inner in _inside(part) if inner.layers > 1)
+    return {name for name, count in counts.items() if count > 1}
+
+
+def _marks(model: nn.Module) -> set[str]:
+    """Class names that the model's library marks as its blocks: a module that holds several of one is no block."""
+    lists = (getattr(module, mark, None) for module in model.modules() for mark in _MARKS)
+    return {name for marks in lists if isinstance(marks, list | tuple | set) for name in marks}
