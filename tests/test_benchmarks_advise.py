@@ -178,8 +178,7 @@ def test_a_look_finds_dtype_memory_and_regions(models: str) -> None:
 
 
 def test_a_look_says_what_stands_in_the_way(models: str) -> None:
-    (obstacle,) = look(f"{models}:indexed")["obstacles"]
-    assert "forward reads index" in obstacle
+    assert look(f"{models}:indexed")["obstacles"] == []  # a number by layer is a symbol
     assert "no module class occurs twice" in look(f"{models}:lonely")["none"]
     assert "its forward in torch.nn (Linear); wrap it" in look(f"{models}:of_torch")["none"]
 

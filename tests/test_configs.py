@@ -80,7 +80,7 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"norm": "layer", "norm_kwargs": {"mode": "edge"}}, "mode='edge'"),
     ],
     "gat-debug": [
-        ({"hidden_channels": 6, "heads": 4}, "hidden_channels is 6 and heads 4"),
+        ({"hidden_channels": 6, "heads": 4}, "heads is 4, which does not divide hidden_channels 6"),
         ({"heads": 0}, "heads is 0"),
     ],
     "graphsage-debug": [({"aggr": "median"}, "aggr is 'median'")],

@@ -80,6 +80,8 @@ def thing(name: str) -> Any:
 def test_names_that_a_page_mentions_exist_and_classes_are_in_the_reference(page: Path) -> None:
     missing, bare = [], []
     for name in sorted(set(DOTTED.findall(page.read_text("utf-8")))):
+        if page.stem == "adding-a-family" and name.startswith("zoo.mlp"):
+            continue  # the family that is added
         try:
             found = thing(name)
         except AttributeError:

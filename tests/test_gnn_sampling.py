@@ -464,7 +464,7 @@ def test_neither_samplers_nor_batches_move_to_a_dtype():
         "a batch": next(sampler.epoch(0)),
         "a graph": CSRGraph.from_edge_index(graph()),
     }.items():
-        with pytest.raises(TypeError, match=f"device is torch.bfloat16: {what} moves to devices alone"):
+        with pytest.raises(TypeError, match=f"device is torch.bfloat16: {what} moves to a device, and keeps"):
             moves.to(torch.bfloat16)
 
 

@@ -750,9 +750,9 @@ def made(model: nn.Module, loss: Callable[..., Any] = loss_of, **options: Any) -
         (lambda m: made(m, autocast=torch.float64), r"autocast is torch\.float64; it is torch\.bfloat16"),
         (lambda m: made(m, clip_norm=0.0), r"clip_norm is 0\.0; it is a positive number"),
         (lambda m: made(m, clip_norm=float("inf")), "clip_norm is inf"),
-        (lambda m: made(m, warmup=1), "warmup is 1; at least 2"),
-        (lambda m: made(m, report_every=0), "report_every is 0; at least 1 step"),
-        (lambda m: made(m, most_graphs=0), "most_graphs is 0; at least 1 shape"),
+        (lambda m: made(m, warmup=1), "warmup is 1, expected an integer of at least 2"),
+        (lambda m: made(m, report_every=0), "report_every is 0, expected a positive integer"),
+        (lambda m: made(m, most_graphs=0), "most_graphs is 0, expected a positive integer"),
         (lambda m: made(m.eval()), r"Sequential is in eval mode: call model\.train\(\) first"),
         (
             lambda m: TrainingStep(m, loss_of, torch.optim.LBFGS(m.parameters())),

@@ -98,7 +98,7 @@ def test_tensors_are_strict_but_for_what_is_ignored() -> None:
         ({"block.0.q.bias": torch.ones(4).int()}, "block.0.q.bias is torch.int32, expected floating-point numbers"),
         (
             {"block.0.q.bias": torch.ones(4).half()},
-            "kv.bias is torch.float32, but torch.float16 is beside it in layers.0.qkv.bias",
+            "kv.bias is torch.float32, but layers.0.qkv.bias has torch.float16 for others",
         ),
     ):
         changed = {key: tensor for key, tensor in {**state, **changes}.items() if tensor is not None}

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.plan import Case, refusal
 from benchmarks.timing import synchronise
-from zoo.engine.compat import compile_limit_kwargs
-from zoo.engine.region import Region
-from zoo.weights import fill
+
+if TYPE_CHECKING:
+    from zoo.engine.region import Region
 
 # Estimated memory of a process itself: its CUDA context, the libraries' work space, the compiler's buffers.
 PROCESS_BYTES = 1 << 30
@@ -270,6 +270,8 @@ def accelerated(model: nn.Module, *, raised_limit: bool, **options: Any) -> nn.M
     """
     from accelerate.utils import compile_regions
 
+    from zoo.engine.compat import compile_limit_kwargs
+
     compiled: nn.Module = compile_regions(model, **options, **(compile_limit_kwargs() if raised_limit else {}))
     return compiled
 
@@ -345,6 +347,8 @@ def zoo_model(build: Callable[[Any], nn.Module], config: Any, weights: SeededWei
 
     No gradients are computed of them.
     """
+    from zoo.weights import fill
+
     with torch.device("meta"):
         model = build(config)
     fill(model, weights, placements, device=weights.device, dtype=None, source="drawn weights")

@@ -153,7 +153,8 @@ class GenerationMixin(nn.Module):
         return session._start(rows, checked)
 
 
-generate, stream = GenerationMixin.generate, GenerationMixin.stream
+generate = GenerationMixin.generate
+stream = GenerationMixin.stream
 
 
 class Session:
