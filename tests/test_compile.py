@@ -61,9 +61,7 @@ def test_compiling_twice_is_refused() -> None:
 
 
 def test_a_model_without_regions_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="no module class but layers of torch.nn occurs twice with weights"
-    ):
+    with pytest.raises(ValueError, match="no module class but layers of torch.nn occurs twice with weights"):
         compiled(Sequence(Block(2), Block(4)))
 
 

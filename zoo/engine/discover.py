@@ -305,7 +305,7 @@ def nothing_repeats(model: nn.Module) -> str:
         return (
             f"what repeats in it ({names}) is too little of it to gain by regions; torch.compile(model) takes it whole"
         )
-    return "no module class but layers of torch.nn occurs twice with weights of the same shapes: there is no block to share"
+    return "no module class but layers of torch.nn occurs twice with weights of the same shapes, so no block repeats"
 
 
 def _obstacles(
