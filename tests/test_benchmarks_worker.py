@@ -194,9 +194,9 @@ def test_memory_of_a_modes_own_cuda_graph_is_that_of_its_recording(monkeypatch: 
     assert arm.memory() == {"allocated": 900, "reserved": 2000}
 
 
-def test_an_unknown_family_is_an_import_error():
+def test_an_unknown_module_is_an_import_error():
     with pytest.raises(ImportError, match="no_such_family"):
-        load("no_such_family")
+        load("benchmarks.families.no_such_family")
 
 
 # From here on in real processes.

@@ -18,7 +18,11 @@ def families() -> list[str]:
 
 
 def load(name: str) -> Workload:
-    """The ``WORKLOAD`` of a family, or of a module given by its dotted name; it is imported here."""
+    """The ``WORKLOAD`` of a family, or of a module given by its dotted name; it is imported here.
+
+    Raises:
+        ValueError: If there is no such family.
+    """
     if "." not in name and name not in families():
         raise ValueError(f"there is no family {name!r}; choose one of {', '.join(families())}")
     workload: Workload = importlib.import_module(name if "." in name else f"benchmarks.families.{name}").WORKLOAD
