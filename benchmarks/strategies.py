@@ -13,6 +13,7 @@ from torch import nn
 import zoo
 from benchmarks.families.base import Prepared
 from benchmarks.plan import CUDA_GRAPH_MODES, Case
+from zoo.engine.discover import declared_regions
 
 Call = Callable[..., Any]
 
@@ -64,7 +65,7 @@ def mark_nested_regions(model: nn.Module) -> None:
 
     The wrapper goes onto a class and not onto a bound method, which ``nested_compile_region`` does not take.
     """
-    wanted = {region.cls for region in getattr(type(model), "regions", ())}
+    wanted = {region.cls for region in declared_regions(model)}
     if not wanted:
         raise ValueError(f"{type(model).__name__} declares no regions; hierarchical needs them")
     nested = {

@@ -105,25 +105,26 @@ def test_pinned_sizes_are_a_graph_each() -> None:
     assert graphs(model) == 3
 
 
-def test_a_marked_size_is_symbolic_from_the_first_call() -> None:
+@pytest.mark.parametrize(
+    ("mark", "needed"),
+    [
+        pytest.param(torch._dynamo.mark_dynamic, 1, id="symbolic from the first call"),
+        pytest.param(
+            torch._dynamo.mark_static,
+            3,
+            id="static",
+            marks=pytest.mark.filterwarnings("ignore:.*became symbolic:zoo.RegionWarning"),
+        ),
+    ],
+)
+def test_a_marked_size_is_what_its_mark_says(mark: Callable[..., None], needed: int) -> None:
     model = compiled(Sequence(Block(4)), regions=[Block])
     with torch.no_grad():
         for rows in (2, 3, 5):
             x = torch.randn(rows, 4)
-            torch._dynamo.mark_dynamic(x, 0)
+            mark(x, 0)
             model(x)
-    assert graphs(model) == 1
-
-
-@pytest.mark.filterwarnings("ignore:.*became symbolic:zoo.RegionWarning")
-def test_a_size_marked_static_stays() -> None:
-    model = compiled(Sequence(Block(4)), regions=[Block])
-    with torch.no_grad():
-        for rows in (2, 3, 5):
-            x = torch.randn(rows, 4)
-            torch._dynamo.mark_static(x, 0)
-            model(x)
-    assert graphs(model) == 3
+    assert graphs(model) == needed
 
 
 class Rated(nn.Module):

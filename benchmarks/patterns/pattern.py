@@ -11,6 +11,7 @@ from torch import nn
 
 import zoo
 from benchmarks.compiler import Recorder
+from zoo.engine.discover import declared_regions
 
 Sizes = Mapping[str, int]
 
@@ -89,7 +90,7 @@ def count(model: nn.Module, *calls: Mapping[str, Any], **options: Any) -> Counts
     with torch.inference_mode(), recorder.watching_signatures():
         _call(model, calls)
     try:
-        if getattr(type(model), "regions", ()):
+        if declared_regions(model):
             zoo.compile_regions(model, **options)
             with torch.inference_mode(), zoo.enforce_budget(model):
                 _call(model, calls)

@@ -111,11 +111,12 @@ def compile_regions(
         The same model.
 
     Raises:
-        TypeError: If a region is not a module class.
-        ValueError: If a region matches nothing or is nested in another; if it needs
-            more graphs than its budget or reads a per-layer value (for a model that declares its regions; others get
-            a ``RegionWarning``); if something is compiled already; if ``mode``, ``options`` or ``backend``
-            turn CUDA graphs on; if a region has parameters without a shape yet.
+        TypeError: If a region is neither a module class nor a path.
+        ValueError: If a region matches nothing or is nested in another; if it needs more graphs than its budget or
+            reads a per-layer value (for a model that declares its regions; others get a ``RegionWarning``); if
+            something is compiled already, or was given to ``fully_shard``; if ``mode``, ``options`` or ``backend``
+            turn CUDA graphs on; if a region has parameters without a shape yet. What the compiler refuses is a
+            ``RegionError`` of the first call.
     """
     chosen = resolve(model, regions, exclude)
     if not chosen and not declared_regions(model):
