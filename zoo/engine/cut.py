@@ -68,6 +68,10 @@ class Cut:
                 and len({part.kind for part in parts}) < len(parts)
                 and (cls.__name__ in marked or not any(_repeated(part) & marked for part in parts))
             ]
+            # What lies in the library's own blocks alone is left to them, where these repeat.
+            blocks = {cls for cls in candidates if cls.__name__ in marked and any(p.layers > 1 for p in copies[cls])}
+            free = {part.cls for part in self._outermost(list(blocks))}
+            candidates = [cls for cls in candidates if cls in free]
             self.repeated += candidates
             # From the innermost outwards: a class is taken in place of what it holds.
             self._choose(sorted(candidates, key=lambda cls: max(part.layers for part in copies[cls])))
