@@ -277,7 +277,7 @@ TEXT, SIZES = drawn(2, 7, 24), torch.zeros(2, 6)
         ("sd", {"seed": 1.5}, TypeError, "seed is 1.5"),
         ("sd", {"guidance_scale": "7"}, ValueError, "guidance_scale is '7'"),
         ("sd", {"schedule": 7}, TypeError, "schedule is a int"),
-        ("sd", {"added": {"text_embeds": drawn(2, 12)}}, ValueError, "added has text_embeds, but this model has no"),
+        ("sd", {"added": {"text_embeds": drawn(2, 12)}}, ValueError, "added has text_embeds, which is not supported"),
         ("xl", {}, ValueError, "negative_added has no 'text_embeds', which this model needs"),
         (
             "xl",

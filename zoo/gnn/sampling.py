@@ -350,19 +350,18 @@ class NeighborSampler:
 
     def batch(self, epoch: int, index: int) -> SampledBatch:
         """One batch of an epoch, as :meth:`epoch` gives it; -1 is the last one."""
-        index = self._place(index)
-        return self._batch(self.seeds_of(epoch)[index], epoch, index)
+        return self._batch(*self._place(epoch, index))
 
     def subgraph(self, epoch: int, index: int) -> Subgraph:
         """One batch of an epoch, as :meth:`subgraphs` gives it; -1 is the last one."""
-        index = self._place(index)
-        return self._subgraph(self.seeds_of(epoch)[index], epoch, index)
+        return self._subgraph(*self._place(epoch, index))
 
-    def _place(self, index: int) -> int:
-        """Counted from the first batch: neighbours are drawn by that number."""
+    def _place(self, epoch: int, index: int) -> tuple[Tensor, int, int]:
+        """A batch's seeds, its epoch, and its number from the first, by which neighbours are drawn."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"index is {index}, but an epoch has {len(self)} batches; use 0 to {len(self) - 1}")
-        return index % len(self)
+        index %= len(self)
+        return self.seeds_of(epoch)[index], epoch, index
 
     def padded_to(self, bucket: Bucket) -> SampledBatch:
         """A batch of this bucket's shape with one seed and no edges, to compile and capture a step before it is needed.

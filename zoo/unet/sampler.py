@@ -229,18 +229,16 @@ class Sampler:
         """``text_embeds`` [R, X] and ``time_ids`` [R, Y] of both sides of guidance, for models that take them."""
         joined: dict[str, list[Tensor]] = {}
         batch = self.shape[0]
+        wanted = () if self.model.config.addition_embed_type is None else ("text_embeds", "time_ids")
         for side, given in conditions.items():
-            if self.model.config.addition_embed_type is None:
-                if given:
-                    raise ValueError(f"{side} has {', '.join(given)}, but this model has no added conditions")
-                continue
-            for key in ("text_embeds", "time_ids"):
-                if key not in (given or {}):
+            if extra := sorted((given or {}).keys() - set(wanted)):
+                raise ValueError(f"{side} has {', '.join(extra)}, which is not supported by this model")
+            for key in wanted:
+                if given is None or key not in given:
                     raise ValueError(f"{side} has no {key!r}, which this model needs")
-            for key, value in (given or {}).items():
-                validate.tensor(f"{side}[{key!r}]", value, f"{batch} X | 1 X", hint="; one row stands for all images")
-                rows = value.expand(batch, -1).to(self.model.device)
-                parts = joined.setdefault(key, [])
+                shape = f"{batch} X | 1 X"
+                validate.tensor(f"{side}[{key!r}]", given[key], shape, hint="; one row stands for all images")
+                rows, parts = given[key].expand(batch, -1).to(self.model.device), joined.setdefault(key, [])
                 if parts and rows.shape != parts[0].shape:
                     raise ValueError(f"{key} is {list(parts[0].shape)} on one side, {list(rows.shape)} on the other")
                 parts.append(rows)
