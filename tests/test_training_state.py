@@ -137,7 +137,7 @@ def test_what_a_loaded_state_brings_is_looked_at_before_the_next_capture(
     monkeypatch: pytest.MonkeyPatch, wanted: bool | None
 ) -> None:
     found: list[str] = []
-    monkeypatch.setattr(TrainingStep, "_obstacles", lambda step: found)
+    monkeypatch.setattr(TrainingStep, "_obstacles", lambda step: "; ".join(found))
     step, _ = make(cuda_graph=True)
     step._must_capture = wanted is True
     batches = draw(10)
@@ -171,7 +171,7 @@ def test_a_learning_rate_that_was_loaded_to_the_cpu_is_not_baked_in(tmp_path: Pa
     assert step.captured
     torch.save(step.optimizer.state_dict(), tmp_path / "optimizer.pt")
     step.optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt", map_location="cpu"))
-    with pytest.warns(TrainingWarning, match="tensor on the CPU, whose number would be baked in"):
+    with pytest.warns(TrainingWarning, match="is on the CPU and would be baked in"):
         for batch in batches[5:]:
             step(batch)
     assert not step.captured

@@ -133,11 +133,6 @@ def can_skip(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def has_fused(optimizer: Optimizer) -> bool:
-    """Whether an optimizer of this class could be fused."""
-    return "fused" in inspect.signature(type(optimizer)).parameters
-
-
 def wants_closure(optimizer: Optimizer) -> bool:
     """Whether its ``step()`` must be given a function that computes the loss, as that of LBFGS."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")

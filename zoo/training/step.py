@@ -5,6 +5,7 @@ It is captured as a CUDA graph where that is possible. The device checks that lo
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 import weakref
@@ -23,7 +24,7 @@ from zoo.engine.graphed_step import CaptureError, GraphedStep, synchronisations
 from zoo.engine.step_buffers import check_leaves, describe, is_captured, shapes_of
 from zoo.training import state
 from zoo.training.checkpointing import restores_random_state
-from zoo.training.optimizers import FrozenOptions, can_skip, has_fused, starts_defined, wants_closure
+from zoo.training.optimizers import FrozenOptions, can_skip, starts_defined, wants_closure
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -127,14 +128,14 @@ class TrainingStep:
             return False
         obstacles = self._obstacles()
         if obstacles and wanted:
-            raise ValueError("the step cannot be captured: " + "; ".join(obstacles))
+            raise ValueError(f"the step cannot be captured: {obstacles}")
         if obstacles:
-            warnings.warn("the step runs without a CUDA graph: " + "; ".join(obstacles), TrainingWarning, stacklevel=3)
+            self._warn_uncaptured(obstacles, callers=3)
         return not obstacles
 
-    def _obstacles(self) -> list[str]:
+    def _obstacles(self) -> str:
         # On a CPU nothing is baked in.
-        return [] if self.device.type == "cpu" else capture_obstacles(self.model, self.optimizer)
+        return "" if self.device.type == "cpu" else "; ".join(capture_obstacles(self.model, self.optimizer))
 
     @property
     def captured(self) -> list[str]:
@@ -254,8 +255,8 @@ class TrainingStep:
         """Capture a shape, or say why it cannot be."""
         # A state that was loaded since the last check may have brought another learning rate.
         if self._options is None and (obstacles := self._obstacles()):
-            self._refuse_if_forced("; ".join(obstacles))
-            return "; ".join(obstacles)
+            self._refuse_if_forced(obstacles)
+            return obstacles
         if len(self.captured) >= self._most_graphs:
             return f"{self._most_graphs} shapes are captured already (most_graphs); pad batches to fewer shapes"
         try:
@@ -423,35 +424,27 @@ def capture_obstacles(model: nn.Module, optimizer: Optimizer) -> list[str]:
     """Why a step of this model and optimizer cannot be captured, each with its remedy; empty if it can.
 
     The loss is not examined: a step that waits for the device is noticed when it runs.
-
-    Args:
-        model: The model, on its device.
-        optimizer: Of its parameters.
     """
     devices = {parameter.device for parameter in model.parameters()}
+    found = ", ".join(sorted(map(str, devices))) or "no device"
     if {device.type for device in devices} != {"cuda"}:
-        found = ", ".join(sorted(map(str, devices))) or "no device"
         return [f"the parameters are on {found}; CUDA graphs need a GPU: model.to('cuda')"]
     if len(devices) > 1:
-        return [f"the parameters are on {', '.join(sorted(map(str, devices)))}; a CUDA graph runs on one device"]
+        return [f"the parameters are on {found}; a CUDA graph runs on one device"]
     name = type(optimizer).__name__
     obstacles = []
     if not can_skip(optimizer):
-        remedy = f"{name}(..., fused=True)" if has_fused(optimizer) else "torch.optim has AdamW and SGD with fused=True"
+        can_be_fused = "fused" in inspect.signature(type(optimizer)).parameters
+        remedy = f"{name}(..., fused=True)" if can_be_fused else "torch.optim has AdamW and SGD with fused=True"
         obstacles.append(f"{name} is not fused, and could not skip a bad step without waiting: {remedy}")
     if any(group.get("capturable") is False for group in optimizer.param_groups):
         obstacles.append(f"{name} keeps its step count on the host: {name}(..., capturable=True)")
     for index, group in enumerate(optimizer.param_groups):
         rate = group["lr"]
-        if not isinstance(rate, torch.Tensor):
+        if not isinstance(rate, torch.Tensor) or rate.device.type == "cpu":
             obstacles.append(
-                f"the learning rate {rate} of parameter group {index} is a number, which would be baked in: "
-                f"lr=torch.tensor({rate}, device='cuda'); schedulers of torch.optim write into it"
-            )
-        elif rate.device.type == "cpu":
-            obstacles.append(
-                f"the learning rate of parameter group {index} is a tensor on the CPU, whose number would be baked in: "
-                "put it on the device, lr=torch.tensor(..., device='cuda')"
+                f"the learning rate {float(rate)} of parameter group {index} is on the CPU and would be baked in: "
+                f"lr=torch.tensor({float(rate)}, device='cuda'), into which schedulers of torch.optim write"
             )
     if restores_random_state(model):
         obstacles.append(
