@@ -147,23 +147,22 @@ def find_weights(name: str, weights: Any) -> Path | None:
 
     ``weights`` is one of torchvision's weight enums, or its name, with or without the class: ``"IMAGENET1K_V2"``.
     """
-    if isinstance(weights, str) and not _is_name(weights):
-        return None
     if isinstance(weights, Path):
         return None
-    known = ", ".join(_enum_of(name)) or "none that torchvision knows"
-    found = _enum_of(name).get(weights) if isinstance(weights, str) and "." not in weights else _member(weights)
-    if found is None:
-        raise ValueError(f"weights is {weights!r}; {name} has {known}")
-    if found not in _enum_of(name).values():
-        raise ValueError(f"{found} are not weights of {name}, which has {known}")
-    return _download(found.url)
-
-
-def _is_name(text: str) -> bool:
-    """Neither a path nor a hub id, which has a slash: ``IMAGENET1K_V2`` or ``ResNet50_Weights.IMAGENET1K_V2``."""
-    head, _, tail = text.rpartition(".")
-    return tail.isidentifier() and (not head or head.endswith("_Weights")) and not Path(text).exists()
+    if isinstance(weights, str):
+        head, _, tail = weights.rpartition(".")
+        if not tail.isidentifier() or not (head == "" or head.endswith("_Weights")) or Path(weights).exists():
+            return None  # a path, or a hub id, which has a slash
+    known = _enum_of(name)
+    found = known.get(weights) or _member(weights)
+    if found not in known.values():
+        raise ValueError(f"weights is {weights!r}; {name} has {', '.join(known) or 'none that torchvision knows'}")
+    file = Path(torch.hub.get_dir()) / "checkpoints" / found.url.rpartition("/")[2]
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        digest = torch.hub.HASH_REGEX.search(file.name)  # a file's name holds the start of its hash
+        torch.hub.download_url_to_file(found.url, str(file), digest[1] if digest else None, progress=True)
+    return file
 
 
 def _member(weights: Any) -> Any:
@@ -186,16 +185,6 @@ def _enum_of(name: str) -> dict[str, Any]:
         return dict(get_model_weights(name).__members__)
     except ValueError:
         return {}
-
-
-def _download(url: str) -> Path:
-    """The file in torch hub's cache. Its name holds the start of its hash, which a download is checked against."""
-    file = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        digest = torch.hub.HASH_REGEX.search(file.name)
-        torch.hub.download_url_to_file(url, str(file), digest[1] if digest else None, progress=True)
-    return file
 
 
 def _refuse_folded(model: ResNet) -> None:
