@@ -158,7 +158,7 @@ def read_config(folder: Path, *, head: str | None = None, **overrides: Any) -> B
     import transformers
 
     theirs = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    # The one that pretraining used has two heads, of which this is the one that is kept.
+    # A model for pretraining has two heads, of which the zoo keeps the masked language model's.
     named = (getattr(theirs, "architectures", None) or [""])[0].replace("ForPreTraining", "ForMaskedLM")
     config = convert_config(theirs, head or _CLASSES.get(named, ("", "pooled"))[1])
     if head is None and config.head == "pooled":

@@ -119,7 +119,7 @@ class Bert(nn.Module):
         self.embeddings = BertEmbeddings(config)
         self.layers = nn.ModuleList(BertLayer(config) for _ in range(config.num_hidden_layers))
         self.head = make_head(config)
-        # Tied weights exist once: the head is handed the word table. No second name can come loose.
+        # Tied weights exist once: forward passes the word table to the head.
         untied = config.head == "masked-lm" and not config.tie_word_embeddings
         self.decoder = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if untied else None
         self.apply(initialise)

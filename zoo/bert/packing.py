@@ -96,7 +96,7 @@ def token_buckets(rows: int, length: int, *, steps: int = 8, typical: tuple[int,
         tokens = [*between, rows * length]
     room = 1
     while True:
-        # Whole eights: products like them better.
+        # Multiples of 8, for which matrix products are fast.
         sizes = sorted({math.ceil((math.ceil(count) + room) / 8) * 8 for count in tokens})
         if sizes[-1] >= rows * length + filling_rows(sizes, rows, length):
             return tuple(sizes)

@@ -107,7 +107,7 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.grads is None:
             raise RuntimeError("LinearCrossEntropy frees its gradients in the backward; compute the loss again")
-        # One for a loss that is trained on as it is, which costs nothing then.
+        # The scale is 1 if the loss itself is differentiated, for which scale_ does nothing.
         scale = grad if ctx.share is None else grad * ctx.share
         for held in ctx.grads:
             if held is not None:

@@ -28,7 +28,7 @@ class AdamW(torch.optim.AdamW):
         RuntimeError: If ``differentiable`` is True.
     """
 
-    # GradScaler and TrainingStep hand it what tells on the device whether to skip.
+    # GradScaler and TrainingStep set a flag on the device, for which it skips the update.
     _step_supports_amp_scaling = True
 
     def __init__(

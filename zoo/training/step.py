@@ -108,7 +108,7 @@ class TrainingStep:
         self._warmup, self._report_every, self._most_graphs = warmup, report_every, most_graphs
         self._watch = FiniteWatch(self.device, goes_on=self.scaler is not None)
         self._norm = torch.zeros((), device=self.device)
-        # Without such a flag the host waits for the loss and decides.
+        # If the optimizer cannot skip by a flag on the device, the host waits for the loss and decides.
         self._skips = can_skip(optimizer)
         self._updated = False
         self._side: torch.cuda.Stream | None = None

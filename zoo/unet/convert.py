@@ -53,7 +53,7 @@ _BLOCK = {
 
 # Options of theirs that are ours by the same name.
 _SAME = tuple(field.name for field in dataclasses.fields(UNetConfig) if field.name != "num_attention_heads")
-# What diffusers takes where a config.json is silent, if that differs from the zoo.
+# Diffusers' defaults for options that a config.json leaves out, where the zoo has none.
 _THEIR_DEFAULTS: dict[str, Any] = {
     "in_channels": 4,
     "out_channels": 4,
@@ -65,7 +65,7 @@ _THEIR_DEFAULTS: dict[str, Any] = {
     "attention_head_dim": 8,
     "cross_attention_dim": 1280,
 }
-# Options that the zoo has in one value: the supported ones, and why there is no other.
+# Options without a choice: the supported values, and why there is no other.
 _OTHERS: dict[str, tuple[tuple[Any, ...], str]] = {
     "mid_block_type": (("UNetMidBlock2DCrossAttn",), "the middle has a transformer"),
     "only_cross_attention": ((False,), "blocks have self-attention"),

@@ -199,7 +199,7 @@ class Sampler:
             if state is None or not state.fits(schedule, shifts, keys_values):
                 kept = schedule.kept if state is None else max(schedule.kept, len(state.tracks))
                 self.most_steps = max(self.most_steps, schedule.steps)
-                # What was captured before is freed first: its memory is wanted.
+                # Frees the memory of the step that was captured before.
                 self._state = self._step = state = None
                 state = DenoiseState(self.shape, kept, self.most_steps, shifts, keys_values)
                 state.begin(schedule, noise, shifts, keys_values, scale)
