@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,9 +125,15 @@ def create(
     with torch.inference_mode(False):
         if weights is None:
             return _build(family, config, device, dtype).eval()
-        model = _load(family, config, name, weights, overrides, device, dtype).eval()
+        path = family.weights.locate(name, weights)
+        if path.is_dir():
+            family.weights.check_folder(path, config, overrides)
+        model = _build(family, config, "meta", dtype)
+        device, dtype = device or torch.get_default_device(), dtype or torch.get_default_dtype()
+        with open_tensors(path) as tensors:
+            family.weights.fill(model, tensors, device=device, dtype=dtype, source=str(weights))
     check_finite(model, str(weights), strict=strict)
-    return model
+    return model.eval()
 
 
 def from_upstream(module: nn.Module, *, strict: bool = False) -> nn.Module:
@@ -194,26 +200,6 @@ def example_inputs(model: nn.Module, **sizes: Any) -> dict[str, Any]:
         if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
             raise TypeError(f"{name} is {size!r}, expected an integer")
     return family.example_inputs(model, **sizes)
-
-
-def _load(
-    family: Family,
-    config: Any,
-    name: str,
-    weights: Any,
-    overrides: Collection[str],
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
-) -> nn.Module:
-    conversion = family.weights
-    path = conversion.locate(name, weights)
-    if path.is_dir():
-        conversion.check_folder(path, config, overrides)
-    model = _build(family, config, "meta", dtype)
-    device, dtype = device or torch.get_default_device(), dtype or torch.get_default_dtype()
-    with open_tensors(path) as tensors:
-        conversion.fill(model, tensors, device=device, dtype=dtype, source=str(weights))
-    return model
 
 
 def _build(family: Family, config: Any, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Module:

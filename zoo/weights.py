@@ -104,7 +104,7 @@ class WeightMap(Generic[Model]):
     config_of: Callable[[nn.Module], Any]
     skeleton: Callable[[Any], nn.Module]
     build: Callable[[Any], Model] | None = None
-    finish: Callable[[Any], None] | None = None
+    finish: Callable[[Any], Any] | None = None
     tensors_of: Callable[[nn.Module], Mapping[str, Tensor]] = lambda module: module.state_dict(keep_vars=True)
     adapt: Callable[[Mapping[str, Tensor], Any, str], Mapping[str, Tensor]] | None = None
     refuse: Callable[[Model], None] | None = None

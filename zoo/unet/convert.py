@@ -235,8 +235,11 @@ def _check_unchanged(module: Any, expected: nn.Module) -> None:
         raise ValueError("FreeU is on, which is not supported; call disable_freeu() first")
     if getattr(module, "encoder_hid_proj", None) is not None:
         raise ValueError("encoder_hid_proj is set, as by an IP-Adapter, which is not supported; unload it first")
-    theirs = {name: _base(child) for name, child in module.named_modules() if not _of_lora(name)}
-    theirs = {name.replace(".base_layer", ""): child for name, child in theirs.items()}
+    theirs = {
+        name.replace(".base_layer", ""): child.get_base_layer() if _is_tuner(child) else child
+        for name, child in module.named_modules()
+        if not _of_lora(name)
+    }
     for name, found in theirs.items():
         processor = getattr(found, "processor", None)
         if processor is not None and type(processor) not in (AttnProcessor, AttnProcessor2_0):
@@ -249,10 +252,6 @@ def _check_unchanged(module: Any, expected: nn.Module) -> None:
 def _of_lora(name: str) -> bool:
     """Whether a module is an adapter's own."""
     return any(part.startswith("lora_") for part in name.split("."))
-
-
-def _base(module: Any) -> Any:
-    return module.get_base_layer() if _is_tuner(module) else module
 
 
 def _is_tuner(module: nn.Module) -> bool:
@@ -281,11 +280,6 @@ def _merged_tensors(module: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def _contiguous(module: nn.Module) -> None:
-    """As diffusers lays out its weights; ours are in channels_last."""
-    module.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-
-
 WEIGHTS = WeightMap(
     name="unet",
     noun="a UNet",
@@ -293,7 +287,7 @@ WEIGHTS = WeightMap(
     table=table,
     config_of=config_of,
     skeleton=skeleton,
-    finish=_contiguous,
+    finish=lambda module: module.to(memory_format=torch.contiguous_format),  # ours are in channels_last
     tensors_of=_merged_tensors,
     read_config=read_config,
     write_config=write_config,
