@@ -267,6 +267,6 @@ def test_what_cannot_be_checkpointed_is_refused():
         checkpoint_regions(model, Block)
     model = compiled()
     zoo.uncompile(model.blocks[1])
-    with pytest.raises(ValueError, match=r"1 of 4 regions of Block are eager now.*zoo\.uncompile\(model\)"):
+    with pytest.raises(ValueError, match=r"1 of 4 regions of Block are eager now: compile the model again"):
         checkpoint_regions(model, Block)
     assert not restores_random_state(model)

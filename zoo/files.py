@@ -7,7 +7,7 @@ import json
 import pickle
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +41,21 @@ class Tensors(Mapping[str, Tensor]):
         return len(self._readers)
 
 
-def locate(source: str | Path) -> Path:
-    """The file or folder; a hub id ``"owner/name"`` is downloaded first.
+def locate(source: str | Path, patterns: Sequence[str] = ("*.safetensors", "*.json", "*.txt", "*.model")) -> Path:
+    """The file or folder; of a hub id ``"owner/name"`` the files that match the patterns are downloaded first.
 
     Raises:
         FileNotFoundError: If a path does not exist.
     """
-    path = Path(source)
-    return path if path.exists() else _from_hub(str(source))
+    path, name = Path(source), str(source)
+    if path.exists():
+        return path
+    parts = name.split("/")
+    if len(parts) != 2 or not all(parts) or name.startswith((".", "~")) or path.suffix in (".safetensors", *_PICKLED):
+        raise FileNotFoundError(f"weights {name!r}: no such file or folder, and not a hub id of the form owner/name")
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, allow_patterns=list(patterns)))
 
 
 @contextlib.contextmanager
@@ -183,14 +190,3 @@ def _unpickled(file: Path) -> Any:
             "tensors are read from pickled files. If you trust it, open it by torch.load(..., weights_only=False) and "
             "save its state dict as .safetensors"
         ) from error
-
-
-def _from_hub(name: str) -> Path:
-    parts = name.split("/")
-    is_file = Path(name).suffix in (".safetensors", *_PICKLED)
-    if len(parts) != 2 or not all(parts) or name.startswith((".", "~")) or is_file:
-        raise FileNotFoundError(f"weights {name!r}: no such file or folder, and not a hub id of the form owner/name")
-    from huggingface_hub import snapshot_download
-
-    # Weights, configurations, and what tokenizers are kept in.
-    return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model"]))

@@ -163,9 +163,7 @@ def from_upstream(module: nn.Module, *, strict: bool = False) -> nn.Module:
             check_finite(model, type(module).__name__, strict=strict)
             return model
     taken = {family.name: "/".join(family.upstream_packages) for family in _FAMILIES.values()}
-    raise TypeError(
-        f"no family converts {type(module).__module__}.{type(module).__name__}; families and their libraries: {taken}"
-    )
+    raise TypeError(f"no family converts {type(module).__module__}.{type(module).__name__}; libraries: {taken}")
 
 
 def to_upstream(model: nn.Module) -> nn.Module:

@@ -313,10 +313,7 @@ class _Model(nn.Module):
             edge_index = CSRGraph.from_edge_index(edge_index, edge_weight, num_nodes)
         else:
             if num_nodes not in (None, edge_index.num_sources):
-                raise ValueError(
-                    f"num_nodes is {num_nodes}, but the CSRGraph has {edge_index.num_sources} nodes; build it with "
-                    f"CSRGraph.from_edge_index(edge_index, num_nodes={num_nodes})"
-                )
+                raise ValueError(f"num_nodes is {num_nodes}, but the graph has {edge_index.num_sources}; leave it out")
             if edge_weight is not None:
                 edge_index = edge_index.with_weights(edge_weight)
         return edge_index.prepared(self.recipe, weight_dtype(self._first_conv.weight))

@@ -270,10 +270,7 @@ class NeighborSampler:
         )
         if not any(bucket.holds(most) for bucket in self.buckets):
             largest = self.buckets[-1] if self.buckets else None
-            raise ValueError(
-                f"a batch may have up to {most.nodes} nodes and {most.edges} edges, in all {most}; the largest bucket "
-                f"is {largest}"
-            )
+            raise ValueError(f"a batch may need {most}, but the largest bucket is {largest}")
 
     def __len__(self) -> int:
         """Batches of an epoch."""

@@ -134,10 +134,7 @@ def transforms(weights: Any) -> Callable[[Any], Tensor]:
     """
     found = _member(weights) or (_enum_of(weights).get("DEFAULT") if isinstance(weights, str) else None)
     if found is None:
-        raise ValueError(
-            f"weights is {weights!r}, expected one of torchvision's weight enums, its full name such as "
-            "'ResNet50_Weights.IMAGENET1K_V2', or the name of a preset that has weights"
-        )
+        raise ValueError(f"weights is {weights!r}; pass an enum of torchvision's, its full name, or a preset")
     preprocessing: Callable[[Any], Tensor] = found.transforms()
     return preprocessing
 

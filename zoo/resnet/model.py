@@ -427,10 +427,7 @@ def _check_images(images: Tensor, config: ResNetConfig, weight: Tensor, training
     if config.folding is not None and torch.is_autocast_enabled(weight.device.type):
         # Autocast casts convolutions alone: bias, residual and cuDNN's fused calls would get two dtypes.
         narrow = torch.get_autocast_dtype(weight.device.type)
-        raise ValueError(
-            f"torch.autocast is on, but a folded model runs in the dtype of its weights, {weight.dtype}; leave "
-            f"autocast, and use model.to({narrow}) for half precision"
-        )
+        raise ValueError(f"a folded model runs in its own dtype: leave torch.autocast, use model.to({narrow})")
     hint = (
         "; images[None] makes a batch of one image, images.permute(0, 3, 1, 2) puts channels first, and "
         "zoo.resnet.transforms scales and normalises integers"

@@ -64,10 +64,7 @@ def checkpoint_regions(
     if any(isinstance(block._compiled_call_impl, _Checkpointed) for block in blocks):
         raise ValueError(f"regions of {cls.__name__} are checkpointed already; zoo.uncompile(model) undoes it")
     if not around and (eager := sum(block._compiled_call_impl is None for block in blocks)):
-        raise ValueError(
-            f"{eager} of {len(blocks)} regions of {cls.__name__} are eager now, replaced or uncompiled on their own: "
-            "call zoo.uncompile(model) and zoo.compile_regions(model) again"
-        )
+        raise ValueError(f"{eager} of {len(blocks)} regions of {cls.__name__} are eager now: compile the model again")
     for block in blocks[::every]:
         call = block._compiled_call_impl or block._call_impl
         block._compiled_call_impl = _Checkpointed(call, block, model, preserve_rng_state)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zoo.files import locate
 from zoo.unet.config import BlockShape, UNetConfig
 from zoo.unet.model import UNet
 from zoo.weights import Placement, Table, WeightMap, refuse_changed
@@ -182,24 +183,12 @@ def write_config(config: UNetConfig, dtype: torch.dtype, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(options, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def find_weights(preset: str, weights: Any) -> Path | None:
-    """The folder with a UNet's weights, where ``weights`` is a pipeline's folder or a hub id; else None."""
-    path = Path(weights)
-    if path.is_dir():
-        return _unet_of(path)
-    owned = len(path.parts) == 2 and not path.is_absolute() and path.parts[0] not in (".", "..", "~")
-    if not owned or path.exists() or path.suffix in (".safetensors", ".pt", ".pth", ".bin", ".ckpt"):
-        return None
-    from huggingface_hub import snapshot_download
-
+def find_weights(preset: str, weights: Any) -> Path:
+    """The file or folder of weights; of a pipeline's folder or hub id its UNet's."""
     # A pipeline's repository also has single files that are as large as its UNet.
-    wanted = [f"{folder}{name}" for folder in ("unet/", "") for name in _FILES]
-    return _unet_of(Path(snapshot_download(str(weights), allow_patterns=wanted)))
-
-
-def _unet_of(folder: Path) -> Path:
-    inner = folder / "unet"
-    return inner if inner.is_dir() else folder
+    path = locate(weights, [f"{folder}{name}" for folder in ("unet/", "") for name in _FILES])
+    inner = path / "unet"
+    return inner if inner.is_dir() else path
 
 
 def _refuse(option: str, value: Any, why: str) -> None:

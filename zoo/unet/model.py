@@ -279,10 +279,8 @@ def example_inputs(
         trained = config.sample_size
         size = 64 if trained is None else trained if isinstance(trained, int) else trained[0]
     if batch < 1 or tokens < 1 or size < 1 or size % config.reduction:
-        raise ValueError(
-            f"batch is {batch}, tokens {tokens} and size {size}: all must be positive, and size divisible by "
-            f"{config.reduction}"
-        )
+        given = f"batch is {batch}, tokens {tokens}, size {size}"
+        raise ValueError(f"{given}: expected 1 or more, and size divisible by {config.reduction}")
     generator = validate.seeded(seed)
 
     def normal(*shape: int) -> Tensor:
