@@ -237,7 +237,8 @@ def _frozen(value: Any) -> Any:
     return value
 
 
-_SD: dict[str, Any] = {
+# Of Stable Diffusion 1 and 2, and diffusers' defaults.
+SD: dict[str, Any] = {
     "in_channels": 4,
     "out_channels": 4,
     "block_out_channels": (320, 640, 1280, 1280),
@@ -254,14 +255,14 @@ _XL: dict[str, Any] = {
 }
 
 PRESETS: dict[str, UNetConfig] = {
-    "sd15": UNetConfig(num_attention_heads=8, cross_attention_dim=768, sample_size=64, **_SD),
+    "sd15": UNetConfig(num_attention_heads=8, cross_attention_dim=768, sample_size=64, **SD),
     "sd21": UNetConfig(
         num_attention_heads=(5, 10, 20, 20),
         cross_attention_dim=1024,
         use_linear_projection=True,
         upcast_attention=True,
         sample_size=96,
-        **_SD,
+        **SD,
     ),
     "sdxl": UNetConfig(
         block_out_channels=(320, 640, 1280),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.files import locate
-from zoo.unet.config import BlockShape, UNetConfig
+from zoo.unet.config import SD, BlockShape, UNetConfig
 from zoo.unet.model import UNet
 from zoo.weights import Placement, Table, WeightMap, refuse_changed
 
@@ -55,17 +55,7 @@ _BLOCK = {
 # Options of theirs that are ours by the same name.
 _SAME = tuple(field.name for field in dataclasses.fields(UNetConfig) if field.name != "num_attention_heads")
 # Diffusers' defaults for options that a config.json leaves out, where the zoo has none.
-_THEIR_DEFAULTS: dict[str, Any] = {
-    "in_channels": 4,
-    "out_channels": 4,
-    "block_out_channels": (320, 640, 1280, 1280),
-    "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
-    "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
-    "layers_per_block": 2,
-    "transformer_layers_per_block": 1,
-    "attention_head_dim": 8,
-    "cross_attention_dim": 1280,
-}
+_THEIR_DEFAULTS: dict[str, Any] = {**SD, "attention_head_dim": 8, "cross_attention_dim": 1280}
 # Options without a choice: the supported values, and why there is no other.
 _OTHERS: dict[str, tuple[tuple[Any, ...], str]] = {
     "mid_block_type": (("UNetMidBlock2DCrossAttn",), "the middle has a transformer"),
