@@ -756,7 +756,7 @@ def made(model: nn.Module, loss: Callable[..., Any] = loss_of, **options: Any) -
         (lambda m: made(m.eval()), r"Sequential is in eval mode: call model\.train\(\) first"),
         (
             lambda m: TrainingStep(m, loss_of, torch.optim.LBFGS(m.parameters())),
-            r"LBFGS computes the loss several times.* step\(\) needs no argument",
+            r"LBFGS\.step\(\) needs a closure",
         ),
         (lambda m: TrainingStep(m, loss_of, optimizer_of(build())), r"has none of the 4 parameters of this Sequential"),
         (

@@ -375,23 +375,15 @@ def _check_options(
     model: nn.Module, optimizer: Optimizer, autocast: torch.dtype | None, clip_norm: float | None
 ) -> None:
     _check_training(model)
-    own = set(model.parameters())
+    own, cls, name = set(model.parameters()), type(model).__name__, type(optimizer).__name__
     given = [param for group in optimizer.param_groups for param in group["params"] if param in own]
-    if given and not any(param.requires_grad for param in given):
-        raise ValueError(
-            f"none of the {len(given)} parameters that {type(optimizer).__name__} has of this {type(model).__name__} "
-            "requires a gradient: call model.requires_grad_(True), or unfreeze what is to learn, before"
-        )
     if not given:
-        raise ValueError(
-            f"{type(optimizer).__name__} has none of the {len(own)} parameters of this {type(model).__name__}, which "
-            "would not learn: make the optimizer of model.parameters(), after whatever replaces them"
-        )
+        raise ValueError(f"{name} has none of the {len(own)} parameters of this {cls}: make it of model.parameters()")
+    if not any(param.requires_grad for param in given):
+        which = f"none of the {len(given)} parameters that {name} has of this {cls}"
+        raise ValueError(f"{which} requires a gradient: call model.requires_grad_(True)")
     if wants_closure(optimizer):
-        raise ValueError(
-            f"{type(optimizer).__name__} computes the loss several times an update, by a closure; a step has one "
-            "forward and one backward: take an optimizer whose step() needs no argument"
-        )
+        raise ValueError(f"{name}.step() needs a closure, but a step runs the loss once: take another optimizer")
     if autocast not in (None, torch.bfloat16, torch.float16):
         raise ValueError(f"autocast is {autocast}; it is torch.bfloat16, torch.float16 or None")
     if clip_norm is not None and not (clip_norm > 0 and math.isfinite(clip_norm)):
