@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -341,6 +343,24 @@ def test_only_small_blocks_leave_a_gpu_idle(width: int) -> None:
                 y = block(y)
             torch.cuda.synchronize()
     assert any("GPU was idle" in str(each.message) for each in caught) == (width == 64)
+
+
+class Asking(nn.Module):
+    """Asks its input for an attribute that it lacks, of which torch 2.11 makes a guard."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if hasattr(x, "__tensor_flatten__") else x * 2
+
+
+def test_a_compilation_keeps_no_input() -> None:
+    model = nn.Sequential(Asking())
+    x = torch.randn(3, requires_grad=True) * 1
+    zoo.compile_regions(model, regions=[Asking], backend="aot_eager")
+    model(x)
+    alive = weakref.ref(x)
+    del x
+    gc.collect()
+    assert alive() is None
 
 
 def test_functions_of_torch_and_the_zoo_have_no_guards() -> None:

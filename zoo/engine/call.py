@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
 import types
 import warnings
@@ -300,6 +301,11 @@ _LIBRARIES = {"torch", "triton", "zoo", "builtins", "math", "operator", "typing"
 
 def _worth_guarding(guards: Sequence[Any]) -> list[bool]:
     """For each guard of a graph: whether it is checked in every call."""
+    # Torch looked up what each guard is about, and forgets to delete what turned out to lack an attribute: an input
+    # would stay in memory for good, with the history of its gradient.
+    values: dict[str, Any] = getattr(sys.modules["torch._dynamo.guards"], "_CLOSURE_VARS", None) or {}
+    for name in [each for each in values if each.startswith("tmp")]:
+        del values[name]
     return [not (each.is_global and each.has_value and _is_library_code(each.value)) for each in guards]
 
 
