@@ -121,7 +121,7 @@ def test_a_launch_knows_the_tensors_that_the_graph_allocates(
     kernels: list[Any] = []
 
     def compile_graph(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        run = direct._straight_line(graph, torch.device("cpu"), kernels)
+        run = direct._straight_line(graph, torch.device("cpu"), kernels, records=False)
         assert run.__name__ == "forward"  # the generated function itself
         return run
 
@@ -139,6 +139,42 @@ def test_a_launch_knows_the_tensors_that_the_graph_allocates(
         torch.compile(launch, backend=compile_graph, fullgraph=True)(torch.ones(3, 16), torch.ones(16))
     assert bound == [[0, 1, 2]]
     assert [described for _, described, _ in kernels] == [[torch.float32] * 3 + [3, 16]]
+
+
+def calls_of(function: Callable[..., Any], *args: Any) -> list[str]:
+    """Compile a function to straight-line code, compare its result, and name what the code calls."""
+    names: list[str] = []
+
+    def compile_graph(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        run = direct._straight_line(graph, None, [], records=torch.is_grad_enabled())
+        names.extend(str(getattr(each.target, "__name__", each.target)) for each in graph.graph.nodes)
+        return run
+
+    torch._dynamo.reset()
+    found, expected = torch.compile(function, backend=compile_graph, fullgraph=True)(*args), function(*args)
+    assert torch.equal(found, expected) and found.stride() == expected.stride()
+    assert found.requires_grad == expected.requires_grad and found._is_view() == expected._is_view()
+    return [name for name in names if not name.startswith(("l_", "L_", "output"))]
+
+
+def test_a_chain_of_views_is_one() -> None:
+    def pixels(image: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        rows = image.permute(0, 2, 3, 1).contiguous().view(-1, 8)
+        first, second = F.linear(rows, weight.flatten(1), bias).view(2, 6, 2, 4).unbind(2)
+        return first.transpose(1, 2).contiguous() @ F.linear(second.reshape(-1, 4), weight[:4, :4, 0, 0]).view(2, 6, 4)
+
+    image = torch.randn(2, 8, 2, 3).to(memory_format=torch.channels_last)
+    weight, bias = nn.Parameter(torch.randn(8, 8, 1, 1)), torch.randn(8)
+    with torch.no_grad():
+        calls = calls_of(pixels, image, weight, bias)
+    view = "_reinterpret_tensor"
+    assert calls == [view, view, "addmm", view, "contiguous", view, view, "mm", view, "matmul"]
+    assert "flatten" in calls_of(pixels, image, weight, bias)  # autograd watches it
+
+
+def test_an_output_that_is_a_view_of_an_input_stays_one() -> None:
+    x = torch.randn(4, 6)
+    assert calls_of(lambda x: x.view(2, 2, 6).transpose(0, 1), x) == ["view", "transpose"]
 
 
 def test_a_kernel_that_reads_tiles_is_compiled_before_its_launch(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zoo.engine.autograd import differentiable_once
 
@@ -93,8 +94,81 @@ def has_nothing_to_fuse(graph: fx.GraphModule) -> bool:
     return launches or (len(pointwise) <= 1 and simple)
 
 
-def _learns(node: fx.Node) -> bool:
-    return bool(getattr(node.meta.get("example_value"), "requires_grad", True))
+def _view_once(graph: fx.Graph, records: bool) -> None:
+    """Make a chain of views one view of the tensor below it, and leave out what changes nothing.
+
+    A view takes the host as long as a fifth of a product. Tensors that autograd watches are viewed as they were
+    written, and so is an output that shares memory with an input or with another output.
+    """
+    roots: dict[fx.Node, fx.Node] = {}
+    for node in list(graph.nodes):
+        value, source = node.meta.get("example_value"), _source(node)
+        if source is None or not isinstance(value, Tensor) or not _share_memory(value, source.meta["example_value"]):
+            continue
+        if node.target == "contiguous":
+            node.replace_all_uses_with(source)
+        elif _has_fixed_layout(value) and not _is_watched(node, records):
+            roots[node] = roots.get(source, source)
+    returned = [each for node in graph.nodes if node.op == "output" for each in node.all_input_nodes]
+    returned_roots = [roots.get(each, each) for each in returned]
+    for each, root in zip(returned, returned_roots, strict=True):
+        watched: Any = each if root.op == "placeholder" or returned_roots.count(root) > 1 else None
+        while watched in roots:
+            del roots[watched]
+            watched = _source(watched)
+    for node, root in roots.items():
+        value, base = node.meta["example_value"], root.meta["example_value"]
+        if value.dtype == base.dtype and _has_fixed_layout(base):
+            offset = value.storage_offset() - base.storage_offset()
+            view = (root, tuple(value.shape), value.stride(), offset)
+            _replace(graph, node, _compilers_own("_reinterpret_tensor"), view)
+    _erase_unread_views(graph)
+
+
+def _is_watched(node: fx.Node, records: bool) -> bool:
+    """Whether autograd records what a node computes, in a graph where it ``records`` at all."""
+    # An example of a parameter's view requires a gradient without being recorded, too.
+    return records and bool(getattr(node.meta.get("example_value"), "requires_grad", True))
+
+
+def _source(node: fx.Node) -> fx.Node | None:
+    """The tensor that a node views, perhaps as one of several views."""
+    if node.target not in _VIEWS or not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    source: Any = node.args[0]
+    if node.target is operator.getitem and source.target in _VIEWS and source.args:
+        source = source.args[0]
+    return source if isinstance(source, fx.Node) and isinstance(source.meta.get("example_value"), Tensor) else None
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def _has_fixed_layout(tensor: Tensor) -> bool:
+    numbers = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+    return not is_traceable_wrapper_subclass(tensor) and all(isinstance(each, int) for each in numbers)
+
+
+def _replace(graph: fx.Graph, node: fx.Node, call: Any, args: tuple[Any, ...], named: Any = None) -> None:
+    with graph.inserting_before(node):
+        new = graph.call_function(call, args, named)
+    new.meta.update(node.meta)  # a launch asks of its tensors what they are
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+
+
+def _erase_unread_views(graph: fx.Graph) -> None:
+    views = {*_VIEWS, _compilers_own("_reinterpret_tensor")}
+    for node in reversed(graph.nodes):
+        if not node.users and node.target in views:
+            graph.erase_node(node)
+
+
+def _compilers_own(name: str) -> Callable[..., Any]:
+    """A function that Inductor's code calls in place of one of torch's, for a third of the host's time."""
+    function: Callable[..., Any] = getattr(torch._C._dynamo.guards, name)  # torch's stubs lack them
+    return function
 
 
 def _allocated(node: fx.Node, gpu: torch.device | None) -> Tensor | None:
@@ -102,8 +176,23 @@ def _allocated(node: fx.Node, gpu: torch.device | None) -> Tensor | None:
     value = node.meta.get("example_value")
     if node.target not in (torch.empty, torch.empty_like, "new_empty") or not isinstance(value, Tensor):
         return None
-    fixed = all(isinstance(each, int) for each in (*value.shape, *value.stride()))
-    return value if fixed and value.device == gpu else None
+    return value if _has_fixed_layout(value) and value.device == gpu else None
+
+
+def _call_products(graph: fx.Graph, records: bool) -> None:
+    """``F.linear`` on rows as the product behind it, which takes two thirds of the host's time."""
+    for node in list(graph.nodes):
+        if node.target is not F.linear or node.kwargs or _is_watched(node, records):
+            continue
+        rows, weight, bias = (*node.args, None)[:3]
+        out, x, matrix = (each.meta["example_value"] for each in (node, rows, weight))
+        if x.dim() == matrix.dim() == 2 and x.dtype == matrix.dtype == out.dtype:  # under autocast they differ
+            with graph.inserting_before(node):
+                turned = graph.call_method("t", (weight,))
+            turned.meta["example_value"] = matrix.detach().t()
+            _replace(
+                graph, node, *((torch.mm, (rows, turned)) if bias is None else (torch.addmm, (bias, rows, turned)))
+            )
 
 
 def _launches(node: fx.Node) -> bool:
@@ -153,7 +242,8 @@ def run_directly(graph: fx.GraphModule) -> Callable[..., Any]:
     inputs = [each.meta.get("example_value") for each in graph.graph.nodes if each.op == "placeholder"]
     gpus = {each.device for each in inputs if isinstance(each, Tensor) and each.device.type == "cuda"}
     gpu = gpus.pop() if len(gpus) == 1 else None
-    run = _straight_line(graph, gpu, kernels)
+    switches = any(each.target is torch._C._set_grad_enabled for each in graph.graph.nodes)
+    run = _straight_line(graph, gpu, kernels, records=switches or torch.is_grad_enabled())
     if kernels:
         from zoo.engine.kernel import compile_together
 
@@ -173,33 +263,31 @@ def _on(gpu: torch.device, run: Callable[..., Any]) -> Callable[..., Any]:
     return run_there
 
 
-def _straight_line(graph: fx.GraphModule, gpu: torch.device | None, kernels: list[Any]) -> Callable[..., Any]:
+def _straight_line(
+    graph: fx.GraphModule, gpu: torch.device | None, kernels: list[Any], records: bool
+) -> Callable[..., Any]:
     from torch._functorch.autograd_function import autograd_function_apply
 
+    _call_products(graph.graph, records)
+    _view_once(graph.graph, records)
     for node in list(graph.graph.nodes):
         args: Any
         named: dict[str, Any] = {}
         if (like := _allocated(node, gpu)) is not None:
-            # As Inductor allocates: a third of the host's time of torch.empty, on the current device.
-            launch = getattr(torch._C._dynamo.guards, "_empty_strided_cuda")  # noqa: B009  (torch's stubs lack it)
+            launch = _compilers_own("_empty_strided_cuda")  # on the current device
             args = [tuple(like.shape), like.stride(), like.dtype]
-        elif node.target is torch.ops.aten._unsafe_view.default and not _learns(node):
-            launch, args = Tensor.view, list(node.args)  # the same without a gradient, and a third of the host's time
         elif _launches(node):
             launch, args, named = _launch(kernels, gpu is not None, **node.kwargs)
         elif node.target is autograd_function_apply:
             forward, backward, *args = node.args
             halves = [getattr(graph, each.target) for each in (forward, backward)]
             read = [bool(each.users) for each in halves[1].graph.nodes if each.op == "placeholder"]
-            lines = [_straight_line(each, gpu, kernels) for each in halves]
+            lines = [_straight_line(each, gpu, kernels, records=False) for each in halves]
             launch = _function(lines[0], lines[1], read, node.kwargs["non_differentiable_idx"])
         else:
             continue
-        with graph.graph.inserting_before(node):
-            new = graph.graph.call_function(launch, tuple(args), named)
-        new.meta.update(node.meta)  # a launch asks of its tensors what they are
-        node.replace_all_uses_with(new)
-        graph.graph.erase_node(node)
+        _replace(graph.graph, node, launch, tuple(args), named)
+    _erase_unread_views(graph.graph)
     graph.recompile()
     # Without this a forward is a stand-in that goes through Module.__call__ each time.
     _LazyGraphModule.force_recompile(graph)
@@ -235,7 +323,7 @@ def _launch(
     described = [_described(each, tile) for each, tile in zip(positional, tiles, strict=True)]
     kernels.append((kernel, described, {**options, **{name: _described(each) for name, each in computed.items()}}))
     varying = [index for index, each in enumerate(positional) if isinstance(each, fx.Node)]
-    tensors = [positional[index] for index in varying]
+    tensors = [_at_its_address(positional[index]) for index in varying]
     fixed = all(isinstance(described[index], torch.dtype) for index in varying)
     if bind and fixed and not computed and not any(isinstance(each, fx.Node) for each in grid[0]):
         return kernel.bound(tuple(grid[0]), positional, varying, options), tensors, computed
@@ -248,6 +336,12 @@ def _launch(
         start(grid, *arguments, **options, **sizes)
 
     return launch, [tuple(grid[0]), *positional], computed
+
+
+def _at_its_address(tensor: fx.Node) -> fx.Node:
+    """The tensor that one is a view of, if they begin at one address: a bound launch asks for no more."""
+    starts = tensor.target is _compilers_own("_reinterpret_tensor") and tensor.args[3] == 0
+    return tensor.args[0] if starts else tensor  # type: ignore[return-value]
 
 
 def _described(argument: Any, tile: list[int] | None = None) -> Any:
