@@ -17,6 +17,7 @@ from tests.dispatched import Dispatched
 from zoo.engine.compile import plan_of
 from zoo.engine.graph_log import LEDGER
 from zoo.unet import ResnetBlock, TextKeysValues, TimeShifts, TransformerBlock, UNet
+from zoo.unet.blocks import sinusoids
 from zoo.unet.config import PRESETS
 
 MODES: dict[str, tuple[bool, Any]] = {
@@ -115,6 +116,17 @@ def test_inductor_gives_the_same_numbers_and_gradients() -> None:
 
 
 # --- channels_last ---
+
+
+@pytest.mark.parametrize("freq_shift", [0, 1])
+@pytest.mark.parametrize("cosines_first", [False, True])
+def test_sines_of_timesteps_are_diffusers_to_the_bit(cosines_first: bool, freq_shift: int) -> None:
+    from diffusers.models.embeddings import get_timestep_embedding
+
+    timesteps = torch.tensor([0, 1, 803, 999])
+    for width in (6, 7, 320):
+        expected = get_timestep_embedding(timesteps, width, cosines_first, freq_shift)
+        assert torch.equal(sinusoids(timesteps, width, cosines_first, freq_shift), expected)
 
 
 def test_weights_and_activations_are_channels_last() -> None:

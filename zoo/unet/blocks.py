@@ -399,8 +399,9 @@ class TextProjections(nn.Module):
 def sinusoids(values: Tensor, width: int, cosines_first: bool, freq_shift: float) -> Tensor:
     """[...] -> [..., width] in float32: sines and cosines of falling frequencies."""
     half = width // 2
-    step = -math.log(10000) / (half - freq_shift)
-    frequencies = torch.exp(step * torch.arange(half, dtype=torch.float32, device=values.device))
+    # In the order in which diffusers rounds: half an ulp of a frequency is many of the angle of a late timestep.
+    exponents = -math.log(10000) * torch.arange(half, dtype=torch.float32, device=values.device)
+    frequencies = torch.exp(exponents / (half - freq_shift))
     angles = values.float()[..., None] * frequencies
     pair = (angles.cos(), angles.sin()) if cosines_first else (angles.sin(), angles.cos())
     joined = torch.cat(pair, dim=-1)
