@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,6 +100,66 @@ def test_llamas_layer_index_is_a_symbol() -> None:
     zoo.compile_regions(model, backend="eager")
     with torch.no_grad():
         assert zoo.warm_up(model, **{**inputs, "use_cache": True}).graphs == 1
+
+
+class Holding(nn.Module):
+    """Reads something that it holds."""
+
+    def __init__(self, held: Any = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.held = held(self) if callable(held) else held
+
+    def double(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        if callable(self.held):
+            return self.held(x)  # type: ignore[no-any-return]
+        return x * (self.held["scale"] if isinstance(self.held, dict) else self.held.scale)
+
+
+def scaling(scale: float) -> Callable[[nn.Module], Callable[[torch.Tensor], torch.Tensor]]:
+    return lambda _: lambda x: x * scale
+
+
+@pytest.mark.parametrize(
+    ("held", "said", "needed"),
+    [
+        pytest.param(lambda _: scaling(2.0), "1", 1, id="lambdas"),
+        pytest.param(lambda index: scaling(float(index)), "3", 3, id="lambdas that close over a value of their own"),
+        pytest.param(lambda _: lambda block: block.double, "1", 1, id="bound methods"),
+        pytest.param(lambda _: {"scale": 2.0}, "1", 1, id="dicts"),
+        pytest.param(lambda index: {"scale": float(index)}, "at least 1", 3, id="dicts that differ"),
+        pytest.param(lambda _: SimpleNamespace(scale=2.0), "1", 1, id="objects"),
+        pytest.param(lambda index: SimpleNamespace(scale=float(index)), "at least 1", 3, id="objects that differ"),
+        pytest.param(lambda _: lambda _: partial(torch.mul, other=2.0), "1", 1, id="partial functions"),
+    ],
+)
+def test_predictions_are_the_compilers_count_or_say_that_they_are_a_lower_bound(
+    held: Callable[[int], Any], said: str, needed: int
+) -> None:
+    model, x = Sequence(*(Holding(held(index)) for index in range(3))).eval(), torch.randn(2, 4)
+    assert zoo.find_regions(model, [Holding]).graphs == said
+    assert zoo.find_regions(model, [Holding], inputs={"x": x}).graphs == said
+    zoo.compile_regions(model, regions=[Holding], backend="eager")
+    first = len(LEDGER.entries)
+    with torch.no_grad():
+        model(x)
+    assert sum(entry.graphs for entry in LEDGER.entries[first:]) == needed
+
+
+def test_predictions_in_training_know_what_requires_a_gradient() -> None:
+    model, x = Sequence(*(Block(4) for _ in range(4))), torch.randn(2, 4)
+    model.blocks[0].requires_grad_(False)
+    model.blocks[1].requires_grad_(False)
+    report = zoo.find_regions(model, [Block], inputs={"x": x})
+    zoo.compile_regions(model, regions=[Block], backend="eager")
+    first = len(LEDGER.entries)
+    model(x).sum().backward()
+    # Frozen blocks, the first that is trained, and those whose input requires a gradient.
+    assert report.graphs_needed == sum(entry.graphs for entry in LEDGER.entries[first:]) == 3
 
 
 class Place(enum.IntEnum):

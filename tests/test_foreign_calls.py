@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -109,12 +110,7 @@ def test_pinned_sizes_are_a_graph_each() -> None:
     ("mark", "needed"),
     [
         pytest.param(torch._dynamo.mark_dynamic, 1, id="symbolic from the first call"),
-        pytest.param(
-            torch._dynamo.mark_static,
-            3,
-            id="static",
-            marks=pytest.mark.filterwarnings("ignore:.*became symbolic:zoo.RegionWarning"),
-        ),
+        pytest.param(torch._dynamo.mark_static, 3, id="static"),
     ],
 )
 def test_a_marked_size_is_what_its_mark_says(mark: Callable[..., None], needed: int) -> None:
@@ -124,6 +120,23 @@ def test_a_marked_size_is_what_its_mark_says(mark: Callable[..., None], needed: 
             x = torch.randn(rows, 4)
             mark(x, 0)
             model(x)
+    assert graphs(model) == needed
+
+
+@pytest.mark.parametrize(
+    ("mark", "needed"),
+    [
+        pytest.param(torch._dynamo.mark_dynamic, 1, id="symbolic from the first call"),
+        pytest.param(torch._dynamo.mark_static, 3, id="static"),
+    ],
+)
+def test_a_mark_on_the_models_own_input_holds_inside_of_regions(mark: Callable[..., None], needed: int) -> None:
+    model = compiled(Sequence(nn.Embedding(50, 4), Block(4), Block(4)), regions=[Block])
+    with torch.no_grad():
+        for tokens in (6, 5, 9):
+            ids = torch.arange(2 * tokens).view(2, tokens)
+            mark(ids, 1)
+            model(ids)
     assert graphs(model) == needed
 
 
@@ -170,6 +183,62 @@ def test_stochastic_depth_of_torchvision_in_eval_is_a_graph_a_stage() -> None:
         compiled(model, regions=[CNBlock])
         torch.testing.assert_close(model(x), expected)
     assert graphs(model) == 4
+
+
+class Dropped(nn.Module):
+    """A block of stochastic depth, as torchvision's."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        from torchvision.ops import StochasticDepth
+
+        self.linear = nn.Linear(4, 4)
+        self.depth = StochasticDepth(rate, "row")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.depth(self.linear(x).abs() + 1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_stochastic_depth_in_training_is_a_graph_for_all_rates(backend: str) -> None:
+    rates = [0.0, 0.1, 0.3, 0.7, 1.0]
+    model = nn.ModuleList(map(Dropped, rates))
+    report = zoo.find_regions(model, [Dropped])
+    compiled(model, regions=[Dropped], backend=backend)
+    x = torch.randn(4096, 4)
+    for block, rate in zip(model, rates, strict=True):
+        y = block(x)
+        kept = (y != 0).any(1)
+        assert kept.float().mean().item() == pytest.approx(1 - rate, abs=0.05)
+        torch.testing.assert_close(y[kept], (block.linear(x).abs() + 1)[kept] / (1 - rate))  # type: ignore[operator, union-attr]
+        y.sum().backward()
+    # At a rate of zero the code leaves it out, at one it divides by nothing.
+    assert report.graphs == "at least 1"
+    assert graphs(model) == 3
+
+
+class LayerDrop(Sequence):
+    """Leaves every second block out, as layer drop may."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks[:: 2 if self.training else 1]:
+            x = block(x)
+        return x
+
+
+def test_a_layer_that_training_drops_was_not_bypassed() -> None:
+    model, x = LayerDrop(*(Block(4) for _ in range(4))), torch.randn(2, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled(model, inputs={"x": x})
+    with zoo.enforce_budget(model):
+        model(x)
+    with zoo.enforce_budget(model):
+        model.blocks[1](x)
+        model(x)
+    model.eval()
+    with pytest.raises(zoo.BudgetError, match=r"blocks\.3.*never ran"), zoo.enforce_budget(model):
+        model.blocks[0](x)
 
 
 class Slot:

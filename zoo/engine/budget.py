@@ -67,7 +67,7 @@ def enforce_budget(model: nn.Module) -> Iterator[None]:
         *_over_budget(plan),
         *_recompiled(plan, new),
         *(f"graph break: {reason}" for reason in _breaks() - breaks),
-        *_not_compiled(modules, modes, replayed=captures.replays > replays),
+        *_not_compiled(plan, modules, modes, replayed=captures.replays > replays),
     ]
     if violations:
         raise BudgetError(violations)
@@ -123,14 +123,18 @@ def _recompiled(plan: Plan, new: list[Entry]) -> Iterator[str]:
         seen.add(key)
 
 
-def _not_compiled(modules: Mapping[str, nn.Module], modes: dict[str, set[str]], *, replayed: bool) -> Iterator[str]:
+def _not_compiled(
+    plan: Plan, modules: Mapping[str, nn.Module], modes: dict[str, set[str]], *, replayed: bool
+) -> Iterator[str]:
     """Regions that did not run compiled. A replay of a CUDA graph calls none of them.
 
-    A stack that no call entered (the encoder of a model that decodes) is left out, unless nothing ran.
+    A stack that no call entered (the encoder of a model that decodes) is left out, unless nothing ran; so are layers
+    that others of their stack may be trained without, in a model that was not written for regions.
     """
     entered = {name.rpartition(".")[0] for name in modules if modes[name]}
     for name, module in modules.items():
-        if not modes[name] and not replayed and (not entered or name.rpartition(".")[0] in entered):
+        in_stack = name.rpartition(".")[0] in entered and (plan.report.declared or not module.training)
+        if not modes[name] and not replayed and (not entered or in_stack):
             yield (
                 f"{type(module).__name__} ({name}): its compiled call never ran; it was bypassed (block.forward(x), "
                 "checkpoint(block.forward)) or not reached: call the module itself"

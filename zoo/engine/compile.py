@@ -24,12 +24,12 @@ from zoo.engine.discover import (
     RegionReport,
     declared_regions,
     declares,
+    lifted,
     nothing_repeats,
     report_on,
     resolve,
 )
 from zoo.engine.graph_log import LEDGER, Entry
-from zoo.engine.lifted import lifted_in
 from zoo.engine.observe import undisturbed
 from zoo.engine.region import Region
 from zoo.engine.signature import mode as mode_in_words
@@ -143,16 +143,18 @@ def compile_regions(
         raise ValueError(f"already compiled: {', '.join(taken[:4])}; call zoo.uncompile(model) first")
     _refuse_sharded(chosen)
     declared = declares(model, regions)
-    report = report_on(model, chosen, declared=declared, inputs=inputs)
+    symbols = lifted(chosen, declared=declared)
+    report = report_on(model, chosen, declared=declared, lifted=symbols, inputs=inputs)
     _judge(model, report)
     # All of it before anything is compiled: what is refused for one region leaves none behind.
     hows = [_options(region, model, mode, options, backend, fullgraph, dynamic) for region in chosen]
-    for group, how in zip(chosen.values(), hows, strict=True):
-        symbols = None if declared else lifted_in(group.values())
-        if symbols is None:
+    for (region, group), how in zip(chosen.items(), hows, strict=True):
+        if declared:
             how["dynamic"] = bool(how["dynamic"])
         for name, module in group.items():
-            module._compiled_call_impl = RegionCall(module, name=name, lifted=symbols, **how)
+            module._compiled_call_impl = RegionCall(
+                module, name=name, lifted=None if declared else symbols[region], **how
+            )
     modules = {name: module for group in chosen.values() for name, module in group.items()}
     if any(parameter.is_cuda for parameter in model.parameters()):
         IdleWatch(model, list(modules.values()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from zoo.engine.cut import Cut
-from zoo.engine.lifted import Lifted, lifted_in
+from zoo.engine.lifted import Lifted, lifted_in, number_at
 from zoo.engine.observe import Observed, device_shares, observe_call
 from zoo.engine.region import Region
 from zoo.engine.signature import Attribute, read_attributes, signature, structure
@@ -40,7 +40,8 @@ class FoundRegion:
     ``signatures`` holds a tuple of module names for each distinct signature, in model order; with inputs given, a
     module that meets several kinds of input stands in several of them. ``device_share`` is the region's part of the
     model's device time, 0 to 1, or None when it was not measured; ``weight_share`` its part of the model's weights,
-    those of ``nn.Embedding`` apart, which are looked up and not multiplied.
+    those of ``nn.Embedding`` apart, which are looked up and not multiplied. ``at_least`` says that there may be more
+    graphs: dicts or objects that ``forward`` reads hold other values in some modules.
     """
 
     region: Region
@@ -48,6 +49,7 @@ class FoundRegion:
     differences: tuple[str, ...] = ()
     device_share: float | None = None
     weight_share: float = 0.0
+    at_least: bool = False
 
     @property
     def name(self) -> str:
@@ -90,20 +92,25 @@ class RegionReport:
         """Graphs of all regions together."""
         return sum(found.graphs_needed for found in self.regions)
 
+    @property
+    def graphs(self) -> str:
+        """``graphs_needed`` in words, which say where it is a lower bound."""
+        return _counted(self.graphs_needed, any(found.at_least for found in self.regions))
+
     def __str__(self) -> str:
         origin = "declared" if self.declared else "given or discovered"
         if not self.regions:
             return f"{self.model}: no regions: {self.why_none}"
         lines = [
-            f"{self.model}: {len(self.regions)} region class(es), {origin}; {self.graphs_needed} graph(s) needed, "
+            f"{self.model}: {len(self.regions)} region class(es), {origin}; {self.graphs} graph(s) needed, "
             f"{self.coverage:.0%} of the weights in regions"
         ]
         for found in self.regions:
             share = f", {found.weight_share:.0%} of the weights"
             share += "" if found.device_share is None else f", {found.device_share:.0%} of device time"
+            graphs = _counted(found.graphs_needed, found.at_least)
             lines.append(
-                f"  {found.name}: {len(found.modules)} module(s), {found.graphs_needed} graph(s), "
-                f"budget {found.budget}{share}"
+                f"  {found.name}: {len(found.modules)} module(s), {graphs} graph(s), budget {found.budget}{share}"
             )
             lines += [f"    {len(names)} x {_abbreviate(names)}" for names in found.signatures]
             lines += [f"    differs: {difference}" for difference in found.differences]
@@ -129,15 +136,16 @@ def find_regions(
             of the repeated classes, those that leave least to compile and to call. Each distinct block counts the
             layers in it, each call of a region one, each layer outside of regions two.
         exclude: Classes or module paths to leave out, with all that is inside of them.
-        inputs: Keyword arguments of one call. With them the model runs once, eagerly and without gradients, so that
-            layers that differ only in their inputs are told apart and attributes count only where a branch that was
-            taken reads them; on a GPU each region's share of device time is measured as well.
+        inputs: Keyword arguments of one call. With them the model runs once, eagerly, in its mode (with gradients in
+            training), so that layers that differ only in their inputs are told apart and attributes count only where a
+            branch that was taken reads them; on a GPU each region's share of device time is measured as well.
 
     Raises:
         TypeError: If something that is not a module class is given as a region, or no list.
         ValueError: If a region matches nothing, is nested in another, or has parameters without a shape yet.
     """
-    return report_on(model, resolve(model, regions, exclude), declared=declares(model, regions), inputs=inputs)
+    chosen, declared = resolve(model, regions, exclude), declares(model, regions)
+    return report_on(model, chosen, declared=declared, lifted=lifted(chosen, declared=declared), inputs=inputs)
 
 
 def declares(model: nn.Module, regions: Sequence[Region | type[nn.Module] | str] | None) -> bool:
@@ -145,36 +153,50 @@ def declares(model: nn.Module, regions: Sequence[Region | type[nn.Module] | str]
     return regions is None and bool(declared_regions(model))
 
 
+def lifted(chosen: Mapping[Region, Mapping[str, nn.Module]], *, declared: bool) -> dict[Region, Lifted]:
+    """Numbers that are symbols of each region's graphs; none where the regions are the model's own."""
+    return {region: Lifted() if declared else lifted_in(modules.values()) for region, modules in chosen.items()}
+
+
 def report_on(
     model: nn.Module,
     chosen: Mapping[Region, Mapping[str, nn.Module]],
     *,
     declared: bool,
+    lifted: Mapping[Region, Lifted],
     inputs: Mapping[str, Any] | None = None,
 ) -> RegionReport:
     """The report of ``find_regions`` on regions that are resolved already."""
     observed: Mapping[str, Observed] = {}
     shares: dict[type[nn.Module], float] = {}
-    lifted = {region: Lifted() if declared else lifted_in(modules.values()) for region, modules in chosen.items()}
     if inputs is not None:
         observed = observe_call(model, chosen, inputs, lifted)
         shares = device_shares(model, chosen, inputs)
     found, obstacles = [], []
     weights = _weights(model)
     for region, modules in chosen.items():
-        groups: dict[Hashable, list[str]] = defaultdict(list)
+        groups: dict[tuple[Any, Hashable], list[str]] = defaultdict(list)
         symbols = lifted[region].names
+        skipped = {}
         for name, module in modules.items():
             seen = observed.get(name)
             static = signature(module, reads=seen.reads if seen else None, without=symbols)
             for call in seen.inputs if seen else (None,):
                 groups[static, call].append(name)
-        obstacles += list(_obstacles(region, modules, observed, symbols))
+            if seen and not seen.inputs:
+                skipped[name] = static
+        for name, static in skipped.items():
+            alike = next((names for (built, _), names in groups.items() if built[0] == static[0]), None)
+            (groups[static, None] if alike is None else alike).append(name)
+        # A layer may be dropped at random in training.
+        dropped = not declared and model.training and len(skipped) < len(modules)
+        obstacles += list(_obstacles(region, modules, observed, symbols, () if dropped else skipped))
         signatures = tuple(tuple(names) for names in groups.values())
         held = {id(weight) for module in modules.values() for weight in module.parameters()}
         share = sum(weights.get(weight, 0) for weight in held) / max(sum(weights.values()), 1)
         differences = tuple(_differences(modules, observed))
-        found.append(FoundRegion(region, signatures, differences, shares.get(region.cls), share))
+        at_least = _contents_differ(modules, observed) or (model.training and _some_are_zero(modules, lifted[region]))
+        found.append(FoundRegion(region, signatures, differences, shares.get(region.cls), share, at_least))
     why = "" if chosen else nothing_repeats(model)
     return RegionReport(type(model).__name__, tuple(found), tuple(obstacles), declared, why)
 
@@ -309,7 +331,11 @@ def nothing_repeats(model: nn.Module) -> str:
 
 
 def _obstacles(
-    region: Region, modules: Mapping[str, nn.Module], observed: Mapping[str, Observed], symbols: Collection[str]
+    region: Region,
+    modules: Mapping[str, nn.Module],
+    observed: Mapping[str, Observed],
+    symbols: Collection[str],
+    skipped: Iterable[str],
 ) -> Iterator[Obstacle]:
     cls = region.cls
     if "forward" not in vars(cls):
@@ -336,9 +362,8 @@ def _obstacles(
                     "selects as a tensor or hold it as a buffer",
                     certain=bool(observed),
                 )
-    for name in modules:
-        if observed and not observed[name].inputs:
-            yield Obstacle(cls.__name__, f"{name} was not called as a module: its forward is bypassed or not reached")
+    for name in skipped:
+        yield Obstacle(cls.__name__, f"{name} was not called as a module: its forward is bypassed or not reached")
 
 
 def _differences(modules: Mapping[str, nn.Module], observed: Mapping[str, Observed]) -> Iterator[str]:
@@ -360,11 +385,31 @@ def _differences(modules: Mapping[str, nn.Module], observed: Mapping[str, Observ
             yield f"{key}: {_abbreviate(list(values))}"
 
 
+def _some_are_zero(modules: Mapping[str, nn.Module], symbols: Lifted) -> bool:
+    """Whether a rate is zero in some modules only: a drop path, which code in training mostly leaves out then."""
+    rates = ({number_at(module, name) for module in modules.values()} for name in symbols.floats)
+    return any(0.0 in each and len(each) > 1 for each in rates)
+
+
+def _contents_differ(modules: Mapping[str, nn.Module], observed: Mapping[str, Observed]) -> bool:
+    """Whether dicts and objects of modules of one structure hold different values."""
+    held: dict[Hashable, set[str]] = defaultdict(set)
+    for name, module in modules.items():
+        for key, attribute in _read(name, module, observed, configuration=False).items():
+            if attribute.kind == "contents":
+                held[structure(module), key].add(attribute.text)
+    return any(len(texts) > 1 for texts in held.values())
+
+
 def _read(
     name: str, module: nn.Module, observed: Mapping[str, Observed], *, configuration: bool
 ) -> dict[str, Attribute]:
     reads = observed[name].reads if name in observed else None
-    return read_attributes(module, configuration=configuration, reads=reads)
+    return read_attributes(module, configuration=configuration, reads=reads, contents=True)
+
+
+def _counted(graphs: int, at_least: bool) -> str:
+    return f"at least {graphs}" if at_least else str(graphs)
 
 
 def _abbreviate(items: Sequence[str], most: int = 4) -> str:

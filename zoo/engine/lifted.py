@@ -9,14 +9,17 @@ whatever the code asks of a symbol, so a block that branches on its index still 
 from __future__ import annotations
 
 import re
+import sys
+import types
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from zoo.engine.signature import structure
 
@@ -44,23 +47,30 @@ class Lifted:
 
     def own_index(self, module: nn.Module) -> int | None:
         """The index that most of a block's ints hold; None for a block without any."""
-        values = Counter(value for name in self.ints if (value := _value(module, name)) is not None)
+        values = Counter(number for name in self.ints if (number := number_at(module, name)) is not None)
         return max(values, key=values.__getitem__) if values else None
 
     @contextmanager
     def as_symbols(self, sizes: Sizes) -> Iterator[None]:
         """Meanwhile Dynamo takes these numbers as symbols, and the sizes that differ from those in ``sizes``."""
         from torch._dynamo import pgo
+        from torch._dynamo.symbolic_convert import TensorifyState
+        from torch._dynamo.variables.tensor import TensorVariable
 
         config: Any = torch.compiler.config
         known = config.dynamic_sources
         sources = [*map(_source, self.ints), r".*\.own_index$"] if self.ints else []
         before, pgo._CODE_STATE = pgo._CODE_STATE, sizes
+        call_method = TensorVariable.call_method
+        if self.floats:
+            TensorifyState.clear()  # else what an earlier block had to take as a constant is one in this block too
+            TensorVariable.call_method = _draws_by_symbols(call_method)
         try:
             with config.patch(dynamic_sources=",".join([*filter(None, [known]), *sources])):
                 yield
         finally:
             pgo._CODE_STATE = before
+            TensorVariable.call_method = call_method
 
     def new_sizes(self) -> Sizes:
         """What Dynamo knows before the first call: that the floats vary."""
@@ -121,7 +131,56 @@ def lifted_in(modules: Iterable[nn.Module]) -> Lifted:
     return found
 
 
-def _value(module: nn.Module, name: str) -> int | None:
+def _draws_by_symbols(call_method: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo's call of a tensor's method, in which ``bernoulli_`` takes a symbol.
+
+    The operator would take it for a constant. Inductor draws in the same way: uniform numbers below the probability.
+    """
+    from torch._dynamo.variables.tensor import SymNodeVariable
+
+    def call(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        rate = args[0].realize() if name == "bernoulli_" and len(args) == 1 and not kwargs else None
+        if not isinstance(rate, SymNodeVariable):
+            return call_method(self, tx, name, args, kwargs)
+        uniform = call_method(call_method(self, tx, "float", [], {}), tx, "uniform_", [], {})
+        return call_method(self, tx, "copy_", [call_method(uniform, tx, "lt", [rate], {})], {})
+
+    return call
+
+
+def carry_marks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Mark the sizes of a block's inputs as ``mark_dynamic`` and ``mark_static`` marked equal ones of the model's.
+
+    A size that the block's weights have as well stays as it is: it may be theirs. Returns whether any is static.
+    """
+    marked: dict[str, set[int]] = {"_dynamo_dynamic_indices": set(), "_dynamo_static_indices": set()}
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is nn.Module._wrapped_call_impl.__code__:
+            for tensor in _tensors((frame.f_locals["args"], frame.f_locals["kwargs"])):
+                for mark, sizes in marked.items():
+                    sizes.update(tensor.shape[index] for index in getattr(tensor, mark, ()))
+        frame = frame.f_back
+    if not any(marked.values()):
+        return False
+    of_weights = {size for weight in module.parameters() for size in weight.shape}
+    dynamic, static = (sizes - of_weights for sizes in marked.values())
+    for tensor in _tensors((args, kwargs)):
+        if not any(hasattr(tensor, mark) for mark in marked):
+            for index, size in enumerate(tensor.shape):
+                if size in dynamic:
+                    torch._dynamo.maybe_mark_dynamic(tensor, index)
+                elif size in static:
+                    torch._dynamo.mark_static(tensor, index)
+    return bool(marked["_dynamo_static_indices"])
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def number_at(module: nn.Module, name: str) -> Any:
+    """What a dotted name of an attribute leads to; None where a module has no such attribute."""
     path, _, attribute = name.rpartition(".")
     try:
         return getattr(module.get_submodule(path), attribute, None)

@@ -37,10 +37,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 @dataclass
 class Observed:
-    """What one call showed of a region module: distinct kinds of input, and the dotted attributes that were read."""
+    """What one call showed of a region module: distinct kinds of input, and the dotted attributes that it read."""
 
     inputs: dict[Hashable, None] = field(default_factory=dict)
     reads: set[str] = field(default_factory=set)
+    running: bool = False
 
 
 def observe_call(
@@ -49,14 +50,14 @@ def observe_call(
     inputs: Mapping[str, Any],
     lifted: Mapping[Region, Lifted],
 ) -> dict[str, Observed]:
-    """Run the model once, eagerly and without gradients, and watch every region module, by name.
+    """Run the model once, eagerly and in its mode, and watch every region module, by name.
 
     Of a cache that blocks pick from by a number in ``lifted``, only the block's own item is one of its inputs.
     """
     seen = {name: Observed() for modules in chosen.values() for name in modules}
     with contextlib.ExitStack() as stack:
         stack.enter_context(undisturbed(model))
-        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.set_grad_enabled(model.training and torch.is_grad_enabled()))
         stack.enter_context(_eager())
         for region, modules in chosen.items():
             for name, module in modules.items():
@@ -76,11 +77,16 @@ def observe_call(
                             own.enter_context(own_items(index, items, positional, kwargs))
                         kinds = input_kinds(tuple(positional.values()), kwargs, sizes=sizes)
                     observed.inputs[kinds] = None
+                    observed.running = True
+
+                def leave(*_: Any, observed: Observed = seen[name]) -> None:
+                    observed.running = False
 
                 stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
                 for prefix, child in module.named_modules():
                     if not is_torch_class(type(child)):
-                        stack.enter_context(_noting_reads(child, prefix, seen[name].reads))
+                        stack.enter_context(_noting_reads(child, prefix, seen[name]))
         model(**inputs)
     return seen
 
@@ -93,14 +99,14 @@ class _Unregistered:
 
 
 @contextlib.contextmanager
-def _noting_reads(module: nn.Module, prefix: str, reads: set[str]) -> Iterator[None]:
-    """Note which instance attributes are read. Code that is not reached (a cache that is not used) reads nothing."""
+def _noting_reads(module: nn.Module, prefix: str, observed: Observed) -> Iterator[None]:
+    """Note which instance attributes a region reads: neither code that is not reached, nor the model around it."""
     original = type(module)
 
     class Noting(_Unregistered, original):  # type: ignore[misc, valid-type]
         def __getattribute__(self, name: str) -> Any:
-            if not name.startswith("_"):
-                reads.add(f"{prefix}.{name}" if prefix else name)
+            if observed.running and not name.startswith("_"):
+                observed.reads.add(f"{prefix}.{name}" if prefix else name)
             return super().__getattribute__(name)
 
     Noting.__name__, Noting.__qualname__, Noting.__module__ = (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import types
 from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass
@@ -69,6 +70,7 @@ def read_attributes(
     configuration: bool = True,
     reads: Collection[str] | None = None,
     without: Collection[str] = (),
+    contents: bool = False,
 ) -> dict[str, Attribute]:
     """Plain Python attributes, of the module and its submodules, that running ``forward`` reads.
 
@@ -80,6 +82,7 @@ def read_attributes(
         configuration: ``False`` leaves out the submodules that torch defines (strides, dropout rates).
         reads: Dotted names that a call was seen to read. Without them every branch of the code counts.
         without: Dotted names to leave out.
+        contents: Whether what dicts and objects hold counts, read or not, as an attribute of kind ``contents``.
     """
     found: dict[str, Attribute] = {}
     for prefix, child in module.named_modules():
@@ -101,7 +104,7 @@ def read_attributes(
                 or (seen is not None and dotted not in seen)
             ):
                 continue
-            attribute = _attribute(value)
+            attribute = _attribute(value) or (_contents(value) if contents else None)
             if attribute is not None:
                 found[dotted] = attribute
     return found
@@ -180,12 +183,30 @@ def _attribute(value: Any) -> Attribute | None:
         return Attribute("enum", repr(value))
     if isinstance(value, _PLAIN):
         return Attribute(type(value).__name__, repr(value))
-    if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)):
+    if isinstance(value, types.MethodType):
+        return _attribute(value.__func__)
+    if isinstance(value, types.FunctionType):
+        # By its code and the plain values that it closes over: a lambda is another function in each instance.
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+        plain = [repr(each) for each in cells if isinstance(each, _PLAIN)]
+        return Attribute("function", ", ".join([value.__qualname__, *plain]), id(value.__code__))
+    if isinstance(value, (types.BuiltinFunctionType, type)):
         return Attribute("function", getattr(value, "__qualname__", repr(value)), id(value))
     if isinstance(value, (list, tuple)):
         items = [_attribute(item) for item in value]
         return None if None in items else Attribute(type(value).__name__, ", ".join(map(str, items)))
     return None
+
+
+def _contents(value: Any, depth: int = 2) -> Attribute | None:
+    """The plain values in a dict, an object or a partial function; None for what holds none."""
+    if isinstance(value, functools.partial):
+        value = {"function": value.func, **dict(enumerate(value.args)), **value.keywords}
+    held = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+    if not held or not depth or isinstance(value, torch.Tensor | nn.Module | type):
+        return None
+    items = ((key, _attribute(each) or _contents(each, depth - 1)) for key, each in list(held.items()))
+    return Attribute("contents", ", ".join(f"{key} {each}" for key, each in items if each is not None))
 
 
 def is_torch_class(cls: type) -> bool:
