@@ -58,19 +58,20 @@ class Lifted:
         from torch._dynamo.variables.tensor import TensorVariable
 
         config: Any = torch.compiler.config
+        variable: Any = TensorVariable
         known = config.dynamic_sources
         sources = [*map(_source, self.ints), r".*\.own_index$"] if self.ints else []
         before, pgo._CODE_STATE = pgo._CODE_STATE, sizes
-        call_method = TensorVariable.call_method
+        call_method = variable.call_method
         if self.floats:
             TensorifyState.clear()  # else what an earlier block had to take as a constant is one in this block too
-            TensorVariable.call_method = _draws_by_symbols(call_method)
+            variable.call_method = _draws_by_symbols(call_method)
         try:
             with config.patch(dynamic_sources=",".join([*filter(None, [known]), *sources])):
                 yield
         finally:
             pgo._CODE_STATE = before
-            TensorVariable.call_method = call_method
+            variable.call_method = call_method
 
     def new_sizes(self) -> Sizes:
         """What Dynamo knows before the first call: that the floats vary."""
