@@ -98,6 +98,20 @@ def test_sizes_that_vary_turn_symbolic_once_and_are_told() -> None:
     assert graphs(model) == 2
 
 
+class Viewing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(2, -1, 4)
+
+
+def test_sizes_that_vary_are_a_graph_for_views_and_others_alike() -> None:
+    model = compiled(Sequence(Viewing(), Block(4), Block(4)), regions=[Block])
+    with torch.no_grad(), pytest.warns(zoo.RegionWarning, match="became symbolic"):
+        for tokens in (3, 5, 7):
+            x = torch.randn(2, 4 * tokens)
+            torch.testing.assert_close(model(x), model.blocks[2].forward(model.blocks[1].forward(x.view(2, -1, 4))))  # type: ignore[index, operator, union-attr]
+    assert graphs(model) == 2
+
+
 def test_pinned_sizes_are_a_graph_each() -> None:
     model = compiled(Sequence(Block(4), Block(4)), dynamic=False)
     with torch.no_grad(), zoo.enforce_budget(model):

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from zoo.engine.direct import DirectOrInductor
-from zoo.engine.lifted import Lifted, carry_marks, own_items
+from zoo.engine.lifted import Lifted, carry_marks, own_items, without_base
 from zoo.engine.signature import forward_in_torch_nn
 from zoo.engine.tracing import tracing_to_run
 
@@ -191,7 +191,11 @@ class RegionCall:
             return self._compiled(*args, **kwargs)
         if self._sizes is None or not self._learns_sizes:
             self._sizes = lifted.new_sizes()
-        static = self._learns_sizes and carry_marks(self._module, args, kwargs)
+        static = False
+        if self._learns_sizes:
+            args = tuple(map(without_base, args))
+            kwargs = {name: without_base(value) for name, value in kwargs.items()}
+            static = carry_marks(self._module, args, kwargs)
         first = not self._sizes
         with lifted.as_symbols(self._sizes):
             result = self._compiled(*args, **kwargs)

@@ -149,6 +149,12 @@ def _draws_by_symbols(call_method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def without_base(value: Any) -> Any:
+    """A view as a tensor of its own: Dynamo guards the sizes of a base, which the same input of other blocks lacks."""
+    own = type(value) is torch.Tensor and value._is_view() and not value.requires_grad
+    return value.detach() if own and not hasattr(value, "_dynamo_dynamic_indices") else value
+
+
 def carry_marks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Mark the sizes of a block's inputs as ``mark_dynamic`` and ``mark_static`` marked equal ones of the model's.
 
