@@ -166,7 +166,8 @@ MODELS: dict[str, Foreign] = {
     "diffusers AutoencoderKL": diffusers(
         "AutoencoderKL", partial(images, name="sample", pixels=16), sizes=FEW, loop=decode, block_out_channels=(8, 16),
         layers_per_block=2, norm_num_groups=4, down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2),
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        why="torch.compile compiles forward alone, and the loop calls encode and decode, which run eagerly"),
     "diffusers DiTTransformer2DModel": diffusers(
         "DiTTransformer2DModel", lambda size: latents(size, class_labels=torch.arange(size)), sizes=FEW,
         num_embeds_ada_norm=10, norm_num_groups=1, in_channels=4, **DIT),
