@@ -219,7 +219,7 @@ def _spawn(job: Job, settings: Settings, compile_threads: int | None = None) -> 
     except OSError as error:
         where = f"{job.folder}: {error.strerror}"
         raise WorkerFailure("failed", f"its cache folder cannot be made ({where}); {SET_TMPDIR}") from error
-    variables = {**cache_environment(job.folder), "BENCHMARKS_SCRATCH": str(settings.scratch)}
+    variables = cache_environment(job.folder)
     if compile_threads is not None:
         variables[COMPILE_THREADS] = os.environ.get(COMPILE_THREADS, str(compile_threads))
         if job.arm.case.device != "cpu":

@@ -50,20 +50,14 @@ pytestmark = pytest.mark.usefixtures("eager_backend")
 
 # Small cases that a CPU runs: of each the figures of an arm of the zoo (of upstream where it has none) in float32.
 INFERENCE: dict[tuple[str, str, str], tuple[int | None, int]] = {
-    ("aggregation", "operator", "small"): (60800, 149604),
-    ("aggregation", "sparse-csr", "small"): (60800, 149604),
-    ("attention", "decode-triton", "small-3x256"): (392192, 401408),
-    ("attention", "packed-padded", "skewed-4x32"): (376320, 67584),
     ("bert", "bert-debug", "2x32"): (3543040, 115904),
     ("bert", "bert-debug", "skewed-4x32"): (3411200, 108240),
-    ("calls", "block-8", "graphs-1"): (None, 4236288),
     ("gnn", "gcn", "karate"): (179816, 59448),
     ("gnn", "gat", "karate"): (336768, 115512),
     ("gnn", "graphsage", "karate"): (342608, 68088),
     ("llm", "llm-debug", "decode-1x64"): (253952, 474240),
     ("llm", "llm-debug", "prefill-1x32"): (6336512, 461568),
     ("llm", "llm-debug", "answer-1x32"): (6578944, 923904),
-    ("optimizers", "adamw", "small"): (None, 203308),
     ("patterns", "glue", "small"): (None, 103392),
     ("resnet", "resnet-debug", "2x32"): (57556992, 16686968),
     ("resnet", "resnet-debug-folded", "2x32"): (57556992, 16686968),
@@ -75,7 +69,6 @@ INFERENCE: dict[tuple[str, str, str], tuple[int | None, int]] = {
 TRAINING: dict[tuple[str, str, str], tuple[int | None, int]] = {
     ("bert", "bert-debug", "2x32"): (10630656, 1139200),
     ("bert", "bert-debug", "epoch-4x32"): (5244595, 1139200),
-    ("calls", "block-8", "graphs-8"): (None, 4236288),
     ("gnn", "gcn", "karate"): (391480, 118896),
     ("gnn", "gat", "karate"): (862336, 231024),
     ("gnn", "graphsage", "karate"): (731888, 136176),
@@ -129,7 +122,7 @@ def test_every_arm_computes_the_reference_and_has_the_figures_of_the_rows(case: 
     assert case.family not in MODELS or prepared.reference_dtype == ("float32" if case.family == "llm" else "float64")
     assert {leaf.dtype for leaf in tree_leaves(reference)} == {getattr(torch, prepared.reference_dtype)}
     assert error(output_of(case, prepared), reference) < (1e-3 if case.family == "resnet" and trains else 1e-5)
-    assert (prepared.compile_regions is None) == (case.impl == "zoo") or case.family in ("optimizers",)
+    assert (prepared.compile_regions is None) == (case.impl == "zoo")
     assert all(seconds > 0 for seconds in prepared.preparation_seconds.values())
     assert prepared.bytes_formula and prepared.data
     assert (prepared.flops, prepared.bytes) == figures_of(case)
@@ -161,7 +154,7 @@ def test_seeds_and_the_random_state(family: str):
             continue
         first, again, other = (output_of(case, prepare(case, seed)) for seed in (0, 0, 1))
         prepare(case).reference()
-        if family not in ("calls", "patterns"):  # they seed torch's own generator, as their readers would
+        if family != "patterns":  # they seed torch's own generator, as their readers would
             assert torch.equal(before, torch.random.get_rng_state())
         assert torch.equal(first, again) and not torch.equal(first, other)
 
@@ -235,7 +228,6 @@ PREPARED = [
     ("unet", "unet-debug", "2x8x8", "upstream-tuned", "fused projections"),
     ("gnn", "gcn", "karate", "upstream", None),
     ("gnn", "gcn", "karate", "upstream-tuned", "CSR adjacency"),
-    ("aggregation", "operator", "small", "zoo", "sorted edges"),
 ]
 
 
@@ -381,9 +373,7 @@ def test_figures_of_committed_rows(family: str, model: str, input: str, workload
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", of("zoo", "upstream", strategy="regional"))
-def test_compiled_regions_compute_the_same(case: Case, monkeypatch: pytest.MonkeyPatch):
-    if case.family in ("attention", "aggregation"):
-        monkeypatch.setenv("BENCHMARKS_BACKEND", "aot_eager")
+def test_compiled_regions_compute_the_same(case: Case):
     prepared = prepare(case)
     step = apply(case, prepared)
     # A budget is of one shape of input, and in an answer layers meet two in one call.
@@ -462,16 +452,15 @@ def test_a_cut_declares_its_regions_and_computes_the_same(family: str, model: st
 
 # Graphs of the regions that small cases compile: of a family, and of what differs in it. Layers of one width share one.
 GRAPHS = {
-    **{"aggregation": 1, "attention": 1, "bert": 1, "calls": 1, "gnn": 2, "llm": 2, "resnet": 8, "unet": 12},
+    **{"bert": 1, "gnn": 2, "llm": 2, "resnet": 8, "unet": 12},
     **{"llm train": 3, "unet-xl-debug": 9, "epoch-4x32": 5, "answer-1x32": 3},
 }
 # accelerate compiles BERT's embeddings and pooler as well, and in training dropout and classifier.
 UPSTREAM_GRAPHS = {"bert": 3, "resnet": 6, "unet": 2, "bert train": 5, "unet-xl-debug": 1}
-OPTIMIZERS = [c for c in of("zoo", "upstream") if c.values[0].family == "optimizers"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*of("zoo", "upstream", strategy="regional"), *OPTIMIZERS])
+@pytest.mark.parametrize("case", of("zoo", "upstream", strategy="regional"))
 def test_through_the_harness(case: Case, tmp_path: Path):
     arm = Handler()
     arm.load(workload=case.family)
@@ -495,7 +484,7 @@ def test_through_the_harness(case: Case, tmp_path: Path):
 
 
 def test_families_by_name():
-    assert families() == sorted({*FAMILIES, "claims"})
+    assert families() == FAMILIES
     for family in families():
         assert load(family).family == family
     with pytest.raises(ValueError, match="no family 'gnm'; choose one of .*gnn"):
@@ -518,7 +507,7 @@ def test_names_and_plain_runs(family: str):
                     for dtype in dtypes
                 ]
                 accepted = [case for case in cases if workload.refuses(case) is None]
-                assert accepted and (family == "optimizers" or accepted[0].dtype == dtypes[0])
+                assert accepted and accepted[0].dtype == dtypes[0]
                 for case in accepted:
                     assert (1 << 30) <= workload.running_bytes(case) <= workload.memory_bytes(case) < 140 << 30
 
@@ -542,17 +531,7 @@ def test_names_that_are_no_training_of_bert(name: str):
     assert bert_train.task(name) is None
 
 
-EXTRA = ["eager+cudagraph", "full+cudagraph", "regional+cudagraph"]
 PLANS: list[tuple[str, str, dict[str, Any], list[str]]] = [
-    ("aggregation", "cuda", {"strategies": EXTRA}, ["zoo eager + CUDA graph", "zoo regional + CUDA graph"]),
-    ("attention", "cuda", {}, ["zoo eager", "zoo regional", "zoo regional + CUDA graph"]),
-    ("calls", "cuda", {}, ["zoo eager", "zoo full", "zoo regional", "zoo regional + CUDA graph"]),
-    (
-        "optimizers",
-        "cuda",
-        {"impls": IMPLEMENTATIONS, "strategies": EXTRA},
-        [*(f"{impl} eager + CUDA graph" for impl in IMPLEMENTATIONS), "upstream full + CUDA graph"],
-    ),
     ("patterns", "cpu", {}, ["zoo eager", "zoo regional", "upstream eager", "upstream regional"]),
     (
         "patterns",
@@ -625,41 +604,12 @@ WORDS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"family": "resnet", "device": "cpu", "strategy": "regional", "cuda_graph": True}, "a CPU has no CUDA graphs"),
     ({"family": "resnet", "input": "3x32"}, "input '3x32' is not one of"),
-    ({"family": "resnet", "input": "jpeg-4x32"}, "jpeg-4x32 is for training"),
     ({"family": "resnet", "workload": "train", "model": "resnet50-folded"}, "folded models are for inference"),
     ({"family": "resnet", "workload": "train", "impl": "upstream-tuned"}, "tuned is folded, which is for inference"),
     ({"family": "unet", "model": "sd15-cut-glue"}, "model 'sd15-cut-glue' is not one of"),
     ({"family": "unet", "input": "loop-3x8x8", "workload": "train"}, "loop-3x8x8 is for inference"),
     ({"family": "unet", "input": "loop-3x8x8", "strategy": "hierarchical"}, "hierarchical is for single calls"),
     ({"family": "unet", "workload": "train", "impl": "upstream-tuned"}, "fused projections, which are for inference"),
-    ({"family": "aggregation", "impl": "upstream"}, "has no other implementation"),
-    ({"family": "aggregation", "strategy": "full"}, "nothing stands around a sum"),
-    ({"family": "aggregation", "model": "sparse-csr", "strategy": "regional"}, "takes no sparse tensors"),
-    ({"family": "aggregation", "model": "sparse-csr", "dtype": "bfloat16", "device": "cpu"}, "no sparse product in"),
-    (
-        {
-            "family": "attention",
-            "model": "packed-nested",
-            "input": "skewed-4x32",
-            "strategy": "regional",
-            "device": "cpu",
-        },
-        "cannot trace",
-    ),
-    ({"family": "attention", "model": "decode-flex", "strategy": "regional", "device": "cpu"}, "parts of one tensor"),
-    ({"family": "attention", "impl": "upstream"}, "has no other implementation"),
-    ({"family": "attention", "strategy": "full"}, "nothing stands between two attentions"),
-    ({"family": "attention", "input": "skewed-4x32"}, "has the inputs 1b-1x1024"),
-    (
-        {"family": "attention", "model": "packed-varlen", "input": "skewed-4x32", "device": "cpu"},
-        "half precision",
-    ),
-    ({"family": "calls", "impl": "upstream"}, "these blocks are of no library"),
-    ({"family": "optimizers", "input": "llama-3.2-1b"}, "trained in bfloat16"),
-    ({"family": "optimizers", "input": "bert-base", "dtype": "bfloat16"}, "trained in float32"),
-    ({"family": "optimizers", "impl": "upstream-tuned", "strategy": "full"}, "nothing to join"),
-    ({"family": "optimizers", "impl": "upstream", "strategy": "regional"}, "has no regions"),
-    ({"family": "optimizers", "strategy": "full"}, "nothing to join"),
     ({"family": "patterns", "strategy": "full"}, "raced in the families"),
     ({"family": "patterns", "impl": "upstream-tuned"}, "two sides"),
 ]
@@ -719,8 +669,6 @@ MEMORY = [
     ("unet", "sdxl", "2x128x128", "inference", 15.75),
     ("unet", "sd15", "loop-30x64x64", "inference", 12.29),
     ("unet", "sd15", "4x64x64", "train", 27.76),
-    ("aggregation", "index-add", "uniform-256", "inference", 2.75),
-    ("attention", "decode-triton", "8b-32x1024", "inference", 8.12),
     ("patterns", "few-signatures", "large", "inference", 1.46),
 ]
 
@@ -734,10 +682,6 @@ def test_memory_of_large_cases(family: str, model: str, input: str, workload: st
 
 # Pairs of cases, of which the second needs more.
 MORE_MEMORY: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    (
-        {"family": "aggregation", "model": "operator", "input": "uniform-256", "dtype": "float32"},
-        {"model": "index-add"},  # which holds all messages
-    ),
     ({"family": "gnn", "model": "gcn", "input": "products", "impl": "upstream-tuned"}, {"impl": "upstream"}),
     ({"family": "gnn", "model": "graphsage", "input": "products-sampled", "workload": "train"}, {"input": "products"}),
     ({"family": "patterns", "model": "glue", "input": "small"}, {"input": "large"}),

@@ -1,9 +1,7 @@
-"""What only the ResNets' arms do: references in parts, freezing, running statistics, and files with their loader."""
+"""What only the ResNets' arms do: references in parts, freezing, running statistics."""
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +11,8 @@ from torch import nn
 import zoo
 from benchmarks.families import Prepared, resnet
 from benchmarks.families.base import count_flops
-from benchmarks.families.jpegs import CLASSES, Files, Loader
 from benchmarks.plan import IMPLEMENTATIONS, Case
 from benchmarks.training import make_optimizer, plain_step
-from benchmarks.worker import Handler
 from tests import workloads
 from tests.workloads import call, error
 from zoo.resnet.model import PRESETS
@@ -110,51 +106,3 @@ def test_labels_can_be_learnt_from_images():
     assert losses[0] > 6.5 and losses[-5:].mean() < 2.0  # of 10 classes in equal shares: 2.3
     assert len(training.batch(0)["labels"].unique()) == resnet.CLASSES
     assert training.batch(0)["images"].is_contiguous(memory_format=torch.channels_last)
-
-
-def test_files_are_those_of_the_seed_and_written_once(tmp_path: Path):
-    files = Files(count=12, width=24, height=20, seed=0)
-    folder = files.folder()
-    assert folder.parent == tmp_path and list(tmp_path.iterdir()) == [folder]
-    assert len(list(folder.glob("class-*/*.jpg"))) == 12 and len(list(folder.iterdir())) == CLASSES
-    written = {path: path.stat().st_mtime_ns for path in folder.rglob("*.jpg")}
-    assert files.folder() == folder
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.jpg")} == written
-    other = Files(count=12, width=24, height=20, seed=1).folder()
-    assert (folder / "class-0" / "0.jpg").read_bytes() != (other / "class-0" / "0.jpg").read_bytes()
-
-
-def test_files_without_a_harness_go_where_temporary_ones_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("BENCHMARKS_SCRATCH")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "elsewhere"))
-    (tmp_path / "elsewhere").mkdir()
-    assert Files(count=1, width=8, height=8, seed=0).folder().parent == tmp_path / "elsewhere"
-
-
-@pytest.mark.slow
-def test_timed_steps_wait_for_files_and_others_do_not(monkeypatch: pytest.MonkeyPatch):
-    asked = case(input="jpeg-4x32", impl="upstream", workload="train")
-    arm = Handler()
-    arm.load(workload="resnet")
-    ready = arm.prepare(case=asked.to_json(), data_root=None, seed=0)
-    assert ready["data"] == "generated, 20 JPEG files of 40 x 32"
-    training, trainer = arm.prepared.training, arm.trainer
-    assert isinstance(training.loader, Loader) and trainer is not None
-    before = torch.random.get_rng_state()
-    assert arm.calibrate(milliseconds=1.0) == {"calls": training.loader.batches}  # its processes are up from here on
-    seen: list[torch.Tensor] = []
-    original = training.loss
-
-    def noting(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        seen.append(batch["images"])
-        return original(model, batch)
-
-    training.loss = noting
-    arm.first_call()
-    timed = arm.round(calls=training.loader.batches)
-    assert timed["calls"] == 3 and timed["wall_ms"] > 0
-    for images in seen[-3:]:
-        assert images.shape == (4, 3, 32, 32) and images.is_contiguous(memory_format=torch.channels_last)
-        assert -3 < float(images.min()) < float(images.max()) < 3  # scaled and normalised; the others are wider
-    assert max(float(images.max()) for images in seen[:-3]) > 3
-    assert torch.equal(before, torch.random.get_rng_state())

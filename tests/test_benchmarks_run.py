@@ -14,10 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.claims.claim import CLAIMS, commands
 from benchmarks.cli import run_command
 from benchmarks.measure import Run
-from benchmarks.plan import Case
 from benchmarks.process import ROOT
 from benchmarks.record import Store
 from benchmarks.run import main
@@ -201,17 +199,6 @@ def test_resume_alone_continues_the_run_that_wrote_rows_last(monkeypatch: pytest
         os.utime(rows, (1e9 - age, 1e9 - age))
     (tmp_path / "stopped-before-its-first-row").mkdir()
     assert planned(monkeypatch, "--family", FAKE, "--device", "cpu", "--resume").out == tmp_path / "20260102-120000"
-
-
-@pytest.mark.parametrize("number", [8, 9, 20])
-def test_one_run_measures_all_arms_of_a_claim_in_a_race(monkeypatch: pytest.MonkeyPatch, number: int):
-    wanted: dict[tuple[str, ...], set[Case]] = {}
-    for part in CLAIMS[number].parts:
-        for where in part.where:
-            wanted.setdefault(where.case().race, set()).update(where.case(arm) for arm in part.arms)
-    plans = [planned(monkeypatch, *shlex.split(line)[3:]) for line in commands(CLAIMS[number].parts)]
-    assert len(plans) == len(wanted)
-    assert {plan.cases[0].race: {case for case in plan.cases if not case.control} for plan in plans} == wanted
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ class Training:
         random: Whether the model draws dropout, which differs from arm to arm: losses are not compared then.
         shapes: A batch of each shape that the arm declares, the largest first; the first call, and a capture, go
             through all of them. Empty where all batches have one shape, or shapes come as they come.
-        loader: Makes an epoch's batches in order, on the device: from files, or of shapes that differ. Timed steps take
+        loader: Makes an epoch's batches in order, on the device, of shapes that differ. Timed steps take
             theirs from it, epoch after epoch, and wait for it. None: they go round batches that lie ready.
         round: Timed steps of a round, the same in every arm, so that all of them deal with the same batches; with a
             loader that works ahead a whole epoch of it, so that it rests while other arms work. Needed with a loader.

@@ -30,7 +30,6 @@ from benchmarks.families.base import (
     timed,
     weights_dtype,
 )
-from benchmarks.families.jpegs import Files, Loader
 from benchmarks.plan import Case
 from benchmarks.training import READY_BATCHES, checkpointed, reference_losses
 from zoo.engine.compat import compile_limit_kwargs
@@ -66,7 +65,7 @@ _FOLDINGS = ("", "-folded", "-folded-matmul", "-folded-fused", "-folded-fused-ma
 _MODEL = re.compile(
     r"(?P<preset>resnet(\d+|-debug))(?P<folded>-folded(?P<fused>-fused)?(?P<matmul>-matmul)?)?(-cut-(?P<cut>.+))?"
 )
-_INPUT = re.compile(r"(jpeg-)?(?P<batch>\d+)x(?P<size>\d+)")
+_INPUT = re.compile(r"(?P<batch>\d+)x(?P<size>\d+)")
 
 
 class ResNetWorkload(Workload):
@@ -77,8 +76,7 @@ class ResNetWorkload(Workload):
     (``CUTS``). torchvision's arms are the same in all of them: as shipped with its norms, tuned with them
     folded. ``<batch>x<size>`` is the number of images and their pixels a side.
 
-    Training is of models with their norms, in any cut, over float32 weights; the dtype is that of autocast. Batches
-    of ``jpeg-<batch>x<size>`` come from files, and a step waits for them.
+    Training is of models with their norms, in any cut, over float32 weights; the dtype is that of autocast.
     """
 
     family = "resnet"
@@ -92,7 +90,7 @@ class ResNetWorkload(Workload):
             for folding in _FOLDINGS
         ),
     )
-    inputs = ("64x224", "1x224", "128x224", "256x224", "2x32", "4x32", "jpeg-128x224", "jpeg-4x32")
+    inputs = ("64x224", "1x224", "128x224", "256x224", "2x32", "4x32")
     workloads = ("inference", "train")
     cpu_race, cpu_training = ("resnet-debug", "2x32"), ("resnet-debug", "4x32")
     gpu_races, gpu_training = (("resnet50", "64x224"), ("resnet50", "1x224")), (("resnet50", "128x224"),)
@@ -100,7 +98,7 @@ class ResNetWorkload(Workload):
 
     def cannot(self, case: Case) -> str | None:
         if case.workload != "train":
-            return f"{case.input} is for training" if case.input.startswith("jpeg-") else None
+            return None
         if _parts(case.model)["folded"]:
             return f"{case.model}: folded models are for inference"
         if case.impl == "upstream-tuned":
@@ -171,11 +169,11 @@ def sizes(input: str) -> tuple[int, int]:
     """Images and their pixels a side.
 
     Raises:
-        ValueError: If the name is not ``<batch>x<size>`` or ``jpeg-<batch>x<size>``.
+        ValueError: If the name is not ``<batch>x<size>``.
     """
     found = _INPUT.fullmatch(input)
     if found is None or int(found["batch"]) < 1 or int(found["size"]) < 1:
-        raise ValueError(f"input {input!r} is not BATCHxPIXELS or jpeg-BATCHxPIXELS")
+        raise ValueError(f"input {input!r} is not BATCHxPIXELS")
     return int(found["batch"]), int(found["size"])
 
 
@@ -333,16 +331,6 @@ def _for_training(
     """What inference prepares in float32, made ready for training."""
     itemsize = dtype_of(case).itemsize
     training = training_of(config, batch, size, seed=seed, device=case.device, dtype=dtype_of(case))
-    data = "generated, squares and noise"
-    if case.input.startswith("jpeg-"):
-        # Files of about ImageNet's size, a few batches of them; of small images small ones.
-        if size >= 128:
-            files, batches = Files(count=512, width=500, height=375, seed=seed), 16
-        else:
-            files, batches = Files(count=20, width=size + 8, height=size, seed=seed), 3
-        loader = Loader(files=files, batch=batch, size=size, batches=batches, device=case.device)
-        training = replace(training, loader=loader, round=batches)
-        data = f"generated, {files.count} JPEG files of {files.width} x {files.height}"
 
     def reference() -> Tensor:
         shipped: Any = build(config, seed=seed).to(case.device)
@@ -357,7 +345,7 @@ def _for_training(
         reference=reference,
         bytes=3 * bytes_moved(config, batch, size, itemsize) - images + 32 * parameters_of(ResNet, config),
         bytes_formula=TRAINING_BYTES_FORMULA,
-        data=data,
+        data="generated, squares and noise",
         training=training,
     )
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.claims import page as claims
+from benchmarks import claims
 from benchmarks.cli import did_you_mean
 from benchmarks.record import Compile, Result, Rows
 from benchmarks.report import cells, front, markdown, tables
@@ -175,8 +175,9 @@ def drift(paths: list[Path], rows: Rows) -> str:
 
 def make_table(spec: Spec, rows: Rows) -> str:
     """The Markdown of a table block. ValueError on an unknown kind or option, or one that selects several races."""
-    if spec.kind in claims.TABLES:
-        made = claims.TABLES[spec.kind](spec.options, rows)
+    if spec.kind == "claims":
+        _refuse_options(spec, ())
+        made = claims.page(rows)
         return VALUE.sub(lambda found: make_value(Spec.parse(found[1]), rows), made)  # of the claims' notes
     if spec.kind == "front":
         _refuse_options(spec, MACHINE)
@@ -192,7 +193,7 @@ def make_table(spec: Spec, rows: Rows) -> str:
         "kernels": lambda race: _kernels(race, _arm(race, spec.options["arm"])),
     }
     if spec.kind not in makers:
-        known = ("front", "headline", *makers, *claims.TABLES)
+        known = ("front", "headline", "claims", *makers)
         raise ValueError(f"there is no table {spec.kind!r}; {did_you_mean(spec.kind, known)}")
     of_arm = spec.kind == "kernels"
     _refuse_options(spec, (*SELECTING, "extra", "arm") if of_arm else (*SELECTING, "extra"))
@@ -316,11 +317,8 @@ def _kernels(race: MeasuredRace, arm: MeasuredArm | Result) -> str:
 
 def make_value(spec: Spec, rows: Rows) -> str:
     """The text of a value block: a measured figure with its unit. ValueError on an unknown figure, option or arm."""
-    if spec.kind == "verdict":
-        return claims.verdict(spec.options, rows)
     if spec.kind not in VALUES:
-        known = (*VALUES, "verdict")
-        raise ValueError(f"there is no value {spec.kind!r}; {did_you_mean(spec.kind, known)}")
+        raise ValueError(f"there is no value {spec.kind!r}; {did_you_mean(spec.kind, VALUES)}")
     _refuse_options(spec, (*SELECTING, "extra", "arm", "against"))
     if not {"model", "input", "arm"} <= spec.options.keys():
         raise ValueError('a value belongs to one arm; give model=... input=... arm="zoo regional"')

@@ -19,7 +19,7 @@ UPSTREAM = {
     "resnet": "torchvision",
     "unet": "diffusers",
 }
-LAST = ("attention", "patterns", "claims")  # they explain the families, and stand below all that can be used
+LAST = ("patterns",)  # they explain the families, and stand below all that can be used
 
 
 def select(wanted: Mapping[str, str], shown: Iterable[MeasuredRace]) -> list[MeasuredRace]:

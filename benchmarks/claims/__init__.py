@@ -1,1 +1,0 @@
-"""Claims about ``torch.compile`` that people repeat. They are data; rows alone make the verdicts."""
