@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import Result, Rows
-from benchmarks.report import cells, markdown
+from benchmarks.report import cells, tables
 from benchmarks.report.cells import significant
 from benchmarks.report.model import EPSILON, MeasuredArm, MeasuredRace, extra_races, races_of
 from benchmarks.report.selection import commands_of, machines, newest, option, torch_version
@@ -302,7 +302,7 @@ def _details(claim: Claim, looked: Sequence[tuple[Part, Sequence[Place]]]) -> li
     commands = "\n".join(commands_of(races))
     return [
         f"> {claim.text}",
-        markdown.table(HEAD, lines, left=True),
+        tables.markdown(HEAD, lines, left=True),
         *([claim.note] if claim.note else []),
         *([f"Not measured here: {claim.not_here}"] if claim.not_here else []),
         *([f"{machines(races)}. Measure it again:\n\n```sh\n{commands}\n```"] if commands else []),

@@ -9,10 +9,10 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -21,7 +21,6 @@ from benchmarks.cli import UsageError, did_you_mean, pick, require_zoo, run_comm
 from benchmarks.harness import ROUNDS_OF_A_SET
 from benchmarks.measure import Run, measure, say_where, settings_of
 from benchmarks.plan import DTYPES, IMPLEMENTATION_NAMES, MODES, STRATEGY_NAMES, WORKLOADS, Case, expand
-from benchmarks.record import Result
 from benchmarks.startup import Settings
 
 if TYPE_CHECKING:
@@ -216,29 +215,8 @@ def _conclude(run: Run, console: Console, measured: set[str]) -> int:
     results, environments = run.results()
     render(results, environments, console)
     say_where(run, console)
-    for line in _gains(results, environments):
-        console.print(line, markup=False, highlight=False)
     broken = [r.case for r in results if r.case.impl == "zoo" and not r.case.control and r.status in BROKEN]
     return 1 if any(case.key in measured for case in broken) else 0
-
-
-def _gains(results: Sequence[Result], environments: Mapping[str, Any]) -> list[str]:
-    """A line per race: ours against upstream's best as shipped, in speed and in compile time."""
-    from benchmarks.report import cells
-    from benchmarks.report.model import races
-
-    lines = []
-    for race in races(results, environments):
-        ours, best = race.ours, race.best_shipped
-        ratio = None if ours is None else race.speedup(ours, best)
-        if ours is None or best is None or ratio is None:
-            continue
-        told = f"{ours.name} is {cells.interval(ratio)} as fast as {best.name}, {race.verdict(ours, best)}"
-        colds = [arm.result.cold.seconds if arm.result.cold else None for arm in (ours, best)]
-        if None not in colds:
-            told += f"; it compiles in {cells.significant(colds[0])} s against {cells.significant(colds[1])} s"
-        lines.append(f"  {race.case.model} on {race.case.input}: {told}")
-    return lines and ["ours against upstream's best as shipped:", *lines]
 
 
 if __name__ == "__main__":

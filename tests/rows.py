@@ -141,20 +141,6 @@ def race(scale: Mapping[str, float] | None = None, **case: Any) -> list[Result]:
     return rows
 
 
-def ways(family: str = "attention") -> list[Result]:
-    """Models of one arm each: two for one input, three for another, of which one did not run."""
-    arm = {"impl": "zoo", "strategy": "regional", "cuda_graph": True, "family": family}
-    rows = [
-        row(2.0, model="padded", input="short", seed=1, **arm),
-        row(1.0, model="packed", input="short", seed=2, **arm),
-        row(4.0, model="padded", input="long", seed=3, **arm),
-        row(4.8, model="packed", input="long", seed=4, **arm),
-    ]
-    for result in rows:
-        result.work = None
-    return [*rows, failure("crashed", "signal 11", model="nested", input="long", **arm)]
-
-
 def write(path: Path, results: list[Result], environment: Mapping[str, Any] = ENVIRONMENT) -> Path:
     """Write the environment's row and the results' after it."""
     store = Store(path)

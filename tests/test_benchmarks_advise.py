@@ -352,14 +352,10 @@ def _agree(race: MeasuredRace) -> int:
 def test_the_reports_sentence_says_the_same_as_the_advice() -> None:
     race = shown(measured())
     assert _agree(race) == 2
-    # 1 s of compiling at 5 ms saved a call, and 2 s of start-up on top where the process is new.
-    said = re.match(
-        r"For fewer than (\d+) calls where the compiler already runs, (\d+) in a new process, run own eager; "
-        r"from there own regional; from 9,\d\d\d calls on own full\.",
-        advice.lead(race),
-    )
-    assert 190 <= int(said[1]) <= 200 and 580 <= int(said[2]) <= 600
-    assert "from 5" in advice.verdict(race, 100)[0] and f"from {said[2]} calls on" in advice.verdict(race, 100)[0]
+    # 2 s of start-up and 1 s of compiling at 5 ms saved a call.
+    first = r"own eager finishes first, from (5[89]\d) calls on own regional, from 9,\d\d\d calls on own full"
+    said = re.search(first, advice.lead(race))
+    assert said is not None and f"from {said[1]} calls on" in advice.verdict(race, 100)[0]
 
 
 def test_sentence_and_advice_agree_on_the_committed_rows() -> None:

@@ -1,6 +1,6 @@
 """Shows measured rows, and keeps the tables in the docs equal to them.
 
-python -m benchmarks.report runs/today                  a table here; report.md and report.html in runs/today
+python -m benchmarks.report runs/today                  a table here; report.html in runs/today
 python -m benchmarks.report --update README.md docs     rewrite the generated blocks from benchmarks/results
 python -m benchmarks.report --check README.md docs      exit 1 if a block differs from what the rows say
 """
@@ -15,7 +15,7 @@ import typer
 
 from benchmarks.cli import UsageError, run_command
 from benchmarks.record import RESULTS, Rows, load
-from benchmarks.report import markdown, terminal
+from benchmarks.report import terminal
 from benchmarks.report.docs import drift, update
 from benchmarks.report.html import folder_of_reports, write_html
 
@@ -34,9 +34,6 @@ def command(
         bool, typer.Option("--check", help="Exit with 1 if a block differs from the rows.")
     ] = False,
     results: Annotated[Path, typer.Option(help="Rows that the blocks are made from.")] = RESULTS,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder or file name (.md, .html) of the reports; beside the rows if omitted.")
-    ] = None,
 ) -> int:
     """Show rows as tables, or make the tables in Markdown files from them."""
     if update_blocks and check_blocks:
@@ -57,42 +54,20 @@ def command(
                 again = " ".join(map(str, paths))
                 print(f"Tables differ from the rows; run python -m benchmarks.report --update {again}")
             return 1 if found else 0
-        return _show(paths, out)
-    except (ValueError, FileNotFoundError) as error:
+        return _show(paths)
+    except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
 
 
-def _show(paths: list[Path], out: Path | None) -> int:
+def _show(paths: list[Path]) -> int:
     if len(paths) != 1:
         raise UsageError(f"give one folder or file of rows, got {len(paths)}; or did you mean --update or --check?")
     rows = load(paths[0])
     if not rows.results:
         raise UsageError(f"{paths[0]} holds no rows; run python -m benchmarks.run --out {paths[0]} first")
-    target = out or folder_of_reports(paths[0]) / "report.md"
-    if target.is_dir() or target.suffix not in (".md", ".html"):  # a folder, as --out of benchmarks.run is one
-        target /= "report.md"
-    page = target.with_suffix(".html")
-    target = target.with_suffix(".md") if target == page else target
-    _refuse_unwritable(target, page)  # first: the tables take a while
     terminal.render(rows.results, rows.environments)
-    target.write_text(markdown.report(rows.results, rows.environments), encoding="utf-8")
-    print(f"\nreport: {target}")
-    print(f"report: {write_html(rows, page)}")
+    print(f"\nreport: {write_html(rows, folder_of_reports(paths[0]) / 'report.html')}")
     return 0
-
-
-def _refuse_unwritable(*targets: Path) -> None:
-    """UsageError if one of these cannot be written; what is there is left as it is, and no empty file stays behind."""
-    for target in targets:
-        there = target.exists()
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.open("ab").close()
-            if not there:
-                target.unlink()
-        except OSError as error:
-            why = error.strerror or type(error).__name__
-            raise UsageError(f"{target} cannot be written ({why}); name another place with --out") from error
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks import stats
@@ -26,36 +26,31 @@ class Step:
 
 def lead(race: MeasuredRace) -> str:
     """What to use, in plain words; losses are said as plainly as wins."""
-    timed = comparable(race)
     if why := why_not(race):
         return why
+    timed = comparable(race)
     fastest = timed[0]  # arms are sorted by time
+    said = [f"{fastest.name} is the fastest, {_milliseconds(fastest)} a call{_against_upstream(race, fastest)}."]
     if fastest.paid("cold") is None:
-        words = f"In steady state {fastest.name} is the fastest, {_milliseconds(fastest)} a call"
-        parts = [f"{words}{_against_upstream(race, fastest)}.", *alike(race, timed, fastest)]
-        return " ".join([*parts, "Compile times were not measured here."])
-    cold, new = (steps(race, timed, "cold", new_process=new) for new in (False, True))
-    last = cold[-1].arm
-    parts = [f"{_in_words(timed, cold, new)}{_against_upstream(race, last)}."]
-    if not _same_arms(cold, new):
-        parts.append(f"In a new process: {_lower(_in_words(timed, new))}.")
-    if not last.is_eager and last.paid("warm") is not None:
-        parts += _with_warm_caches(race, timed, cold)
-    return " ".join([*parts, *alike(race, timed, last)])
+        said.append("Compile times were not measured here.")
+    elif found := steps(race, timed, "cold", new_process=True):
+        said.append(f"In a new process with empty caches {_in_turn(found, lambda arm: arm.name)}.")
+    return " ".join([*said, *alike(race, timed, fastest)])
 
 
-def _with_warm_caches(race: MeasuredRace, timed: Sequence[MeasuredArm], cold: Sequence[Step]) -> list[str]:
-    warm, new = (steps(race, timed, "warm", new_process=new) for new in (False, True))
-    if not _same_arms(warm, cold):
-        return [f"With warm caches: {_lower(_in_words(timed, warm, new))}."]
-    if len(warm) == 1:
-        return []
-    words = f"With warm caches: from {_calls_in_turn(warm)} calls"
-    if not _same_arms(warm, new):
-        words += f"; in a new process {_lower(_in_words(timed, new))}"
-    elif _calls_in_turn(new) != _calls_in_turn(warm):
-        words += f", {_calls_in_turn(new)} in a new process"
-    return [words + "."]
+def gains(shown: Iterable[MeasuredRace]) -> list[str]:
+    """A line per race: ours against upstream's best as shipped, in speed and in compile time."""
+    lines = []
+    for race in shown:
+        ours, best = race.ours, race.best_shipped
+        if ours is None or best is None or (ratio := race.speedup(ours, best)) is None:
+            continue
+        told = f"{ours.name} is {cells.interval(ratio)} as fast as {best.name}, {race.verdict(ours, best)}"
+        colds = [arm.result.cold.seconds if arm.result.cold else None for arm in (ours, best)]
+        if None not in colds:
+            told += f"; it compiles in {cells.significant(colds[0])} s against {cells.significant(colds[1])} s"
+        lines.append(f"{race.case.model} on {race.case.input}: {told}")
+    return lines
 
 
 def comparable(race: MeasuredRace) -> list[MeasuredArm]:
@@ -112,41 +107,6 @@ def steps(race: MeasuredRace, arms: Sequence[MeasuredArm], caches: Caches, *, ne
 
 def _milliseconds(arm: MeasuredArm) -> str:
     return f"{cells.significant(arm.p50)} ms"
-
-
-def _in_words(timed: Sequence[MeasuredArm], chosen: Sequence[Step], new: Sequence[Step] = ()) -> str:
-    """The steps in a sentence; ``new`` are those of a new process, named where they are of the same arms."""
-    first, *others = chosen
-    if not others:
-        if not first.arm.is_eager:
-            return f"Run {first.arm.name} from the first call on"
-        if all(arm.result.case.strategy == "eager" for arm in timed):
-            return f"No arm of this race is compiled: run {first.arm.name}"
-        return f"Do not compile: no compiled arm is measurably faster than {first.arm.name}"
-    calls = [cells.calls(step.calls) for step in others]
-    later = [cells.calls(step.calls) for step in new[1:]] if _same_arms(chosen, new) else calls
-    words = f"For fewer than {calls[0]} calls "
-    if later[0] != calls[0]:
-        words += f"where the compiler already runs, {later[0]} in a new process, "
-    words += f"run {first.arm.name}; "
-    if len(others) == 1:
-        return f"{words}beyond that {others[0].arm.name}"
-    words += f"from there {others[0].arm.name}"
-    for step, here, anew in zip(others[1:], calls[1:], later[1:], strict=True):
-        words += f"; from {here} calls{f' ({anew} in a new process)' if anew != here else ''} on {step.arm.name}"
-    return words
-
-
-def _same_arms(some: Sequence[Step], others: Sequence[Step]) -> bool:
-    return [step.arm for step in some] == [step.arm for step in others]
-
-
-def _calls_in_turn(chosen: Sequence[Step]) -> str:
-    return " and ".join(cells.calls(step.calls) for step in chosen[1:])
-
-
-def _lower(words: str) -> str:
-    return words[0].lower() + words[1:]
 
 
 def _against_upstream(race: MeasuredRace, arm: MeasuredArm) -> str:
@@ -291,11 +251,10 @@ def _costs(race: MeasuredRace, arm: MeasuredArm, caches: Caches) -> str:
     return " + ".join(f"{seconds(value)} {what}" for what, value in parts.items() if value is not None)
 
 
-def _in_turn(steps: tuple[Step, ...]) -> str:
+def _in_turn(steps: Sequence[Step], name: Callable[[MeasuredArm], str] = cells.short_name) -> str:
     first, *others = steps
-    return f"{cells.short_name(first.arm)} finishes first, " + ", ".join(
-        f"from {cells.calls(step.calls)} calls on {cells.short_name(step.arm)}" for step in others
-    )
+    later = [f"from {cells.calls(step.calls)} calls on {name(step.arm)}" for step in others]
+    return ", ".join([f"{name(first.arm)} finishes first", *later])
 
 
 def seconds(value: float | None) -> str:

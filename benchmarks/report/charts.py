@@ -83,28 +83,6 @@ def speedups(races: Sequence[MeasuredRace], titles: Mapping[MeasuredRace, str]) 
     return draw(paint, 1.1 + 0.27 * len(compared), Title="Speed-ups over upstream")
 
 
-def latency(race: MeasuredRace) -> str | None:
-    """Medians with their 95 % intervals, fastest first, and the roofline's floor; None where no arm was timed."""
-    timed = [arm for arm in race.arms if arm.p50 is not None]
-    if not timed:
-        return None
-
-    def paint(figure: Figure) -> None:
-        axes = figure.add_subplot()
-        for place, arm in enumerate(timed):
-            axes.barh(place, arm.p50 or 0.0, height=0.6, color=_colour(arm))
-            if interval := race.interval(arm):
-                axes.plot(interval, [place, place], color=INK, linewidth=1.5)
-        floors = [use.floor_ms for arm in timed if (use := arm.utilisation) and use.floor_ms is not None]
-        if floors:
-            axes.axvline(min(floors), color=INK, linestyle=":")
-        axes.set_yticks(range(len(timed)), [_short(cells.name(arm)) for arm in timed])
-        axes.set_ylim(len(timed) - 0.5, -0.5)
-        axes.set_xlabel(f"milliseconds a call, median and 95 % interval{'; dotted: roofline' if floors else ''}")
-
-    return draw(paint, 0.7 + 0.24 * len(timed), Title=f"Latency of {_printable(race.title)}")
-
-
 def break_even(race: MeasuredRace) -> str | None:
     """Seconds in all over the number of calls, from cold caches; None where nothing was compiled.
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from benchmarks import claims
 from benchmarks.cli import did_you_mean
 from benchmarks.record import Compile, Result, Rows
-from benchmarks.report import cells, front, markdown, tables
+from benchmarks.report import cells, front, tables
 from benchmarks.report.model import MeasuredArm, MeasuredRace, extra_races, races_of
 from benchmarks.report.selection import SELECTING, commands_of, machines, option, select
 
@@ -186,9 +186,9 @@ def make_table(spec: Spec, rows: Rows) -> str:
         _refuse_options(spec, SELECTING)
         return _headline(spec, races_of(rows))
     makers: dict[str, Callable[[MeasuredRace], str]] = {
-        "race": markdown.race_table,
-        "compile": markdown.compile_table,
-        "decomposition": lambda race: markdown.table(*tables.decomposition(race)),
+        "race": _race,
+        "compile": _compile,
+        "decomposition": lambda race: tables.markdown(*tables.decomposition(race)),
         "losses": _losses,
         "kernels": lambda race: _kernels(race, _arm(race, spec.options["arm"])),
     }
@@ -290,13 +290,35 @@ def _headline(spec: Spec, shown: Sequence[MeasuredRace]) -> str:
         said = cells.speedup_and_verdict(race, arm, race.best_shipped) + cells.but_wrong(arm)
         notes.append(f"Our worst result in {cells.race_count(len(everything))}: {named(race)}, {arm.name}: {said}.")
     notes.append("Intervals are 95 % bootstrap over rounds; a difference within the A/A noise is undetermined.")
-    body = markdown.table(tables.HEADLINE, [[named(race), *tables.headline_row(race, arm)] for race, arm in rows])
+    body = tables.markdown(tables.HEADLINE, [[named(race), *tables.headline_row(race, arm)] for race, arm in rows])
     return "\n\n".join([body, " ".join(notes), _origin(list(dict.fromkeys(race for race, _ in rows)))])
+
+
+def _race(race: MeasuredRace) -> str:
+    """All arms of a race, fastest first: how fast, and below what it costs; last those that failed, with reasons."""
+    parts = [tables.markdown(*tables.speeds(race)), tables.markdown(*tables.costs(race))] if race.arms else []
+    return "\n\n".join(filter(None, [*parts, _failures(race.failures)]))
+
+
+def _compile(race: MeasuredRace) -> str:
+    """What compiling cost each arm that compiles: start-up, compile, capture and first result, cold and warm."""
+    head, rows = tables.compiles(race)
+    failed = [result for result in race.failures if result.case.strategy != "eager"]
+    parts = [tables.markdown(head, rows) if rows else "No arm that compiles ran.", _failures(failed)]
+    return "\n\n".join(filter(None, parts))
+
+
+def _failures(results: Iterable[Result]) -> str:
+    """A list of what failed; reasons come from error messages, and are kept from being read as Markdown or HTML."""
+    lines = [cells.failure(result) for result in results]
+    for mark in "\\`*_<>[]":
+        lines = [line.replace(mark, f"\\{mark}") for line in lines]
+    return "\n".join(f"- {line}" for line in lines)
 
 
 def _losses(race: MeasuredRace) -> str:
     table = tables.losses(race)
-    return markdown.table(*table) if table else "No curves; give `--curve` steps."
+    return tables.markdown(*table) if table else "No curves; give `--curve` steps."
 
 
 def _kernels(race: MeasuredRace, arm: MeasuredArm | Result) -> str:
@@ -309,7 +331,7 @@ def _kernels(race: MeasuredRace, arm: MeasuredArm | Result) -> str:
         f"One call of {arm.name}, by the profiler. Times are of a profiled call: their sum, "
         f"{cells.significant(work.kernel_microseconds)} µs, is a little more or less than a call takes without one."
     )
-    return "\n\n".join([markdown.table(*tables.kernels(work)), note, _origin([race], command)])
+    return "\n\n".join([tables.markdown(*tables.kernels(work)), note, _origin([race], command)])
 
 
 # Values ---------------------------------------------------------------------------------------------------------------

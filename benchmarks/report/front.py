@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from benchmarks.report import cells, charts, markdown
+from benchmarks.report import cells, charts, tables
 from benchmarks.report.model import MeasuredArm, MeasuredRace
 from benchmarks.report.selection import UPSTREAM, select
 
@@ -79,7 +79,7 @@ def table(options: Mapping[str, str], shown: Iterable[MeasuredRace]) -> str:
         filter(
             None,
             [
-                markdown.table(HEAD, rows),
+                tables.markdown(HEAD, rows),
                 f"{'; '.join(machines)}; bfloat16 unless a name says float32." if machines else "",
             ],
         )

@@ -315,13 +315,6 @@ def _ratio(reference: Result, arm: Result, clock: str) -> Ratio:
     return _unpaired(tuple(first), tuple(second))
 
 
-def across(over: MeasuredArm, arm: MeasuredArm) -> Ratio:
-    """How much faster ``arm`` is than an arm of another race, so unpaired; both must have a time."""
-    both = [arm.result.steady for arm in (over, arm)]
-    clock = "device" if all(steady is not None and steady.device_ms for steady in both) else "wall"
-    return _unpaired(tuple(_samples(over.result, clock)), tuple(_samples(arm.result, clock)))
-
-
 # A table asks for the same ratio several times: for the figure, its verdict and the notes.
 _paired = functools.lru_cache(maxsize=4096)(stats.paired_ratio)
 _unpaired = functools.lru_cache(maxsize=4096)(stats.unpaired_ratio)

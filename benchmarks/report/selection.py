@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
-from benchmarks.record import Result, device_name
+from benchmarks.record import device_name
 from benchmarks.report.model import MeasuredRace
 
 SELECTING = ("family", "model", "input", "workload", "dtype", "device", "gpu", "torch")
@@ -19,7 +18,6 @@ UPSTREAM = {
     "resnet": "torchvision",
     "unet": "diffusers",
 }
-LAST = ("patterns",)  # they explain the families, and stand below all that can be used
 
 
 def select(wanted: Mapping[str, str], shown: Iterable[MeasuredRace]) -> list[MeasuredRace]:
@@ -85,16 +83,11 @@ def machines(shown: Iterable[MeasuredRace]) -> str:
 
 
 def by_family(shown: Iterable[MeasuredRace]) -> dict[str, list[MeasuredRace]]:
-    """Races by family: those with an upstream library as the documentation orders them, others, explanations last."""
+    """Races by family: those with an upstream library as the documentation orders them, then others."""
     families: dict[str, list[MeasuredRace]] = {}
     for race in shown:
         families.setdefault(race.case.family, []).append(race)
     return {name: families[name] for name in sorted(families, key=_rank)}  # a stable sort
-
-
-def ordered(shown: Iterable[MeasuredRace]) -> list[MeasuredRace]:
-    """The same races in one list."""
-    return [race for races in by_family(shown).values() for race in races]
 
 
 def titles(shown: Sequence[MeasuredRace]) -> dict[MeasuredRace, str]:
@@ -105,28 +98,7 @@ def titles(shown: Sequence[MeasuredRace]) -> dict[MeasuredRace, str]:
 
 
 def _rank(name: str) -> int:
-    if name in UPSTREAM:
-        return list(UPSTREAM).index(name)
-    return len(UPSTREAM) + (1 + LAST.index(name) if name in LAST else 0)
-
-
-def used_by(
-    results: Iterable[Result], environments: Mapping[str, Mapping[str, Any]]
-) -> dict[str, list[tuple[str, str]]]:
-    """The environments that these rows name, by id, each as names and values."""
-    used = dict.fromkeys(result.environment or "" for result in results)
-    return {name: _flat(environments[name]) for name in used if name in environments}
-
-
-def _flat(environment: Mapping[str, Any], before: str = "") -> list[tuple[str, str]]:
-    """An environment's facts, those within others named ``peaks: copy_bandwidth``."""
-    facts: list[tuple[str, str]] = []
-    for key, value in environment.items():
-        if isinstance(value, Mapping):
-            facts += _flat(value, f"{before}{key}: ")
-        elif (before or key not in ("kind", "id")) and value is not None:
-            facts.append((f"{before}{key}", f"{value:,.6g}" if isinstance(value, float) else str(value)))
-    return facts
+    return list(UPSTREAM).index(name) if name in UPSTREAM else len(UPSTREAM)
 
 
 # Commands: the runs that measure a whole table again, put together from those that its rows hold ----------------------

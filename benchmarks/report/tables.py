@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
-from benchmarks import stats
 from benchmarks.plan import Case
 from benchmarks.record import Compile, Kernel, Work
 from benchmarks.report import cells
 from benchmarks.report.cells import NOTHING, significant, speedup_and_verdict
-from benchmarks.report.model import MeasuredArm, MeasuredRace, across
-from benchmarks.report.selection import UPSTREAM
+from benchmarks.report.model import MeasuredArm, MeasuredRace
 from benchmarks.stats import Ratio
 
 Table = tuple[list[str], list[list[str]]]
@@ -270,118 +267,24 @@ def _why_not(race: MeasuredRace, **options: str) -> str:
     return "; ".join(f"{result.case.arm}: {result.status}" for result in failed) or "not measured"
 
 
-def family(races: Sequence[MeasuredRace], titles: Mapping[MeasuredRace, str]) -> tuple[Table, list[MeasuredRace]]:
-    """A family's table, and the race of each row. The worst row is marked, and comes last if it is no race's own.
-
-    Where nothing is ours the fastest arm of each race is held against eager.
-    """
-    if not any(race.ours for race in races):
-        return _family_without_ours(races, titles), [*races]
-    shown = _marked(races, titles)
-    rows = [[title, *headline_row(race, arm)] for title, race, arm in shown]
-    return filled(("race", *HEADLINE[1:]), rows), [race for _, race, _ in shown]
-
-
-def family_in_short(races: Sequence[MeasuredRace], titles: Mapping[MeasuredRace, str]) -> Table:
-    """The same in few characters: no names of arms and no intervals."""
-    if not any(race.ours for race in races):
-        return _family_without_ours(races, titles)
-    rows = []
-    for title, race, arm in _marked(races, titles):
-        times = [significant(shown.p50 if shown else None) for shown in (race.best_shipped, arm)]
-        over = [_over(race, arm, best) for best in (race.best_shipped, race.best_tuned)]
-        rows.append([title, *times, *over])
-    return filled(("race", "theirs ms", "ours ms", "over best as shipped", "over best tuned"), rows)
-
-
-def _marked(
-    races: Sequence[MeasuredRace], titles: Mapping[MeasuredRace, str]
-) -> list[tuple[str, MeasuredRace, MeasuredArm | None]]:
+def family(races: Sequence[MeasuredRace], titles: Mapping[MeasuredRace, str]) -> Table:
+    """A row per race, the worst row marked; it comes last if it is no race's own."""
     worst = worst_row(races)
-    return [
-        (titles[race] + (WORST if worst is not None and (race, arm) == worst[:2] else ""), race, arm)
+    rows = [
+        [titles[race] + (WORST if worst is not None and (race, arm) == worst[:2] else ""), *headline_row(race, arm)]
         for race, arm in with_worst(races, worst)
     ]
+    return filled(("race", *HEADLINE[1:]), rows)
 
 
-def _over(race: MeasuredRace, arm: MeasuredArm | None, best: MeasuredArm | None) -> str:
-    ratio = race.speedup(arm, best) if arm else None
-    return f"{cells.times(ratio.value)} {race.verdict(arm, best)}" if arm and ratio else NOTHING
+# Markdown -------------------------------------------------------------------------------------------------------------
 
 
-def _family_without_ours(races: Sequence[MeasuredRace], titles: Mapping[MeasuredRace, str]) -> Table:
-    return filled(("race", "the fastest: ms", "over eager"), [_fastest(race, titles[race]) for race in races])
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], *, left: bool = False) -> str:
+    """A Markdown table; a pipe in a cell is escaped.
 
-
-def _fastest(race: MeasuredRace, title: str) -> list[str]:
-    arm = race.fastest
-    if arm is None:
-        return [title, "; ".join(cells.failure(result) for result in race.failures), NOTHING]
-    return [title, f"{arm.name}: {significant(arm.p50)}", speedup_and_verdict(race, arm, race.reference)]
-
-
-# Alternatives: ways to do one thing, each a model that runs alone in a race of its own --------------------------------
-
-ALTERNATIVES_NOTE = (
-    "Each way ran alone, in processes and rounds of its own: their medians are compared unpaired, and drift between "
-    "the runs is in the ratios and not in the intervals."
-)
-
-
-@dataclass(frozen=True)
-class Alternatives:
-    """Races that differ in the model alone, the fastest first and those without a time last."""
-
-    title: str
-    races: tuple[MeasuredRace, ...]
-
-    @property
-    def fastest(self) -> MeasuredArm | None:
-        return next((arm for race in self.races if (arm := race.fastest) is not None), None)
-
-    @property
-    def second(self) -> MeasuredArm | None:
-        timed = [arm for race in self.races for arm in race.arms if arm.p50 is not None and arm is not self.fastest]
-        return timed[0] if timed else None
-
-
-def are_alternatives(races: Sequence[MeasuredRace]) -> bool:
-    """Whether these races of a family hold one arm each, so that only another race tells what a time is worth."""
-    if any(race.case.family in UPSTREAM or len(race.arms) + len(race.failures) != 1 for race in races):
-        return False
-    return any(len(group.races) > 1 for group in alternatives(races))
-
-
-def alternatives(races: Sequence[MeasuredRace]) -> list[Alternatives]:
-    """The ways of each input, in the order of the races."""
-    found: dict[tuple[str, ...], list[MeasuredRace]] = {}
-    for race in races:
-        found.setdefault((*race.case.race[2:], race.machine), []).append(race)
-    return [Alternatives(" · ".join(key[:-1]), tuple(sorted(same, key=_milliseconds))) for key, same in found.items()]
-
-
-def _milliseconds(race: MeasuredRace) -> float:
-    return next((arm.p50 for arm in race.arms if arm.p50 is not None), float("inf"))
-
-
-def alternatives_table(groups: Sequence[Alternatives]) -> Table:
-    """All ways of all inputs, the input first; one that did not run says so where its time would stand."""
-    head = ["input", "way", "p50 ms", "p95 ms", "over the fastest", "kernels", "memory MiB", "error", "times the floor"]
-    head += ["of peak bandwidth / FLOP/s"]
-    rows = [[group.title, *_alternative(race, group.fastest)] for group in groups for race in group.races]
-    return filled(head, [row + [NOTHING] * (len(head) - len(row)) for row in rows])
-
-
-def _alternative(race: MeasuredRace, fastest: MeasuredArm | None) -> list[str]:
-    if not race.arms:
-        return [race.case.model, race.failures[0].status]
-    (arm,) = race.arms
-    over = NOTHING
-    if arm is fastest:
-        over = "reference"
-    elif fastest is not None and arm.p50 is not None:
-        ratio = across(fastest, arm)
-        over = f"{cells.interval(ratio)} {stats.verdict(ratio, None)}"
-    name = f"{race.case.model} !" if arm.wrong else race.case.model
-    figures = [cells.kernels(arm), cells.memory(arm), cells.error(arm), cells.times_floor(arm), cells.utilisation(arm)]
-    return [name, significant(arm.p50), significant(arm.p95), over, *figures]
+    The first column is set to the left, the others, which are numbers, to the right; with ``left`` all to the left.
+    """
+    others = "---" if left else "---:"
+    lines = [list(head), ["---"] + [others] * (len(head) - 1), *(list(row) for row in rows)]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

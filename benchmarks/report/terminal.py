@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.record import Result
-from benchmarks.report import advice, cells, summary, tables
+from benchmarks.report import advice, cells, tables
 from benchmarks.report.model import EPSILON, MeasuredRace, races
-from benchmarks.report.selection import by_family, ordered, titles
+from benchmarks.report.selection import by_family
 
 SHORT_HEAD = 10
 NAME_WIDTH = 20  # of the first column; longer names wrap
@@ -32,42 +32,23 @@ OTHER_WEIGHTS = 1e4
 def render(
     results: Iterable[Result], environments: Mapping[str, Mapping[str, Any]], console: Console | None = None
 ) -> None:
-    """Print every family in short, then every race: what to run, times over upstream's best, costs, what failed.
+    """Print every race: what to run, times over upstream's best, costs, what failed; last what was gained in each.
 
     Tables that are wider than the console, by default standard output, are stacked.
     """
     console = console or Console()
-    shown = ordered(races(results, environments))
+    shown = [race for chosen in by_family(races(results, environments)).values() for race in chosen]
     if not shown:
         console.print("No rows.")
-    families = by_family(shown)
-    for name, chosen in families.items():
-        _say(console, "", style="")
-        _say(console, name, style="bold")
-        _say(console, " ".join(summary.sentences(chosen)))
-        if tables.are_alternatives(chosen):
-            for group in tables.alternatives(chosen):
-                head, rows = tables.alternatives_table([group])
-                print_table(console, group.title, (head[1:], [row[1:] for row in rows]))
-            _say(console, *_failures(chosen), tables.ALTERNATIVES_NOTE, style="dim")
-        elif len(chosen) > 1:  # of one race its own tables say the same
-            print_table(console, "Our speed-up over upstream's best", tables.family_in_short(chosen, titles(chosen)))
-    for chosen in families.values():
-        for race in () if tables.are_alternatives(chosen) else chosen:
-            _print_race(race, console)
-    if len(shown) > 1:  # the end of a run is on the screen, its start is not
-        console.print()
-        for name, chosen in families.items():
-            _say(console, f"{name}: {' '.join(summary.sentences(chosen))}")
+    for race in shown:
+        _print_race(race, console)
+    if lines := advice.gains(shown):
+        _say(console, "", "Ours against upstream's best as shipped:", *(f"  {line}" for line in lines))
 
 
 def _say(console: Console, *lines: str, style: str = "") -> None:
     for line in lines:
         console.print(Text(line, style=style))
-
-
-def _failures(shown: Iterable[MeasuredRace]) -> list[str]:
-    return [f"{race.title}: {cells.failure(result)}" for race in shown for result in race.failures]
 
 
 def _print_race(race: MeasuredRace, console: Console) -> None:
