@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from benchmarks.startup import (
 if TYPE_CHECKING:
     from benchmarks.progress import Progress
 
-ROUNDS_OF_A_SET = 1000  # round n of set s is numbered s * 1000 + n
+ROUNDS_OF_A_GROUP = 1000  # round n of group g is numbered g * 1000 + n
 MEMORY_SHARE = 0.9  # of what is free; estimates are estimates
 
 
@@ -40,7 +39,6 @@ def run_race(
     memory_bytes: Callable[[Case], int],
     running_bytes: Callable[[Case], int] | None = None,
     peaks: Mapping[str, Any],
-    first_set: int = 0,
 ) -> None:
     """Measure the arms of one race and hand out a row for each; a failure is a row too.
 
@@ -52,8 +50,6 @@ def run_race(
         memory_bytes: The workload's estimate of an arm's peak, including the reference that it may have to compute.
         running_bytes: Its estimate without the reference, if it has one.
         peaks: Peak rates of this device.
-        first_set: Number of the first set of processes: above what the file holds already, so that samples of
-            different days are never paired.
     """
     arms = _arms(cases, settings)
     emitted: set[str] = set()
@@ -78,12 +74,10 @@ def run_race(
         _fail_controls(arms)
         hand_out_failures()
         reference = settings.scratch / ("-".join(_safe(cases[0].race)) + ".pt")
-        for number in range(settings.sets):
-            for index, group in enumerate(groups):
-                first_round = ((first_set + number) * len(groups) + index) * ROUNDS_OF_A_SET
-                _race_group(group, settings, progress, reference, first_round, last=number == settings.sets - 1)
-                _fail_controls(arms)
-                hand_out_failures()
+        for index, group in enumerate(groups):
+            _race_group(group, settings, progress, reference, index * ROUNDS_OF_A_GROUP)
+            _fail_controls(arms)
+            hand_out_failures()
         _finish(arms, peaks)
         for arm in arms:
             hand_out(arm)
@@ -188,7 +182,7 @@ def _fail_controls(arms: Sequence[ArmRun]) -> None:
 
 
 def _race_group(
-    group: Sequence[ArmRun], settings: Settings, progress: Progress, reference: Path, first_round: int, *, last: bool
+    group: Sequence[ArmRun], settings: Settings, progress: Progress, reference: Path, first_round: int
 ) -> None:
     racing = [arm for arm in group if arm.ok]
     prepare_race(racing, settings, progress, reference)
@@ -197,28 +191,21 @@ def _race_group(
         return
     seconds = estimate_rounds(len(racing), settings)
     progress.begin(f"race of {len(racing)} arms, {settings.rounds} rounds", seconds)
-    with settings.gpu_lock.alone():
-        began = time.monotonic()  # waiting for other runs is no part of the rounds
-        race(
-            racing,
-            rounds=settings.rounds,
-            first_round=first_round,
-            seed=settings.seed + first_round,
-            monitor=settings.monitor,
-            on_round=lambda number: progress.partway(number / settings.rounds, time.monotonic() - began),
-        )
-    if last:
-        progress.begin("kernel counts and profile", 1.0)
-        with settings.gpu_lock.alone():  # beside another process a kernel takes longer
-            for arm in racing:
-                _count(arm)
-                if settings.traces is not None:
-                    _trace(arm, settings.traces)
-        # A control's curve appears nowhere, and the reference arm, which is in each group, draws its own once.
-        drawing = [arm for arm in racing if not (arm.case.control or arm.result.curve)]
-        if settings.curve and drawing:
-            with settings.gpu_lock.shared():
-                in_parallel(lambda arm: _draw(arm, settings.curve), drawing, settings.ahead)
+    race(
+        racing,
+        rounds=settings.rounds,
+        first_round=first_round,
+        seed=settings.seed + first_round,
+        monitor=settings.monitor,
+        on_round=lambda number: progress.partway(number / settings.rounds),
+    )
+    progress.begin("kernel counts and profile", 1.0)
+    for arm in racing:
+        _count(arm)
+    # A control's curve appears nowhere, and the reference arm, which is in each group, draws its own once.
+    drawing = [arm for arm in racing if not (arm.case.control or arm.result.curve)]
+    if settings.curve and drawing:
+        in_parallel(lambda arm: _draw(arm, settings.curve), drawing, settings.ahead)
     for arm in racing:
         if arm.worker is not None:
             arm.worker.stop()
@@ -237,8 +224,8 @@ def race(
     """In every round each arm works once, alone, in an order drawn for that round.
 
     Before the rounds each arm measures once how many calls fill a turn and how long a call keeps the host busy. An arm
-    that fails drops out with its reason; the others go on. Samples are appended to those of earlier sets of processes,
-    under round numbers from ``first_round`` on, so that sets do not mix. ``on_round`` gets the number of rounds done.
+    that fails drops out with its reason; the others go on. Samples of the arm that is in several groups are appended,
+    under round numbers from ``first_round`` on, so that groups do not mix. ``on_round`` gets the number of rounds done.
     """
     draw = random.Random(seed)
     for arm in arms:
@@ -294,25 +281,14 @@ def _count(arm: ArmRun) -> None:
 
 
 def _draw(arm: ArmRun, steps: int) -> None:
-    if _works(arm):
+    if arm.ok and arm.worker is not None and arm.worker.alive:  # a profile that failed may have ended it
         with failures_of(arm):
             arm.result.curve = arm.ask("curve", steps=steps)["losses"]
 
 
-def _trace(arm: ArmRun, folder: Path) -> None:
-    if _works(arm):
-        with failures_of(arm):
-            arm.ask("trace", path=str(folder / ("-".join(_safe([arm.case.key])) + ".json.gz")))
-
-
-def _works(arm: ArmRun) -> bool:
-    """Whether its process can be asked for more: a profile that failed may have ended it."""
-    return arm.ok and arm.worker is not None and arm.worker.alive
-
-
 def _raced(arm: ArmRun, settings: Settings) -> bool:
     """Whether the arm has been through all its rounds."""
-    return arm.result.steady is not None and len(arm.result.steady.rounds) >= settings.sets * settings.rounds
+    return arm.result.steady is not None and len(arm.result.steady.rounds) >= settings.rounds
 
 
 def _finish(arms: Sequence[ArmRun], peaks: Mapping[str, Any]) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import shutil
 import signal
+import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,13 +19,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from benchmarks.cli import UsageError
-from benchmarks.harness import ROUNDS_OF_A_SET, run_race
-from benchmarks.locks import GpuLock, locked, remove_stale, scratch_folder
+from benchmarks.harness import run_race
 from benchmarks.machine import Monitor, cache_environment, cores, row
 from benchmarks.plan import Case, races_of
 from benchmarks.process import Worker, WorkerFailure, kill_all
 from benchmarks.progress import Progress, words
-from benchmarks.record import Result, RowWriter, Store, Unwritable, load
+from benchmarks.record import Result, Store, load
 from benchmarks.startup import Settings, estimate_race
 
 if TYPE_CHECKING:
@@ -30,6 +34,10 @@ PEAKS_SECONDS = 12.0
 SCRATCH = "regional-zoo-run-"
 UNWRITABLE = 3
 INTERRUPTED = 130
+
+
+class Unwritable(Exception):
+    """The disk takes no more rows; the message says which file and why."""
 
 
 @dataclass
@@ -129,8 +137,9 @@ def measure(run: Run, settings: Settings, console: Console, conclude: Conclude) 
         return conclude(run, console, measured)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        with locked(run.out), Progress(console, seconds) as progress:
-            environment, settings = _environment(run, settings, progress)
+        with locked(run.out), ExitStack() as stack:
+            progress = Progress(console, seconds)
+            environment, settings = _environment(run, settings, progress, stack)
             for arms in races:
                 progress.race(f"{arms[0].model} on {arms[0].input}, {arms[0].dtype}, {arms[0].device}")
                 _measure_race(run, arms, settings, progress, environment, measured)
@@ -169,33 +178,30 @@ def _announce(run: Run, races: Sequence[Sequence[Case]], settings: Settings, sec
 
 def _method(settings: Settings) -> str:
     """What is done with each arm, in a line."""
-    starts = "cold, to a first result and warm" if settings.first_result else "cold and warm"
-    starts = "once, all together" if settings.steady_only else "once" if settings.quick else starts
-    sets = f" in each of {settings.sets} sets of processes" if settings.sets > 1 else ""
-    return f"each arm starts {starts}, then all race for {settings.rounds} rounds{sets}"
+    starts = "once, all together" if settings.steady_only else "once" if settings.quick else ""
+    return f"each arm starts {starts or 'cold, to a first result and warm'}, then all race for {settings.rounds} rounds"
 
 
-def _environment(run: Run, settings: Settings, progress: Progress) -> tuple[dict[str, Any], Settings]:
-    """The environment's row, measured in a process of its own; and the settings with a monitor and lock of that GPU."""
+def _environment(run: Run, settings: Settings, progress: Progress, stack: ExitStack) -> tuple[dict[str, Any], Settings]:
+    """The environment's row, measured in a process of its own, and the settings with a monitor of that GPU.
+
+    From here on, until ``stack`` is closed, no other run works on the GPU.
+    """
     progress.begin("peak rates of the device", _peaks_seconds(settings))
     folder = settings.scratch / "start-up"
     compiles = any(case.strategy != "eager" for case in run.cases) and not settings.steady_only
     worker = Worker(cache_environment(folder), timeout=settings.timeout)
     try:
         facts = worker.ask("facts", device=run.device)["device"]
-        gpu_lock = GpuLock(facts.get("gpu_uuid"), progress.note)
-        wanted = {"device": run.device, "dtypes": sorted({c.dtype for c in run.cases}), "quick": settings.quick}
-        host = {"cores": cores(), "backend": os.environ.get("BENCHMARKS_BACKEND")}
-        found = gpu_lock.measured_once(
-            {**wanted, **host, "starts": compiles, "facts": facts},
-            lambda: worker.ask("peaks", **wanted, start_up=str(folder / "compiler") if compiles else None),
-        )
+        stack.enter_context(gpu_alone(facts.get("gpu_uuid"), progress.note))
+        dtypes, start_up = sorted({case.dtype for case in run.cases}), str(folder / "compiler") if compiles else None
+        found = worker.ask("peaks", device=run.device, dtypes=dtypes, quick=settings.quick, start_up=start_up)
     except WorkerFailure as failure:
         raise UsageError(f"the device {run.device} could not be measured ({failure})") from failure
     finally:
         worker.stop()
     monitor = Monitor(facts.get("gpu_uuid"))
-    settings = replace(settings, monitor=monitor, gpu_lock=gpu_lock, compiler_start_up=found["start_up"])
+    settings = replace(settings, monitor=monitor, compiler_start_up=found["start_up"])
     return row(facts, found["peaks"]), settings
 
 
@@ -209,35 +215,33 @@ def _measure_race(
 ) -> None:
     """One race to its rows; their cases' keys are added to ``measured``. Rows are kept whatever ends the race."""
     store = run.store(arms[0])
-    first_set = _sets_in(store)
-    writer = RowWriter(store)
-    writer.begin(environment)
+    _write(store, environment)
 
     def emit(result: Result) -> None:
         result.command = run.command(result.case, settings)
         result.environment = environment["id"]
-        writer.append(result.to_json())
+        _write(store, result.to_json())
         measured.add(result.case.key)
 
+    run_race(
+        arms,
+        settings,
+        progress,
+        emit,
+        memory_bytes=run.workload.memory_bytes,
+        running_bytes=getattr(run.workload, "running_bytes", None),
+        peaks=environment["peaks"],
+    )
+
+
+def _write(store: Store, row: Mapping[str, Any]) -> None:
+    """Append a row, an environment's unless the file holds it. Raises Unwritable if the disk does not take it."""
+    if row["kind"] == "environment" and row["id"] in store.environments():
+        return
     try:
-        run_race(
-            arms,
-            settings,
-            progress,
-            emit,
-            memory_bytes=run.workload.memory_bytes,
-            running_bytes=getattr(run.workload, "running_bytes", None),
-            peaks=environment["peaks"],
-            first_set=first_set,
-        )
-    finally:
-        writer.flush()
-
-
-def _sets_in(store: Store) -> int:
-    """How many sets of processes the file's rows may have: new rounds are numbered above all of them."""
-    rounds = [number for result in store.results() if result.steady for number in result.steady.rounds]
-    return max((number // ROUNDS_OF_A_SET + 1 for number in rounds), default=0)
+        store.append(row)
+    except OSError as error:
+        raise Unwritable(f"{store.path} cannot be written ({error.strerror}); the rows in it are kept") from error
 
 
 def say_where(run: Run, console: Console) -> None:
@@ -253,3 +257,106 @@ def say_where(run: Run, console: Console) -> None:
         console.print(f"no report: {error}", markup=False, highlight=False)
     else:
         console.print(f"report: {path}", markup=False, highlight=False)
+
+
+# Locks on files: the system releases them when the process ends, however it ends --------------------------------------
+
+
+@contextmanager
+def gpu_alone(uuid: str | None, note: Callable[[str], None]) -> Iterator[None]:
+    """Keep other runs off the GPU; wait for one that has it. None, for a CPU, locks nothing.
+
+    Runs find each other if they use one folder for temporary files; ``note`` is told of a wait, or that there is no
+    lock.
+    """
+    descriptor = None if uuid is None else _lock_file(uuid)
+    if uuid is not None and descriptor is None:
+        note("no lock file can be opened: this run does not wait for others on this GPU")
+    try:
+        if descriptor is not None:
+            try:
+                _lock(descriptor)
+            except BlockingIOError:
+                note("waiting for another run on this GPU")
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _lock_file(uuid: str) -> int | None:
+    path = Path(tempfile.gettempdir()) / f"regional-zoo-{uuid}.lock"
+    for flags in (os.O_RDWR | os.O_CREAT, os.O_RDONLY):  # another user's file can be locked, if not written
+        with contextlib.suppress(OSError):
+            return os.open(path, flags, 0o666)
+    return None
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Make the folder of rows (or the one of a ``.jsonl`` file) and keep other runs out of it.
+
+    Raises:
+        UsageError: If it cannot be made or written, or if another run has it.
+    """
+    is_file = out.suffix == ".jsonl"
+    folder = out.parent if is_file else out
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Permissions alone do not tell: a disk may be mounted read-only, and root may do anything but write there.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        descriptor = os.open(out, os.O_RDWR | os.O_CREAT if is_file else os.O_RDONLY, 0o666)
+    except OSError as error:
+        raise UsageError(f"--out: {out} cannot be written ({error.strerror}); name another place") from error
+    try:
+        try:
+            _lock(descriptor)
+        except BlockingIOError:
+            said = f"--out: another run is writing to {out}; wait until it has ended, or name another place"
+            raise UsageError(said) from None
+        except OSError:
+            pass  # some network file systems have no locks: no run can be kept out there
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def scratch_folder(prefix: str) -> Iterator[Path]:
+    """A temporary folder, removed at the end, and locked so that ``remove_stale`` of another run leaves it.
+
+    Raises:
+        OSError: If there is no folder for temporary files.
+    """
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as name:
+        descriptor = os.open(name, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):  # without locks remove_stale finds none either, and leaves it
+                _lock(descriptor)
+            yield Path(name)
+        finally:
+            os.close(descriptor)
+
+
+def remove_stale(prefix: str) -> None:
+    """Remove this user's scratch folders whose runs were killed: those that no process has locked."""
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            facts = left.lstat()
+            if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
+                continue
+            if time.time() - facts.st_mtime < 60.0:
+                continue  # just made, and not locked yet
+            descriptor = os.open(left, os.O_RDONLY)
+            try:
+                _lock(descriptor)
+                shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    """Hold an open file or folder until it is closed; BlockingIOError if another process holds it."""
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

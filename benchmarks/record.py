@@ -6,7 +6,6 @@ import contextlib
 import functools
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -394,76 +393,3 @@ def _extra_name(file: Path, folder: Path) -> str:
 
 def _time(environment: Row) -> str:
     return str(environment.get("time") or "")  # ISO 8601 in UTC, so that text sorts as time does
-
-
-# Writing --------------------------------------------------------------------------------------------------------------
-
-
-class Unwritable(Exception):
-    """The disk takes no more rows; the message says which file, why, where the rows are, and how to go on."""
-
-
-class RowWriter:
-    """Appends rows to one file, and holds those that the disk does not take until it does."""
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self._waiting: list[Row] = []
-        self._why: OSError | None = None
-
-    def begin(self, environment: Row) -> None:
-        """Write the environment's row, unless the file holds it. Raises Unwritable if the disk does not take it."""
-        if environment["id"] in self.store.environments():
-            return
-        try:
-            self.store.append(environment)
-        except OSError as error:
-            raise Unwritable(f"{self.store.path} cannot be written ({error.strerror}); nothing was measured") from error
-
-    def append(self, row: Row) -> None:
-        """Write a row, or hold it where the disk does not take it."""
-        self._waiting.append(row)
-        self._write()
-
-    def _write(self) -> None:
-        while self._waiting:
-            try:
-                self.store.append(self._waiting[0])
-            except OSError as error:
-                self._why = error
-                return
-            del self._waiting[0]
-
-    def flush(self) -> None:
-        """Try the held rows once more, then put them elsewhere. Raises Unwritable, saying where they are now."""
-        self._write()
-        if not self._waiting:
-            return
-        assert self._why is not None
-        path, count = self.store.path, len(self._waiting)
-        said = f"{path} cannot be written ({self._why.strerror}); the rows in it are kept. "
-        lines = "".join(map(_line, self._waiting))
-        try:
-            elsewhere = _write_elsewhere(lines)
-        except OSError:
-            raise Unwritable(
-                f"{said}No other folder takes the {count} row(s) measured since; here they are:\n{lines}"
-            ) from None
-        raise Unwritable(
-            f"{said}The {count} row(s) measured since are in {elsewhere}: when there is room, append them with "
-            f"cat {elsewhere} >> {path}"
-        )
-
-
-def _write_elsewhere(lines: str) -> str:
-    """A new file in the folder for temporary ones that holds these lines."""
-    descriptor, name = tempfile.mkstemp(prefix="regional-zoo-rows-", suffix=".jsonl")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(lines)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        os.unlink(name)
-        raise
-    return name

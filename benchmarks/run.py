@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 
 from benchmarks.cli import UsageError, did_you_mean, pick, require_zoo, run_command
-from benchmarks.harness import ROUNDS_OF_A_SET
+from benchmarks.harness import ROUNDS_OF_A_GROUP
 from benchmarks.measure import Run, measure, say_where, settings_of
 from benchmarks.plan import DTYPES, IMPLEMENTATION_NAMES, MODES, STRATEGY_NAMES, WORKLOADS, Case, expand
 from benchmarks.startup import Settings
@@ -51,14 +51,9 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Folder or .jsonl file; runs/<date-time> if omitted.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Use one process per arm and fewer rounds.")] = False,
     steady_only: Annotated[bool, typer.Option("--steady-only", help="No compile times; arms start together.")] = False,
-    first_result: Annotated[
-        bool, typer.Option("--first-result/--no-first-result", help="Compile once more for the time to first result.")
-    ] = True,
     rounds: Annotated[int | None, typer.Option(help="Rounds of a race; 30 by default, 10 with --quick.")] = None,
-    sets: Annotated[int, typer.Option(help="Repeat the race in this many sets of processes.")] = 1,
     curve: Annotated[int, typer.Option(help="Steps of each arm's loss curve; needs --workload train.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of weights, generated inputs and the order of arms.")] = 0,
-    trace: Annotated[bool, typer.Option("--trace", help="Write profiler traces to traces/ in --out.")] = False,
     list_: Annotated[bool, typer.Option("--list", help="Show models, inputs and arms without measuring.")] = False,
 ) -> int:
     """Measure the models of a family, ours and the upstream library's: eager, compiled whole and by regions."""
@@ -69,10 +64,8 @@ def main(
             console.print("families: " + ", ".join(_families()))
             return 0
         raise UsageError(f"--family is missing; there is: {', '.join(_families())}")
-    if rounds is not None and not 1 <= rounds <= ROUNDS_OF_A_SET:  # more would have the numbers of the next set's
-        raise UsageError(f"--rounds is {rounds}, expected 1 to {ROUNDS_OF_A_SET}; --sets makes more of them")
-    if sets < 1:
-        raise UsageError(f"--sets is {sets}, expected at least 1")
+    if rounds is not None and not 1 <= rounds <= ROUNDS_OF_A_GROUP:  # more would have the next group's numbers
+        raise UsageError(f"--rounds is {rounds}, expected 1 to {ROUNDS_OF_A_GROUP}")
     if curve < 0 or (curve and workload != "train"):
         raise UsageError(f"--curve is {curve}; it is a number of steps, and needs --workload train")
     if timeout <= 0:
@@ -111,17 +104,13 @@ def main(
         _list(run, console)
         return 0
     run.skip_done(resume=resume)
-    traces = (folder.parent if folder.suffix == ".jsonl" else folder) / "traces" if trace else None
     with settings_of(
         family,
         timeout=timeout,
         rounds=rounds,
-        sets=sets,
         curve=curve,
         quick=quick,
         steady_only=steady_only,
-        first_result=first_result,
-        traces=traces,
         data_root=None if data_root is None else str(data_root),
         seed=seed,
     ) as settings:
@@ -186,8 +175,7 @@ def _command(family: str, case: Case, settings: Settings) -> str:
     # --dynamic alone would measure the static arm too.
     words += ["--dynamic", "--arm", replace(case, control=False).arm] if case.dynamic else []
     words += ["--quick"] * settings.quick + ["--steady-only"] * settings.steady_only
-    words += [] if settings.first_result else ["--no-first-result"]
-    words += ["--rounds", str(settings.rounds), "--sets", str(settings.sets)]
+    words += ["--rounds", str(settings.rounds)]
     words += ["--curve", str(settings.curve)] if settings.curve else []
     words += ["--data-root", settings.data_root] if settings.data_root else []
     words += ["--seed", str(settings.seed)] if settings.seed else []

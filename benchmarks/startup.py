@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.locks import GpuLock
 from benchmarks.machine import Monitor, cache_environment, cores
 from benchmarks.plan import Case
 from benchmarks.process import SET_TMPDIR, Worker, WorkerFailure, kill_all
@@ -42,13 +41,11 @@ class Settings:
         workload: Family, or dotted name of a workload's module.
         scratch: Folder for caches and references; the caller removes it.
         timeout: Seconds that one step of an arm may take.
-        rounds: Rounds of a race, in each set of processes.
+        rounds: Rounds of a race.
         curve: Steps of the loss curve that each arm of training draws after its race.
         quick: One process per arm.
         steady_only: No compile figures; arms start together.
-        first_result: Whether to measure the time to first result, for which each arm is compiled once more.
         ahead: How many workers may get ready at the same time.
-        gpu_lock: Held while something is timed.
         compiler_start_up: Seconds that the compiler's own start takes, measured in a process alone.
     """
 
@@ -57,16 +54,12 @@ class Settings:
     monitor: Monitor
     timeout: float = 900.0
     rounds: int = 30
-    sets: int = 1
     curve: int = 0
     quick: bool = False
     steady_only: bool = False
-    first_result: bool = True
-    traces: Path | None = None
     data_root: str | None = None
     seed: int = 0
     ahead: int = 1
-    gpu_lock: GpuLock = field(default_factory=lambda: GpuLock(None))
     compiler_start_up: float | None = None
 
 
@@ -121,8 +114,7 @@ def jobs_before_the_race(arms: Sequence[ArmRun], settings: Settings) -> list[Job
     if settings.quick or settings.steady_only:
         return []
     measured = [arm for arm in arms if arm.compiled and not arm.case.control]
-    phases = (COLD, FIRST_RESULT) if settings.first_result else (COLD,)
-    return [Job(arm, phase) for phase in phases for arm in measured]
+    return [Job(arm, phase) for phase in (COLD, FIRST_RESULT) for arm in measured]
 
 
 def measure_compilation(arms: Sequence[ArmRun], settings: Settings, progress: Progress) -> None:
@@ -147,8 +139,7 @@ def prepare_race(arms: Sequence[ArmRun], settings: Settings, progress: Progress,
         progress.begin(f"{len(jobs)} arms start together", planned)
         # Each would start a compile process per core.
         threads = max(1, cores() // max(1, min(len(jobs), settings.ahead)))
-        with settings.gpu_lock.shared():
-            in_parallel(lambda job: _start_together(job, settings, reference, threads), jobs, settings.ahead)
+        in_parallel(lambda job: _start_together(job, settings, reference, threads), jobs, settings.ahead)
         return
     for job, worker in processes(jobs, settings):
         progress.begin(f"{job.arm.case.arm}: {job.phase}", estimate(_as_planned(job, settings)))
@@ -167,16 +158,14 @@ def processes(jobs: Sequence[Job], settings: Settings) -> Iterator[tuple[Job, Wo
     for first in range(0, len(jobs), settings.ahead):
         batch: list[tuple[Job, Worker]] = []
         try:
-            with settings.gpu_lock.shared():
-                for job in jobs[first : first + settings.ahead]:
-                    if job.arm.ok:
-                        with failures_of(job.arm):
-                            batch.append((job, _spawn(job, settings)))
-                in_parallel(lambda pair: _make_ready(pair[0], pair[1], settings), batch, settings.ahead)
-            with settings.gpu_lock.alone():
-                for job, worker in batch:
-                    if job.arm.ok and worker.alive:
-                        yield job, worker
+            for job in jobs[first : first + settings.ahead]:
+                if job.arm.ok:
+                    with failures_of(job.arm):
+                        batch.append((job, _spawn(job, settings)))
+            in_parallel(lambda pair: _make_ready(pair[0], pair[1], settings), batch, settings.ahead)
+            for job, worker in batch:
+                if job.arm.ok and worker.alive:
+                    yield job, worker
         finally:
             for job, worker in batch:
                 if worker is not job.arm.worker:
@@ -328,7 +317,7 @@ def estimate_race(cases: Sequence[Case], settings: Settings) -> float:
     before = sum(map(estimate, jobs_before_the_race(arms, settings)))
     starts = sum(estimate(_as_planned(Job(arm, RACE), settings)) for arm in arms)
     starts /= settings.ahead if settings.steady_only else 1
-    return before + settings.sets * (starts + estimate_rounds(len(arms), settings))
+    return before + starts + estimate_rounds(len(arms), settings)
 
 
 def estimate_rounds(arms: int, settings: Settings) -> float:

@@ -380,12 +380,6 @@ class Handler:
             "recompiles": recompiles,
         }
 
-    def trace(self, *, path: str) -> Reply:
-        """A profiler trace of a few steady calls, for chrome://tracing or Perfetto."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._profile(calls=PROFILED_CALLS).export_chrome_trace(path)
-        return {"path": path}
-
     def _profile(self, *, calls: int) -> Any:
         from torch.profiler import ProfilerActivity, profile
 

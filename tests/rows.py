@@ -109,7 +109,7 @@ def command(case: Case) -> str:
     return (
         f"python -m benchmarks.run --family {case.family} --model {case.model} --input {case.input} "
         f"--workload {case.workload} --dtype {case.dtype} --device {case.device} "
-        f"--impl {case.impl} --strategy {case.strategy_name} --mode {case.mode} --rounds 30 --sets 3"
+        f"--impl {case.impl} --strategy {case.strategy_name} --mode {case.mode} --rounds 30"
     )
 
 

@@ -65,7 +65,7 @@ def test_every_arm_works_once_a_round_in_an_order_that_changes_and_is_the_seeds(
     assert all(sorted(turns) == ["a", "b", "c"] for turns in orders[0]) and len(set(orders[0])) > 2
 
 
-def test_samples_carry_their_round_and_sets_do_not_mix():
+def test_samples_carry_their_round_and_groups_do_not_mix():
     arms = start(Runner("a"), Runner("b"))
     go(arms, rounds=2)
     for arm in arms:

@@ -210,7 +210,7 @@ def _change(results: list[Result], what: str) -> None:
     for number, result in enumerate(results):
         if what == "no device times":
             result.steady.device_ms = []
-        elif what == "rounds that occur twice":  # three sets that count from 0 each
+        elif what == "rounds that occur twice":
             result.steady.rounds = [number % 10 for number in result.steady.rounds]
         elif what == "another run" and number == 7:
             result.environment = "e2"
@@ -498,7 +498,7 @@ KERNELS = 'kernels model=gcn input=cora arm="zoo regional + CUDA graph"'
 def test_kernels_that_no_row_holds_are_not_measured_yet() -> None:
     said = _table(KERNELS, race())
     assert said.startswith("Not measured yet; run `python -m benchmarks.run --family gnn --model gcn --input cora ")
-    assert said.endswith("--impl zoo --strategy regional+cudagraph --mode default --rounds 30 --sets 3`.")
+    assert said.endswith("--impl zoo --strategy regional+cudagraph --mode default --rounds 30`.")
     crashed = failure("crashed", "signal 11", strategy="hierarchical")
     assert _table('kernels model=gcn input=cora arm="zoo hierarchical"', [*race(), crashed]) == (
         "zoo hierarchical: crashed."

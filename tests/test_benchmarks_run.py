@@ -56,7 +56,7 @@ def wrong(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("--family FAKE --dtype float16", "there is: float32, bfloat16"),
         ("--family FAKE --device gpu", "did you mean 'cpu'?"),
         ("--family FAKE --rounds 0", "--rounds is 0"),
-        ("--family FAKE --rounds 1001", "--rounds is 1001, expected 1 to 1000; --sets"),
+        ("--family FAKE --rounds 1001", "--rounds is 1001, expected 1 to 1000"),
         ("--family FAKE --rounds many", "Invalid value for '--rounds'"),
         ("--family FAKE --timeout -1", "--timeout is -1"),
         ("--family FAKE --data-root /no/such/folder", "is not a folder"),
@@ -173,9 +173,7 @@ def test_a_rows_command_measures_that_row_and_no_other(
         assert planned(monkeypatch, *words[3:]).cases == [replace(case, control=False)]
 
 
-@pytest.mark.parametrize(
-    "options", [(), ("--no-first-result", "--rounds", "7"), ("--quick", "--sets", "2", "--seed", "3")]
-)
+@pytest.mark.parametrize("options", [(), ("--steady-only", "--rounds", "7"), ("--quick", "--seed", "3")])
 def test_a_rows_command_measures_it_the_same_way(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: tuple[str, ...]
 ):
@@ -185,9 +183,9 @@ def test_a_rows_command_measures_it_the_same_way(
     assert run_command(main, "run", [*first, "--out", str(tmp_path / "run")]) == 0
     plan, settings = ways[0]
     assert run_command(main, "run", shlex.split(plan.command(plan.cases[0], settings))[3:]) == 0
-    names = ("rounds", "sets", "quick", "steady_only", "first_result", "curve", "seed")
+    names = ("rounds", "quick", "steady_only", "curve", "seed")
     assert [getattr(ways[1][1], name) for name in names] == [getattr(settings, name) for name in names]
-    assert settings.first_result is ("--no-first-result" not in options)
+    assert settings.steady_only is ("--steady-only" in options)
 
 
 def test_resume_alone_continues_the_run_that_wrote_rows_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

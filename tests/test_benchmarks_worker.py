@@ -54,7 +54,6 @@ def test_a_compiled_arm_from_start_to_kernels(tmp_path: Path, impl: str, strateg
         {"op": "host"},
         {"op": "round", "calls": 3},
         {"op": "kernels"},
-        {"op": "trace", "path": str(tmp_path / "traces" / "arm.json.gz")},
         {"op": "stop"},
     )
     assert by_op["prepare"]["model_bytes"] == 3 * (8 * 8 + 8) * 4
@@ -73,7 +72,6 @@ def test_a_compiled_arm_from_start_to_kernels(tmp_path: Path, impl: str, strateg
     assert by_op["host"]["host_ms"] is None, "of a CPU"
     assert by_op["round"]["calls"] == 3
     assert by_op["memory"]["allocated"] is None
-    assert (tmp_path / "traces" / "arm.json.gz").stat().st_size > 0
     assert all(reply["began"] <= reply["ended"] for reply in by_op.values())
 
 

@@ -18,6 +18,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,11 @@ from rich.console import Console
 
 from benchmarks import advise, measure, run
 from benchmarks.cli import UsageError, run_command
-from benchmarks.locks import locked
-from benchmarks.measure import INTERRUPTED, UNWRITABLE, Run
+from benchmarks.measure import INTERRUPTED, UNWRITABLE, Run, locked
 from benchmarks.plan import Case
 from benchmarks.process import ROOT, Worker, WorkerFailure, failure_of, kill_all
 from benchmarks.progress import Progress
-from benchmarks.record import Result, RowWriter, Store, Unwritable, load
+from benchmarks.record import Result, Store, load
 from benchmarks.report.cells import race_notes
 from benchmarks.report.model import races
 from benchmarks.startup import COLD, RACE, ArmRun, Job, Settings, bring_up, failures_of, prepare_race, processes
@@ -199,7 +199,7 @@ def attempt(
         after()
 
     monkeypatch.setattr(measure, "run_race", measured)
-    monkeypatch.setattr(measure, "_environment", lambda plan, settings, _: ({**ENVIRONMENT, "peaks": {}}, settings))
+    monkeypatch.setattr(measure, "_environment", lambda plan, settings, *_: ({**ENVIRONMENT, "peaks": {}}, settings))
     console = Console(file=io.StringIO(), width=80)
     plan = Run(WORKLOAD, "cpu", cases, {}, out, lambda case, settings: "python")
     plan.skip_done(resume=resume)
@@ -257,18 +257,16 @@ def test_what_a_killed_run_left_is_swept_and_what_a_living_one_needs_stays(
 FILL = """
 import shutil, sys, tempfile
 from pathlib import Path
-from benchmarks.record import RowWriter, Store, Unwritable
-from tests.rows import ENVIRONMENT, row, shown
-from tests.runs import CASE, EAGER, FAKE, LIGHT, Notes, rows_of, settings_in
+from benchmarks.record import Store
+from tests.rows import ENVIRONMENT, row
 
 disk, copy = Path(sys.argv[1]), Path(sys.argv[2])
-writer = RowWriter(Store(disk / "rows.jsonl"))
-writer.begin(ENVIRONMENT)
-for number in range(20):
-    writer.append(row(1.0 + number, model=f"m{number}").to_json())
+store = Store(disk / "rows.jsonl")
+store.append(ENVIRONMENT)
 try:
-    writer.flush()
-except Unwritable as error:
+    for number in range(20):
+        store.append(row(1.0 + number, model=f"m{number}").to_json())
+except OSError as error:
     print(error)
 shutil.copyfile(disk / "rows.jsonl", copy)
 """
@@ -295,16 +293,10 @@ def _fill_a_disk(tmp_path: Path, kilobytes: int) -> tuple[str, Path]:
     return done.stdout, copy
 
 
-def test_rows_that_a_full_disk_does_not_take_are_put_elsewhere(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_whole_rows(tmp_path: Path) -> None:
     said, copy = _fill_a_disk(tmp_path, 40)
-    kept = Store(copy).results()
-    assert 0 < len(kept) < 20
+    assert 0 < len(Store(copy).results()) < 20 and said
     assert copy.read_bytes().endswith(b"\n"), "the row that did not fit is gone to its last byte"
-    assert "the rows in it are kept" in said and f"The {20 - len(kept)} row(s) measured since are in " in said
-    (elsewhere,) = tmp_path.glob("regional-zoo-rows-*.jsonl")
-    assert f"append them with cat {elsewhere} >> " in said
-    copy.write_bytes(copy.read_bytes() + elsewhere.read_bytes())
-    assert [result.case.model for result in Store(copy).results()] == [f"m{number}" for number in range(20)]
 
 
 class Disk:
@@ -321,29 +313,6 @@ class Disk:
             whole(store, row)
 
         monkeypatch.setattr(Store, "append", append)
-
-
-def test_rows_wait_for_room_and_come_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = Disk(monkeypatch, rows=2)
-    writer = RowWriter(Store(tmp_path / "rows.jsonl"))
-    writer.begin(ENVIRONMENT)
-    for number in range(4):
-        writer.append(row(1.0, model=f"m{number}").to_json())
-    assert len(writer.store.results()) == 1
-    disk.room = 100
-    writer.flush()
-    assert [result.case.model for result in writer.store.results()] == ["m0", "m1", "m2", "m3"]
-
-
-def test_rows_that_nothing_takes_are_in_the_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Disk(monkeypatch, rows=1)
-    monkeypatch.setattr("tempfile.tempdir", str(_below_a_file(tmp_path)))
-    writer = RowWriter(Store(tmp_path / "rows.jsonl"))
-    writer.begin(ENVIRONMENT)
-    writer.append(row(1.0).to_json())
-    with pytest.raises(Unwritable, match="No other folder takes the 1 row") as caught:
-        writer.flush()
-    assert Result.from_json(json.loads(str(caught.value).splitlines()[-1])) == row(1.0)
 
 
 def test_a_full_disk_stops_the_run_with_its_own_code_and_resume_goes_on(
@@ -447,7 +416,7 @@ def test_no_cpp_compiler_is_said_before_anything_is_measured(
     monkeypatch.delenv("CXX", raising=False)
     plan = Run(WORKLOAD, "cpu", [CASE], {}, tmp_path / "run", lambda case, settings: "python")
     with pytest.raises(UsageError, match="no C\\+\\+ compiler works here: install g\\+\\+ or clang\\+\\+, or name one"):
-        measure._environment(plan, settings, Progress(Console(file=io.StringIO()), 1.0))
+        measure._environment(plan, settings, Progress(Console(file=io.StringIO()), 1.0), ExitStack())
 
 
 @pytest.mark.slow
@@ -577,7 +546,7 @@ def test_a_busy_gpu_is_one_line_before_anything_is_measured(
     monkeypatch.setattr(Worker, "ask", refuse)
     plan = Run(WORKLOAD, "cpu", [CASE], {}, tmp_path / "run", lambda case, settings: "python")
     with pytest.raises(UsageError, match="could not be measured .*another process holds the GPU") as caught:
-        measure._environment(plan, settings, Progress(Console(file=io.StringIO()), 1.0))
+        measure._environment(plan, settings, Progress(Console(file=io.StringIO()), 1.0), ExitStack())
     assert "\n" not in str(caught.value)
 
 
