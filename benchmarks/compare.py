@@ -9,7 +9,6 @@ usage; else 0.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
 from collections.abc import Sequence
@@ -61,27 +60,22 @@ class Change:
         return self.ratio is not None and self.verdict == "slower" and self.ratio.inverse.low > 1 + bound
 
 
-def compare(old: Rows, new: Rows, *, across_devices: bool = False) -> list[Change]:
+def compare(old: Rows, new: Rows) -> list[Change]:
     """Every arm of either run, in the order of the old one.
 
     Raises:
-        UsageError: Where no arm is in both, or arms ran on different devices and ``across_devices`` is not given.
+        UsageError: Where no arm is in both, or arms ran on different devices.
     """
-    before, after = _by_key(old, across_devices), _by_key(new, across_devices)
+    before, after = _by_key(old), _by_key(new)
     common = before.keys() & after.keys()
-    devices = [_devices(rows) for rows in (old, new)]
     if not common:
-        raise UsageError(
-            f"no arm is in both: the old run has {_races(before)} on {devices[0]}, the new one {_races(after)} on "
-            f"{devices[1]}; measure the same model, input, dtype and device, or give --across-devices"
-        )
-    if not across_devices:
-        for key in before:
-            if key in common and (was := _device(old, before[key])) != (now := _device(new, after[key])):
-                raise UsageError(
-                    f"the old run is from {was}, the new one from {now}: times of different devices say nothing about "
-                    "the code; measure again on one of them, or give --across-devices"
-                )
+        raise UsageError("no arm is in both runs; measure the same model, input, dtype and device")
+    for key in before:
+        if key in common and (was := _device(old, before[key])) != (now := _device(new, after[key])):
+            raise UsageError(
+                f"the old run is from {was}, the new one from {now}: times of different devices say nothing about the "
+                "code; measure again on one of them"
+            )
     noises = [_noise(rows) for rows in (old, new)]
     changes = []
     for key in dict.fromkeys((*before, *after)):
@@ -95,12 +89,12 @@ def compare(old: Rows, new: Rows, *, across_devices: bool = False) -> list[Chang
     return changes
 
 
-def _by_key(rows: Rows, across_devices: bool) -> dict[str, Result]:
+def _by_key(rows: Rows) -> dict[str, Result]:
     found: dict[str, Result] = {}
     for result in rows.results:
         if result.case.control:  # it serves the noise floor
             continue
-        key = dataclasses.replace(result.case, device="any").key if across_devices else result.case.key
+        key = result.case.key
         if key in found and _device(rows, found[key]) != _device(rows, result):
             raise UsageError(
                 f"{key} was measured on {_device(rows, found[key])} and on {_device(rows, result)} in the same run; "
@@ -116,15 +110,6 @@ def _noise(rows: Rows) -> dict[tuple[str, ...], float]:
 
 def _device(rows: Rows, result: Result) -> str:
     return device_name(rows.environment(result), result.case.device)
-
-
-def _devices(rows: Rows) -> str:
-    return ", ".join(sorted({_device(rows, result) for result in rows.results})) or "nothing"
-
-
-def _races(rows: dict[str, Result]) -> str:
-    names = list(dict.fromkeys(f"{row.case.model} on {row.case.input}" for row in rows.values()))
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "no rows"
 
 
 def _change(old: Result, new: Result, noise: float | None) -> Change:
@@ -244,20 +229,15 @@ def command(
     fail_on_counts: Annotated[
         bool, typer.Option("--fail-on-counts", help="Exit 1 as well where graphs, breaks or recompiles grew.")
     ] = False,
-    across_devices: Annotated[
-        bool, typer.Option("--across-devices", help="Compare although the rows come from different devices.")
-    ] = False,
 ) -> int:
     """Say of each arm whether it got faster or slower, and what else changed; exit 1 past the given regression."""
     bound = fraction(max_regression)
     before, after = load_run(old), load_run(new)
     try:
-        changes = compare(before, after, across_devices=across_devices)
+        changes = compare(before, after)
     except ValueError as error:  # a sample that is no time
         raise UsageError(str(error)) from error
     console = Console()
-    if across_devices and _devices(before) != _devices(after):
-        console.print(Text(f"Across devices: {_devices(before)} → {_devices(after)}.", style="yellow"))
     torches = [
         ", ".join(sorted({str(rows.environment(r).get("torch")) for r in rows.results})) for rows in (before, after)
     ]

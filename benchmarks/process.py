@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import faulthandler
 import json
 import os
 import re
@@ -18,7 +17,6 @@ import selectors
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -32,8 +30,6 @@ from benchmarks.machine import INDUCTOR_CACHE, ROOT
 REASON_LENGTH = 600
 MESSAGE_LENGTH = 400
 TAIL_LINES = 4
-FRAMES = 4  # of where a process hangs
-_FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 
 # Texts of errors that mean out of memory and are no OutOfMemoryError: from allocators other than torch's.
 NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "_ALLOC_FAILED")
@@ -66,8 +62,6 @@ class Worker:
         self.timeout = timeout
         self.log: list[dict[str, Any]] = []  # what was asked, and when the process worked on it
         self._stderr: deque[str] = deque(maxlen=200)
-        # Where the process writes where it is, on a signal; closed by kill.
-        self._stack = tempfile.TemporaryFile()  # noqa: SIM115
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.process"],
@@ -75,13 +69,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd=os.getcwd(),
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(paths),
-                "BENCHMARKS_STACK": str(self._stack.fileno()),
-                **environment,
-            },
-            pass_fds=(self._stack.fileno(),),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
             # Its own group: Ctrl-C reaches the harness alone, and a kill takes its compile workers along.
             start_new_session=True,
         )
@@ -133,9 +121,8 @@ class Worker:
             while b"\n" not in self._unread:
                 left = deadline - time.monotonic()
                 if left <= 0 or not selector.select(left):
-                    where = self._where()
                     reason = f"{self._pending} took longer than {self.timeout:g} s; raise it with --timeout"
-                    reason = self._describe(f"{reason}; it was in {where}" if where else reason)
+                    reason = self._describe(reason)
                     self.kill()
                     raise WorkerFailure("timeout", reason, self._pending)
                 chunk = os.read(self._replies.fileno(), 1 << 16)
@@ -144,23 +131,6 @@ class Worker:
                 self._unread += chunk
         line, _, self._unread = self._unread.partition(b"\n")
         return line
-
-    def _where(self) -> str:
-        """The functions that the process is in, innermost first, each once; nothing if it cannot say."""
-        with contextlib.suppress(OSError):
-            self._process.send_signal(signal.SIGUSR1)
-        text, until = "", time.monotonic() + 2.0
-        while time.monotonic() < until:
-            before = text
-            time.sleep(0.1)
-            text = os.pread(self._stack.fileno(), 1 << 18, 0).decode(errors="replace")
-            if text and text == before:
-                break
-        main_thread = text.rpartition("hread 0x")[2]  # it comes last
-        frames: dict[str, str] = {}
-        for found in _FRAME.finditer(main_thread):
-            frames.setdefault(found["name"], f"{found['name']} ({found['file']}:{found['line']})")
-        return ", called by ".join(list(frames.values())[:FRAMES])
 
     def _death(self) -> WorkerFailure:
         """What killed the process, which has closed its pipe."""
@@ -218,7 +188,7 @@ class Worker:
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=10)
-        for pipe in (self._requests, self._replies, self._stack):
+        for pipe in (self._requests, self._replies):
             with contextlib.suppress(OSError):
                 pipe.close()
         self._reader.join(timeout=1)
@@ -279,8 +249,6 @@ def main() -> None:
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
-    if (stack := os.environ.get("BENCHMARKS_STACK")) is not None:
-        faulthandler.register(signal.SIGUSR1, file=int(stack))  # so that a timeout can say where
     if os.getpgrp() == os.getpid():  # as the harness starts it
         threading.Thread(target=_end_with_harness, args=(requests.fileno(),), daemon=True).start()
     serve(requests, replies)
@@ -322,7 +290,7 @@ def _typed(cause: BaseException) -> tuple[str, str]:
     """Status and remedy of one error, without its causes. By names, since torch may not be imported here."""
     name, text = type(cause).__name__, str(cause)
     if isinstance(cause, MemoryError) or name == "OutOfMemoryError" or any(words in text for words in NO_MEMORY):
-        return "out-of-memory", "" if isinstance(cause, MemoryError) else _other_processes()
+        return "out-of-memory", ""
     if BUSY in text:
         return "device-busy", "another process holds the GPU: wait for it, or name another in CUDA_VISIBLE_DEVICES"
     if name == "InvalidCxxCompiler":
@@ -332,26 +300,6 @@ def _typed(cause: BaseException) -> tuple[str, str]:
     if isinstance(cause, OSError) and (cause.errno == errno.EROFS or _in_cache(cause.filename)):
         return "failed", f"the disk cannot be written: {SET_TMPDIR}"
     return "failed", ""
-
-
-def _other_processes() -> str:
-    """A remedy if other processes hold much of the GPU, and more than this one does; else empty."""
-    torch = sys.modules.get("torch")
-    try:
-        if torch is None or not torch.cuda.is_initialized():
-            return ""
-        free, total = torch.cuda.mem_get_info()
-        own = torch.cuda.memory_reserved()
-    except Exception:  # a context that an error has broken
-        return ""
-    others = total - free - own
-    # What this process holds outside of torch's allocator, such as its context, counts as others' here.
-    if others <= max(own, total // 10):
-        return ""
-    return (
-        f"other processes hold {others / 2**30:.0f} of the GPU's {total / 2**30:.0f} GiB, arms of the same race among "
-        "them: with fewer arms (--arm) or runs beside it, it may fit"
-    )
 
 
 def _in_cache(name: Any) -> bool:

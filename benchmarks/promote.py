@@ -1,8 +1,7 @@
 """Puts a run's rows among the committed ones; a race that was measured again replaces the earlier one.
 
-python -m benchmarks.promote runs/today                              every race of the run
-python -m benchmarks.promote runs/today --model gcn --input arxiv    these races alone
-python -m benchmarks.promote runs/today --extra claim-30             in addition to the earlier race, under a name
+python -m benchmarks.promote runs/today                     every race of the run
+python -m benchmarks.promote runs/today --extra claim-30    in addition to the earlier race, under a name
 
 Rows go to benchmarks/results/<gpu>-torch<version>/<family>-<workload>-<dtype>.jsonl, extra ones to the same file name
 in extra/<name>/ there. Families' tables ignore extra rows; claims and decompositions look there first. Afterwards,
@@ -22,7 +21,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.cli import UsageError, did_you_mean, run_command
+from benchmarks.cli import UsageError, run_command
 from benchmarks.plan import Case
 from benchmarks.record import EXTRA, RESULTS, Result, Rows, Store, device_name, load_run
 
@@ -90,25 +89,13 @@ def _write(file: Path, new: Sequence[Result], environments: Mapping[str, Mapping
         Path(name).unlink(missing_ok=True)
 
 
-def _only(results: list[Result], what: str, wanted: list[str]) -> list[Result]:
-    known = {getattr(result.case, what) for result in results}
-    for value in wanted:
-        if value not in known:
-            raise UsageError(f"--{what}: no row is of {value!r}; {did_you_mean(value, known)}")
-    return [result for result in results if not wanted or getattr(result.case, what) in wanted]
-
-
 def command(
     run: Annotated[Path, typer.Argument(help="A run's folder or .jsonl file.")],
-    model: Annotated[list[str] | None, typer.Option(help="Only races of these models.")] = None,
-    input: Annotated[list[str] | None, typer.Option(help="Only races on these inputs.")] = None,
     extra: Annotated[str | None, typer.Option(help="Replace no race; add the rows under this name.")] = None,
     results: Annotated[Path, typer.Option(help="Folder of the committed rows.")] = RESULTS,
 ) -> int:
     """Put a run's rows among the committed ones, in place of older rows of the same races."""
-    rows = load_run(run)
-    found = _only(_only(rows.results, "model", model or []), "input", input or [])
-    for file, races in promote(Rows(found, rows.environments), results, extra=extra).items():
+    for file, races in promote(load_run(run), results, extra=extra).items():
         for race in races:
             print(f"{file}: {' · '.join(race[1:])}")
     return 0

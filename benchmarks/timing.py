@@ -24,7 +24,7 @@ HOST_CALLS, HOST_MS = 30, 300.0  # at most so many calls, and no new one after s
 PEAK_SECONDS = {"cuda": 3.0, "cpu": 1.0}  # time to search for one peak rate
 MOST_KERNELS = 12  # names that a row holds
 # Templates of libraries that run what their first argument describes: the kernel is named for that argument.
-WRAPPER = re.compile(r"cutlass::(Kernel2?|device_kernel)|(\w+::)*enable_sm\w+")
+WRAPPER = re.compile(r"(?:cutlass::(?:Kernel2?|device_kernel)|(?:\w+::)*enable_sm\w+)<\s*([\w:]+)")
 
 Step = Callable[[], Any]
 
@@ -221,38 +221,14 @@ def short_name(name: str) -> str:
 
     Names of cuBLAS, cuDNN and Triton, which have none of these, stay as they are.
     """
-    plain, first = _without_templates(name.replace("(anonymous namespace)::", ""))
-    words = plain.split()  # a template's name follows its return type, and "void" is one
-    if not words:
-        return name
-    return short_name(first) if first and WRAPPER.fullmatch(words[-1]) else words[-1]
-
-
-def _without_templates(name: str) -> tuple[str, str]:
-    """The name up to its parameters without what stands in angle brackets, and the last template's first argument."""
-    kept, first = [], ""
-    angles = parentheses = commas = 0
+    name = re.sub(r"[<>]=", "=", name.replace("(anonymous namespace)::", ""))  # a comparison opens no template
+    while (described := WRAPPER.search(name)) is not None:
+        name = described[1] + name[described.end() :]
+    plain, depth = "", 0
     for letter in name:
-        if letter == "(":
-            if not angles:
-                break
-            parentheses += 1
-        if not parentheses:  # an angle bracket within parentheses may be a comparison
-            if letter == "<":
-                angles += 1
-                if angles == 1:
-                    first, commas = "", 0
-                    continue
-            elif letter == ">" and angles:
-                angles -= 1
-                if not angles:
-                    continue
-            elif letter == "," and angles == 1:
-                commas += 1
-        if not angles:
-            kept.append(letter)
-        elif not commas:
-            first += letter
-        if letter == ")":
-            parentheses -= 1
-    return "".join(kept), first
+        depth += (letter == "<") - (letter == ">")
+        if not depth and letter == "(":
+            break
+        plain += letter if not depth and letter != ">" else ""
+    words = plain.split()  # a template's name follows its return type, and "void" is one
+    return words[-1] if words else name

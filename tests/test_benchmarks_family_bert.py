@@ -1,4 +1,4 @@
-"""What only BERT's arms do: packed and padded batches, dropout, and an epoch of many lengths in few shapes."""
+"""What only BERT's arms do: packed and padded batches, and an epoch of many lengths in few shapes."""
 
 from __future__ import annotations
 
@@ -126,22 +126,6 @@ def test_products_of_full_rows_are_those_counted_on_eager(small: None, impl: str
 
 
 # Training
-
-
-def test_dropout_is_drawn_where_the_name_says_so(tmp_path: Path):
-    assert not training_of().random
-    for impl in ("zoo", "upstream"):
-        prepared = prepare(model="bert-debug-dropout", impl=impl, workload="train")
-        assert prepared.training.random
-        batch = prepared.training.batch(0)
-        first, again = (prepared.training.loss(prepared.model, batch) for _ in range(2))
-        assert not torch.equal(first, again)
-    arm = Handler()
-    arm.load(workload="bert")
-    arm.prepare(case=case(model="bert-debug-dropout", workload="train").to_json(), data_root=None, seed=0)
-    arm.start_up(folder=None)
-    arm.first_call()
-    assert arm.check(reference=str(tmp_path / "reference.pt"))["error"] is None
 
 
 def test_labels_can_be_learnt_from_words():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,14 +9,12 @@ import torch
 
 import zoo
 from benchmarks.families import Prepared
-from benchmarks.families.patterns import PATTERNS
-from benchmarks.patterns.pattern import Counts, count
+from benchmarks.families.patterns import PAGES, PATTERNS, Counts, count, pattern
 from benchmarks.plan import Case
 from benchmarks.strategies import apply, execution_mode
 from tests import workloads
 from tests.workloads import call, error
 
-MODULES = Path(__file__).resolve().parent.parent / "benchmarks/patterns"
 # Before and after, one call of the small size.
 COUNTS = {
     "layer-values": (Counts(4, 0, 3), Counts(1, 0, 0)),
@@ -40,8 +37,8 @@ def prepare(model: str, **changes: Any) -> Prepared:
     return workloads.prepare(case(model, **changes))
 
 
-def test_every_pattern_is_raced():
-    written = {path.stem.replace("_", "-") for path in MODULES.glob("*.py") if "\nPATTERN = " in path.read_text()}
+def test_every_page_that_says_so_is_raced():
+    written = {path.stem for path in PAGES.glob("*.md") if "the code that is raced" in path.read_text()}
     assert written == set(PATTERNS) == set(COUNTS)
 
 
@@ -100,7 +97,7 @@ def test_blocks_with_a_cuda_graph_each_ask_for_it(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("model", PATTERNS)
 def test_the_large_size_is_both_sides_own(model: str):
-    pattern = PATTERNS[model]
+    sizes, module = PATTERNS[model][0], pattern(model)
     with torch.device("meta"):
-        before, after = pattern.before(**pattern.model_sizes), pattern.after(**pattern.model_sizes)
+        before, after = module.Before(**sizes), module.After(**sizes)
     assert [(n, p.shape) for n, p in before.named_parameters()] == [(n, p.shape) for n, p in after.named_parameters()]

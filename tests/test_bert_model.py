@@ -12,8 +12,6 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import zoo
-from benchmarks.families.base import cut
-from benchmarks.families.bert import CUTS
 from zoo.bert import BertConfig, BertLayer, pack
 from zoo.bert.model import PRESETS
 from zoo.engine.graph_log import LEDGER
@@ -46,23 +44,19 @@ def test_graphs_of_every_head(head: str, training: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("name", ["layers", "layers-and-ends"])
 @pytest.mark.parametrize("head", ["none", *reference.NAMES])
-def test_every_cut_computes_what_eager_does_in_the_graphs_it_declares(head: str, name: str, training: bool) -> None:
+def test_every_head_computes_what_eager_does_in_the_graphs_it_declares(head: str, training: bool) -> None:
     still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     model: Any = zoo.create("bert-debug", head=head, **still).train(training)
     eager = copy.deepcopy(model)
     inputs = zoo.example_inputs(model)
-    if name != "layers":
-        cut(model, CUTS[name])
     report = zoo.find_regions(model, inputs=inputs)
     zoo.compile_regions(model, backend="aot_eager")
     since = len(LEDGER.entries)
     with zoo.enforce_budget(model):
         torch.testing.assert_close(tuple(model(**inputs)), tuple(eager(**inputs)))
         model(**inputs)
-    graphs = {"layers": 1 + (head == "masked-lm"), "layers-and-ends": 2 + (head != "none")}[name]
-    assert sum(entry.graphs for entry in LEDGER.entries[since:]) == report.graphs_needed == graphs
+    assert sum(entry.graphs for entry in LEDGER.entries[since:]) == report.graphs_needed == 1 + (head == "masked-lm")
     assert all(found.graphs_needed <= found.budget for found in report.regions)
 
 

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.plan import Case, refusal
 from benchmarks.timing import synchronise
-
-if TYPE_CHECKING:
-    from zoo.engine.region import Region
 
 # Estimated memory of a process itself: its CUDA context, the libraries' work space, the compiler's buffers.
 PROCESS_BYTES = 1 << 30
@@ -42,7 +39,6 @@ class Training:
         clip_norm: Largest norm of all gradients together, or None.
         loss_module: A module inside ``loss`` that declares regions of its own, compiled where the model's are.
         after_compile: What is done to a zoo model whose regions were compiled: activation checkpointing.
-        random: Whether the model draws dropout, which differs from arm to arm: losses are not compared then.
         shapes: A batch of each shape that the arm declares, the largest first; the first call, and a capture, go
             through all of them. Empty where all batches have one shape, or shapes come as they come.
         loader: Makes an epoch's batches in order, on the device, of shapes that differ. Timed steps take
@@ -59,7 +55,6 @@ class Training:
     clip_norm: float | None = None
     loss_module: nn.Module | None = None
     after_compile: Callable[[nn.Module], Any] | None = None
-    random: bool = False
     shapes: tuple[Any, ...] = ()
     loader: Callable[[], Iterable[Any]] | None = None
     round: int | None = None
@@ -353,12 +348,3 @@ def zoo_model(build: Callable[[Any], nn.Module], config: Any, weights: SeededWei
         model = build(config)
     fill(model, weights, placements, device=weights.device, dtype=None, source="drawn weights")
     return model.requires_grad_(False)
-
-
-# Models named ``<preset>-cut-<name>`` race other regions than the zoo's model declares.
-MARK = "-cut-"
-
-
-def cut(model: nn.Module, regions: tuple[Region, ...]) -> None:
-    """Make the model one that declares these regions, so that every strategy finds them."""
-    model.__class__ = type(type(model).__name__, (type(model),), {"regions": regions})

@@ -12,44 +12,19 @@ from torch import Tensor, nn
 
 from benchmarks.families import bert_arms, bert_train
 from benchmarks.families.base import (
-    MARK,
     Prepared,
     SeededWeights,
     Workload,
     accelerated,
-    cut,
     dtype_of,
     parameters_of,
     timed,
     zoo_model,
 )
 from benchmarks.plan import Case
-from zoo.bert import (
-    Bert,
-    BertConfig,
-    BertEmbeddings,
-    PackedBatch,
-    PoolerHead,
-    SequenceHead,
-    SpanHead,
-    TokenHead,
-    pack,
-    token_buckets,
-)
+from zoo.bert import Bert, PackedBatch, pack, token_buckets
 from zoo.bert.convert import placements
 from zoo.bert.model import PRESETS
-from zoo.engine.region import Region
-
-CUTS = {
-    "layers-and-ends": (
-        Region(BertEmbeddings, graphs=1, why="three look-ups, their sum and a norm in one kernel"),
-        *Bert.regions,
-        Region(PoolerHead, graphs=1, why="product and activation, on the first tokens"),
-        Region(SequenceHead, graphs=1, why="two small products, the activation between them and the loss"),
-        Region(TokenHead, graphs=1, why="a narrow product and the loss"),
-        Region(SpanHead, graphs=1, why="a narrow product and two losses"),
-    )
-}
 
 
 class BertWorkload(Workload):
@@ -57,20 +32,15 @@ class BertWorkload(Workload):
 
     ``BxT``: B rows of T tokens each, without a mask. ``skewed-BxT``: rows of unequal lengths, about half of the batch
     filled, from which the pooled output is asked; padded with a mask for transformers, packed on the host for the zoo.
-    ``-cut-<name>`` models race the zoo's cut into other regions (``CUTS``); transformers' arms are the same in
-    all of them.
 
     Training is fine-tuning as a classifier over float32 weights; the dtype is that of autocast. ``BxT`` as above;
     ``epoch-BxT``: an epoch of batches of rows of any lengths up to T, a step a batch: padded to the longest of a batch
     for transformers as shipped, to T for it tuned, packed into declared sizes for the zoo. ``epoch-static-BxT``: the
-    same, with ``dynamic=False`` for transformers as shipped. ``-dropout`` models are trained with dropout.
+    same, with ``dynamic=False`` for transformers as shipped.
     """
 
     family = "bert"
-    models = (
-        *("bert-base", "bert-large", "bert-base-6", "bert-debug", "bert-base-dropout", "bert-debug-dropout"),
-        *(f"{preset}{MARK}{name}" for preset in ("bert-base", "bert-debug") for name in CUTS),
-    )
+    models = ("bert-base", "bert-large", "bert-base-6", "bert-debug")
     inputs = (
         *("32x128", "256x128", "8x512", "1x128", "skewed-64x512", "2x32", "skewed-4x32"),
         *("epoch-32x512", "epoch-static-32x512", "epoch-4x32", "epoch-static-4x32"),
@@ -83,19 +53,17 @@ class BertWorkload(Workload):
 
     def cannot(self, case: Case) -> str | None:
         if case.workload == "train":
-            return f"{case.model}: other cuts are for inference" if MARK in case.model else bert_train.cannot(case)
-        if case.model.endswith(bert_train.DROPOUT):
-            return f"{case.model} is for training; dropout does nothing in inference"
+            return bert_train.cannot(case)
         if case.input.startswith("epoch-"):
             return f"{case.input} is for training"
-        length, limit = bert_arms.task(case.input).length, _config(case).positions
+        length, limit = bert_arms.task(case.input).length, PRESETS[case.model].positions
         return f"{case.input} needs {length} positions, and {case.model} has {limit}" if length > limit else None
 
     def estimate(self, case: Case, *, reference: bool) -> int:
         """Estimated device memory: weights, and what is alive at once in a layer whose steps are not fused."""
         if case.workload == "train":
             return bert_train.memory(case, reference=reference)
-        config, given, itemsize = _config(case), bert_arms.task(case.input), dtype_of(case).itemsize
+        config, given, itemsize = PRESETS[case.model], bert_arms.task(case.input), dtype_of(case).itemsize
         parameters, tokens = parameters_of(Bert, config), given.batch * given.length
         wide = 8 * config.hidden_size + 3 * config.intermediate_size
         # A mask that is written out, as numbers.
@@ -110,7 +78,7 @@ class BertWorkload(Workload):
     def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
         if case.workload == "train":
             return bert_train.prepare(case, seed=seed)
-        config, given = _config(case), bert_arms.task(case.input)
+        config, given = PRESETS[case.model], bert_arms.task(case.input)
         device, dtype = torch.device(case.device), dtype_of(case)
         weights = SeededWeights(bert_arms.shapes(config), seed=seed, dtype=dtype, device=device)
         host_ids, host_mask = bert_arms.draw_inputs(config, given, seed=seed)
@@ -120,8 +88,6 @@ class BertWorkload(Workload):
         model: nn.Module
         if case.impl == "zoo":
             model = ZooStep(zoo_model(Bert, config, weights, placements(config)))
-            if name := case.model.partition(MARK)[2]:
-                cut(model, CUTS[name])
             if given.skewed:
                 with timed("packing on the host", preparation, "cpu"):
                     buckets = token_buckets(given.batch, given.length)
@@ -163,10 +129,6 @@ class BertWorkload(Workload):
             count=given.batch,
             unit="sequences",
         )
-
-
-def _config(case: Case) -> BertConfig:
-    return PRESETS[case.model.partition(MARK)[0]]
 
 
 class ZooStep(nn.Module):

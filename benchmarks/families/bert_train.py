@@ -35,7 +35,6 @@ from zoo.bert.convert import placements
 from zoo.bert.model import PRESETS
 from zoo.bert.packing import filling_rows
 
-DROPOUT = "-dropout"
 # Times the width: wide models take smaller steps. 2e-6 at 768: with weights that nobody trained and no warm-up, two
 # copies of one arm part after some twenty steps at a rate of fine-tuning.
 _RATE_TIMES_WIDTH = 1.5e-3
@@ -220,14 +219,13 @@ class Batches:
 
 
 def config_of(model: str) -> BertConfig:
-    """The config of a model's name: a classifier, without dropout unless the name says otherwise."""
-    rate = 0.1 if model.endswith(DROPOUT) else 0.0
+    """The config of a classifier without dropout, which every arm would draw anew."""
     return replace(
-        PRESETS[model.removesuffix(DROPOUT)],
+        PRESETS[model],
         head="sequence-classification",
         num_labels=LABELS,
-        hidden_dropout_prob=rate,
-        attention_probs_dropout_prob=rate,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
     )
 
 
@@ -267,7 +265,6 @@ def prepare(case: Case, *, seed: int) -> Prepared:
         batch=batches.checked,
         learning_rate=_RATE_TIMES_WIDTH / config.hidden_size,
         autocast=autocast_of(dtype_of(case)),
-        random=case.model.endswith(DROPOUT),
     )
     if asked.epoch:
         epoch = batches.epoch

@@ -6,7 +6,6 @@ Legend: N nodes, E edges with the self-loops that a layer adds, H heads, s bytes
 from __future__ import annotations
 
 import copy
-import os
 import re
 import warnings
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ BYTES_FORMULA = (
 )
 HEADS = 8
 SMALL = ("karate", "cora")
+LARGE_EDGES = 20_000_000  # whose messages in float64 would not fit
 _DEEP = re.compile(r"(?P<kind>\w+)-(?P<layers>\d+)x(?P<width>\d+)")
 
 
@@ -222,55 +222,15 @@ def csr(edge_index: Tensor, weight: Tensor | None, nodes: int, dtype: torch.dtyp
 
 @torch.no_grad()
 def reference_output(arch: Architecture, shipped: nn.Module, x: Tensor, edge_index: Tensor) -> Tensor:
-    """Eager upstream in float64 on these weights and inputs, as shipped, or where memory is short in blocks.
+    """Eager upstream in float64 on these weights and inputs: ``[N, classes]``.
 
-    Returns:
-        ``[N, classes]`` in float64.
+    As shipped, or on a large graph by a CSR adjacency, which holds no messages.
     """
     model, x = copy.deepcopy(shipped).double(), x.double()
-    nodes, edges = x.size(0), edge_index.size(1)
-    free = _free_bytes(x.device)
-    if message_bytes(arch, nodes, edges, 8) + dense_bytes(arch, nodes, 8) < free // 4:
+    if arch.kind == "gat" or edge_index.size(1) < LARGE_EDGES:
         return model(x, edge_index)
-    # Eager message passing holds several times its messages, and other arms hold their models meanwhile.
-    return output_in_blocks(arch, model, x, edge_index, budget=min(free // 16, 4 * 2**30))
-
-
-@torch.no_grad()
-def output_in_blocks(arch: Architecture, model: nn.Module, x: Tensor, edge_index: Tensor, *, budget: int) -> Tensor:
-    """The model's output, each layer computed for one range of destinations after another.
-
-    A destination needs all of its edges and no others, so each range is exact. The linear maps are repeated.
-    """
-    nodes = x.size(0)
-    tuned, inputs = tune(arch, model, edge_index, nodes, "sorted")
-    edges, weight = inputs["edge_index"], inputs.get("edge_weight")
-    an_edge = max(1, message_bytes(arch, nodes, edge_index.size(1), x.element_size()) // max(1, edges.size(1)))
-    starts = _block_starts(edges[1], nodes, max(1, budget // an_edge))
-    for index, conv in enumerate(tuned.convs):  # type: ignore[arg-type]
-        rows = []
-        for (first, first_edge), (last, last_edge) in pairwise(starts):
-            part = slice(first_edge, last_edge)
-            extra = () if weight is None else (weight[part],)
-            # Copied, or every range would keep the whole output that it was cut from.
-            rows.append(conv(x, edges[:, part], *extra)[first:last].clone())
-        x = torch.cat(rows)
-        if index < arch.layers - 1:
-            x = tuned.act(x)  # type: ignore[operator]
-    return x
-
-
-def _block_starts(destinations: Tensor, nodes: int, edges: int) -> list[tuple[int, int]]:
-    """(node, edge) pairs that cut sorted destinations into ranges of about so many edges, ends included."""
-    cuts = sorted({int(destinations[edge]) for edge in range(edges, destinations.numel(), edges)} - {0})
-    borders = torch.tensor([0, *cuts, nodes], device=destinations.device)
-    return list(zip(borders.tolist(), torch.searchsorted(destinations, borders).tolist(), strict=True))
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    tuned, inputs = tune(arch, model, edge_index, x.size(0), "csr")
+    return tuned(x, **inputs)
 
 
 # --- what a GNN must do and hold ---

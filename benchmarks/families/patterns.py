@@ -1,39 +1,61 @@
-"""The patterns of docs/patterns as a family: each as people write it (``upstream``) against how the zoo writes it."""
+"""The patterns of docs/patterns as a family: each as people write it (``upstream``) against how the zoo writes it.
+
+The code that is raced stands on the pages alone: their titled blocks are the module of a pattern, with ``Before``,
+``After`` and ``inputs``.
+"""
 
 from __future__ import annotations
 
+import functools
+import re
+import sys
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import zoo
+from benchmarks.compiler import Recorder
 from benchmarks.families.base import Prepared, Workload, converted, count_parameters, dtype_of, tensors
-from benchmarks.patterns import (
-    buckets,
-    few_signatures,
-    glue,
-    layer_values,
-    no_branches,
-    once_outside,
-    outer_cuda_graph,
-    own_operators,
-    static_cache,
-)
-from benchmarks.patterns.pattern import Pattern, Sizes, compile_blocks
 from benchmarks.plan import Case
+from zoo.engine.discover import declared_regions
 
-PATTERNS: dict[str, Pattern] = {
-    "layer-values": layer_values.PATTERN,
-    "once-outside": once_outside.PATTERN,
-    "static-cache": static_cache.PATTERN,
-    "outer-cuda-graph": outer_cuda_graph.PATTERN,
-    "buckets": buckets.PATTERN,
-    "few-signatures": few_signatures.PATTERN,
-    "own-operators": own_operators.PATTERN,
-    "glue": glue.PATTERN,
-    "no-branches": no_branches.PATTERN,
+Sizes = Mapping[str, int]
+
+PAGES = Path(__file__).resolve().parents[2] / "docs/patterns"
+TITLED = re.compile(r'^```python title="[^"]+"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+# Sizes of a race on a GPU: what Before and After take, and what inputs takes. Left out, they have small defaults.
+PATTERNS: dict[str, tuple[Sizes, Sizes]] = {
+    "layer-values": ({"width": 1024, "depth": 24}, {"batch": 64, "width": 1024}),
+    "once-outside": ({"width": 64, "depth": 8}, {"nodes": 20_000, "edges": 200_000, "width": 64}),
+    "static-cache": ({"width": 256, "depth": 8}, {"batch": 4, "steps": 8, "past": 1024, "depth": 8, "width": 256}),
+    "outer-cuda-graph": ({"width": 1024, "depth": 24}, {"batch": 16, "width": 1024}),
+    "buckets": ({"width": 256, "depth": 8}, {"batch": 16, "width": 256, "scale": 1}),
+    "few-signatures": ({"width": 128, "stages": 4, "depth": 4}, {"batch": 1024, "width": 128}),
+    "own-operators": ({"width": 512, "depth": 16}, {"batch": 256, "width": 512}),
+    "glue": ({"width": 64, "stages": 4, "depth": 4}, {"rows": 400_000, "width": 64}),
+    "no-branches": ({"width": 512, "depth": 16}, {"batch": 256, "width": 512}),
 }
 BYTES_FORMULA = "Every weight is read once, inputs are read and the output is written."
+RECOMPILE_LIMIT = 8  # the default of torch.compile
+
+
+@functools.cache
+def pattern(name: str) -> Any:
+    """The module that the titled blocks of a pattern's page are."""
+    path = PAGES / f"{name}.md"
+    text = path.read_text(encoding="utf-8")
+    module = types.ModuleType(f"patterns_{name.replace('-', '_')}")
+    sys.modules[module.__name__] = module  # the compiler looks classes up by their module's name
+    for block in TITLED.finditer(text):
+        # Blank lines in front, so that errors and the compiler's reasons name the page's own line.
+        source = "\n" * text.count("\n", 0, block.start(1)) + block[1]
+        exec(compile(source, str(path), "exec"), module.__dict__)
+    return module
 
 
 class PatternsWorkload(Workload):
@@ -60,15 +82,16 @@ class PatternsWorkload(Workload):
     def estimate(self, case: Case, *, reference: bool) -> int:
         """A bound: in between, nothing in these models is as large as thirty-two times their input."""
         with torch.device("meta"):
-            weights = count_parameters(PATTERNS[case.model].before(**_model_sizes(case)))
+            weights = count_parameters(pattern(case.model).Before(**_sizes(case)[0]))
         given = sum(tensor.numel() for tensor in tensors(_draw(case, seed=0)))
         return (weights + 32 * given) * (dtype_of(case).itemsize + 8)
 
     def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
-        pattern, device, dtype = PATTERNS[case.model], torch.device(case.device), dtype_of(case)
+        device, dtype = torch.device(case.device), dtype_of(case)
+        model_sizes, input_sizes = _sizes(case)
         model = before = _before(case, seed).to(device, dtype)
         if case.impl == "zoo":
-            model = pattern.after(**_model_sizes(case)).eval().requires_grad_(False).to(device, dtype)
+            model = pattern(case.model).After(**model_sizes).eval().requires_grad_(False).to(device, dtype)
             model.load_state_dict(before.state_dict())
         inputs = converted(_draw(case, seed=seed), device, dtype)
         with torch.inference_mode():
@@ -80,34 +103,114 @@ class PatternsWorkload(Workload):
             output: Tensor = exact(**converted(inputs, device, torch.float64))
             return output
 
+        theirs = cuda_graph_blocks if case.model == "outer-cuda-graph" else compile_blocks
         return Prepared(
             model=model,
             inputs=inputs,
-            compile_regions=None if case.impl == "zoo" else pattern.compile_before or compile_blocks,
+            compile_regions=None if case.impl == "zoo" else theirs,
             reference=reference,
             bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *tensors(inputs))) + written,
             bytes_formula=BYTES_FORMULA,
             data="generated (normal)",
-            sizes={**_model_sizes(case), **_input_sizes(case), "parameters": count_parameters(model)},
+            sizes={**model_sizes, **input_sizes, "parameters": count_parameters(model)},
         )
 
 
 def _before(case: Case, seed: int) -> nn.Module:
     """The model as people write it, with the weights that both sides have."""
     torch.manual_seed(seed)
-    return PATTERNS[case.model].before(**_model_sizes(case)).eval().requires_grad_(False)
+    model: nn.Module = pattern(case.model).Before(**_sizes(case)[0])
+    return model.eval().requires_grad_(False)
 
 
-def _model_sizes(case: Case) -> Sizes:
-    return PATTERNS[case.model].model_sizes if case.input == "large" else {}
-
-
-def _input_sizes(case: Case) -> Sizes:
-    return PATTERNS[case.model].input_sizes if case.input == "large" else {}
+def _sizes(case: Case) -> tuple[Sizes, Sizes]:
+    return PATTERNS[case.model] if case.input == "large" else ({}, {})
 
 
 def _draw(case: Case, *, seed: int) -> dict[str, Any]:
-    return PATTERNS[case.model].inputs(torch.Generator().manual_seed(seed), **_input_sizes(case))
+    drawn: dict[str, Any] = pattern(case.model).inputs(torch.Generator().manual_seed(seed), **_sizes(case)[1])
+    return drawn
+
+
+def compile_blocks(model: nn.Module, **options: Any) -> None:
+    """Regional compilation as it is done by hand: ``block.compile()`` on each of ``model.blocks``."""
+    blocks: Any = model.blocks
+    for block in blocks:
+        block.compile(**options)
+
+
+def cuda_graph_blocks(model: nn.Module, **options: Any) -> None:
+    """The same with a CUDA graph per block."""
+    if options.get("backend", "inductor") == "inductor":
+        options["mode"] = "reduce-overhead"
+    compile_blocks(model, **options)
+
+
+# What the pages assert ------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def match(before: nn.Module, after: nn.Module, call: Mapping[str, Any]) -> None:
+    """Give ``after`` the weights of ``before``, and hold it to the same output.
+
+    Raises:
+        AssertionError: If the outputs differ.
+        RuntimeError: If names or shapes of weights do.
+    """
+    after.load_state_dict(before.state_dict())
+    torch.testing.assert_close(after(**call), before(**call))
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What compiling cost, but for the seconds."""
+
+    graphs: int
+    breaks: int
+    recompiles: int
+
+
+def count(model: nn.Module, *calls: Mapping[str, Any], **options: Any) -> Counts:
+    """Compile the blocks of a model, make these calls without gradients, and count what the compiler did.
+
+    A model that declares regions is compiled by ``zoo.compile_regions`` and held to its budgets; any other block by
+    block. No code is generated, so it takes a second anywhere. The model is left eager.
+
+    Args:
+        model: Of a pattern, or any model with ``blocks``.
+        calls: Keyword arguments, a mapping a call.
+        options: What ``torch.compile`` takes.
+
+    Raises:
+        zoo.BudgetError: If a declared region costs more than it declares.
+    """
+    from torch._dynamo import config as dynamo_config
+
+    torch.compiler.reset()
+    zoo.uncompile(model)
+    options.setdefault("backend", "aot_eager")
+    recorder = Recorder(model)
+    with torch.inference_mode(), recorder.watching_signatures():
+        _call(model, calls)
+    try:
+        if declared_regions(model):
+            zoo.compile_regions(model, **options)
+            with torch.inference_mode(), zoo.enforce_budget(model):
+                _call(model, calls)
+        else:
+            compile_blocks(model, **options)
+            # Before torch 2.13 the zoo raises the limit for the whole process.
+            with torch.inference_mode(), dynamo_config.patch(recompile_limit=RECOMPILE_LIMIT):
+                _call(model, calls)
+    finally:
+        zoo.uncompile(model)
+    facts = recorder.facts()
+    return Counts(facts.graphs, len(facts.breaks), len(facts.recompiles))
+
+
+def _call(model: nn.Module, calls: Iterable[Mapping[str, Any]]) -> None:
+    for inputs in calls:
+        model(**inputs)
 
 
 WORKLOAD = PatternsWorkload()

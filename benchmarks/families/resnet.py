@@ -18,13 +18,11 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import zoo
 from benchmarks.families.base import (
-    MARK,
     Prepared,
     Training,
     Workload,
     autocast_of,
     count_flops,
-    cut,
     dtype_of,
     parameters_of,
     timed,
@@ -33,8 +31,7 @@ from benchmarks.families.base import (
 from benchmarks.plan import Case
 from benchmarks.training import READY_BATCHES, checkpointed, reference_losses
 from zoo.engine.compat import compile_limit_kwargs
-from zoo.engine.region import Region
-from zoo.resnet import ResNet, ResNetConfig, ResNetHead, ResNetStage, Stem, fold_batch_norm
+from zoo.resnet import ResNet, ResNetConfig, fold_batch_norm
 from zoo.resnet.model import PRESETS
 
 BYTES_FORMULA = (
@@ -49,8 +46,6 @@ TRAINING_BYTES_FORMULA = (
     "weight: its gradient is written, and the optimizer reads weight, gradient and two moments and writes three. Left "
     "out, so that it is a lower bound: statistics of the batch, which need a pass of their own."
 )
-_ENDS = tuple(region for region in ResNet.regions if region.cls in (Stem, ResNetHead))
-CUTS = {"stages": (*_ENDS, Region(ResNetStage, graphs=4, why="all blocks of a stage")), "ends": _ENDS}
 LEARNING_RATE = 1e-4
 # Labels are of at most so many classes, whatever the model's head has: of a thousand a curve would fall too late.
 CLASSES = 10
@@ -62,9 +57,7 @@ REFERENCE_IMAGES = 16
 # Channels of the stem.
 _STEM = 64
 _FOLDINGS = ("", "-folded", "-folded-matmul", "-folded-fused", "-folded-fused-matmul")
-_MODEL = re.compile(
-    r"(?P<preset>resnet(\d+|-debug))(?P<folded>-folded(?P<fused>-fused)?(?P<matmul>-matmul)?)?(-cut-(?P<cut>.+))?"
-)
+_MODEL = re.compile(r"(?P<preset>resnet(\d+|-debug))(?P<folded>-folded(?P<fused>-fused)?(?P<matmul>-matmul)?)?")
 _INPUT = re.compile(r"(?P<batch>\d+)x(?P<size>\d+)")
 
 
@@ -72,23 +65,17 @@ class ResNetWorkload(Workload):
     """Inference with random weights over a batch of square images; one call returns the logits.
 
     ``-folded`` models race the zoo's with its batch norms folded into its convolutions, ``-matmul`` and ``-fused`` in
-    other ways to run them (``zoo.resnet.fold_batch_norm``), and ``-cut-<name>`` the zoo's cut into other regions
-    (``CUTS``). torchvision's arms are the same in all of them: as shipped with its norms, tuned with them
-    folded. ``<batch>x<size>`` is the number of images and their pixels a side.
+    other ways to run them (``zoo.resnet.fold_batch_norm``). torchvision's arms are the same in all of them: as shipped
+    with its norms, tuned with them folded. ``<batch>x<size>`` is the number of images and their pixels a side.
 
-    Training is of models with their norms, in any cut, over float32 weights; the dtype is that of autocast.
+    Training is of models with their norms, over float32 weights; the dtype is that of autocast.
     """
 
     family = "resnet"
     models = (
         "resnet18",
         "resnet18-folded",
-        *(
-            f"{preset}{folding}{cut}"
-            for preset in ("resnet50", "resnet-debug")
-            for cut in ("", *(MARK + name for name in CUTS))
-            for folding in _FOLDINGS
-        ),
+        *(f"{preset}{folding}" for preset in ("resnet50", "resnet-debug") for folding in _FOLDINGS),
     )
     inputs = ("64x224", "1x224", "128x224", "256x224", "2x32", "4x32")
     workloads = ("inference", "train")
@@ -201,8 +188,6 @@ def _implementation(case: Case, shipped: nn.Module, preparation: dict[str, float
         pointwise = "matmul" if parts["matmul"] else "convolution"
         with timed("batch norm folding", preparation, case.device):
             model = fold_batch_norm(model, convolutions=convolutions, pointwise=pointwise)  # type: ignore[arg-type]
-    if isinstance(model, ResNet) and (name := parts["cut"]):
-        cut(model, CUTS[name])
     return model
 
 

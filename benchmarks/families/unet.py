@@ -16,12 +16,10 @@ from torch import Tensor, nn
 
 from benchmarks.families import unet_arms, unet_loop
 from benchmarks.families.base import (
-    MARK,
     Prepared,
     Training,
     Workload,
     autocast_of,
-    cut,
     dtype_of,
     timed,
     weights_dtype,
@@ -29,12 +27,10 @@ from benchmarks.families.base import (
 )
 from benchmarks.plan import Case
 from benchmarks.training import READY_BATCHES, reference_losses
-from zoo.unet import ResnetBlock, UNet, UNetConfig
+from zoo.unet import UNet, UNetConfig
 from zoo.unet.config import PRESETS
 from zoo.unet.convert import placements
 
-# As diffusers' helper cuts its model.
-CUTS = {"transformers": tuple(region for region in UNet.regions if region.cls is not ResnetBlock)}
 TRAINING_BYTES_FORMULA = (
     "Activations three times as in inference: forward, gradients by inputs and gradients by weights are a call each, "
     "which reads two of input, output and weights and writes the third; latents and text need no gradient. And 32 "
@@ -55,8 +51,7 @@ _INPUT = re.compile(r"(?P<run>loop-|pipeline-)?(?P<count>\d+)x(?P<size>\d+)x(?P=
 class UNetWorkload(Workload):
     """Inference with random weights: one call predicts the noise of a batch of square latents, for a text of 77 tokens.
 
-    ``BxHxW``: the rows of the batch, twice the images where there is guidance, and their pixels. ``-cut-<name>`` models
-    race the zoo's cut into other regions (``CUTS``); diffusers' arms are the same in all of them.
+    ``BxHxW``: the rows of the batch, twice the images where there is guidance, and their pixels.
 
     ``loop-NxHxW``, ``pipeline-NxHxW``: one call is all N steps of one image with guidance, from noise to latents. In a
     loop the zoo's sampler runs our model; in a pipeline diffusers' own ``StableDiffusionPipeline`` does.
@@ -65,7 +60,7 @@ class UNetWorkload(Workload):
     """
 
     family = "unet"
-    models = tuple(f"{preset}{cut}" for preset in PRESETS for cut in ("", *(MARK + name for name in CUTS)))
+    models = tuple(PRESETS)
     inputs = (
         *("2x64x64", "2x96x96", "2x128x128", "4x64x64", "8x64x64", "2x8x8"),
         *("loop-30x64x64", "loop-30x96x96", "loop-30x128x128", "loop-3x8x8"),
@@ -87,7 +82,7 @@ class UNetWorkload(Workload):
 
     def estimate(self, case: Case, *, reference: bool) -> int:
         """Estimated device memory: weights, skips, and what is alive at once or kept for the backward."""
-        config, (batch, size) = _config(case), sizes(case.input)
+        config, (batch, size) = PRESETS[case.model], sizes(case.input)
         batch = unet_loop.ROWS if _is_run(case) else batch
         itemsize, parameters = dtype_of(case).itemsize, unet_arms.parameters(config)
         skips, alive = unet_arms.skips(config, size), unet_arms.alive(config, size)
@@ -110,15 +105,13 @@ class UNetWorkload(Workload):
         return held + (max(running, exact) if reference else running)
 
     def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
-        config, (batch, size) = _config(case), sizes(case.input)
+        config, (batch, size) = PRESETS[case.model], sizes(case.input)
         device, dtype = torch.device(case.device), weights_dtype(case)
         weights = unet_arms.seeded(config, seed=seed, dtype=dtype, device=device)
         preparation: dict[str, float] = {}
         model: Any
         if case.impl == "zoo":
             model = zoo_model(UNet, config, weights, placements(config))
-            if name := case.model.partition(MARK)[2]:
-                cut(model, CUTS[name])
         else:
             model = unet_arms.build(config, weights)
             if case.impl == "upstream-tuned":
@@ -167,10 +160,6 @@ def sizes(input: str) -> tuple[int, int]:
 
 def _is_run(case: Case) -> bool:
     return case.input.startswith(("loop-", "pipeline-"))
-
-
-def _config(case: Case) -> UNetConfig:
-    return PRESETS[case.model.partition(MARK)[0]]
 
 
 # --- training ---

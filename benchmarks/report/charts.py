@@ -108,23 +108,6 @@ def break_even(race: MeasuredRace) -> str | None:
     return draw(paint, 3.0 + 0.1 * len(arms), Title=f"Total time over calls of {_printable(race.title)}")
 
 
-def losses(race: MeasuredRace) -> str | None:
-    """Loss over training steps, a line an arm; None without curves."""
-    arms = [arm for arm in race.arms if arm.result.curve]
-    if not arms:
-        return None
-
-    def paint(figure: Figure) -> None:
-        axes = figure.add_subplot()
-        for arm in arms:
-            curve = arm.result.curve or []
-            axes.plot(range(1, len(curve) + 1), curve, **_line(arm))
-        axes.set(xlabel="training step, each on a batch of its own", ylabel="loss")
-        figure.legend(loc="outside lower left", ncols=2)
-
-    return draw(paint, 2.8 + 0.1 * len(arms), Title=f"Loss over training steps of {_printable(race.title)}")
-
-
 # The points of one model: the whole model compiled, the library's own regions, ours; None where one was not measured.
 Points = tuple[tuple[float, float] | None, ...]
 SERIES = (("whole model", "#c75a00"), ("library's own regions", GREY), ("ours", "#0072b2"))

@@ -65,18 +65,19 @@ def _family(name: str, chosen: Sequence[MeasuredRace], *, draw: bool) -> dict[st
 
 
 def _section(race: MeasuredRace, draw: bool) -> dict[str, Any]:
-    drawn = {"Total time over calls": charts.break_even, "Loss": charts.losses}
+    chart = charts.break_even(race) if draw else None
     named_tables = {
         "Arms, fastest first": tables.speeds(race),
         "What that speed costs": tables.costs(race),
         "The win taken apart": tables.filled(*tables.decomposition(race)),
         "What compiling cost": tables.compiles(race),
+        "Loss": tables.losses(race) or ([], []),
     }
     return {
         "title": race.title,
         "subject": cells.subject(race),
         "lead": advice.lead(race),
-        "figures": {name: charts.as_address(svg) for name, paint in drawn.items() if draw and (svg := paint(race))},
+        "chart": charts.as_address(chart) if chart else None,
         "tables": {name: table for name, table in named_tables.items() if race.arms and table[1]},
         "notes": [*cells.notes(race), *_prepared(race)],
         "troubles": [line for arm in race.arms for line in cells.troubles(arm)],
