@@ -75,11 +75,7 @@ class GnnWorkload(Workload):
         return graph + dense + max(sorting, dense + messages)
 
     def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
-        """Build model and inputs on the device.
-
-        Raises:
-            FileNotFoundError: If the real data set is incomplete.
-        """
+        """Build model and inputs on the device."""
         device, held = torch.device(case.device), weights_dtype(case)
         graph_name, features = case.input.removesuffix(SAMPLED), gnn_arms.width_of(case.model)
 

@@ -15,10 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import sys
-import warnings
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -113,7 +110,9 @@ def load(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Graph:
-    """The input called ``name``: the real set when it lies under ``data_root``, else a generated one. Never downloads.
+    """The input called ``name``: the real set when it lies under ``data_root``, else a generated one.
+
+    A set's folder is read by its library's loader, which completes it where files are missing.
 
     Args:
         name: One of :data:`INPUTS`; a name that ends in ``-powerlaw`` is always generated.
@@ -124,7 +123,7 @@ def load(
 
     Raises:
         ValueError: If there is no such input.
-        FileNotFoundError: If the set's folder is there and incomplete.
+        FileNotFoundError: If the data root is no folder.
         ImportError: If the set is there and its loader's library is not installed.
     """
     counts, device = spec(name), torch.device(device)
@@ -223,120 +222,46 @@ def _normal(nodes: int, width: int, *, seed: int, device: torch.device) -> Tenso
     return torch.randn(nodes, width, generator=generator, device=where).to(device)
 
 
-# Real graphs, read by the loaders of torch-geometric and OGB. Under the data root, as the loaders leave it:
-#   Cora/raw/ind.cora.* (Planetoid)
-#   Reddit/raw/reddit_data.npz and reddit_graph.npz
-#   ogbn_arxiv/ and ogbn_products/ with RELEASE_v1.txt and raw/*.csv.gz (OGB; ogbn_arxiv_pyg/ as well)
-# A set that a loader has processed already is read from its processed/ folder; the raw files may be gone then.
+# Real graphs, read by the loaders of torch-geometric and OGB from where they leave them under the data root.
+FOLDERS = {"cora": "Cora", "reddit": "Reddit", "arxiv": "ogbn_arxiv", "products": "ogbn_products"}
 
 
 def find_real(name: str, data_root: str | None) -> Graph | None:
     """The real set on the CPU, or None if there is none of this name under ``data_root``."""
     if name == "karate":
-        return _karate()
+        from torch_geometric.datasets import KarateClub
+
+        data = KarateClub()[0]
+        return Graph(x=data.x, edge_index=data.edge_index, classes=int(data.y.max()) + 1, data="bundled (KarateClub)")
     if data_root is None:
         return None
     root = Path(data_root).expanduser()
     if not root.is_dir():
         raise FileNotFoundError(f"the data root {str(root)!r} is not a folder; give one that holds the data sets")
-    for folder, read in _READERS[name]:
-        if (root / folder).is_dir():
-            with _quiet():
-                return read(root / folder)
-    return None
-
-
-def _karate() -> Graph:
-    from torch_geometric.datasets import KarateClub
-
-    data = KarateClub()[0]
-    return Graph(x=data.x, edge_index=data.edge_index, classes=int(data.y.max()) + 1, data="bundled (KarateClub)")
-
-
-def _cora(folder: Path) -> Graph:
-    from torch_geometric.datasets import Planetoid
-
-    dataset = _offline(Planetoid)(str(folder.parent), "Cora")
-    data = dataset[0]
-    return Graph(x=data.x, edge_index=data.edge_index, classes=dataset.num_classes, data="real (Planetoid)")
-
-
-def _reddit(folder: Path) -> Graph:
-    from torch_geometric.datasets import Reddit
-
-    dataset = _offline(Reddit)(str(folder))
-    data = dataset[0]
-    return Graph(x=data.x, edge_index=data.edge_index, classes=dataset.num_classes, data="real (Reddit)")
-
-
-def _ogb(folder: Path) -> Graph:
-    from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
-    from torch_geometric.data.storage import GlobalStorage
-    from torch_geometric.utils import to_undirected
-
-    name = folder.name.removesuffix("_pyg").replace("_", "-")
-    release = folder / "RELEASE_v1.txt"
-    if not release.is_file():
-        # Without it OGB's loader asks on the terminal whether it may delete the folder.
-        raise FileNotFoundError(f"{release} is missing, so {name} is incomplete or another release; {_ADVICE}")
-    # OGB reads its processed file back with torch.load, which by now takes listed classes only.
-    with torch.serialization.safe_globals([DataEdgeAttr, DataTensorAttr, GlobalStorage]):
-        dataset = _offline(_ogb_loader())(name, root=str(folder.parent))
+    if not (root / FOLDERS[name]).is_dir():
+        return None
+    with contextlib.redirect_stdout(sys.stderr):  # standard output belongs to the harness
+        dataset, source = _read(name, root)
     data = dataset[0]
     edge_index = data.edge_index
-    if name == "ogbn-arxiv":
+    if name == "arxiv":
+        from torch_geometric.utils import to_undirected
+
         edge_index = to_undirected(edge_index, num_nodes=data.x.size(0))
-    return Graph(x=data.x.float(), edge_index=edge_index, classes=int(dataset.num_classes), data=f"real ({name})")
+    return Graph(x=data.x.float(), edge_index=edge_index, classes=int(dataset.num_classes), data=f"real ({source})")
 
 
-_READERS: dict[str, tuple[tuple[str, Callable[[Path], Graph]], ...]] = {
-    "cora": (("Cora", _cora),),
-    "reddit": (("Reddit", _reddit),),
-    # OGB's loader prefers the folder with the tail.
-    "arxiv": (("ogbn_arxiv_pyg", _ogb), ("ogbn_arxiv", _ogb)),
-    "products": (("ogbn_products_pyg", _ogb), ("ogbn_products", _ogb)),
-}
+def _read(name: str, root: Path) -> tuple[Any, str]:
+    from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
+    from torch_geometric.data.storage import GlobalStorage
+    from torch_geometric.datasets import Planetoid, Reddit
 
-_ADVICE = "complete the folder, or move it away to run on a generated graph"
+    if name == "cora":
+        return Planetoid(str(root), "Cora"), "Planetoid"
+    if name == "reddit":
+        return Reddit(str(root / "Reddit")), "Reddit"
+    from ogb.nodeproppred import PygNodePropPredDataset
 
-
-def _offline(loader: type[Any]) -> type[Any]:
-    """The loader with its download taken out: complete data loads as ever, incomplete data is an error."""
-
-    def download(self: Any) -> None:
-        # Loaders ask for the raw files first even if the processed ones are there, which are all they need.
-        if all(os.path.isfile(path) for path in self.processed_paths):
-            return
-        missing = [path for path in self.raw_paths if not os.path.isfile(path)]
-        raise FileNotFoundError(
-            f"{loader.__name__} under {self.root} is incomplete: {', '.join(missing)} missing; {_ADVICE}"
-        )
-
-    return type(loader.__name__, (loader,), {"download": download})
-
-
-def _ogb_loader() -> type[Any]:
-    missing = object()
-    outdated = sys.modules.get("outdated", missing)
-    try:
-        # On import OGB asks the package index for its newest version, in a thread, unless this module is absent.
-        sys.modules["outdated"] = None  # type: ignore[assignment]
-        from ogb.nodeproppred import PygNodePropPredDataset
-    except ImportError as error:
-        raise ImportError(f"reading an OGB data set needs the ogb package ({error}); pip install ogb") from error
-    finally:
-        if outdated is missing:
-            del sys.modules["outdated"]
-        else:
-            sys.modules["outdated"] = outdated  # type: ignore[assignment]
-    loader: type[Any] = PygNodePropPredDataset
-    return loader
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """What loaders print goes to stderr; standard output belongs to the harness."""
-    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-        # Labels come as read-only arrays from newer pandas; we do not write to them.
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
-        yield
+    # OGB reads its processed file back with torch.load, which by now takes listed classes only.
+    with torch.serialization.safe_globals([DataEdgeAttr, DataTensorAttr, GlobalStorage]):
+        return PygNodePropPredDataset(f"ogbn-{name}", root=str(root)), f"ogbn-{name}"
