@@ -11,18 +11,27 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run_checks(file: str, *arguments: str, interpret: bool) -> None:
-    """Fail unless every check of ``tests/<file>`` that pytest's arguments select passes, and at least one does.
+def run_checks(*files: str, interpret: bool, options: tuple[str, ...] = ()) -> None:
+    """Fail unless every check of ``tests/<file>`` that pytest's options select passes, and at least one does.
 
     In the interpreter most cases are run in one dtype, see ``tests/dtypes_in_turn.py``. To run all:
     ``TRITON_INTERPRET=1 python -m pytest tests/<file>``.
     """
     if interpret:
-        arguments = ("-p", "tests.dtypes_in_turn", *arguments)
+        options = ("-p", "tests.dtypes_in_turn", *options)
     # Of its own, even where pytest runs in several processes: its plugins know that by the environment.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", f"tests/{file}", "-p", "no:cacheprovider", *arguments],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            *(f"tests/{file}" for file in files),
+            "-p",
+            "no:cacheprovider",
+            *options,
+        ],
         cwd=ROOT,
         env={**environment, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": str(int(interpret))},
         capture_output=True,

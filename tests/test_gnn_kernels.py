@@ -57,7 +57,9 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         def sums(x: Tensor, weight: Tensor, bias: Tensor, learned: GraphTensors = learned) -> Tensor:
             return sum_neighbours(x, learned._replace(weight=weight), bias=bias, channels=3)
 
-        x, weight, bias = (torch.randn(*shape, requires_grad=True) for shape in ((8, 4), (40,), (3,)))
+        # The transpose holds the same weights.
+        x, bias, weight = torch.randn(8, 4), torch.randn(3), learned.weight.clone()  # type: ignore[union-attr]
+        x, weight, bias = (each.requires_grad_() for each in (x, weight, bias))
         found[f"sum {name}"] = sums, (x, weight, bias)
         for own in ("added", "beside"):
             found[f"mean {own} {name}"] = functools.partial(mean_neighbours, graph=g, own=own), (x,)

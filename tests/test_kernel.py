@@ -192,13 +192,18 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     return {f"{family}: {name}": call for family, each in of_families.items() for name, call in each.items()}
 
 
-def run(operator: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Run an operator and its backward."""
+def run(operator: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Tensor | None]:
+    """What an operator returns, and the gradients of its arguments."""
     out = operator(*arguments)
-    given = [each for each in (out if isinstance(out, tuple) else (out,)) if each is not None and each.requires_grad]
+    returned = [each for each in (out if isinstance(out, tuple) else (out,)) if each is not None]
+    learning = [each for each in returned if each.requires_grad]
     wanted = [each for each in arguments if isinstance(each, Tensor) and each.requires_grad]
-    if given:
-        torch.autograd.grad(given, wanted, [torch.ones_like(each) for each in given], allow_unused=True)
+    # Norms pass no gradient that is the same everywhere.
+    grads = [
+        torch.arange(1.0, each.numel() + 1, device=each.device).cos().view(each.shape).to(each.dtype)
+        for each in learning
+    ]
+    return [*returned, *(torch.autograd.grad(learning, wanted, grads, allow_unused=True) if learning else ())]
 
 
 @pytest.mark.slow

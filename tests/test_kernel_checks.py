@@ -10,24 +10,37 @@ import pytest
 from tests.kernel_runs import run_checks
 
 FILES = sorted(path.name for path in Path(__file__).parent.glob("*_checks.py") if path.name[:4] not in ("test", "kern"))
-# Files that take minutes run in two parts; one small model of each family is quick.
-HALVES = {"gnn": "attention", "llm": "norms"}
-PARTS = [
-    pytest.param(name, part, marks=[] if name[:5] == "model" else pytest.mark.slow)
-    for name in FILES
-    for part in ((HALVES[name[:3]], f"not {HALVES[name[:3]]}") if name[:3] in HALVES else ("",))
-]
+# Each in a process of its own, which takes as long to begin as many a check to run: about a minute of checks in each.
+GROUPS = ["gnn_ products_ training_", "bert_ llm_ model_", "resnet_", "unet_"]
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="torch came without Triton, which GPUs only need"
-)
-@pytest.mark.parametrize(("name", "part"), PARTS)
-def test_in_the_interpreter(name: str, part: str) -> None:
-    run_checks(name, *(("-k", part) if part else ()), interpret=True)
+def checks(group: str) -> list[str]:
+    return [name for name in FILES if name.startswith(tuple(group.split()))]
+
+
+@pytest.fixture
+def _triton() -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("torch came without Triton, which GPUs only need")
+
+
+@pytest.mark.usefixtures("_triton")
+def test_a_call_of_each_kernel_in_the_interpreter() -> None:
+    run_checks("call_kernel_checks.py", interpret=True)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_triton")
+@pytest.mark.parametrize("group", GROUPS)
+def test_in_the_interpreter(group: str) -> None:
+    run_checks(*checks(group), interpret=True)
+
+
+def test_every_file_of_checks_is_in_one_group() -> None:
+    assert sorted(name for group in ("call_", *GROUPS) for name in checks(group)) == FILES
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FILES)
 def test_on_a_gpu(name: str) -> None:
-    run_checks(name, "-m", "gpu", interpret=False)
+    run_checks(name, options=("-m", "gpu"), interpret=False)

@@ -91,7 +91,10 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     rows, several = torch.tensor([3, 15]), torch.tensor([[3, 4, 5]] * 2)
     model, x = small(2, 1)
     state = DecodeState(2, 4, torch.device("cpu"))
-    decoded = {"positions": rows[:, None], "cache": model.make_cache(2, 16).layers[0]}
+
+    def step(model: LLM, x: Tensor, cache: Tensor) -> Tensor:
+        return model.layers[0](x, model.rotary(rows[:, None]), positions=rows[:, None], cache=cache)
+
     return {
         "swiglu": (swiglu, (grown(3, 8),)),
         "norm": (rms_norm, (grown(3, 8), grown(8), 1e-6)),
@@ -103,9 +106,9 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
         ),
         "prefill": (attend, (torch.randn(2, 3, 2, 32), cache, several, 4)),
         "attention": (decode_attention, (torch.randn(2, 4 * 32), cache, rows, rotary, head, head, 1e-6, 2, 5)),
-        "a step": (torch.no_grad()(lambda: model.layers[0](x, model.rotary(rows[:, None]), **decoded)), ()),
-        "head": (torch.no_grad()(lambda: model.head(x, model.output_weight)), ()),
-        "choice": (lambda: accept(state, torch.randn(2, 9), greedy=True), ()),
+        "a step": (torch.no_grad()(step), (model, x, model.make_cache(2, 16).layers[0])),
+        "head": (torch.no_grad()(lambda model, x: model.head(x, model.output_weight)), (model, x)),
+        "choice": (lambda: (accept(state, torch.randn(2, 9), greedy=True), state.tokens), ()),
     }
 
 

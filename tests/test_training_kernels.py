@@ -17,9 +17,13 @@ from zoo.training import AdamW, losses
 
 def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     labels, one = torch.tensor([3, -100, 8]), torch.ones(())
+
+    def rows(logits: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        return cross_entropy_rows(logits.clone(), *rest)  # their gradient takes their place
+
     return {
-        "rows": (cross_entropy_rows, (torch.randn(3, 9), labels, one)),
-        "rows of half precision": (cross_entropy_rows, (torch.randn(3, 16).bfloat16(), labels, one)),
+        "rows": (rows, (torch.randn(3, 9), labels, one)),
+        "rows of half precision": (rows, (torch.randn(3, 16).bfloat16(), labels, one)),
         "scale": (scale_, (torch.randn(5, 4), one)),
         "adamw": (adamw_step, (torch.randn(1 << 19, requires_grad=True),)),
     }
