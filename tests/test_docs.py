@@ -37,8 +37,17 @@ def blocks(page: Path, *languages: str) -> list[tuple[int, str]]:
 FAMILY_PAGE = ROOT / "docs/adding-a-family.md"  # whose blocks are files
 
 
+# Most pages compile what other tests compile, too.
+FIRST_PAGES = [ROOT / "README.md", ROOT / "docs/index.md", ROOT / "docs/migration.md"]
+
+
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if page != FAMILY_PAGE and blocks(page, "python")], ids=name_of
+    "page",
+    [
+        pytest.param(page, marks=[] if page in FIRST_PAGES else pytest.mark.slow, id=name_of(page))
+        for page in PAGES
+        if page != FAMILY_PAGE and blocks(page, "python")
+    ],
 )
 def test_python_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # One module a page, its blocks in order. Classes need a module that can be found by name, and what a page
