@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks import record
 from benchmarks.report import docs
+from tests.runs import LIGHT
 from zoo import registry
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,7 +79,7 @@ def test_a_family_is_added_by_the_words_of_its_page(tmp_path: Path) -> None:
         file.write(f"{line}\n")
 
     def python(*arguments: str) -> str:
-        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        environment = {**os.environ, **LIGHT, "PYTHONPATH": str(tmp_path)}
         done = subprocess.run(
             [sys.executable, "-m", *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True
         )
@@ -87,7 +88,8 @@ def test_a_family_is_added_by_the_words_of_its_page(tmp_path: Path) -> None:
 
     tests = python("pytest", "-q", "-n", "0", "tests/test_contract.py", "tests/test_mlp.py", "-k", "mlp")
     assert int(re.findall(r"(\d+) passed", tests)[0]) > 20
-    run = python("benchmarks.run", "--family", "mlp", "--device", "cpu", "--quick", "--out", str(tmp_path / "runs"))
+    arms = ("--strategy", "regional,full", "--out", str(tmp_path / "runs"))
+    run = python("benchmarks.run", "--family", "mlp", "--device", "cpu", "--quick", *arms)
     assert "zoo regional" in run and "upstream full" in run
     python("ruff", "check", *files)
     python("ruff", "format", "--check", *files)

@@ -28,11 +28,6 @@ def build(folder: Path, site: Path) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_the_site_builds(tmp_path: Path) -> None:
-    code, printed = build(ROOT, tmp_path)
-    assert code == 0, printed
-
-
 @pytest.mark.slow
 def test_the_build_fails_on_what_is_broken(tmp_path: Path) -> None:
     for name in ("docs", "zoo"):

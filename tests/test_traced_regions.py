@@ -17,7 +17,7 @@ from zoo.engine.direct import has_nothing_to_fuse
 pytest.importorskip("triton", reason="torch came without Triton, which GPUs only need")
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 LAUNCH = "triton_kernel_wrapper_functional"
-# Of each region of a model, in all its shapes: launches without gradients, forward and backward.
+# Of each region of a model, in its extreme shapes: launches without gradients, forward and backward.
 LAUNCHES: dict[str, dict[str, set[tuple[int, int, int]]]] = {
     "bert-debug": {"BertLayer": {(0, 3, 6)}},
     "llm-debug": {"LLMLayer": {(3, 3, 5)}, "LLMHead": {(1, 1, 2)}},
@@ -37,13 +37,17 @@ SLOW = ("resnet-debug", "unet-debug", "unet-xl-debug")
 
 
 def regions_of(model: nn.Module, inputs: dict[str, Any]) -> list[tuple[nn.Module, Any, Any]]:
-    """Each region that differs by class or shapes, with the arguments that it is called with."""
-    found: dict[Any, tuple[nn.Module, Any, Any]] = {}
+    """Regions of each class, with what they are called with: the smallest and the largest of those alike.
+
+    Regions are alike if they have as many parameters and are given the same kinds of arguments.
+    """
+    found: dict[Any, dict[int, tuple[nn.Module, Any, Any]]] = {}
 
     def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-        leaves = pytree.tree_leaves((args, kwargs, list(module.parameters())))
-        shapes = tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves)
-        found.setdefault((type(module), shapes), (module, args, kwargs))
+        given, structure = pytree.tree_flatten((args, kwargs))
+        kind = type(module), structure, tuple(type(each) for each in given), len(list(module.parameters()))
+        size = sum(each.numel() for each in given if isinstance(each, Tensor))
+        found.setdefault(kind, {}).setdefault(size, (module, args, kwargs))
 
     classes = tuple(region.cls for region in type(model).regions)
     handles = [
@@ -52,7 +56,7 @@ def regions_of(model: nn.Module, inputs: dict[str, Any]) -> list[tuple[nn.Module
     model(**inputs)
     for handle in handles:
         handle.remove()
-    return list(found.values())
+    return [alike[size] for alike in found.values() for size in {min(alike), max(alike)}]
 
 
 def apart(x: Any) -> Any:

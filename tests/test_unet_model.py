@@ -16,7 +16,7 @@ import zoo
 from tests.dispatched import Dispatched
 from zoo.engine.compile import plan_of
 from zoo.engine.graph_log import LEDGER
-from zoo.unet import ResnetBlock, TextKeysValues, TimeShifts, TransformerBlock, UNet
+from zoo.unet import ResnetBlock, TextKeysValues, TextProjections, TimeShifts, TransformerBlock, UNet
 from zoo.unet.blocks import sinusoids
 from zoo.unet.config import PRESETS
 
@@ -109,7 +109,8 @@ def test_inductor_gives_the_same_numbers_and_gradients() -> None:
     for compiled in (False, True):
         own = copy.deepcopy(model)
         if compiled:
-            zoo.compile_regions(own)
+            # Compiling is slow on a CPU: a resnet block with a shortcut, one without it and one of two images will do.
+            zoo.compile_regions(own, exclude=[TextProjections, "down.0", "up.0", "up.1.resnets.0"])
         out = own(**inputs).sample
         results.append([out.detach(), *torch.autograd.grad(out.square().sum(), list(own.parameters()))])
     torch.testing.assert_close(results[1], results[0], rtol=1e-8, atol=1e-10)
