@@ -1,4 +1,4 @@
-"""Small models for tests of the engine."""
+"""Small models for tests of the engine, and the graphs of compiled ones."""
 
 from __future__ import annotations
 
@@ -8,6 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from zoo import Region
+from zoo.engine.compile import plan_of
+from zoo.engine.graph_log import LEDGER
+
+
+def graphs_of(model: nn.Module) -> dict[str, int]:
+    """Graphs of each region of a compiled model since it was compiled, by the region's name."""
+    plan = plan_of(model)
+    assert plan is not None
+    found: dict[str, int] = {}
+    for entry in LEDGER.of(plan.ledger_id):
+        found[entry.region.__name__] = found.get(entry.region.__name__, 0) + entry.graphs
+    return found
 
 
 class Block(nn.Module):

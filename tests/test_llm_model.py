@@ -14,8 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import zoo
-from zoo.engine.compile import plan_of
-from zoo.engine.graph_log import LEDGER
+from tests.blocks import graphs_of
 from zoo.llm import LLM, LLMConfig, RopeScaling
 from zoo.training import LinearCrossEntropy
 
@@ -31,18 +30,8 @@ def ids(batch: int = 2, tokens: int = 12, seed: int = 0) -> torch.Tensor:
     return torch.randint(256, (batch, tokens), generator=torch.Generator().manual_seed(seed))
 
 
-def graphs(model: LLM) -> dict[str, int]:
-    plan = plan_of(model)
-    assert plan is not None
-    found = {"LLMLayer": 0, "LLMHead": 0}
-    for entry in LEDGER.of(plan.ledger_id):
-        found[entry.region.__name__] += entry.graphs
-    return found
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("depth", [1, 2, 6])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(("depth", "mode"), [(1, torch.no_grad), (6, torch.inference_mode)])
 def test_prefill_decode_and_scoring_are_a_graph_each_at_any_depth(
     depth: int, mode: Callable[[], AbstractContextManager[object]]
 ) -> None:
@@ -60,7 +49,7 @@ def test_prefill_decode_and_scoring_are_a_graph_each_at_any_depth(
             got = model(tokens[:, at : at + 1], position_ids=torch.full((2, 1), at), cache=cache, logits_to_keep=1)
             torch.testing.assert_close(got, expected[:, at : at + 1])
     # The head sees one position in prefill and in decoding, and shares that graph.
-    assert graphs(model) == {"LLMLayer": 3, "LLMHead": 2}
+    assert graphs_of(model) == {"LLMLayer": 3, "LLMHead": 2}
 
 
 def test_a_mask_is_one_more_graph(model: LLM) -> None:
@@ -71,7 +60,7 @@ def test_a_mask_is_one_more_graph(model: LLM) -> None:
             mask[0, : seed + 1] = 0
             model(ids(seed=seed), attention_mask=mask)
             model(ids(seed=seed))
-    assert graphs(model) == {"LLMLayer": 2, "LLMHead": 1}
+    assert graphs_of(model) == {"LLMLayer": 2, "LLMHead": 1}
 
 
 def test_norms_that_are_listened_to_or_replaced_are_called() -> None:

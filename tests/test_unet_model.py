@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,34 +12,17 @@ import unet_reference as reference
 from torch import Tensor, nn
 
 import zoo
+from tests.blocks import graphs_of
 from tests.dispatched import Dispatched
-from zoo.engine.compile import plan_of
-from zoo.engine.graph_log import LEDGER
 from zoo.unet import ResnetBlock, TextKeysValues, TextProjections, TimeShifts, TransformerBlock, UNet
 from zoo.unet.blocks import sinusoids
 from zoo.unet.config import PRESETS
-
-MODES: dict[str, tuple[bool, Any]] = {
-    "train": (True, nullcontext),
-    "eval with grad": (False, nullcontext),
-    "no_grad": (False, torch.no_grad),
-    "inference_mode": (False, torch.inference_mode),
-}
 
 
 def make(name: str, **changes: Any) -> UNet:
     model = zoo.create(name, **changes)
     assert isinstance(model, UNet)
     return model
-
-
-def graphs(model: nn.Module) -> dict[str, int]:
-    plan = plan_of(model)
-    assert plan is not None
-    found: dict[str, int] = {}
-    for entry in LEDGER.of(plan.ledger_id):
-        found[entry.region.__name__] = found.get(entry.region.__name__, 0) + entry.graphs
-    return found
 
 
 # Of the debug models: a resnet block's shapes are its widths and the image's size, a transformer block's the same.
@@ -51,20 +33,17 @@ NEEDED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "mode"), [*(("unet-debug", mode) for mode in MODES), ("unet-xl-debug", "inference_mode")]
-)
-def test_blocks_are_a_graph_for_each_shape(name: str, mode: str) -> None:
-    training, context = MODES[mode]
+@pytest.mark.parametrize(("name", "training"), [("unet-debug", True), ("unet-debug", False), ("unet-xl-debug", False)])
+def test_blocks_are_a_graph_for_each_shape(name: str, training: bool) -> None:
     model = make(name).train(training)
     eager = copy.deepcopy(model)
     inputs = zoo.example_inputs(model, tokens=7)
     report = zoo.find_regions(model, inputs=inputs)
-    zoo.compile_regions(model, backend="aot_eager")
-    with context(), zoo.enforce_budget(model):
+    zoo.compile_regions(model, backend="aot_eager" if training else "eager")
+    with torch.inference_mode(not training), zoo.enforce_budget(model):
         torch.testing.assert_close(model(**inputs).sample, eager(**inputs).sample, rtol=1e-4, atol=1e-5)
         model(**inputs)
-    assert graphs(model) == {found.name: found.graphs_needed for found in report.regions} == NEEDED[name]
+    assert graphs_of(model) == {found.name: found.graphs_needed for found in report.regions} == NEEDED[name]
 
 
 @pytest.mark.parametrize(("name", "resnets", "transformers"), [("sd15", 14, 4), ("sd21", 14, 4), ("sdxl", 12, 2)])
