@@ -314,8 +314,7 @@ def test_modes_are_kinds_of_their_own() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", ["sd", "xl"])
-@pytest.mark.parametrize("adapted", [False, True], ids=["", "lora"])
+@pytest.mark.parametrize(("kind", "adapted"), [("sd", False), ("xl", True)], ids=["sd", "xl-lora"])
 def test_inside_diffusers_pipelines(kind: str, adapted: bool, device: str, tmp_path: Path) -> None:
     from test_unet_pipelines import lora, pipeline
 

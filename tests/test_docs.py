@@ -87,7 +87,7 @@ def test_a_family_is_added_by_the_words_of_its_page(tmp_path: Path) -> None:
         return done.stdout
 
     tests = python("pytest", "-q", "-n", "0", "tests/test_contract.py", "tests/test_mlp.py", "-k", "mlp")
-    assert int(re.findall(r"(\d+) passed", tests)[0]) > 20
+    assert int(re.findall(r"(\d+) passed", tests)[0]) > 14
     arms = ("--strategy", "regional,full", "--out", str(tmp_path / "runs"))
     run = python("benchmarks.run", "--family", "mlp", "--device", "cpu", "--quick", *arms)
     assert "zoo regional" in run and "upstream full" in run

@@ -10,6 +10,7 @@ from blocks import Block, Stack
 from torch import Tensor, nn
 
 import zoo
+from zoo.resnet import Bottleneck
 from zoo.training import TrainingStep, capture_obstacles, checkpoint_regions
 from zoo.training.checkpointing import restores_random_state
 
@@ -117,17 +118,15 @@ def test_running_statistics_are_moved_once_and_where_they_are() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("name", "block"), [("resnet-debug", "Bottleneck"), ("unet-debug", "ResnetBlock")])
-def test_a_captured_step_is_the_same_with_blocks_around_regions(device: str, name: str, block: str) -> None:
+def test_a_captured_step_is_the_same_with_blocks_around_regions(device: str) -> None:
     found = []
     for checkpointed in (False, True):
         torch.manual_seed(0)
-        model = zoo.create(name, device=device).train().requires_grad_(True)
+        model = zoo.create("resnet-debug", device=device).train().requires_grad_(True)
         batch = zoo.example_inputs(model)
         zoo.compile_regions(model, backend="aot_eager")
         if checkpointed:
-            cls = next(type(module) for module in model.modules() if type(module).__name__ == block)
-            checkpoint_regions(model, cls, preserve_rng_state=False)
+            checkpoint_regions(model, Bottleneck, preserve_rng_state=False)
         rate = torch.tensor(1e-3, device=device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=device == "cuda")
         step = TrainingStep(model, squares, optimizer, cuda_graph=True)
@@ -190,7 +189,7 @@ def squares(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def test_less_is_kept_of_blocks_around_regions() -> None:
     model = zoo.create("unet-debug").train().requires_grad_(True)
     inputs = zoo.example_inputs(model)
-    zoo.compile_regions(model, backend="aot_eager")
+    zoo.compile_regions(model, backend="eager")
     kept = [kept_bytes(model, **inputs)]
     for block in ("ResnetBlock", "TransformerBlock"):
         checkpoint_regions(model, next(type(m) for m in model.modules() if type(m).__name__ == block))

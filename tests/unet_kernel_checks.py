@@ -125,7 +125,7 @@ def test_one_launch_of_some_tiles(size: int, pixels: int, monkeypatch: pytest.Mo
     # Means that differ from channel to channel are most of a group's deviation.
     x, shift = values(2, 2 * size, pixels, 1), values(2, 2 * size, mean=-3.0)
     weight, bias = values(2 * size), values(2 * size)
-    for dtype in RELATIVE:
+    for dtype in RELATIVE if DEVICE == "cuda" else [list(RELATIVE)[(size + pixels) % 3]]:
         given = [tensor.to(dtype) for tensor in (x, shift, weight, bias)]
         # One number has no deviation, and what is not there would be as many away as the interpreter warns of.
         silu = pixels * size > 1
