@@ -8,7 +8,6 @@ import re
 import shutil
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -106,7 +105,5 @@ def eager_backend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, one_thread: N
 
     monkeypatch.setenv("BENCHMARKS_BACKEND", "eager")
     monkeypatch.setenv("BENCHMARKS_SCRATCH", str(tmp_path))
-    with warnings.catch_warnings(), inductor.patch(freezing=False):
-        # numpy's word to diffusers' schedulers that take square roots of tensors.
-        warnings.filterwarnings("ignore", "__array__ implementation doesn't accept a copy", DeprecationWarning)
+    with inductor.patch(freezing=False):
         yield

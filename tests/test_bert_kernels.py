@@ -144,7 +144,6 @@ def test_a_layer_that_trains_runs_the_kernels(
 
 
 @needs_triton
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 def test_under_autocast_a_layer_is_one_graph_each_way_with_all_kernels_in_it(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:

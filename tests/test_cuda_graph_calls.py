@@ -19,7 +19,6 @@ import zoo
 from zoo import RegionWarning
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 
 
 def stack(device: str = "cpu", **options: Any) -> Any:

@@ -31,11 +31,7 @@ from torch import Tensor, nn
 import zoo
 from zoo.unet import Sampler, make_schedule
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    # numpy's word to schedulers that take square roots of tensors.
-    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),
-]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @st.composite

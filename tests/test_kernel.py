@@ -30,8 +30,6 @@ from tests import (
 from tests.fake_gpu import Gpu, kernels, lower
 from zoo.engine.kernel import compile_together, kernel
 
-pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
-
 
 @kernel(do_not_specialize=["rows"])
 def _scaled(x, scale, out, rows, columns, COLUMNS: tl.constexpr):

@@ -89,7 +89,6 @@ def test_only_what_autocast_would_convert_is_taken_low() -> None:
         assert not torch.func.vmap(lambda x: torch.tensor(takes_low(x, weight, bias)))(x).any(), "a transform"
 
 
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_low_product_is_one_graph_whose_sums_are_kernels(
     biased: bool, gpu: Gpu, monkeypatch: pytest.MonkeyPatch

@@ -16,11 +16,7 @@ from test_unet_pipelines import pipeline
 import zoo
 from zoo.engine.compile import plan_of
 
-# numpy's word to schedulers that take square roots of tensors.
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),
-]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PATH = Path(__file__).parent.parent / "examples" / "text_to_image.py"
 

@@ -15,7 +15,6 @@ from tests import fake_gpu
 from zoo.engine.direct import has_nothing_to_fuse
 
 pytest.importorskip("triton", reason="torch came without Triton, which GPUs only need")
-pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 LAUNCH = "triton_kernel_wrapper_functional"
 # Of each region of a model, in its extreme shapes: launches without gradients, forward and backward.
 LAUNCHES: dict[str, dict[str, set[tuple[int, int, int]]]] = {

@@ -23,9 +23,6 @@ with warnings.catch_warnings():
     import transformers
     from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 
-# numpy's word to schedulers that take square roots of tensors.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
-
 SCHEDULERS = ["DDIMScheduler", "PNDMScheduler", "EulerDiscreteScheduler", "DPMSolverMultistepScheduler"]
 NOISE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 

@@ -17,11 +17,7 @@ import zoo
 from zoo.unet import Sampler, UNet, make_schedule
 from zoo.unet.schedule import SOLVERS
 
-# numpy's word to schedulers that take square roots of tensors.
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),
-]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SHAPE = (2, 4, 8, 12)
 EULER = {"_class_name": "EulerDiscreteScheduler", "beta_schedule": "scaled_linear", "beta_end": 0.012}

@@ -19,9 +19,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import diffusers
 
-# numpy's word to schedulers that take square roots of tensors.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
-
 NOISE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 NEEDED = {"DDIMScheduler": {"clip_sample": False}, "PNDMScheduler": {"skip_prk_steps": True}}
 NAMES = [name for name, _ in SOLVERS.values()]
