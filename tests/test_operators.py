@@ -48,10 +48,8 @@ def test_a_gpu_is_asked_once_what_it_is(asked: list[torch.device]) -> None:
 def test_own_kernels_can_be_left_out(asked: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators, "ENABLED", False)
     assert not operators.triton_runs_on(torch.device("cuda", 0)) and not asked
-    code = "from zoo.ops import common; print(common.ENABLED)"
-    for value, said in (("0", "False"), ("1", "True")):
-        ran = subprocess.run([sys.executable, "-c", code], env={**os.environ, "ZOO_OWN_KERNELS": value}, stdout=-1)
-        assert ran.stdout.decode().strip() == said
+    code = "from zoo.ops import common; assert not common.ENABLED"
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "ZOO_OWN_KERNELS": "0"}, check=True)
 
 
 def test_whichever_gpu_is_current_is_asked_every_time(asked: list[torch.device]) -> None:
