@@ -282,7 +282,9 @@ def verdict(outcomes: Sequence[str]) -> str:
 def page(rows: Rows, claims: Mapping[int, Claim] | None = None) -> str:
     """All claims by theme: a line for each with its verdict, and below it, folded, what was measured."""
     # First the races that were run for a question: they have its arms, and enough rounds for it.
-    shown = (*extra_races(rows), *races_of(rows))
+    # A shared machine measured these: most say nothing about a claim.
+    extra = (race for race in extra_races(rows) if race.extra != "host")
+    shown = (*extra, *races_of(rows))
     parts: list[str] = []
     theme = ""
     for claim in (known_claims() if claims is None else claims).values():

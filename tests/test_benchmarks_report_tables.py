@@ -556,6 +556,15 @@ def test_the_headline(options: str, results: list[Result], said: list[str]) -> N
     assert (" (reduce-overhead) → " in text) == (results is WITHOUT_DEFAULT)
 
 
+def test_the_arms_of_extra_races_side_by_side() -> None:
+    rows = Rows([], ENVIRONMENTS, {"host": race()})
+    head, line, noise = make_table(Spec("arms", {"extra": "host"}), rows).splitlines()[:3]
+    arms = shown_race(race()).arms
+    assert all(arm.name in head for arm in arms) and noise.count("|") == head.count("|") == len(arms) + 3
+    with pytest.raises(ValueError, match="there are no extra rows 'hots'"):
+        make_table(Spec("arms", {"extra": "hots"}), rows)
+
+
 def test_a_wrong_output_is_a_worse_row_than_a_slow_one_and_is_said_to_be() -> None:
     results = [*race(), *race({"zoo regional + CUDA graph": 20.0}, input="arxiv")]
     next(r for r in results if r.case.arm == "zoo regional" and r.case.input == "cora").check.error = 3e-3

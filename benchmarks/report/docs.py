@@ -185,6 +185,10 @@ def make_table(spec: Spec, rows: Rows) -> str:
     if spec.kind == "headline":
         _refuse_options(spec, SELECTING)
         return _headline(spec, races_of(rows))
+    if spec.kind == "arms":
+        _refuse_options(spec, ("extra",))
+        shown = _races(spec, rows)
+        return f"{tables.markdown(*tables.arms(shown))}\n\n{_origin(shown)}"
     makers: dict[str, Callable[[MeasuredRace], str]] = {
         "race": _race,
         "compile": _compile,
@@ -193,7 +197,7 @@ def make_table(spec: Spec, rows: Rows) -> str:
         "kernels": lambda race: _kernels(race, _arm(race, spec.options["arm"])),
     }
     if spec.kind not in makers:
-        known = ("front", "headline", "claims", *makers)
+        known = ("front", "headline", "claims", "arms", *makers)
         raise ValueError(f"there is no table {spec.kind!r}; {did_you_mean(spec.kind, known)}")
     of_arm = spec.kind == "kernels"
     _refuse_options(spec, (*SELECTING, "extra", "arm") if of_arm else (*SELECTING, "extra"))

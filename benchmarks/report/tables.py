@@ -277,6 +277,18 @@ def family(races: Sequence[MeasuredRace], titles: Mapping[MeasuredRace, str]) ->
     return filled(("race", *HEADLINE[1:]), rows)
 
 
+def arms(races: Sequence[MeasuredRace]) -> Table:
+    """A row per race with the milliseconds of each arm, and how far two copies of one arm were apart."""
+    names = list(dict.fromkeys(arm.name for race in races for arm in race.arms))
+    rows = []
+    for race in races:
+        found = {arm.name: significant(arm.p50) for arm in race.arms}
+        noise = NOTHING if race.noise is None else f"{race.noise:.0%}"
+        title = f"{race.case.model}, {race.case.input}, {race.case.dtype}"
+        rows.append([title, *(found.get(name, NOTHING) for name in names), noise])
+    return ["model, input", *names, "A/A noise"], rows
+
+
 # Markdown -------------------------------------------------------------------------------------------------------------
 
 
