@@ -174,10 +174,6 @@ MODELS: dict[str, Foreign] = {
     "diffusers PixArtTransformer2DModel": diffusers(
         "PixArtTransformer2DModel", partial(prompted, added_cond_kwargs={"resolution": None, "aspect_ratio": None}),
         sizes=FEW, cross_attention_dim=16, caption_channels=16, norm_num_groups=1, **DIT),
-    "diffusers SD3Transformer2DModel": diffusers(
-        "SD3Transformer2DModel", lambda size: prompted(size, pooled_projections=torch.randn(size, 16)), sizes=FEW,
-        in_channels=4, joint_attention_dim=16, caption_projection_dim=16, pooled_projection_dim=16, out_channels=4,
-        pos_embed_max_size=8, **DIT),
     "diffusers FluxTransformer2DModel": diffusers(
         "FluxTransformer2DModel", flux, loop=partial(denoise, inputs=flux), in_channels=8, num_layers=4,
         num_single_layers=4, attention_head_dim=8, num_attention_heads=2, joint_attention_dim=16,
