@@ -35,7 +35,8 @@ def enforce_budget(model: nn.Module) -> Iterator[None]:
 
     The budget of a declared region is for one model input shape in one mode. A region that was given or discovered
     without one has a graph for each structure of its parameters, mode and kind of input, whatever its attributes,
-    and one more where sizes turn symbolic.
+    and one more where sizes turn symbolic. In training such a region may stay uncalled if others of its list ran, as
+    layers are dropped at random; one that is bypassed among them is not told apart.
 
     A model that gives its regions inputs of several sizes in one call says of how many, in a method ``region_sizes``
     that takes what ``forward`` takes: each size has the budget.
