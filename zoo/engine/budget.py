@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -153,6 +154,5 @@ def _reason(entry: Entry) -> str:
 
 
 def _breaks() -> Counter[str]:
-    from torch._dynamo.utils import counters
-
-    return Counter(counters["graph_break"])
+    dynamo = sys.modules.get("torch._dynamo.utils")  # which nothing broke without
+    return Counter() if dynamo is None else Counter(dynamo.counters["graph_break"])

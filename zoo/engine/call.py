@@ -21,7 +21,6 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from zoo.engine.direct import DirectOrInductor
 from zoo.engine.lifted import Lifted, carry_marks, own_items, without_base
 from zoo.engine.signature import forward_in_torch_nn
 from zoo.engine.tracing import tracing_to_run
@@ -63,7 +62,8 @@ class RegionCall:
         dynamic: As ``torch.compile`` takes it. With ``lifted``, None learns which sizes vary from this module's own
             calls.
         lifted: Numbers that are symbols of the graph; None for a region that was declared.
-        options: Other keyword arguments of ``torch.compile``.
+        runs_directly: Whether a graph with nothing to fuse runs as it is traced.
+        options: Makes the other keyword arguments of ``torch.compile``, when something is first compiled.
     """
 
     def __init__(
@@ -74,14 +74,13 @@ class RegionCall:
         fullgraph: bool,
         dynamic: bool | None = False,
         lifted: Lifted | None = None,
-        **options: Any,
+        runs_directly: bool,
+        options: Callable[[], dict[str, Any]],
     ) -> None:
-        from torch._dynamo import eval_frame
-
-        self._module = module
+        self.module = module
         self._name = name
-        self._runs_directly = isinstance(options.get("backend"), DirectOrInductor)
-        options["options"] = {"guard_filter_fn": _worth_guarding, **(options.get("options") or {})}
+        self._runs_directly = runs_directly
+        self._options = options
         self._lifted = lifted
         self._learns_sizes = dynamic is None
         self._sizes = lifted.new_sizes() if lifted else None
@@ -90,12 +89,9 @@ class RegionCall:
         if lifted and dynamic is False:
             dynamic = None  # which would take floats for constants, and sizes are forgotten after each compilation
         self._class_forward = self._forward = type(module).forward
-        run: Any = module._call_impl
+        self._fullgraph, self._dynamic = fullgraph, dynamic
         if forward_in_torch_nn(type(module)):
             self._forward = _forward_of_ours(type(module))  # type: ignore[arg-type]
-            run = types.MethodType(self._forward, module)
-        self._compiled: Any = torch.compile(run, fullgraph=fullgraph, dynamic=dynamic, **options)
-        self._dynamo = eval_frame
         # Shapes of positional tensors -> guards and code, for all modes that were met.
         self._entries: dict[Any, list[tuple[Any, Callable[..., Any]]]] = {}
         self.idle_watch: IdleWatch | None = None
@@ -112,9 +108,18 @@ class RegionCall:
             self._defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
             self._default_values = self._forward.__defaults__
 
+    @functools.cached_property
+    def compiled(self) -> Any:
+        """What ``torch.compile`` returns. It imports Dynamo, which takes seconds that a loaded region need not pay."""
+        module, how = self.module, dict(self._options())
+        how["options"] = {"guard_filter_fn": _worth_guarding, **(how.get("options") or {})}
+        ours = self._forward is not self._class_forward
+        run = types.MethodType(self._forward, module) if ours else module._call_impl
+        return torch.compile(run, fullgraph=self._fullgraph, dynamic=self._dynamic, **how)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run compiled code on the arguments of ``module.forward``."""
-        module = self._module
+        module = self.module
         if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack():
             # Traced into a larger graph; or watched operator by operator (FLOP counters, fake tensors): eagerly.
             return module._call_impl(*args, **kwargs)
@@ -188,17 +193,17 @@ class RegionCall:
         """Run with symbols for what varies, and warn when sizes turn symbolic."""
         lifted = self._lifted
         if lifted is None:
-            return self._compiled(*args, **kwargs)
+            return self.compiled(*args, **kwargs)
         if self._sizes is None or not self._learns_sizes:
             self._sizes = lifted.new_sizes()
         static = False
         if self._learns_sizes:
             args = tuple(map(without_base, args))
             kwargs = {name: without_base(value) for name, value in kwargs.items()}
-            static = carry_marks(self._module, args, kwargs)
+            static = carry_marks(self.module, args, kwargs)
         first = not self._sizes
         with lifted.as_symbols(self._sizes):
-            result = self._compiled(*args, **kwargs)
+            result = self.compiled(*args, **kwargs)
         if new := self.newly_varied():
             self._varied |= new
             if not first and not static:  # or they were marked
@@ -212,7 +217,7 @@ class RegionCall:
     def _warn_once(self, lifted: Lifted | None, message: str) -> None:
         if lifted is not None and not lifted.told:
             lifted.told = True
-            warnings.warn(f"{self._name} ({type(self._module).__name__}): {message}", RegionWarning, stacklevel=7)
+            warnings.warn(f"{self._name} ({type(self.module).__name__}): {message}", RegionWarning, stacklevel=7)
 
     def newly_varied(self) -> frozenset[str]:
         """Sizes and numbers of inputs, in words, that turned symbolic since the last call that Dynamo ran."""
@@ -223,7 +228,7 @@ class RegionCall:
 
     def _cannot_compile(self, error: Exception) -> str:
         """What Dynamo says, with the module, the line of its code and what can be done."""
-        cls = type(self._module).__name__
+        cls = type(self.module).__name__
         leave = f"exclude=[{self._name!r}]" if self._name else "zoo.uncompile(model)"
         return (
             f"{self._name or 'the model itself'} ({cls}) cannot be compiled as one graph: {_reason(error)}. Leave it "
@@ -232,20 +237,26 @@ class RegionCall:
 
     def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the entry that served this call: the first whose guards pass, as Dynamo looks for it."""
+        from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
         arguments = self._bind(module, args, kwargs)
-        for entry in self._dynamo._debug_get_cache_entry_list(self._code):
+        for entry in _debug_get_cache_entry_list(self._code):
             guards = entry.guard_manager
             if guards.cache_entry is not None and guards.check(arguments):
-                f = self._forward
-                run = types.FunctionType(entry.code, f.__globals__, f.__name__, f.__defaults__, f.__closure__)
-                run.__kwdefaults__ = f.__kwdefaults__
-                kept = self._entries.setdefault(_shapes(args), [])
-                if len(self._entries) > _MOST_SHAPES:
-                    del self._entries[next(iter(self._entries))]
-                kept[:] = [each for each in kept if each[0].cache_entry is not None]
-                kept.append((guards, run))
+                self.add(_shapes(args), guards, entry.code, self._forward.__globals__)
                 return
         self._misses += 1
+
+    def add(self, shapes: Any, guards: Any, code: types.CodeType, its_globals: dict[str, Any]) -> None:
+        """Run ``code`` in calls of these shapes of positional tensors whose guards pass."""
+        f = self._forward
+        run = types.FunctionType(code, its_globals, f.__name__, f.__defaults__, f.__closure__)
+        run.__kwdefaults__ = f.__kwdefaults__
+        kept = self._entries.setdefault(shapes, [])
+        if len(self._entries) > _MOST_SHAPES:
+            del self._entries[next(iter(self._entries))]
+        kept[:] = [each for each in kept if each[0].cache_entry is not None]
+        kept.append((guards, run))
 
     def _bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Arguments by name, as guards look them up. What does not fit the signature fails in the call itself."""
@@ -274,12 +285,17 @@ class RegionCall:
             or "forward" in module.__dict__
             or type(module).forward is not self._class_forward
             or self._forward.__defaults__ is not self._default_values
-            or self._dynamo._stance.stance != "default"
-            or self._dynamo._stance.backend is not None
+            or has_stance()
         )
 
 
 _NOT_RUN = object()
+
+
+def has_stance() -> bool:
+    """Whether somebody asked the compiler to stand aside, or for another backend."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and (dynamo._stance.stance != "default" or dynamo._stance.backend is not None)
 
 
 def _reason(error: Exception) -> str:

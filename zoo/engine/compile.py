@@ -38,12 +38,26 @@ from zoo.engine.step_buffers import tensors_in
 _CUDA_GRAPH_MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What ``compile_regions`` was asked for, in its own words."""
+
+    regions: Sequence[Region | type[nn.Module] | str] | None = None
+    exclude: Sequence[type[nn.Module] | str] = ()
+    mode: str | None = None
+    backend: Any = "inductor"
+    options: Mapping[str, Any] | None = None
+    dynamic: bool | None = None
+    fullgraph: bool = True
+
+
 @dataclass(frozen=True)
 class Plan:
     """What ``compile_regions`` did to a model: kept beside it, so that it never reaches a state dict or a copy."""
 
     report: RegionReport
     ledger_id: int
+    choices: Choices
     # Obstacles that no call has shown yet, by region; warned of when they cost a graph.
     pending: dict[str, Obstacle] = field(default_factory=dict)
 
@@ -118,7 +132,19 @@ def compile_regions(
             turn CUDA graphs on; if a region has parameters without a shape yet. What the compiler refuses is a
             ``RegionError`` of the first call.
     """
-    chosen = resolve(model, regions, exclude)
+    choices = Choices(
+        regions=regions, exclude=exclude, mode=mode, backend=backend, options=options, dynamic=dynamic,
+        fullgraph=fullgraph,
+    )  # fmt: skip
+    place_calls(model, choices, inputs)
+    return model
+
+
+def place_calls(
+    model: nn.Module, choices: Choices, inputs: Mapping[str, Any] | None = None, *, lazily: bool = False
+) -> None:
+    """``compile_regions``; ``lazily`` leaves Dynamo to the first call that compiles: importing it takes seconds."""
+    chosen = resolve(model, choices.regions, choices.exclude)
     if not chosen and not declared_regions(model):
         raise ValueError(
             f"{type(model).__name__} declares no regions and none is discovered: {nothing_repeats(model)}; or name "
@@ -128,10 +154,11 @@ def compile_regions(
         warnings.warn(
             f"{type(model).__name__} has nothing to compile in this configuration; it runs on library kernels as it is",
             RegionWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
     taken = [name or "the model itself" for name, module in model.named_modules() if module._compiled_call_impl]
-    wrapper = torch._dynamo.eval_frame.OptimizedModule
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    wrapper = () if dynamo is None else dynamo.OptimizedModule
     wrapped = [name or "the model itself" for name, module in model.named_modules() if isinstance(module, wrapper)]
     if wrapped:
         # Its graph would take the regions in, and nothing be compiled by regions.
@@ -142,27 +169,37 @@ def compile_regions(
     if taken:
         raise ValueError(f"already compiled: {', '.join(taken[:4])}; call zoo.uncompile(model) first")
     _refuse_sharded(chosen)
-    declared = declares(model, regions)
+    declared = declares(model, choices.regions)
     symbols = lifted(chosen, declared=declared)
     report = report_on(model, chosen, declared=declared, lifted=symbols, inputs=inputs)
     _judge(model, report)
     # All of it before anything is compiled: what is refused for one region leaves none behind.
-    hows = [_options(region, model, mode, options, backend, fullgraph, dynamic) for region in chosen]
-    for (region, group), how in zip(chosen.items(), hows, strict=True):
-        if declared:
-            how["dynamic"] = bool(how["dynamic"])
-        for name, module in group.items():
-            module._compiled_call_impl = RegionCall(
-                module, name=name, lifted=None if declared else symbols[region], **how
+    calls: list[RegionCall] = []
+    for region, group in chosen.items():
+        backend = choices.backend if region.backend is None else region.backend
+        fullgraph = choices.fullgraph if region.fullgraph is None else region.fullgraph
+        dynamic = region.dynamic if not choices.dynamic and region.dynamic is not None else choices.dynamic
+        dynamic = bool(dynamic) if declared else dynamic
+        how = functools.cache(functools.partial(_options, region, model, choices, backend, dynamic))
+        calls += [
+            RegionCall(
+                module, name=name, fullgraph=fullgraph, dynamic=dynamic, lifted=None if declared else symbols[region],
+                runs_directly=backend == "inductor", options=how,
             )
+            for name, module in group.items()
+        ]  # fmt: skip
+    if not lazily:
+        for call in calls:
+            _ = call.compiled
+    for call in calls:
+        call.module._compiled_call_impl = call
     modules = {name: module for group in chosen.values() for name, module in group.items()}
     if any(parameter.is_cuda for parameter in model.parameters()):
         IdleWatch(model, list(modules.values()))
     pending = {obstacle.region: obstacle for obstacle in report.obstacles if not obstacle.certain}
-    _PLANS[model] = Plan(report, LEDGER.watch(model, modules), pending)
+    _PLANS[model] = Plan(report, LEDGER.watch(model, modules), choices, pending)
     if _warn_of_excess not in LEDGER.listeners:
         LEDGER.listeners.append(_warn_of_excess)
-    return model
 
 
 def uncompile(model: nn.Module) -> nn.Module:
@@ -304,24 +341,15 @@ def _refuse_sharded(chosen: Mapping[Region, Mapping[str, nn.Module]]) -> None:
             )
 
 
-def _options(
-    region: Region,
-    model: nn.Module,
-    mode: str | None,
-    options: Mapping[str, Any] | None,
-    backend: Any,
-    fullgraph: bool,
-    dynamic: bool | None,
-) -> dict[str, Any]:
+def _options(region: Region, model: nn.Module, choices: Choices, backend: Any, dynamic: bool | None) -> dict[str, Any]:
     """Keyword arguments of ``torch.compile`` for a region: its own wishes, then what was asked of the model."""
-    mode = mode if region.mode is None else region.mode
-    backend = backend if region.backend is None else region.backend
-    _refuse_cuda_graphs(mode, options, backend)
-    how = _mode_and_options(region, model, mode, options, backend)
-    how["dynamic"] = region.dynamic if not dynamic and region.dynamic is not None else dynamic
-    how["fullgraph"] = fullgraph if region.fullgraph is None else region.fullgraph
-    how["backend"] = DirectOrInductor(None, how.pop("options"), how["dynamic"]) if backend == "inductor" else backend
-    return {**how, **compile_limit_kwargs()}
+    mode = choices.mode if region.mode is None else region.mode
+    _refuse_cuda_graphs(mode, choices.options, backend)
+    limit = compile_limit_kwargs()
+    LEDGER.listen()
+    how = _mode_and_options(region, model, mode, choices.options, backend)
+    how["backend"] = DirectOrInductor(None, how.pop("options"), dynamic) if backend == "inductor" else backend
+    return {**how, **limit}
 
 
 def _mode_and_options(
@@ -368,7 +396,7 @@ def _judge(model: nn.Module, report: RegionReport) -> None:
     if complaints and report.declared:
         raise ValueError(f"{type(model).__name__}: " + "; ".join(complaints))
     for complaint in complaints:
-        warnings.warn(f"{type(model).__name__}: {complaint}", RegionWarning, stacklevel=3)
+        warnings.warn(f"{type(model).__name__}: {complaint}", RegionWarning, stacklevel=4)
 
 
 def _warn_of_excess(entry: Entry) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-import sys
 import threading
 import warnings
 from collections import Counter
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from zoo.engine.call import RegionWarning
+from zoo.engine.call import RegionWarning, has_stance
 from zoo.engine.graphed_step import CaptureError, GraphedStep
 from zoo.engine.reachable import Weights, WeightsMovedError
 from zoo.engine.step_buffers import is_captured, is_constant, shapes_of
@@ -196,12 +195,11 @@ def _to(value: Any, device: torch.device) -> Any:
 
 def _is_watched() -> bool:
     """Whether somebody looks at each operator, transforms it, or asked the compiler to stand aside."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # importing it takes seconds that an eager model need not pay
     return bool(
         torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
-        or (dynamo is not None and (dynamo._stance.stance != "default" or dynamo._stance.backend is not None))
+        or has_stance()
     )
 
 

@@ -70,7 +70,12 @@ class Ledger:
         self._next = 0
 
     def listen(self) -> None:
-        """Register with Dynamo, once. Again after ``torch.compiler.reset()``, which forgets who listens."""
+        """Register with Dynamo, once. Again after ``torch.compiler.reset()``, which forgets who listens.
+
+        Before Dynamo is imported there is nothing to hear; whoever imports it calls this.
+        """
+        if "torch._dynamo" not in sys.modules:
+            return
         from torch._dynamo.callback import callback_handler
 
         if self._start not in callback_handler.start_callbacks:
@@ -80,7 +85,6 @@ class Ledger:
 
     def watch(self, model: nn.Module, modules: dict[str, nn.Module]) -> int:
         """Note compilations of these modules from now on, under a number that stands for the model."""
-        self.listen()
         self._next += 1
         self._roots[model] = self._next
         for name, module in modules.items():
