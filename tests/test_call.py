@@ -296,7 +296,7 @@ def test_entries_of_many_shapes_are_bounded(monkeypatch: pytest.MonkeyPatch, by_
     with torch.no_grad():
         for rows in [*range(2, 10), 9, 2]:
             block(torch.randn(rows, 8))
-    assert len(block._compiled_call_impl._entries) == 4 and len(by_dynamo) == 9
+    assert len(block._compiled_call_impl.entries) == 4 and len(by_dynamo) == 9
 
 
 class Stream:
@@ -371,5 +371,5 @@ def test_functions_of_torch_and_the_zoo_have_no_guards() -> None:
     with torch.no_grad():
         model(**zoo.example_inputs(model))
     calls = [call for call in map(region_call, model.modules()) if call is not None]
-    guards = [str(guard) for call in calls for entries in call._entries.values() for guard, _ in entries]
+    guards = [str(guard) for call in calls for entries in call.entries.values() for guard, _ in entries]
     assert guards and not any(re.search(r"source=G\['\w+'\][\w.]*\.__code__", each) for each in guards)

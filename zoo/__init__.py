@@ -11,6 +11,10 @@ from zoo import llm as llm
 from zoo import resnet as resnet
 from zoo import training as training
 from zoo import unet as unet
+from zoo.engine.artifacts import ArtifactError as ArtifactError
+from zoo.engine.artifacts import SavedRegions as SavedRegions
+from zoo.engine.artifacts import load_compiled as load_compiled
+from zoo.engine.artifacts import save_compiled as save_compiled
 from zoo.engine.budget import BudgetError as BudgetError
 from zoo.engine.budget import enforce_budget as enforce_budget
 from zoo.engine.call import RegionError as RegionError

@@ -23,6 +23,7 @@ from torch.nn.modules import module as torch_module
 
 from zoo.engine.lifted import Lifted, carry_marks, own_items, without_base
 from zoo.engine.signature import forward_in_torch_nn
+from zoo.engine.traced import note_entry, note_guards
 from zoo.engine.tracing import tracing_to_run
 
 
@@ -88,33 +89,33 @@ class RegionCall:
         self._varied: frozenset[str] = frozenset()
         if lifted and dynamic is False:
             dynamic = None  # which would take floats for constants, and sizes are forgotten after each compilation
-        self._class_forward = self._forward = type(module).forward
+        self._class_forward = self.forward = type(module).forward
         self._fullgraph, self._dynamic = fullgraph, dynamic
         if forward_in_torch_nn(type(module)):
-            self._forward = _forward_of_ours(type(module))  # type: ignore[arg-type]
+            self.forward = _forward_of_ours(type(module))  # type: ignore[arg-type]
         # Shapes of positional tensors -> guards and code, for all modes that were met.
-        self._entries: dict[Any, list[tuple[Any, Callable[..., Any]]]] = {}
+        self.entries: dict[Any, list[tuple[Any, Callable[..., Any]]]] = {}
         self.idle_watch: IdleWatch | None = None
         # Set by enforce_budget: called with the module after each call.
         self.on_call: Callable[[nn.Module], None] | None = None
-        self._code: Any = getattr(self._forward, "__code__", None)
+        self._code: Any = getattr(self.forward, "__code__", None)
         self._misses = 0 if fullgraph and self._code is not None else _MOST_MISSES
         if self._code is not None:
-            parameters = inspect.signature(self._forward, follow_wrapped=False).parameters.values()
+            parameters = inspect.signature(self.forward, follow_wrapped=False).parameters.values()
             self._names = [each.name for each in parameters if each.kind <= each.POSITIONAL_OR_KEYWORD]
             self._known = {each.name for each in parameters}
             self._rest = {each.kind: each.name for each in parameters if each.kind in _VARIADIC}
-            self._cells = list(zip(self._code.co_freevars, self._forward.__closure__ or (), strict=True))
+            self._cells = list(zip(self._code.co_freevars, self.forward.__closure__ or (), strict=True))
             self._defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
-            self._default_values = self._forward.__defaults__
+            self._default_values = self.forward.__defaults__
 
     @functools.cached_property
     def compiled(self) -> Any:
         """What ``torch.compile`` returns. It imports Dynamo, which takes seconds that a loaded region need not pay."""
         module, how = self.module, dict(self._options())
         how["options"] = {"guard_filter_fn": _worth_guarding, **(how.get("options") or {})}
-        ours = self._forward is not self._class_forward
-        run = types.MethodType(self._forward, module) if ours else module._call_impl
+        ours = self.forward is not self._class_forward
+        run = types.MethodType(self.forward, module) if ours else module._call_impl
         return torch.compile(run, fullgraph=self._fullgraph, dynamic=self._dynamic, **how)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -145,7 +146,7 @@ class RegionCall:
         return result
 
     def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = self._direct(module, args, kwargs) if self._entries else _NOT_RUN
+        result = self._direct(module, args, kwargs) if self.entries else _NOT_RUN
         if result is _NOT_RUN:
             return self._by_dynamo(module, args, kwargs)
         if self.idle_watch is not None:
@@ -153,7 +154,7 @@ class RegionCall:
         return result
 
     def _direct(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        entries = self._entries.get(_shapes(args))
+        entries = self.entries.get(_shapes(args))
         if entries is None or self._needs_dynamo(module):
             return _NOT_RUN
         arguments = self._bind(module, args, kwargs)
@@ -243,18 +244,19 @@ class RegionCall:
         for entry in _debug_get_cache_entry_list(self._code):
             guards = entry.guard_manager
             if guards.cache_entry is not None and guards.check(arguments):
-                self.add(_shapes(args), guards, entry.code, self._forward.__globals__)
+                note_entry(entry)
+                self.add_entry(_shapes(args), guards, entry.code, self.forward.__globals__)
                 return
         self._misses += 1
 
-    def add(self, shapes: Any, guards: Any, code: types.CodeType, its_globals: dict[str, Any]) -> None:
+    def add_entry(self, shapes: Any, guards: Any, code: types.CodeType, its_globals: dict[str, Any]) -> None:
         """Run ``code`` in calls of these shapes of positional tensors whose guards pass."""
-        f = self._forward
+        f = self.forward
         run = types.FunctionType(code, its_globals, f.__name__, f.__defaults__, f.__closure__)
         run.__kwdefaults__ = f.__kwdefaults__
-        kept = self._entries.setdefault(shapes, [])
-        if len(self._entries) > _MOST_SHAPES:
-            del self._entries[next(iter(self._entries))]
+        kept = self.entries.setdefault(shapes, [])
+        if len(self.entries) > _MOST_SHAPES:
+            del self.entries[next(iter(self.entries))]
         kept[:] = [each for each in kept if each[0].cache_entry is not None]
         kept.append((guards, run))
 
@@ -284,7 +286,7 @@ class RegionCall:
             or torch_module._global_backward_pre_hooks
             or "forward" in module.__dict__
             or type(module).forward is not self._class_forward
-            or self._forward.__defaults__ is not self._default_values
+            or self.forward.__defaults__ is not self._default_values
             or has_stance()
         )
 
@@ -327,14 +329,16 @@ def _worth_guarding(guards: Sequence[Any]) -> list[bool]:
     values: dict[str, Any] = getattr(sys.modules["torch._dynamo.guards"], "_CLOSURE_VARS", None) or {}
     for name in [each for each in values if each.startswith("tmp")]:
         del values[name]
-    return [not (each.is_global and each.has_value and _is_library_code(each.value)) for each in guards]
+    note_guards(guards)
+    return [not (each.is_global and each.has_value and is_library_code(each.value)) for each in guards]
 
 
-def _is_library_code(value: object) -> bool:
+def is_library_code(value: object) -> bool:
+    """Whether a value is a module, class or function of Python, torch, Triton or the zoo."""
     if isinstance(value, types.ModuleType):
         return value.__name__.partition(".")[0] in _LIBRARIES
     code = isinstance(value, type | types.FunctionType | types.BuiltinFunctionType)
-    return code and str(value.__module__).partition(".")[0] in _LIBRARIES
+    return code and str(value.__module__ or "builtins").partition(".")[0] in _LIBRARIES
 
 
 def _shapes(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -8,7 +8,9 @@ it as it would record the eager block. Every other graph goes to Inductor.
 
 from __future__ import annotations
 
+import functools
 import operator
+import re
 import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -16,10 +18,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
-from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zoo.engine.autograd import differentiable_once
+from zoo.engine.traced import note_graph, note_product
 
 # Products, convolutions and attention, which a library computes whoever calls it.
 _LIBRARY = {
@@ -51,8 +53,13 @@ class DirectOrInductor(torch._TorchCompileInductorWrapper):
         """Make what runs in place of a graph."""
         tunes = self.config.get("max_autotune") or self.config.get("max_autotune_gemm")
         if not tunes and has_nothing_to_fuse(model_):
-            return run_directly(model_)
-        return super().__call__(model_, inputs_, **options)  # type: ignore[no-untyped-call]
+            return note_product(run_directly(model_), model_)
+        note_graph(self, model_)
+        return self.by_inductor(model_, inputs_, **options)
+
+    def by_inductor(self, graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        """What Inductor makes of a graph."""
+        return super().__call__(graph, inputs, **options)  # type: ignore[no-untyped-call]
 
 
 def has_nothing_to_fuse(graph: fx.GraphModule) -> bool:
@@ -251,6 +258,29 @@ def run_directly(graph: fx.GraphModule) -> Callable[..., Any]:
     return run if gpu is None else _on(gpu, run)
 
 
+def recorded(maker: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
+    """What ``maker`` returns keeps how it was made, ``recipe``: an artifact has that in the function's place."""
+
+    @functools.wraps(maker)
+    def make(*args: Any) -> Callable[..., Any]:
+        function = maker(*args)
+        function.recipe = make, args  # type: ignore[attr-defined]
+        return function
+
+    return make
+
+
+@recorded
+def _program(source: str, names: dict[str, Any]) -> Callable[..., Any]:
+    """The function ``forward`` that a graph's source code defines, without the module that holds the graph."""
+    space = dict(names)
+    source = re.sub(r"def forward\(self(, )?", "def forward(", source, count=1)
+    exec(compile(source, "<direct graph>", "exec"), space)
+    forward: Callable[..., Any] = space["forward"]
+    return forward
+
+
+@recorded
 def _on(gpu: torch.device, run: Callable[..., Any]) -> Callable[..., Any]:
     """``run`` with ``gpu`` as the current device, where its allocations and launches go."""
 
@@ -288,10 +318,12 @@ def _straight_line(
             continue
         _replace(graph.graph, node, launch, tuple(args), named)
     _erase_unread_views(graph.graph)
-    graph.recompile()
-    # Without this a forward is a stand-in that goes through Module.__call__ each time.
-    _LazyGraphModule.force_recompile(graph)
-    return graph.forward
+    for node in graph.graph.nodes:
+        if node.op == "get_attr" and not node.users:
+            graph.graph.erase_node(node)
+    held = {each.target: operator.attrgetter(each.target)(graph) for each in graph.graph.find_nodes(op="get_attr")}
+    code = graph.graph.python_code("self")
+    return _program(code.src, {**code.globals, "self": types.SimpleNamespace(**held)} if held else code.globals)
 
 
 def _launch(
@@ -326,7 +358,19 @@ def _launch(
     tensors = [_at_its_address(positional[index]) for index in varying]
     fixed = all(isinstance(described[index], torch.dtype) for index in varying)
     if bind and fixed and not computed and not any(isinstance(each, fx.Node) for each in grid[0]):
-        return kernel.bound(tuple(grid[0]), positional, varying, options), tensors, computed
+        constants = [None if isinstance(each, fx.Node) else each for each in positional]
+        return _bound(kernel, tuple(grid[0]), constants, varying, options), tensors, computed
+    return _launching(kernel, tiles, options), [tuple(grid[0]), *positional], computed
+
+
+@recorded
+def _bound(kernel: Any, *launch: Any) -> Callable[..., None]:
+    bound: Callable[..., None] = kernel.bound(*launch)
+    return bound
+
+
+@recorded
+def _launching(kernel: Any, tiles: list[Any], options: dict[str, Any]) -> Callable[..., None]:
     start = kernel.launch
 
     def launch(grid: Any, *arguments: Any, **sizes: Any) -> None:
@@ -335,7 +379,7 @@ def _launch(
             arguments = tuple(x if tile is None else _by_tiles(x, tile) for x, tile in both)
         start(grid, *arguments, **options, **sizes)
 
-    return launch, [tuple(grid[0]), *positional], computed
+    return launch
 
 
 def _at_its_address(tensor: fx.Node) -> fx.Node:
@@ -363,6 +407,7 @@ def _by_tiles(tensor: Tensor, tile: list[int]) -> Any:
     return TensorDescriptor.from_tensor(tensor, tile)
 
 
+@recorded
 def _function(
     forward: Callable[..., Any], backward: Callable[..., Any], read: Sequence[bool], not_differentiable: Iterable[int]
 ) -> Callable[..., Any]:

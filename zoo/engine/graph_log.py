@@ -119,12 +119,24 @@ class Ledger:
             self._backward_since[args.compile_id] = time.perf_counter()
         if args.callback_trigger.name != "DYNAMO":
             return
+        opened = self._entry(args.compile_id, graphs=_unique_graphs(), seconds=time.perf_counter())
+        if opened is not None:
+            self._open[args.compile_id] = opened
+
+    def note_loaded(self, file: str) -> None:
+        """Note a graph that was loaded from a file, in the first call that it serves."""
+        entry = self._entry(file, graphs=1, seconds=0.0)
+        if entry is not None:
+            self._add(entry)
+
+    def _entry(self, number: str, graphs: int, seconds: float) -> Entry | None:
+        """An entry for the region that is being called."""
         module, call, root_call, sizes = self._caller()
         if module is None:
-            return
+            return None
         model, name = self._watched[module]
-        self._open[args.compile_id] = Entry(
-            compile_id=args.compile_id,
+        return Entry(
+            compile_id=number,
             region=type(module),
             name=name,
             model=model,
@@ -133,8 +145,8 @@ class Ledger:
             inputs=call,
             model_inputs=root_call,
             model_sizes=sizes,
-            graphs=_unique_graphs(),
-            seconds=time.perf_counter(),
+            graphs=graphs,
+            seconds=seconds,
         )
 
     def _end(self, args: Any) -> None:

@@ -13,8 +13,11 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.cache import FileCacheManager
 from triton.runtime.jit import JITFunction
 
+# All kernels of the process.
+KERNELS: list[Kernel] = []
 # Different launches of a kernel that are kept: a size that changes in every call would fill the memory.
 MOST_LAUNCHES = 1024
 
@@ -57,6 +60,49 @@ def compile_together(launches: Sequence[tuple[Kernel, list[Any], dict[str, Any]]
         warnings.warn(f"{len(failed)} kernels are compiled one by one: {failed[0]!r}", RuntimeWarning, stacklevel=2)
 
 
+def cached_files() -> dict[str, dict[str, bytes]]:
+    """What compiled kernels of the process have in Triton's cache: by folder and by name, without the steps between."""
+    files: dict[str, dict[str, bytes]] = {}
+
+    def note(path: str) -> None:
+        folder, name = os.path.split(path)
+        with open(path, "rb") as file:
+            files.setdefault(os.path.basename(folder), {})[name] = file.read()
+
+    class Noting(FileCacheManager):  # type: ignore[misc]
+        def get_file(self, filename: str) -> str | None:
+            if (path := super().get_file(filename)) is not None:
+                note(path)
+            return path  # type: ignore[no-any-return]
+
+    # Caches of a device are tuples, of which the first is by specialisation.
+    compiled = [each for kernel in KERNELS for cache in kernel.device_caches.values() for each in cache[0].values()]
+    binaries = tuple(f".{each}" for each in ("json", "cubin", "hsaco"))
+    for each in compiled:
+        for name, path in getattr(each, "metadata_group", {}).items():
+            if name.endswith(binaries):
+                note(path)
+    if files:
+        # What launches a kernel is C that Triton compiled as well, and finds by its source.
+        driver = triton.runtime.driver.active
+        with triton.knobs.cache.scope():
+            triton.knobs.cache.manager_class = Noting
+            type(driver.utils).__init__(driver.utils)
+            for each in compiled:
+                driver.launcher_cls(each.src, each.metadata)
+    return files
+
+
+def cache_files(files: dict[str, dict[str, bytes]]) -> None:
+    """Put files of ``cached_files`` into Triton's cache, where it finds them in the place of compiling."""
+    for folder, contents in files.items():
+        cache = FileCacheManager(folder)
+        paths = {name: cache.get_file(name) or cache.put(data, name) for name, data in contents.items()}
+        for name in paths:
+            if name.endswith(".json"):
+                cache.put_group(name, paths)
+
+
 class Kernel(JITFunction):  # type: ignore[misc]
     """A Triton kernel whose launches are kept.
 
@@ -68,6 +114,7 @@ class Kernel(JITFunction):  # type: ignore[misc]
 
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
         super().__init__(function, **options)
+        KERNELS.append(self)
         # Triton's cache of a device, and of what is in it: everything that Triton compiles a kernel for -> the kernel,
         # and its arguments after the positional ones. Whoever clears Triton's cache clears this.
         self._kept: dict[int, tuple[Any, dict[Any, Any]]] = {}

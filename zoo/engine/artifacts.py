@@ -1,0 +1,375 @@
+"""Compiled regions in a folder: a new process loads them, and neither traces nor compiles."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import hmac
+import json
+import marshal
+import pickle
+import shutil
+import sys
+import types
+import uuid
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zoo.engine.call import RegionCall, RegionWarning, region_call
+from zoo.engine.checks import LoadedCheck, UnsavableError
+from zoo.engine.compile import Choices, Plan, place_calls, plan_of
+from zoo.engine.fingerprint import fingerprint, hash_of_module, modules_of
+from zoo.engine.graph_log import LEDGER
+from zoo.engine.region import Region
+from zoo.engine.saved_graph import SavedGraph, write_graph
+from zoo.engine.traced import TRACED
+
+_INDEX, _KERNELS, _CACHES = "index.json", "kernels.bin", "caches.bin"
+
+
+class ArtifactError(RuntimeError):
+    """A folder of compiled regions does not fit the model or the machine, or cannot be trusted."""
+
+
+@dataclass
+class SavedRegions:
+    """What ``save_compiled`` wrote, and why some of it could not be: ``skipped`` has a reason for each such graph."""
+
+    path: Path
+    entries: list[dict[str, Any]] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        total = sum(path.stat().st_size for path in self.path.iterdir())
+        lines = [f"{len(self.entries)} graph(s), {total / 2**20:.2f} MiB in {self.path}"]
+        lines += [f"  {each['region']} ({each['mode']}): {each['kind']}, {each['file']}" for each in self.entries]
+        return "\n".join(lines + [f"  not saved, {name}: {reason}" for name, reason in self.skipped.items()])
+
+
+def save_compiled(model: nn.Module, path: str | Path, *, key: bytes | str | None = None) -> SavedRegions:
+    """Write what the regions of a model have compiled so far to a folder, for ``load_compiled`` in a new process.
+
+    Call it after ``warm_up`` in each mode and with each shape that will be used. An older folder at ``path`` is
+    replaced, whole: a full disk or a second writer leaves one of the two.
+
+    Args:
+        model: A model that ``compile_regions`` was called on.
+        path: The folder to write.
+        key: Signs the index by HMAC-SHA256; ``load_compiled`` with a key refuses any other folder.
+
+    Returns:
+        What was saved, and what could not be with the reason; printable.
+
+    Raises:
+        ValueError: If the model has no compiled regions, none of them has run, or ``path`` is something else.
+        OSError: If the folder cannot be written.
+    """
+    plan = plan_of(model)
+    if plan is None:
+        raise ValueError(f"{type(model).__name__} has no compiled regions: call zoo.compile_regions(model) first")
+    path = Path(path)
+    if path.exists() and not (path / _INDEX).exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(f"{path} is not a folder of compiled regions; name a new or an empty one")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    saved = SavedRegions(path)
+    partial = _beside(path)
+    partial.mkdir()
+    try:
+        sources: set[str] = set()
+        for graph in _graphs(model, plan):
+            try:
+                entry, data, modules = graph.write()
+            except UnsavableError as reason:
+                saved.skipped[f"{graph.name}, {graph.shapes[0]}"] = str(reason)
+                continue
+            sources |= modules
+            file = f"{len(saved.entries):03}-{type(graph.call.module).__name__}.bin"
+            (partial / file).write_bytes(data)
+            saved.entries.append({**entry, "file": file, **_written(data)})
+        if not saved.entries and not saved.skipped:
+            raise ValueError(
+                f"no region of {type(model).__name__} has run compiled: call zoo.warm_up(model, ...) first"
+            )
+        others = {_KERNELS: _pack_kernels(), _CACHES: _pack_caches() if saved.skipped else b""}
+        for name, data in others.items():
+            if data:
+                (partial / name).write_bytes(data)
+        index: dict[str, Any] = {
+            "fingerprint": fingerprint(model),
+            "sources": {each: hash_of_module(each) for each in sorted(sources)},
+            "choices": _choices_in_words(plan),
+            "entries": saved.entries,
+            "files": {name: _written(data) for name, data in others.items() if data},
+            "skipped": saved.skipped,
+        }
+        if key is not None:
+            index["hmac"] = _sign(index, key)
+        (partial / _INDEX).write_text(json.dumps(index, indent=1))
+        _replace(partial, path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return saved
+
+
+def load_compiled(
+    model: nn.Module, path: str | Path, *, key: bytes | str | None = None, strict: bool = False
+) -> nn.Module:
+    """Attach the compiled regions in a folder to a model: calls like those that were saved compile nothing.
+
+    A model without compiled regions gets them as the one that was saved. Other calls are compiled as usual. What does
+    not fit (another torch, GPU, zoo or config, a damaged file) is left out with one ``RegionWarning`` that names the
+    difference, and compiled as usual.
+
+    The files hold code that runs. Load folders that you wrote, or that somebody you trust did; ``key`` refuses others.
+    Hashes are checked before anything in a file is read.
+
+    Args:
+        model: The model, of the class and config that was saved; its weights may be others.
+        path: A folder that ``save_compiled`` wrote.
+        key: The key that the folder was signed with.
+        strict: Raise where there would be a warning.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ArtifactError: If a key is given and the folder was not signed with it; if ``strict``, whatever does not fit.
+    """
+    path = Path(path)
+    problems: list[str] = []
+    index = _read_index(path, key, problems)
+    if index:
+        problems += _differences(index, model)
+    if plan_of(model) is None and not (strict and problems):
+        if index and index["choices"] is None:
+            raise ArtifactError(
+                f"{path} does not say how regions were chosen; call zoo.compile_regions(model, ...) first"
+            )
+        place_calls(model, _choices(index["choices"], model) if index else Choices(), lazily=True)
+    if not problems:
+        problems += _attach(model, path, index)
+    if problems:
+        message = f"{path}: {'; '.join(problems)}"
+        if strict:
+            raise ArtifactError(message)
+        warnings.warn(f"{message}. What was not loaded is compiled as usual", RegionWarning, stacklevel=2)
+    return model
+
+
+def read_index(path: str | Path) -> dict[str, Any]:
+    """The index of a folder: fingerprint, entries and files.
+
+    Raises:
+        ArtifactError: If there is none that can be read.
+    """
+    try:
+        index = json.loads((Path(path) / _INDEX).read_text())
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{path} has no index that can be read: {error}") from error
+    if not isinstance(index, dict) or not {"fingerprint", "entries", "files", "choices", "sources"} <= set(index):
+        raise ArtifactError(f"{path} has an index of another release of the zoo")
+    return index
+
+
+@dataclass
+class _Graph:
+    """A graph that served modules of a class: the first of them, with shapes, guards and Dynamo's code."""
+
+    name: str
+    call: RegionCall
+    guards: Any
+    code: types.CodeType
+    shapes: list[Any] = field(default_factory=list)
+
+    def write(self) -> tuple[dict[str, Any], bytes, set[str]]:
+        """Its entry in the index, the content of its file, and the modules whose code was traced."""
+        if isinstance(self.guards, LoadedCheck):
+            entry, data, modules = self.guards.origin
+            return dict(entry), data, modules
+        traced = TRACED.get(str(self.guards.cache_entry.compile_id))
+        if traced is None or traced.code is not self.code:
+            raise UnsavableError("it was compiled by another backend than Inductor")
+        data = write_graph(traced, self.shapes, self.code, self.call.forward.__globals__)
+        state = traced.state
+        mode = "inference_mode" if state["inference_mode"] else "grad" if state["grad_mode"] else "no_grad"
+        entry = {
+            "region": _class_in_words(type(self.call.module)),
+            "first_module": self.name,
+            "mode": mode + (", autocast" if any(state["autocast_state"]["enabled"]) else ""),
+            "shapes": [[None if each is None else list(each) for each in of_call] for of_call in self.shapes],
+            "kind": "direct" if traced.product is not None else "inductor",
+        }
+        return entry, data, modules_of(traced.files)
+
+
+def _graphs(model: nn.Module, plan: Plan) -> Iterator[_Graph]:
+    found: dict[tuple[type, int], _Graph] = {}
+    for name, module in plan.modules_of(model).items():
+        call = region_call(module)
+        if call is None:
+            continue
+        for shapes, entries in call.entries.items():
+            for guards, run in entries:
+                if guards.cache_entry is not None:
+                    code = run.__code__
+                    graph = found.setdefault((type(module), id(code)), _Graph(name, call, guards, code))
+                    if shapes not in graph.shapes:
+                        graph.shapes.append(shapes)
+    yield from found.values()
+
+
+def _replace(partial: Path, path: Path) -> None:
+    """Put a whole folder in the place of another, which is there until then."""
+    for attempt in range(20):
+        old = _beside(path)
+        try:
+            if path.exists():
+                path.rename(old)
+            partial.rename(path)
+            return
+        except OSError:  # another process has just put its own there
+            if attempt == 19:
+                raise
+        finally:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+
+
+def _read_index(path: Path, key: bytes | str | None, problems: list[str]) -> dict[str, Any]:
+    try:
+        index = read_index(path)
+    except ArtifactError as error:
+        if key is not None:
+            raise
+        problems.append(str(error))
+        return {}
+    if key is not None and not hmac.compare_digest(str(index.get("hmac")), _sign(index, key)):
+        raise ArtifactError(f"{path} was {'signed with another key' if 'hmac' in index else 'not signed'}")
+    return index
+
+
+def _differences(index: Mapping[str, Any], model: nn.Module) -> list[str]:
+    """What was otherwise when the folder was written, in words."""
+    # Through JSON, which knows no tuples.
+    there, here = index["fingerprint"], json.loads(json.dumps(fingerprint(model)))
+    found = [f"{name} was {there.get(name)}, is {here[name]}" for name in here if there.get(name) != here[name]]
+    return found + [f"{name} has changed" for name, known in index["sources"].items() if hash_of_module(name) != known]
+
+
+def _attach(model: nn.Module, path: Path, index: Mapping[str, Any]) -> list[str]:
+    problems: list[str] = []
+    calls: dict[str, list[RegionCall]] = {}
+    plan = plan_of(model)
+    assert plan is not None
+    for module in plan.modules_of(model).values():
+        if (call := region_call(module)) is not None:
+            calls.setdefault(_class_in_words(type(module)), []).append(call)
+    for name, written in index["files"].items():
+        data = _checked(path / Path(name).name, written, problems)
+        if data is not None:
+            (_unpack_kernels if name == _KERNELS else torch.compiler.load_cache_artifacts)(data)
+    for entry in index["entries"]:
+        data = _checked(path / Path(entry["file"]).name, entry, problems)
+        served = calls.get(entry["region"], [])
+        if data is None or not served:
+            continue
+        try:
+            saved: SavedGraph = pickle.loads(data)
+            code, space = marshal.loads(saved.code), served[0].forward.__globals__
+            noted = functools.partial(LEDGER.note_loaded, entry["file"])
+            check = LoadedCheck(saved.check, space, noted, (entry, data, set(index["sources"])))
+            its_globals = saved.globals_in(space)
+            for call in served:
+                for shapes in saved.shapes:
+                    call.add_entry(shapes, check, code, its_globals)
+        except Exception as error:  # whatever a module that has changed under it raises
+            problems.append(f"{entry['file']} cannot be loaded: {type(error).__name__}: {error}")
+    return problems
+
+
+def _checked(path: Path, written: Mapping[str, Any], problems: list[str]) -> bytes | None:
+    """The content of a file, if it is what was written."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read: {error.strerror}")
+        return None
+    if _written(data)["sha256"] != written["sha256"]:
+        problems.append(f"{path.name} is not what was written ({len(data)} bytes, were {written['bytes']})")
+        return None
+    return data
+
+
+def _written(data: bytes) -> dict[str, Any]:
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def _sign(index: Mapping[str, Any], key: bytes | str) -> str:
+    signed = json.dumps({name: value for name, value in index.items() if name != "hmac"}, sort_keys=True)
+    return hmac.new(key.encode() if isinstance(key, str) else key, signed.encode(), "sha256").hexdigest()
+
+
+def _choices_in_words(plan: Plan) -> dict[str, Any] | None:
+    """The arguments of ``compile_regions``; None if one is an object that JSON has no form of."""
+    choices = plan.choices
+    words = {name: getattr(choices, name) for name in ("mode", "backend", "options", "dynamic", "fullgraph")}
+    regions = choices.regions
+    words["regions"] = None if regions is None else [_region_in_words(each) for each in regions]
+    words["exclude"] = [_region_in_words(each) for each in choices.exclude]
+    try:
+        return words if json.loads(json.dumps(words)) == words else None
+    except TypeError:
+        return None
+
+
+def _region_in_words(region: Any) -> Any:
+    if isinstance(region, Region):
+        fields = {
+            name: value for name, value in vars(region).items() if value is not None and name not in ("cls", "why")
+        }
+        return {"class": _region_in_words(region.cls), **fields}
+    return _class_in_words(region) if isinstance(region, type) else region
+
+
+def _class_in_words(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _choices(words: Mapping[str, Any], model: nn.Module) -> Choices:
+    classes = {_class_in_words(type(each)): type(each) for each in model.modules()}
+
+    def region(word: Any) -> Any:
+        if isinstance(word, Mapping):
+            return Region(classes[word["class"]], **{name: value for name, value in word.items() if name != "class"})
+        return classes.get(word, word)
+
+    given = words["regions"]
+    regions = None if given is None else [region(each) for each in given]
+    return Choices(**{**words, "regions": regions, "exclude": [region(each) for each in words["exclude"]]})
+
+
+def _pack_kernels() -> bytes:
+    kernels = sys.modules.get("zoo.engine.kernel")
+    files = {} if kernels is None else kernels.cached_files()
+    return pickle.dumps(files) if files else b""
+
+
+def _unpack_kernels(data: bytes) -> None:
+    from zoo.engine.kernel import cache_files
+
+    cache_files(pickle.loads(data))
+
+
+def _pack_caches() -> bytes:
+    """The compiler's caches, for what must be traced again."""
+    caches = torch.compiler.save_cache_artifacts()
+    return b"" if caches is None else caches[0]
