@@ -155,7 +155,8 @@ def write_check(guards: Sequence[Guard], space: dict[str, Any], state: dict[str,
                 writer.ask(f"type({name}) is {writer.constant(type(value))} and {name} == {writer.constant(value)}")
         elif guard.kind == "NOT_PRESENT_IN_GENERIC_DICT":
             writer.ask(f"{guard.attribute!r} not in {writer.text(guard.name)}.__dict__")
-        elif guard.kind in _IN_WORDS and guard.code:
+        elif guard.kind in _IN_WORDS and (guard.code or guard.kind == "HASATTR"):
+            # Dynamo says but once which attributes there are.
             for code in guard.code:
                 if not code.startswith("___check_type_id"):
                     writer.ask(writer.text(code))
