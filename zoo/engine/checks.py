@@ -34,6 +34,7 @@ _IN_WORDS = {
     *("SEQUENCE_LENGTH", "DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK", "EMPTY_NN_MODULE_HOOKS_DICT", "HASATTR"),
     *("DUPLICATE_INPUT", "OBJECT_ALIASING", "DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS"),
 }
+_FUNCTIONS = {"type", "len", "list", "dict", "dict.keys", "tuple", "set", "hasattr"}
 # Parts of code, whose source files are compared instead.
 _CODE = ("__defaults__", "__kwdefaults__", "__code__", ".__dict__)")
 
@@ -98,11 +99,11 @@ class _Writer:
             expression = f"{of}[{ast.unparse(node.slice)}]"
         elif isinstance(node, ast.Attribute):
             expression = f"{self._write(node.value)}.{node.attr}"
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            known = node.func.id in ("type", "len", "list", "dict", "tuple", "hasattr", "set")
-            if not known or node.keywords:
-                raise UnsavableError(f"its guards call {ast.unparse(node)}")
-            expression = f"{node.func.id}({', '.join(map(self._write, node.args))})"
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "___dict_contains":
+            key, container = map(self._write, node.args)
+            expression = f"{key} in {container}"
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in _FUNCTIONS and not node.keywords:
+            expression = f"{ast.unparse(node.func)}({', '.join(map(self._write, node.args))})"
         elif isinstance(node, ast.Constant | ast.List | ast.Tuple) or ast.unparse(node).startswith("torch."):
             return ast.unparse(node)
         else:

@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import platform
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
     tensors = [*model.parameters(), *model.buffers()]
     gpus = sorted({each.device.index or 0 for each in tensors if each.is_cuda})
     config: Any = getattr(model, "config", None)
-    if hasattr(config, "to_dict"):
-        config = {name: value for name, value in sorted(config.to_dict().items()) if not name.startswith("_")}
+    config = config.to_dict() if hasattr(config, "to_dict") else config
+    if isinstance(config, Mapping):
+        # Names with an underscore say where a library found the config.
+        config = {name: value for name, value in sorted(config.items()) if not name.startswith("_")}
     try:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:

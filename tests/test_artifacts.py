@@ -1,0 +1,297 @@
+"""Compiled regions in a folder: a new process compiles nothing, and nothing is ever loaded that does not fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import zoo
+from tests.kernel_runs import ROOT
+from zoo.__main__ import main
+from zoo.engine.graph_log import LEDGER
+
+
+class Shifted(nn.Module):
+    """A graph with nothing to fuse, of a constant that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.shift = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y - self.shift if self.training else y + self.shift
+
+
+class Shifts(nn.Module):
+    regions: ClassVar[tuple[zoo.Region, ...]] = (zoo.Region(Shifted, graphs=1),)
+
+    def __init__(self, config: str = "three") -> None:
+        super().__init__()
+        self.config = config
+        self.blocks = nn.ModuleList(Shifted() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def eager(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.compiler.set_stance("force_eager"):
+        result: Tensor = model(x)
+    return result
+
+
+def graphs() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A saved model that ran on [4, 8] and [2, 8]."""
+    model = zoo.compile_regions(Shifts().eval())
+    with torch.no_grad():
+        zoo.warm_up(model, *(lambda rows=rows: model(torch.randn(rows, 8)) for rows in (4, 2)))
+    saved = zoo.save_compiled(model, tmp_path / "compiled", key="secret")
+    assert len(saved.entries) == 2 and not saved.skipped and "2 graph(s)" in str(saved)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["compiled"]
+    return tmp_path / "compiled"
+
+
+def loaded(folder: Path, **options: Any) -> nn.Module:
+    return zoo.load_compiled(Shifts().eval(), folder, strict=True, **options)
+
+
+def test_calls_like_those_saved_compile_nothing(folder: Path) -> None:
+    before = graphs()
+    model = loaded(folder, key="secret")
+    with torch.no_grad(), zoo.enforce_budget(model):
+        for rows in (4, 2):
+            x = torch.randn(rows, 8)
+            assert torch.equal(model(x), eager(model, x))
+    assert graphs() == before
+    assert [entry.compile_id for entry in LEDGER.entries[-2:]] == ["000-Shifted.bin", "001-Shifted.bin"]
+    with torch.no_grad():  # a shape that was not saved
+        x = torch.randn(5, 8)
+        assert torch.equal(model(x), eager(model, x)) and graphs() == before + 1
+    saved = zoo.save_compiled(model, folder)  # what was loaded and what was compiled since
+    assert len(saved.entries) == 3
+    model.blocks[1].shift = 1.5
+    over = pytest.raises(zoo.BudgetError, match="2 graphs in mode eval, no_grad, budget 1")
+    with over, torch.no_grad(), zoo.enforce_budget(model):
+        model(x)
+
+
+def of_one(block: Any) -> None:
+    block.shift = 1.5
+
+
+def in_training(block: Any) -> None:
+    block.train()
+
+
+def without_gradient(block: Any) -> None:
+    block.requires_grad_(False)
+
+
+def of_another_dtype(block: Any) -> None:
+    block.linear.weight = nn.Parameter(block.linear.weight.detach().t().contiguous().t())
+
+
+def hooked(block: Any) -> None:
+    block.linear.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def replaced(block: Any) -> None:
+    block.linear = nn.Sequential(block.linear, nn.ReLU())
+
+
+@pytest.mark.parametrize("change", [of_one, in_training, without_gradient, of_another_dtype, hooked, replaced])
+def test_a_changed_block_is_compiled_again(folder: Path, change: Callable[[Any], None]) -> None:
+    model = loaded(folder)
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        model(x)
+        change(model.blocks[1])
+        before = graphs()
+        assert torch.equal(model(x), eager(model, x)) and graphs() == before + 1
+
+
+@pytest.mark.parametrize(
+    "mode", [torch.enable_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)]
+)
+def test_another_mode_is_compiled_again(folder: Path, mode: Callable[[], Any]) -> None:
+    model = loaded(folder)
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        model(x)
+        before = graphs()
+        with mode():
+            out = model(x)
+            assert torch.equal(out, eager(model, x)) and graphs() > before
+            assert out.requires_grad == torch.is_grad_enabled()
+
+
+def edit(folder: Path, **parts: Any) -> None:
+    index = json.loads((folder / "index.json").read_text())
+    for name, value in parts.items():
+        index[name] = {**index[name], **value} if isinstance(value, dict) else value
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+def cut(folder: Path) -> None:
+    file = folder / "000-Shifted.bin"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+class Harm:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("harm",)
+
+
+def poison(folder: Path) -> None:
+    (folder / "000-Shifted.bin").write_bytes(pickle.dumps(Harm()))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (
+            lambda folder: edit(folder, fingerprint={"torch": "1.0"}),
+            "torch was 1.0, is " + re.escape(torch.__version__),
+        ),
+        (lambda folder: edit(folder, fingerprint={"device": ["GPU"]}), "device was .*GPU.*, is "),
+        (lambda folder: edit(folder, fingerprint={"zoo's sources": "0"}), "zoo's sources was 0, is "),
+        (lambda folder: edit(folder, fingerprint={"config": "four"}), "config was four, is three"),
+        (lambda folder: edit(folder, sources={"tests.test_artifacts": "0"}), "tests.test_artifacts has changed"),
+        (cut, "000-Shifted.bin is not what was written"),
+        (poison, "000-Shifted.bin is not what was written"),
+        (lambda folder: (folder / "001-Shifted.bin").unlink(), "001-Shifted.bin cannot be read"),
+        (lambda folder: (folder / "index.json").write_text("{"), "no index that can be read"),
+        (lambda folder: (folder / "index.json").unlink(), "no index that can be read"),
+        (lambda folder: (folder / "index.json").write_text("{}"), "another release of the zoo"),
+    ],
+)
+def test_what_does_not_fit_is_named_and_compiled_as_usual(
+    folder: Path, damage: Callable[[Path], None], words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    damage(folder)
+    with pytest.raises(zoo.ArtifactError, match=words):
+        loaded(folder)
+    with pytest.warns(zoo.RegionWarning, match=words) as seen:
+        model = zoo.load_compiled(Shifts().eval(), folder)
+    assert len(seen) == 1
+    with torch.no_grad(), zoo.enforce_budget(model):
+        for rows in (4, 2):
+            x = torch.randn(rows, 8)
+            assert torch.equal(model(x), eager(model, x))
+    assert not (tmp_path / "harm").exists()
+
+
+def test_a_key_refuses_what_was_not_signed_with_it(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(zoo.ArtifactError, match="another key"):
+        loaded(folder, key=b"other")
+    edit(folder, entries=[])
+    with pytest.raises(zoo.ArtifactError, match="another key"):
+        loaded(folder, key="secret")
+    model = loaded(folder)
+    model(torch.randn(4, 8))
+    zoo.save_compiled(model, tmp_path / "unsigned")
+    with pytest.raises(zoo.ArtifactError, match="not signed"):
+        loaded(tmp_path / "unsigned", key="secret")
+
+
+def test_a_full_disk_leaves_the_folder_of_before(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    model = loaded(folder)
+    with torch.no_grad():
+        model(torch.randn(5, 8))
+
+    def write(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write)
+    with pytest.raises(OSError, match="No space"):
+        zoo.save_compiled(model, folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert [path.name for path in folder.parent.iterdir()] == ["compiled"]
+
+
+def test_what_cannot_be_saved_says_why(tmp_path: Path) -> None:
+    model = zoo.compile_regions(Shifts().eval(), backend="eager")
+    with pytest.raises(ValueError, match="has run compiled"):
+        zoo.save_compiled(model, tmp_path / "compiled")
+    with torch.no_grad():
+        model(torch.randn(4, 8))
+        saved = zoo.save_compiled(model, tmp_path / "compiled")
+        assert not saved.entries and "another backend" in str(saved)
+        zoo.compile_regions(zoo.uncompile(model), dynamic=True)
+        model(torch.randn(4, 8))
+        saved = zoo.save_compiled(model, tmp_path / "compiled")
+    assert [reason for reason in saved.skipped.values() if "symbols" in reason]
+    with pytest.raises(ValueError, match="no compiled regions"):
+        zoo.save_compiled(Shifts(), tmp_path / "compiled")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter").touch()
+    with pytest.raises(ValueError, match="not a folder of compiled regions"):
+        zoo.save_compiled(model, tmp_path / "mine")
+
+
+def run(*arguments: str, cache: Path) -> None:
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.artifact_process", *arguments],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert-debug", "gcn-debug", "llm-debug", "resnet-debug", "unet-debug"])
+def test_a_new_process_with_empty_caches_compiles_nothing(name: str, tmp_path: Path) -> None:
+    folder = str(tmp_path / "compiled")
+    run("save", name, folder, cache=Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
+    run("load", name, folder, cache=tmp_path / "empty")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [("gcn-debug",), ("bert-debug", "train")], ids=" ".join)
+def test_graphs_of_kernels_load_without_the_compiler(how: tuple[str, ...], tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="torch came without Triton, which GPUs only need")
+    name, *rest = how
+    for what in ("save", "load"):
+        run(what, name, str(tmp_path / "compiled"), "kernels", *rest, cache=tmp_path / what)
+
+
+@pytest.mark.slow
+def test_the_command_compiles_and_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(tmp_path / "compiled")
+    with warnings.catch_warnings():
+        assert main(["compile", "gcn-debug", "--input", "num_nodes=16,num_edges=32", "--out", folder]) == 0
+    assert "3 graph(s)" in capsys.readouterr().out
+    assert main(["info", folder]) == 0
+    told = capsys.readouterr().out
+    assert "torch: " + torch.__version__ in told and "GNNLayer, inference_mode" in told
+    assert main(["info", str(tmp_path)]) == 1 and "no index" in capsys.readouterr().err
+    assert main(["compile", "gcn-debug", "--input", "nodes=16", "--out", folder]) == 1
+    assert "no size 'nodes'" in capsys.readouterr().err

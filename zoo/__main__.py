@@ -1,0 +1,102 @@
+"""Commands: ``python -m zoo compile`` writes a model's compiled regions to a folder, ``info`` says what is in one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import zoo
+from zoo.engine.artifacts import read_index
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; 1 if it refuses, with the reason on standard error."""
+    given = _parser().parse_args(arguments)
+    try:
+        given.command(given)
+    except (ValueError, TypeError, OSError, zoo.ArtifactError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m zoo", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    compiles = commands.add_parser("compile", help="compile a model's regions and write them to a folder")
+    compiles.add_argument("name", help="a preset: " + ", ".join(zoo.list_models()))
+    compiles.add_argument(
+        "--input", action="append", default=[], metavar="SIZES",
+        help="sizes of zoo.example_inputs, as batch=8,tokens=512; again for each shape; decode=1x1024 for a token of "
+        "each row over a cache",
+    )  # fmt: skip
+    compiles.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    compiles.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    compiles.add_argument("--train", action="store_true", help="a step with gradients, in place of inference_mode")
+    compiles.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of the config")
+    compiles.add_argument("--out", required=True, metavar="DIR")
+    compiles.set_defaults(command=_compile)
+    info = commands.add_parser("info", help="what is in a folder, and for which machine")
+    info.add_argument("folder", metavar="DIR")
+    info.set_defaults(command=_info)
+    return parser
+
+
+def _compile(given: argparse.Namespace) -> None:
+    config = {name: _value(value) for name, value in map(_pair, given.set)}
+    model = zoo.create(given.name, device=given.device, dtype=getattr(torch, given.dtype), **config).train(given.train)
+    zoo.compile_regions(model)
+    for text in given.input or [""]:
+        with torch.inference_mode(not given.train):
+            print(zoo.warm_up(model, **_inputs(model, text)))
+    print(zoo.save_compiled(model, given.out))
+
+
+def _inputs(model: Any, text: str) -> dict[str, Any]:
+    sizes = dict(map(_pair, filter(None, text.split(","))))
+    if (decode := sizes.pop("decode", None)) is None:
+        return zoo.example_inputs(model, **{name: int(value) for name, value in sizes.items()})
+    if not hasattr(model, "make_cache"):
+        raise ValueError(f"decode={decode} is for language models, not for a {type(model).__name__}")
+    batch, slots = map(int, decode.split("x"))
+    tokens = torch.zeros(batch, 1, dtype=torch.int64, device=next(model.parameters()).device)
+    return {"input_ids": tokens, "position_ids": tokens + slots // 2, "cache": model.make_cache(batch, slots)}
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"{text!r} is not NAME=VALUE")
+    return name, value
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _info(given: argparse.Namespace) -> None:
+    index = read_index(given.folder)
+    for name, value in index["fingerprint"].items():
+        print(f"{name}: {value}")
+    print(f"signed: {'yes' if 'hmac' in index else 'no'}")
+    for entry in index["entries"]:
+        shapes = "; ".join(
+            ", ".join("-" if x is None else "x".join(map(str, x)) for x in call) for call in entry["shapes"]
+        )
+        print(f"{entry['file']}: {entry['region']}, {entry['mode']}, {shapes}, {entry['kind']}, {entry['bytes']} bytes")
+    for name, written in index["files"].items():
+        print(f"{name}: {written['bytes']} bytes")
+    for name, reason in index["skipped"].items():
+        print(f"not saved, {name}: {reason}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
