@@ -80,7 +80,7 @@ def cached_files() -> dict[str, dict[str, bytes]]:
     binaries = tuple(f".{each}" for each in ("json", "cubin", "hsaco"))
     for each in compiled:
         for name, path in getattr(each, "metadata_group", {}).items():
-            if name.endswith(binaries):
+            if name.endswith(binaries) and os.path.exists(path):
                 note(path)
     if files:
         # What launches a kernel is C that Triton compiled as well, and finds by its source.

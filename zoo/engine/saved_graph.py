@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -142,6 +141,8 @@ def _load_inductor(data: bytes, libraries: dict[str, bytes]) -> Any:
 @contextlib.contextmanager
 def _libraries(known: dict[str, bytes]) -> Iterator[None]:
     """Inductor's C++ kernels come from ``known``, by a hash of their source, or are compiled and added to it."""
+    from unittest import mock  # which imports asyncio
+
     from torch._inductor import config
     from torch._inductor.codecache import CppPythonBindingsCodeCache, write_atomic
     from torch._inductor.runtime.cache_dir_utils import cache_dir
