@@ -558,7 +558,7 @@ def test_the_headline(options: str, results: list[Result], said: list[str]) -> N
 
 def test_the_arms_of_extra_races_side_by_side() -> None:
     rows = Rows([], ENVIRONMENTS, {"host": race()})
-    head, line, noise = make_table(Spec("arms", {"extra": "host"}), rows).splitlines()[:3]
+    head, _, noise = make_table(Spec("arms", {"extra": "host"}), rows).splitlines()[:3]
     arms = shown_race(race()).arms
     assert all(arm.name in head for arm in arms) and noise.count("|") == head.count("|") == len(arms) + 3
     with pytest.raises(ValueError, match="there are no extra rows 'hots'"):
