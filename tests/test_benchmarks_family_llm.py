@@ -42,14 +42,14 @@ SMALL_QWEN = dataclasses.replace(
     eos_token_id=(),
 )
 CASE = Case(family="llm", model="llm-debug", input="2x16", workload="train")
-INPUTS = ("decode-1x64", "prefill-1x32")
+INPUTS = ("decode-1x64", "prefill-1x32", "answer-1x32")
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The large preset's name means a small model, and batches of small inputs are known."""
     monkeypatch.setitem(PRESETS, QWEN, SMALL_QWEN)
-    monkeypatch.setattr(type(WORKLOAD), "inputs", (*WORKLOAD.inputs, "decode-3x20", "prefill-2x12"))
+    monkeypatch.setattr(type(WORKLOAD), "inputs", (*WORKLOAD.inputs, "decode-3x20", "prefill-2x12", "answer-2x12"))
 
 
 def case(**changes: Any) -> Case:
@@ -61,7 +61,7 @@ def prepare(**changes: Any) -> Prepared:
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("input", ["decode-3x20", "prefill-2x12"])
+@pytest.mark.parametrize("input", ["decode-3x20", "prefill-2x12", "answer-2x12"])
 def test_norms_of_heads_and_many_layers_match_the_reference(small: None, input: str, impl: str):
     prepared = prepare(model=QWEN, input=input, impl=impl)
     reference = prepared.reference()
@@ -83,6 +83,8 @@ def test_the_reference_is_the_library_s_own_model(input: str):
         tokens = llm_arms.draw_tokens(config, task, seed=0, device=torch.device("cpu"))
         whole = llm_steps.UpstreamDecode(whole.model, task, tokens, past)
         assert whole.cache.layers[0].keys.dtype == torch.float32
+    if input.startswith("answer"):
+        whole = llm_steps.UpstreamAnswer(whole.model, llm_steps.task_of(input), prepared.inputs["input_ids"])
     with torch.inference_mode():
         assert error(whole(**prepared.inputs), prepared.reference()) < 3e-6
 
@@ -187,7 +189,7 @@ def test_weights_are_drawn_anew_and_alike():
 
 
 @pytest.mark.parametrize("impl", ["zoo", "upstream"])
-@pytest.mark.parametrize("input", ["decode-3x20", "prefill-2x12"])
+@pytest.mark.parametrize("input", ["decode-3x20", "prefill-2x12", "answer-2x12"])
 def test_products_are_those_counted_on_eager(small: None, input: str, impl: str):
     prepared = prepare(model=QWEN, input=input, impl=impl)
     with FlopCounterMode(display=False) as counter, torch.no_grad():

@@ -22,7 +22,8 @@ class LlmWorkload(Workload):
     ``decode-BxS``: one call is one token for each of B rows over a cache of S slots, from embedding to the token that
     the next call feeds. Positions stay in the upper half of the cache and spread evenly over it, so that three
     quarters are filled on average. ``prefill-BxT``: one call takes B prompts of T tokens to the logits of their last
-    position and the next token.
+    position and the next token. ``answer-BxT``: a prompt, and one token more over the cache that it left: what a first
+    call has to compile before a text is written.
 
     Training: ``BxT``, B rows of T tokens; weights and moments in the case's dtype. ``<model>-checkpointed`` keeps the
     layers' inputs only.
@@ -35,8 +36,8 @@ class LlmWorkload(Workload):
     )
     inputs = (
         *("decode-1x1024", "decode-8x1024", "decode-32x1024", "decode-128x1024"),
-        *("prefill-1x2048", "prefill-1x8192", "prefill-4x2048"),
-        *("decode-1x64", "prefill-1x32"),
+        *("prefill-1x2048", "prefill-1x8192", "prefill-4x2048", "answer-1x2048"),
+        *("decode-1x64", "prefill-1x32", "answer-1x32"),
         *("4x2048", "1x8192", "1x32768", "1x65536", "1x131072", "2x16"),
     )
 
@@ -52,7 +53,7 @@ class LlmWorkload(Workload):
         if case.model.endswith(llm_train.CHECKPOINTED):
             return f"{case.model} is for training"
         if llm_train.rows_of(case.input) is not None:
-            return f"{case.input} is an input of training; inference takes decode-BxS or prefill-BxT"
+            return f"{case.input} is an input of training; inference takes decode-BxS, prefill-BxT or answer-BxT"
         slots, limit = task_of(case.input).slots, PRESETS[case.model].max_position_embeddings
         return f"{case.input} needs {slots} positions, and {case.model} has {limit}" if slots > limit else None
 
@@ -140,10 +141,12 @@ def _step(
         model = zoo_model(LLM, config, weights, placements(config))
         if task.kind == "decode":
             return llm_steps.ZooDecode(model, task, tokens, past)
-        return llm_steps.ZooPrefill(model, task, tokens)
+        return (llm_steps.ZooAnswer if task.kind == "answer" else llm_steps.ZooPrefill)(model, task, tokens)
     theirs = llm_arms.build(config, weights)
     if task.kind == "decode":
         return llm_steps.UpstreamDecode(theirs, task, tokens, past)
+    if task.kind == "answer":
+        return llm_steps.UpstreamAnswer(theirs, task, tokens)
     if case.impl == "upstream-tuned":
         llm_arms.without_mask(theirs)
     return llm_steps.UpstreamPrefill(theirs, task, tokens)
@@ -152,7 +155,8 @@ def _step(
 def _data(case: Case, task: Task) -> str:
     if task.kind == "decode":
         return "generated (cache half to wholly full)"
-    return f"generated (keys and values {'kept' if case.impl == 'zoo' else 'not kept'})"
+    kept = case.impl == "zoo" or task.kind == "answer"
+    return f"generated (keys and values {'kept' if kept else 'not kept'})"
 
 
 WORKLOAD = LlmWorkload()

@@ -20,7 +20,7 @@ BYTES_FORMULA = (
     "Every weight is read once, the embedding only where the output product shares it, since of its own only the rows "
     "of the tokens are read, which are left out; a decoding step reads the keys and values of the slots before its "
     "position, three quarters of the cache on average, and writes those of its token; a prefill writes those of its "
-    "prompt; the logits of last tokens are written. Activations are taken to "
+    "prompt; an answer is both, one after the other; the logits of last tokens are written. Activations are taken to "
     "stay in the caches of the chip."
 )
 # The name of torch's attention without transformers' masks, among transformers' own.
@@ -188,7 +188,8 @@ def flops(config: LLMConfig, task: Task) -> int:
     counter does not.
     """
     fed = task.batch * task.tokens
-    products = 2 * fed * config.num_hidden_layers * layer_matrices(config) + 2 * task.batch * vocabulary(config)
+    outputs = task.passes * task.batch
+    products = 2 * fed * config.num_hidden_layers * layer_matrices(config) + 2 * outputs * vocabulary(config)
     pairs = round(fed * task.seen)
     return products + 4 * pairs * config.num_hidden_layers * config.num_attention_heads * config.head_dim
 
@@ -197,9 +198,9 @@ def bytes_moved(config: LLMConfig, task: Task, itemsize: int) -> int:
     """Fewest bytes that one call moves through device memory, as :data:`BYTES_FORMULA` says."""
     weights = parameters(config) - (0 if config.tie_word_embeddings else vocabulary(config))
     # A decoding step reads what lies before its token and writes its own; a prefill reads its own from the chip.
-    slots = task.seen if task.kind == "decode" else task.length
+    slots = {"decode": task.seen, "prefill": task.length, "answer": 2 * task.length + 1}[task.kind]
     logits = task.batch * config.vocab_size
-    return round((weights + logits + task.batch * slots * slot_values(config)) * itemsize)
+    return round((task.passes * (weights + logits) + task.batch * slots * slot_values(config)) * itemsize)
 
 
 def slot_values(config: LLMConfig) -> int:

@@ -21,7 +21,7 @@ from zoo.llm.generate import DecodeState, accept
 # A layer's index to its keys and values, [B, K, S, D] each.
 Past = Callable[[int], tuple[Tensor, Tensor]]
 
-_INPUT = re.compile(r"(?P<kind>decode|prefill)-(?P<batch>\d+)x(?P<length>\d+)")
+_INPUT = re.compile(r"(?P<kind>decode|prefill|answer)-(?P<batch>\d+)x(?P<length>\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +30,9 @@ class Task:
 
     Args:
         kind: ``decode``: one token for each row, over a cache that is half full at least. ``prefill``: a prompt from
-            its first token on.
+            its first token on. ``answer``: a prompt, and one token more over the cache that it left.
         batch: Rows.
-        length: Slots of the cache (decode) or tokens of the prompt (prefill).
+        length: Slots of the cache (decode) or tokens of the prompt (prefill, answer).
     """
 
     kind: str
@@ -42,7 +42,7 @@ class Task:
     @property
     def tokens(self) -> int:
         """Tokens that one call feeds in each row."""
-        return 1 if self.kind == "decode" else self.length
+        return {"decode": 1, "prefill": self.length, "answer": self.length + 1}[self.kind]
 
     @property
     def slots(self) -> int:
@@ -68,18 +68,26 @@ class Task:
     @property
     def seen(self) -> float:
         """Tokens that a token attends to, itself included, on average over the tokens of all calls."""
-        return (self.first + self.length - 1) / 2 + 1
+        last = self.length if self.kind == "answer" else self.length - 1
+        return (self.first + last) / 2 + 1
+
+    @property
+    def passes(self) -> int:
+        """How often a call goes through the model."""
+        return 2 if self.kind == "answer" else 1
 
 
 def task_of(name: str) -> Task:
-    """The task called ``decode-BxS`` or ``prefill-BxT``.
+    """The task called ``decode-BxS``, ``prefill-BxT`` or ``answer-BxT``.
 
     Raises:
-        ValueError: If the name is neither.
+        ValueError: If the name is none of them.
     """
     found = _INPUT.fullmatch(name)
     if found is None or int(found["batch"]) < 1 or int(found["length"]) < 4:
-        raise ValueError(f"input {name!r} is neither decode-BATCHxSLOTS nor prefill-BATCHxTOKENS (4 or more)")
+        raise ValueError(
+            f"input {name!r} is none of decode-BATCHxSLOTS, prefill-BATCHxTOKENS and answer-BATCHxTOKENS (4 or more)"
+        )
     return Task(kind=found["kind"], batch=int(found["batch"]), length=int(found["length"]))
 
 
@@ -173,6 +181,24 @@ class ZooPrefill(ZooStep):
         return logits
 
 
+class ZooAnswer(ZooPrefill):
+    """A prompt through the zoo's model into its cache, and one token more from there."""
+
+    last: Tensor
+
+    def __init__(self, model: LLM, task: Task, tokens: Tensor) -> None:
+        super().__init__(model, task, tokens)
+        self.hold("last", torch.full_like(self.positions, task.length))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits [B, V] of the token after the prompt and the one behind it, [B, T + 1] together."""
+        super().forward(input_ids[:, :-1])
+        # Not the token that was chosen, which may be another in another dtype.
+        logits = self.model(input_ids[:, -1:], position_ids=self.last, cache=self.cache, logits_to_keep=1)[:, -1]
+        self.accept(logits)
+        return logits
+
+
 def cache_argument(model: nn.Module) -> str:
     """What a model of transformers, or a layer, calls its cache: ``cache`` from 5.24 on, ``past_key_values`` before."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
@@ -226,6 +252,26 @@ class UpstreamDecode(_UpstreamCached):
         self.move_on(self.stride)
         # The counts go where the positions went: one launch for all layers, so that it costs next to nothing.
         torch._foreach_copy_(self.lengths, [self.positions[0, 0]] * len(self.lengths))
+        return logits
+
+
+class UpstreamAnswer(_UpstreamCached):
+    """A prompt through transformers' model into its ``StaticCache``, and one token more from there."""
+
+    last: Tensor
+
+    def __init__(self, model: nn.Module, task: Task, tokens: Tensor) -> None:
+        super().__init__(model, task, tokens)
+        self.hold("last", torch.full_like(self.positions, task.length))
+        self.reset()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits [B, V] of the token after the prompt and the one behind it, [B, T + 1] together."""
+        torch._foreach_zero_(self.lengths)
+        held = {**self.held, "use_cache": True, "logits_to_keep": 1}
+        self.tokens.copy_(self.model(input_ids=input_ids[:, :-1], **held).logits[:, -1].argmax(-1, keepdim=True))
+        logits: Tensor = self.model(input_ids=input_ids[:, -1:], position_ids=self.last, **held).logits[:, -1]
+        self.tokens.copy_(logits.argmax(-1, keepdim=True))
         return logits
 
 
