@@ -46,7 +46,7 @@ def regions_of(model: nn.Module, inputs: dict[str, Any]) -> list[tuple[nn.Module
     def note(module: nn.Module, args: Any, kwargs: Any) -> None:
         given, structure = pytree.tree_flatten((args, kwargs))
         kind = re.sub(r"\d+", "", repr(module)), structure, tuple(type(each) for each in given)
-        size = sum(each.numel() for each in given if isinstance(each, Tensor))
+        size = next(each.numel() for each in given if isinstance(each, Tensor))
         found.setdefault(kind, {}).setdefault(size, (module, args, kwargs))
 
     classes = tuple(region.cls for region in type(model).regions)
