@@ -83,7 +83,7 @@ def main(what: str, name: str, folder: str, *how: str) -> None:
             assert {each["kind"] for each in saved.entries} == {"direct"}, saved
         torch.save(outputs, folder + ".pt")
         return
-    warnings.simplefilter("error")
+    warnings.simplefilter("error", zoo.RegionWarning)
     zoo.load_compiled(model, folder, strict=True)
     if "kernels" in how:
         assert "torch._dynamo" not in sys.modules
