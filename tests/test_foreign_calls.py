@@ -457,7 +457,7 @@ class Named(Sequence):
 
 
 def test_names_that_are_the_models_own() -> None:
-    model, x = Named(Strict(), Strict()), torch.randn(2, 4)
+    model, x = Named(Strict(), Strict()).eval(), torch.randn(2, 4)
     expected = model(x)
     assert zoo.find_regions(model, inputs={"model": x}).graphs_needed == 1
     compiled(model)

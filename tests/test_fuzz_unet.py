@@ -95,7 +95,8 @@ def test_models(
         output = model(inputs[0], torch.tensor(timestep), encoder_hidden_states=inputs[1], **given)
         return backward({"sample": output.sample}, *inputs)
 
-    ours = compare(theirs, run, dtype)
+    # A norm over two values amplifies a rounding up to a million times.
+    ours = compare(theirs, run, dtype, floor=1e-8)
     round_trips(theirs, ours)
 
 
