@@ -209,7 +209,6 @@ def test_a_run_types_its_failures_and_goes_on_then_resumes(tmp_path: Path):
         "--quick",
         "--rounds",
         "6",
-        "--no-first-result",
     ]
     done = run(*options, "--out", str(tmp_path))
     # Only upstream's arms crash: nothing of ours is broken.

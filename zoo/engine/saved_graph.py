@@ -121,8 +121,11 @@ def _by_inductor(traced: Traced) -> _ByInductor:
         **dict.fromkeys(("force_non_lazy_backward_lowering", "force_autograd_cache"), True),
     }
     libraries: dict[str, bytes] = {}
-    inference, grad = torch.inference_mode(state["inference_mode"]), torch.set_grad_enabled(state["grad_mode"])
-    with inference, grad, tracing(TracingContext(detect_fake_mode(inputs))), config.patch(ways), _libraries(libraries):
+    # Not before the statement: set_grad_enabled acts when it is made, and inference_mode restores what it found.
+    with (
+        torch.inference_mode(state["inference_mode"]), torch.set_grad_enabled(state["grad_mode"]),
+        tracing(TracingContext(detect_fake_mode(inputs))), config.patch(ways), _libraries(libraries),
+    ):  # fmt: skip
         try:
             compiled = Serializable(traced.backend.by_inductor(traced.graph, inputs))
             return _ByInductor(Serializable.serialize_compile_artifacts(compiled), libraries)
