@@ -282,7 +282,7 @@ def verdict(outcomes: Sequence[str]) -> str:
 def page(rows: Rows, claims: Mapping[int, Claim] | None = None) -> str:
     """All claims by theme: a line for each with its verdict, and below it, folded, what was measured."""
     # First the races that were run for a question: they have its arms, and enough rounds for it.
-    # A shared machine measured these: most say nothing about a claim.
+    # The rows called host are of a machine that several runs shared: their noise leaves most claims open.
     extra = (race for race in extra_races(rows) if race.extra != "host")
     shown = (*extra, *races_of(rows))
     parts: list[str] = []

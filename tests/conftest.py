@@ -9,7 +9,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -99,11 +98,10 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def eager_backend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, one_thread: None) -> Iterator[None]:
+def eager_backend(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[None]:
     """Arms of the benchmark in this process, compiled by a light backend; what an arm sets is put back."""
     import torch._inductor.config as inductor
 
     monkeypatch.setenv("BENCHMARKS_BACKEND", "eager")
-    monkeypatch.setenv("BENCHMARKS_SCRATCH", str(tmp_path))
     with inductor.patch(freezing=False):
         yield

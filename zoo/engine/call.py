@@ -324,8 +324,8 @@ _LIBRARIES = {"torch", "triton", "zoo", "builtins", "math", "operator", "typing"
 
 def _worth_guarding(guards: Sequence[Any]) -> list[bool]:
     """For each guard of a graph: whether it is checked in every call."""
-    # Torch looked up what each guard is about, and forgets to delete what turned out to lack an attribute: an input
-    # would stay in memory for good, with the history of its gradient.
+    # Torch leaves an object in this dict if a guard asks it for an attribute that it lacks. An input would stay in
+    # memory as long as the process, with the history of its gradient.
     values: dict[str, Any] = getattr(sys.modules["torch._dynamo.guards"], "_CLOSURE_VARS", None) or {}
     for name in [each for each in values if each.startswith("tmp")]:
         del values[name]
