@@ -157,6 +157,32 @@ def calls_of(function: Callable[..., Any], *args: Any) -> list[str]:
     return [name for name in names if not name.startswith(("l_", "L_", "output"))]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"stride": 2, "padding": (1, 0)}, {"padding": "same", "dilation": 2}, {"groups": 2, "bias": False}],
+    ids=["plain", "strided", "same", "grouped"],
+)
+def test_a_convolution_goes_to_the_call_behind_conv2d(options: dict[str, Any], inductor: list[Any]) -> None:
+    conv = nn.Conv2d(4, 6, 3, **options)
+    seen: list[fx.GraphModule] = []
+
+    def compile_graph(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        seen.append(graph)
+        return direct.run_directly(graph)
+
+    torch._dynamo.reset()
+    step = torch.compile(conv, backend=compile_graph, fullgraph=True)
+    x = torch.randn(2, 4, 8, 7, requires_grad=True)
+    assert torch.equal(step(x), conv(x))
+    found, expected = (torch.autograd.grad(f(x).square().sum(), [x, *conv.parameters()]) for f in (step, conv))
+    assert all(map(torch.equal, found, expected))
+    targets = [node.target for graph in seen for node in graph.graph.nodes]
+    assert (torch.conv2d in targets) == (options.get("padding") == "same")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(step(x), conv(x)) and step(x).dtype == torch.bfloat16
+    assert torch.equal(step(x[0]), conv(x[0]))
+
+
 def test_a_chain_of_views_is_one() -> None:
     def pixels(image: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         rows = image.permute(0, 2, 3, 1).contiguous().view(-1, 8)

@@ -92,26 +92,30 @@ def test_a_launch_like_an_earlier_one_runs_what_triton_would_run(gpu: Gpu, monke
         assert [*ours] == [each.data_ptr() if isinstance(each, Tensor) else each for each in tritons]
 
 
-def test_a_bound_launch_runs_what_triton_would_run(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("between", [False, True], ids=["tensors-first", "a-constant-between"])
+def test_a_bound_launch_runs_what_triton_would_run(between: bool, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[tuple[str, tuple[Any, ...]]] = []
     launcher = lambda source, _: lambda x, y, z, *given: launched.append((source.hash(), (x, y, z, *given[6:])))  # noqa: E731
     monkeypatch.setattr(gpu, "launcher_cls", launcher)
-    x, out, options = torch.randn(2, 32), torch.empty(2, 32), {"COLUMNS": 32, "num_warps": 1}
-    scales = [torch.randn(32), torch.randn(33)[1:], torch.randn(32)]
-    for scale in scales:
+    out, options = torch.empty(2, 32), {"COLUMNS": 32, "num_warps": 1}
+    scale = None if between else torch.randn(32)
+    positions = [0, 2] if between else [0, 1, 2]
+    inputs = [torch.randn(2, 32), torch.randn(65)[1:].view(2, 32), torch.randn(2, 32)]
+    for x in inputs:
         _scaled.run(x, scale, out, 2, 32, grid=(2,), warmup=False, **options)
     expected = [(kernel, [each.data_ptr() if isinstance(each, Tensor) else each for each in given])
                 for kernel, given in launched]  # fmt: skip
-    bound = _scaled.bound((2, 1, 1), [None, None, None, 2, 32], [0, 1, 2], options)
+    bound = _scaled.bound((2, 1, 1), [None, None, None, 2, 32], positions, options)
+    tensors = [[each for each in (x, scale, out) if each is not None] for x in inputs]
     for _ in range(2):
         launched.clear()
-        for scale in scales:
-            bound(x, scale, out)
+        for each in tensors:
+            bound(*each)
     assert [(kernel, [*given]) for kernel, given in launched] == expected
     monkeypatch.setattr(_scaled, "launch", lambda *_, **__: pytest.fail("the launch was not kept"))
     launched.clear()
-    for scale in (scales[0], scales[2]):
-        bound(x, scale, out)
+    for each in (tensors[0], tensors[2]):
+        bound(*each)
     assert [(kernel, [*given]) for kernel, given in launched] == [expected[0], expected[2]]
 
 

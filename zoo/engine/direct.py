@@ -186,9 +186,14 @@ def _allocated(node: fx.Node, gpu: torch.device | None) -> Tensor | None:
     return value if _has_fixed_layout(value) and value.device == gpu else None
 
 
-def _call_products(graph: fx.Graph, records: bool) -> None:
-    """``F.linear`` on rows as the product behind it, which takes two thirds of the host's time."""
+def _call_libraries(graph: fx.Graph, records: bool) -> None:
+    """Convolutions and, unless autograd watches, ``F.linear`` on rows as the call behind them.
+
+    ``torch.convolution`` and ``torch.addmm`` take two thirds of the host's time.
+    """
     for node in list(graph.nodes):
+        if node.target is torch.conv2d:
+            _call_convolution(graph, node)
         if node.target is not F.linear or node.kwargs or _is_watched(node, records):
             continue
         rows, weight, bias = (*node.args, None)[:3]
@@ -200,6 +205,19 @@ def _call_products(graph: fx.Graph, records: bool) -> None:
             _replace(
                 graph, node, *((torch.mm, (rows, turned)) if bias is None else (torch.addmm, (bias, rows, turned)))
             )
+
+
+def _call_convolution(graph: fx.Graph, node: fx.Node) -> None:
+    """``torch.conv2d`` of a batch as the ``torch.convolution`` that it calls, unless its padding is a word."""
+    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    usual = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+    given: dict[str, Any] = {**usual, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+    x, weight, bias, *geometry, groups = (given[name] for name in names)
+    alike = {each.meta["example_value"].dtype for each in (node, x, weight, bias) if each is not None}
+    # Autocast knows the first of the two alone.
+    if x.meta["example_value"].dim() == 4 and len(alike) == 1 and not isinstance(given["padding"], str):
+        pairs = [(each, each) if isinstance(each, int) else each for each in geometry]
+        _replace(graph, node, torch.convolution, (x, weight, bias, *pairs, False, (0, 0), groups))
 
 
 def _launches(node: fx.Node) -> bool:
@@ -298,7 +316,7 @@ def _straight_line(
 ) -> Callable[..., Any]:
     from torch._functorch.autograd_function import autograd_function_apply
 
-    _call_products(graph.graph, records)
+    _call_libraries(graph.graph, records)
     _view_once(graph.graph, records)
     for node in list(graph.graph.nodes):
         args: Any

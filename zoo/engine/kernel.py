@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -103,6 +104,14 @@ def cache_files(files: dict[str, dict[str, bytes]]) -> None:
                 cache.put_group(name, paths)
 
 
+def _placed(values: Sequence[Any], arguments: list[Any], positions: list[int]) -> list[Any]:
+    """``arguments`` with ``values`` at these positions."""
+    placed = arguments.copy()
+    for position, value in zip(positions, values, strict=True):
+        placed[position] = value
+    return placed
+
+
 class Kernel(JITFunction):  # type: ignore[misc]
     """A Triton kernel whose launches are kept.
 
@@ -160,26 +169,32 @@ class Kernel(JITFunction):  # type: ignore[misc]
         found: tuple[Any, ...] | None = None
         x, y, z = (*grid, 1, 1)[:3]
         driver = triton.runtime.driver.active
+        # Tensors come first in most kernels: their addresses are then followed by what is the same in each launch.
+        leading = positions == [*range(len(positions))]
+        constants = arguments[len(positions) :]
 
         def launch(*tensors: Tensor) -> None:
             nonlocal found
-            values, bits = arguments.copy(), 0
-            for position, tensor in zip(positions, tensors, strict=True):
-                values[position] = address = tensor.data_ptr()
-                bits |= address
-            if found is None or bits % 16 or self._is_watched():
-                for position, tensor in zip(positions, tensors, strict=True):
-                    values[position] = tensor
-                self.launch(grid, *values, **options)
-                if not bits % 16:
-                    device = driver.get_current_device()
-                    kept = self._kept.get(device, (None, {}))[1].get(self._described(tuple(values), options)[0])
-                    if kept is not None:
-                        compiled, rest = kept
-                        found = compiled.run, compiled.function, compiled.packed_metadata, rest, device
+            addresses = [*map(Tensor.data_ptr, tensors)]
+            if found is None or functools.reduce(operator.or_, addresses) % 16 or self._is_watched():
+                found = launch_slowly(tensors)
                 return
+            if not leading:
+                addresses = _placed(addresses, arguments, positions)
             run, function, metadata, rest, device = found
-            run(x, y, z, driver.get_current_stream(device), function, metadata, None, None, None, *values, *rest)
+            run(x, y, z, driver.get_current_stream(device), function, metadata, None, None, None, *addresses, *rest)
+
+        def launch_slowly(tensors: tuple[Tensor, ...]) -> tuple[Any, ...] | None:
+            """Launch as Triton does; returns what later launches need if these tensors' addresses are as usual."""
+            values = tuple(_placed(tensors, arguments, positions))
+            self.launch(grid, *values, **options)
+            device = driver.get_current_device()
+            kept = self._kept.get(device, (None, {}))[1].get(self._described(values, options)[0])
+            if kept is None or any(tensor.data_ptr() % 16 for tensor in tensors):
+                return found
+            compiled, rest = kept
+            rest = (*constants, *rest) if leading else rest
+            return compiled.run, compiled.function, compiled.packed_metadata, rest, device
 
         return launch
 

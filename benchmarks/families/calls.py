@@ -1,0 +1,141 @@
+"""Blocks so small that a call of them is the host's work alone: what it costs to call a compiled region.
+
+Shapes: B batch, D width.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zoo
+from benchmarks import strategies
+from benchmarks.compiler import other_cache
+from benchmarks.families.base import Prepared, Training, Workload, autocast_of, dtype_of, weights_dtype
+from benchmarks.plan import Case
+from benchmarks.training import reference_losses
+from zoo import Region
+
+BATCH, WIDTH, DEPTH = 4, 256, 8
+GRAPHS = {f"graphs-{count}": count for count in (1, 8, 24)}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, width)
+        self.down = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [B, D] to [B, D]."""
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Blocks(nn.Module):
+    regions = (Region(Block, graphs=1, why="a block launches few kernels, so that the host's time shows"),)
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        # Without it the first block's input would have no gradient and the others' would: two graphs.
+        self.scale = nn.Parameter(torch.ones(width))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(DEPTH))
+        self.others: list[nn.Module] = []  # models whose graphs the class has as well; in a list, no submodules
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [B, D] to [B, D]."""
+        x = x * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class CallsWorkload(Workload):
+    """A model of eight blocks of one class, for which the compiler holds as many graphs as the input's name says.
+
+    Regional arms compile the other graphs, of other widths, while they get ready: they are in no figure. The compiler
+    has started by then, so that their time to first result leaves its start out. Full compiles no region, so that the
+    number of graphs does not concern it. The host's time of a region call is ``host_ms`` of regional less that of
+    full, over eight.
+    """
+
+    family = "calls"
+    models = ("block-8",)
+    inputs = tuple(GRAPHS)
+    workloads = ("inference", "train")
+    gpu_dtypes = ("float32", "bfloat16")
+    cpu_race = ("block-8", "graphs-1")
+    gpu_races = tuple(("block-8", name) for name in GRAPHS)
+
+    def cannot(self, case: Case) -> str | None:
+        return None if case.impl == "zoo" else "these blocks are of no library"
+
+    def estimate(self, case: Case, *, reference: bool) -> int:
+        """Nothing beside what a process takes: the models are small."""
+        return 0
+
+    def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
+        model = _model(case, WIDTH, seed)
+        if case.strategy == "regional":
+            with tempfile.TemporaryDirectory() as folder, other_cache(Path(folder)):  # the case's own stays empty
+                model.others = [_compiled(case, WIDTH + 8 * other) for other in range(1, GRAPHS[case.input])]
+
+        def draw(index: int) -> Tensor:
+            return _input(case, WIDTH, seed + 1 + index)
+
+        training = None
+        if case.workload == "train":
+            training = Training(loss=_loss, batch=draw, learning_rate=1e-3, autocast=autocast_of(dtype_of(case)))
+        x = draw(0)
+
+        def reference() -> Tensor:
+            exact = _model(case, WIDTH, seed)
+            output: Tensor = exact.double()(x.double()) if training is None else reference_losses(exact, training)
+            return output
+
+        return Prepared(
+            model=model,
+            inputs={"x": x} if training is None else {},
+            reference=reference,
+            bytes=sum(p.nbytes for p in model.parameters()) + 2 * x.nbytes,
+            bytes_formula="Every weight is read once, the input is read and the output is written.",
+            data="generated (normal)",
+            sizes={"graphs": GRAPHS[case.input], "blocks": DEPTH, "width": WIDTH, "batch": BATCH},
+            training=training,
+        )
+
+
+def _model(case: Case, width: int, seed: int) -> Blocks:
+    """Training keeps float32 weights, under autocast where the case's dtype is another."""
+    torch.manual_seed(seed)
+    return Blocks(width).train(case.workload == "train").to(case.device, weights_dtype(case))
+
+
+def _input(case: Case, width: int, seed: int) -> Tensor:
+    x = torch.randn(BATCH, width, generator=torch.Generator().manual_seed(seed))
+    return x.to(case.device, weights_dtype(case))
+
+
+def _loss(model: nn.Module, batch: Tensor) -> Tensor:
+    loss: Tensor = model(batch).square().mean()
+    return loss
+
+
+def _compiled(case: Case, width: int) -> Blocks:
+    """A model of this width, called once with its blocks compiled in the default mode."""
+    model = _model(case, width, seed=0)
+    zoo.compile_regions(model, backend=strategies.backend())
+    autocast = autocast_of(dtype_of(case)) if case.workload == "train" else None
+    with (
+        strategies.execution_mode(case),
+        torch.autocast(torch.device(case.device).type, autocast, autocast is not None),
+    ):
+        model(_input(case, width, seed=0))
+    return model
+
+
+WORKLOAD = CallsWorkload()
