@@ -125,7 +125,7 @@ def test_a_launch_knows_the_tensors_that_the_graph_allocates(
         assert run.__name__ == "forward"  # the generated function itself
         return run
 
-    def bind(_: Kernel, grid: Any, arguments: list[Any], positions: list[int], options: Any) -> Callable[..., None]:
+    def bind(_: Kernel, grid: Any, arguments: list[Any], positions: list[int], *__: Any) -> Callable[..., None]:
         bound.append(positions)
         return lambda *_: None
 

@@ -119,6 +119,27 @@ def test_a_bound_launch_runs_what_triton_would_run(between: bool, gpu: Gpu, monk
     assert [(kernel, [*given]) for kernel, given in launched] == [expected[0], expected[2]]
 
 
+@kernel
+def _tile(x, out, COLUMNS: tl.constexpr):
+    row = tl.program_id(0)
+    out.store([row, 0], x.load([row, 0]))
+
+
+def test_a_bound_launch_describes_tiles_anew(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(gpu, "launcher_cls", lambda *_: lambda x, y, z, *given: launched.append((x, y, z, *given[6:])))
+    bound = _tile.bound((2,), [None, None], [0, 1], {"COLUMNS": 32}, [[1, 32], [1, 32]])
+    given = [(torch.randn(2, 32), torch.empty(2, 32)) for _ in range(3)]
+    bound(*given[0])
+    monkeypatch.setattr(_tile, "run", lambda *_, **__: pytest.fail("Triton looked the kernel up again"))
+    for x, out in given[1:]:
+        bound(x, out)
+    assert [each[:3] for each in launched] == [(2, 1, 1)] * 3
+    for (x, out), (*_, first, second, columns) in zip(given, launched, strict=True):
+        assert first.base is x and second.base is out and columns == 32
+        assert ([*first.shape], [*first.strides], first.block_shape) == ([*x.shape], [*x.stride()], [1, 32])
+
+
 def test_a_launch_is_not_kept_where_somebody_watches_launches(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments, options = launches()[0]
     bound = _scaled.bound((2,), [None, None, None, *arguments[3:]], [0, 1, 2], options)

@@ -373,11 +373,12 @@ def _launch(
     described = [_described(each, tile) for each, tile in zip(positional, tiles, strict=True)]
     kernels.append((kernel, described, {**options, **{name: _described(each) for name, each in computed.items()}}))
     varying = [index for index, each in enumerate(positional) if isinstance(each, fx.Node)]
-    tensors = [_at_its_address(positional[index]) for index in varying]
-    fixed = all(isinstance(described[index], torch.dtype) for index in varying)
+    tensors = [positional[index] if tiles[index] else _at_its_address(positional[index]) for index in varying]
+    fixed = all(isinstance(positional[index].meta.get("example_value"), Tensor) for index in varying)
     if bind and fixed and not computed and not any(isinstance(each, fx.Node) for each in grid[0]):
         constants = [None if isinstance(each, fx.Node) else each for each in positional]
-        return _bound(kernel, tuple(grid[0]), constants, varying, options), tensors, computed
+        of_tensors = [tiles[index] for index in varying]
+        return _bound(kernel, tuple(grid[0]), constants, varying, options, of_tensors), tensors, computed
     return _launching(kernel, tiles, options), [tuple(grid[0]), *positional], computed
 
 
@@ -389,13 +390,12 @@ def _bound(kernel: Any, *launch: Any) -> Callable[..., None]:
 
 @recorded
 def _launching(kernel: Any, tiles: list[Any], options: dict[str, Any]) -> Callable[..., None]:
+    from zoo.engine.kernel import by_tile
+
     start = kernel.launch
 
     def launch(grid: Any, *arguments: Any, **sizes: Any) -> None:
-        if any(tiles):
-            both = zip(arguments, tiles, strict=True)
-            arguments = tuple(x if tile is None else _by_tiles(x, tile) for x, tile in both)
-        start(grid, *arguments, **options, **sizes)
+        start(grid, *map(by_tile, arguments, arguments, tiles), **options, **sizes)
 
     return launch
 
@@ -411,18 +411,14 @@ def _described(argument: Any, tile: list[int] | None = None) -> Any:
 
     That is the dtype of a tensor, a descriptor of one without data if it is read by tiles, the size that a symbol has.
     """
+    from zoo.engine.kernel import by_tile
+
     value = argument.meta.get("example_value") if isinstance(argument, fx.Node) else argument
     if isinstance(value, torch.SymInt | torch.SymFloat):
         return value.node.hint
     if isinstance(value, Tensor):
-        return value.dtype if tile is None else _by_tiles(torch.empty(tile, dtype=value.dtype, device="meta"), tile)
+        return by_tile(value.dtype, torch.empty(tile or (), dtype=value.dtype, device="meta"), tile)
     return value
-
-
-def _by_tiles(tensor: Tensor, tile: list[int]) -> Any:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor.from_tensor(tensor, tile)
 
 
 @recorded

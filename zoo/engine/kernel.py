@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 from triton.runtime.cache import FileCacheManager
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 # All kernels of the process.
 KERNELS: list[Kernel] = []
@@ -104,6 +105,11 @@ def cache_files(files: dict[str, dict[str, bytes]]) -> None:
                 cache.put_group(name, paths)
 
 
+def by_tile(value: Any, tensor: Tensor, tile: list[int] | None) -> Any:
+    """``value``, or a descriptor of the tensor if it is read by tiles."""
+    return value if tile is None else TensorDescriptor.from_tensor(tensor, tile)
+
+
 def _placed(values: Sequence[Any], arguments: list[Any], positions: list[int]) -> list[Any]:
     """``arguments`` with ``values`` at these positions."""
     placed = arguments.copy()
@@ -159,42 +165,51 @@ class Kernel(JITFunction):  # type: ignore[misc]
         compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *values, *rest)
 
     def bound(
-        self, grid: tuple[int, ...], arguments: list[Any], positions: list[int], options: dict[str, Any]
+        self,
+        grid: tuple[int, ...],
+        arguments: list[Any],
+        positions: list[int],
+        options: dict[str, Any],
+        tiles: Sequence[list[int] | None] = (),
     ) -> Callable[..., None]:
         """A launch of which nothing changes but the tensors: a function of the tensors at these positions.
 
-        Their kinds may not change, and their device is the current one in each call. It takes half the host's time of
-        ``kernel[grid](...)``.
+        Those for which ``tiles`` has a shape are read by tiles of it. Their kinds may not change, and their device is
+        the current one in each call. It takes half the host's time of ``kernel[grid](...)``.
         """
         found: tuple[Any, ...] | None = None
         x, y, z = (*grid, 1, 1)[:3]
         driver = triton.runtime.driver.active
         # Tensors come first in most kernels: their addresses are then followed by what is the same in each launch.
         leading = positions == [*range(len(positions))]
-        constants = arguments[len(positions) :]
+        tiles = tiles or [None] * len(positions)
+        any_tiles = any(tiles)
 
         def launch(*tensors: Tensor) -> None:
             nonlocal found
-            addresses = [*map(Tensor.data_ptr, tensors)]
-            if found is None or functools.reduce(operator.or_, addresses) % 16 or self._is_watched():
-                found = launch_slowly(tensors)
+            addresses: list[Any] = [*map(Tensor.data_ptr, tensors)]
+            aligned = not functools.reduce(operator.or_, addresses) % 16
+            if found is None or not aligned or self._is_watched():
+                given = _placed([*map(by_tile, tensors, tensors, tiles)], arguments, positions)
+                if found is None and aligned:
+                    found = kept(self.run(*given, grid=grid, warmup=False, **options))
+                else:
+                    self.launch(grid, *given, **options)
                 return
+            if any_tiles:
+                addresses = [*map(by_tile, addresses, tensors, tiles)]
             if not leading:
                 addresses = _placed(addresses, arguments, positions)
             run, function, metadata, rest, device = found
             run(x, y, z, driver.get_current_stream(device), function, metadata, None, None, None, *addresses, *rest)
 
-        def launch_slowly(tensors: tuple[Tensor, ...]) -> tuple[Any, ...] | None:
-            """Launch as Triton does; returns what later launches need if these tensors' addresses are as usual."""
-            values = tuple(_placed(tensors, arguments, positions))
-            self.launch(grid, *values, **options)
-            device = driver.get_current_device()
-            kept = self._kept.get(device, (None, {}))[1].get(self._described(values, options)[0])
-            if kept is None or any(tensor.data_ptr() % 16 for tensor in tensors):
-                return found
-            compiled, rest = kept
-            rest = (*constants, *rest) if leading else rest
-            return compiled.run, compiled.function, compiled.packed_metadata, rest, device
+        def kept(compiled: Any) -> tuple[Any, ...] | None:
+            """What later launches need of the kernel that Triton returned, if it returned one."""
+            if not hasattr(compiled, "packed_metadata"):
+                return None
+            rest = arguments[len(positions) :] if leading else []
+            rest += self._unnamed(len(arguments), options)
+            return compiled.run, compiled.function, compiled.packed_metadata, rest, driver.get_current_device()
 
         return launch
 
@@ -231,5 +246,8 @@ class Kernel(JITFunction):  # type: ignore[misc]
         cache, kept = self._kept.get(device, (None, {}))
         if cache is not self.device_caches[device] or len(kept) >= MOST_LAUNCHES:
             kept = {}
-        rest = tuple(options.get(each.name, each.default) for each in self.params[positional:])
-        self._kept[device] = self.device_caches[device], {**kept, key: (compiled, rest)}
+        self._kept[device] = self.device_caches[device], {**kept, key: (compiled, self._unnamed(positional, options))}
+
+    def _unnamed(self, positional: int, options: dict[str, Any]) -> tuple[Any, ...]:
+        """Arguments after the positional ones, in the kernel's order."""
+        return tuple(options.get(each.name, each.default) for each in self.params[positional:])
