@@ -1,4 +1,6 @@
-"""Blocks so small that a call of them is the host's work alone: what it costs to call a compiled region.
+"""Eight small blocks, so small that a call of them is the host's work alone: what it costs to call a compiled region.
+
+``host_ms`` of ``regional`` less that of ``full``, over eight, is a region call.
 
 Shapes: B batch, D width.
 """
@@ -19,31 +21,44 @@ from benchmarks.families.base import Prepared, Training, Workload, autocast_of, 
 from benchmarks.plan import Case
 from benchmarks.training import reference_losses
 from zoo import Region
+from zoo.ops.glu import bias_gelu
+from zoo.ops.norms import layer_norm
 
 BATCH, WIDTH, DEPTH = 4, 256, 8
 GRAPHS = {f"graphs-{count}": count for count in (1, 8, 24)}
 
 
 class Block(nn.Module):
+    """As users write it: Inductor compiles norm and activation."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, width)
-        self.down = nn.Linear(width, width)
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, D] to [B, D]."""
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-class Blocks(nn.Module):
-    regions = (Region(Block, graphs=1, why="a block launches few kernels, so that the host's time shows"),)
+class KernelBlock(Block):
+    """As the zoo writes it: norm and activation are kernels, and nothing is left to fuse."""
 
-    def __init__(self, width: int) -> None:
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [B, D] to [B, D]."""
+        up = F.linear(layer_norm(x, self.norm.weight, self.norm.bias, self.norm.eps), self.up.weight)
+        return x + self.down(bias_gelu(up, self.up.bias, False))
+
+
+BLOCKS = {"block-8": Block, "kernel-block-8": KernelBlock}
+
+
+class Blocks(nn.Module):
+    def __init__(self, block: type[Block], width: int) -> None:
         super().__init__()
+        self.regions = (Region(block, graphs=1, why="a block launches few kernels, so that the host's time shows"),)
         # Without it the first block's input would have no gradient and the others' would: two graphs.
         self.scale = nn.Parameter(torch.ones(width))
-        self.blocks = nn.ModuleList(Block(width) for _ in range(DEPTH))
+        self.blocks = nn.ModuleList(block(width) for _ in range(DEPTH))
         self.others: list[nn.Module] = []  # models whose graphs the class has as well; in a list, no submodules
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,21 +70,18 @@ class Blocks(nn.Module):
 
 
 class CallsWorkload(Workload):
-    """A model of eight blocks of one class, for which the compiler holds as many graphs as the input's name says.
+    """A model of eight blocks, for whose class the compiler holds as many graphs as the input's name says.
 
-    Regional arms compile the other graphs, of other widths, while they get ready: they are in no figure. The compiler
-    has started by then, so that their time to first result leaves its start out. Full compiles no region, so that the
-    number of graphs does not concern it. The host's time of a region call is ``host_ms`` of regional less that of
-    full, over eight.
+    Regional arms compile the other graphs, of other widths, while they get ready: they are in no figure.
     """
 
     family = "calls"
-    models = ("block-8",)
+    models = tuple(BLOCKS)
     inputs = tuple(GRAPHS)
     workloads = ("inference", "train")
     gpu_dtypes = ("float32", "bfloat16")
     cpu_race = ("block-8", "graphs-1")
-    gpu_races = tuple(("block-8", name) for name in GRAPHS)
+    gpu_races = tuple((model, name) for model in BLOCKS for name in GRAPHS)
 
     def cannot(self, case: Case) -> str | None:
         return None if case.impl == "zoo" else "these blocks are of no library"
@@ -83,14 +95,15 @@ class CallsWorkload(Workload):
         if case.strategy == "regional":
             with tempfile.TemporaryDirectory() as folder, other_cache(Path(folder)):  # the case's own stays empty
                 model.others = [_compiled(case, WIDTH + 8 * other) for other in range(1, GRAPHS[case.input])]
-
-        def draw(index: int) -> Tensor:
-            return _input(case, WIDTH, seed + 1 + index)
-
         training = None
         if case.workload == "train":
-            training = Training(loss=_loss, batch=draw, learning_rate=1e-3, autocast=autocast_of(dtype_of(case)))
-        x = draw(0)
+            training = Training(
+                loss=lambda model, batch: model(batch).square().mean(),
+                batch=lambda index: _input(case, WIDTH, seed + 1 + index),
+                learning_rate=1e-3,
+                autocast=autocast_of(dtype_of(case)),
+            )
+        x = _input(case, WIDTH, seed + 1)
 
         def reference() -> Tensor:
             exact = _model(case, WIDTH, seed)
@@ -112,7 +125,7 @@ class CallsWorkload(Workload):
 def _model(case: Case, width: int, seed: int) -> Blocks:
     """Training keeps float32 weights, under autocast where the case's dtype is another."""
     torch.manual_seed(seed)
-    return Blocks(width).train(case.workload == "train").to(case.device, weights_dtype(case))
+    return Blocks(BLOCKS[case.model], width).train(case.workload == "train").to(case.device, weights_dtype(case))
 
 
 def _input(case: Case, width: int, seed: int) -> Tensor:
@@ -120,20 +133,11 @@ def _input(case: Case, width: int, seed: int) -> Tensor:
     return x.to(case.device, weights_dtype(case))
 
 
-def _loss(model: nn.Module, batch: Tensor) -> Tensor:
-    loss: Tensor = model(batch).square().mean()
-    return loss
-
-
 def _compiled(case: Case, width: int) -> Blocks:
-    """A model of this width, called once with its blocks compiled in the default mode."""
+    """A model of this width, called once with its blocks compiled."""
     model = _model(case, width, seed=0)
     zoo.compile_regions(model, backend=strategies.backend())
-    autocast = autocast_of(dtype_of(case)) if case.workload == "train" else None
-    with (
-        strategies.execution_mode(case),
-        torch.autocast(torch.device(case.device).type, autocast, autocast is not None),
-    ):
+    with strategies.execution_mode(case):
         model(_input(case, width, seed=0))
     return model
 
