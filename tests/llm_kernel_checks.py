@@ -15,13 +15,12 @@ import zoo.ops.common
 from tests.kernel_checks import DEVICE, MARKS, check_close, kernels_run, values  # noqa: F401
 from zoo.llm import KVCache
 from zoo.llm.generate import DecodeState, accept
-from zoo.ops.attention import attend, decode_attention
+from zoo.ops.attention import attend, decode_attention, rotate_into, split_rotated
 from zoo.ops.glu import swiglu
 from zoo.ops.norms import add_rms_norm, reference_rms_norm, rms_norm
-from zoo.ops.rotary import rotate_into, split_rotated
 from zoo.ops.triton import decode as products
 from zoo.ops.triton import norms as norm_kernels
-from zoo.ops.triton import sums
+from zoo.ops.triton import tiles as sums
 
 pytestmark = MARKS
 # Kernels begin early on a GPU that lets them.

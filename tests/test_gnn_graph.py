@@ -17,7 +17,7 @@ from zoo.engine.graphed_step import synchronising_raises
 from zoo.gnn import CSRGraph, GCNConv, SAGEConv
 from zoo.gnn import graph as graphs
 from zoo.gnn.graph import GraphMemory, Recipe
-from zoo.ops.csr_sum import max_neighbours, mean_neighbours, sum_neighbours
+from zoo.ops.csr import max_neighbours, mean_neighbours, sum_neighbours
 
 every_graph = pytest.mark.parametrize("name", GRAPHS)
 

@@ -16,7 +16,7 @@ from zoo.ops.glu import gated_gelu
 from zoo.ops.norms import add_norm, layer_norm
 from zoo.ops.triton import glu as gate_kernels
 from zoo.ops.triton import norms as norm_kernels
-from zoo.ops.triton import sums
+from zoo.ops.triton import tiles as sums
 
 pytestmark = MARKS
 # The interpreter cuts numbers off where a GPU rounds them to bfloat16.

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from zoo import validate
 from zoo.gnn.graph import CSRGraph, GraphMemory, Recipe, check_features, check_nodes
 from zoo.ops.common import accumulation_dtype, kernels_run
-from zoo.ops.csr import GraphTensors, Own
+from zoo.ops.csr import GraphTensors, Own, max_neighbours, mean_neighbours, sum_neighbours
 from zoo.ops.csr_attention import attention
-from zoo.ops.csr_sum import max_neighbours, mean_neighbours, sum_neighbours
 
 Graph: TypeAlias = GraphTensors | CSRGraph | Tensor
 # A sampled batch's, one a layer.

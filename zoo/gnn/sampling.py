@@ -29,8 +29,7 @@ from torch.utils import _pytree as pytree
 
 from zoo import validate
 from zoo.gnn.graph import CSRGraph
-from zoo.ops.csr import GraphTensors, Transpose
-from zoo.ops.draws import distinct
+from zoo.ops.csr import GraphTensors, Transpose, distinct
 
 _setting_threads = threading.Lock()
 

@@ -403,7 +403,7 @@ def accept(state: DecodeState, logits: Tensor, greedy: bool) -> None:
     The greedy choice is the most likely token, the first of equals.
     """
     if greedy and kernels_run(logits):
-        from zoo.ops.triton.greedy import accept_greedy
+        from zoo.ops.triton.decode import accept_greedy
 
         accept_greedy(
             logits, state.tokens, state.positions, state.finished, state.step, state.output, state.ends, state.pad

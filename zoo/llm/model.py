@@ -31,11 +31,19 @@ from zoo.engine.region import Region
 from zoo.llm.cache import KVCache, check_cache
 from zoo.llm.config import LLMConfig
 from zoo.llm.generate import GenerationMixin
-from zoo.ops.attention import attend, decode_attention, decode_layer, decodes, few_rows, norm_linear
+from zoo.ops.attention import (
+    attend,
+    decode_attention,
+    decode_layer,
+    decodes,
+    few_rows,
+    norm_linear,
+    rotate_into,
+    split_rotated,
+)
 from zoo.ops.common import is_plain_tensor, is_unmodified
 from zoo.ops.glu import swiglu
 from zoo.ops.norms import add_rms_norm, rms_norm
-from zoo.ops.rotary import rotate_into, split_rotated
 from zoo.weights import initialise
 
 

@@ -2,6 +2,7 @@
 
     norm_act     relu(norm(x))   relu(norm(x) + residual)   relu(norm(x) + norm(residual))
     bias_act     relu(x + bias)  relu(x + bias + residual)
+    ..._pool     the same without a residual, then the maximum of 3 × 3 pixels at a stride of 2: the end of a stem
 
 Shape legend: N images, C channels, H height, W width, R rows.
 """
@@ -111,3 +112,48 @@ def bias_act(x: Tensor, bias: Tensor, residual: Tensor | None = None) -> Tensor:
         return kernels.batch_norm.bias_act(x, bias, residual)
     out = x + (bias if x.dim() == 2 else bias[:, None, None])
     return F.relu(out if residual is None else out + residual)
+
+
+def norm_act_pool(x: Tensor, norm: Norm) -> Tensor:
+    """Norm, relu and the maximum of 3 × 3 pixels at a stride of 2: [N, C, H, W] -> [N, C, ⌈H / 2⌉, ⌈W / 2⌉].
+
+    The result is in channels_last, in the dtype of ``x``; NaN where a window has one.
+    """
+    given = x, norm.weight, norm.bias
+    if rows_run(x) and kernels_run(*given) and not norm.of_batch and not differentiated(*given):
+        return kernels.batch_norm.norm_act_pool(x, norm.running_mean, norm.running_variance, *given[1:], norm.eps)
+    return max_pool(norm_act(x, norm))
+
+
+def bias_act_pool(x: Tensor, bias: Tensor) -> Tensor:
+    """The same of x [N, C, H, W] and bias [C], without a norm."""
+    if rows_run(x) and kernels_run(x, bias) and not differentiated(x, bias):
+        return kernels.batch_norm.bias_act_pool(x, bias)
+    # A maximum stays the maximum under both, so that they touch a quarter of the pixels.
+    return F.relu(F.max_pool2d(x, 3, 2, 1) + bias[:, None, None])
+
+
+def max_pool(x: Tensor) -> Tensor:
+    """The maximum of 3 × 3 pixels at a stride of 2, the first of equals: [N, C, H, W] -> [N, C, ⌈H / 2⌉, ⌈W / 2⌉].
+
+    Where kernels run the result is in channels_last, and the gradient has no gradient.
+    """
+    if rows_run(x) and kernels_run(x):
+        return _MaxPool.apply(x) if differentiated(x) else kernels.batch_norm.max_pool(x)[0]
+    return F.max_pool2d(x, 3, 2, 1)
+
+
+class _MaxPool(autograd.Function):
+    """Keeps which of nine pixels it was, a byte for each window, and no image."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.height, ctx.width = x.shape[2:]
+        out, which = kernels.batch_norm.max_pool(x)
+        ctx.save_for_backward(which)
+        return out
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return kernels.batch_norm.max_pool_backward(grad, *ctx.saved_tensors, ctx.height, ctx.width)

@@ -77,7 +77,7 @@ class _GroupNorm(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x, _, grad_shift, grad_weight, grad_bias = kernels.group_norm_backward.group_norm_backward(
+        grad_x, _, grad_shift, grad_weight, grad_bias = kernels.group_norm.group_norm_backward(
             grad, *ctx.saved_tensors, None, grad.shape[1], ctx.silu
         )
         return grad_x, grad_shift, grad_weight, grad_bias, None, None, None
@@ -104,7 +104,7 @@ class _CatGroupNorm(torch.autograd.Function):
                 return (None,) * 7
             grad_x, grad_skip = joined_grad.split([ctx.channels, joined.shape[1] - ctx.channels], dim=1)
             return grad_x, grad_skip.to(ctx.skip_dtype), None, None, None, None, None
-        grad_x, grad_skip, _, grad_weight, grad_bias = kernels.group_norm_backward.group_norm_backward(
+        grad_x, grad_skip, _, grad_weight, grad_bias = kernels.group_norm.group_norm_backward(
             grad, joined, None, weight, bias, statistics, joined_grad, ctx.channels, ctx.silu
         )
         return grad_x, grad_skip.to(ctx.skip_dtype), grad_weight, grad_bias, None, None, None

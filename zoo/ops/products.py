@@ -77,7 +77,7 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
     """[..., C] -> [C] in another dtype: the gradient of a product's bias. Summed in float32, without a gradient."""
     if kernels_run(x):
-        return kernels.sums.column_sums(x, dtype)
+        return kernels.tiles.column_sums(x, dtype)
     return x.reshape(-1, x.shape[-1]).sum(0, dtype=accumulation_dtype(x.dtype)).to(dtype)
 
 

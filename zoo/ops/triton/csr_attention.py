@@ -29,8 +29,16 @@ from torch import Tensor
 from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div, next_power
 from zoo.ops.csr import Rows
-from zoo.ops.triton.csr import choose_blocks, merge_grid, merge_tile, partial_of, span, written
-from zoo.ops.triton.csr_sum import csr_sum, merge_sums
+from zoo.ops.triton.csr import (
+    choose_blocks,
+    csr_sum,
+    merge_grid,
+    merge_sums,
+    merge_tile,
+    partial_of,
+    span,
+    written,
+)
 
 
 @triton.jit

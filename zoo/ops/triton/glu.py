@@ -20,8 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div
-from zoo.ops.triton.sums import COLUMNS, ROWS, add_parts, parts_of
-from zoo.ops.triton.tiles import tile_of
+from zoo.ops.triton.tiles import COLUMNS, ROWS, add_parts, parts_of, tile_of
 
 
 @triton.jit

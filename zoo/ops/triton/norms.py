@@ -5,7 +5,7 @@ RMS norms and the layer norms of post-norm blocks take a row a program:
 
     forward     the sum, its norm, and the norm in the dtype of products
     backward    the gradients of all outputs -> of the sum, in both dtypes. Few programs go over all rows, so that each
-                holds what its rows give to weight and biases until the end; ``sums.py`` adds the rest
+                holds what its rows give to weight and biases until the end; ``tiles.py`` adds the rest
 
 Layer norms of narrower rows take some whole rows a program, and backward programs go over rows at equal distances.
 Left to the compiler the residual add stands alone or the gradients are added on the way, and the gradient of the weight
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div, next_power
-from zoo.ops.triton.sums import add_parts
+from zoo.ops.triton.tiles import add_parts
 
 # Numbers of a row that a thread holds: 32 bytes of each tensor in float32.
 NUMBERS = 8
