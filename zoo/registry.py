@@ -82,14 +82,9 @@ def list_models(family: str | None = None) -> list[str]:
 
 
 def create(
-    name: str,
-    *,
-    weights: Any = None,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-    strict: bool = False,
-    **overrides: Any,
-) -> nn.Module:
+    name: str, *, weights: Any = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    strict: bool = False, **overrides: Any,
+) -> nn.Module:  # fmt: skip
     """Build a model by its preset's name, in eval mode, nothing compiled.
 
     Args:

@@ -35,17 +35,10 @@ def is_count(value: Any, least: int = 1) -> bool:
 
 
 def tensor(
-    name: str,
-    given: Any,
-    shape: str | None = None,
-    *,
-    kinds: str | Collection[torch.dtype] | None = None,
-    like: Tensor | torch.device | None = None,
-    like_name: str = "the weights",
-    sizes: Mapping[str, int] | None = None,
-    empty: bool = True,
-    hint: str = "",
-) -> None:
+    name: str, given: Any, shape: str | None = None, *, kinds: str | Collection[torch.dtype] | None = None,
+    like: Tensor | torch.device | None = None, like_name: str = "the weights", sizes: Mapping[str, int] | None = None,
+    empty: bool = True, hint: str = "",
+) -> None:  # fmt: skip
     """A dense tensor of this shape, kind, device and dtype.
 
     Args:
@@ -79,14 +72,9 @@ def tensor(
 
 
 def kind(
-    name: str,
-    given: Tensor,
-    kinds: str | Collection[torch.dtype] | None,
-    *,
-    like: Tensor | None = None,
-    like_name: str = "the weights",
-    hint: str = "",
-) -> None:
+    name: str, given: Tensor, kinds: str | Collection[torch.dtype] | None, *, like: Tensor | None = None,
+    like_name: str = "the weights", hint: str = "",
+) -> None:  # fmt: skip
     """The dtype of a tensor; see :func:`tensor`.
 
     Raises:

@@ -170,14 +170,9 @@ class WeightMap(Generic[Model]):
         return model.state_dict()
 
     def fill(
-        self,
-        model: nn.Module,
-        tensors: Mapping[str, Tensor],
-        *,
-        device: torch.device | str,
-        dtype: torch.dtype | None = None,
-        source: str,
-    ) -> None:
+        self, model: nn.Module, tensors: Mapping[str, Tensor], *, device: torch.device | str,
+        dtype: torch.dtype | None = None, source: str,
+    ) -> None:  # fmt: skip
         """As :func:`zoo.weights.fill`, by the zoo's keys if most of these are there, else by the upstream library's."""
         own = model.state_dict().keys()
         places: dict[str, Placement | None]
@@ -190,14 +185,9 @@ class WeightMap(Generic[Model]):
         fill(model, tensors, places, device=device, dtype=dtype, source=source)
 
     def load(
-        self,
-        source: str | Path,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        strict: bool = False,
-        **overrides: Any,
-    ) -> Model:
+        self, source: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        strict: bool = False, **overrides: Any,
+    ) -> Model:  # fmt: skip
         """A model of any size from a folder or hub id in the upstream library's format, in eval mode.
 
         It is built without memory and filled tensor by tensor: the weights are never in memory twice.

@@ -19,7 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from zoo import validate
-from zoo.bert.heads import (
+from zoo.bert.layer import (
+    BertConfig,
+    BertEmbeddings,
+    BertLayer,
     Encoding,
     MaskedLMHead,
     Output,
@@ -28,40 +31,30 @@ from zoo.bert.heads import (
     SpanHead,
     TokenHead,
     check_labels,
+    key_mask,
     make_head,
+    rows_of,
 )
-from zoo.bert.layer import BertConfig, BertEmbeddings, BertLayer, key_mask, rows_of
 from zoo.bert.packing import PackedBatch, check_ids, counted_positions, pack, unpack
 from zoo.engine.region import Region, in_process_on_gpus
 from zoo.weights import initialise
 
 _BERT: dict[str, Any] = {
-    "vocab_size": 30522,
-    "max_position_embeddings": 512,
-    "type_vocab_size": 2,
-    "layer_norm_eps": 1e-12,
+    "vocab_size": 30522, "max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": 1e-12,
     "pad_token_id": 0,
-}
+}  # fmt: skip
 _ROBERTA: dict[str, Any] = {
-    "kind": "roberta",
-    "vocab_size": 50265,
-    "max_position_embeddings": 514,
-    "type_vocab_size": 1,
-    "layer_norm_eps": 1e-5,
-    "pad_token_id": 1,
-}
+    "kind": "roberta", "vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1,
+    "layer_norm_eps": 1e-5, "pad_token_id": 1,
+}  # fmt: skip
 
 
 def _sized(common: dict[str, Any], layers: int, width: int, **options: Any) -> BertConfig:
     """A published size: heads of 64 and an MLP four times as wide."""
     return BertConfig(
-        **common,
-        **options,
-        num_hidden_layers=layers,
-        hidden_size=width,
-        num_attention_heads=width // 64,
+        **common, **options, num_hidden_layers=layers, hidden_size=width, num_attention_heads=width // 64,
         intermediate_size=4 * width,
-    )
+    )  # fmt: skip
 
 
 PRESETS: dict[str, BertConfig] = {
@@ -125,16 +118,10 @@ class Bert(nn.Module):
         self.apply(initialise)
 
     def forward(
-        self,
-        input_ids: Tensor | PackedBatch,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        *,
-        labels: Tensor | None = None,
-        start_positions: Tensor | None = None,
-        end_positions: Tensor | None = None,
-    ) -> Output:
+        self, input_ids: Tensor | PackedBatch, attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None, position_ids: Tensor | None = None, *, labels: Tensor | None = None,
+        start_positions: Tensor | None = None, end_positions: Tensor | None = None,
+    ) -> Output:  # fmt: skip
         """Encode a batch, score it, and compare it with labels.
 
         A mask on the host that hides nothing counts as none. On a device a mask is never looked at: leave it out where
@@ -185,24 +172,14 @@ class Bert(nn.Module):
         return self._score(x, labels, start_positions, end_positions, batch)
 
     def without_padding(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        *,
-        buckets: Sequence[int] | None = None,
-        **labels: Tensor | None,
-    ) -> Output:
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None, *, buckets: Sequence[int] | None = None, **labels: Tensor | None,
+    ) -> Output:  # fmt: skip
         """Like a call on the padded batch, with the padding taken out before it and put back, as zeros, after it.
 
-        Args:
-            input_ids: [B, T]; on a device this waits for it.
-            attention_mask: [B, T].
-            token_type_ids: [B, T].
-            position_ids: [B, T] or [1, T].
-            buckets: As ``pack`` takes them.
-            labels: ``labels``, ``start_positions`` and ``end_positions``, as a call takes them.
+        Takes ``input_ids`` [B, T], on a device this waits for it; ``attention_mask``, ``token_type_ids``,
+        ``position_ids`` and ``buckets`` as ``pack`` does; ``labels``, ``start_positions`` and ``end_positions`` as a
+        call does.
         """
         batch = pack(input_ids, attention_mask, token_type_ids, position_ids, config=self.config, buckets=buckets)
         output: Output = self(batch, **labels)
@@ -246,12 +223,9 @@ def _match_mode(ids: Tensor | None) -> Tensor | None:
 
 
 def _check_padded(
-    config: BertConfig,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    token_type_ids: Tensor | None,
+    config: BertConfig, input_ids: Tensor, attention_mask: Tensor | None, token_type_ids: Tensor | None,
     position_ids: Tensor | None,
-) -> None:
+) -> None:  # fmt: skip
     check_ids(input_ids, attention_mask, token_type_ids, position_ids)
     tokens = input_ids.shape[1]
     if position_ids is None and tokens > config.positions:

@@ -179,11 +179,6 @@ def _refuse(name: str, option: str, value: Any, why: str) -> None:
 
 
 WEIGHTS: WeightMap[GCN | GAT | GraphSAGE] = WeightMap(
-    name="gnn",
-    noun="a GCN, GAT or GraphSAGE",
-    classes=(GCN, GAT, GraphSAGE),
-    table=table,
-    config_of=config_of,
-    skeleton=skeleton,
-    build=build,
-)
+    name="gnn", noun="a GCN, GAT or GraphSAGE", classes=(GCN, GAT, GraphSAGE), table=table, config_of=config_of,
+    skeleton=skeleton, build=build,
+)  # fmt: skip

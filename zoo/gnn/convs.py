@@ -84,16 +84,9 @@ class GCNConv(_Conv):
     """
 
     def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        *,
-        improved: bool = False,
-        add_self_loops: bool | None = None,
-        normalize: bool = True,
-        bias: bool = True,
-        input_layer: bool = False,
-    ) -> None:
+        self, in_channels: int, out_channels: int, *, improved: bool = False, add_self_loops: bool | None = None,
+        normalize: bool = True, bias: bool = True, input_layer: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         add_self_loops = normalize if add_self_loops is None else add_self_loops
         if add_self_loops and not normalize:
@@ -135,17 +128,9 @@ class SAGEConv(_Conv):
     """
 
     def __init__(
-        self,
-        in_channels: int | tuple[int, int],
-        out_channels: int,
-        *,
-        aggr: str = "mean",
-        normalize: bool = False,
-        root_weight: bool = True,
-        project: bool = False,
-        bias: bool = True,
-        input_layer: bool = False,
-    ) -> None:
+        self, in_channels: int | tuple[int, int], out_channels: int, *, aggr: str = "mean", normalize: bool = False,
+        root_weight: bool = True, project: bool = False, bias: bool = True, input_layer: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         if aggr not in ("mean", "max", "sum"):
             raise ValueError(f"aggr is {aggr!r}, expected 'mean', 'max' or 'sum'")
@@ -207,14 +192,9 @@ class SAGEConv(_Conv):
         return out.addmm_(root, self.lin_r.weight.t())
 
     def _aggregate(
-        self,
-        x: Tensor,
-        graph: GraphTensors,
-        *,
-        own: Own = None,
-        bias: Tensor | None = None,
+        self, x: Tensor, graph: GraphTensors, *, own: Own = None, bias: Tensor | None = None,
         channels: int | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         if self.aggr == "max":
             return max_neighbours(x, graph)
         aggregate = mean_neighbours if self.aggr == "mean" else sum_neighbours
@@ -237,18 +217,10 @@ class GATConv(_Conv):
     """
 
     def __init__(
-        self,
-        in_channels: int | tuple[int, int],
-        out_channels: int,
-        *,
-        heads: int = 1,
-        concat: bool = True,
-        negative_slope: float = 0.2,
-        dropout: float = 0.0,
-        add_self_loops: bool = True,
-        bias: bool = True,
+        self, in_channels: int | tuple[int, int], out_channels: int, *, heads: int = 1, concat: bool = True,
+        negative_slope: float = 0.2, dropout: float = 0.0, add_self_loops: bool = True, bias: bool = True,
         residual: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         validate.count("heads", heads)
         if not 0.0 <= dropout <= 1.0:
@@ -350,14 +322,9 @@ class GraphBatchNorm(nn.BatchNorm1d):
     """
 
     def __init__(
-        self,
-        channels: int,
-        eps: float = 1e-5,
-        momentum: float = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-        allow_single_element: bool = False,
-    ) -> None:
+        self, channels: int, eps: float = 1e-5, momentum: float = 0.1, affine: bool = True,
+        track_running_stats: bool = True, allow_single_element: bool = False,
+    ) -> None:  # fmt: skip
         if momentum is None:
             raise ValueError("norm_kwargs has momentum=None, a cumulative average that reads the device at each step")
         if allow_single_element and not track_running_stats:

@@ -165,13 +165,9 @@ class CSRGraph:
     """
 
     def __init__(
-        self,
-        structure: _Structure,
-        edge_weight: Tensor | None,
-        recipe: Recipe,
-        weight_dtype: torch.dtype,
+        self, structure: _Structure, edge_weight: Tensor | None, recipe: Recipe, weight_dtype: torch.dtype,
         derived: dict[Any, GraphTensors],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._structure = structure
         self._edge_weight = edge_weight
         self._differentiable = edge_weight is not None and edge_weight.requires_grad
@@ -184,10 +180,7 @@ class CSRGraph:
 
     @classmethod
     def from_edge_index(
-        cls,
-        edge_index: Tensor,
-        edge_weight: Tensor | None = None,
-        num_nodes: int | tuple[int, int] | None = None,
+        cls, edge_index: Tensor, edge_weight: Tensor | None = None, num_nodes: int | tuple[int, int] | None = None
     ) -> CSRGraph:
         """Sort a graph by destination; edges, weights and duplicates stay as they are.
 
@@ -306,14 +299,10 @@ class CSRGraph:
             inverse_degree = structure.rowptr.diff().clamp(min=1).to(self.weight_dtype).reciprocal()
         weight = None if weight is None else weight.to(self.weight_dtype)
         return GraphTensors(
-            rowptr=structure.rowptr,
-            source=source,
-            destination=destination,
-            weight=weight,
-            inverse_degree=inverse_degree,
-            split=structure.split,
+            rowptr=structure.rowptr, source=source, destination=destination, weight=weight,
+            inverse_degree=inverse_degree, split=structure.split,
             transpose=_weighted(structure.transpose(), weight) if transpose else None,
-        )
+        )  # fmt: skip
 
     @property
     def _edges(self) -> _Structure:
@@ -437,12 +426,8 @@ class GraphMemory:
 
     @dynamo_disabled
     def prepare(
-        self,
-        graph: CSRGraph | Tensor,
-        edge_weight: Tensor | None,
-        features: Sequence[Tensor],
-        recipe: Recipe,
-    ) -> CSRGraph:
+        self, graph: CSRGraph | Tensor, edge_weight: Tensor | None, features: Sequence[Tensor], recipe: Recipe,
+    ) -> CSRGraph:  # fmt: skip
         """Raw edges or any CSRGraph to what ``recipe`` asks for; ``features`` are those of sources and destinations."""
         x, dtype = features[0], weight_dtype(features[0])
         if isinstance(graph, CSRGraph):

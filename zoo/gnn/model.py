@@ -22,15 +22,7 @@ from torch import Tensor, nn
 from zoo import validate
 from zoo.engine.region import Region
 from zoo.gnn.convs import GATConv, GCNConv, Graph, Graphs, SAGEConv, make_activation, make_norm
-from zoo.gnn.graph import (
-    CSRGraph,
-    GraphMemory,
-    Recipe,
-    check_features,
-    check_nodes,
-    dynamo_disabled,
-    weight_dtype,
-)
+from zoo.gnn.graph import CSRGraph, GraphMemory, Recipe, check_features, check_nodes, dynamo_disabled, weight_dtype
 from zoo.ops.csr import GraphTensors
 
 
@@ -464,11 +456,7 @@ _MODELS: dict[type[GNNConfig], type[GCN | GAT | GraphSAGE]] = {GCNConfig: GCN, G
 
 
 def build(config: GNNConfig) -> GCN | GAT | GraphSAGE:
-    """A randomly initialised model on the current default device and dtype.
-
-    Raises:
-        TypeError: If the config is not one of the family's.
-    """
+    """A randomly initialised model on the current default device and dtype; TypeError for another family's config."""
     if type(config) not in _MODELS:
         raise TypeError(f"config is a {type(config).__name__}, expected one of {[c.__name__ for c in _MODELS]}")
     model: GCN | GAT | GraphSAGE = _MODELS[type(config)](config)

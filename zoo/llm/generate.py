@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from zoo import validate
 from zoo.engine.cuda_graph import cuda_graph as capture
 from zoo.engine.graphed_step import GraphedStep
-from zoo.llm.cache import KVCache, check_is_cache
-from zoo.llm.config import LLMConfig
+from zoo.llm.config import KVCache, LLMConfig, check_is_cache
 from zoo.ops.common import kernels_run
 
 Prompts: TypeAlias = Tensor | Sequence[Sequence[int]]
@@ -73,11 +72,7 @@ class GenerationOptions:
         return self.temperature == 0
 
     def end_tokens(self, config: LLMConfig) -> tuple[int, ...]:
-        """Tokens that end a row of this model.
-
-        Raises:
-            ValueError: If one is not in the vocabulary, or there are more than 16.
-        """
+        """Tokens that end a row; a ValueError if one is not in the vocabulary, or there are more than 16."""
         eos, vocab_size = self.eos, config.vocab_size
         ends = config.eos_token_id if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
         for end in ends:
@@ -95,14 +90,9 @@ class GenerationMixin(nn.Module):
     make_cache: Callable[..., KVCache]
 
     def generate(
-        self,
-        tokens: Prompts,
-        *,
-        cache: KVCache | None = None,
-        cuda_graph: bool | None = None,
-        buckets: Sequence[int] | None = None,
-        **options: Any,
-    ) -> Tensor:
+        self, tokens: Prompts, *, cache: KVCache | None = None, cuda_graph: bool | None = None,
+        buckets: Sequence[int] | None = None, **options: Any,
+    ) -> Tensor:  # fmt: skip
         """Continue prompts.
 
         Args:
@@ -128,14 +118,9 @@ class GenerationMixin(nn.Module):
         return torch.cat(list(chunks), dim=1).to(next(self.parameters()).device)
 
     def stream(
-        self,
-        tokens: Prompts,
-        *,
-        cache: KVCache | None = None,
-        cuda_graph: bool | None = None,
-        buckets: Sequence[int] | None = None,
-        **options: Any,
-    ) -> Iterator[Tensor]:
+        self, tokens: Prompts, *, cache: KVCache | None = None, cuda_graph: bool | None = None,
+        buckets: Sequence[int] | None = None, **options: Any,
+    ) -> Iterator[Tensor]:  # fmt: skip
         """What ``generate`` returns, as it comes: [B, 1] first, then [B, up to stride], on the CPU."""
         _check_model(self)
         checked = GenerationOptions(**options)
@@ -181,16 +166,9 @@ class Session:
     """
 
     def __init__(
-        self,
-        model: GenerationMixin,
-        batch: int,
-        slots: int,
-        *,
-        cache: KVCache | None = None,
-        cuda_graph: bool | None = None,
-        buckets: Sequence[int] | None = None,
-        conversation: bool = True,
-    ) -> None:
+        self, model: GenerationMixin, batch: int, slots: int, *, cache: KVCache | None = None,
+        cuda_graph: bool | None = None, buckets: Sequence[int] | None = None, conversation: bool = True,
+    ) -> None:  # fmt: skip
         _check_model(model)
         self.buckets = BUCKETS if buckets is None else tuple(sorted(set(buckets)))
         if not self.buckets or not all(map(validate.is_count, self.buckets)):
@@ -335,29 +313,18 @@ class HostTransfer:
 
 
 class DecodeState:
-    """What a decode step reads and writes, in memory that never moves.
-
-    Attributes:
-        tokens: [B, 1], fed next.
-        positions: [B, 1], positions of ``tokens``.
-        finished: [B] bool, rows that have met an end token.
-        step: [1], how many tokens were chosen.
-        output: [S, B], the tokens chosen, by step.
-        noise: [S, B], a uniform number for each draw.
-        ends: [16], tokens that end a row; -1 where there are fewer.
-        pad, temperature, top_k, top_p: scalars.
-    """
+    """What a decode step reads and writes, in memory that never moves."""
 
     def __init__(self, batch: int, slots: int, device: torch.device) -> None:
         # As in make_cache: tensors of inference mode would be another kind of input.
         with torch.inference_mode(False), device:
-            self.tokens = torch.zeros(batch, 1, dtype=torch.int64)
-            self.positions = torch.zeros(batch, 1, dtype=torch.int64)
-            self.finished = torch.zeros(batch, dtype=torch.bool)
-            self.step = torch.zeros(1, dtype=torch.int64)
-            self.output = torch.zeros(slots, batch, dtype=torch.int64)
-            self.noise = torch.zeros(slots, batch)
-            self.ends = torch.full((MOST_ENDS,), -1, dtype=torch.int64)
+            self.tokens = torch.zeros(batch, 1, dtype=torch.int64)  # fed next
+            self.positions = torch.zeros(batch, 1, dtype=torch.int64)  # of ``tokens``
+            self.finished = torch.zeros(batch, dtype=torch.bool)  # rows that have met an end token
+            self.step = torch.zeros(1, dtype=torch.int64)  # how many tokens were chosen
+            self.output = torch.zeros(slots, batch, dtype=torch.int64)  # the tokens chosen, by step
+            self.noise = torch.zeros(slots, batch)  # a uniform number for each draw
+            self.ends = torch.full((MOST_ENDS,), -1, dtype=torch.int64)  # tokens that end a row; -1 for none
             self.pad = torch.zeros((), dtype=torch.int64)
             self.temperature = torch.ones(())
             self.top_k = torch.ones((), dtype=torch.int64)

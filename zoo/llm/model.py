@@ -28,8 +28,7 @@ from torch import Tensor, nn
 
 from zoo import validate
 from zoo.engine.region import Region
-from zoo.llm.cache import KVCache, check_cache
-from zoo.llm.config import LLMConfig
+from zoo.llm.config import KVCache, LLMConfig, check_cache
 from zoo.llm.generate import GenerationMixin
 from zoo.ops.attention import (
     attend,
@@ -124,26 +123,14 @@ class LLMLayer(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(
-        self,
-        x: Tensor,
-        rotary: Tensor,
-        mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        cache: Tensor | None = None,
-        from_start: bool = False,
-    ) -> Tensor:
-        """Run the block; with a cache, keys and values of the tokens are written there first.
+        self, x: Tensor, rotary: Tensor, mask: Tensor | None = None, positions: Tensor | None = None,
+        cache: Tensor | None = None, from_start: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Run the block: x [B, T, C] -> [B, T, C]; with a cache, keys and values of the tokens are written there first.
 
-        Args:
-            x: [B, T, C].
-            rotary: [B or 1, T, D], cosines and sines of the tokens' positions.
-            mask: [B or 1, 1, T, T] bool without a cache; None for causal.
-            positions: [B, T] int64 with a cache.
-            cache: [2, B, K, S, D], or None.
-            from_start: Positions are 0 to T - 1 in every row, so that tokens see only each other.
-
-        Returns:
-            [B, T, C].
+        Rotary [B or 1, T, D] holds cosines and sines of the tokens' positions. Without a cache a mask [B or 1, 1, T, T]
+        bool may come along, None for causal. A cache [2, B, K, S, D] comes with positions [B, T] int64; ``from_start``
+        says that these are 0 to T - 1 in every row, so that tokens see only each other.
         """
         if cache is not None and positions is not None and x.shape[1] == 1 and self._decodes(x[:, 0], cache):
             return self._decode(x[:, 0], rotary[:, 0], positions[:, 0], cache)[:, None]
@@ -153,14 +140,9 @@ class LLMLayer(nn.Module):
         return _add_linear(x, swiglu(self.gate_up_proj(normed)), self.down_proj)
 
     def _attend(
-        self,
-        qkv: Tensor,
-        rotary: Tensor,
-        mask: Tensor | None,
-        positions: Tensor | None,
-        cache: Tensor | None,
+        self, qkv: Tensor, rotary: Tensor, mask: Tensor | None, positions: Tensor | None, cache: Tensor | None,
         from_start: bool,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Queries, keys and values [B, T, (H + 2 K) D] -> attention's output [B, T, H D]."""
         qkv, q_norm, k_norm, eps = self._normed_heads(qkv)
         norms, window = (q_norm, k_norm, eps, self.heads), self.window
@@ -253,15 +235,9 @@ def _add_linear(x: Tensor, hidden: Tensor, linear: nn.Module) -> Tensor:
 
 REGIONS = (
     Region(
-        LLMLayer,
-        graphs=1,
-        why="equal blocks: one graph for prefill, one for a decode step, one for scoring, any depth",
+        LLMLayer, graphs=1, why="equal blocks: one graph for prefill, one for a decode step, one for scoring, any depth"
     ),
-    Region(
-        LLMHead,
-        graphs=1,
-        why="the last norm and the widest product, on the positions that are kept",
-    ),
+    Region(LLMHead, graphs=1, why="the last norm and the widest product, on the positions that are kept"),
 )
 
 
@@ -289,13 +265,9 @@ class LLM(GenerationMixin):
         self.apply(initialise)
 
     def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cache: KVCache | None = None,
-        logits_to_keep: int | Tensor = 0,
-    ) -> Tensor:
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+        cache: KVCache | None = None, logits_to_keep: int | Tensor = 0,
+    ) -> Tensor:  # fmt: skip
         """Logits of the next token.
 
         Without a cache: scoring and training. With one: keys and values of the tokens are written into the slots of
@@ -350,8 +322,7 @@ class LLM(GenerationMixin):
     ) -> KVCache:
         """An empty cache of ``batch`` rows of ``slots`` tokens, with the weights' dtype and device unless given.
 
-        Raises:
-            ValueError: If a size is not positive or ``slots`` is more than ``max_position_embeddings``.
+        A ValueError if a size is not positive or ``slots`` is more than ``max_position_embeddings``.
         """
         config, weight = self.config, self.embed_tokens.weight
         validate.count("batch", batch)
@@ -420,13 +391,9 @@ def token_mask(tokens: int, attention_mask: Tensor | None, window: int | None, d
 
 
 def _check_inputs(
-    model: LLM,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    position_ids: Tensor | None,
-    cache: KVCache | None,
+    model: LLM, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: KVCache | None,
     logits_to_keep: int | Tensor,
-) -> None:
+) -> None:  # fmt: skip
     config = model.config
     validate.tensor("input_ids", input_ids, "B T", kinds="integer", empty=False)
     validate.in_range("input_ids", input_ids, config.vocab_size, "vocab_size")

@@ -105,10 +105,7 @@ def short_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | No
     """Attention of query [B, T, N, D] to key and value [B, L, N, D], N heads: [B T, N D], heads side by side.
 
     Own kernels run for few keys, without a bias [B, 1, 1, L] on the scores and without gradients: the library's are
-    made for long rows of keys.
-
-    Raises:
-        ValueError: If the shapes do not fit.
+    made for long rows of keys. Other shapes are a ValueError.
     """
     expected = (query.shape[0], key.shape[1], *query.shape[2:])
     if key.shape != value.shape or tuple(key.shape) != expected:

@@ -38,10 +38,7 @@ def norm_act(x: Tensor, norm: Norm, residual: Tensor | None = None, residual_nor
     """Relu of the batch norm of x [N, C, H, W] or [R, C], plus a residual or the batch norm of one: like x.
 
     Images in channels_last are read as they are, and so is the result. Where kernels run all is computed in float32 and
-    rounded once, and gradients have no gradients.
-
-    Raises:
-        ValueError: If there is one row and its own statistics are wanted.
+    rounded once, and gradients have no gradients. A ValueError if the statistics of a single row are wanted.
     """
     given = [x, norm.weight, norm.bias]
     if residual is not None:

@@ -38,11 +38,10 @@ triton_runs_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def kernels_run(*tensors: Tensor | None) -> bool:
-    """Whether an operator on these runs kernels of our own, and not torch's operators.
+    """Whether an operator on these runs kernels of our own. The compiler folds the answer inside a region.
 
     Kernels take three dtypes, on a GPU that Triton knows. They have no derivatives for forward mode and for torch.func,
-    take no tensor that stands for several, and cannot be seen by a mode that watches each operator. May be asked inside
-    a region: the compiler folds the answer.
+    take no tensor that stands for several, and cannot be seen by a mode that watches each operator.
     """
     first = tensors[0]
     if first is None or not triton_runs_on(first.device) or transformed() or forward_mode() or watched():
@@ -54,10 +53,7 @@ def kernels_run(*tensors: Tensor | None) -> bool:
 
 
 def differentiated(*tensors: Tensor) -> bool:
-    """Whether somebody may ask for gradients of what is computed of these.
-
-    May be asked inside a region: the compiler guards both anyway.
-    """
+    """Whether gradients of what is computed of these may be asked for. A region guards both anyway."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor.requires_grad:

@@ -17,15 +17,7 @@ from torch import Tensor, nn
 from zoo.engine.autograd import Function, differentiable_once
 from zoo.engine.compat import name_fallbacks_alone
 from zoo.ops import triton as kernels
-from zoo.ops.common import (
-    KERNEL_DTYPES,
-    ceil_div,
-    differentiated,
-    is_unmodified,
-    kernels_run,
-    to_images,
-    to_rows,
-)
+from zoo.ops.common import KERNEL_DTYPES, ceil_div, differentiated, is_unmodified, kernels_run, to_images, to_rows
 from zoo.ops.products import column_sums
 
 # Convolutions to no more pixels, from no fewer channels, are a product of windows, measured on an H200.
@@ -35,10 +27,7 @@ MOST_PIXELS, LEAST_CHANNELS = 256, 640
 def conv_add(x: Tensor, bias: Tensor, residual: Tensor | None = None) -> Tensor:
     """X [R, C] plus bias [C] plus residual [R, C], if any: [R, C], in the wider dtype of x and residual. Rounded once.
 
-    torch adds a convolution's bias one number at a time in channels_last.
-
-    Raises:
-        ValueError: If x and residual differ in shape.
+    torch adds a convolution's bias one number at a time in channels_last. Other shapes are a ValueError.
     """
     given = (x, bias) if residual is None else (x, bias, residual)
     if residual is not None and x.shape != residual.shape:
@@ -109,10 +98,8 @@ def windows_run(x: Tensor, weight: Tensor, stride: int) -> bool:
 def windows(x: Tensor, stride: int) -> Tensor:
     """What a 3 × 3 convolution with a padding of 1 multiplies: [B, H, W, C] -> [B H' W', 9 C].
 
-    H' and W' are H / stride and W / stride, rounded up. Numbers of a row lie as those of a weight in channels_last.
-
-    Raises:
-        ValueError: If the stride is not positive.
+    H' and W' are H / stride and W / stride, rounded up; a stride below 1 is a ValueError. Numbers of a row lie as those
+    of a weight in channels_last.
     """
     if stride < 1:
         raise ValueError(f"stride is {stride}, expected at least 1")

@@ -177,10 +177,8 @@ def sum_neighbours(
 
     C is ``channels`` if columns follow in x that are padding, else W. With ``own="added"``, x [S, 2 W] holds what
     neighbours give beside what each node keeps, and the second half of each destination's own row (the source of the
-    same number) is added. With ``own="beside"`` the destination's row is put beside its sum: [D, 2 C].
-
-    Raises:
-        RuntimeError: If kernels run, gradients are wanted and the graph has no transpose.
+    same number) is added. With ``own="beside"`` the destination's row is put beside its sum: [D, 2 C]. A RuntimeError
+    if kernels run, gradients are wanted and the graph has no transpose.
     """
     return _csr_sum(x, graph, graph.weight, None, bias, own, channels)
 
@@ -263,13 +261,10 @@ class _CsrSum(torch.autograd.Function):
 
 
 def max_neighbours(x: Tensor, graph: GraphTensors) -> Tensor:
-    """Greatest value over incoming edges, zero where there are none: x [S, C] -> [D, C].
+    """Greatest value over incoming edges, zero where there are none: x [S, C] -> [D, C]. Raises as ``sum_neighbours``.
 
     Ties share the gradient as in torch's ``scatter_reduce``: a maximum of zero counts once more, for the zeros that it
     starts from.
-
-    Raises:
-        RuntimeError: If kernels run, gradients are wanted and the graph has no transpose.
     """
     if kernels_run(x):
         if differentiated(x):

@@ -21,23 +21,15 @@ WIDEST_HEAD = 4096
 
 
 def attention(
-    table: Tensor,
-    a_destination: Tensor | None,
-    heads: int,
-    graph: GraphTensors,
-    slope: float,
-    dropout: float = 0.0,
-    *,
+    table: Tensor, a_destination: Tensor | None, heads: int, graph: GraphTensors, slope: float, dropout: float = 0.0, *,
     average: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Neighbours weighed by the softmax of their leaky scores: [D, H C] or, the ``average`` over heads, [D, C].
 
     The table [S, H C + H] holds the features of all heads, then the sources' part of each edge's score. The
     destinations' part is a_destination [D, H], or None if it is last in the table, [N, H C + 2 H]. Dropout is the
-    probability that a neighbour is left out. The graph's weights are not used; rows without neighbours are zero.
-
-    Raises:
-        RuntimeError: If kernels run, gradients are wanted and the graph has no transpose.
+    probability that a neighbour is left out. The graph's weights are not used; rows without neighbours are zero. A
+    RuntimeError if kernels run, gradients are wanted and the graph has no transpose.
     """
     channels = table.shape[1] // heads - (2 if a_destination is None else 1)
     if channels <= WIDEST_HEAD and kernels_run(table, a_destination):

@@ -139,10 +139,7 @@ def add_norm(
     """The sum of x [R, C] and residual [R, C], and its layer norm: [R, C] each, in the wider dtype of the two.
 
     Computed in float32; the sum is rounded before it is normed. A shift [C] is added to the sum that is returned, and
-    not to the one that is normed.
-
-    Raises:
-        ValueError: If the two differ in shape, or the shift has not a number for each column.
+    not to the one that is normed. Other shapes are a ValueError.
     """
     if x.shape != residual.shape:
         raise ValueError(f"residual has shape {tuple(residual.shape)}, expected that of x, {tuple(x.shape)}")

@@ -54,20 +54,15 @@ def config_of(module: nn.Module) -> ResNetConfig:
     if type(module.fc) is not nn.Linear or module.fc.bias is None:
         _refuse("fc", module.fc, "expected a Linear with a bias; put other heads after model.features")
     norm, options = _norm(module.bn1)
-    layers = tuple(len(stage) for stage in stages)
+    layers: Any = tuple(len(stage) for stage in stages)
+    dilated: Any = tuple(stage[0].stride == 1 for stage in stages[1:])
     if 0 in layers:
         _refuse("layers", layers, "every stage needs a block")
     config = ResNetConfig(
-        block=kinds[type(first)],
-        layers=layers,  # type: ignore[arg-type]
-        num_classes=module.fc.out_features,
-        in_channels=module.conv1.in_channels,
-        groups=module.groups,
-        width_per_group=module.base_width,
-        replace_stride_with_dilation=tuple(stage[0].stride == 1 for stage in stages[1:]),  # type: ignore[arg-type]
-        norm=norm,
-        norm_kwargs=options,
-    )
+        block=kinds[type(first)], layers=layers, num_classes=module.fc.out_features,
+        in_channels=module.conv1.in_channels, groups=module.groups, width_per_group=module.base_width,
+        replace_stride_with_dilation=dilated, norm=norm, norm_kwargs=options,
+    )  # fmt: skip
     refuse_changed(dict(module.named_modules()), skeleton(config), _refuse)
     # Only norms depend on the mode.
     norms = ((name, child) for name, child in module.named_modules() if isinstance(child, nn.BatchNorm2d))
@@ -84,14 +79,11 @@ def skeleton(config: ResNetConfig) -> nn.Module:
 
     with torch.device("meta"):
         module: Any = torchvision.ResNet(
-            torchvision.Bottleneck if config.block == "bottleneck" else torchvision.BasicBlock,
-            list(config.layers),
-            num_classes=config.num_classes,
-            groups=config.groups,
-            width_per_group=config.width_per_group,
+            torchvision.Bottleneck if config.block == "bottleneck" else torchvision.BasicBlock, list(config.layers),
+            num_classes=config.num_classes, groups=config.groups, width_per_group=config.width_per_group,
             replace_stride_with_dilation=list(config.replace_stride_with_dilation),
             norm_layer=partial(_norms()[config.norm], **config.norm_kwargs),
-        )
+        )  # fmt: skip
         if config.in_channels != 3:
             # torchvision has no option for it; its users put another convolution there.
             module.conv1 = nn.Conv2d(config.in_channels, STEM_WIDTH, 7, stride=2, padding=3, bias=False)
@@ -239,12 +231,6 @@ def _folded(conv: nn.Conv2d, norm: Any) -> tuple[Tensor, Tensor]:
 
 
 WEIGHTS = WeightMap(
-    name="resnet",
-    noun="a ResNet",
-    classes=(ResNet,),
-    table=table,
-    config_of=config_of,
-    skeleton=skeleton,
-    refuse=_refuse_folded,
-    find=find_weights,
-)
+    name="resnet", noun="a ResNet", classes=(ResNet,), table=table, config_of=config_of, skeleton=skeleton,
+    refuse=_refuse_folded, find=find_weights,
+)  # fmt: skip

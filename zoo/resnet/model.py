@@ -396,14 +396,10 @@ class ResNet(nn.Module):
         return tuple(outputs) if stages else self.head(x)
 
     def features(self, images: Tensor) -> tuple[Tensor, ...]:
-        """The outputs of the four stages, in channels_last; the head does not run.
+        """The outputs of the four stages for images as ``forward`` takes them, in channels_last; the head does not run.
 
-        Args:
-            images: As for ``forward``.
-
-        Returns:
-            [N, C, H / 4, W / 4] of the first stage, and of each next one twice as many channels and half the size
-            (where it is not dilated), rounded up.
+        [N, C, H / 4, W / 4] of the first stage, and of each next one twice as many channels and half the size (where it
+        is not dilated), rounded up.
         """
         outputs = self(images, stages=True)
         assert isinstance(outputs, tuple)

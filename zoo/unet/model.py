@@ -51,32 +51,22 @@ REGIONS = (
 
 
 class TimeShifts(NamedTuple):
-    """The timesteps' shifts of all resnet blocks; ``UNet.time_shifts`` makes it.
+    """The timesteps' shifts of all resnet blocks, [B, S] or [1, S] for all rows alike; ``UNet.time_shifts`` makes it.
 
-    Attributes:
-        shifts: [B, S], or [1, S] for all rows alike. ``time_shifts`` of many steps gives [steps, B, S]; one of
-            them is ``TimeShifts(many.shifts[step])``.
+    That of many steps is [steps, B, S]; one of them is ``TimeShifts(many.shifts[step])``.
     """
 
     shifts: Tensor
 
 
 class TextKeysValues(NamedTuple):
-    """Keys and values of a condition in every cross-attention; ``UNet.text_keys_values`` makes it.
-
-    Attributes:
-        keys_values: [B, L, K].
-    """
+    """Keys and values [B, L, K] of a condition in every cross-attention; ``UNet.text_keys_values`` makes it."""
 
     keys_values: Tensor
 
 
 class UNetOutput(NamedTuple):
-    """A prediction under diffusers' name.
-
-    Attributes:
-        sample: [B, C_out, H, W].
-    """
+    """A prediction [B, C_out, H, W] under diffusers' name."""
 
     sample: Tensor
 
@@ -127,21 +117,14 @@ class UNet(nn.Module):
         return self.conditions.add_embedding
 
     def forward(
-        self,
-        sample: Tensor,
-        timestep: Tensor | float | int | TimeShifts,
-        encoder_hidden_states: Tensor | TextKeysValues,
-        class_labels: None = None,
-        timestep_cond: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        cross_attention_kwargs: Mapping[str, Any] | None = None,
+        self, sample: Tensor, timestep: Tensor | float | int | TimeShifts,
+        encoder_hidden_states: Tensor | TextKeysValues, class_labels: None = None, timestep_cond: Tensor | None = None,
+        attention_mask: Tensor | None = None, cross_attention_kwargs: Mapping[str, Any] | None = None,
         added_cond_kwargs: Mapping[str, Tensor] | None = None,
         down_block_additional_residuals: Sequence[Tensor] | None = None,
-        mid_block_additional_residual: Tensor | None = None,
-        down_intrablock_additional_residuals: None = None,
-        encoder_attention_mask: Tensor | None = None,
-        return_dict: bool = True,
-    ) -> UNetOutput:
+        mid_block_additional_residual: Tensor | None = None, down_intrablock_additional_residuals: None = None,
+        encoder_attention_mask: Tensor | None = None, return_dict: bool = True,
+    ) -> UNetOutput:  # fmt: skip
         """Predict.
 
         Timestep and text may be given as what ``time_shifts`` and ``text_keys_values`` made of them: in a run of many
@@ -220,24 +203,15 @@ class UNet(nn.Module):
         return UNetOutput(x.contiguous())
 
     def time_shifts(
-        self,
-        timesteps: Tensor,
-        added_cond_kwargs: Mapping[str, Tensor] | None = None,
+        self, timesteps: Tensor, added_cond_kwargs: Mapping[str, Tensor] | None = None,
         timestep_cond: Tensor | None = None,
-    ) -> TimeShifts:
+    ) -> TimeShifts:  # fmt: skip
         """What timesteps, and all conditions but the text, add inside the resnet blocks; ``forward`` takes it.
 
-        Args:
-            timesteps: [B] or [1]; or [steps, 1] for a whole run, for conditions of B rows or none.
-            added_cond_kwargs: As ``forward`` takes it.
-            timestep_cond: As ``forward`` takes it.
-
-        Returns:
-            [B, S] or [1, S]; for a whole run [steps, B, S] or [steps, 1, S], of which ``TimeShifts(shifts[step])`` is
-            one step's.
-
-        Raises:
-            TypeError, ValueError: If an input does not fit.
+        Timesteps [B] or [1] give shifts [B, S] or [1, S]. Those of a whole run [steps, 1], for conditions of B rows or
+        none, give [steps, B, S] or [steps, 1, S], of which ``TimeShifts(shifts[step])`` is one step's.
+        ``added_cond_kwargs`` and ``timestep_cond`` are as ``forward`` takes them; what does not fit is a TypeError or
+        ValueError.
         """
         _check_conditions(timesteps, added_cond_kwargs, timestep_cond, self.config, self.device)
         return TimeShifts(self.time_projections(self.conditions(timesteps, added_cond_kwargs, timestep_cond)))
@@ -245,8 +219,7 @@ class UNet(nn.Module):
     def text_keys_values(self, encoder_hidden_states: Tensor) -> TextKeysValues:
         """Keys and values of a condition [B, L, D] in all cross-attentions; ``forward`` takes it.
 
-        Raises:
-            TypeError, ValueError: If the condition does not fit.
+        A condition that does not fit is a TypeError or ValueError.
         """
         weight, width = self.text_projections.weight, self.config.cross_attention_dim
         hint = ": the text encoder must be the one that the model was trained with"
@@ -349,12 +322,9 @@ def _as_timesteps(timestep: Any, batch: int, device: torch.device) -> Tensor:
 
 
 def _check_conditions(
-    timesteps: Tensor,
-    added: Mapping[str, Tensor] | None,
-    cond: Tensor | None,
-    config: UNetConfig,
+    timesteps: Tensor, added: Mapping[str, Tensor] | None, cond: Tensor | None, config: UNetConfig,
     device: torch.device,
-) -> None:
+) -> None:  # fmt: skip
     """Refuse timesteps that do not fit, and conditions that the model does not take or lacks."""
     validate.tensor("timesteps", timesteps, "B | steps 1", like=device, hint=" for a whole run")
     if timesteps.dtype == torch.bool or timesteps.is_complex():

@@ -1,9 +1,8 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
 """AdamW at the memory's rate: four tensors read, three written, 16 bytes at a time.
 
-torch's own takes all parameters in one launch, in pieces that few threads go through in turn, which leaves a third of
-the memory's rate to small reads. Here each program reads all that it needs before it computes. At the end of a launch
-multiprocessors have nothing to do: up to eight parameters of one size share it.
+torch's own kernel takes all parameters in one launch, in pieces that few threads go through in turn, which leaves a
+third of the memory's rate to small reads. Here each program reads all that it needs before it computes. The end of a
+launch leaves multiprocessors idle, so up to eight parameters of one size share a launch.
 
 Shape legend: K parameters of a launch, M numbers of each.
 """

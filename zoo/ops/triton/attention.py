@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
 """Attention of many new tokens a row over a cache, attention to few keys, and what stands before them.
 
 Over a cache that holds the tokens already a program takes some tokens of one head and walks the slots that they see,

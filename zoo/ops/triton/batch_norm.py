@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
 """Norm or bias, residual and relu in one pass; the statistics of a batch in another; their gradients in two; pooling.
 
     moments      a program goes through a chunk of rows, and leaves each channel's mean and sum of squared deviations

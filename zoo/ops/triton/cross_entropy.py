@@ -1,11 +1,9 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
 """Cross entropy of rows of logits, whose gradient takes their place; and a gradient times a number that is mostly one.
 
-A program takes a row and reads it twice: for its greatest and its sum, which every thread holds for the columns that it
-sees until the end, and for the gradient. The last columns it holds in registers, and reads once. One program of many
-warps runs on a multiprocessor at a time, so that the rows under way fit into the second-level cache, which is asked to
-keep what is read first until it is read again, and nothing else. The second reading goes backwards: what was read last
-is surely there.
+A program reads a row twice: for its greatest and its sum, which every thread keeps for its own columns until the end,
+and for the gradient. The last columns stay in registers. One program of many warps runs on a multiprocessor at a time,
+so that the rows under way fit into the second-level cache, which is asked to keep what is read first until it is read
+again. The second reading goes backwards: what was read last is still there.
 
 Shape legend: n rows, V classes.
 """

@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
 """Sums and maxima over compressed sparse rows with their gradients, and draws without replacement.
 
 A program reduces ``ROWS`` rows. It walks their edges ``EDGES`` at a time: that many rows of features are on their way

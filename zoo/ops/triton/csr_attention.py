@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
 """Graph attention in one pass: scores, leaky relu, softmax, dropout and the weighted sum, each edge read once.
 
 Features and scores of a node lie in one row of a table, so that an edge gathers both together. The softmax is an online
@@ -7,11 +6,10 @@ grows. Only the log of the sum of exponents, [D, H], is kept for the backward, w
 that log costs the gradients digits where scores are large: at scores of 100 they have four or five.
 
 The backward walks the transpose: a source's features stay in registers and each edge gathers one row of the gradient,
-which serves the gradient of the features and of the edge's weight alike. What is left of the softmax's backward is
-narrow: a value an edge and head, summed by rows, and once more by sources.
+for the gradients of the features and of the edge's weight. The rest of the softmax's backward is a value an edge and
+head, summed by rows, and once more by sources.
 
-A head's channels are held as a power of two and a smaller tail (40 is 32 and 8): padding is not gathered, but it takes
-registers and time as if it were.
+A head's channels are held as a power of two and a smaller tail (40 is 32 and 8): padding would take registers and time.
 
 Shape legend: S sources, D destinations, E edges, X chunks, H heads, C channels, W = H C + H or, with the destinations'
 scores in the table as well, H C + 2 H.
@@ -29,16 +27,7 @@ from torch import Tensor
 from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div, next_power
 from zoo.ops.csr import Rows
-from zoo.ops.triton.csr import (
-    choose_blocks,
-    csr_sum,
-    merge_grid,
-    merge_sums,
-    merge_tile,
-    partial_of,
-    span,
-    written,
-)
+from zoo.ops.triton.csr import choose_blocks, csr_sum, merge_grid, merge_sums, merge_tile, partial_of, span, written
 
 
 @triton.jit

@@ -1,24 +1,20 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
 """The kernels of a step that decodes few rows, of which each begins while the one before it ends.
 
 A step is a chain of kernels of a few microseconds each, and the GPU is idle for about one between two of them. By
-programmatic dependent launch, on Hopper and newer, a kernel starts as soon as all programs of the one before it have
-said that it may (``gdc_launch_dependents``). It waits for that one's end (``gdc_wait``) before it touches anything that
-any kernel writes, so that only loads of weights go ahead. It waits in every program: its own end then means that
-everything before it has ended too. Weights may not be written by kernels right before a step. In a model a lookup
-stands there.
+programmatic dependent launch, on Hopper and newer, a kernel starts as soon as all programs of the one before it allow
+it (``gdc_launch_dependents``). It waits for that one's end (``gdc_wait``) in every program, before it touches what any
+kernel writes: only loads of weights go ahead, and its own end means that everything before it has ended. Kernels right
+before a step may not write weights; in a model a lookup stands there.
 
 Each product reads every weight row once and takes in what stands around it: the norm, the activation, the residual add.
 A program takes a few rows of the weight, whole ones in registers where they fit, whose loads are issued first. A
 product lets the next kernel start at once. Attention lets it start late: its loads are few, follow one another, and
-would stand in line behind weights that are not needed yet.
+would wait behind weights that are not needed yet.
 
 Attention takes norms of heads, rotation, the cache's write and the read in one. The filled part of a row's cache is
 split evenly over some programs, which read its length on the device. A program holds all queries of one key head, so
 that keys and values are read once. Each leaves an unfinished softmax, and a second kernel puts them together, in their
-order: the same bits at every run.
-
-The most likely token of each row, and all that follows from it for the next step, are two kernels instead of a dozen.
+order: the same bits at every run. Two more kernels take the greedy token of each row and prepare the next step.
 
 Shape legend: M or B rows of features, a few, N rows of the weight, C columns, H query heads, K key and value heads,
 G = H / K, S slots of the cache, V vocabulary, P parts of either, D width of a head.

@@ -1,11 +1,10 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
 """GELU with the bias before it, units gated by GELU or SiLU, their gradients, and a product gated before it is written.
 
-Programs hold tiles of rows and columns. Sizes are no part of the code: one compilation serves all levels of a model.
+Programs hold tiles of rows and columns. Sizes are arguments, so that one compilation serves all levels of a model.
 
-The product: its wide result never reaches memory. Tiles come through descriptors: Hopper's copy engine brings them, and
-fills with zeros what lies outside. A program multiplies the same rows by a tile of each half, and holds both results.
-Two programs fit a multiprocessor, so that one multiplies while the other is at its gate, which takes half as long.
+The wide result of the gated product never reaches memory. Hopper's copy engine brings tiles, and fills with zeros what
+lies outside. A program multiplies the same rows by a tile of each half, and holds both results. Two programs fit a
+multiprocessor, so that one multiplies while the other is at its gate, which takes half as long.
 
 Shape legend: R rows, C channels, I width inside the MLP.
 """
@@ -234,18 +233,9 @@ def gated_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, summed: bool) -> 
     part = out if grad_bias is None else x.new_empty(parts, 1, 2 * columns, dtype=torch.float32)
     if columns:
         _gated_gelu_backward[(across, parts)](
-            grad,
-            x,
-            bias.contiguous(),
-            out,
-            part,
-            rows,
-            columns,
-            SUMMED=summed,
-            ROWS=GATE_ROWS,
-            COLUMNS=GATE_COLUMNS,
+            grad, x, bias.contiguous(), out, part, rows, columns, SUMMED=summed, ROWS=GATE_ROWS, COLUMNS=GATE_COLUMNS,
             num_warps=8,
-        )
+        )  # fmt: skip
         if grad_bias is not None:
             add_parts(part, grad_bias)
     return out, grad_bias
@@ -259,10 +249,8 @@ def gated_gelu_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         grid = (ceil_div(rows, PRODUCT_ROWS) * ceil_div(columns, PRODUCT_COLUMNS),)
         _gated_gelu_product[grid](
             TensorDescriptor.from_tensor(x, [PRODUCT_ROWS, CHANNELS]),
-            TensorDescriptor.from_tensor(weight, [PRODUCT_COLUMNS, CHANNELS]),
-            bias.contiguous(),
-            TensorDescriptor.from_tensor(out, [PRODUCT_ROWS, PRODUCT_COLUMNS]),
-            rows, channels, columns,
+            TensorDescriptor.from_tensor(weight, [PRODUCT_COLUMNS, CHANNELS]), bias.contiguous(),
+            TensorDescriptor.from_tensor(out, [PRODUCT_ROWS, PRODUCT_COLUMNS]), rows, channels, columns,
             ROWS=PRODUCT_ROWS, COLUMNS=PRODUCT_COLUMNS, CHANNELS=CHANNELS, TURNS=TURNS,
             num_warps=4 if channels <= FEW_CHANNELS else 8, num_stages=STAGES,
         )  # fmt: skip

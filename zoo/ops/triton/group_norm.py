@@ -1,10 +1,9 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-"""Group norm of channels_last images, with what stands before and behind it.
+"""Group norm of channels_last images, with what stands before and behind it, and its gradients.
 
-Small images take one launch: a program has a group of an image to itself, and reads its pixels twice. A group is a few
-channels of a line, and room for numbers that are not there costs as much as numbers: so threads lie along the group's
-own, pixel after pixel. A step is as many whole pixels as there are threads for, and a tile is some steps: a thread has
-the same channels in all of them, and what belongs to a channel is read once.
+Small images take one launch: a program has a group of an image to itself, and reads its pixels twice. Threads lie along
+the group's few channels, pixel after pixel: padding would cost as much as numbers. A step is as many whole pixels as
+there are threads for, and a tile is some steps: a thread has the same channels in all of them, and reads what belongs
+to a channel once.
 
 Other images take two launches, so that the whole GPU reads each of them:
 
@@ -17,15 +16,14 @@ Either way the mean of each group, and one over its deviation, are left for the 
        pixel, and of the normalised pixel
     2. the chunks' put together in their order: what a group's pixels have in common, and the gradients of shift, weight
        and bias
-    3. the gradient of each pixel. Two images that were normed side by side get a gradient each, which no copy splits
+    3. the gradient of each pixel; two images that were normed side by side get a gradient each
 
 Means and deviations are merged, never taken as a difference of large sums: a group whose mean is far from zero keeps
-its variance. Pixels are read in whole lines of channels: a program takes as many groups as fit its block, whatever
-power of two their width is not. Sizes are no part of the code, so that one compilation serves all levels of a model.
+its variance. Pixels are read in whole lines of channels: a program takes as many groups as fit its block, also where
+their width is no power of two. Sizes are arguments, so that one compilation serves all levels of a model.
 
-Launches are made of waiting: for memory, and of threads for each other. So programs ask for the next pixels before they
-look at those they have, threads sum what they read themselves, and all chunks of an image are put together at once:
-there are never more than fit.
+Programs ask for the next pixels before they look at those they have, threads sum what they read themselves, and all
+chunks of an image are put together at once.
 
 Shape legend: B images, P pixels, C channels, G groups, K chunks of pixels, V vectors of a step, N vectors of a tile.
 """

@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
 """Norms of rows with the residual add before them: each direction is one pass.
 
 RMS norms and the layer norms of post-norm blocks take a row a program:
@@ -8,8 +7,7 @@ RMS norms and the layer norms of post-norm blocks take a row a program:
                 holds what its rows give to weight and biases until the end; ``tiles.py`` adds the rest
 
 Layer norms of narrower rows take some whole rows a program, and backward programs go over rows at equal distances.
-Left to the compiler the residual add stands alone or the gradients are added on the way, and the gradient of the weight
-is summed by few programs. One compilation for each power of two that a width fits in.
+One compilation for each power of two that a width fits in.
 
 Shape legend: R rows, C columns, P programs, S sums.
 """

@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
 """How rows and lines of images are cut into programs, and sums over rows.
 
 Sums take two steps: programs add up rows of their own, and a last kernel adds what they have, always in the same order
