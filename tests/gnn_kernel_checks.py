@@ -286,10 +286,10 @@ def test_sums_with_features_of_the_rows_themselves(
 
     x, table = values(11, 5, dtype=dtype), values(11, 16, dtype=dtype)
     agree(
-        lambda x: mean_neighbours(x, graph, own="beside"), lambda x: torch.cat([mean(x), x[:rows]], dim=1), x, factor=4
+        lambda x: mean_neighbours(x, graph, own="concat"), lambda x: torch.cat([mean(x), x[:rows]], dim=1), x, factor=4
     )
     agree(
-        lambda table, bias: mean_neighbours(table, graph, own="added", bias=bias, channels=7),
+        lambda table, bias: mean_neighbours(table, graph, own="add", bias=bias, channels=7),
         lambda table, bias: mean(table[:, :7]) + table[:rows, 8:15] + bias,
         table,
         values(7, dtype=dtype),

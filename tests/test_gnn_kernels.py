@@ -59,7 +59,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         x, bias, weight = torch.randn(8, 4), torch.randn(3), learned.weight.clone()  # type: ignore[union-attr]
         x, weight, bias = (each.requires_grad_() for each in (x, weight, bias))
         found[f"sum {name}"] = sums, (x, weight, bias)
-        for own in ("added", "beside"):
+        for own in ("add", "concat"):
             found[f"mean {own} {name}"] = functools.partial(mean_neighbours, graph=g, own=own), (x,)
         maxima = functools.partial(max_neighbours, graph=g)
         found[f"max {name}"] = maxima, (x,)

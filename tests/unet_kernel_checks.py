@@ -112,7 +112,7 @@ def test_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "TILE", 128 * kernels.STEPS)
     for size, chunks in (((16, 16), 64), ((20, 17), 43), ((3, 3), 3)):
         x, weight, bias = values(1, 20, *size, mean=3.0), values(20), values(20)
-        assert kernels.cut(1, size[0] * size[1], 20, 2)[2][0] == chunks <= kernels.CHUNKS
+        assert kernels.launch_plan(1, size[0] * size[1], 20, 2)[2][0] == chunks <= kernels.CHUNKS
         found = ops.group_norm(x, None, weight, bias, 2, 1e-5, True)
         close(found, ops.group_norm(*wide(x, None, weight, bias), 2, 1e-5, True), torch.float32)
 
@@ -132,8 +132,11 @@ def test_one_launch_of_some_tiles(size: int, pixels: int, monkeypatch: pytest.Mo
         # Of a few numbers, some are cut off by more: the interpreter does not round to bfloat16.
         close(found, ops.group_norm(*wide(*given), 2, 1e-5, silu), dtype, times=2)
     # Two images, whose seam lies within a group, as one.
-    cut = size // 2 if size > 1 else 1
-    halves = [part.contiguous(memory_format=torch.channels_last) for part in x.split([cut, 2 * size - cut], dim=1)]
+    launch_plan = size // 2 if size > 1 else 1
+    halves = [
+        part.contiguous(memory_format=torch.channels_last)
+        for part in x.split([launch_plan, 2 * size - launch_plan], dim=1)
+    ]
     found, joined = ops.cat_group_norm(*halves, weight, bias, 2, 1e-5, False)
     assert torch.equal(joined, x)
     torch.testing.assert_close(found, ops.group_norm(x, None, weight, bias, 2, 1e-5, False))

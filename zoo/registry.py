@@ -1,7 +1,5 @@
 """The families of the zoo, and their models by name."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import inspect
@@ -69,11 +67,7 @@ def family_of(model: nn.Module) -> Family:
 
 
 def list_models(family: str | None = None) -> list[str]:
-    """Preset names, of one family or of all.
-
-    Raises:
-        ValueError: If there is no such family.
-    """
+    """Preset names, of one family or of all; ValueError if there is no such family."""
     if family is None:
         return [name for each in _FAMILIES.values() for name in each.presets]
     if family not in _FAMILIES:
@@ -162,11 +156,7 @@ def from_upstream(module: nn.Module, *, strict: bool = False) -> nn.Module:
 
 
 def to_upstream(model: nn.Module) -> nn.Module:
-    """The upstream library's model with a zoo model's weights, configuration and mode.
-
-    Raises:
-        TypeError: If the model is not the zoo's.
-    """
+    """The upstream library's model with a zoo model's weights, configuration and mode; TypeError for other models."""
     return family_of(model).weights.to_upstream(model)
 
 

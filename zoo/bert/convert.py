@@ -5,8 +5,6 @@ and by its age; a checkpoint of one head may be loaded under another, which then
 transformers is imported when a model is converted, loaded or saved.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path

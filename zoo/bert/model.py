@@ -10,8 +10,6 @@ All layers share one graph, at any depth. Embeddings and small heads stay eager.
 Shape legend: B rows, T tokens of a row, N tokens of a packed batch, C width, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -98,11 +96,7 @@ REGIONS = (
 
 
 class Bert(nn.Module):
-    """BERT or RoBERTa with the head that its config names.
-
-    Args:
-        config: A ``BertConfig``.
-    """
+    """BERT or RoBERTa with the head that its ``BertConfig`` names."""
 
     regions: ClassVar[tuple[Region, ...]] = REGIONS
 
@@ -124,6 +118,9 @@ class Bert(nn.Module):
     ) -> Output:  # fmt: skip
         """Encode a batch, score it, and compare it with labels.
 
+        Returns ``Encoding``, ``TokenScores``, ``SequenceScores`` or ``Spans``, by the head. What belongs to tokens is
+        [B, T, ...], or [N, ...] for a packed batch; ``unpack`` puts the padding back.
+
         A mask on the host that hides nothing counts as none. On a device a mask is never looked at: leave it out where
         all rows are full.
 
@@ -137,20 +134,13 @@ class Bert(nn.Module):
             start_positions: [B], for ``question-answering``.
             end_positions: [B].
 
-        Returns:
-            ``Encoding``, ``TokenScores``, ``SequenceScores`` or ``Spans``, by the head. What belongs to tokens is
-            [B, T, ...], or [N, ...] for a packed batch; ``unpack`` puts the padding back.
-
         Raises:
             TypeError, ValueError: If an input does not fit, before anything runs. Values are looked at on the host.
         """
         config, batch, mask, rows = self.config, None, None, None
+        _check_inputs(config, input_ids, attention_mask, token_type_ids, position_ids)
         if isinstance(input_ids, PackedBatch):
-            batch = input_ids
-            _check_packed(
-                config, batch, attention_mask=attention_mask, token_type_ids=token_type_ids, position_ids=position_ids
-            )
-            tokens = batch.input_ids.shape[0]
+            batch, tokens = input_ids, input_ids.input_ids.shape[0]
             check_labels(config, labels, start_positions, end_positions, batch.rows, batch.length, tokens)
             if labels is not None and config.head in ("masked-lm", "token-classification") and labels.dim() == 2:
                 labels = batch.take(labels, fill=-100)
@@ -158,7 +148,6 @@ class Bert(nn.Module):
             rows = rows_of(batch.offsets, batch.length, tokens, x, config.hidden_size // config.num_attention_heads)
             rows = rows._replace(offsets=_match_mode(rows.offsets))
         else:
-            _check_padded(config, input_ids, attention_mask, token_type_ids, position_ids)
             count, length = input_ids.shape
             check_labels(config, labels, start_positions, end_positions, count, length, None)
             if position_ids is None and config.first_position:
@@ -222,34 +211,29 @@ def _match_mode(ids: Tensor | None) -> Tensor | None:
     return ids.clone()
 
 
-def _check_padded(
-    config: BertConfig, input_ids: Tensor, attention_mask: Tensor | None, token_type_ids: Tensor | None,
+def _check_inputs(
+    config: BertConfig, input_ids: Tensor | PackedBatch, attention_mask: Tensor | None, token_type_ids: Tensor | None,
     position_ids: Tensor | None,
 ) -> None:  # fmt: skip
-    check_ids(input_ids, attention_mask, token_type_ids, position_ids)
-    tokens = input_ids.shape[1]
-    if position_ids is None and tokens > config.positions:
-        raise ValueError(f"input_ids has {tokens} tokens, but the model has {config.positions} positions")
-    _check_ranges(config, input_ids, token_type_ids, position_ids)
-
-
-def _check_packed(config: BertConfig, batch: PackedBatch, **given: Tensor | None) -> None:
-    twice = [name for name, value in given.items() if value is not None]
-    if twice:
-        raise ValueError(f"{', '.join(twice)} given with a packed batch, which holds its own: pass them to pack()")
-    if batch.length > config.positions:
-        raise ValueError(f"the batch has rows of {batch.length} tokens, but the model {config.positions} positions")
-    if batch.first_position not in (None, config.first_position):
-        raise ValueError(f"the batch counts positions from {batch.first_position}: pack with config=model.config")
-    _check_ranges(config, batch.input_ids, batch.token_type_ids, batch.position_ids)
-
-
-def _check_ranges(config: BertConfig, ids: Tensor, types: Tensor | None, positions: Tensor | None) -> None:
-    validate.in_range("input_ids", ids, config.vocab_size, "vocab_size")
-    if types is not None:
-        validate.in_range("token_type_ids", types, config.type_vocab_size, "type_vocab_size")
-    if positions is not None:
-        validate.in_range("position_ids", positions, config.max_position_embeddings, "max_position_embeddings")
+    if isinstance(input_ids, PackedBatch):
+        batch = input_ids
+        own = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, "position_ids": position_ids}
+        if twice := [name for name, value in own.items() if value is not None]:
+            raise ValueError(f"{', '.join(twice)} given with a packed batch, which holds its own: pass them to pack()")
+        if batch.length > config.positions:
+            raise ValueError(f"the batch has rows of {batch.length} tokens, but the model {config.positions} positions")
+        if batch.first_position not in (None, config.first_position):
+            raise ValueError(f"the batch counts positions from {batch.first_position}: pack with config=model.config")
+        input_ids, token_type_ids, position_ids = batch.input_ids, batch.token_type_ids, batch.position_ids
+    else:
+        check_ids(input_ids, attention_mask, token_type_ids, position_ids)
+        if position_ids is None and (tokens := input_ids.shape[1]) > config.positions:
+            raise ValueError(f"input_ids has {tokens} tokens, but the model has {config.positions} positions")
+    validate.in_range("input_ids", input_ids, config.vocab_size, "vocab_size")
+    if token_type_ids is not None:
+        validate.in_range("token_type_ids", token_type_ids, config.type_vocab_size, "type_vocab_size")
+    if position_ids is not None:
+        validate.in_range("position_ids", position_ids, config.max_position_embeddings, "max_position_embeddings")
 
 
 def example_inputs(model: Bert, *, batch: int = 2, tokens: int = 16, seed: int = 0) -> dict[str, Tensor]:

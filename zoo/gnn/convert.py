@@ -1,7 +1,5 @@
 """To and from torch-geometric's ``GCN``, ``GAT`` and ``GraphSAGE``, which are imported when a model is converted."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from typing import Any

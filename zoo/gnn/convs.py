@@ -6,8 +6,6 @@ Each takes features and a graph: prepared tensors inside a region, and elsewhere
 Shape legend: N nodes (S sources and D destinations where they differ), E edges, C channels, H heads.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Mapping
@@ -160,15 +158,15 @@ class SAGEConv(_Conv):
         graph = self._tensors(graph, edge_weight, (sources, self.lin_l), (root, self.lin_r))
         fewer = graph.rowptr.shape[0] <= root.shape[0]
         if not self.in_one or not isinstance(x, Tensor):
-            out = self._apart(sources, root[: graph.rowptr.shape[0] - 1] if fewer else root, graph)
+            out = self._two_products(sources, root[: graph.rowptr.shape[0] - 1] if fewer else root, graph)
             out = _add(out, self.lin_l.bias)
         elif self.aggregate_first or fewer:
             # With fewer rows than the features have, a product before the sum would compute all of them.
-            both = self._aggregate(sources, graph, own="beside")
+            both = self._aggregate(sources, graph, own="concat")
             out = F.linear(both, torch.cat(self._weights, dim=1), self.lin_l.bias)
         else:
             table, width = _product(sources, *self._weights), self.lin_l.out_features
-            out = self._aggregate(table, graph, own="added", bias=self.lin_l.bias, channels=width)
+            out = self._aggregate(table, graph, own="add", bias=self.lin_l.bias, channels=width)
         return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
 
     @property
@@ -176,7 +174,7 @@ class SAGEConv(_Conv):
         assert self.lin_r is not None
         return self.lin_l.weight, self.lin_r.weight
 
-    def _apart(self, sources: Tensor, root: Tensor, graph: GraphTensors) -> Tensor:
+    def _two_products(self, sources: Tensor, root: Tensor, graph: GraphTensors) -> Tensor:
         """The convolution without its bias, a product for neighbours and another for the nodes' own features."""
         if self.lin is not None:
             sources = self.lin(sources).relu()

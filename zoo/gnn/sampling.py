@@ -241,7 +241,7 @@ class NeighborSampler:
             raise ValueError(f"node {node} is {count} times among the seeds, and a batch holds each node once")
         self.fanouts, self.batch_size = tuple(fanouts), batch_size
         self.shuffle, self.seed, self.workers = shuffle, seed, workers
-        most = self._most()
+        most = self._largest_bucket()
         self.buckets: list[Bucket] = (
             self._measured_buckets(most)
             if buckets is None
@@ -277,13 +277,13 @@ class NeighborSampler:
             then: A function for each batch, such as one that pins its memory. On the host the thread that sampled the
                 batch calls it.
         """
-        return self._ahead(number, self._batch, then)
+        return self._sample_ahead(number, self._batch, then)
 
     def subgraphs(self, number: int, then: Callable[[Subgraph], Any] | None = None) -> Iterator[Any]:
         """The batches of :meth:`epoch` before they are padded, for a model that takes an ``edge_index``."""
-        return self._ahead(number, self._subgraph, then)
+        return self._sample_ahead(number, self._subgraph, then)
 
-    def _ahead(
+    def _sample_ahead(
         self, epoch: int, draw: Callable[[Tensor, int, int], Any], then: Callable[[Any], Any] | None
     ) -> Iterator[Any]:
         def make(part: Tensor, index: int) -> Any:
@@ -410,7 +410,7 @@ class NeighborSampler:
             place[many[of]] = distinct(degree[many], fanout, random).flatten()
         return self._source[start[of] + place].long(), count
 
-    def _most(self) -> Bucket:
+    def _largest_bucket(self) -> Bucket:
         """A bucket that holds every batch: a node is expanded once, and no edge is drawn twice."""
         frontier = nodes = min(self.batch_size, len(self.seeds))
         edges, all_edges = 0, len(self._source)

@@ -3,8 +3,6 @@
 Shapes: B batch, K key and value heads, S slots of the cache, D width of a head.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ transformers is imported when it is first needed. Its queries, keys and values, 
 of one tensor each here.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
@@ -204,8 +202,7 @@ def quantize_int8(model: LLM) -> LLM:
 
     Raises:
         ImportError: If torchao is not installed.
-        TypeError: If the model is not of this family.
-        ValueError: If its regions are compiled already.
+        TypeError, ValueError: If the model is not of this family, or its regions are compiled already.
     """
     try:
         from torchao import quantization  # type: ignore[import-not-found, import-untyped]

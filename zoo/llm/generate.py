@@ -146,23 +146,21 @@ class Session:
     """Holds a cache and the captured steps of a model for a fixed number of rows.
 
     A prompt is padded to a bucket, so that prefill has one graph per bucket; decoding has one graph. After an answer
-    the next prompt continues where each row ended.
+    the next prompt continues where each row ended. Greedy and drawn decoding are captured at their first use.
 
     Args:
         model: A language model of the zoo, compiled or not.
         batch: Rows, each a text of its own.
         slots: Tokens that fit into a row, prompts and answers together.
         cache: Used instead of a new one; its sizes must be these.
-        cuda_graph: Run decoding as a CUDA graph; by default on a GPU only. Greedy and drawn decoding are captured at
-            their first use.
+        cuda_graph: Run decoding as a CUDA graph; by default on a GPU only.
         buckets: Lengths that prompts are padded to; powers of two from 16 to 2048 by default.
         conversation: True if prompts will follow answers: all turns then share one graph per bucket, whose attention
             can begin anywhere. False lets a first prompt take torch's causal attention, which is faster; a later
             prompt is then another graph.
 
     Raises:
-        TypeError: If ``model`` is not this family's.
-        ValueError: If a size is not positive or more than the model has, or the cache has other sizes.
+        TypeError, ValueError: If ``model`` is not this family's, or a size does not fit the model or the cache.
     """
 
     def __init__(

@@ -242,11 +242,7 @@ REGIONS = (
 
 
 class LLM(GenerationMixin):
-    """A decoder-only language model.
-
-    Args:
-        config: An ``LLMConfig``.
-    """
+    """A decoder-only language model of an ``LLMConfig``."""
 
     regions: ClassVar[tuple[Region, ...]] = REGIONS
     static_arguments: ClassVar[tuple[str, ...]] = ("cache",)
@@ -268,7 +264,7 @@ class LLM(GenerationMixin):
         self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
         cache: KVCache | None = None, logits_to_keep: int | Tensor = 0,
     ) -> Tensor:  # fmt: skip
-        """Logits of the next token.
+        """Logits of the next token, [B, T or L, V].
 
         Without a cache: scoring and training. With one: keys and values of the tokens are written into the slots of
         their positions, and each token sees the slots up to its own. The call never synchronises with the device.
@@ -282,15 +278,12 @@ class LLM(GenerationMixin):
             logits_to_keep: Which positions get logits: 0 for all, n for the last n, a tensor of indices [L] for the
                 same in all rows (these as in transformers), or [B, L] for each row's own.
 
-        Returns:
-            [B, T or L, V].
-
         Raises:
             TypeError, ValueError: If an input does not fit, before anything runs.
         """
         _check_inputs(self, input_ids, attention_mask, position_ids, cache, logits_to_keep)
         x = self._run_layers(input_ids, attention_mask, position_ids, cache)
-        return self.head(_kept(x, logits_to_keep), self.output_weight)
+        return self.head(_select_positions(x, logits_to_keep), self.output_weight)
 
     def features(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
@@ -362,7 +355,7 @@ class LLM(GenerationMixin):
         return x
 
 
-def _kept(x: Tensor, which: int | Tensor) -> Tensor:
+def _select_positions(x: Tensor, which: int | Tensor) -> Tensor:
     """The positions of x [B, T, C] that get logits, contiguous: prefill and decoding then share the head's graph."""
     if isinstance(which, int):
         # contiguous() would not copy the last position of a single row, and keep the strides of the whole.

@@ -6,8 +6,6 @@ Shape legend: B batch, T tokens, S slots of the cache, H query heads, K key and 
 head, M rows of features, C columns, N rows of a weight.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -93,7 +91,7 @@ def decode_layer(x: Tensor, *arguments: Any) -> Tensor:
 
 def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
     """RMS norm of x [M, C], times weight [N, C]: [M, N]."""
-    return kernels.decode.norm_linear(x, norm, eps, weight, None, kernels.decode.can_overlap(x.device))
+    return kernels.decode.linear(x, weight, kernels.decode.can_overlap(x.device), norm, eps)
 
 
 # Attention to more keys than this is the library's, measured on an H200; the widest head that a program holds.

@@ -7,8 +7,6 @@
 Shape legend: N images, C channels, H height, W width, R rows.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, TypeAlias
 
 import torch.nn.functional as F
@@ -19,6 +17,7 @@ from zoo.ops import triton as kernels
 from zoo.ops.common import differentiated, kernels_run
 
 Tensors: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+_NO_NORM: Tensors = (None, None, None, None)
 
 
 class Norm(NamedTuple):
@@ -72,7 +71,7 @@ def _normalised(x: Tensor, norm: Norm) -> Tensor:
 def _tensors(x: Tensor | None, norm: Norm | None) -> Tensors:
     """Mean and variance that x is normalised by, weight and bias; of the batch they move the running ones."""
     if x is None or norm is None:
-        return None, None, None, None
+        return _NO_NORM
     mean, variance = norm.running_mean, norm.running_variance
     if norm.of_batch:
         mean, variance = kernels.batch_norm.batch_statistics(x.detach(), mean, variance, norm.batches, norm.momentum)
@@ -106,7 +105,7 @@ def bias_act(x: Tensor, bias: Tensor, residual: Tensor | None = None) -> Tensor:
     """Relu of x [N, C, H, W] plus bias [C] plus residual, if there is one: as ``norm_act``, where a norm is folded."""
     given = [each for each in (x, bias, residual) if each is not None]
     if rows_run(x, residual) and kernels_run(*given) and not differentiated(*given):
-        return kernels.batch_norm.bias_act(x, bias, residual)
+        return kernels.batch_norm.norm_act(x, (None, None, None, bias), residual, _NO_NORM, 0.0)
     out = x + (bias if x.dim() == 2 else bias[:, None, None])
     return F.relu(out if residual is None else out + residual)
 
@@ -125,7 +124,7 @@ def norm_act_pool(x: Tensor, norm: Norm) -> Tensor:
 def bias_act_pool(x: Tensor, bias: Tensor) -> Tensor:
     """The same of x [N, C, H, W] and bias [C], without a norm."""
     if rows_run(x) and kernels_run(x, bias) and not differentiated(x, bias):
-        return kernels.batch_norm.bias_act_pool(x, bias)
+        return kernels.batch_norm.norm_act_pool(x, None, None, None, bias, 0.0)
     # A maximum stays the maximum under both, so that they touch a quarter of the pixels.
     return F.relu(F.max_pool2d(x, 3, 2, 1) + bias[:, None, None])
 

@@ -1,7 +1,5 @@
 """What operators have in common: when Triton kernels run, dtypes and layouts."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

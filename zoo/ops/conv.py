@@ -4,8 +4,6 @@ Shape legend: B or N images, C channels, H height, W width, R rows (pixels of al
 channels of squares of pixels.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 Shape legend: n rows, V classes.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

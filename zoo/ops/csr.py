@@ -9,8 +9,6 @@ Shape legend: S sources, D destinations, E edges, R rows (destinations; sources 
 rows at most, H heads, W columns, C channels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -24,7 +22,7 @@ from zoo.ops import triton as kernels
 from zoo.ops.common import accumulation_dtype, differentiated, kernels_run
 
 # What a sum adds of a row's own features, or puts beside it.
-Own: TypeAlias = Literal["added", "beside"] | None
+Own: TypeAlias = Literal["add", "concat"] | None
 # Fewest edges worth a chunk. A chunk is walked by one program, a few edges a step: some 20 microseconds on an H200,
 # about as long as the shortest launches that matter.
 EDGES_PER_CHUNK = 128
@@ -175,9 +173,9 @@ def sum_neighbours(
 ) -> Tensor:
     """Sum over incoming edges, times the graph's weights if it has any, plus bias [C]: x [S, W] -> [D, C].
 
-    C is ``channels`` if columns follow in x that are padding, else W. With ``own="added"``, x [S, 2 W] holds what
+    C is ``channels`` if columns follow in x that are padding, else W. With ``own="add"``, x [S, 2 W] holds what
     neighbours give beside what each node keeps, and the second half of each destination's own row (the source of the
-    same number) is added. With ``own="beside"`` the destination's row is put beside its sum: [D, 2 C]. A RuntimeError
+    same number) is added. With ``own="concat"`` the destination's row is put beside its sum: [D, 2 C]. A RuntimeError
     if kernels run, gradients are wanted and the graph has no transpose.
     """
     return _csr_sum(x, graph, graph.weight, None, bias, own, channels)
@@ -200,7 +198,7 @@ def _csr_sum(
     x: Tensor, graph: GraphTensors, weight: Tensor | None, scale: Tensor | None, bias: Tensor | None, own: Own,
     channels: int | None,
 ) -> Tensor:  # fmt: skip
-    width = x.shape[1] // 2 if own == "added" else x.shape[1]
+    width = x.shape[1] // 2 if own == "add" else x.shape[1]
     channels = width if channels is None else channels
     if kernels_run(x, weight, scale, bias):
         rows = rows_of(graph)
@@ -216,15 +214,15 @@ def _csr_sum(
     total = edge_sum(x[:, :channels].to(dtype), graph, None if weight is None else weight.to(dtype))
     if scale is not None:
         total = total * scale.to(dtype).unsqueeze(1)
-    if own == "added":
+    if own == "add":
         total = total + x[:number, width : width + channels]
     if bias is not None:
         total = total + bias
     total = total.to(x.dtype)
-    return torch.cat([total, x[:number]], dim=1) if own == "beside" else total
+    return torch.cat([total, x[:number]], dim=1) if own == "concat" else total
 
 
-_OTHER_WAY: dict[Own, Own] = {None: None, "added": "beside", "beside": "added"}
+_OTHER_WAY: dict[Own, Own] = {None: None, "add": "concat", "concat": "add"}
 
 
 class _CsrSum(torch.autograd.Function):
@@ -251,7 +249,7 @@ class _CsrSum(torch.autograd.Function):
         channels = ctx.channels
         if ctx.needs_input_grad[0]:
             columns, own = rows_from(tables, ctx.sizes[1]), _OTHER_WAY[ctx.own]
-            width = ctx.width // 2 if ctx.own == "added" else ctx.width
+            width = ctx.width // 2 if ctx.own == "add" else ctx.width
             grad_x = kernels.csr.csr_sum(grad, columns, t_weight, scale, None, None, own, width)
         if ctx.needs_input_grad[1]:
             grad_weight = kernels.csr.edge_dot(x, grad, source, destination, channels, ctx.weight_dtype)

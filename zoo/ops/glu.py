@@ -3,8 +3,6 @@
 Shape legend: R rows, C channels, I width inside the MLP.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 RMS norm is Zhang and Sennrich, 2019; layer norm is Ba, Kiros and Hinton, 2016. Shape legend: R rows, C columns.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -26,7 +24,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return reference_rms_norm(x, weight, eps)
     if differentiated(x, weight):
         return _RMSNorm.apply(x, None, weight, eps, False)
-    return kernels.norms.rms_norm(x, None, weight, eps)[1]
+    return kernels.norms.norm(x, None, None, weight, None, eps)[0]
 
 
 def add_rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -39,7 +37,8 @@ def add_rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) ->
         return total, reference_rms_norm(total, weight, eps)
     if differentiated(x, weight) or (added is not None and differentiated(added)):
         return _RMSNorm.apply(x, added, weight, eps, True)
-    return kernels.norms.rms_norm(x, added, weight, eps)[:2]
+    normed, _, total, _, _ = kernels.norms.norm(x, added, None, weight, None, eps)
+    return total, normed
 
 
 def reference_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -60,7 +59,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, eps: float, keep_sum: bool) -> Any:
-        total, normed, rstd = kernels.norms.rms_norm(x, added, weight, eps)
+        normed, _, total, _, rstd = kernels.norms.norm(x, added, None, weight, None, eps)
         ctx.save_for_backward(total, weight, rstd)
         ctx.adds = added is not None
         if not keep_sum:
@@ -71,7 +70,9 @@ class _RMSNorm(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         sum_grad = grads[0] if len(grads) == 2 else None
-        grad, weight_grad = kernels.norms.rms_norm_backward(grads[-1], sum_grad, *ctx.saved_tensors)
+        total, weight, rstd = ctx.saved_tensors
+        given = total, None, rstd, weight, grads[-1], None, sum_grad, None
+        grad, _, (weight_grad,) = kernels.norms.norm_backward(*given, 1)
         return grad, grad if ctx.adds else None, weight_grad, None, None
 
 
@@ -109,7 +110,7 @@ class _AddLayerNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, added: Tensor, shift: Tensor | None, *arguments: Any) -> Any:
-        out, low, total, mean, rstd = kernels.norms.add_layer_norm(x, added, shift, *arguments)
+        out, low, total, mean, rstd = kernels.norms.norm(x, added, shift, *arguments)
         ctx.save_for_backward(total, mean, rstd, arguments[0])
         ctx.added_dtype = None if added.dtype == x.dtype else added.dtype
         ctx.shifted = shift is not None
@@ -118,9 +119,9 @@ class _AddLayerNorm(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor, low_grad: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        out, low, grad_weight, grad_bias, grad_shift = kernels.norms.add_layer_norm_backward(
-            *ctx.saved_tensors, grad, low_grad, ctx.added_dtype, ctx.shifted
-        )
+        given = *ctx.saved_tensors, grad, low_grad, None, ctx.added_dtype
+        out, low, (grad_weight, grad_bias, *shifts) = kernels.norms.norm_backward(*given, 3 if ctx.shifted else 2)
+        grad_shift = shifts[0] if ctx.shifted else None
         return out, out if low is None else low, grad_shift, grad_weight, grad_bias, None, None
 
 
@@ -129,7 +130,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     if x.shape[-1] > WIDEST_ROW or not kernels_run(x, weight, bias):
         return F.layer_norm(x, weight.shape, weight, bias, eps).to(x.dtype)
     if differentiated(x, weight, bias):
-        return _LayerNorm.apply(x, weight, bias, eps)
+        return _LayerNorm.apply(x, None, weight, bias, None, eps)
     return kernels.norms.layer_norm(x, weight, bias, eps, keep=False)[0]
 
 
@@ -151,32 +152,23 @@ def add_norm(
         normed = F.layer_norm(total, weight.shape, weight, bias, eps).to(total.dtype)
         return total if shift is None else total + shift.to(total.dtype), normed
     if differentiated(*given):
-        return _AddNorm.apply(x, residual, weight, bias, shift, eps)
+        return _LayerNorm.apply(x, residual, weight, bias, shift, eps)
     return kernels.norms.add_norm(x, residual, weight, bias, shift, eps, keep=False)[:2]
 
 
 class _LayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        out, mean, rstd = kernels.norms.layer_norm(x, weight, bias, eps, keep=True)
-        ctx.save_for_backward(x, mean, rstd, weight, bias)
-        return out
+    """The norm of x, or with a residual their sum and its norm."""
 
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weighted = any(ctx.needs_input_grad[1:3])
-        grads = kernels.norms.layer_norm_backward(grad, None, *ctx.saved_tensors, weighted, None)
-        return *grads[:3], None
-
-
-class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float
+    ) -> Any:
+        ctx.dtypes = [None if each is None else each.dtype for each in (x, residual, shift)]
+        if residual is None:
+            out, mean, rstd = kernels.norms.layer_norm(x, weight, bias, eps, keep=True)
+            ctx.save_for_backward(x, mean, rstd, weight, bias)
+            return out
         total, out, summed, mean, rstd = kernels.norms.add_norm(x, residual, weight, bias, shift, eps, keep=True)
-        ctx.dtypes = x.dtype, residual.dtype, None if shift is None else shift.dtype
         ctx.save_for_backward(summed, mean, rstd, weight, bias)
         if not torch.compiler.is_compiling():  # zeros for a gradient that is not there would be a launch
             ctx.set_materialize_grads(False)
@@ -184,8 +176,9 @@ class _AddNorm(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, sum_grad: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, residual, shift = ctx.dtypes
+        grad, sum_grad = grads[-1], grads[0] if len(grads) == 2 else None
         shifted = shift if ctx.needs_input_grad[4] and sum_grad is not None else None
         if grad is not None:
             weighted = any(ctx.needs_input_grad[2:4])
@@ -194,4 +187,4 @@ class _AddNorm(torch.autograd.Function):
             out, sums = sum_grad, [None, None, None if shifted is None else column_sums(sum_grad, shifted)]
         else:
             return (None,) * 6
-        return out.to(x), out.to(residual), *sums, None
+        return out.to(x), None if residual is None else out.to(residual), *sums, None

@@ -6,8 +6,6 @@ then in float32. Here the product that makes it writes float32, and the bias' is
 Shape legend: R rows, C columns, N rows of a weight. "Low" is what has the dtype of products.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 torchvision is imported when a model is converted or weights are asked for by name.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from functools import partial
@@ -114,15 +112,9 @@ def _refuse(option: str, value: Any, why: str) -> None:
 def transforms(weights: Any) -> Callable[[Any], Tensor]:
     """Torchvision's preprocessing for pretrained weights: resize, crop, scale, normalise.
 
-    Args:
-        weights: One of torchvision's weight enums, its full name ``"ResNet50_Weights.IMAGENET1K_V2"``, or a preset's
-            name for the weights that torchvision recommends.
-
-    Returns:
-        A function of a PIL image, or an integer tensor [C, H, W] or [N, C, H, W], that returns the model's input.
-
-    Raises:
-        ValueError: If there are no such weights.
+    Takes one of torchvision's weight enums, its full name ``"ResNet50_Weights.IMAGENET1K_V2"``, or a preset's name for
+    the weights that torchvision recommends; others are a ValueError. Returns a function of a PIL image, or an integer
+    tensor [C, H, W] or [N, C, H, W], to the model's input.
     """
     found = _member(weights) or (_enum_of(weights).get("DEFAULT") if isinstance(weights, str) else None)
     if found is None:
@@ -187,19 +179,17 @@ def fold_batch_norm(model: ResNet, *, convolutions: str = "glue", pointwise: str
 
     A norm scales and shifts each channel by numbers that no longer change. The scale goes into the weights of the
     convolution before it and the shift into its bias; a shortcut's shift goes into the bias that it is added to. Folded
-    in float64 and rounded once to the weights' dtype.
+    in float64 and rounded once to the weights' dtype. The result is in eval mode, without gradients, with
+    ``config.folding`` set.
 
     Args:
         model: A ResNet of the zoo, which stays as it is.
         convolutions: ``"glue"`` or ``"fused"``, as in ``Folding``.
         pointwise: ``"convolution"`` or ``"matmul"``, as in ``Folding``.
 
-    Returns:
-        The model, in eval mode, without gradients, with ``config.folding`` set.
-
     Raises:
-        TypeError: If the model is not a ResNet of the zoo.
-        ValueError: If it is folded already, or its norms keep no running statistics; or an option is unknown.
+        TypeError, ValueError: If the model is no ResNet of the zoo, is folded already, its norms keep no running
+            statistics, or an option is unknown.
     """
     if not isinstance(model, ResNet):
         raise TypeError(f"{type(model).__name__} is not a ResNet of the zoo; zoo.from_upstream(module) makes one")

@@ -15,8 +15,6 @@ convolutions have biases in place of norms.
 Shape legend: N images, C channels, H height, W width, K classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -352,12 +350,9 @@ REGIONS = (
 
 
 class ResNet(nn.Module):
-    """A residual network over images.
+    """A residual network over images, of a ``ResNetConfig``.
 
     Weights and activations are in channels_last, and the stem lays out images that are not.
-
-    Args:
-        config: A ``ResNetConfig``.
     """
 
     regions: ClassVar[tuple[Region, ...]] = REGIONS
@@ -372,14 +367,11 @@ class ResNet(nn.Module):
         keep_channels_last(self)
 
     def forward(self, images: Tensor, *, stages: bool = False) -> Tensor | tuple[Tensor, ...]:
-        """Classify images.
+        """Classify images: logits [N, K].
 
         Args:
             images: [N, C_in, H, W], scaled and normalised (``zoo.resnet.transforms``), in any memory format.
             stages: Return the outputs of the four stages instead; see ``features``.
-
-        Returns:
-            Logits [N, K].
 
         Raises:
             TypeError, ValueError: If the images do not fit, before anything runs; the message says what to do.

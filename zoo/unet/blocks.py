@@ -15,8 +15,6 @@ Shape legend: B images, C channels, H height, W width, T = H W tokens, R = B T r
 its width, K channels of all its keys and values, E width of the embedded timestep, S channels of all shifts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

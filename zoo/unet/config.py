@@ -1,7 +1,5 @@
 """Configuration of a conditional UNet, the shapes of blocks that follow from it, and presets by name."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias

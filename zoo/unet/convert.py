@@ -4,8 +4,6 @@ Their queries, keys and values of self-attention are rows of one tensor here, an
 cross-attentions, and all blocks' products with the timestep.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

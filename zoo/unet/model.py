@@ -13,8 +13,6 @@ K channels of all its keys and values, S channels of all shifts, X width of the 
 ``timestep_cond``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -72,12 +70,9 @@ class UNetOutput(NamedTuple):
 
 
 class UNet(nn.Module):
-    """Predicts the noise, or what it was trained on, in a sample, given a timestep and a text.
+    """Predicts the noise, or what it was trained on, in a sample, given a timestep and a text; of a ``UNetConfig``.
 
     Takes the place of diffusers' ``UNet2DConditionModel`` in its pipelines.
-
-    Args:
-        config: A ``UNetConfig``.
     """
 
     regions: ClassVar[tuple[Region, ...]] = REGIONS
@@ -125,7 +120,7 @@ class UNet(nn.Module):
         mid_block_additional_residual: Tensor | None = None, down_intrablock_additional_residuals: None = None,
         encoder_attention_mask: Tensor | None = None, return_dict: bool = True,
     ) -> UNetOutput:  # fmt: skip
-        """Predict.
+        """Predict: ``UNetOutput(sample)`` of [B, C_out, H, W].
 
         Timestep and text may be given as what ``time_shifts`` and ``text_keys_values`` made of them: in a run of many
         steps they are computed once. A number as timestep is copied to the device, which an outer CUDA graph cannot
@@ -146,9 +141,6 @@ class UNet(nn.Module):
             down_intrablock_additional_residuals: Not supported.
             encoder_attention_mask: [B, L], 0 for tokens of the condition that are not seen.
             return_dict: Either way the result is a tuple with a name in it.
-
-        Returns:
-            ``UNetOutput(sample)``, [B, C_out, H, W].
 
         Raises:
             TypeError, ValueError: If an input does not fit, before anything runs; the message says what to do. Values

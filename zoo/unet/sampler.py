@@ -13,8 +13,6 @@ text, D its width, X of the pooled text, Y sizes, C channels, H height, W width,
 on to the next, the latents first, S channels of all shifts, V values of a probe.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections import deque
@@ -30,247 +28,6 @@ from zoo import validate
 from zoo.engine.cuda_graph import cuda_graph as capture
 from zoo.engine.graphed_step import GraphedStep
 from zoo.unet.model import TextKeysValues, TimeShifts, UNet
-
-# Steps that the host is ahead of the device while it shows progress, so that the device never waits.
-_AHEAD = 2
-
-
-class DenoiseState:
-    """What a step reads and writes, in memory that never moves."""
-
-    def __init__(self, shape: tuple[int, ...], kept: int, steps: int, shifts: Tensor, keys_values: Tensor) -> None:
-        exact = torch.float64 if shifts.dtype == torch.float64 else torch.float32
-        with shifts.device:
-            self.tracks = torch.zeros(kept, *shape, dtype=exact)  # latents, then what the solver remembers
-            self.input_scales = torch.zeros(steps, dtype=exact)
-            self.transitions = torch.zeros(steps, kept, kept + 1, dtype=exact)
-            self.shifts = torch.zeros(steps, *shifts.shape[1:], dtype=shifts.dtype)  # [N, R or 1, S]
-            self.keys_values = torch.zeros_like(keys_values)  # [R, L, 2 × channels of all cross-attentions]
-            self.guidance = torch.zeros((), dtype=exact)
-            self.step = torch.zeros(1, dtype=torch.int64)  # the step to come
-
-    def fits(self, schedule: Schedule, shifts: Tensor, keys_values: Tensor) -> bool:
-        """True if a run has these shapes; fewer steps and a solver that remembers less fit too."""
-        return (
-            schedule.steps <= len(self.input_scales)
-            and schedule.kept <= len(self.tracks)
-            and (shifts.shape[1:], shifts.dtype) == (self.shifts.shape[1:], self.shifts.dtype)
-            and (keys_values.shape, keys_values.dtype) == (self.keys_values.shape, self.keys_values.dtype)
-            and keys_values.device == self.keys_values.device
-        )
-
-    def begin(
-        self, schedule: Schedule, noise: Tensor, shifts: Tensor, keys_values: Tensor, guidance_scale: float
-    ) -> None:
-        """Copy a run in. A captured step reads all of it from here."""
-        steps, kept, spare = schedule.steps, schedule.kept, len(self.tracks) - schedule.kept
-        # A solver that remembers less than there is room for is padded; the output stays the last column.
-        matrices = schedule.transitions
-        matrices = torch.cat([F.pad(matrices[..., :kept], (0, spare)), matrices[..., kept:]], dim=-1)
-        self.transitions[:steps].copy_(F.pad(matrices, (0, 0, 0, spare)))
-        self.input_scales[:steps].copy_(schedule.input_scales)
-        self.shifts[:steps].copy_(shifts)
-        self.keys_values.copy_(keys_values)
-        self.guidance.fill_(guidance_scale)
-        self.tracks.zero_()
-        self.tracks[0].copy_(noise)
-        self.tracks[0].mul_(schedule.noise_scale)
-        self.step.zero_()
-
-
-def denoise_step(model: UNet, state: DenoiseState, guided: bool) -> None:
-    """Run the model on the latents and move on to the next step's; all reads and writes are of ``state``."""
-    index = state.step
-    sample = (state.tracks[0] * state.input_scales.index_select(0, index)).to(model.dtype)
-    shifts = TimeShifts(state.shifts.index_select(0, index)[0])
-    sample = torch.cat([sample, sample]) if guided else sample
-    output = model(sample, shifts, TextKeysValues(state.keys_values)).sample.to(state.tracks.dtype)
-    if guided:
-        without, with_text = output.chunk(2)
-        output = without + state.guidance * (with_text - without)
-    shares = state.transitions.index_select(0, index)[0]
-    moved = shares[:, :, None, None, None, None] * torch.cat([state.tracks, output[None]])
-    state.tracks.copy_(moved.sum(1))
-    # Warm-up runs before a capture may be more than the steps.
-    index.add_(1).remainder_(len(state.input_scales))
-
-
-class Sampler:
-    """Makes latents of texts with a UNet and a schedule; compile the model's regions before the first call.
-
-    The first call captures a step. Later calls copy their texts, seeds, guidance and schedules in and replay it. A call
-    of other shapes (texts of another length, guidance or none, more steps, a solver that remembers more) captures a new
-    step in place of the old one.
-
-    Args:
-        model: A UNet of the zoo.
-        schedule: From ``make_schedule``, for calls that bring no other.
-        shape: [B, C, H, W] of the latents: for an image of 512 × 512 pixels Stable Diffusion has [1, 4, 64, 64].
-        guidance_scale: How far to go from the output without the text past the one with it; up to 1 the model runs on
-            the text alone.
-        most_steps: Steps that a captured step has room for; the schedule's when left out.
-        cuda_graph: Run steps as a CUDA graph; left out, where there is a GPU.
-
-    Raises:
-        TypeError: If the model is not of this family, or the schedule is none.
-        ValueError: If the model cannot be sampled from by text alone, or a size does not fit.
-    """
-
-    def __init__(
-        self, model: UNet, schedule: Schedule, *, shape: tuple[int, int, int, int], guidance_scale: float = 7.5,
-        most_steps: int | None = None, cuda_graph: bool | None = None,
-    ) -> None:  # fmt: skip
-        _check_model(model, shape)
-        _check_run(schedule, guidance_scale)
-        self.model, self.schedule, self.shape = model, schedule, tuple(shape)
-        self.guidance_scale = guidance_scale
-        self.most_steps = schedule.steps if most_steps is None else most_steps
-        validate.count("most_steps", self.most_steps)
-        self.cuda_graph = cuda_graph
-        self.captures = 0
-        self._state: DenoiseState | None = None
-        self._step: GraphedStep | None = None
-
-    def __call__(
-        self, text: Tensor, negative: Tensor | None = None, *, added: Mapping[str, Tensor] | None = None,
-        negative_added: Mapping[str, Tensor] | None = None, latents: Tensor | None = None, seed: int = 0,
-        schedule: Schedule | None = None, guidance_scale: float | None = None, progress: bool = False,
-    ) -> Tensor:  # fmt: skip
-        """Run all steps.
-
-        Args:
-            text: [B, L, D], or [1, L, D] for all images alike.
-            negative: The same of what guidance leads away from, with it the encoding of an empty text at least.
-            added: ``text_embeds`` [B, X] and ``time_ids`` [B, Y], or [1, ...], for models that take them.
-            negative_added: The same for ``negative``.
-            latents: [B, C, H, W], noise of standard deviation 1 to start from, in place of the seed's.
-            seed: Of the noise, drawn on the host: the same on every device. The global random state is neither used
-                nor changed.
-            schedule: In place of the sampler's.
-            guidance_scale: In place of the sampler's.
-            progress: Show a bar; the host then waits for the device, but never the device for the host.
-
-        Returns:
-            [B, C, H, W] float32 on the model's device, for a VAE once divided by its scaling factor. The
-            device may still be at work on it.
-
-        Raises:
-            TypeError, ValueError: If an input is missing or does not fit, before any step runs.
-        """
-        schedule = self.schedule if schedule is None else schedule
-        scale = self.guidance_scale if guidance_scale is None else guidance_scale
-        _check_run(schedule, scale)
-        guided = scale > 1
-        if guided and negative is None:
-            raise ValueError("negative is missing: encode an empty text, or pass guidance_scale=1")
-        texts = {"negative": negative, "text": text} if guided else {"text": text}
-        conditions = {"negative_added": negative_added, "added": added} if guided else {"added": added}
-        if latents is None:
-            noise = torch.randn(self.shape, generator=validate.seeded(seed), device="cpu", dtype=torch.float32)
-        else:
-            shape = " ".join(map(str, self.shape))
-            validate.tensor("latents", latents, shape, kinds="floating", hint=" as the sampler's shape")
-            noise = latents
-        with torch.inference_mode():
-            rows = self._joined_texts(texts)
-            timesteps = schedule.timesteps[:, None].to(self.model.device)
-            shifts = self.model.time_shifts(timesteps, self._joined_conditions(conditions)).shifts
-            keys_values = self.model.text_keys_values(rows).keys_values
-            state = self._state
-            if state is None or not state.fits(schedule, shifts, keys_values):
-                kept = schedule.kept if state is None else max(schedule.kept, len(state.tracks))
-                self.most_steps = max(self.most_steps, schedule.steps)
-                # Frees the memory of the step that was captured before.
-                self._state = self._step = state = None
-                state = DenoiseState(self.shape, kept, self.most_steps, shifts, keys_values)
-                state.begin(schedule, noise, shifts, keys_values, scale)
-                if self.cuda_graph or (self.cuda_graph is None and self.model.device.type == "cuda"):
-                    self._step = capture(denoise_step, (self.model, state, guided), static=(0, 1), clone_outputs=False)
-                    self.captures += 1
-                self._state = state
-            state.begin(schedule, noise, shifts, keys_values, scale)
-            self._run(state, schedule.steps, guided, progress)
-        return state.tracks[0].clone()
-
-    def _joined_texts(self, texts: Mapping[str, Any]) -> Tensor:
-        """Texts [R, L, D] of both sides of guidance."""
-        batch, width = self.shape[0], self.model.config.cross_attention_dim
-        rows: list[Tensor] = []
-        for name, text in texts.items():
-            weight = self.model.text_projections.weight
-            validate.tensor(
-                name, text, f"{batch} L {width} | 1 L {width}", like=weight, hint="; one row stands for all images"
-            )
-            rows.append(text.expand(batch, -1, -1))
-            if rows[-1].shape != rows[0].shape:
-                raise ValueError(f"{name} has {text.shape[1]} tokens and negative {rows[0].shape[1]}; pad both alike")
-        return torch.cat(rows)
-
-    def _joined_conditions(self, conditions: Mapping[str, Mapping[str, Tensor] | None]) -> dict[str, Tensor] | None:
-        """``text_embeds`` [R, X] and ``time_ids`` [R, Y] of both sides of guidance, for models that take them."""
-        joined: dict[str, list[Tensor]] = {}
-        batch = self.shape[0]
-        wanted = () if self.model.config.addition_embed_type is None else ("text_embeds", "time_ids")
-        for side, given in conditions.items():
-            if extra := sorted((given or {}).keys() - set(wanted)):
-                raise ValueError(f"{side} has {', '.join(extra)}, which is not supported by this model")
-            for key in wanted:
-                if given is None or key not in given:
-                    raise ValueError(f"{side} has no {key!r}, which this model needs")
-                shape = f"{batch} X | 1 X"
-                validate.tensor(f"{side}[{key!r}]", given[key], shape, hint="; one row stands for all images")
-                rows, parts = given[key].expand(batch, -1).to(self.model.device), joined.setdefault(key, [])
-                if parts and rows.shape != parts[0].shape:
-                    raise ValueError(f"{key} is {list(parts[0].shape)} on one side, {list(rows.shape)} on the other")
-                parts.append(rows)
-        return {key: torch.cat(parts) for key, parts in joined.items()} or None
-
-    def _run(self, state: DenoiseState, steps: int, guided: bool, progress: bool) -> None:
-        step = denoise_step if self._step is None else self._step
-        if not progress:
-            for _ in range(steps):
-                step(self.model, state, guided)
-            return
-        from tqdm.auto import tqdm
-
-        running: deque[torch.cuda.Event] = deque()
-        with tqdm(total=steps, desc="sampling", unit="step") as bar:
-            for _ in range(steps):
-                step(self.model, state, guided)
-                if self.model.device.type == "cuda":
-                    running.append(torch.cuda.current_stream(self.model.device).record_event())
-                    if len(running) <= _AHEAD:
-                        continue
-                    running.popleft().synchronize()
-                bar.update()
-            for event in running:
-                event.synchronize()
-                bar.update()
-
-
-def _check_model(model: UNet, shape: tuple[int, ...]) -> None:
-    if not isinstance(model, UNet):
-        raise TypeError(f"model is a {type(model).__name__}, expected a UNet of the zoo")
-    config = model.config
-    if config.in_channels != config.out_channels:
-        ends = f"takes {config.in_channels} channels and gives {config.out_channels}"
-        raise ValueError(f"the model {ends}: inputs besides the noise need diffusers' pipelines")
-    if config.time_cond_proj_dim is not None:
-        raise ValueError(f"the model has time_cond_proj_dim={config.time_cond_proj_dim}: use diffusers' pipelines")
-    if len(shape) != 4 or not all(map(validate.is_count, shape)):
-        raise ValueError(f"shape is {shape!r}, expected four positive integers: [B, {config.in_channels}, H, W]")
-    if shape[1] != config.in_channels:
-        raise ValueError(f"shape has {shape[1]} channels, and the model takes {config.in_channels}")
-    if shape[2] % config.reduction or shape[3] % config.reduction:
-        raise ValueError(f"shape is {shape[2]} × {shape[3]}, and both must be divisible by {config.reduction}")
-
-
-def _check_run(schedule: Schedule, scale: float) -> None:
-    if not isinstance(schedule, Schedule):
-        raise TypeError(f"schedule is a {type(schedule).__name__}, expected what make_schedule gives")
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale) or scale < 0:
-        raise ValueError(f"guidance_scale is {scale!r}, expected a number; up to 1 there is no guidance")
-
 
 # Short names of diffusers' schedulers, with what each needs so that its steps are sums.
 SOLVERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -313,16 +70,13 @@ class Schedule:
 
 
 def make_schedule(scheduler: Any, steps: int, *, solver: str | None = None) -> Schedule:
-    """The steps that a scheduler of diffusers takes; diffusers must be installed.
+    """The steps that a scheduler of diffusers takes, as tables on the CPU; diffusers must be installed.
 
     Args:
         scheduler: A scheduler of diffusers, or its configuration with ``_class_name``, as ``scheduler_config.json``
             has it. Its steps must be sums: no clipping, no thresholding, no fresh noise.
         steps: diffusers' ``num_inference_steps``. Some solvers run the model more often.
         solver: ``"ddim"``, ``"euler"``, ``"dpm++"`` or ``"pndm"`` in place of the scheduler's own, with its noise.
-
-    Returns:
-        Tables on the CPU.
 
     Raises:
         ImportError: If diffusers is not installed.
@@ -449,3 +203,242 @@ def _matrices(of_latents: Tensor, of_outputs: Tensor) -> Tensor:
 def _longest_lag(shares: Tensor) -> int:
     step, earlier = shares.nonzero(as_tuple=True)
     return int((step - earlier).max()) if len(step) else 0
+
+
+# Steps that the host is ahead of the device while it shows progress, so that the device never waits.
+_AHEAD = 2
+
+
+class DenoiseState:
+    """What a step reads and writes, in memory that never moves."""
+
+    def __init__(self, shape: tuple[int, ...], kept: int, steps: int, shifts: Tensor, keys_values: Tensor) -> None:
+        exact = torch.float64 if shifts.dtype == torch.float64 else torch.float32
+        with shifts.device:
+            self.tracks = torch.zeros(kept, *shape, dtype=exact)  # latents, then what the solver remembers
+            self.input_scales = torch.zeros(steps, dtype=exact)
+            self.transitions = torch.zeros(steps, kept, kept + 1, dtype=exact)
+            self.shifts = torch.zeros(steps, *shifts.shape[1:], dtype=shifts.dtype)  # [N, R or 1, S]
+            self.keys_values = torch.zeros_like(keys_values)  # [R, L, 2 × channels of all cross-attentions]
+            self.guidance = torch.zeros((), dtype=exact)
+            self.step = torch.zeros(1, dtype=torch.int64)  # the step to come
+
+    def fits(self, schedule: Schedule, shifts: Tensor, keys_values: Tensor) -> bool:
+        """True if a run has these shapes; fewer steps and a solver that remembers less fit too."""
+        return (
+            schedule.steps <= len(self.input_scales)
+            and schedule.kept <= len(self.tracks)
+            and (shifts.shape[1:], shifts.dtype) == (self.shifts.shape[1:], self.shifts.dtype)
+            and (keys_values.shape, keys_values.dtype) == (self.keys_values.shape, self.keys_values.dtype)
+            and keys_values.device == self.keys_values.device
+        )
+
+    def begin(
+        self, schedule: Schedule, noise: Tensor, shifts: Tensor, keys_values: Tensor, guidance_scale: float
+    ) -> None:
+        """Copy a run in. A captured step reads all of it from here."""
+        steps, kept, spare = schedule.steps, schedule.kept, len(self.tracks) - schedule.kept
+        # A solver that remembers less than there is room for is padded; the output stays the last column.
+        matrices = schedule.transitions
+        matrices = torch.cat([F.pad(matrices[..., :kept], (0, spare)), matrices[..., kept:]], dim=-1)
+        self.transitions[:steps].copy_(F.pad(matrices, (0, 0, 0, spare)))
+        self.input_scales[:steps].copy_(schedule.input_scales)
+        self.shifts[:steps].copy_(shifts)
+        self.keys_values.copy_(keys_values)
+        self.guidance.fill_(guidance_scale)
+        self.tracks.zero_()
+        self.tracks[0].copy_(noise)
+        self.tracks[0].mul_(schedule.noise_scale)
+        self.step.zero_()
+
+
+def denoise_step(model: UNet, state: DenoiseState, guided: bool) -> None:
+    """Run the model on the latents and move on to the next step's; all reads and writes are of ``state``."""
+    index = state.step
+    sample = (state.tracks[0] * state.input_scales.index_select(0, index)).to(model.dtype)
+    shifts = TimeShifts(state.shifts.index_select(0, index)[0])
+    sample = torch.cat([sample, sample]) if guided else sample
+    output = model(sample, shifts, TextKeysValues(state.keys_values)).sample.to(state.tracks.dtype)
+    if guided:
+        without, with_text = output.chunk(2)
+        output = without + state.guidance * (with_text - without)
+    shares = state.transitions.index_select(0, index)[0]
+    moved = shares[:, :, None, None, None, None] * torch.cat([state.tracks, output[None]])
+    state.tracks.copy_(moved.sum(1))
+    # Warm-up runs before a capture may be more than the steps.
+    index.add_(1).remainder_(len(state.input_scales))
+
+
+class Sampler:
+    """Makes latents of texts with a UNet and a schedule; compile the model's regions before the first call.
+
+    The first call captures a step. Later calls copy their texts, seeds, guidance and schedules in and replay it. A call
+    of other shapes (texts of another length, guidance or none, more steps, a solver that remembers more) captures a new
+    step in place of the old one.
+
+    Args:
+        model: A UNet of the zoo.
+        schedule: From ``make_schedule``, for calls that bring no other.
+        shape: [B, C, H, W] of the latents: for an image of 512 × 512 pixels Stable Diffusion has [1, 4, 64, 64].
+        guidance_scale: How far to go from the output without the text past the one with it; up to 1 the model runs on
+            the text alone.
+        most_steps: Steps that a captured step has room for; the schedule's when left out.
+        cuda_graph: Run steps as a CUDA graph; left out, where there is a GPU.
+
+    Raises:
+        TypeError: If the model is not of this family, or the schedule is none.
+        ValueError: If the model cannot be sampled from by text alone, or a size does not fit.
+    """
+
+    def __init__(
+        self, model: UNet, schedule: Schedule, *, shape: tuple[int, int, int, int], guidance_scale: float = 7.5,
+        most_steps: int | None = None, cuda_graph: bool | None = None,
+    ) -> None:  # fmt: skip
+        _check_model(model, shape)
+        _check_run(schedule, guidance_scale)
+        self.model, self.schedule, self.shape = model, schedule, tuple(shape)
+        self.guidance_scale = guidance_scale
+        self.most_steps = schedule.steps if most_steps is None else most_steps
+        validate.count("most_steps", self.most_steps)
+        self.cuda_graph = cuda_graph
+        self.captures = 0
+        self._state: DenoiseState | None = None
+        self._step: GraphedStep | None = None
+
+    def __call__(
+        self, text: Tensor, negative: Tensor | None = None, *, added: Mapping[str, Tensor] | None = None,
+        negative_added: Mapping[str, Tensor] | None = None, latents: Tensor | None = None, seed: int = 0,
+        schedule: Schedule | None = None, guidance_scale: float | None = None, progress: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Run all steps: latents [B, C, H, W] float32, for a VAE once divided by its scaling factor.
+
+        They are on the model's device, which may still be at work on them.
+
+        Args:
+            text: [B, L, D], or [1, L, D] for all images alike.
+            negative: The same of what guidance leads away from, with it the encoding of an empty text at least.
+            added: ``text_embeds`` [B, X] and ``time_ids`` [B, Y], or [1, ...], for models that take them.
+            negative_added: The same for ``negative``.
+            latents: [B, C, H, W], noise of standard deviation 1 to start from, in place of the seed's.
+            seed: Of the noise, drawn on the host: the same on every device. The global random state is neither used
+                nor changed.
+            schedule: In place of the sampler's.
+            guidance_scale: In place of the sampler's.
+            progress: Show a bar; the host then waits for the device, but never the device for the host.
+
+        Raises:
+            TypeError, ValueError: If an input is missing or does not fit, before any step runs.
+        """
+        schedule = self.schedule if schedule is None else schedule
+        scale = self.guidance_scale if guidance_scale is None else guidance_scale
+        _check_run(schedule, scale)
+        guided = scale > 1
+        if guided and negative is None:
+            raise ValueError("negative is missing: encode an empty text, or pass guidance_scale=1")
+        texts = {"negative": negative, "text": text} if guided else {"text": text}
+        conditions = {"negative_added": negative_added, "added": added} if guided else {"added": added}
+        if latents is None:
+            noise = torch.randn(self.shape, generator=validate.seeded(seed), device="cpu", dtype=torch.float32)
+        else:
+            shape = " ".join(map(str, self.shape))
+            validate.tensor("latents", latents, shape, kinds="floating", hint=" as the sampler's shape")
+            noise = latents
+        with torch.inference_mode():
+            rows = self._joined_texts(texts)
+            timesteps = schedule.timesteps[:, None].to(self.model.device)
+            shifts = self.model.time_shifts(timesteps, self._joined_conditions(conditions)).shifts
+            keys_values = self.model.text_keys_values(rows).keys_values
+            state = self._state
+            if state is None or not state.fits(schedule, shifts, keys_values):
+                kept = schedule.kept if state is None else max(schedule.kept, len(state.tracks))
+                self.most_steps = max(self.most_steps, schedule.steps)
+                # Frees the memory of the step that was captured before.
+                self._state = self._step = state = None
+                state = DenoiseState(self.shape, kept, self.most_steps, shifts, keys_values)
+                state.begin(schedule, noise, shifts, keys_values, scale)
+                if self.cuda_graph or (self.cuda_graph is None and self.model.device.type == "cuda"):
+                    self._step = capture(denoise_step, (self.model, state, guided), static=(0, 1), clone_outputs=False)
+                    self.captures += 1
+                self._state = state
+            state.begin(schedule, noise, shifts, keys_values, scale)
+            self._run(state, schedule.steps, guided, progress)
+        return state.tracks[0].clone()
+
+    def _joined_texts(self, texts: Mapping[str, Any]) -> Tensor:
+        """Texts [R, L, D] of both sides of guidance."""
+        batch, width = self.shape[0], self.model.config.cross_attention_dim
+        rows: list[Tensor] = []
+        for name, text in texts.items():
+            weight = self.model.text_projections.weight
+            validate.tensor(
+                name, text, f"{batch} L {width} | 1 L {width}", like=weight, hint="; one row stands for all images"
+            )
+            rows.append(text.expand(batch, -1, -1))
+            if rows[-1].shape != rows[0].shape:
+                raise ValueError(f"{name} has {text.shape[1]} tokens and negative {rows[0].shape[1]}; pad both alike")
+        return torch.cat(rows)
+
+    def _joined_conditions(self, conditions: Mapping[str, Mapping[str, Tensor] | None]) -> dict[str, Tensor] | None:
+        """``text_embeds`` [R, X] and ``time_ids`` [R, Y] of both sides of guidance, for models that take them."""
+        joined: dict[str, list[Tensor]] = {}
+        batch = self.shape[0]
+        wanted = () if self.model.config.addition_embed_type is None else ("text_embeds", "time_ids")
+        for side, given in conditions.items():
+            if extra := sorted((given or {}).keys() - set(wanted)):
+                raise ValueError(f"{side} has {', '.join(extra)}, which is not supported by this model")
+            for key in wanted:
+                if given is None or key not in given:
+                    raise ValueError(f"{side} has no {key!r}, which this model needs")
+                shape = f"{batch} X | 1 X"
+                validate.tensor(f"{side}[{key!r}]", given[key], shape, hint="; one row stands for all images")
+                rows, parts = given[key].expand(batch, -1).to(self.model.device), joined.setdefault(key, [])
+                if parts and rows.shape != parts[0].shape:
+                    raise ValueError(f"{key} is {list(parts[0].shape)} on one side, {list(rows.shape)} on the other")
+                parts.append(rows)
+        return {key: torch.cat(parts) for key, parts in joined.items()} or None
+
+    def _run(self, state: DenoiseState, steps: int, guided: bool, progress: bool) -> None:
+        step = denoise_step if self._step is None else self._step
+        if not progress:
+            for _ in range(steps):
+                step(self.model, state, guided)
+            return
+        from tqdm.auto import tqdm
+
+        running: deque[torch.cuda.Event] = deque()
+        with tqdm(total=steps, desc="sampling", unit="step") as bar:
+            for _ in range(steps):
+                step(self.model, state, guided)
+                if self.model.device.type == "cuda":
+                    running.append(torch.cuda.current_stream(self.model.device).record_event())
+                    if len(running) <= _AHEAD:
+                        continue
+                    running.popleft().synchronize()
+                bar.update()
+            for event in running:
+                event.synchronize()
+                bar.update()
+
+
+def _check_model(model: UNet, shape: tuple[int, ...]) -> None:
+    if not isinstance(model, UNet):
+        raise TypeError(f"model is a {type(model).__name__}, expected a UNet of the zoo")
+    config = model.config
+    if config.in_channels != config.out_channels:
+        ends = f"takes {config.in_channels} channels and gives {config.out_channels}"
+        raise ValueError(f"the model {ends}: inputs besides the noise need diffusers' pipelines")
+    if config.time_cond_proj_dim is not None:
+        raise ValueError(f"the model has time_cond_proj_dim={config.time_cond_proj_dim}: use diffusers' pipelines")
+    if len(shape) != 4 or not all(map(validate.is_count, shape)):
+        raise ValueError(f"shape is {shape!r}, expected four positive integers: [B, {config.in_channels}, H, W]")
+    if shape[1] != config.in_channels:
+        raise ValueError(f"shape has {shape[1]} channels, and the model takes {config.in_channels}")
+    if shape[2] % config.reduction or shape[3] % config.reduction:
+        raise ValueError(f"shape is {shape[2]} × {shape[3]}, and both must be divisible by {config.reduction}")
+
+
+def _check_run(schedule: Schedule, scale: float) -> None:
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"schedule is a {type(schedule).__name__}, expected what make_schedule gives")
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale) or scale < 0:
+        raise ValueError(f"guidance_scale is {scale!r}, expected a number; up to 1 there is no guidance")

@@ -17,8 +17,6 @@ Shape legend: B rows or images, T tokens or queries of each, L keys of each, H o
 S slots, D width of a head.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -133,7 +131,7 @@ VECTOR = 8
 
 
 @triton.jit
-def _read(x, stride, row, units, limit, VECTOR: tl.constexpr, WIDTH: tl.constexpr):
+def _load_rows(x, stride, row, units, limit, VECTOR: tl.constexpr, WIDTH: tl.constexpr):
     """Rows [R] of ``units`` vectors, ``stride`` vectors apart and below ``limit``, as [R, WIDTH]."""
     column = tl.arange(0, WIDTH)
     seen = (row < limit)[:, None] & (column < units * VECTOR)[None, :]
@@ -146,7 +144,7 @@ def _read(x, stride, row, units, limit, VECTOR: tl.constexpr, WIDTH: tl.constexp
         *("units", "queries", "keys", "scale"),
     ]
 )
-def _short(
+def _short_attention(
     query, key, value, out, query_image, query_row, key_image, key_row, value_image, value_row, units, queries, keys,
     scale,
     VECTOR: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
@@ -154,31 +152,31 @@ def _short(
     image = tl.program_id(2).to(tl.int64)
     skipped = tl.program_id(1) * units * VECTOR
     row = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
-    asked = _read(query + image * query_image * VECTOR + skipped, query_row, row, units, queries, VECTOR, WIDTH)
+    q = _load_rows(query + image * query_image * VECTOR + skipped, query_row, row, units, queries, VECTOR, WIDTH)
     key += image * key_image * VECTOR + skipped
     value += image * value_image * VECTOR + skipped
     highest = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
-    mixed = tl.zeros([QUERIES, WIDTH], tl.float32)
+    total_v = tl.zeros([QUERIES, WIDTH], tl.float32)
     for first in range(0, keys, KEYS):
         place = first + tl.arange(0, KEYS)
         # Both are under way before either is waited for.
-        answers = _read(key, key_row, place, units, keys, VECTOR, WIDTH)
-        contents = _read(value, value_row, place, units, keys, VECTOR, WIDTH)
-        scores = tl.dot(asked, tl.trans(answers)) * scale
+        k = _load_rows(key, key_row, place, units, keys, VECTOR, WIDTH)
+        v = _load_rows(value, value_row, place, units, keys, VECTOR, WIDTH)
+        scores = tl.dot(q, tl.trans(k)) * scale
         scores = tl.where((place < keys)[None, :], scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
         shrunk = tl.exp2(highest - higher)
         total = total * shrunk + tl.sum(weights, 1)
-        mixed = tl.dot(weights.to(contents.dtype), contents, mixed * shrunk[:, None])
+        total_v = tl.dot(weights.to(v.dtype), v, total_v * shrunk[:, None])
         highest = higher
-    mixed /= total[:, None]
+    total_v /= total[:, None]
     column = tl.arange(0, WIDTH)
     place = row[:, None] * (tl.num_programs(1) * units * VECTOR) + column[None, :]
     out += image * queries * tl.num_programs(1) * units * VECTOR + skipped
     seen = (row < queries)[:, None] & (column < units * VECTOR)[None, :]
-    tl.store(out + place, mixed.to(out.dtype.element_ty), mask=seen)
+    tl.store(out + place, total_v.to(out.dtype.element_ty), mask=seen)
 
 
 def short_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -193,7 +191,7 @@ def short_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     # The kernel's exponentials are powers of two.
     scale = math.log2(math.e) / math.sqrt(width)
     block = max(16, next_power(width))
-    _short[grid](
+    _short_attention[grid](
         *given, out, *strides, width // VECTOR, queries, key.shape[1], scale,
         VECTOR=VECTOR, WIDTH=block, QUERIES=QUERIES, KEYS=KEYS, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
@@ -270,7 +268,7 @@ def rotate_into(
 
 
 @kernel(do_not_specialize=["tokens", "rotary_stride"])
-def _apart(
+def _split_heads(
     qkv, rotary, query, key, value, tokens, rotary_stride,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, COUNT: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
@@ -312,11 +310,11 @@ def _apart(
         tl.store(value + D // 2, turned_right, mask=of_value)
 
 
-def _launch_apart(qkv: Tensor, rotary: Tensor, query: Tensor, key: Tensor, value: Tensor, back: bool) -> None:
+def _launch_split_heads(qkv: Tensor, rotary: Tensor, query: Tensor, key: Tensor, value: Tensor, back: bool) -> None:
     rotary = rotary.contiguous()
     batch, tokens, heads, width = query.shape
     key_heads = key.shape[2]
-    _apart[(batch * tokens, ceil_div(heads + 2 * key_heads, COUNT))](
+    _split_heads[(batch * tokens, ceil_div(heads + 2 * key_heads, COUNT))](
         qkv, rotary, query, key, value, tokens, 0 if rotary.shape[0] == 1 else tokens * width,
         HEADS=heads, KEY_HEADS=key_heads, D=width, COUNT=COUNT, BACK=back, num_warps=2,
     )  # fmt: skip
@@ -325,7 +323,7 @@ def _launch_apart(qkv: Tensor, rotary: Tensor, query: Tensor, key: Tensor, value
 def split_rotated(qkv: Tensor, rotary: Tensor, heads: int, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """See ``zoo/ops/attention.py``."""
     query, key, value = (qkv.new_empty(*qkv.shape[:2], n, rotary.shape[2]) for n in (heads, key_heads, key_heads))
-    _launch_apart(qkv.contiguous(), rotary, query, key, value, back=False)
+    _launch_split_heads(qkv.contiguous(), rotary, query, key, value, back=False)
     return query, key, value
 
 
@@ -333,5 +331,5 @@ def join_rotated(query: Tensor, key: Tensor, value: Tensor, rotary: Tensor) -> T
     """Gradient of what ``split_rotated`` took apart, from those of its outputs."""
     heads = query.shape[2] + key.shape[2] + value.shape[2]
     qkv = query.new_empty(*query.shape[:2], heads * query.shape[3])
-    _launch_apart(qkv, rotary, query.contiguous(), key.contiguous(), value.contiguous(), back=True)
+    _launch_split_heads(qkv, rotary, query.contiguous(), key.contiguous(), value.contiguous(), back=True)
     return qkv

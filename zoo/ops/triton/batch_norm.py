@@ -26,8 +26,6 @@ Images [N, C, H, W] in channels_last are rows. Shape legend: N images, C channel
 of rows; h and w, ⌈H / 2⌉ and ⌈W / 2⌉.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -36,7 +34,7 @@ from torch import Tensor
 from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div
 from zoo.ops.triton import tiles
-from zoo.ops.triton.tiles import norm_of, of_channels, of_rows, span, strip, total_of
+from zoo.ops.triton.tiles import greater, norm_of, of_channels, of_rows, span, strip, total_of
 
 # Mean, variance, weight and bias of a norm; of one that is not there None.
 Tensors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -90,13 +88,13 @@ def _moments(x, part, rows, channels, share, chunks, ROWS: tl.constexpr, BLOCK: 
         value = of_rows(x, (begin.to(tl.int64) + (start - begin)) * channels, inner, seen)
         before = ((start - begin) // ROWS).to(tl.float32)
         portion = 1.0 / (before + 1.0)
-        apart = tl.where(seen, value - mean, 0.0)
-        mean += apart * portion
-        squares += apart * apart * (before * portion)
+        deviation = tl.where(seen, value - mean, 0.0)
+        mean += deviation * portion
+        squares += deviation * deviation * (before * portion)
     count = tl.maximum((end - begin - row + ROWS - 1) // ROWS, 0).to(tl.float32)
     middle = tl.sum(mean * count[:, None], 0) / (end - begin).to(tl.float32)
-    apart = mean - middle[None, :]
-    total = tl.sum(squares + apart * apart * count[:, None], 0)
+    deviation = mean - middle[None, :]
+    total = tl.sum(squares + deviation * deviation * count[:, None], 0)
     place = part + chunk * channels + channel
     tl.store(place, middle, mask=live)
     tl.store(place + chunks * channels, total, mask=live)
@@ -123,9 +121,9 @@ def _combine(
         seen = (index < chunks)[:, None] & live[None, :]
         count = tl.minimum(share, rows - index * share).to(tl.float32)
         place = index[:, None] * channels + channel[None, :]
-        apart = of_rows(part, 0, place, seen) - middle[None, :]
+        deviation = of_rows(part, 0, place, seen) - middle[None, :]
         inner = of_rows(part, chunks * channels, place, seen)
-        total += tl.where(seen, inner + apart * apart * count[:, None], 0.0)
+        total += tl.where(seen, inner + deviation * deviation * count[:, None], 0.0)
     squares = tl.sum(total, 0)
     tl.store(mean + channel, middle, mask=live)
     tl.store(variance + channel, squares / rows, mask=live)
@@ -142,7 +140,7 @@ def _combine(
 
 
 @triton.jit
-def _passed(grad, out, place, inner, seen, centred, scale, offset):
+def _relu_gradient(grad, out, place, inner, seen, centred, scale, offset):
     """The gradient where the relu passed, of a tile [ROWS, BLOCK]."""
     change = of_rows(grad, place, inner, seen)
     if out is None:
@@ -171,7 +169,7 @@ def _sums(
         seen = (start + row < end)[:, None] & live[None, :]
         place = (begin.to(tl.int64) + (start - begin)) * channels
         centred = of_rows(x, place, inner, seen) - middle[None, :]
-        change = _passed(grad, out, place, inner, seen, centred, scale, offset)
+        change = _relu_gradient(grad, out, place, inner, seen, centred, scale, offset)
         plain += change
         along += change * centred
         if other is not None:
@@ -227,7 +225,7 @@ def _gradients(
         seen = (start + row < end)[:, None] & live[None, :]
         place = (begin.to(tl.int64) + (start - begin)) * channels
         centred = of_rows(x, place, inner, seen) - middle[None, :]
-        change = _passed(grad, out, place, inner, seen, centred, scale, offset)
+        change = _relu_gradient(grad, out, place, inner, seen, centred, scale, offset)
         if out is not None and other is None:
             tl.store(grad_other + place + inner, change.to(grad_other.dtype.element_ty), mask=seen)
         if totals is not None:
@@ -256,11 +254,6 @@ def norm_act(x: Tensor, norm: Tensors, residual: Tensor | None, residual_norm: T
         channels, share, eps, **tiles.APPLY.code(),
     )  # fmt: skip
     return tiles.images_of(out)
-
-
-def bias_act(x: Tensor, bias: Tensor, residual: Tensor | None) -> Tensor:
-    """Relu of x [R, C] or [N, C, H, W] plus bias [C] plus residual if there is one."""
-    return norm_act(x, (None, None, None, bias), residual, NO_NORM, 0.0)
 
 
 def batch_statistics(
@@ -305,7 +298,12 @@ def norm_act_backward(
     totals = None
     affines = NO_NORM
     if of_batch or affine:
-        affines = _like(norm[2]), _like(norm[3]), _like(residual_norm[2]), _like(residual_norm[3])
+        affines = (
+            _empty_like(norm[2]),
+            _empty_like(norm[3]),
+            _empty_like(residual_norm[2]),
+            _empty_like(residual_norm[3]),
+        )
         kinds = 2 if other is None else 3
         share, chunks, programs = tiles.rows_to_sum(rows, channels, tiles.SUMS)
         part = torch.empty(kinds, chunks, channels, dtype=torch.float32, device=x.device)
@@ -328,18 +326,12 @@ def norm_act_backward(
     return tiles.images_of(grad_x), grads[0], grads[1], grad_residual, grads[2], grads[3]
 
 
-def _like(tensor: Tensor | None) -> Tensor | None:
+def _empty_like(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else torch.empty_like(tensor)
 
 
 @triton.jit
-def _greater(one, other):
-    """The greater of two, and NaN if one of them is."""
-    return tl.maximum(one, other, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _turned(value, sign):
+def _times_sign(value, sign):
     """Values [ROWS, BLOCK] times the signs of their channels, where there are any."""
     return value if sign is None else value * sign[None, :]
 
@@ -347,9 +339,9 @@ def _turned(value, sign):
 @triton.jit
 def _greatest_of_row(x, place, left, centre, right, sign, seen):
     """The greatest of three pixels of a row of the image, signs turned: [ROWS, BLOCK]."""
-    before = _turned(of_rows(x, place, left, seen), sign)
-    value = _turned(of_rows(x, place, centre, seen), sign)
-    return _greater(_greater(before, value), _turned(of_rows(x, place, right, seen), sign))
+    before = _times_sign(of_rows(x, place, left, seen), sign)
+    value = _times_sign(of_rows(x, place, centre, seen), sign)
+    return greater(greater(before, value), _times_sign(of_rows(x, place, right, seen), sign))
 
 
 @kernel(do_not_specialize=["height", "width", "share"])
@@ -380,10 +372,10 @@ def _pool(
         value = _greatest_of_row(x, place, left, centre, right, sign, seen)
         place = (top + tl.minimum(2 * line + 1, height - 1)) * width * channels
         below = _greatest_of_row(x, place, left, centre, right, sign, seen)
-        value = _greater(_greater(above, value), below)
+        value = greater(greater(above, value), below)
         above = below
         if mean is not None:
-            value = (_turned(value, sign) - middle[None, :]) * scale[None, :]
+            value = (_times_sign(value, sign) - middle[None, :]) * scale[None, :]
         value += offset[None, :]
         # Of a NaN no comparison is true: it passes, as in torch.
         value = tl.where(value <= 0.0, 0.0, value)
@@ -444,13 +436,13 @@ def _max_pool(
 
 
 @triton.jit
-def _of_window(grad, which, place, seen):
+def _load_window(grad, which, place, seen):
     """Gradient and index of windows [ROWS, BLOCK]; of one that is not there, an index that no pixel has."""
     return tl.load(grad + place, mask=seen, other=0.0).to(tl.float32), tl.load(which + place, mask=seen, other=255)
 
 
 @triton.jit
-def _given(window, index: tl.constexpr):
+def _share_of_pixel(window, index: tl.constexpr):
     """What a window gives to the pixel of this index."""
     change, chosen = window
     return tl.where(chosen == index, change, 0.0)
@@ -469,21 +461,26 @@ def _max_pool_backward(
     inner = column[:, None] * channels + channel[None, :]
     outer = (2 * column)[:, None] * channels + channel[None, :]
     top = (image * lines + begin) * columns * channels
-    first = _of_window(grad, which, top + inner, here)
-    second = _of_window(grad, which, top + inner + channels, beside)
+    first = _load_window(grad, which, top + inner, here)
+    second = _load_window(grad, which, top + inner + channels, beside)
     for line in range(begin, end):
         top += columns * channels
         below = line + 1 < lines
-        third = _of_window(grad, which, top + inner, here & below)
-        fourth = _of_window(grad, which, top + inner + channels, beside & below)
+        third = _load_window(grad, which, top + inner, here & below)
+        fourth = _load_window(grad, which, top + inner + channels, beside & below)
         place = grad_x + (image * height + 2 * line) * width * channels + outer
         kind = grad_x.dtype.element_ty
-        tl.store(place, _given(first, 4).to(kind), mask=here)
-        tl.store(place + channels, (_given(first, 5) + _given(second, 3)).to(kind), mask=right)
+        tl.store(place, _share_of_pixel(first, 4).to(kind), mask=here)
+        tl.store(place + channels, (_share_of_pixel(first, 5) + _share_of_pixel(second, 3)).to(kind), mask=right)
         under = 2 * line + 1 < height
         place += width * channels
-        tl.store(place, (_given(first, 7) + _given(third, 1)).to(kind), mask=here & under)
-        corner = _given(first, 8) + _given(second, 6) + _given(third, 2) + _given(fourth, 0)
+        tl.store(place, (_share_of_pixel(first, 7) + _share_of_pixel(third, 1)).to(kind), mask=here & under)
+        corner = (
+            _share_of_pixel(first, 8)
+            + _share_of_pixel(second, 6)
+            + _share_of_pixel(third, 2)
+            + _share_of_pixel(fourth, 0)
+        )
         tl.store(place + channels, corner.to(kind), mask=right & under)
         first, second = third, fourth
 
@@ -493,19 +490,14 @@ def norm_act_pool(
 ) -> Tensor:
     """Pooled relu of the norm of x [N, C, H, W] (bias alone without a mean): [N, C, h, w] in channels_last."""
     tiles.check(x, (), (mean, variance, weight, bias), ("mean", "variance", "weight", "bias"))
-    pixels, out, share, programs = _cut(x)
+    pixels, out, share, programs = _pool_launch(x)
     _pool[(programs,)](pixels, mean, variance, weight, bias, out, *pixels.shape[1:], share, eps, **tiles.POOL.code())
     return out.permute(0, 3, 1, 2)
 
 
-def bias_act_pool(x: Tensor, bias: Tensor) -> Tensor:
-    """Pooled relu of x [N, C, H, W] plus bias [C]: [N, C, h, w] in channels_last."""
-    return norm_act_pool(x, None, None, None, bias, 0.0)
-
-
 def max_pool(x: Tensor) -> tuple[Tensor, Tensor]:
     """Pooled x [N, C, H, W], and which of nine it was, uint8: [N, C, h, w] in channels_last each."""
-    pixels, out, share, programs = _cut(x)
+    pixels, out, share, programs = _pool_launch(x)
     which = torch.empty_like(out, dtype=torch.uint8)
     _max_pool[(programs,)](pixels, out, which, *pixels.shape[1:], share, **tiles.POOL.code())
     return out.permute(0, 3, 1, 2), which.permute(0, 3, 1, 2)
@@ -521,7 +513,7 @@ def max_pool_backward(grad: Tensor, which: Tensor, height: int, width: int) -> T
     return grad_x.permute(0, 3, 1, 2)
 
 
-def _cut(x: Tensor) -> tuple[Tensor, Tensor, int, int]:
+def _pool_launch(x: Tensor) -> tuple[Tensor, Tensor, int, int]:
     """Images [N, H, W, C], memory for what is pooled of them, and (lines of a program, programs)."""
     if x.dim() != 4:
         raise ValueError(f"x has shape {tuple(x.shape)}, expected images [N, C, H, W]")

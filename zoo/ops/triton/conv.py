@@ -7,8 +7,6 @@ one compilation serves all levels of a model.
 Shape legend: R rows (pixels of all images), C channels, B images, H height, W width.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 from torch import Tensor

@@ -13,8 +13,6 @@ Offsets are 64 bits wide; indices are int32 or int64.
 Shape legend: R rows, S gathered nodes, E edges, X chunks, L long rows, H heads, C channels.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -25,15 +23,10 @@ from torch import Tensor
 from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div, next_power
 from zoo.ops.csr import MOST_AT_ONCE, Own, Rows
+from zoo.ops.triton.tiles import greater
 
 # Of an H200, about. Strips of half precision that do not stay in it are better gathered wider.
 L2_BYTES = 50 * 2**20
-
-
-@triton.jit
-def greater(a, b):
-    """The greater, or NaN if either is one."""
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -260,20 +253,20 @@ def csr_sum(
 ) -> Tensor:  # fmt: skip
     """Weighted sums of gathered rows: x [S, W] -> [R, C], or into ``out`` [R, ...] from ``out_column`` on.
 
-    Factors are weight [E], gather_scale [S] and row_scale [R]; bias is [C]. With ``own="added"`` x is [S, 2 W] and its
-    second half is added to the sums; with ``own="beside"`` x is put beside them: [R, 2 C]. Rows that x has not are
+    Factors are weight [E], gather_scale [S] and row_scale [R]; bias is [C]. With ``own="add"`` x is [S, 2 W] and its
+    second half is added to the sums; with ``own="concat"`` x is put beside them: [R, 2 C]. Rows that x has not are
     zero. Without nodes in ``rows`` x is [E, W], a row an edge. C is W when left out; of more columns the last are zero.
     """
     x, number = x.contiguous(), rows.limits[0]
-    readable = x.shape[1] // 2 if own == "added" else x.shape[1]
+    readable = x.shape[1] // 2 if own == "add" else x.shape[1]
     channels = readable if channels is None else channels
     if out is None:
-        out = x.new_empty(number, 2 * channels if own == "beside" else channels)
+        out = x.new_empty(number, 2 * channels if own == "concat" else channels)
     if not number or not channels:
         return out
     blocks = choose_blocks(max(channels, readable), x.element_size(), x.shape[0])
     partial = partial_of(rows, x, channels)
-    own_number, own_column = _OWN[own], readable if own == "added" else 0
+    own_number, own_column = _OWN[own], readable if own == "add" else 0
     _csr_sum[blocks.grid(rows, channels)](
         x, rows.nodes, rows.pointers, weight, gather_scale, row_scale, bias, rows.chunks, out, partial,
         *rows.limits, x.shape[0],
@@ -285,7 +278,7 @@ def csr_sum(
     return out
 
 
-_OWN = {None: 0, "added": 1, "beside": 2}
+_OWN = {None: 0, "add": 1, "concat": 2}
 
 
 def merge_sums(

@@ -15,8 +15,6 @@ Shape legend: S sources, D destinations, E edges, X chunks, H heads, C channels,
 scores in the table as well, H C + 2 H.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -40,7 +38,7 @@ def _scores(table, a_destination, HEADS: tl.constexpr, CHANNELS: tl.constexpr):
 
 
 @triton.jit
-def _kept(seed, edge, head, dropout):
+def _survives_dropout(seed, edge, head, dropout):
     """Which (edge, head) pairs dropout leaves in: a hash of the seed and the edge's place in row order."""
     zero = (edge[:, None] * 0 + head[None, :] * 0).to(tl.int32)
     low = edge.to(tl.int32)[:, None] + zero
@@ -117,7 +115,7 @@ def _gat(
         share = tl.exp(score - top[None, :])
         exponents = exponents * fade + tl.sum(share, 0)
         if seed is not None:
-            share = tl.where(_kept(seed, edge, head, dropout), share * keep_scale, 0.0)
+            share = tl.where(_survives_dropout(seed, edge, head, dropout), share * keep_scale, 0.0)
         total = total * fade[None, :, None] + share[:, :, None] * value
         if TAIL > 0:
             total_rest = total_rest * fade[None, :, None] + share[:, :, None] * value_rest
@@ -235,7 +233,7 @@ def _gat_backward(
         top = tl.load(lse + (node * HEADS)[:, None] + head[None, :], mask=both, other=float("inf"))
         share = tl.exp(score - top) * grad_scale  # 0 past the end
         if seed is not None:
-            share = tl.where(_kept(seed, origin, head, dropout), share * keep_scale, 0.0)
+            share = tl.where(_survives_dropout(seed, origin, head, dropout), share * keep_scale, 0.0)
         tl.store(moved + (origin * HEADS)[:, None] + head[None, :], share * slant, mask=both)
         total += share[:, :, None] * value
         if TAIL > 0:

@@ -20,8 +20,6 @@ Shape legend: M or B rows of features, a few, N rows of the weight, C columns, H
 G = H / K, S slots of the cache, V vocabulary, P parts of either, D width of a head.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch
@@ -40,7 +38,7 @@ ENOUGH = 264
 
 
 @triton.jit
-def _turned(source, norm, cos, sin, half, inside, eps, D: tl.constexpr, COUNT: tl.constexpr):
+def _rotated(source, norm, cos, sin, half, inside, eps, D: tl.constexpr, COUNT: tl.constexpr):
     """Two halves of heads [COUNT, D / 2] each, normed if ``norm`` is there, and turned."""
     place = (tl.arange(0, COUNT) * D)[:, None] + half[None, :]
     first = tl.load(source + place, mask=inside[:, None], other=0.0).to(tl.float32)
@@ -83,7 +81,7 @@ def _attend(
         # The new token belongs to this part: into the cache with it, from where the loop below reads it as all others.
         one = tl.arange(0, 1)
         source = row + (HEADS + key_head) * D
-        left, right = _turned(source, k_norm, cos, sin, half, one == 0, eps, D, 1)
+        left, right = _rotated(source, k_norm, cos, sin, half, one == 0, eps, D, 1)
         target = keys + position * D
         kind = cache.dtype.element_ty
         tl.store(target + half[None, :] + one[:, None], left.to(qkv.dtype.element_ty).to(kind))
@@ -91,7 +89,7 @@ def _attend(
         column = tl.arange(0, D)
         tl.store(values + position * D + column, tl.load(source + KEY_HEADS * D + column).to(kind))
         tl.debug_barrier()
-    left, right = _turned(row + key_head * (HEADS // KEY_HEADS) * D, q_norm, cos, sin, half, real, eps, D, GROUP)
+    left, right = _rotated(row + key_head * (HEADS // KEY_HEADS) * D, q_norm, cos, sin, half, real, eps, D, GROUP)
     left = left.to(cache.dtype.element_ty)
     right = right.to(cache.dtype.element_ty)
     column = tl.arange(0, D)
@@ -187,7 +185,7 @@ def decode_attention(
 
 
 @triton.jit
-def _part(weight, row, live, begin, C: tl.constexpr, BLOCK_C: tl.constexpr):
+def _load_columns(weight, row, live, begin, C: tl.constexpr, BLOCK_C: tl.constexpr):
     """Columns of rows of the weight, from ``begin`` on: [ROWS, BLOCK_C]."""
     column = begin + tl.arange(0, BLOCK_C)
     return tl.load(weight + (row * C)[:, None] + column[None, :], mask=live[:, None] & (column < C)[None, :], other=0.0)
@@ -204,7 +202,7 @@ def _dots(x, norm, first, weight, row, live, m, eps, C: tl.constexpr, BLOCK_C: t
         if begin == 0:
             part = first.to(tl.float32)
         else:
-            part = _part(weight, row, live, begin, C, BLOCK_C).to(tl.float32)
+            part = _load_columns(weight, row, live, begin, C, BLOCK_C).to(tl.float32)
         value = tl.load(x + m * C + begin + column, mask=inside, other=0.0).to(tl.float32)
         if norm is not None:
             squares += value * value
@@ -226,9 +224,9 @@ def _linear(
     live = row < N
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    first = _part(weight, row, live, 0, C, BLOCK_C)
+    first = _load_columns(weight, row, live, 0, C, BLOCK_C)
     if GATED:
-        first_up = _part(weight + N * C, row, live, 0, C, BLOCK_C)
+        first_up = _load_columns(weight + N * C, row, live, 0, C, BLOCK_C)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     for m in tl.static_range(M):
@@ -260,27 +258,14 @@ def _tile(rows: int, columns: int, itemsize: int) -> tuple[int, int, int]:
     return count, block, min(max(warps, 2), 8)
 
 
-def norm_linear(
-    x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None, overlap: bool
-) -> Tensor:
-    """RMS norm of x [M, C], unless ``norm`` is None, times weight [N, C], plus bias [N]: [M, N]."""
-    return _launch(x, norm, eps, weight, bias, None, False, overlap)
-
-
-def linear_add(x: Tensor, weight: Tensor, residual: Tensor, overlap: bool) -> Tensor:
-    """Features x [M, C] times weight [N, C], plus residual [M, N]."""
-    return _launch(x, None, 0.0, weight, None, residual, False, overlap)
-
-
-def norm_gate(x: Tensor, norm: Tensor, eps: float, weight: Tensor, overlap: bool) -> Tensor:
-    """RMS norm of x [M, C] times weight [2 N, C]; SiLU of the first half times the second: [M, N]."""
-    return _launch(x, norm, eps, weight, None, None, True, overlap)
-
-
-def _launch(
-    x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
-    gated: bool, overlap: bool,
+def linear(
+    x: Tensor, weight: Tensor, overlap: bool, norm: Tensor | None = None, eps: float = 0.0, bias: Tensor | None = None,
+    residual: Tensor | None = None, gated: bool = False,
 ) -> Tensor:  # fmt: skip
+    """Features x [M, C], by an RMS norm if any, times weight [N, C], plus bias [N] and residual [M, N] if any: [M, N].
+
+    ``gated`` takes a weight [2 N, C], and returns SiLU of the first half times the second.
+    """
     x, (n, columns) = x.contiguous(), weight.shape
     n = n // 2 if gated else n
     out = x.new_empty(x.shape[0], n)
@@ -300,11 +285,11 @@ def decode_layer(
 ) -> Tensor:  # fmt: skip
     """See ``zoo/ops/attention.py``."""
     overlap = can_overlap(x.device)
-    qkv = norm_linear(x, norm, eps, qkv_weight, qkv_bias, overlap)
+    qkv = linear(x, qkv_weight, overlap, norm, eps, qkv_bias)
     mixed = decode_attention(qkv, cache, positions, rotary, q_norm, k_norm, eps, heads, window)
-    x = linear_add(mixed, o_weight, x, overlap)
-    hidden = norm_gate(x, norm_after, eps, gate_up_weight, overlap)
-    return linear_add(hidden, down_weight, x, overlap)
+    x = linear(mixed, o_weight, overlap, residual=x)
+    hidden = linear(x, gate_up_weight, overlap, norm_after, eps, gated=True)
+    return linear(hidden, down_weight, overlap, residual=x)
 
 
 # Logits of a program.

@@ -9,8 +9,6 @@ multiprocessor, so that one multiplies while the other is at its gate, which tak
 Shape legend: R rows, C channels, I width inside the MLP.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -161,8 +159,8 @@ def _gated_gelu_backward(
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     below = tl.arange(0, ROWS)
     live = column < columns
-    beside_value = tl.load(bias + column, mask=live, other=0.0).to(tl.float32)[None, :]
-    beside_gate = tl.load(bias + columns + column, mask=live, other=0.0).to(tl.float32)[None, :]
+    value_bias = tl.load(bias + column, mask=live, other=0.0).to(tl.float32)[None, :]
+    gate_bias = tl.load(bias + columns + column, mask=live, other=0.0).to(tl.float32)[None, :]
     values = tl.zeros([ROWS, COLUMNS], tl.float32)
     gates = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(mine * ROWS, rows, tl.num_programs(1) * ROWS):
@@ -171,8 +169,8 @@ def _gated_gelu_backward(
         # Rows of both halves are twice as long.
         wide = first * (2 * columns) + below[:, None] * (2 * columns) + column[None, :]
         change = tl.load(grad + place, mask=seen, other=0.0).to(tl.float32)
-        value = tl.load(x + wide, mask=seen, other=0.0).to(tl.float32) + beside_value
-        gate = tl.load(x + columns + wide, mask=seen, other=0.0).to(tl.float32) + beside_gate
+        value = tl.load(x + wide, mask=seen, other=0.0).to(tl.float32) + value_bias
+        gate = tl.load(x + columns + wide, mask=seen, other=0.0).to(tl.float32) + gate_bias
         size, tail, inner = erf_form(gate)
         opened = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL) - size * tail
         slope = tl.where(gate < 0.0, tail - inner, 1.0 - (tail - inner))

@@ -28,8 +28,6 @@ chunks of an image are put together at once.
 Shape legend: B images, P pixels, C channels, G groups, K chunks of pixels, V vectors of a step, N vectors of a tile.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -105,22 +103,22 @@ def _partial(
         value = tl.reshape(following, [STEPS, ROWS, BLOCK]).to(tl.float32)
         row += ROWS * STEPS
         following = _load(x, skip, row, end, channel, live, first, channels, left, both)
-        apart = tl.where(start + step * ROWS + lane[None, :, None] < end, value - pivot[None, :, :], 0.0)
-        sums += tl.sum(apart, 0)
-        squares += tl.sum(apart * apart, 0)
+        deviation = tl.where(start + step * ROWS + lane[None, :, None] < end, value - pivot[None, :, :], 0.0)
+        sums += tl.sum(deviation, 0)
+        squares += tl.sum(deviation * deviation, 0)
     count = tl.maximum((end - begin - lane + ROWS - 1) // ROWS, 0).to(tl.float32)
     middle = sums * (1.0 / tl.maximum(count, 1.0))[:, None]
     squares -= sums * middle
     middle += pivot + moved
     # Of a channel, then of a group.
     mean = tl.sum(middle * count[:, None], 0) / (end - begin)
-    apart = middle - mean[None, :]
-    squares = tl.sum(squares + count[:, None] * apart * apart, 0)
+    deviation = middle - mean[None, :]
+    squares = tl.sum(squares + count[:, None] * deviation * deviation, 0)
     member = tl.arange(0, GROUPS)[None, :]
     belongs = (column[:, None] >= member * size) & (column[:, None] < (member + 1) * size) & live[:, None]
     middle = tl.sum(tl.where(belongs, mean[:, None], 0.0), 0, keep_dims=True) / size
-    apart = mean[:, None] - middle
-    within = squares[:, None] + (end - begin).to(tl.float32) * apart * apart
+    deviation = mean[:, None] - middle
+    within = squares[:, None] + (end - begin).to(tl.float32) * deviation * deviation
     total = tl.sum(tl.where(belongs, within, 0.0), 0, keep_dims=True)
     group = left // size + member
     real = (member * size < width) & (group < groups)
@@ -168,8 +166,8 @@ def _apply(
     offset = tl.load(bias + channel, mask=live, other=0.0).to(tl.float32)
     count = tl.maximum(tl.minimum(rows, pixels - index * rows), 0).to(tl.float32)[None, :]
     mean = tl.sum(middles * count, 1) / pixels
-    apart = middles - mean[:, None]
-    total = tl.sum(squares + apart * apart * (count * size), 1)
+    deviation = middles - mean[:, None]
+    total = tl.sum(squares + deviation * deviation * (count * size), 1)
     scale = tl.rsqrt(total / (pixels * 1.0 * size) + eps)
     leaves = real & (chunk == 0)
     left_for = stats + (image * groups + group) * 2
@@ -225,7 +223,9 @@ def cat_group_norm(
     return out, joined, _launch(x, skip, None, weight, bias, groups, eps, silu, out, joined)
 
 
-def cut(images: int, pixels: int, channels: int, groups: int) -> tuple[int, int, tuple[int, int], dict[str, int]]:
+def launch_plan(
+    images: int, pixels: int, channels: int, groups: int
+) -> tuple[int, int, tuple[int, int], dict[str, int]]:
     """Rows of a chunk, vectors of a program, its chunks and blocks, and the constants of both kernels."""
     size = channels // groups
     count, unit, block = _groups_of_a_block(size, groups)
@@ -235,31 +235,6 @@ def cut(images: int, pixels: int, channels: int, groups: int) -> tuple[int, int,
     rows = ceil_div(ceil_div(pixels, wanted), rows_at_once * STEPS) * rows_at_once * STEPS
     code = {"UNIT": unit, "BLOCK": block, "GROUPS": max(16, next_power(count)), "ROWS": rows_at_once}
     return rows, count * size // unit, (ceil_div(pixels, rows), blocks), {**code, "STEPS": STEPS, "CHUNKS": CHUNKS}
-
-
-def _launch(
-    x: Tensor, skip: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool,
-    out: Tensor, joined: Tensor,
-) -> Tensor:  # fmt: skip
-    images, first, height, side = x.shape
-    pixels, channels = height * side, weight.shape[0]
-    stats = torch.empty(images, groups, 2, dtype=torch.float32, device=x.device)
-    if not x.numel():
-        return stats
-    if fits_one_launch(pixels, channels // groups, first):
-        _launch_small(x, skip, shift, weight, bias, groups, eps, silu, out, joined, stats)
-        return stats
-    rows, units, (chunks, blocks), code = cut(images, pixels, channels, groups)
-    part = torch.empty(2, images, groups, CHUNKS, dtype=torch.float32, device=x.device)
-    moved, *strides = as_given(shift, weight)
-    sizes = (*strides, pixels, channels, first, channels // groups, units, groups, rows, chunks)
-    grid = (chunks, blocks, images)
-    _partial[grid](x, skip, moved, part, *sizes, **code, num_warps=WARPS)
-    kept = channels if first < channels else 0
-    _apply[grid](
-        x, skip, moved, weight, bias, part, out, joined, stats, *sizes, kept, eps, int(silu), **code, num_warps=WARPS
-    )
-    return stats
 
 
 # Pixels of an image at most, measured on an H200: of more, lines of a few channels each, the whole GPU reads its share
@@ -345,17 +320,17 @@ def _small(
         value = tl.reshape(following, [STEPS, VECTORS, UNIT]).to(tl.float32)
         ahead = (tile + 1) * STEPS * rows
         following = _load_vectors(x, skip, ahead, row, start, unit, pixels, channels, first, left, both)
-        apart = tl.where(tile * STEPS + step < count[None, :, :], value - pivot[None, :, :], 0.0)
-        sums += tl.sum(apart, 0)
-        squares += tl.sum(apart * apart, 0)
+        deviation = tl.where(tile * STEPS + step < count[None, :, :], value - pivot[None, :, :], 0.0)
+        sums += tl.sum(deviation, 0)
+        squares += tl.sum(deviation * deviation, 0)
     middle = sums / tl.maximum(count, 1.0)
     squares -= sums * middle
     middle += pivot + moved
     numbers = pixels * 1.0 * (units * UNIT)
     # Apart from one of them, so that of equal ones nothing is left, whatever is rounded.
     mean = origin + tl.sum((middle - origin) * count) / numbers
-    apart = middle - mean
-    total = tl.sum(squares + count * apart * apart)
+    deviation = middle - mean
+    total = tl.sum(squares + count * deviation * deviation)
     scale = tl.rsqrt(total / numbers + eps)
     left_for = stats + (image * tl.num_programs(0) + tl.program_id(0)) * 2
     tl.store(left_for, mean)
@@ -378,7 +353,7 @@ def _small(
         joined += STEPS * rows * channels
 
 
-def as_given(shift: Tensor | None, weight: Tensor) -> tuple[Tensor, int, int]:
+def shift_arguments(shift: Tensor | None, weight: Tensor) -> tuple[Tensor, int, int]:
     """Shift [B, C] or None as kernels take it: where it lies, its stride, and how many channels there are of it."""
     if shift is None:
         return weight, 0, 0
@@ -387,27 +362,41 @@ def as_given(shift: Tensor | None, weight: Tensor) -> tuple[Tensor, int, int]:
 
 
 def fits_one_launch(pixels: int, size: int, first: int) -> bool:
-    """Whether groups of ``size`` channels are for one _launch_small, the first ``first`` of all being one image's."""
+    """Whether groups of ``size`` channels take one launch, the first ``first`` of all channels being one image's."""
     return pixels <= (PIXELS_OF_BOTH if first % size else PIXELS) and size <= 32 * SMALL_WARPS
 
 
-def _launch_small(
+def _launch(
     x: Tensor, skip: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool,
-    out: Tensor, joined: Tensor, stats: Tensor,
-) -> None:  # fmt: skip
-    """Normalise images that fit, which are not empty. They are joined where ``x`` has not all channels."""
+    out: Tensor, joined: Tensor,
+) -> Tensor:  # fmt: skip
+    """Write the norm to ``out`` and, where ``x`` has not all channels, both images to ``joined``; statistics."""
     images, first, height, side = x.shape
     pixels, channels = height * side, weight.shape[0]
     size = channels // groups
-    unit = 4 if size % 4 == first % 4 == 0 else 2 if size % 2 == first % 2 == 0 else 1
-    units, vectors, steps = size // unit, 32 * SMALL_WARPS, SMALL_STEPS[unit]
-    tiles = ceil_div(pixels, vectors // units * steps)
-    moved, stride, shifted = as_given(shift, weight)
-    _small[(groups, images)](
-        x, skip, moved, weight, bias, out, joined, stats, stride, shifted, pixels, channels, first, units,
-        ceil_div(pixels, tiles * steps), tiles, int(first < channels), eps, int(silu),
-        UNIT=unit, VECTORS=vectors, STEPS=steps, num_warps=SMALL_WARPS,
-    )  # fmt: skip
+    stats = torch.empty(images, groups, 2, dtype=torch.float32, device=x.device)
+    if not x.numel():
+        return stats
+    moved, *strides = shift_arguments(shift, weight)
+    if fits_one_launch(pixels, size, first):
+        unit = 4 if size % 4 == first % 4 == 0 else 2 if size % 2 == first % 2 == 0 else 1
+        units, vectors, steps = size // unit, 32 * SMALL_WARPS, SMALL_STEPS[unit]
+        tiles = ceil_div(pixels, vectors // units * steps)
+        _small[(groups, images)](
+            x, skip, moved, weight, bias, out, joined, stats, *strides, pixels, channels, first, units,
+            ceil_div(pixels, tiles * steps), tiles, int(first < channels), eps, int(silu),
+            UNIT=unit, VECTORS=vectors, STEPS=steps, num_warps=SMALL_WARPS,
+        )  # fmt: skip
+        return stats
+    rows, units, (chunks, blocks), code = launch_plan(images, pixels, channels, groups)
+    part = torch.empty(2, images, groups, CHUNKS, dtype=torch.float32, device=x.device)
+    sizes = (*strides, pixels, channels, first, size, units, groups, rows, chunks)
+    grid, kept = (chunks, blocks, images), channels if first < channels else 0
+    _partial[grid](x, skip, moved, part, *sizes, **code, num_warps=WARPS)
+    _apply[grid](
+        x, skip, moved, weight, bias, part, out, joined, stats, *sizes, kept, eps, int(silu), **code, num_warps=WARPS
+    )
+    return stats
 
 
 # Of the backward: channels and pixels that a program holds at once, 4 warps: a vector of 8 numbers a thread; and
@@ -586,7 +575,7 @@ def group_norm_backward(
     most = max(1, GRADIENT_PROGRAMS // (images * blocks))
     rows = ceil_div(ceil_div(pixels, most), GRADIENT_ROWS) * GRADIENT_ROWS
     chunks = ceil_div(pixels, rows)
-    moved, stride, shifted = as_given(shift, weight)
+    moved, stride, shifted = shift_arguments(shift, weight)
     part = torch.empty(3, images, chunks, channels, dtype=torch.float32, device=x.device)
     common = torch.empty_like(stats)
     given = grad, x, moved, weight, bias, stats

@@ -12,8 +12,6 @@ One compilation for each power of two that a width fits in.
 Shape legend: R rows, C columns, P programs, S sums.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -57,10 +55,10 @@ def _norm(
         # What rounding left of the mean goes too: a row of equal values has no variance, and with a small eps a rest of
         # it would be made large.
         middle += tl.sum(tl.where(live, value - middle, 0.0), 0) / columns
-        apart = tl.where(live, value - middle, 0.0)
-        root = tl.rsqrt(tl.sum(apart * apart, 0) / columns + eps)
+        deviation = tl.where(live, value - middle, 0.0)
+        root = tl.rsqrt(tl.sum(deviation * deviation, 0) / columns + eps)
         tl.store(mean + row, middle)
-        value = apart * root * factor + offset
+        value = deviation * root * factor + offset
     tl.store(rstd + row, root)
     tl.store(out + place, value.to(out.dtype.element_ty), mask=live)
     if low is not None:
@@ -137,42 +135,14 @@ def _norm_backward(
         tl.store(part + place + 2 * columns, shifts, mask=live)
 
 
-def rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """X [..., C] plus what is added, or x itself; the norm of that; and its factors [...]."""
-    out, _, total, _, rstd = _launch_norm(x, added, None, weight, None, eps, None)
-    return total, out, rstd
-
-
-def rms_norm_backward(
-    grad: Tensor, sum_grad: Tensor | None, total: Tensor, weight: Tensor, rstd: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Gradients of what was normed [..., C], with ``sum_grad``, which reached it past the norm; and of the weight."""
-    out, _, sums = _launch_norm_backward(total, None, rstd, weight, grad, None, sum_grad, None, 1)
-    return out, sums[0]
-
-
-def add_layer_norm(
-    x: Tensor, added: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, eps: float,
-    low_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """The norm, its copy of another dtype, the sum [..., C], and mean and reciprocal deviation [...] of each row."""
-    return _launch_norm(x, added, shift, weight, bias, eps, low_dtype)
-
-
-def add_layer_norm_backward(
-    total: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, grad: Tensor, low_grad: Tensor | None,
-    low_dtype: torch.dtype | None, shifted: bool,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Gradients of the sum [..., C], its copy of another dtype, and of weight, bias and shift [C]."""
-    given = total, mean, rstd, weight, grad, low_grad, None, low_dtype
-    out, low, sums = _launch_norm_backward(*given, 3 if shifted else 2)
-    return out, low, sums[0], sums[1], sums[2] if shifted else None
-
-
-def _launch_norm(
+def norm(
     x: Tensor, added: Tensor | None, shift: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
-    low_dtype: torch.dtype | None,
+    low_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """The layer norm of the sum, or without a bias its RMS norm, and a copy of it in ``low_dtype``.
+
+    Also the sum [..., C], and of each row its mean, which an RMS norm has not, and its factor [...].
+    """
     x, weight = x.contiguous(), weight.contiguous()
     added, shift, bias = [None if each is None else each.contiguous() for each in (added, shift, bias)]
     out, rstd = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
@@ -188,10 +158,14 @@ def _launch_norm(
     return out, low, x if total is None else total, mean, rstd
 
 
-def _launch_norm_backward(
+def norm_backward(
     total: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, grad: Tensor, low_grad: Tensor | None,
     sum_grad: Tensor | None, low_dtype: torch.dtype | None, number: int,
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:  # fmt: skip
+    """Gradients of the sum [..., C], of its copy in ``low_dtype``, and the first ones of weight, bias and shift [C].
+
+    ``sum_grad`` reached the sum past the norm.
+    """
     total, rstd, weight, grad = [each.contiguous() for each in (total, rstd, weight, grad)]
     low_grad, sum_grad = [None if each is None else each.contiguous() for each in (low_grad, sum_grad)]
     out = torch.empty_like(total)
@@ -246,17 +220,17 @@ def _layer_norm(
     offset = tl.load(bias + column, mask=live, other=0.0).to(tl.float32)
     # Rounded as torch rounds: a row of equal values has no variance.
     middle = tl.div_rn(tl.sum(value, 1), tl.zeros([ROWS], tl.float32) + columns)
-    apart = tl.where(seen, value - middle[:, None], 0.0)
-    root = tl.rsqrt(tl.sum(apart * apart, 1) / columns + eps)
+    deviation = tl.where(seen, value - middle[:, None], 0.0)
+    root = tl.rsqrt(tl.sum(deviation * deviation, 1) / columns + eps)
     if mean is not None:
         tl.store(mean + first + row, middle, mask=first + row < rows)
         tl.store(rstd + first + row, root, mask=first + row < rows)
-    value = apart * root[:, None] * factor[None, :] + offset[None, :]
+    value = deviation * root[:, None] * factor[None, :] + offset[None, :]
     tl.store(out + first * columns + place, value.to(out.dtype.element_ty), mask=seen)
 
 
 @triton.jit
-def _read_rows(grad, more, summed, mean, rstd, first, row, column, rows, columns, joined):
+def _load_rows(grad, more, summed, mean, rstd, first, row, column, rows, columns, joined):
     """Of rows [ROWS, COLUMNS]: the norm's gradient, the sum, its other gradient, and mean and factor of each row."""
     inside = first + row < rows
     seen = inside[:, None] & (column < columns)[None, :]
@@ -264,10 +238,10 @@ def _read_rows(grad, more, summed, mean, rstd, first, row, column, rows, columns
     change = tl.load(grad + place, mask=seen, other=0.0)
     value = tl.load(summed + place, mask=seen, other=0.0)
     # A mask and no branch, so that all loads are under way before any is waited for.
-    beside = tl.load(more + place, mask=seen & (column < joined)[None, :], other=0.0)
+    extra = tl.load(more + place, mask=seen & (column < joined)[None, :], other=0.0)
     middle = tl.load(mean + first + row, mask=inside, other=0.0)
     root = tl.load(rstd + first + row, mask=inside, other=0.0)
-    return change, value, beside, middle, root
+    return change, value, extra, middle, root
 
 
 @kernel(do_not_specialize=["rows"])
@@ -284,16 +258,16 @@ def _layer_norm_backward(
     biases = tl.zeros([ROWS, COLUMNS], tl.float32)
     shifts = tl.zeros([ROWS, COLUMNS], tl.float32)
     first = mine * ROWS
-    change, value, beside, middle, root = _read_rows(
+    change, value, extra, middle, root = _load_rows(
         grad, more, summed, mean, rstd, first, row, column, rows, columns, joined
     )
     for first in range(mine * ROWS, rows, tl.num_programs(0) * ROWS):
         # The next rows are under way while the sums of these wait for all threads.
         following = first + tl.num_programs(0) * ROWS
-        change_after, value_after, beside_after, middle_after, root_after = _read_rows(
+        change_after, value_after, extra_after, middle_after, root_after = _load_rows(
             grad, more, summed, mean, rstd, following, row, column, rows, columns, joined
         )
-        wide, added = change.to(tl.float32), beside.to(tl.float32)
+        wide, added = change.to(tl.float32), extra.to(tl.float32)
         unit = (value.to(tl.float32) - middle[:, None]) * root[:, None]
         if WEIGHTED:
             biases += wide
@@ -307,7 +281,7 @@ def _layer_norm_backward(
         seen = (first + row < rows)[:, None] & live[None, :]
         place = first * columns + row[:, None] * columns + column[None, :]
         tl.store(out + place, result.to(out.dtype.element_ty), mask=seen)
-        change, value, beside = change_after, value_after, beside_after
+        change, value, extra = change_after, value_after, extra_after
         middle, root = middle_after, root_after
     part += mine * (2 * WEIGHTED + SHIFTED) * columns + column
     if WEIGHTED:

@@ -6,8 +6,6 @@ and in float32. No program waits for another, and none adds where another writes
 Shape legend: R rows, C channels or columns, K chunks of rows, P parts, S sums that the parts hold side by side.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -135,6 +133,12 @@ def strip(lines, columns, channels, share, ROWS: tl.constexpr, BLOCK: tl.constex
     begin = (program // (blocks * strips)) % bands * share
     image = (program // (blocks * strips * bands)).to(tl.int64)
     return image, channel, column, begin, tl.minimum(begin + share, lines)
+
+
+@triton.jit
+def greater(a, b):
+    """The greater, or NaN if either is one."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
