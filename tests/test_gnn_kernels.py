@@ -17,8 +17,7 @@ from zoo.engine.kernel import Kernel
 from zoo.gnn import CSRGraph, convs
 from zoo.gnn.graph import Recipe
 from zoo.ops import common, csr
-from zoo.ops.csr import GraphTensors, distinct, max_neighbours, mean_neighbours, split_rows, sum_neighbours
-from zoo.ops.csr_attention import attention
+from zoo.ops.csr import GraphTensors, attention, distinct, max_neighbours, mean_neighbours, split_rows, sum_neighbours
 
 MODELS = ["gcn-debug", "gat-debug", "graphsage-debug"]
 NODES, EDGES = 169_343, 2_315_598

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests import kernel_checks
 from tests.kernel_checks import DEVICE, MARKS, kernels_run  # noqa: F401
-from zoo.ops import group_norm as ops
+from zoo.ops import norms as ops
 from zoo.ops.triton import group_norm as kernels
 
 pytestmark = MARKS

@@ -386,11 +386,9 @@ def _lay_out(model: nn.Module, _: Any = None) -> None:
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def refuse_changed(
-    theirs: Mapping[str, nn.Module], skeleton: nn.Module, refuse: Callable[[str, Any, str], None]
-) -> None:
+def refuse_changed(theirs: Mapping[str, nn.Module], made: nn.Module, refuse: Callable[[str, Any, str], None]) -> None:
     """Call ``refuse(name, found, why)``, which raises, where an upstream model differs from its config's skeleton."""
-    expected = dict(skeleton.named_modules())
+    expected = dict(made.named_modules())
     for name in {**expected, **theirs}:
         if name not in theirs or name not in expected:
             refuse(name, theirs.get(name), "the configuration says otherwise; convert an unchanged model")

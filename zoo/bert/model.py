@@ -241,11 +241,9 @@ def example_inputs(model: Bert, *, batch: int = 2, tokens: int = 16, seed: int =
 
     Rows end between half of ``tokens`` and all of it, the last before it; of several rows the first is full.
     """
-    config = model.config
-    if batch < 1 or not 1 <= tokens <= config.positions:
-        raise ValueError(
-            f"batch is {batch}, tokens {tokens}: expected 1 or more, and at most {config.positions} tokens"
-        )
+    config, most = model.config, model.config.positions
+    if batch < 1 or not 1 <= tokens <= most:
+        raise ValueError(f"batch is {batch}, tokens {tokens}: expected 1 or more, and at most {most} tokens")
     generator = validate.seeded(seed)
     column = torch.arange(tokens, device="cpu")
     lengths = torch.randint((tokens + 1) // 2, tokens + 1, (batch, 1), generator=generator, device="cpu")

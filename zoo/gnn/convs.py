@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from zoo import validate
 from zoo.gnn.graph import CSRGraph, GraphMemory, Recipe, check_features, check_nodes
 from zoo.ops.common import accumulation_dtype, kernels_run
-from zoo.ops.csr import GraphTensors, Own, max_neighbours, mean_neighbours, sum_neighbours
-from zoo.ops.csr_attention import attention
+from zoo.ops.csr import GraphTensors, Own, attention, max_neighbours, mean_neighbours, sum_neighbours
 
 Graph: TypeAlias = GraphTensors | CSRGraph | Tensor
 # A sampled batch's, one a layer.
@@ -430,17 +429,13 @@ def make_norm(name: str | None, channels: int, options: Mapping[str, Any]) -> nn
     return _make("norm", NORMS, name, {"channels": channels, **options})
 
 
-def _make(
-    field: str, classes: Mapping[str, type[nn.Module]], name: str | None, options: Mapping[str, Any]
-) -> nn.Module:
+def _make(kind: str, classes: Mapping[str, type[nn.Module]], name: str | None, options: Mapping[str, Any]) -> nn.Module:
     if name is None:
         return nn.Identity()
     if name not in classes:
-        raise ValueError(f"{field} is {name!r}, expected None or one of {', '.join(classes)}")
+        raise ValueError(f"{kind} is {name!r}, expected None or one of {', '.join(classes)}")
     known = inspect.signature(classes[name]).parameters
-    wrong = [key for key in options if key not in known]
+    wrong = ", ".join(key for key in options if key not in known)
     if wrong and classes[name] is not nn.Identity:
-        raise ValueError(
-            f"{field}_kwargs has {', '.join(wrong)}, which {name} does not take; it takes {', '.join(known)}"
-        )
+        raise ValueError(f"{kind}_kwargs has {wrong}, which {name} does not take; it takes {', '.join(known)}")
     return classes[name](**options)

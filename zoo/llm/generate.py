@@ -22,6 +22,7 @@ from zoo.llm.config import KVCache, LLMConfig, check_is_cache
 from zoo.ops.common import kernels_run
 
 Prompts: TypeAlias = Tensor | Sequence[Sequence[int]]
+Rows: TypeAlias = list[list[int]]
 
 # Prompts are padded to one of these lengths; longer ones go in pieces of the largest.
 BUCKETS = tuple(2**power for power in range(4, 12))
@@ -202,7 +203,7 @@ class Session:
         """
         return self._start(_prompt_rows(tokens, self.model.config.vocab_size), GenerationOptions(**options))
 
-    def _start(self, rows: list[list[int]], options: GenerationOptions) -> Iterator[Tensor]:
+    def _start(self, rows: Rows, options: GenerationOptions) -> Iterator[Tensor]:
         """Check a request now, and return the iterator that runs it."""
         if len(rows) != self.cache.batch:
             raise ValueError(f"tokens has {len(rows)} rows, but the cache {self.cache.batch}")
@@ -217,9 +218,7 @@ class Session:
         self._turn += 1
         return self._run(rows, options, ends, self._turn)
 
-    def _run(
-        self, rows: list[list[int]], options: GenerationOptions, ends: tuple[int, ...], turn: int
-    ) -> Iterator[Tensor]:
+    def _run(self, rows: Rows, options: GenerationOptions, ends: tuple[int, ...], turn: int) -> Iterator[Tensor]:
         self._check_turn(turn)
         before = self.lengths
         strides = self._strides(rows, options, ends)
@@ -251,9 +250,7 @@ class Session:
         if self._turn != turn:
             raise RuntimeError("the session was reset or began another answer: this stream cannot continue")
 
-    def _strides(
-        self, rows: list[list[int]], options: GenerationOptions, ends: tuple[int, ...]
-    ) -> Iterator[HostTransfer]:
+    def _strides(self, rows: Rows, options: GenerationOptions, ends: tuple[int, ...]) -> Iterator[HostTransfer]:
         """Launch the prefill, then one stride of steps each time the next is asked for."""
         with torch.inference_mode():
             self._prefill(rows, options, ends)
@@ -268,7 +265,7 @@ class Session:
             yield HostTransfer(self.state.output[first:last])
             first = last
 
-    def _prefill(self, rows: list[list[int]], options: GenerationOptions, ends: tuple[int, ...]) -> None:
+    def _prefill(self, rows: Rows, options: GenerationOptions, ends: tuple[int, ...]) -> None:
         state, greedy, device, config = self.state, options.greedy, self.cache.device, self.model.config
         if self.captures and greedy not in self._steps:
             # Warm-up runs write to the slots that the prompt is about to fill.
@@ -411,7 +408,7 @@ def _check_model(model: GenerationMixin) -> None:
         raise TypeError(f"model is a {type(model).__name__}, expected a language model of the zoo")
 
 
-def _prompt_rows(tokens: Prompts, vocab_size: int) -> list[list[int]]:
+def _prompt_rows(tokens: Prompts, vocab_size: int) -> Rows:
     """Token ids of each row, checked."""
     rows: list[Any]
     if isinstance(tokens, Tensor):
@@ -435,7 +432,7 @@ def _prompt_rows(tokens: Prompts, vocab_size: int) -> list[list[int]]:
     return [list(row) for row in rows]
 
 
-def _in_one_bucket(rows: list[list[int]], buckets: Sequence[int], slots: int) -> tuple[Tensor, Tensor] | None:
+def _in_one_bucket(rows: Rows, buckets: Sequence[int], slots: int) -> tuple[Tensor, Tensor] | None:
     """Rows that begin a text, padded on the right: tokens [B, bucket] and each row's last position [B, 1].
 
     Padding goes into slots that are overwritten before a token reads them. None if no bucket holds the longest row or
@@ -449,7 +446,7 @@ def _in_one_bucket(rows: list[list[int]], buckets: Sequence[int], slots: int) ->
     return torch.tensor(tokens), torch.tensor([[len(row) - 1] for row in rows])
 
 
-def _in_pieces(rows: list[list[int]], starts: list[int], buckets: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+def _in_pieces(rows: Rows, starts: list[int], buckets: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
     """Tokens and positions for the model, [B, bucket] each, until the longest row is read, from positions ``starts``.
 
     A row that is read repeats its last token at the same position, which writes the same keys and values again. So the

@@ -250,14 +250,13 @@ class LLM(GenerationMixin):
     def __init__(self, config: LLMConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+        words, width = config.vocab_size, config.hidden_size
+        self.embed_tokens = nn.Embedding(words, width, padding_idx=config.pad_token_id)
         self.rotary = RotaryTable(config)
         self.layers = nn.ModuleList(LLMLayer(config) for _ in range(config.num_hidden_layers))
         self.head = LLMHead(config)
         # Tied weights exist once: forward passes the embedding's to the head.
-        self.lm_head = (
-            None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        )
+        self.lm_head = None if config.tie_word_embeddings else nn.Linear(width, words, bias=False)
         self.apply(initialise)
 
     def forward(

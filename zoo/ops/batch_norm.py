@@ -39,11 +39,7 @@ def norm_act(x: Tensor, norm: Norm, residual: Tensor | None = None, residual_nor
     Images in channels_last are read as they are, and so is the result. Where kernels run all is computed in float32 and
     rounded once, and gradients have no gradients. A ValueError if the statistics of a single row are wanted.
     """
-    given = [x, norm.weight, norm.bias]
-    if residual is not None:
-        given.append(residual)
-    if residual_norm is not None:
-        given += [residual_norm.weight, residual_norm.bias]
+    given = x, *norm[:2], residual, *(() if residual_norm is None else residual_norm[:2])
     alike = residual_norm is None or residual_norm[5:] == norm[5:]
     if alike and rows_run(x, residual) and kernels_run(*given):
         own, other = _tensors(x, norm), _tensors(residual, residual_norm)
@@ -103,8 +99,7 @@ class _NormAct(autograd.Function):
 
 def bias_act(x: Tensor, bias: Tensor, residual: Tensor | None = None) -> Tensor:
     """Relu of x [N, C, H, W] plus bias [C] plus residual, if there is one: as ``norm_act``, where a norm is folded."""
-    given = [each for each in (x, bias, residual) if each is not None]
-    if rows_run(x, residual) and kernels_run(*given) and not differentiated(*given):
+    if rows_run(x, residual) and kernels_run(x, bias, residual) and not differentiated(x, bias, residual):
         return kernels.batch_norm.norm_act(x, (None, None, None, bias), residual, _NO_NORM, 0.0)
     out = x + (bias if x.dim() == 2 else bias[:, None, None])
     return F.relu(out if residual is None else out + residual)

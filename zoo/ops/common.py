@@ -50,11 +50,11 @@ def kernels_run(*tensors: Tensor | None) -> bool:
     return True
 
 
-def differentiated(*tensors: Tensor) -> bool:
+def differentiated(*tensors: Tensor | None) -> bool:
     """Whether gradients of what is computed of these may be asked for. A region guards both anyway."""
     if torch.is_grad_enabled():
         for tensor in tensors:
-            if tensor.requires_grad:
+            if tensor is not None and tensor.requires_grad:
                 return True
     return False
 

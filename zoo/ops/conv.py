@@ -27,11 +27,10 @@ def conv_add(x: Tensor, bias: Tensor, residual: Tensor | None = None) -> Tensor:
 
     torch adds a convolution's bias one number at a time in channels_last. Other shapes are a ValueError.
     """
-    given = (x, bias) if residual is None else (x, bias, residual)
     if residual is not None and x.shape != residual.shape:
         raise ValueError(f"residual has shape {tuple(residual.shape)}, expected that of x, {tuple(x.shape)}")
-    if kernels_run(*given):
-        learn = differentiated(*given)
+    if kernels_run(x, bias, residual):
+        learn = differentiated(x, bias, residual)
         return _ConvAdd.apply(x, bias, residual) if learn else kernels.conv.conv_add(x, bias, residual)
     # Under autocast parameters stay wide, and would make activations wide as well.
     total = x + bias.to(x.dtype)
@@ -153,10 +152,8 @@ def space_to_depth(x: Tensor, offset: int, height: int, width: int, channels: in
     if kernels_run(x) and not differentiated(x):
         return kernels.conv.space_to_depth(x, offset, height, width, channels, dtype)
     below, right = 2 * height - x.shape[2] - offset, 2 * width - x.shape[3] - offset
-    padded = F.pad(
-        x if x.dtype == dtype else x.to(dtype), (offset, right, offset, below, 0, channels // 4 - x.shape[1])
-    )
-    squares = padded.unflatten(3, (width, 2)).unflatten(2, (height, 2)).permute(0, 3, 5, 1, 2, 4)
+    wide = F.pad(x if x.dtype == dtype else x.to(dtype), (offset, right, offset, below, 0, channels // 4 - x.shape[1]))
+    squares = wide.unflatten(3, (width, 2)).unflatten(2, (height, 2)).permute(0, 3, 5, 1, 2, 4)
     return squares.flatten(1, 3).contiguous(memory_format=torch.channels_last)
 
 

@@ -1,9 +1,10 @@
-"""A graph in compressed sparse rows, sums, means and maxima over its edges, and draws among them.
+"""A graph in compressed sparse rows, sums, means, maxima and attention over its edges, and draws among them.
 
 One node with 200,000 neighbours must not keep all others waiting. A row several times longer than the mean is cut into
 chunks. Each chunk is reduced on its own, at the same time as the short rows, and a second small kernel adds up the
 chunks of each long row in their order: no atomics, and the same bits at every run. A graph without a long row has no
-tables and needs no second kernel. Kernels sum in float32 and hold no tensor of E x C.
+tables and needs no second kernel. Kernels sum in float32 and hold no tensor of E x C. Graph attention is
+https://arxiv.org/abs/1710.10903.
 
 Shape legend: S sources, D destinations, E edges, R rows (destinations; sources in the transpose), X chunks and L long
 rows at most, H heads, W columns, C channels.
@@ -114,10 +115,8 @@ def edge_sum(x: Tensor, graph: GraphTensors, weight: Tensor | None = None) -> Te
         # A last bag holds the edges that are padding.
         offsets = torch.cat([graph.rowptr, graph.rowptr.new_full((1,), graph.source.shape[0])]).to(graph.source.dtype)
         weight = None if weight is None else weight.contiguous()
-        bags = F.embedding_bag(
-            graph.source, x, offsets, mode="sum", per_sample_weights=weight, include_last_offset=True
-        )
-        return bags[:-1]
+        out = F.embedding_bag(graph.source, x, offsets, mode="sum", per_sample_weights=weight, include_last_offset=True)
+        return out[:-1]
     messages = x.index_select(0, graph.source)
     if weight is not None:
         messages = messages * weight.unsqueeze(-1)
@@ -202,7 +201,7 @@ def _csr_sum(
     channels = width if channels is None else channels
     if kernels_run(x, weight, scale, bias):
         rows = rows_of(graph)
-        if not differentiated(*[each for each in (x, weight, bias) if each is not None]):
+        if not differentiated(x, weight, bias):
             return kernels.csr.csr_sum(x, rows, weight, None, scale, bias, own, channels)
         columns = columns_of(graph)
         t_weight = None if weight is None or graph.transpose is None else graph.transpose.weight
@@ -309,3 +308,71 @@ def distinct(degree: Tensor, count: int, random: torch.Generator) -> Tensor:
         taken = (places[:, :column] == drawn[:, None]).any(1)
         places[:, column] = torch.where(taken, last, drawn)
     return places
+
+
+# The kernels hold all channels of a head at once.
+WIDEST_HEAD = 4096
+
+
+def attention(
+    table: Tensor, a_destination: Tensor | None, heads: int, graph: GraphTensors, slope: float, dropout: float = 0.0, *,
+    average: bool = False,
+) -> Tensor:  # fmt: skip
+    """Neighbours weighed by the softmax of their leaky scores: [D, H C] or, the ``average`` over heads, [D, C].
+
+    The table [S, H C + H] holds the features of all heads, then the sources' part of each edge's score. The
+    destinations' part is a_destination [D, H], or None if it is last in the table, [N, H C + 2 H]. Dropout is the
+    probability that a neighbour is left out. The graph's weights are not used; rows without neighbours are zero. A
+    RuntimeError if kernels run, gradients are wanted and the graph has no transpose.
+    """
+    channels = table.shape[1] // heads - (2 if a_destination is None else 1)
+    if channels <= WIDEST_HEAD and kernels_run(table, a_destination):
+        # The seed is drawn on the device, so that each replay of a CUDA graph draws another.
+        seed = torch.randint(2**62, (1,), device=table.device) if dropout > 0.0 else None
+        plan = heads, channels, average, slope
+        if differentiated(table, a_destination):
+            rows, columns = rows_of(graph), columns_of(graph)
+            assert graph.transpose is not None
+            return _Attention.apply(
+                table, a_destination, plan, seed, dropout, (rows.chunk_size, columns.chunk_size),
+                graph.transpose.permutation, *rows[:4], *columns[:4],
+            )  # fmt: skip
+        return kernels.csr_attention.gat(table, a_destination, *plan, seed, dropout, rows_of(graph))[0]
+    x, scores = table[:, : heads * channels].unflatten(1, (heads, channels)), table[:, heads * channels :]
+    own = scores[:, heads:] if a_destination is None else a_destination
+    dtype = accumulation_dtype(table.dtype)
+    own = F.pad(own[: graph.rowptr.shape[0] - 1].to(dtype), (0, 0, 0, 1))  # edges that are padding have a row too
+    score = scores[:, :heads].to(dtype).index_select(0, graph.source) + own.index_select(0, graph.destination)
+    score = F.leaky_relu(score, slope)
+    # Shifting by the greatest score changes nothing but overflow, so no gradient need pass.
+    greatest = F.pad(edge_max(score.detach(), graph), (0, 0, 0, 1))
+    share = (score - greatest.index_select(0, graph.destination)).exp()
+    total = share.new_zeros(graph.rowptr.shape[0], heads).index_add(0, graph.destination, share)
+    share = F.dropout(share / total.index_select(0, graph.destination), dropout)
+    sums = edge_sum(x.to(dtype), graph, share)
+    return (sums.mean(1) if average else sums.flatten(1)).to(table.dtype)
+
+
+class _Attention(torch.autograd.Function):
+    """The backward computes the weights anew, from the log of the sum of exponents [D, H]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, table: Tensor, a_destination: Tensor | None, plan: tuple[int, int, bool, float], seed: Tensor | None,
+        dropout: float, sizes: tuple[int, int], permutation: Tensor, *tables: Any,
+    ) -> Tensor:  # fmt: skip
+        rows = rows_from(tables[:4], sizes[0])
+        out, lse = kernels.csr_attention.gat(table, a_destination, *plan, seed, dropout, rows)
+        ctx.plan, ctx.dropout, ctx.sizes = plan, dropout, sizes
+        ctx.save_for_backward(table, a_destination, lse, seed, permutation, *tables)
+        return out
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        table, a_destination, lse, seed, permutation, *tables = ctx.saved_tensors
+        rows, columns = rows_from(tables[:4], ctx.sizes[0]), rows_from(tables[4:], ctx.sizes[1])
+        grads = kernels.csr_attention.gat_backward(
+            grad, table, a_destination, lse, *ctx.plan, seed, ctx.dropout, rows, columns, permutation
+        )
+        return *grads, *(None,) * 13

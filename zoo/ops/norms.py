@@ -1,6 +1,9 @@
-"""Norms over the last dimension, alone and with the residual add before them.
+"""Norms over the last dimension, alone and with the residual add before them; group norm of channels_last images.
 
-RMS norm is Zhang and Sennrich, 2019; layer norm is Ba, Kiros and Hinton, 2016. Shape legend: R rows, C columns.
+RMS norm is Zhang and Sennrich, 2019; layer norm is Ba, Kiros and Hinton, 2016; group norm is Wu and He, 2018. torch's
+own group norm goes through the other memory format, and adds a shift and applies SiLU in passes of their own.
+
+Shape legend: R rows, B images, C channels or columns, H height, W width, S channels of a skip connection.
 """
 
 from typing import Any
@@ -35,7 +38,7 @@ def add_rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) ->
     if not _rms_norm_fits(x, weight, added):
         total = x if added is None else x + added
         return total, reference_rms_norm(total, weight, eps)
-    if differentiated(x, weight) or (added is not None and differentiated(added)):
+    if differentiated(x, weight, added):
         return _RMSNorm.apply(x, added, weight, eps, True)
     normed, _, total, _, _ = kernels.norms.norm(x, added, None, weight, None, eps)
     return total, normed
@@ -95,13 +98,13 @@ def add_layer_norm(
 
 def _add_layer_norm_fits(x: Tensor, added: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor) -> bool:
     """Whether the kernels take these; torch broadcasts or refuses what does not fit."""
-    vectors = (weight, bias) if shift is None else (weight, bias, shift)
+    vectors = weight, bias, shift
     if not kernels_run(x, added, *vectors) or not differentiated(x, added, *vectors):
         return False
     # Autocast normalises in float32, whatever it is given.
     if x.dtype != torch.float32 and torch.is_autocast_enabled(x.device.type):
         return False
-    fit = all(each.shape == x.shape[-1:] and each.dtype == x.dtype for each in vectors)
+    fit = all(each is None or (each.shape == x.shape[-1:] and each.dtype == x.dtype) for each in vectors)
     return fit and added.shape == x.shape and x.shape[-1] <= WIDEST_NORM
 
 
@@ -146,7 +149,7 @@ def add_norm(
         raise ValueError(f"residual has shape {tuple(residual.shape)}, expected that of x, {tuple(x.shape)}")
     if shift is not None and shift.shape != x.shape[-1:]:
         raise ValueError(f"shift has shape {tuple(shift.shape)}, expected one number a column: ({x.shape[-1]},)")
-    given = (x, residual, weight, bias) if shift is None else (x, residual, weight, bias, shift)
+    given = x, residual, weight, bias, shift
     if x.shape[-1] > WIDEST_ROW or not kernels_run(*given):
         total = residual + x
         normed = F.layer_norm(total, weight.shape, weight, bias, eps).to(total.dtype)
@@ -188,3 +191,84 @@ class _LayerNorm(torch.autograd.Function):
         else:
             return (None,) * 6
         return out.to(x), None if residual is None else out.to(residual), *sums, None
+
+
+# The kernels hold all channels of a group at once.
+WIDEST_GROUP = 4096
+
+
+def group_norm(
+    x: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
+) -> Tensor:
+    """Group norm of images x [B, C, H, W] in channels_last; weight and bias [C]. Statistics are in float32.
+
+    A shift [B, C], if any, is added to each pixel first; SiLU follows where asked for.
+    """
+    given = x, weight, bias, shift
+    if not _group_norm_fits(groups, *given):
+        return _reference_group_norm(x, shift, weight, bias, groups, eps, silu)
+    if differentiated(*given):
+        return _GroupNorm.apply(x, None, shift, weight, bias, groups, eps, silu)
+    return kernels.group_norm.group_norm(x, shift, weight, bias, groups, eps, silu)[0]
+
+
+def cat_group_norm(
+    x: Tensor, skip: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
+) -> tuple[Tensor, Tensor]:
+    """Channels of x [B, C, H, W] and skip [B, S, H, W] side by side, and their group norm, without a pass to join them.
+
+    Returns the norm [B, C + S, H, W] and what it was taken of, both in channels_last. A group may reach across.
+    """
+    if not _group_norm_fits(groups, x, weight, bias, skip):
+        joined = torch.cat([x, skip.to(x.dtype)], dim=1).contiguous(memory_format=torch.channels_last)
+        return _reference_group_norm(joined, None, weight, bias, groups, eps, silu), joined
+    if differentiated(x, skip, weight, bias):
+        return _GroupNorm.apply(x, skip, None, weight, bias, groups, eps, silu)
+    return kernels.group_norm.cat_group_norm(x, skip, weight, bias, groups, eps, silu)[:2]
+
+
+def _group_norm_fits(groups: int, x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
+    return weight.shape[0] // groups <= WIDEST_GROUP and kernels_run(x, weight, *others)
+
+
+def _reference_group_norm(
+    x: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
+) -> Tensor:
+    dtype = accumulation_dtype(x.dtype)
+    shifted = x.to(dtype) if shift is None else x.to(dtype) + shift.to(dtype)[:, :, None, None]
+    out = F.group_norm(shifted, groups, weight.to(dtype), bias.to(dtype), eps)
+    return (F.silu(out) if silu else out).to(x.dtype, memory_format=torch.channels_last)
+
+
+class _GroupNorm(torch.autograd.Function):
+    """The norm of x, or with a skip connection that of both side by side, and both."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, skip: Tensor | None, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int,
+        eps: float, silu: bool,
+    ) -> Any:  # fmt: skip
+        ctx.silu, ctx.channels, ctx.skip_dtype = silu, x.shape[1], None if skip is None else skip.dtype
+        if skip is None:
+            out, statistics = kernels.group_norm.group_norm(x, shift, weight, bias, groups, eps, silu)
+            ctx.save_for_backward(x, shift, weight, bias, statistics)
+            return out
+        out, joined, statistics = kernels.group_norm.cat_group_norm(x, skip, weight, bias, groups, eps, silu)
+        ctx.save_for_backward(joined, shift, weight, bias, statistics)
+        if not torch.compiler.is_compiling():  # zeros for a gradient that is not there would be a launch
+            ctx.set_materialize_grads(False)
+        return out, joined
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor | None, joined_grad: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        if grad is not None:
+            grad_x, grad_skip, *others = kernels.group_norm.group_norm_backward(
+                grad, *ctx.saved_tensors, joined_grad, ctx.channels, ctx.silu
+            )
+        elif joined_grad is not None:
+            grad_x, grad_skip = joined_grad.split([ctx.channels, joined_grad.shape[1] - ctx.channels], dim=1)
+            others = [None] * 3
+        else:
+            return (None,) * 8
+        return grad_x, None if ctx.skip_dtype is None else grad_skip.to(ctx.skip_dtype), *others, None, None, None

@@ -27,8 +27,7 @@ from zoo.ops.attention import short_attention
 from zoo.ops.common import compute_dtype, differentiated, is_unmodified, kernels_run, to_images, to_rows
 from zoo.ops.conv import conv, conv3, conv_add, upsample
 from zoo.ops.glu import gated_gelu, gated_gelu_product
-from zoo.ops.group_norm import cat_group_norm, group_norm
-from zoo.ops.norms import add_norm, layer_norm
+from zoo.ops.norms import add_norm, cat_group_norm, group_norm, layer_norm
 from zoo.ops.products import low_add_linear, low_linear, takes_low
 from zoo.unet.config import BlockShape, LevelShape, UNetConfig
 
@@ -38,8 +37,7 @@ ENTRY_EPS, EPS = 1e-6, 1e-5
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``, whose gradients under autocast are summed in float32 by ``zoo.ops.products``."""
-    given = (x, weight) if bias is None else (x, weight, bias)
-    if differentiated(*given) and kernels_run(*given):
+    if differentiated(x, weight, bias) and kernels_run(x, weight, bias):
         low = x.to(compute_dtype(x))  # as autocast would
         if takes_low(low, weight, bias):
             return low_linear(low, weight, bias)
@@ -314,14 +312,13 @@ class Conditions(nn.Module):
         """
         config = self.config
         dtype = self.time_embedding.linear_1.weight.dtype
-        embedded = sinusoids(timesteps, config.block_out_channels[0], config.flip_sin_to_cos, config.freq_shift)
+        options = config.flip_sin_to_cos, config.freq_shift
+        embedded = sinusoids(timesteps, config.block_out_channels[0], *options)
         embedded = self.time_embedding(embedded.to(dtype), cond)
         if self.add_embedding is None:
             return embedded
         assert added is not None and config.addition_time_embed_dim is not None
-        sizes = sinusoids(
-            added["time_ids"], config.addition_time_embed_dim, config.flip_sin_to_cos, config.freq_shift
-        ).flatten(1)
+        sizes = sinusoids(added["time_ids"], config.addition_time_embed_dim, *options).flatten(1)
         pooled = torch.cat([added["text_embeds"], sizes], dim=-1)
         return embedded + self.add_embedding(pooled.to(dtype))
 

@@ -23,7 +23,7 @@ from zoo import validate
 from zoo.engine.region import Region
 from zoo.engine.side_stream import branch
 from zoo.ops.conv import conv
-from zoo.ops.group_norm import group_norm
+from zoo.ops.norms import group_norm
 from zoo.unet.blocks import (
     Conditioning,
     Conditions,

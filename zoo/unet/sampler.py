@@ -172,9 +172,7 @@ def _probe(theirs: Any) -> tuple[Tensor, Tensor, Tensor]:
             f"and prediction_type={config.get('prediction_type')!r}; choose another timestep_spacing or prediction_type"
         )
     if not torch.allclose(shares @ trials, results[:, 2 * steps :], rtol=1e-4, atol=1e-4 * float(results.abs().max())):
-        options = (
-            f"{key}={config[key]!r}" for key in ("clip_sample", "thresholding", "algorithm_type") if key in config
-        )
+        options = (f"{k}={config[k]!r}" for k in ("clip_sample", "thresholding", "algorithm_type") if k in config)
         raise ValueError(
             f"diffusers' {name} with {', '.join(options) or 'its options'} is not supported: its steps clip values or "
             "draw noise; switch that off, or choose a deterministic scheduler"
@@ -233,9 +231,7 @@ class DenoiseState:
             and keys_values.device == self.keys_values.device
         )
 
-    def begin(
-        self, schedule: Schedule, noise: Tensor, shifts: Tensor, keys_values: Tensor, guidance_scale: float
-    ) -> None:
+    def begin(self, schedule: Schedule, noise: Tensor, shifts: Tensor, keys_values: Tensor, guidance: float) -> None:
         """Copy a run in. A captured step reads all of it from here."""
         steps, kept, spare = schedule.steps, schedule.kept, len(self.tracks) - schedule.kept
         # A solver that remembers less than there is room for is padded; the output stays the last column.
@@ -245,7 +241,7 @@ class DenoiseState:
         self.input_scales[:steps].copy_(schedule.input_scales)
         self.shifts[:steps].copy_(shifts)
         self.keys_values.copy_(keys_values)
-        self.guidance.fill_(guidance_scale)
+        self.guidance.fill_(guidance)
         self.tracks.zero_()
         self.tracks[0].copy_(noise)
         self.tracks[0].mul_(schedule.noise_scale)
