@@ -285,7 +285,8 @@ class _CsrMax(torch.autograd.Function):
         x, values, ties, *tables = ctx.saved_tensors
         # Nodes without neighbours have no ties, and nobody asks for their shares.
         shares = (grad / ties).to(grad.dtype)
-        return kernels.csr.csr_max_backward(x, values, shares, rows_from(tables, ctx.size)), *(None,) * 9
+        kept = {"maxima": values.contiguous(), "own_values": x.contiguous()}
+        return kernels.csr.csr_sum(shares, rows_from(tables, ctx.size), **kept), *(None,) * 9
 
 
 # Places of a node that the kernel draws, which holds them in registers.

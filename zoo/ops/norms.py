@@ -134,7 +134,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         return F.layer_norm(x, weight.shape, weight, bias, eps).to(x.dtype)
     if differentiated(x, weight, bias):
         return _LayerNorm.apply(x, None, weight, bias, None, eps)
-    return kernels.norms.layer_norm(x, weight, bias, eps, keep=False)[0]
+    return kernels.norms.layer_norm(x, None, weight, bias, None, eps, keep=False)[0]
 
 
 def add_norm(
@@ -156,7 +156,8 @@ def add_norm(
         return total if shift is None else total + shift.to(total.dtype), normed
     if differentiated(*given):
         return _LayerNorm.apply(x, residual, weight, bias, shift, eps)
-    return kernels.norms.add_norm(x, residual, weight, bias, shift, eps, keep=False)[:2]
+    normed, total, *_ = kernels.norms.layer_norm(x, residual, weight, bias, shift, eps, keep=False)
+    return total, normed
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -167,12 +168,10 @@ class _LayerNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float
     ) -> Any:
         ctx.dtypes = [None if each is None else each.dtype for each in (x, residual, shift)]
-        if residual is None:
-            out, mean, rstd = kernels.norms.layer_norm(x, weight, bias, eps, keep=True)
-            ctx.save_for_backward(x, mean, rstd, weight, bias)
-            return out
-        total, out, summed, mean, rstd = kernels.norms.add_norm(x, residual, weight, bias, shift, eps, keep=True)
+        out, total, summed, mean, rstd = kernels.norms.layer_norm(x, residual, weight, bias, shift, eps, keep=True)
         ctx.save_for_backward(summed, mean, rstd, weight, bias)
+        if residual is None:
+            return out
         if not torch.compiler.is_compiling():  # zeros for a gradient that is not there would be a launch
             ctx.set_materialize_grads(False)
         return total, out
@@ -209,7 +208,7 @@ def group_norm(
         return _reference_group_norm(x, shift, weight, bias, groups, eps, silu)
     if differentiated(*given):
         return _GroupNorm.apply(x, None, shift, weight, bias, groups, eps, silu)
-    return kernels.group_norm.group_norm(x, shift, weight, bias, groups, eps, silu)[0]
+    return kernels.group_norm.group_norm(x, None, shift, weight, bias, groups, eps, silu)[0]
 
 
 def cat_group_norm(
@@ -224,7 +223,7 @@ def cat_group_norm(
         return _reference_group_norm(joined, None, weight, bias, groups, eps, silu), joined
     if differentiated(x, skip, weight, bias):
         return _GroupNorm.apply(x, skip, None, weight, bias, groups, eps, silu)
-    return kernels.group_norm.cat_group_norm(x, skip, weight, bias, groups, eps, silu)[:2]
+    return kernels.group_norm.group_norm(x, skip, None, weight, bias, groups, eps, silu)[:2]
 
 
 def _group_norm_fits(groups: int, x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
@@ -249,12 +248,10 @@ class _GroupNorm(torch.autograd.Function):
         eps: float, silu: bool,
     ) -> Any:  # fmt: skip
         ctx.silu, ctx.channels, ctx.skip_dtype = silu, x.shape[1], None if skip is None else skip.dtype
-        if skip is None:
-            out, statistics = kernels.group_norm.group_norm(x, shift, weight, bias, groups, eps, silu)
-            ctx.save_for_backward(x, shift, weight, bias, statistics)
-            return out
-        out, joined, statistics = kernels.group_norm.cat_group_norm(x, skip, weight, bias, groups, eps, silu)
+        out, joined, statistics = kernels.group_norm.group_norm(x, skip, shift, weight, bias, groups, eps, silu)
         ctx.save_for_backward(joined, shift, weight, bias, statistics)
+        if skip is None:
+            return out
         if not torch.compiler.is_compiling():  # zeros for a gradient that is not there would be a launch
             ctx.set_materialize_grads(False)
         return out, joined

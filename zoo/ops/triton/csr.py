@@ -160,7 +160,7 @@ def _finish(
 
 @kernel(do_not_specialize=["rows", "num_chunks", "chunk_size", "own_rows"])
 def _csr_sum(
-    x, index, pointers, weight, gather_scale, row_scale, bias, chunks, out, partial,
+    x, index, pointers, weight, gather_scale, row_scale, bias, maxima, own_values, chunks, out, partial,
     rows, num_chunks, chunk_size, own_rows,
     CHANNELS: tl.constexpr, READABLE: tl.constexpr, STRIDE: tl.constexpr, OWN: tl.constexpr, OWN_COLUMN: tl.constexpr,
     OUT_STRIDE: tl.constexpr, OUT_COLUMN: tl.constexpr,
@@ -171,7 +171,10 @@ def _csr_sum(
     readable = column < READABLE
     program = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, ROWS)
-    _row, first, end, whole, _used, piece = span(program, slot, pointers, chunks, rows, num_chunks, chunk_size, ROWS)
+    row, first, end, whole, used, piece = span(program, slot, pointers, chunks, rows, num_chunks, chunk_size, ROWS)
+    if maxima is not None:
+        there = used[:, None] & inside[None, :]
+        own = tl.load(own_values + (row * STRIDE)[:, None] + column[None, :], mask=there, other=0.0)[:, None, :]
     total = tl.zeros([ROWS, EDGES, COLUMNS], tl.float32)
     longest = tl.max(end - first, 0).to(tl.int32)
     for offset in range(0, longest, EDGES):
@@ -182,7 +185,12 @@ def _csr_sum(
         else:
             node = tl.load(index + edge, mask=live, other=0).to(tl.int64)
         place = (node * STRIDE)[:, :, None] + column[None, None, :]
-        value = tl.load(x + place, mask=live[:, :, None] & readable[None, None, :], other=0.0).to(tl.float32)
+        mask = live[:, :, None] & readable[None, None, :]
+        if maxima is not None:
+            greatest = tl.load(maxima + place, mask=mask, other=0.0)
+        value = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+        if maxima is not None:
+            value = tl.where(own == greatest, value, 0.0)
         if weight is not None:
             value *= tl.load(weight + edge, mask=live, other=0.0).to(tl.float32)[:, :, None]
         if gather_scale is not None:
@@ -249,13 +257,15 @@ def _edge_dot(
 def csr_sum(
     x: Tensor, rows: Rows, weight: Tensor | None = None, gather_scale: Tensor | None = None,
     row_scale: Tensor | None = None, bias: Tensor | None = None, own: Own = None, channels: int | None = None,
-    out: Tensor | None = None, out_column: int = 0,
+    out: Tensor | None = None, out_column: int = 0, maxima: Tensor | None = None, own_values: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Weighted sums of gathered rows: x [S, W] -> [R, C], or into ``out`` [R, ...] from ``out_column`` on.
 
     Factors are weight [E], gather_scale [S] and row_scale [R]; bias is [C]. With ``own="add"`` x is [S, 2 W] and its
     second half is added to the sums; with ``own="concat"`` x is put beside them: [R, 2 C]. Rows that x has not are
     zero. Without nodes in ``rows`` x is [E, W], a row an edge. C is W when left out; of more columns the last are zero.
+    For the gradient of ``csr_max`` over the transpose, x and maxima are [D, C]: a row of own_values [R, C] takes the
+    shares x of those maxima that it reaches.
     """
     x, number = x.contiguous(), rows.limits[0]
     readable = x.shape[1] // 2 if own == "add" else x.shape[1]
@@ -268,8 +278,8 @@ def csr_sum(
     partial = partial_of(rows, x, channels)
     own_number, own_column = _OWN[own], readable if own == "add" else 0
     _csr_sum[blocks.grid(rows, channels)](
-        x, rows.nodes, rows.pointers, weight, gather_scale, row_scale, bias, rows.chunks, out, partial,
-        *rows.limits, x.shape[0],
+        x, rows.nodes, rows.pointers, weight, gather_scale, row_scale, bias, maxima, own_values, rows.chunks, out,
+        partial, *rows.limits, x.shape[0],
         CHANNELS=channels, READABLE=readable, STRIDE=x.shape[1], OWN=own_number, OWN_COLUMN=own_column,
         OUT_STRIDE=out.shape[1], OUT_COLUMN=out_column, **blocks.code(),
     )  # fmt: skip
@@ -390,39 +400,6 @@ def _merge_maxima(
         row = tl.load(long_rows + number * 3, mask=number < num_rows, other=-1)
 
 
-@kernel(do_not_specialize=["rows", "num_chunks", "chunk_size"])
-def _csr_max_backward(
-    x, values, shares, index, pointers, chunks, out, partial, rows, num_chunks, chunk_size,
-    CHANNELS: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Over the transpose: each source takes its share wherever it is the greatest."""
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < CHANNELS
-    program = tl.program_id(0).to(tl.int64)
-    slot = tl.arange(0, ROWS)
-    row, first, end, whole, used, piece = span(program, slot, pointers, chunks, rows, num_chunks, chunk_size, ROWS)
-    own = tl.load(x + (row * CHANNELS)[:, None] + column[None, :], mask=used[:, None] & inside[None, :], other=0.0)[
-        :, None, :
-    ]
-    total = tl.zeros([ROWS, EDGES, COLUMNS], tl.float32)
-    longest = tl.max(end - first, 0).to(tl.int32)
-    for offset in range(0, longest, EDGES):
-        edge = first[:, None] + (offset + tl.arange(0, EDGES))[None, :]
-        live = edge < end[:, None]
-        node = tl.load(index + edge, mask=live, other=0).to(tl.int64)
-        place = (node * CHANNELS)[:, :, None] + column[None, None, :]
-        mask = live[:, :, None] & inside[None, None, :]
-        value = tl.load(values + place, mask=mask, other=0.0)
-        share = tl.load(shares + place, mask=mask, other=0.0).to(tl.float32)
-        total += tl.where(own == value, share, 0.0)
-    result = tl.sum(total, 1)
-    if chunks is not None:  # noqa: SIM102 (whose programs are one or the other at run time)
-        if piece:
-            tl.store(partial + program * CHANNELS + column, tl.sum(result, 0), mask=inside)
-    place = (written(program, slot, num_chunks, ROWS) * CHANNELS)[:, None] + column[None, :]
-    tl.store(out + place, result.to(out.dtype.element_ty), mask=whole[:, None] & inside[None, :])
-
-
 def csr_max(x: Tensor, rows: Rows, count_ties: bool) -> tuple[Tensor, Tensor]:
     """Greatest of gathered rows, x [S, C] -> [R, C], and how many edges reach it, [R, C] float32 (or [0])."""
     x = x.contiguous()
@@ -447,23 +424,6 @@ def csr_max(x: Tensor, rows: Rows, count_ties: bool) -> tuple[Tensor, Tensor]:
             CHANNELS=channels, CHUNKS=chunks, COLUMNS=columns, num_warps=warps,
         )  # fmt: skip
     return out, ties
-
-
-def csr_max_backward(x: Tensor, values: Tensor, shares: Tensor, rows: Rows) -> Tensor:
-    """Over the transpose, x [S, C], values and shares [D, C] -> [S, C]: the shares of all maxima that x reaches."""
-    x, values, shares = x.contiguous(), values.contiguous(), shares.contiguous()
-    channels, out = x.shape[1], torch.empty_like(x)
-    if not out.numel():
-        return out
-    blocks = choose_blocks(channels, x.element_size(), values.shape[0])
-    partial = partial_of(rows, x, channels)
-    _csr_max_backward[blocks.grid(rows, channels)](
-        x, values, shares, rows.nodes, rows.pointers, rows.chunks, out, partial, *rows.limits,
-        CHANNELS=channels, **blocks.code(),
-    )  # fmt: skip
-    if partial is not None:
-        merge_sums(partial, rows, out)
-    return out
 
 
 # Places that a program holds in registers, 16 a thread: of two nodes at least.

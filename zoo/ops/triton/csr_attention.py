@@ -15,8 +15,6 @@ Shape legend: S sources, D destinations, E edges, X chunks, H heads, C channels,
 scores in the table as well, H C + 2 H.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -295,25 +293,19 @@ def _softmax_backward(
     tl.store(grad_table + place, result.to(grad_table.dtype.element_ty), mask=whole[:, None] & inside[None, :])
 
 
-class Tile(NamedTuple):
-    """How a launch is cut: edges of a step, heads of a program, channels held, and those of the tail, warps."""
+def choose_tile(heads: int, channels: int, itemsize: int = 4) -> dict[str, int]:
+    """Edges of a step, heads of a program, channels held and those of the tail, and warps of a launch.
 
-    edges: int
-    heads: int
-    columns: int
-    tail: int
-    warps: int
-
-
-def choose_tile(heads: int, channels: int, itemsize: int = 4) -> Tile:
-    """Measured on an H200: one warp with 16 values a thread in flight, and twice as many edges of half the size."""
+    Measured on an H200: one warp with 16 values a thread in flight, and twice as many edges of half the size.
+    """
     columns, tail = next_power(channels), 0
     head_block = min(next_power(heads), max(512 // columns, 1))
     half = columns // 2
     if channels > 8 and half + next_power(channels - half) <= 0.8 * columns:
         columns, tail = half, next_power(channels - half)
     edges = 2 if head_block * columns >= 256 and itemsize > 2 else 4
-    return Tile(edges, head_block, columns, tail, min(max(edges * head_block * columns // 1024, 1), 8))
+    warps = min(max(edges * head_block * columns // 1024, 1), 8)
+    return {"EDGES": edges, "HEAD_BLOCK": head_block, "COLUMNS": columns, "TAIL": tail, "num_warps": warps}
 
 
 def gat(
@@ -323,18 +315,17 @@ def gat(
     """Table [S, W], scores [D, H] unless in it -> weighted sums [D, H C] or their mean [D, C], log-sum-exp [D, H]."""
     table, a_destination, a_stride = _contiguous(table, a_destination)
     number, tile = rows.limits[0], choose_tile(heads, channels, table.element_size())
-    average_here = average and tile.heads >= heads
+    average_here = average and tile["HEAD_BLOCK"] >= heads
     width = channels if average_here else heads * channels
     out = table.new_empty(number, width)
     lse = table.new_empty(number, heads, dtype=torch.float32)
     if number and width:
         partial, stats = partial_of(rows, table, heads * channels), partial_of(rows, table, heads, 2)
-        _gat[(rows.limits[1] + number, ceil_div(heads, tile.heads))](
+        _gat[(rows.limits[1] + number, ceil_div(heads, tile["HEAD_BLOCK"]))](
             table, a_destination, rows.nodes, rows.pointers, seed, rows.chunks, out, lse, partial, stats,
             *rows.limits, slope, dropout, _keep_scale(dropout),
             HEADS=heads, CHANNELS=channels, STRIDE=table.shape[1], A_STRIDE=a_stride, OUT_STRIDE=width,
-            AVERAGE=average_here, EDGES=tile.edges, HEAD_BLOCK=tile.heads, COLUMNS=tile.columns, TAIL=tile.tail,
-            num_warps=tile.warps,
+            AVERAGE=average_here, **tile,
         )  # fmt: skip
         if rows.long_rows is not None:
             chunks, columns, warps = merge_tile(channels)
@@ -361,13 +352,12 @@ def gat_backward(
     moved = table.new_empty(edges, heads, dtype=torch.float32)
     partial, partial_a = partial_of(transpose, table, heads * channels), partial_of(transpose, table, heads)
     if number:
-        _gat_backward[(transpose.limits[1] + number, ceil_div(heads, tile.heads))](
+        _gat_backward[(transpose.limits[1] + number, ceil_div(heads, tile["HEAD_BLOCK"]))](
             table, grad, a_destination, lse, transpose.nodes, permutation, transpose.pointers, seed, transpose.chunks,
             grad_table, moved, partial, *transpose.limits, slope, dropout, _keep_scale(dropout),
             1.0 / heads if average else 1.0,
             HEADS=heads, CHANNELS=channels, STRIDE=stride, A_STRIDE=a_stride, GRAD_STRIDE=grad.shape[1],
-            GRAD_HEAD_STRIDE=0 if average else channels, EDGES=tile.edges, HEAD_BLOCK=tile.heads,
-            COLUMNS=tile.columns, TAIL=tile.tail, num_warps=tile.warps,
+            GRAD_HEAD_STRIDE=0 if average else channels, **tile,
         )  # fmt: skip
         if partial is not None:
             merge_sums(partial, transpose, grad_table)

@@ -200,29 +200,6 @@ def _groups_of_a_block(size: int, groups: int) -> tuple[int, int, int]:
     return most, 1, block
 
 
-def group_norm(
-    x: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
-) -> tuple[Tensor, Tensor]:
-    """Group norm of x [B, C, H, W] plus shift [B, C], and SiLU where asked for; statistics [B, G, 2]."""
-    x = x.contiguous(memory_format=torch.channels_last)
-    out = torch.empty_like(x)
-    # What is not joined is not written, to a tensor of its own: the compiler takes what one argument writes for the
-    # whole of a tensor.
-    return out, _launch(x, x, shift, weight, bias, groups, eps, silu, out, x.new_empty(1))
-
-
-def cat_group_norm(
-    x: Tensor, skip: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Group norm of x [B, C, H, W] and skip [B, S, H, W] side by side, both side by side, and statistics [B, G, 2]."""
-    x = x.contiguous(memory_format=torch.channels_last)
-    skip = skip.to(x.dtype).contiguous(memory_format=torch.channels_last)
-    shape = x.shape[0], weight.shape[0], *x.shape[2:]
-    out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    joined = torch.empty_like(out)
-    return out, joined, _launch(x, skip, None, weight, bias, groups, eps, silu, out, joined)
-
-
 def launch_plan(
     images: int, pixels: int, channels: int, groups: int
 ) -> tuple[int, int, tuple[int, int], dict[str, int]]:
@@ -366,37 +343,51 @@ def fits_one_launch(pixels: int, size: int, first: int) -> bool:
     return pixels <= (PIXELS_OF_BOTH if first % size else PIXELS) and size <= 32 * SMALL_WARPS
 
 
-def _launch(
-    x: Tensor, skip: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool,
-    out: Tensor, joined: Tensor,
-) -> Tensor:  # fmt: skip
-    """Write the norm to ``out`` and, where ``x`` has not all channels, both images to ``joined``; statistics."""
+def group_norm(
+    x: Tensor, skip: Tensor | None, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float,
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Group norm of x [B, C, H, W] plus shift [B, C], or of x and skip [B, S, H, W] side by side; SiLU where asked for.
+
+    Also what was normed, without the shift, and statistics [B, G, 2].
+    """
+    joined, x = x, x.contiguous(memory_format=torch.channels_last)
+    if skip is None:
+        skip, out = x, torch.empty_like(x)
+        # What is not joined is not written, to a tensor of its own: the compiler takes what one argument writes for the
+        # whole of a tensor.
+        written = x.new_empty(1)
+    else:
+        skip = skip.to(x.dtype).contiguous(memory_format=torch.channels_last)
+        shape = x.shape[0], weight.shape[0], *x.shape[2:]
+        out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+        joined = written = torch.empty_like(out)
     images, first, height, side = x.shape
     pixels, channels = height * side, weight.shape[0]
     size = channels // groups
     stats = torch.empty(images, groups, 2, dtype=torch.float32, device=x.device)
     if not x.numel():
-        return stats
+        return out, joined, stats
     moved, *strides = shift_arguments(shift, weight)
     if fits_one_launch(pixels, size, first):
         unit = 4 if size % 4 == first % 4 == 0 else 2 if size % 2 == first % 2 == 0 else 1
         units, vectors, steps = size // unit, 32 * SMALL_WARPS, SMALL_STEPS[unit]
         tiles = ceil_div(pixels, vectors // units * steps)
         _small[(groups, images)](
-            x, skip, moved, weight, bias, out, joined, stats, *strides, pixels, channels, first, units,
+            x, skip, moved, weight, bias, out, written, stats, *strides, pixels, channels, first, units,
             ceil_div(pixels, tiles * steps), tiles, int(first < channels), eps, int(silu),
             UNIT=unit, VECTORS=vectors, STEPS=steps, num_warps=SMALL_WARPS,
         )  # fmt: skip
-        return stats
+        return out, joined, stats
     rows, units, (chunks, blocks), code = launch_plan(images, pixels, channels, groups)
     part = torch.empty(2, images, groups, CHUNKS, dtype=torch.float32, device=x.device)
     sizes = (*strides, pixels, channels, first, size, units, groups, rows, chunks)
     grid, kept = (chunks, blocks, images), channels if first < channels else 0
     _partial[grid](x, skip, moved, part, *sizes, **code, num_warps=WARPS)
     _apply[grid](
-        x, skip, moved, weight, bias, part, out, joined, stats, *sizes, kept, eps, int(silu), **code, num_warps=WARPS
+        x, skip, moved, weight, bias, part, out, written, stats, *sizes, kept, eps, int(silu), **code, num_warps=WARPS
     )
-    return stats
+    return out, joined, stats
 
 
 # Of the backward: channels and pixels that a program holds at once, 4 warps: a vector of 8 numbers a thread; and

@@ -292,55 +292,32 @@ def _layer_norm_backward(
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Layer norm of x [R, C] with weight [C] and bias [C]: [R, C]; mean and factor of each row [R] if kept."""
-    x = x.contiguous()
-    out, mean, rstd = torch.empty_like(x), *_statistics(x, keep)
-    _launch_layer_norm(x, None, weight, bias, None, eps, None, out, None, mean, rstd)
-    return out, mean, rstd
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float, keep: bool
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
+    """The layer norm of x [R, C] plus residual [R, C], and that sum plus shift [C]; without a residual of x alone.
 
-
-def add_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float, keep: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """X [R, C] plus residual [R, C] plus shift [C], and the layer norm of the sum without the shift.
-
-    If kept also that sum [R, C], and mean and factor of each row [R].
+    If kept also what was normed [R, C], and mean and factor of each row [R].
     """
-    x = x.contiguous()
-    total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
-    out, mean, rstd = torch.empty_like(total), *_statistics(x, keep)
-    summed = torch.empty_like(total) if keep and shift is not None else None
-    _launch_layer_norm(x, residual, weight, bias, shift, eps, total, out, summed, mean, rstd)
-    return total, out, total if summed is None else summed, mean, rstd
-
-
-def _statistics(x: Tensor, keep: bool) -> tuple[Tensor | None, Tensor | None]:
-    if not keep:
-        return None, None
-    return x.new_empty(x.shape[:-1], dtype=torch.float32), x.new_empty(x.shape[:-1], dtype=torch.float32)
-
-
-def _launch_layer_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float,
-    total: Tensor | None, out: Tensor, summed: Tensor | None, mean: Tensor | None, rstd: Tensor | None,
-) -> None:  # fmt: skip
-    if not x.numel():
-        return
-    columns = x.shape[-1]
-    rows, block = x.numel() // columns, next_power(columns)
-    at_once = max(1, min(ROWS, TILE // block))
-    # Where there is none another tensor stands for it, of which nothing is read; one of its own for what is written:
-    # the compiler takes what an argument writes for the whole of a tensor.
-    weight = weight.contiguous()
-    added = x if residual is None else residual.contiguous()
-    moved = weight if shift is None else shift.contiguous()
-    sizes = rows, columns, 0 if residual is None else columns, 0 if shift is None else columns
-    _layer_norm[(ceil_div(rows, at_once),)](
-        x, added, weight, bias.contiguous(), moved, out.new_empty(1) if total is None else total, out, summed,
-        mean, rstd, *sizes, eps, ROWS=at_once, COLUMNS=block, num_warps=4,
-    )  # fmt: skip
+    x, columns = x.contiguous(), x.shape[-1]
+    out = torch.empty_like(x, dtype=x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype))
+    total = None if residual is None else torch.empty_like(out)
+    summed = torch.empty_like(out) if keep and shift is not None else None
+    mean = x.new_empty(x.shape[:-1], dtype=torch.float32) if keep else None
+    rstd = None if mean is None else torch.empty_like(mean)
+    if x.numel():
+        rows, block = x.numel() // columns, next_power(columns)
+        at_once = max(1, min(ROWS, TILE // block))
+        # Where there is none another tensor stands for it, of which nothing is read; one of its own for what is
+        # written: the compiler takes what an argument writes for the whole of a tensor.
+        weight = weight.contiguous()
+        added = x if residual is None else residual.contiguous()
+        moved = weight if shift is None else shift.contiguous()
+        sizes = rows, columns, 0 if residual is None else columns, 0 if shift is None else columns
+        _layer_norm[(ceil_div(rows, at_once),)](
+            x, added, weight, bias.contiguous(), moved, out.new_empty(1) if total is None else total, out, summed,
+            mean, rstd, *sizes, eps, ROWS=at_once, COLUMNS=block, num_warps=4,
+        )  # fmt: skip
+    return out, total, x if total is None else total if summed is None else summed, mean, rstd
 
 
 def layer_norm_backward(
