@@ -159,18 +159,7 @@ class UNet(nn.Module):
         if not isinstance(encoder_hidden_states, TextKeysValues):
             encoder_hidden_states = self.text_keys_values(encoder_hidden_states)
         shifts, keys_values = timestep.shifts, encoder_hidden_states.keys_values
-        of_sample: dict[str, Any] = {"like": sample.device, "like_name": "sample"}
-        channels = sum(self.time_projections.channels)
-        hint = "; make it with this model's time_shifts, and take one step's of a whole run"
-        validate.tensor("timestep", shifts, f"{batch} {channels} | 1 {channels}", hint=hint, **of_sample)
-        channels = self.text_projections.weight.shape[0]
-        hint = "; make keys and values with this model's text_keys_values"
-        validate.tensor("encoder_hidden_states", keys_values, f"B L {channels}", hint=hint, **of_sample)
-        if keys_values.shape[0] != batch:
-            raise ValueError(
-                f"encoder_hidden_states has {keys_values.shape[0]} row(s) and sample {batch}; repeat the text, or with "
-                "guidance double the sample"
-            )
+        _check_projected(self, shifts, keys_values, sample)
         _check_masks(attention_mask, encoder_attention_mask, config, sample, keys_values.shape[1])
         _check_residuals(down_block_additional_residuals, mid_block_additional_residual, config, sample)
         x = sample.contiguous(memory_format=torch.channels_last)
@@ -346,6 +335,23 @@ def _check_conditions(
         raise ValueError(
             f"text_embeds and time_ids: {pooled} + {sizes} × {config.addition_time_embed_dim} = {channels} channels; "
             f"the model takes {config.projection_class_embeddings_input_dim}"
+        )
+
+
+def _check_projected(model: UNet, shifts: Tensor, keys_values: Tensor, sample: Tensor) -> None:
+    """Refuse shifts, keys and values that another model made, or of other rows than the sample's."""
+    batch = sample.shape[0]
+    of_sample: dict[str, Any] = {"like": sample.device, "like_name": "sample"}
+    channels = sum(model.time_projections.channels)
+    hint = "; make it with this model's time_shifts, and take one step's of a whole run"
+    validate.tensor("timestep", shifts, f"{batch} {channels} | 1 {channels}", hint=hint, **of_sample)
+    channels = model.text_projections.weight.shape[0]
+    hint = "; make keys and values with this model's text_keys_values"
+    validate.tensor("encoder_hidden_states", keys_values, f"B L {channels}", hint=hint, **of_sample)
+    if keys_values.shape[0] != batch:
+        raise ValueError(
+            f"encoder_hidden_states has {keys_values.shape[0]} row(s) and sample {batch}; repeat the text, or with "
+            "guidance double the sample"
         )
 
 
