@@ -102,24 +102,20 @@ def _prefill(
     tl.store(out + place, total.to(out.dtype.element_ty), mask=real[:, None])
 
 
-def _prefill_tile(tokens: int, width: int) -> tuple[int, int, int, int]:
-    """(tokens, slots at a step, warps, stages) of a program. Measured on an H200: one warp group holds narrow heads."""
-    most, warps = (64, 4) if width <= 64 else (128, 8)
-    rows = most if tokens >= most else max(16, next_power(tokens))
-    return rows, 64, warps if rows == most else 4, 3
-
-
 def prefill_attention(query: Tensor, cache: Tensor, positions: Tensor, window: int | None) -> Tensor:
     """Queries [B, T, H, D] over a cache [2, B, K, S, D], each up to its position [B, T]: [B, T, H, D]."""
     query, positions = query.contiguous(), positions.contiguous()
     batch, tokens, heads, width = query.shape
     key_heads, slots = cache.shape[2:4]
     out = torch.empty_like(query)
-    rows, block, warps, stages = _prefill_tile(tokens, width)
+    # Tokens and warps of a program, measured on an H200: one warp group holds narrow heads.
+    most, warps = (64, 4) if width <= 64 else (128, 8)
+    rows = most if tokens >= most else max(16, next_power(tokens))
     log2_e = 1.4426950408889634
     _prefill[(ceil_div(tokens, rows), heads, batch)](
         query, cache, positions, out, width**-0.5 * log2_e, tokens, slots, slots if window is None else window,
-        HEADS=heads, KEY_HEADS=key_heads, D=width, ROWS=rows, BLOCK=block, num_warps=warps, num_stages=stages,
+        HEADS=heads, KEY_HEADS=key_heads, D=width, ROWS=rows, BLOCK=64, num_warps=warps if rows == most else 4,
+        num_stages=3,
     )  # fmt: skip
     return out
 

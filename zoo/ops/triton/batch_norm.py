@@ -26,6 +26,8 @@ Images [N, C, H, W] in channels_last are rows. Shape legend: N images, C channel
 of rows; h and w, ⌈H / 2⌉ and ⌈W / 2⌉.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -296,14 +298,9 @@ def norm_act_backward(
     other = None if residual is None else tiles.pixels_of(residual)
     rows, channels = tiles.size_of(x)
     totals = None
-    affines = NO_NORM
+    affines: Sequence[Tensor | None] = NO_NORM
     if of_batch or affine:
-        affines = (
-            _empty_like(norm[2]),
-            _empty_like(norm[3]),
-            _empty_like(residual_norm[2]),
-            _empty_like(residual_norm[3]),
-        )
+        affines = [None if each is None else torch.empty_like(each) for each in (*norm[2:], *residual_norm[2:])]
         kinds = 2 if other is None else 3
         share, chunks, programs = tiles.rows_to_sum(rows, channels, tiles.SUMS)
         part = torch.empty(kinds, chunks, channels, dtype=torch.float32, device=x.device)
@@ -324,10 +321,6 @@ def norm_act_backward(
     grads = affines if affine else NO_NORM
     grad_residual = None if grad_other is None else tiles.images_of(grad_other)
     return tiles.images_of(grad_x), grads[0], grads[1], grad_residual, grads[2], grads[3]
-
-
-def _empty_like(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else torch.empty_like(tensor)
 
 
 @triton.jit

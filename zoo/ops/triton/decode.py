@@ -249,15 +249,6 @@ THREAD_BYTES = 128
 ENOUGH_ROWS = 1600
 
 
-def _tile(rows: int, columns: int, itemsize: int) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a program for a weight [rows, columns]: whole rows at once where they fit."""
-    # Rows share the features that they are multiplied with: as many as leave enough programs.
-    block = min(next_power(columns), 8192)
-    count = 4 if rows // 4 >= ENOUGH_ROWS else 2 if rows // 2 >= ENOUGH_ROWS else 1
-    warps = next_power(count * block * itemsize) // (32 * THREAD_BYTES)
-    return count, block, min(max(warps, 2), 8)
-
-
 def linear(
     x: Tensor, weight: Tensor, overlap: bool, norm: Tensor | None = None, eps: float = 0.0, bias: Tensor | None = None,
     residual: Tensor | None = None, gated: bool = False,
@@ -269,7 +260,10 @@ def linear(
     x, (n, columns) = x.contiguous(), weight.shape
     n = n // 2 if gated else n
     out = x.new_empty(x.shape[0], n)
-    rows, block, warps = _tile(n, columns, x.element_size())
+    # Whole rows of the weight at once where they fit. They share the features: as many as leave enough programs.
+    block = min(next_power(columns), 8192)
+    rows = 4 if n // 4 >= ENOUGH_ROWS else 2 if n // 2 >= ENOUGH_ROWS else 1
+    warps = min(max(next_power(rows * block * x.element_size()) // (32 * THREAD_BYTES), 2), 8)
     early = {"launch_pdl": True} if overlap else {}
     _linear[(ceil_div(n, rows),)](
         x, norm, weight.contiguous(), bias, None if residual is None else residual.contiguous(), out, eps,
