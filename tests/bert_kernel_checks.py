@@ -14,7 +14,8 @@ import zoo.ops.common
 from tests.kernel_checks import DEVICE, MARKS, check_close, kernels_run, values  # noqa: F401
 from zoo.ops.glu import bias_gelu
 from zoo.ops.norms import WIDEST_NORM, add_layer_norm
-from zoo.ops.triton import glu, norms, sums
+from zoo.ops.triton import glu, norms
+from zoo.ops.triton import tiles as sums
 
 pytestmark = MARKS
 # The interpreter cuts numbers off where a GPU rounds them to bfloat16.

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from tests import test_kernel
 from tests.kernel_checks import DEVICE, MARKS, kernels_run  # noqa: F401
 from zoo.ops import common, glu
-from zoo.ops.triton import csr_attention, csr_sum, group_norm, group_norm_backward
+from zoo.ops.triton import csr, csr_attention, group_norm
 
 pytestmark = MARKS
 # Dropout draws other numbers where no kernel runs: gnn_kernel_checks.py holds it.
@@ -40,8 +40,8 @@ def test_a_call_computes_what_torchs_operators_do(name: str, monkeypatch: pytest
     if DEVICE == "cpu":  # small tiles and few programs, which run one after the other
         monkeypatch.setattr(glu, "_is_hopper", lambda device: True)
         monkeypatch.setattr(group_norm, "ENOUGH", 6)
-        monkeypatch.setattr(group_norm_backward, "ENOUGH", 24)
-        for module in (csr_attention, csr_sum):
+        monkeypatch.setattr(group_norm, "GRADIENT_PROGRAMS", 24)
+        for module in (csr, csr_attention):
             monkeypatch.setattr(module, "merge_tile", lambda channels: (32, 8, 1))
     found: list[list[Tensor]] = []
     for runs in (True, False):

@@ -13,11 +13,11 @@ from tests.gnn_reference import GRAPHS, attend, edge_attention, edge_max, edge_s
 from tests.kernel_checks import DEVICE, MARKS, kernels_run  # noqa: F401
 from zoo.gnn import CSRGraph
 from zoo.gnn.graph import Recipe
-from zoo.ops import common, csr, draws
+from zoo.ops import common, csr
 from zoo.ops.common import next_power
-from zoo.ops.csr import GraphTensors
-from zoo.ops.csr_sum import max_neighbours, mean_neighbours, sum_neighbours
-from zoo.ops.triton import csr_attention, csr_sum
+from zoo.ops.csr import GraphTensors, max_neighbours, mean_neighbours, sum_neighbours
+from zoo.ops.triton import csr as csr_kernels
+from zoo.ops.triton import csr_attention
 
 pytestmark = MARKS
 RELATIVE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -28,7 +28,7 @@ HALF = [torch.float16, torch.bfloat16]
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter reduces number by number, and a tile for a GPU holds thousands of chunks."""
     if DEVICE == "cpu":
-        for module in (csr_attention, csr_sum):
+        for module in (csr_attention, csr_kernels):
             monkeypatch.setattr(module, "merge_tile", lambda channels: (32, min(next_power(channels), 8), 1))
 
 
@@ -176,7 +176,7 @@ def test_attention_of_every_width_with_rows_whole_and_split(
 @pytest.mark.parametrize("chunks", [2, 4])
 def test_long_rows_of_more_chunks_than_a_step_adds_up(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(csr, "EDGES_PER_CHUNK", 4)
-    for module in (csr_attention, csr_sum):
+    for module in (csr_attention, csr_kernels):
         monkeypatch.setattr(module, "merge_tile", lambda channels: (chunks, 16, 1))
     edges = 60  # a third of them in one row
     check_sum(hub(weight=True, edges=edges), values(11, 20))
@@ -286,10 +286,10 @@ def test_sums_with_features_of_the_rows_themselves(
 
     x, table = values(11, 5, dtype=dtype), values(11, 16, dtype=dtype)
     agree(
-        lambda x: mean_neighbours(x, graph, own="beside"), lambda x: torch.cat([mean(x), x[:rows]], dim=1), x, factor=4
+        lambda x: mean_neighbours(x, graph, own="concat"), lambda x: torch.cat([mean(x), x[:rows]], dim=1), x, factor=4
     )
     agree(
-        lambda table, bias: mean_neighbours(table, graph, own="added", bias=bias, channels=7),
+        lambda table, bias: mean_neighbours(table, graph, own="add", bias=bias, channels=7),
         lambda table, bias: mean(table[:, :7]) + table[:rows, 8:15] + bias,
         table,
         values(7, dtype=dtype),
@@ -326,7 +326,7 @@ def test_sums_of_features_that_are_not_contiguous() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "nodes"), [*itertools.product([1, 2, 5, 16, 33], [0, 1, 700]), (draws.MOST_AT_ONCE, 3)]
+    ("count", "nodes"), [*itertools.product([1, 2, 5, 16, 33], [0, 1, 700]), (csr.MOST_AT_ONCE, 3)]
 )
 def test_places_are_those_drawn_by_columns(count: int, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     degree = count + 1 + torch.randint(4, (nodes,), device=DEVICE)
@@ -334,7 +334,7 @@ def test_places_are_those_drawn_by_columns(count: int, nodes: int, monkeypatch: 
 
     def draw(kernel: bool) -> Tensor:
         monkeypatch.setattr(common, "triton_runs_on", lambda device: kernel)
-        return draws.distinct(degree, count, torch.Generator(DEVICE).manual_seed(3))
+        return csr.distinct(degree, count, torch.Generator(DEVICE).manual_seed(3))
 
     places = draw(True)
     assert places.shape == (nodes, count)

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoo.ops.csr import GraphTensors
-from zoo.ops.csr_attention import attention
+from zoo.ops.csr import GraphTensors, attention
 
 GRAPHS: dict[str, tuple[list[list[int]], tuple[int, int]]] = {
     "square": ([[0, 1, 2, 3, 1, 4], [1, 0, 1, 4, 3, 3]], (5, 5)),

@@ -15,13 +15,12 @@ import zoo.ops.common
 from tests.kernel_checks import DEVICE, MARKS, check_close, kernels_run, values  # noqa: F401
 from zoo.llm import KVCache
 from zoo.llm.generate import DecodeState, accept
-from zoo.ops.attention import attend, decode_attention
+from zoo.ops.attention import attend, decode_attention, rotate_into, split_rotated
 from zoo.ops.glu import swiglu
 from zoo.ops.norms import add_rms_norm, reference_rms_norm, rms_norm
-from zoo.ops.rotary import rotate_into, split_rotated
 from zoo.ops.triton import decode as products
 from zoo.ops.triton import norms as norm_kernels
-from zoo.ops.triton import sums
+from zoo.ops.triton import tiles as sums
 
 pytestmark = MARKS
 # Kernels begin early on a GPU that lets them.
@@ -47,11 +46,13 @@ def test_products(rows: int, columns: int, out: int, dtype: torch.dtype) -> None
     exact, exact_weight = x.double(), weight.double()
     normed = rms_norm(exact, norm.double(), 1e-5)
     for given in (None, bias):
-        found = products.norm_linear(x, norm, 1e-5, weight, given, OVERLAP)
+        found = products.linear(x, weight, OVERLAP, norm, 1e-5, given)
         close(found, F.linear(normed, exact_weight, *wide(given)), dtype)
-    close(products.linear_add(x, weight, residual, OVERLAP), residual.double() + F.linear(exact, exact_weight), dtype)
+    close(
+        products.linear(x, weight, OVERLAP, residual=residual), residual.double() + F.linear(exact, exact_weight), dtype
+    )
     pair = values(2 * out, columns, dtype=dtype, scale=columns**-0.5)
-    close(products.norm_gate(x, norm, 1e-5, pair, OVERLAP), swiglu(F.linear(normed, pair.double())), dtype)
+    close(products.linear(x, pair, OVERLAP, norm, 1e-5, gated=True), swiglu(F.linear(normed, pair.double())), dtype)
 
 
 @pytest.mark.parametrize("dtype", RELATIVE)

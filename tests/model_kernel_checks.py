@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 import zoo
 import zoo.ops.common
 from tests.kernel_checks import DEVICE, MARKS, kernels_run  # noqa: F401
-from zoo.ops.triton import group_norm, group_norm_backward
+from zoo.ops.triton import group_norm
 
 pytestmark = MARKS
 # Options and sizes of inputs that the interpreter gets through. ResNets have checks of their own, norm by norm.
@@ -41,7 +41,7 @@ def results(model: nn.Module, inputs: dict[str, Any], autocast: bool = False) ->
 def test_a_model_trains_as_without_kernels(name: str, autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":  # which runs one program after the other
         monkeypatch.setattr(group_norm, "ENOUGH", 6)
-        monkeypatch.setattr(group_norm_backward, "ENOUGH", 24)
+        monkeypatch.setattr(group_norm, "GRADIENT_PROGRAMS", 24)
     options, sizes = MODELS[name]
     model = zoo.create(name, device=DEVICE, **options).train()
     inputs = zoo.example_inputs(model, **sizes)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.kernel_checks import DEVICE, MARKS, kernels_run, values  # noqa: F401
 from zoo.ops.products import column_sums, weight_gradient
-from zoo.ops.triton import sums
+from zoo.ops.triton import tiles as sums
 
 pytestmark = MARKS
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -9,9 +9,10 @@ from torch import Tensor
 
 import zoo
 from tests.kernel_checks import DEVICE, MARKS, kernels_run  # noqa: F401
-from zoo.ops import common, pooling
+from zoo.ops import batch_norm as pooling
+from zoo.ops import common
 from zoo.ops.batch_norm import Norm
-from zoo.ops.triton import pooling as kernels
+from zoo.ops.triton import batch_norm as kernels
 from zoo.ops.triton import tiles
 from zoo.resnet import fold_batch_norm
 

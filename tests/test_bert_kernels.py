@@ -340,7 +340,8 @@ def test_functional_transforms_run_without_kernels(counted: Counter[str]) -> Non
 
 @needs_triton
 def test_tokens_lie_along_the_axis_of_the_grid_that_has_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    from zoo.ops.triton import glu, norms, sums
+    from zoo.ops.triton import glu, norms
+    from zoo.ops.triton import tiles as sums
 
     grids: dict[str, tuple[int, ...]] = {}
 
@@ -361,8 +362,8 @@ def test_tokens_lie_along_the_axis_of_the_grid_that_has_no_limit(monkeypatch: py
     x, vector, row = (torch.empty(shape, device="meta") for shape in ((tokens, 1024), (1024,), (tokens,)))
     glu.bias_gelu(x, vector, False)
     glu.bias_gelu_backward(x, x, vector, False)
-    norms.add_layer_norm(x, x, None, vector, vector, 1e-6, None)
-    norms.add_layer_norm_backward(x, row, row, vector, x, None, None, False)
+    norms.norm(x, x, None, vector, vector, 1e-6)
+    norms.norm_backward(x, row, row, vector, x, None, None, None, 2)
     sums.column_sums(x, torch.float32)
     assert len(grids) == 6 and all(size < 1 << 16 for grid in grids.values() for size in grid[1:])
     assert grids["_bias_gelu"][0] * glu.ROWS == tokens

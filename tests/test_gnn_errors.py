@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import zoo
 from zoo.gnn import CSRGraph, GATConv, GCNConv, SAGEConv
 from zoo.gnn.model import build
-from zoo.ops.csr_sum import mean_neighbours
+from zoo.ops.csr import mean_neighbours
 
 X = torch.randn(5, 12)
 EDGES = torch.tensor([[0, 1, 2], [1, 2, 4]])

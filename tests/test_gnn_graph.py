@@ -17,7 +17,7 @@ from zoo.engine.graphed_step import synchronising_raises
 from zoo.gnn import CSRGraph, GCNConv, SAGEConv
 from zoo.gnn import graph as graphs
 from zoo.gnn.graph import GraphMemory, Recipe
-from zoo.ops.csr_sum import max_neighbours, mean_neighbours, sum_neighbours
+from zoo.ops.csr import max_neighbours, mean_neighbours, sum_neighbours
 
 every_graph = pytest.mark.parametrize("name", GRAPHS)
 
@@ -201,15 +201,15 @@ def test_weights_of_another_thread_are_never_taken(monkeypatch: pytest.MonkeyPat
         return memory.prepare(edge_index, weight, [torch.empty(sizes[0], 0)], Recipe()).tensors.weight
 
     expected = given(weights[0])
-    is_still = graphs._Seen.is_still
+    is_still = graphs._TensorVersion.is_still
 
-    def interrupted(seen: graphs._Seen, tensor: Tensor) -> bool:
+    def interrupted(seen: graphs._TensorVersion, tensor: Tensor) -> bool:
         known = is_still(seen, tensor)
         if tensor is weights[0]:
             given(weights[1])  # as another thread might, once this one has found its own
         return known
 
-    monkeypatch.setattr(graphs._Seen, "is_still", interrupted)
+    monkeypatch.setattr(graphs._TensorVersion, "is_still", interrupted)
     found = given(weights[0])
     assert found is not None
     torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -16,11 +16,8 @@ from tests.gnn_reference import attend, edge_attention, edge_max, edge_sum
 from zoo.engine.kernel import Kernel
 from zoo.gnn import CSRGraph, convs
 from zoo.gnn.graph import Recipe
-from zoo.ops import common, csr, csr_sum
-from zoo.ops.csr import GraphTensors, split_rows
-from zoo.ops.csr_attention import attention
-from zoo.ops.csr_sum import max_neighbours, mean_neighbours, sum_neighbours
-from zoo.ops.draws import distinct
+from zoo.ops import common, csr
+from zoo.ops.csr import GraphTensors, attention, distinct, max_neighbours, mean_neighbours, split_rows, sum_neighbours
 
 MODELS = ["gcn-debug", "gat-debug", "graphsage-debug"]
 NODES, EDGES = 169_343, 2_315_598
@@ -61,7 +58,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         x, bias, weight = torch.randn(8, 4), torch.randn(3), learned.weight.clone()  # type: ignore[union-attr]
         x, weight, bias = (each.requires_grad_() for each in (x, weight, bias))
         found[f"sum {name}"] = sums, (x, weight, bias)
-        for own in ("added", "beside"):
+        for own in ("add", "concat"):
             found[f"mean {own} {name}"] = functools.partial(mean_neighbours, graph=g, own=own), (x,)
         maxima = functools.partial(max_neighbours, graph=g)
         found[f"max {name}"] = maxima, (x,)
@@ -247,13 +244,13 @@ def test_rows_of_many_nodes_start_at_whole_vectors(name: str, monkeypatch: pytes
     """The values and gradients are the same, in rows that lie a multiple of 16 bytes apart."""
     model = zoo.create(name, out_channels=11).train().requires_grad_(True)
     inputs = zoo.example_inputs(model)
-    widths, aggregate = [], csr_sum._csr_sum
+    widths, aggregate = [], csr._csr_sum
 
     def watched(x: Tensor, *rest: Any) -> Tensor:
         widths.append(x.shape[1])
         return aggregate(x, *rest)
 
-    monkeypatch.setattr(csr_sum, "_csr_sum", watched)
+    monkeypatch.setattr(csr, "_csr_sum", watched)
     monkeypatch.setattr(convs, "kernels_run", lambda *_: True)
     found = []
     for many in (2**16, 16):

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import zoo
 from zoo.gnn import Bucket, CSRGraph, GraphSAGE, NeighborSampler, SAGEConfig, SampledBatch
-from zoo.ops.draws import distinct
+from zoo.ops.csr import distinct
 from zoo.training import TrainingStep
 
 NODES, EDGES = 200, 3000
@@ -140,7 +140,7 @@ def test_neighbours_are_drawn_with_equal_chance(device: str):
 
 def test_more_neighbours_than_a_kernel_holds_are_drawn_by_columns(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("zoo.ops.common.triton_runs_on", lambda device: True)
-    monkeypatch.setattr("zoo.ops.triton.draws.distinct", lambda *_: pytest.fail("launched"))
+    monkeypatch.setattr("zoo.ops.triton.csr.distinct", lambda *_: pytest.fail("launched"))
     places = distinct(torch.full((3,), 600), 513, torch.Generator().manual_seed(0))
     assert places.shape == (3, 513) and (places.sort(1).values.diff(dim=1) > 0).all()
 

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 import zoo
-from zoo.ops.batch_norm import Norm, bias_act, norm_act
+from zoo.ops.batch_norm import Norm, bias_act, bias_act_pool, max_pool, norm_act, norm_act_pool
 from zoo.ops.conv import stem_conv
-from zoo.ops.pooling import bias_act_pool, max_pool, norm_act_pool
 
 
 def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:

@@ -18,8 +18,7 @@ from zoo.ops import products as low_products
 from zoo.ops.attention import short_attention
 from zoo.ops.conv import conv_add, upsample, windows, windows_run
 from zoo.ops.glu import gated_gelu, gated_gelu_product
-from zoo.ops.group_norm import cat_group_norm, group_norm
-from zoo.ops.norms import add_norm, layer_norm
+from zoo.ops.norms import add_norm, cat_group_norm, group_norm, layer_norm
 from zoo.unet import ResnetBlock, Transformer, TransformerBlock
 from zoo.unet import blocks as products
 from zoo.unet.config import PRESETS, BlockShape

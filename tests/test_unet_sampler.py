@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 import zoo
 from zoo.unet import Sampler, UNet, make_schedule
-from zoo.unet.schedule import SOLVERS
+from zoo.unet.sampler import SOLVERS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

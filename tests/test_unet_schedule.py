@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zoo.unet import Schedule, make_schedule
-from zoo.unet.schedule import SOLVERS
+from zoo.unet.sampler import SOLVERS
 
 with warnings.catch_warnings():
     # What diffusers imports warns of what it imports.

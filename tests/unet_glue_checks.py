@@ -125,7 +125,7 @@ def test_a_mean_far_from_zero_costs_no_variance() -> None:
 
 
 def test_rows_wider_than_a_program_run_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norm_kernels, "_launch_layer_norm", lambda *_: pytest.fail("a kernel ran"))
+    monkeypatch.setattr(norm_kernels, "layer_norm", lambda *_, **__: pytest.fail("a kernel ran"))
     x, weight, bias = values(3, 2049), values(2049), values(2049)
     with torch.no_grad():
         found = layer_norm(x, weight, bias, 1e-5)
@@ -152,8 +152,7 @@ def test_kernels_run_with_gradients_and_without(monkeypatch: pytest.MonkeyPatch)
 
     for name in ("conv_add", "upsample"):
         note(conv_kernels, name)
-    for name in ("add_norm", "layer_norm"):
-        note(norm_kernels, name)
+    note(norm_kernels, "layer_norm")
     note(kernels, "gated_gelu")
     layer = nn.Conv2d(8, 4, 3, stride=2, padding=1).to(DEVICE, memory_format=torch.channels_last)
     image = values(2, 8, 4, 6).contiguous(memory_format=torch.channels_last)
@@ -168,13 +167,13 @@ def test_kernels_run_with_gradients_and_without(monkeypatch: pytest.MonkeyPatch)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
         assert one.is_contiguous(memory_format=torch.channels_last)
-    assert ran == ["upsample", "conv_add", "add_norm", "layer_norm", "gated_gelu"]
+    assert ran == ["upsample", "conv_add", "layer_norm", "layer_norm", "gated_gelu"]
     conv(upsample(image.requires_grad_()), layer).sum().backward()
     x.requires_grad_()
     sum(add_norm(x, x, bias, bias, None, 1e-5)).sum().backward()
     layer_norm(x, bias, bias, 1e-5).sum().backward()
     gated_gelu(x, bias).sum().backward()
-    assert ran[5:] == ["conv_add", "add_norm", "layer_norm", "gated_gelu"]
+    assert ran[5:] == ["conv_add", "layer_norm", "layer_norm", "gated_gelu"]
 
 
 def test_a_model_predicts_as_without_kernels_in_as_many_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

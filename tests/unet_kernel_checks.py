@@ -11,9 +11,8 @@ from torch import Tensor
 
 from tests import kernel_checks
 from tests.kernel_checks import DEVICE, MARKS, kernels_run  # noqa: F401
-from zoo.ops import group_norm as ops
+from zoo.ops import norms as ops
 from zoo.ops.triton import group_norm as kernels
-from zoo.ops.triton import group_norm_backward
 
 pytestmark = MARKS
 RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
@@ -34,7 +33,7 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs one program after the other."""
     if DEVICE == "cpu":
         monkeypatch.setattr(kernels, "ENOUGH", 6)
-        monkeypatch.setattr(group_norm_backward, "ENOUGH", 24)
+        monkeypatch.setattr(kernels, "GRADIENT_PROGRAMS", 24)
 
 
 @pytest.fixture(params=["one launch", "two launches"])
@@ -113,7 +112,7 @@ def test_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "TILE", 128 * kernels.STEPS)
     for size, chunks in (((16, 16), 64), ((20, 17), 43), ((3, 3), 3)):
         x, weight, bias = values(1, 20, *size, mean=3.0), values(20), values(20)
-        assert kernels.cut(1, size[0] * size[1], 20, 2)[2][0] == chunks <= kernels.CHUNKS
+        assert kernels.launch_plan(1, size[0] * size[1], 20, 2)[2][0] == chunks <= kernels.CHUNKS
         found = ops.group_norm(x, None, weight, bias, 2, 1e-5, True)
         close(found, ops.group_norm(*wide(x, None, weight, bias), 2, 1e-5, True), torch.float32)
 
@@ -133,8 +132,11 @@ def test_one_launch_of_some_tiles(size: int, pixels: int, monkeypatch: pytest.Mo
         # Of a few numbers, some are cut off by more: the interpreter does not round to bfloat16.
         close(found, ops.group_norm(*wide(*given), 2, 1e-5, silu), dtype, times=2)
     # Two images, whose seam lies within a group, as one.
-    cut = size // 2 if size > 1 else 1
-    halves = [part.contiguous(memory_format=torch.channels_last) for part in x.split([cut, 2 * size - cut], dim=1)]
+    launch_plan = size // 2 if size > 1 else 1
+    halves = [
+        part.contiguous(memory_format=torch.channels_last)
+        for part in x.split([launch_plan, 2 * size - launch_plan], dim=1)
+    ]
     found, joined = ops.cat_group_norm(*halves, weight, bias, 2, 1e-5, False)
     assert torch.equal(joined, x)
     torch.testing.assert_close(found, ops.group_norm(x, None, weight, bias, 2, 1e-5, False))
@@ -244,7 +246,7 @@ def gradients(*given: Any, shift: Tensor | None, groups: int, first: int, silu: 
     grad, x, weight, bias, more = given
     moved = (x.double() if shift is None else x.double() + shift.double()[:, :, None, None]).reshape(2, groups, -1)
     stats = torch.stack([moved.mean(-1), (moved.var(-1, correction=0) + 1e-5).rsqrt()], dim=-1).float()
-    return group_norm_backward.group_norm_backward(grad, x, shift, weight, bias, stats, more, first, silu)
+    return kernels.group_norm_backward(grad, x, shift, weight, bias, stats, more, first, silu)
 
 
 def exact_gradients(*given: Any, shift: Tensor | None, groups: int, first: int, silu: bool) -> tuple[Any, ...]:
@@ -292,7 +294,7 @@ def test_gradients(channels: int, groups: int, dtype: torch.dtype) -> None:
 
 def test_gradients_of_many_chunks_and_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
     # More than are put together at once, of both images one behind the other; and no pixel at all.
-    monkeypatch.setattr(group_norm_backward, "ENOUGH", 10000)
+    monkeypatch.setattr(kernels, "GRADIENT_PROGRAMS", 10000)
     grad, x = values(2, 20, 35, 16), values(2, 20, 35, 16)
     weight, bias, shift = values(20, mean=1.0), values(20), values(2, 20)
     options: dict[str, Any] = {"groups": 2, "first": 20, "silu": True}
@@ -304,14 +306,14 @@ def test_gradients_of_many_chunks_and_of_none(monkeypatch: pytest.MonkeyPatch) -
     again = gradients(grad, x, weight, bias, None, shift=shift, **options)
     assert all(torch.equal(first, second) for first, second in zip(found, again, strict=True))
     stats = torch.zeros(0, 2, 2, device=DEVICE)
-    empty = group_norm_backward.group_norm_backward(grad[:0], x[:0], None, weight, bias, stats, None, 20, True)
+    empty = kernels.group_norm_backward(grad[:0], x[:0], None, weight, bias, stats, None, 20, True)
     assert empty[0].shape == (0, 20, 35, 16) and not empty[3].any() and not empty[4].any()
 
 
 def test_a_gradient_takes_three_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[tuple[str, dict[str, Any]]] = []
     for name in ("_sums", "_finish", "_gradients"):
-        monkeypatch.setattr(group_norm_backward, name, Recorder(launched, name))
+        monkeypatch.setattr(kernels, name, Recorder(launched, name))
     plans = set()
     for size in (10, 20, 30, 40, 60, 80):
         x, weight = values(1, 32 * size, 2, 2), values(32 * size)

@@ -16,7 +16,7 @@ from zoo.ops.glu import gated_gelu
 from zoo.ops.norms import add_norm, layer_norm
 from zoo.ops.triton import glu as gate_kernels
 from zoo.ops.triton import norms as norm_kernels
-from zoo.ops.triton import sums
+from zoo.ops.triton import tiles as sums
 
 pytestmark = MARKS
 # The interpreter cuts numbers off where a GPU rounds them to bfloat16.
@@ -144,11 +144,11 @@ def test_norms_of_programs_as_they_are(rows: int, columns: int) -> None:
 def test_what_is_kept_is_what_was_normed() -> None:
     x, residual, weight, bias = values(5, 40), values(5, 40), values(40), values(40)
     with torch.no_grad():
-        total, out, kept, mean, scale = norm_kernels.add_norm(x, residual, weight, bias, None, 1e-5, True)
+        out, total, kept, mean, scale = norm_kernels.layer_norm(x, residual, weight, bias, None, 1e-5, True)
         assert kept is total
         for one, other in zip((total, out), add_norm(x, residual, weight, bias, None, 1e-5), strict=True):
             assert torch.equal(one, other)
-        moved, same, kept, *_ = norm_kernels.add_norm(x, residual, weight, bias, bias, 1e-5, True)
+        same, moved, kept, *_ = norm_kernels.layer_norm(x, residual, weight, bias, bias, 1e-5, True)
     assert torch.equal(same, out) and torch.equal(kept, total) and torch.equal(moved, x + residual + bias)
     torch.testing.assert_close(mean.double(), total.double().mean(-1), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(

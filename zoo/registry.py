@@ -1,7 +1,5 @@
 """The families of the zoo, and their models by name."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import inspect
@@ -69,11 +67,7 @@ def family_of(model: nn.Module) -> Family:
 
 
 def list_models(family: str | None = None) -> list[str]:
-    """Preset names, of one family or of all.
-
-    Raises:
-        ValueError: If there is no such family.
-    """
+    """Preset names, of one family or of all; ValueError if there is no such family."""
     if family is None:
         return [name for each in _FAMILIES.values() for name in each.presets]
     if family not in _FAMILIES:
@@ -82,14 +76,9 @@ def list_models(family: str | None = None) -> list[str]:
 
 
 def create(
-    name: str,
-    *,
-    weights: Any = None,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-    strict: bool = False,
-    **overrides: Any,
-) -> nn.Module:
+    name: str, *, weights: Any = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    strict: bool = False, **overrides: Any,
+) -> nn.Module:  # fmt: skip
     """Build a model by its preset's name, in eval mode, nothing compiled.
 
     Args:
@@ -167,11 +156,7 @@ def from_upstream(module: nn.Module, *, strict: bool = False) -> nn.Module:
 
 
 def to_upstream(model: nn.Module) -> nn.Module:
-    """The upstream library's model with a zoo model's weights, configuration and mode.
-
-    Raises:
-        TypeError: If the model is not the zoo's.
-    """
+    """The upstream library's model with a zoo model's weights, configuration and mode; TypeError for other models."""
     return family_of(model).weights.to_upstream(model)
 
 

@@ -14,8 +14,6 @@ they never wait for one::
         one_of(self, "kind", ("bert", "roberta"))
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -35,18 +33,11 @@ def is_count(value: Any, least: int = 1) -> bool:
 
 
 def tensor(
-    name: str,
-    given: Any,
-    shape: str | None = None,
-    *,
-    kinds: str | Collection[torch.dtype] | None = None,
-    like: Tensor | torch.device | None = None,
-    like_name: str = "the weights",
-    sizes: Mapping[str, int] | None = None,
-    empty: bool = True,
-    hint: str = "",
-) -> None:
-    """A dense tensor of this shape, kind, device and dtype.
+    name: str, given: Any, shape: str | None = None, *, kinds: str | Collection[torch.dtype] | None = None,
+    like: Tensor | torch.device | None = None, like_name: str = "the weights", sizes: Mapping[str, int] | None = None,
+    empty: bool = True, hint: str = "",
+) -> None:  # fmt: skip
+    """A dense tensor of this shape, kind, device and dtype; TypeError or ValueError otherwise.
 
     Args:
         name: The argument's.
@@ -60,10 +51,6 @@ def tensor(
         sizes: Of dimensions whose size is known.
         empty: Whether a dimension may be 0.
         hint: What to do about a wrong shape or kind.
-
-    Raises:
-        TypeError: If it is no dense tensor, or of another kind or dtype.
-        ValueError: If its shape or device does not fit.
     """
     if not isinstance(given, Tensor) or given.layout != torch.strided:
         found = given.layout if isinstance(given, Tensor) else type(given).__name__
@@ -79,19 +66,10 @@ def tensor(
 
 
 def kind(
-    name: str,
-    given: Tensor,
-    kinds: str | Collection[torch.dtype] | None,
-    *,
-    like: Tensor | None = None,
-    like_name: str = "the weights",
-    hint: str = "",
-) -> None:
-    """The dtype of a tensor; see :func:`tensor`.
-
-    Raises:
-        TypeError: If it is of another.
-    """
+    name: str, given: Tensor, kinds: str | Collection[torch.dtype] | None, *, like: Tensor | None = None,
+    like_name: str = "the weights", hint: str = "",
+) -> None:  # fmt: skip
+    """The dtype of a tensor, as for :func:`tensor`; TypeError otherwise."""
     if kinds == "floating":
         expected = "floating-point numbers" if like is None else str(like.dtype)
         if not given.is_floating_point():
@@ -120,12 +98,7 @@ def on_host(tensor: Tensor) -> bool:
 
 
 def in_range(name: str, ids: Tensor, limit: int, field: str, hint: str = "", *, ignored: int | None = None) -> None:
-    """Integers from 0 to below ``limit``, which the model calls ``field``, or ``ignored``; read on the host only.
-
-    Raises:
-        TypeError: If they are no integers.
-        ValueError: If one is out of range.
-    """
+    """Integers from 0 to below ``limit``, which the model calls ``field``, or ``ignored``; read on the host only."""
     kind(name, ids, "integer")
     if not on_host(ids):
         return

@@ -21,8 +21,6 @@ and ``write_config`` the map loads and saves folders in the upstream library's f
 these functions, never by ``import zoo``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import sys
@@ -118,9 +116,8 @@ class WeightMap(Generic[Model]):
     def from_upstream(self, module: nn.Module) -> Model:
         """Our model with the weights of an upstream module, copied, in the same mode.
 
-        Raises:
-            NotImplementedError: If it is of another class.
-            ValueError: If it uses an option that the zoo does not support; the message names it.
+        NotImplementedError if the module is of another class; ValueError that names the option if the zoo does not
+        support it.
         """
         model, tensors, name = self._on_meta(self.config_of(module)), self.tensors_of(module), type(module).__name__
         places = self.places(model)
@@ -140,9 +137,7 @@ class WeightMap(Generic[Model]):
     def to_upstream(self, model: nn.Module) -> nn.Module:
         """The upstream library's module with a model's weights, copied, in the same mode.
 
-        Raises:
-            TypeError: If the model is not of this family.
-            ValueError: If the library cannot hold it.
+        TypeError if the model is not of this family, ValueError if the library cannot hold it.
         """
         checked = self._checked(model)
         module, places, ours = self.skeleton(checked.config), self.places(checked), checked.state_dict(keep_vars=True)
@@ -160,24 +155,15 @@ class WeightMap(Generic[Model]):
         return module.train(model.training)
 
     def convert_state_dict(self, tensors: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
-        """Their tensors as ours: every key that the config needs, and no other.
-
-        Raises:
-            ValueError: If a tensor is missing, left over or of another shape.
-        """
+        """Their tensors as ours: every key that the config needs, and no other; ValueError if they do not fit."""
         model = self._on_meta(config)
         self.fill(model, tensors, device=_device_of(tensors), source="the state dict")
         return model.state_dict()
 
     def fill(
-        self,
-        model: nn.Module,
-        tensors: Mapping[str, Tensor],
-        *,
-        device: torch.device | str,
-        dtype: torch.dtype | None = None,
-        source: str,
-    ) -> None:
+        self, model: nn.Module, tensors: Mapping[str, Tensor], *, device: torch.device | str,
+        dtype: torch.dtype | None = None, source: str,
+    ) -> None:  # fmt: skip
         """As :func:`zoo.weights.fill`, by the zoo's keys if most of these are there, else by the upstream library's."""
         own = model.state_dict().keys()
         places: dict[str, Placement | None]
@@ -190,14 +176,9 @@ class WeightMap(Generic[Model]):
         fill(model, tensors, places, device=device, dtype=dtype, source=source)
 
     def load(
-        self,
-        source: str | Path,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        strict: bool = False,
-        **overrides: Any,
-    ) -> Model:
+        self, source: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        strict: bool = False, **overrides: Any,
+    ) -> Model:  # fmt: skip
         """A model of any size from a folder or hub id in the upstream library's format, in eval mode.
 
         It is built without memory and filled tensor by tensor: the weights are never in memory twice.
@@ -313,10 +294,8 @@ def fill(
 
     ``placements`` say where each key of a checkpoint goes, None for one that is not needed; ``dtype`` is that of
     floating-point weights, None as they are stored; ``source`` is named in errors. Buffers that no checkpoint holds are
-    computed by the modules' ``reset_buffers(device)``.
-
-    Raises:
-        ValueError: If a tensor is missing, left over, of another shape or of integers; the message names it.
+    computed by the modules' ``reset_buffers(device)``. A tensor that is missing, left over, of another shape or of
+    integers is a ValueError that names it.
     """
     wanted = {key: place for key, place in placements.items() if place is not None and not place.repeated}
     absent = wanted.keys() - tensors.keys()
@@ -407,14 +386,9 @@ def _lay_out(model: nn.Module, _: Any = None) -> None:
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def refuse_changed(
-    theirs: Mapping[str, nn.Module], skeleton: nn.Module, refuse: Callable[[str, Any, str], None]
-) -> None:
-    """Refuse an upstream model whose modules, by name, are not those of its configuration's skeleton.
-
-    ``refuse(name, found, why)`` raises.
-    """
-    expected = dict(skeleton.named_modules())
+def refuse_changed(theirs: Mapping[str, nn.Module], made: nn.Module, refuse: Callable[[str, Any, str], None]) -> None:
+    """Call ``refuse(name, found, why)``, which raises, where an upstream model differs from its config's skeleton."""
+    expected = dict(made.named_modules())
     for name in {**expected, **theirs}:
         if name not in theirs or name not in expected:
             refuse(name, theirs.get(name), "the configuration says otherwise; convert an unchanged model")

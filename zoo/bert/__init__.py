@@ -3,19 +3,19 @@
 from zoo.bert.convert import WEIGHTS
 from zoo.bert.convert import load as load
 from zoo.bert.convert import save as save
-from zoo.bert.heads import Encoding as Encoding
-from zoo.bert.heads import MaskedLMHead as MaskedLMHead
-from zoo.bert.heads import PoolerHead as PoolerHead
-from zoo.bert.heads import SequenceHead as SequenceHead
-from zoo.bert.heads import SequenceScores as SequenceScores
-from zoo.bert.heads import SpanHead as SpanHead
-from zoo.bert.heads import Spans as Spans
-from zoo.bert.heads import TokenHead as TokenHead
-from zoo.bert.heads import TokenScores as TokenScores
 from zoo.bert.layer import BertConfig as BertConfig
 from zoo.bert.layer import BertEmbeddings as BertEmbeddings
 from zoo.bert.layer import BertLayer as BertLayer
+from zoo.bert.layer import Encoding as Encoding
+from zoo.bert.layer import MaskedLMHead as MaskedLMHead
+from zoo.bert.layer import PoolerHead as PoolerHead
 from zoo.bert.layer import Rows as Rows
+from zoo.bert.layer import SequenceHead as SequenceHead
+from zoo.bert.layer import SequenceScores as SequenceScores
+from zoo.bert.layer import SpanHead as SpanHead
+from zoo.bert.layer import Spans as Spans
+from zoo.bert.layer import TokenHead as TokenHead
+from zoo.bert.layer import TokenScores as TokenScores
 from zoo.bert.layer import attend as attend
 from zoo.bert.model import PRESETS, example_inputs
 from zoo.bert.model import Bert as Bert

@@ -5,8 +5,6 @@ and by its age; a checkpoint of one head may be loaded under another, which then
 transformers is imported when a model is converted, loaded or saved.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.bert.heads import make_head
-from zoo.bert.layer import ACTIVATIONS, BertConfig
+from zoo.bert.layer import ACTIVATIONS, BertConfig, make_head
 from zoo.bert.model import Bert
 from zoo.files import open_tensors
 from zoo.weights import Placement, Table, WeightMap, initialise, warn
@@ -226,18 +223,10 @@ def _drawn_head(config: BertConfig) -> dict[str, Tensor]:
 
 
 WEIGHTS = WeightMap(
-    name="bert",
-    noun="an encoder",
-    classes=(Bert,),
-    table=table,
-    config_of=config_of,
-    skeleton=skeleton,
-    finish=reset_buffers,
-    adapt=adapt,
-    read_config=read_config,
-    write_config=write_config,
+    name="bert", noun="an encoder", classes=(Bert,), table=table, config_of=config_of, skeleton=skeleton,
+    finish=reset_buffers, adapt=adapt, read_config=read_config, write_config=write_config,
     use_fields=_HEAD_FIELDS + _DROPOUTS,
-)
+)  # fmt: skip
 placements = WEIGHTS.placements
 load = WEIGHTS.load
 """A model from a folder or hub id in transformers' format: :meth:`zoo.weights.WeightMap.load`, with ``head=`` of

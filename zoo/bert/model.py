@@ -10,8 +10,6 @@ All layers share one graph, at any depth. Embeddings and small heads stay eager.
 Shape legend: B rows, T tokens of a row, N tokens of a packed batch, C width, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -19,7 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from zoo import validate
-from zoo.bert.heads import (
+from zoo.bert.layer import (
+    BertConfig,
+    BertEmbeddings,
+    BertLayer,
     Encoding,
     MaskedLMHead,
     Output,
@@ -28,40 +29,30 @@ from zoo.bert.heads import (
     SpanHead,
     TokenHead,
     check_labels,
+    key_mask,
     make_head,
+    rows_of,
 )
-from zoo.bert.layer import BertConfig, BertEmbeddings, BertLayer, key_mask, rows_of
 from zoo.bert.packing import PackedBatch, check_ids, counted_positions, pack, unpack
 from zoo.engine.region import Region, in_process_on_gpus
 from zoo.weights import initialise
 
 _BERT: dict[str, Any] = {
-    "vocab_size": 30522,
-    "max_position_embeddings": 512,
-    "type_vocab_size": 2,
-    "layer_norm_eps": 1e-12,
+    "vocab_size": 30522, "max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": 1e-12,
     "pad_token_id": 0,
-}
+}  # fmt: skip
 _ROBERTA: dict[str, Any] = {
-    "kind": "roberta",
-    "vocab_size": 50265,
-    "max_position_embeddings": 514,
-    "type_vocab_size": 1,
-    "layer_norm_eps": 1e-5,
-    "pad_token_id": 1,
-}
+    "kind": "roberta", "vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1,
+    "layer_norm_eps": 1e-5, "pad_token_id": 1,
+}  # fmt: skip
 
 
 def _sized(common: dict[str, Any], layers: int, width: int, **options: Any) -> BertConfig:
     """A published size: heads of 64 and an MLP four times as wide."""
     return BertConfig(
-        **common,
-        **options,
-        num_hidden_layers=layers,
-        hidden_size=width,
-        num_attention_heads=width // 64,
+        **common, **options, num_hidden_layers=layers, hidden_size=width, num_attention_heads=width // 64,
         intermediate_size=4 * width,
-    )
+    )  # fmt: skip
 
 
 PRESETS: dict[str, BertConfig] = {
@@ -105,11 +96,7 @@ REGIONS = (
 
 
 class Bert(nn.Module):
-    """BERT or RoBERTa with the head that its config names.
-
-    Args:
-        config: A ``BertConfig``.
-    """
+    """BERT or RoBERTa with the head that its ``BertConfig`` names."""
 
     regions: ClassVar[tuple[Region, ...]] = REGIONS
 
@@ -125,17 +112,14 @@ class Bert(nn.Module):
         self.apply(initialise)
 
     def forward(
-        self,
-        input_ids: Tensor | PackedBatch,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        *,
-        labels: Tensor | None = None,
-        start_positions: Tensor | None = None,
-        end_positions: Tensor | None = None,
-    ) -> Output:
+        self, input_ids: Tensor | PackedBatch, attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None, position_ids: Tensor | None = None, *, labels: Tensor | None = None,
+        start_positions: Tensor | None = None, end_positions: Tensor | None = None,
+    ) -> Output:  # fmt: skip
         """Encode a batch, score it, and compare it with labels.
+
+        Returns ``Encoding``, ``TokenScores``, ``SequenceScores`` or ``Spans``, by the head. What belongs to tokens is
+        [B, T, ...], or [N, ...] for a packed batch; ``unpack`` puts the padding back.
 
         A mask on the host that hides nothing counts as none. On a device a mask is never looked at: leave it out where
         all rows are full.
@@ -150,20 +134,13 @@ class Bert(nn.Module):
             start_positions: [B], for ``question-answering``.
             end_positions: [B].
 
-        Returns:
-            ``Encoding``, ``TokenScores``, ``SequenceScores`` or ``Spans``, by the head. What belongs to tokens is
-            [B, T, ...], or [N, ...] for a packed batch; ``unpack`` puts the padding back.
-
         Raises:
             TypeError, ValueError: If an input does not fit, before anything runs. Values are looked at on the host.
         """
         config, batch, mask, rows = self.config, None, None, None
+        _check_inputs(config, input_ids, attention_mask, token_type_ids, position_ids)
         if isinstance(input_ids, PackedBatch):
-            batch = input_ids
-            _check_packed(
-                config, batch, attention_mask=attention_mask, token_type_ids=token_type_ids, position_ids=position_ids
-            )
-            tokens = batch.input_ids.shape[0]
+            batch, tokens = input_ids, input_ids.input_ids.shape[0]
             check_labels(config, labels, start_positions, end_positions, batch.rows, batch.length, tokens)
             if labels is not None and config.head in ("masked-lm", "token-classification") and labels.dim() == 2:
                 labels = batch.take(labels, fill=-100)
@@ -171,7 +148,6 @@ class Bert(nn.Module):
             rows = rows_of(batch.offsets, batch.length, tokens, x, config.hidden_size // config.num_attention_heads)
             rows = rows._replace(offsets=_match_mode(rows.offsets))
         else:
-            _check_padded(config, input_ids, attention_mask, token_type_ids, position_ids)
             count, length = input_ids.shape
             check_labels(config, labels, start_positions, end_positions, count, length, None)
             if position_ids is None and config.first_position:
@@ -185,24 +161,14 @@ class Bert(nn.Module):
         return self._score(x, labels, start_positions, end_positions, batch)
 
     def without_padding(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        *,
-        buckets: Sequence[int] | None = None,
-        **labels: Tensor | None,
-    ) -> Output:
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None, *, buckets: Sequence[int] | None = None, **labels: Tensor | None,
+    ) -> Output:  # fmt: skip
         """Like a call on the padded batch, with the padding taken out before it and put back, as zeros, after it.
 
-        Args:
-            input_ids: [B, T]; on a device this waits for it.
-            attention_mask: [B, T].
-            token_type_ids: [B, T].
-            position_ids: [B, T] or [1, T].
-            buckets: As ``pack`` takes them.
-            labels: ``labels``, ``start_positions`` and ``end_positions``, as a call takes them.
+        Takes ``input_ids`` [B, T], on a device this waits for it; ``attention_mask``, ``token_type_ids``,
+        ``position_ids`` and ``buckets`` as ``pack`` does; ``labels``, ``start_positions`` and ``end_positions`` as a
+        call does.
         """
         batch = pack(input_ids, attention_mask, token_type_ids, position_ids, config=self.config, buckets=buckets)
         output: Output = self(batch, **labels)
@@ -245,37 +211,29 @@ def _match_mode(ids: Tensor | None) -> Tensor | None:
     return ids.clone()
 
 
-def _check_padded(
-    config: BertConfig,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    token_type_ids: Tensor | None,
+def _check_inputs(
+    config: BertConfig, input_ids: Tensor | PackedBatch, attention_mask: Tensor | None, token_type_ids: Tensor | None,
     position_ids: Tensor | None,
-) -> None:
-    check_ids(input_ids, attention_mask, token_type_ids, position_ids)
-    tokens = input_ids.shape[1]
-    if position_ids is None and tokens > config.positions:
-        raise ValueError(f"input_ids has {tokens} tokens, but the model has {config.positions} positions")
-    _check_ranges(config, input_ids, token_type_ids, position_ids)
-
-
-def _check_packed(config: BertConfig, batch: PackedBatch, **given: Tensor | None) -> None:
-    twice = [name for name, value in given.items() if value is not None]
-    if twice:
-        raise ValueError(f"{', '.join(twice)} given with a packed batch, which holds its own: pass them to pack()")
-    if batch.length > config.positions:
-        raise ValueError(f"the batch has rows of {batch.length} tokens, but the model {config.positions} positions")
-    if batch.first_position not in (None, config.first_position):
-        raise ValueError(f"the batch counts positions from {batch.first_position}: pack with config=model.config")
-    _check_ranges(config, batch.input_ids, batch.token_type_ids, batch.position_ids)
-
-
-def _check_ranges(config: BertConfig, ids: Tensor, types: Tensor | None, positions: Tensor | None) -> None:
-    validate.in_range("input_ids", ids, config.vocab_size, "vocab_size")
-    if types is not None:
-        validate.in_range("token_type_ids", types, config.type_vocab_size, "type_vocab_size")
-    if positions is not None:
-        validate.in_range("position_ids", positions, config.max_position_embeddings, "max_position_embeddings")
+) -> None:  # fmt: skip
+    if isinstance(input_ids, PackedBatch):
+        batch = input_ids
+        own = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, "position_ids": position_ids}
+        if twice := [name for name, value in own.items() if value is not None]:
+            raise ValueError(f"{', '.join(twice)} given with a packed batch, which holds its own: pass them to pack()")
+        if batch.length > config.positions:
+            raise ValueError(f"the batch has rows of {batch.length} tokens, but the model {config.positions} positions")
+        if batch.first_position not in (None, config.first_position):
+            raise ValueError(f"the batch counts positions from {batch.first_position}: pack with config=model.config")
+        input_ids, token_type_ids, position_ids = batch.input_ids, batch.token_type_ids, batch.position_ids
+    else:
+        check_ids(input_ids, attention_mask, token_type_ids, position_ids)
+        if position_ids is None and (tokens := input_ids.shape[1]) > config.positions:
+            raise ValueError(f"input_ids has {tokens} tokens, but the model has {config.positions} positions")
+    validate.in_range("input_ids", input_ids, config.vocab_size, "vocab_size")
+    if token_type_ids is not None:
+        validate.in_range("token_type_ids", token_type_ids, config.type_vocab_size, "type_vocab_size")
+    if position_ids is not None:
+        validate.in_range("position_ids", position_ids, config.max_position_embeddings, "max_position_embeddings")
 
 
 def example_inputs(model: Bert, *, batch: int = 2, tokens: int = 16, seed: int = 0) -> dict[str, Tensor]:
@@ -283,11 +241,9 @@ def example_inputs(model: Bert, *, batch: int = 2, tokens: int = 16, seed: int =
 
     Rows end between half of ``tokens`` and all of it, the last before it; of several rows the first is full.
     """
-    config = model.config
-    if batch < 1 or not 1 <= tokens <= config.positions:
-        raise ValueError(
-            f"batch is {batch}, tokens {tokens}: expected 1 or more, and at most {config.positions} tokens"
-        )
+    config, most = model.config, model.config.positions
+    if batch < 1 or not 1 <= tokens <= most:
+        raise ValueError(f"batch is {batch}, tokens {tokens}: expected 1 or more, and at most {most} tokens")
     generator = validate.seeded(seed)
     column = torch.arange(tokens, device="cpu")
     lengths = torch.randint((tokens + 1) // 2, tokens + 1, (batch, 1), generator=generator, device="cpu")

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from zoo import validate
-from zoo.bert.heads import Output, TokenScores
-from zoo.bert.layer import BertConfig
+from zoo.bert.layer import BertConfig, Output, TokenScores
 
 _Packed = TypeVar("_Packed", bound=Tensor | Output)
 
@@ -110,16 +109,10 @@ def filling_rows(buckets: Sequence[int], rows: int, length: int) -> int:
 
 
 def pack(
-    input_ids: Tensor,
-    attention_mask: Tensor | None = None,
-    token_type_ids: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    *,
-    config: BertConfig | None = None,
-    buckets: Sequence[int] | None = None,
-    rows: int | None = None,
-    length: int | None = None,
-) -> PackedBatch:
+    input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None,
+    position_ids: Tensor | None = None, *, config: BertConfig | None = None, buckets: Sequence[int] | None = None,
+    rows: int | None = None, length: int | None = None,
+) -> PackedBatch:  # fmt: skip
     """Take the padding out of a batch. On tensors of a GPU this waits for it; pack on the host, then ``.to(device)``.
 
     Args:
@@ -166,27 +159,17 @@ def pack(
 
     all_lengths = torch.cat([lengths, lengths.new_tensor(added)])
     return PackedBatch(
-        input_ids=packed(input_ids, pad),
-        position_ids=packed(position_ids, 0),
+        input_ids=packed(input_ids, pad), position_ids=packed(position_ids, 0),
         token_type_ids=None if token_type_ids is None else packed(token_type_ids, 0),
         offsets=torch.cat([lengths.new_zeros(1), all_lengths.cumsum(0)]).int(),
-        places=packed(row * length + columns, rows * length),
-        rows=rows,
-        length=length,
-        first_position=first,
-    )
+        places=packed(row * length + columns, rows * length), rows=rows, length=length, first_position=first,
+    )  # fmt: skip
 
 
 def unpack(packed: _Packed, batch: PackedBatch, fill: float = 0) -> _Packed:
-    """Put the padding back.
+    """Put the padding back: [N, ...] -> [B, T, ...], or a model's output for the batch -> the same with padded tensors.
 
-    Args:
-        packed: [N, ...], or a model's output for the batch.
-        batch: The batch.
-        fill: The value of padding.
-
-    Returns:
-        [B, T, ...], or the same output with padded tensors.
+    ``fill`` is the value of padding.
     """
     if isinstance(packed, Tensor):
         padded = packed.new_full((batch.rows * batch.length + 1, *packed.shape[1:]), fill)

@@ -1,7 +1,5 @@
 """To and from torch-geometric's ``GCN``, ``GAT`` and ``GraphSAGE``, which are imported when a model is converted."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from typing import Any
@@ -179,11 +177,6 @@ def _refuse(name: str, option: str, value: Any, why: str) -> None:
 
 
 WEIGHTS: WeightMap[GCN | GAT | GraphSAGE] = WeightMap(
-    name="gnn",
-    noun="a GCN, GAT or GraphSAGE",
-    classes=(GCN, GAT, GraphSAGE),
-    table=table,
-    config_of=config_of,
-    skeleton=skeleton,
-    build=build,
-)
+    name="gnn", noun="a GCN, GAT or GraphSAGE", classes=(GCN, GAT, GraphSAGE), table=table, config_of=config_of,
+    skeleton=skeleton, build=build,
+)  # fmt: skip

@@ -6,8 +6,6 @@ Each takes features and a graph: prepared tensors inside a region, and elsewhere
 Shape legend: N nodes (S sources and D destinations where they differ), E edges, C channels, H heads.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Mapping
@@ -20,9 +18,7 @@ from torch import Tensor, nn
 from zoo import validate
 from zoo.gnn.graph import CSRGraph, GraphMemory, Recipe, check_features, check_nodes
 from zoo.ops.common import accumulation_dtype, kernels_run
-from zoo.ops.csr import GraphTensors, Own
-from zoo.ops.csr_attention import attention
-from zoo.ops.csr_sum import max_neighbours, mean_neighbours, sum_neighbours
+from zoo.ops.csr import GraphTensors, Own, attention, max_neighbours, mean_neighbours, sum_neighbours
 
 Graph: TypeAlias = GraphTensors | CSRGraph | Tensor
 # A sampled batch's, one a layer.
@@ -85,16 +81,9 @@ class GCNConv(_Conv):
     """
 
     def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        *,
-        improved: bool = False,
-        add_self_loops: bool | None = None,
-        normalize: bool = True,
-        bias: bool = True,
-        input_layer: bool = False,
-    ) -> None:
+        self, in_channels: int, out_channels: int, *, improved: bool = False, add_self_loops: bool | None = None,
+        normalize: bool = True, bias: bool = True, input_layer: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         add_self_loops = normalize if add_self_loops is None else add_self_loops
         if add_self_loops and not normalize:
@@ -136,17 +125,9 @@ class SAGEConv(_Conv):
     """
 
     def __init__(
-        self,
-        in_channels: int | tuple[int, int],
-        out_channels: int,
-        *,
-        aggr: str = "mean",
-        normalize: bool = False,
-        root_weight: bool = True,
-        project: bool = False,
-        bias: bool = True,
-        input_layer: bool = False,
-    ) -> None:
+        self, in_channels: int | tuple[int, int], out_channels: int, *, aggr: str = "mean", normalize: bool = False,
+        root_weight: bool = True, project: bool = False, bias: bool = True, input_layer: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         if aggr not in ("mean", "max", "sum"):
             raise ValueError(f"aggr is {aggr!r}, expected 'mean', 'max' or 'sum'")
@@ -176,15 +157,15 @@ class SAGEConv(_Conv):
         graph = self._tensors(graph, edge_weight, (sources, self.lin_l), (root, self.lin_r))
         fewer = graph.rowptr.shape[0] <= root.shape[0]
         if not self.in_one or not isinstance(x, Tensor):
-            out = self._apart(sources, root[: graph.rowptr.shape[0] - 1] if fewer else root, graph)
+            out = self._two_products(sources, root[: graph.rowptr.shape[0] - 1] if fewer else root, graph)
             out = _add(out, self.lin_l.bias)
         elif self.aggregate_first or fewer:
             # With fewer rows than the features have, a product before the sum would compute all of them.
-            both = self._aggregate(sources, graph, own="beside")
+            both = self._aggregate(sources, graph, own="concat")
             out = F.linear(both, torch.cat(self._weights, dim=1), self.lin_l.bias)
         else:
             table, width = _product(sources, *self._weights), self.lin_l.out_features
-            out = self._aggregate(table, graph, own="added", bias=self.lin_l.bias, channels=width)
+            out = self._aggregate(table, graph, own="add", bias=self.lin_l.bias, channels=width)
         return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
 
     @property
@@ -192,7 +173,7 @@ class SAGEConv(_Conv):
         assert self.lin_r is not None
         return self.lin_l.weight, self.lin_r.weight
 
-    def _apart(self, sources: Tensor, root: Tensor, graph: GraphTensors) -> Tensor:
+    def _two_products(self, sources: Tensor, root: Tensor, graph: GraphTensors) -> Tensor:
         """The convolution without its bias, a product for neighbours and another for the nodes' own features."""
         if self.lin is not None:
             sources = self.lin(sources).relu()
@@ -208,14 +189,9 @@ class SAGEConv(_Conv):
         return out.addmm_(root, self.lin_r.weight.t())
 
     def _aggregate(
-        self,
-        x: Tensor,
-        graph: GraphTensors,
-        *,
-        own: Own = None,
-        bias: Tensor | None = None,
+        self, x: Tensor, graph: GraphTensors, *, own: Own = None, bias: Tensor | None = None,
         channels: int | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         if self.aggr == "max":
             return max_neighbours(x, graph)
         aggregate = mean_neighbours if self.aggr == "mean" else sum_neighbours
@@ -238,18 +214,10 @@ class GATConv(_Conv):
     """
 
     def __init__(
-        self,
-        in_channels: int | tuple[int, int],
-        out_channels: int,
-        *,
-        heads: int = 1,
-        concat: bool = True,
-        negative_slope: float = 0.2,
-        dropout: float = 0.0,
-        add_self_loops: bool = True,
-        bias: bool = True,
+        self, in_channels: int | tuple[int, int], out_channels: int, *, heads: int = 1, concat: bool = True,
+        negative_slope: float = 0.2, dropout: float = 0.0, add_self_loops: bool = True, bias: bool = True,
         residual: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         validate.count("heads", heads)
         if not 0.0 <= dropout <= 1.0:
@@ -351,14 +319,9 @@ class GraphBatchNorm(nn.BatchNorm1d):
     """
 
     def __init__(
-        self,
-        channels: int,
-        eps: float = 1e-5,
-        momentum: float = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-        allow_single_element: bool = False,
-    ) -> None:
+        self, channels: int, eps: float = 1e-5, momentum: float = 0.1, affine: bool = True,
+        track_running_stats: bool = True, allow_single_element: bool = False,
+    ) -> None:  # fmt: skip
         if momentum is None:
             raise ValueError("norm_kwargs has momentum=None, a cumulative average that reads the device at each step")
         if allow_single_element and not track_running_stats:
@@ -466,17 +429,13 @@ def make_norm(name: str | None, channels: int, options: Mapping[str, Any]) -> nn
     return _make("norm", NORMS, name, {"channels": channels, **options})
 
 
-def _make(
-    field: str, classes: Mapping[str, type[nn.Module]], name: str | None, options: Mapping[str, Any]
-) -> nn.Module:
+def _make(kind: str, classes: Mapping[str, type[nn.Module]], name: str | None, options: Mapping[str, Any]) -> nn.Module:
     if name is None:
         return nn.Identity()
     if name not in classes:
-        raise ValueError(f"{field} is {name!r}, expected None or one of {', '.join(classes)}")
+        raise ValueError(f"{kind} is {name!r}, expected None or one of {', '.join(classes)}")
     known = inspect.signature(classes[name]).parameters
-    wrong = [key for key in options if key not in known]
+    wrong = ", ".join(key for key in options if key not in known)
     if wrong and classes[name] is not nn.Identity:
-        raise ValueError(
-            f"{field}_kwargs has {', '.join(wrong)}, which {name} does not take; it takes {', '.join(known)}"
-        )
+        raise ValueError(f"{kind}_kwargs has {wrong}, which {name} does not take; it takes {', '.join(known)}")
     return classes[name](**options)

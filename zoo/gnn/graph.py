@@ -165,13 +165,9 @@ class CSRGraph:
     """
 
     def __init__(
-        self,
-        structure: _Structure,
-        edge_weight: Tensor | None,
-        recipe: Recipe,
-        weight_dtype: torch.dtype,
+        self, structure: _Structure, edge_weight: Tensor | None, recipe: Recipe, weight_dtype: torch.dtype,
         derived: dict[Any, GraphTensors],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._structure = structure
         self._edge_weight = edge_weight
         self._differentiable = edge_weight is not None and edge_weight.requires_grad
@@ -184,10 +180,7 @@ class CSRGraph:
 
     @classmethod
     def from_edge_index(
-        cls,
-        edge_index: Tensor,
-        edge_weight: Tensor | None = None,
-        num_nodes: int | tuple[int, int] | None = None,
+        cls, edge_index: Tensor, edge_weight: Tensor | None = None, num_nodes: int | tuple[int, int] | None = None
     ) -> CSRGraph:
         """Sort a graph by destination; edges, weights and duplicates stay as they are.
 
@@ -306,14 +299,10 @@ class CSRGraph:
             inverse_degree = structure.rowptr.diff().clamp(min=1).to(self.weight_dtype).reciprocal()
         weight = None if weight is None else weight.to(self.weight_dtype)
         return GraphTensors(
-            rowptr=structure.rowptr,
-            source=source,
-            destination=destination,
-            weight=weight,
-            inverse_degree=inverse_degree,
-            split=structure.split,
+            rowptr=structure.rowptr, source=source, destination=destination, weight=weight,
+            inverse_degree=inverse_degree, split=structure.split,
             transpose=_weighted(structure.transpose(), weight) if transpose else None,
-        )
+        )  # fmt: skip
 
     @property
     def _edges(self) -> _Structure:
@@ -388,18 +377,18 @@ def weight_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-class _Seen:
+class _TensorVersion:
     """Recognises a tensor that is the same object and was not changed since."""
 
     def __init__(self, tensor: Tensor, on_death: Callable[[Any], None] | None = None) -> None:
         self._reference = weakref.ref(tensor, on_death)
-        self._stamp = _stamp(tensor)
+        self._version = _version_of(tensor)
 
     def is_still(self, tensor: Tensor) -> bool:
-        return self._reference() is tensor and self._stamp is not None and self._stamp == _stamp(tensor)
+        return self._reference() is tensor and self._version is not None and self._version == _version_of(tensor)
 
 
-def _stamp(tensor: Tensor) -> tuple[Any, ...] | None:
+def _version_of(tensor: Tensor) -> tuple[Any, ...] | None:
     """Changes with every in-place operation that torch counts, which it does not through ``.data`` or NumPy.
 
     Inference tensors keep no count, so nothing is known of them.
@@ -409,13 +398,13 @@ def _stamp(tensor: Tensor) -> tuple[Any, ...] | None:
     return tensor._version, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 
-class _Entry:
-    def __init__(self, edges: _Seen, num_nodes: tuple[int, int], unweighted: CSRGraph) -> None:
+class _Remembered:
+    def __init__(self, edges: _TensorVersion, num_nodes: tuple[int, int], unweighted: CSRGraph) -> None:
         self.edges = edges
         self.num_nodes = num_nodes
         self.unweighted = unweighted
         # One tuple, read and written at once: another thread may call with other weights.
-        self.weighted: tuple[_Seen, CSRGraph] | None = None
+        self.weighted: tuple[_TensorVersion, CSRGraph] | None = None
 
 
 class GraphMemory:
@@ -426,7 +415,7 @@ class GraphMemory:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _Remembered] = {}
         self._captured: list[CSRGraph] = []
 
     def __reduce__(self) -> tuple[type[GraphMemory], tuple[()]]:
@@ -437,12 +426,8 @@ class GraphMemory:
 
     @dynamo_disabled
     def prepare(
-        self,
-        graph: CSRGraph | Tensor,
-        edge_weight: Tensor | None,
-        features: Sequence[Tensor],
-        recipe: Recipe,
-    ) -> CSRGraph:
+        self, graph: CSRGraph | Tensor, edge_weight: Tensor | None, features: Sequence[Tensor], recipe: Recipe,
+    ) -> CSRGraph:  # fmt: skip
         """Raw edges or any CSRGraph to what ``recipe`` asks for; ``features`` are those of sources and destinations."""
         x, dtype = features[0], weight_dtype(features[0])
         if isinstance(graph, CSRGraph):
@@ -466,18 +451,18 @@ class GraphMemory:
             self._captured.append(prepared)
         return prepared
 
-    def _entry(self, edge_index: Tensor, num_nodes: tuple[int, int]) -> _Entry:
+    def _entry(self, edge_index: Tensor, num_nodes: tuple[int, int]) -> _Remembered:
         key = id(edge_index)
         entry = self._entries.pop(key, None)
         if entry is None or entry.num_nodes != num_nodes or not entry.edges.is_still(edge_index):
-            seen = _Seen(edge_index, functools.partial(_forget, self._entries, key))
-            entry = _Entry(seen, num_nodes, CSRGraph.from_edge_index(edge_index, None, num_nodes))
+            seen = _TensorVersion(edge_index, functools.partial(_forget, self._entries, key))
+            entry = _Remembered(seen, num_nodes, CSRGraph.from_edge_index(edge_index, None, num_nodes))
         self._entries[key] = entry
         if len(self._entries) > REMEMBERED:
             del self._entries[next(iter(self._entries))]
         return entry
 
-    def _weighted(self, entry: _Entry, edge_weight: Tensor | None) -> CSRGraph:
+    def _weighted(self, entry: _Remembered, edge_weight: Tensor | None) -> CSRGraph:
         if edge_weight is None:
             return entry.unweighted
         if edge_weight.requires_grad or is_step_input(edge_weight):
@@ -485,11 +470,11 @@ class GraphMemory:
             return entry.unweighted.with_weights(edge_weight)
         weighted = entry.weighted
         if weighted is None or not weighted[0].is_still(edge_weight):
-            weighted = entry.weighted = _Seen(edge_weight), entry.unweighted.with_weights(edge_weight)
+            weighted = entry.weighted = _TensorVersion(edge_weight), entry.unweighted.with_weights(edge_weight)
         return weighted[1]
 
 
-def _forget(entries: dict[int, _Entry], key: int, _: Any) -> None:
+def _forget(entries: dict[int, _Remembered], key: int, _: Any) -> None:
     entries.pop(key, None)
 
 

@@ -10,8 +10,6 @@ first layer, the last and all between compile to one graph each, at any depth.
 Shape legend: N nodes, E edges, C channels, H heads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -22,15 +20,7 @@ from torch import Tensor, nn
 from zoo import validate
 from zoo.engine.region import Region
 from zoo.gnn.convs import GATConv, GCNConv, Graph, Graphs, SAGEConv, make_activation, make_norm
-from zoo.gnn.graph import (
-    CSRGraph,
-    GraphMemory,
-    Recipe,
-    check_features,
-    check_nodes,
-    dynamo_disabled,
-    weight_dtype,
-)
+from zoo.gnn.graph import CSRGraph, GraphMemory, Recipe, check_features, check_nodes, dynamo_disabled, weight_dtype
 from zoo.ops.csr import GraphTensors
 
 
@@ -297,15 +287,13 @@ class _Model(nn.Module):
         """The graph with everything done that this model needs, to pass in place of ``edge_index``.
 
         Worth it where the edges stay: ``forward`` does the same with raw edges and remembers the last few, but a
-        prepared graph also goes through ``torch.compile(model, fullgraph=True)`` and an outer CUDA graph.
+        prepared graph also goes through ``torch.compile(model, fullgraph=True)`` and an outer CUDA graph. Raises as
+        ``CSRGraph.from_edge_index``.
 
         Args:
             edge_index: [2, E] int64, or a CSRGraph.
             edge_weight: [E], for GCN.
             num_nodes: N; one more than the greatest index when left out, which forgets isolated nodes at the end.
-
-        Raises:
-            TypeError, ValueError: As ``CSRGraph.from_edge_index``.
         """
         if not isinstance(edge_index, CSRGraph):
             if edge_weight is not None and not self.recipe.weighted:
@@ -379,24 +367,17 @@ class _Model(nn.Module):
 
 
 class GCN(_Model):
-    """Graph convolutional network (https://arxiv.org/abs/1609.02907), torch-geometric's ``GCN``.
-
-    Args:
-        config: A ``GCNConfig``.
-    """
+    """Graph convolutional network (https://arxiv.org/abs/1609.02907), torch-geometric's ``GCN``, of a ``GCNConfig``."""
 
     config: GCNConfig
 
     def forward(self, x: Tensor, edge_index: Tensor | CSRGraph, edge_weight: Tensor | None = None) -> Tensor:
-        """Run all layers.
+        """Run all layers: [N, C_in] -> [N, C_out].
 
         Args:
             x: [N, C_in] features.
             edge_index: [2, E] int64, sources above destinations, or a CSRGraph.
             edge_weight: [E] factors, with a raw ``edge_index`` only.
-
-        Returns:
-            [N, C_out].
 
         Raises:
             TypeError, ValueError: If an input does not fit, before anything runs; the message says what to do.
@@ -405,11 +386,7 @@ class GCN(_Model):
 
 
 class GAT(_Model):
-    """Graph attention network (https://arxiv.org/abs/1710.10903), torch-geometric's ``GAT`` (not v2).
-
-    Args:
-        config: A ``GATConfig``.
-    """
+    """Graph attention network (https://arxiv.org/abs/1710.10903), torch-geometric's ``GAT`` v1, of a ``GATConfig``."""
 
     config: GATConfig
 
@@ -419,11 +396,7 @@ class GAT(_Model):
 
 
 class GraphSAGE(_Model):
-    """GraphSAGE (https://arxiv.org/abs/1706.02216), torch-geometric's ``GraphSAGE``.
-
-    Args:
-        config: A ``SAGEConfig``.
-    """
+    """GraphSAGE (https://arxiv.org/abs/1706.02216), torch-geometric's ``GraphSAGE``, of a ``SAGEConfig``."""
 
     config: SAGEConfig
 
@@ -464,11 +437,7 @@ _MODELS: dict[type[GNNConfig], type[GCN | GAT | GraphSAGE]] = {GCNConfig: GCN, G
 
 
 def build(config: GNNConfig) -> GCN | GAT | GraphSAGE:
-    """A randomly initialised model on the current default device and dtype.
-
-    Raises:
-        TypeError: If the config is not one of the family's.
-    """
+    """A randomly initialised model on the current default device and dtype; TypeError for another family's config."""
     if type(config) not in _MODELS:
         raise TypeError(f"config is a {type(config).__name__}, expected one of {[c.__name__ for c in _MODELS]}")
     model: GCN | GAT | GraphSAGE = _MODELS[type(config)](config)

@@ -29,8 +29,7 @@ from torch.utils import _pytree as pytree
 
 from zoo import validate
 from zoo.gnn.graph import CSRGraph
-from zoo.ops.csr import GraphTensors, Transpose
-from zoo.ops.draws import distinct
+from zoo.ops.csr import GraphTensors, Transpose, distinct
 
 _setting_threads = threading.Lock()
 
@@ -111,31 +110,22 @@ class Subgraph(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """A batch before it is padded.
+    """A batch before it is padded."""
 
-    Attributes:
-        nodes: [n] int64, the seeds first.
-        counts: How many edges go into each node, for all nodes but those of the last hop.
-        source: [e] int32, the source of each edge; edges are sorted by destination.
-        sizes: Its own sizes.
-    """
-
-    nodes: Tensor
-    counts: Tensor
-    source: Tensor
-    sizes: Bucket
+    nodes: Tensor  # [n] int64, the seeds first
+    counts: Tensor  # how many edges go into each node, for all nodes but those of the last hop
+    source: Tensor  # [e] int32, the source of each edge; edges are sorted by destination
+    sizes: Bucket  # its own
 
     def subgraph(self, seeds: Tensor) -> Subgraph:
         """The batch with its edges as an ``edge_index``."""
         destination = _destinations(self.counts, len(self.source)).long()
         rows, edges = zip(*reversed(self.sizes.layers), strict=True)
         return Subgraph(
-            self.nodes,
-            seeds,
-            torch.stack([self.source.long(), destination]),
+            self.nodes, seeds, torch.stack([self.source.long(), destination]),
             hop_nodes=[b - a for a, b in itertools.pairwise((0, *rows, self.sizes.nodes))],
             hop_edges=[b - a for a, b in itertools.pairwise((0, *edges))],
-        )
+        )  # fmt: skip
 
     def padded(self, seeds: Tensor, bucket: Bucket) -> SampledBatch:
         """The batch in the shapes of a bucket that holds it."""
@@ -181,9 +171,7 @@ def _first_rows(graph: GraphTensors, rows: int, edges: int, sizes: tuple[int, in
         destination=_pad(graph.destination[:drawn], edges, rows),
         inverse_degree=graph.inverse_degree[:rows],
         transpose=Transpose(
-            colptr=colptr.cumsum_(0),
-            destination=_pad(graph.destination[order], edges),
-            permutation=_pad(order, edges),
+            colptr=colptr.cumsum_(0), destination=_pad(graph.destination[order], edges), permutation=_pad(order, edges)
         ),
         rows=torch.full((), nodes, device=source.device),
     )
@@ -223,19 +211,10 @@ class NeighborSampler:
     """
 
     def __init__(
-        self,
-        edge_index: Tensor,
-        *,
-        fanouts: Sequence[int],
-        batch_size: int,
-        seeds: Tensor | None = None,
-        num_nodes: int | None = None,
-        buckets: Sequence[Bucket | tuple[int, int]] | None = None,
-        shuffle: bool = True,
-        seed: int = 0,
-        workers: int = 2,
-        device: torch.device | str = "cpu",
-    ) -> None:
+        self, edge_index: Tensor, *, fanouts: Sequence[int], batch_size: int, seeds: Tensor | None = None,
+        num_nodes: int | None = None, buckets: Sequence[Bucket | tuple[int, int]] | None = None, shuffle: bool = True,
+        seed: int = 0, workers: int = 2, device: torch.device | str = "cpu",
+    ) -> None:  # fmt: skip
         given = list(fanouts) if isinstance(fanouts, Sequence) else fanouts
         if not isinstance(given, list) or not given or not all(validate.is_count(each, -1) and each for each in given):
             raise ValueError(f"fanouts are {given}; one a hop, an integer of at least 1, or -1 for all neighbours")
@@ -262,7 +241,7 @@ class NeighborSampler:
             raise ValueError(f"node {node} is {count} times among the seeds, and a batch holds each node once")
         self.fanouts, self.batch_size = tuple(fanouts), batch_size
         self.shuffle, self.seed, self.workers = shuffle, seed, workers
-        most = self._most()
+        most = self._largest_bucket()
         self.buckets: list[Bucket] = (
             self._measured_buckets(most)
             if buckets is None
@@ -298,13 +277,13 @@ class NeighborSampler:
             then: A function for each batch, such as one that pins its memory. On the host the thread that sampled the
                 batch calls it.
         """
-        return self._ahead(number, self._batch, then)
+        return self._sample_ahead(number, self._batch, then)
 
     def subgraphs(self, number: int, then: Callable[[Subgraph], Any] | None = None) -> Iterator[Any]:
         """The batches of :meth:`epoch` before they are padded, for a model that takes an ``edge_index``."""
-        return self._ahead(number, self._subgraph, then)
+        return self._sample_ahead(number, self._subgraph, then)
 
-    def _ahead(
+    def _sample_ahead(
         self, epoch: int, draw: Callable[[Tensor, int, int], Any], then: Callable[[Any], Any] | None
     ) -> Iterator[Any]:
         def make(part: Tensor, index: int) -> Any:
@@ -363,8 +342,7 @@ class NeighborSampler:
     def padded_to(self, bucket: Bucket) -> SampledBatch:
         """A batch of this bucket's shape with one seed and no edges, to compile and capture a step before it is needed.
 
-        Raises:
-            ValueError: If it is not one of ``buckets``.
+        A ValueError if it is not one of ``buckets``.
         """
         if bucket not in self.buckets:
             raise ValueError(f"{bucket} is none of the buckets {self.buckets}")
@@ -432,7 +410,7 @@ class NeighborSampler:
             place[many[of]] = distinct(degree[many], fanout, random).flatten()
         return self._source[start[of] + place].long(), count
 
-    def _most(self) -> Bucket:
+    def _largest_bucket(self) -> Bucket:
         """A bucket that holds every batch: a node is expanded once, and no edge is drawn twice."""
         frontier = nodes = min(self.batch_size, len(self.seeds))
         edges, all_edges = 0, len(self._source)

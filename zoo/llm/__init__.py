@@ -1,7 +1,7 @@
 """Decoder-only language models: Llama, Mistral, Qwen2 and Qwen3 with a static cache."""
 
-from zoo.llm.cache import KVCache as KVCache
 from zoo.llm.config import PRESETS, example_inputs
+from zoo.llm.config import KVCache as KVCache
 from zoo.llm.config import LLMConfig as LLMConfig
 from zoo.llm.config import RopeScaling as RopeScaling
 from zoo.llm.convert import WEIGHTS

@@ -1,6 +1,7 @@
-"""The configuration of a decoder, its fields named as in transformers; the presets, and inputs to try them on."""
+"""A decoder's configuration, its fields named as in transformers; presets, inputs to try them on, and the cache.
 
-from __future__ import annotations
+Shapes: B batch, K key and value heads, S slots of the cache, D width of a head.
+"""
 
 import dataclasses
 from dataclasses import dataclass
@@ -105,69 +106,41 @@ _LLAMA_SCALING = RopeScaling(
     kind="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
 )
 _LLAMA: dict[str, Any] = {
-    "vocab_size": 128256,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-    "rope_scaling": _LLAMA_SCALING,
-    "bos_token_id": 128000,
+    "vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_scaling": _LLAMA_SCALING, "bos_token_id": 128000,
     "eos_token_id": (128001,),
-}
+}  # fmt: skip
 _QWEN3: dict[str, Any] = {
-    "vocab_size": 151936,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1000000.0,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "qk_norm": True,
-    "bos_token_id": 151643,
+    "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "qk_norm": True, "bos_token_id": 151643,
     "eos_token_id": (151645,),
-}
+}  # fmt: skip
 
 PRESETS: dict[str, LLMConfig] = {
     "llm-debug": LLMConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        rope_theta=10000.0,
-        rms_norm_eps=1e-5,
+        vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, rope_theta=10000.0, rms_norm_eps=1e-5,
         tie_word_embeddings=True,
         rope_scaling=dataclasses.replace(_LLAMA_SCALING, factor=4.0, original_max_position_embeddings=128),
     ),
     "llama-3.2-1b": LLMConfig(
-        **_LLAMA, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, head_dim=64
+        **_LLAMA, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, head_dim=64,
     ),
     "llama-3.2-3b": LLMConfig(
-        **_LLAMA, hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24, head_dim=128
+        **_LLAMA, hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24, head_dim=128,
     ),
     "llama-3.1-8b": LLMConfig(
         **{**_LLAMA, "tie_word_embeddings": False, "rope_scaling": dataclasses.replace(_LLAMA_SCALING, factor=8.0)},
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        head_dim=128,
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, head_dim=128,
     ),
     "qwen3-0.6b": LLMConfig(
-        **_QWEN3, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16
+        **_QWEN3, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
     ),
     "qwen3-8b": LLMConfig(
-        **{**_QWEN3, "tie_word_embeddings": False},
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=36,
+        **{**_QWEN3, "tie_word_embeddings": False}, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
         num_attention_heads=32,
     ),
-}
+}  # fmt: skip
 
 
 def example_inputs(model: Any, *, batch: int = 2, tokens: int = 16, seed: int = 0) -> dict[str, Tensor]:
@@ -177,3 +150,71 @@ def example_inputs(model: Any, *, batch: int = 2, tokens: int = 16, seed: int = 
         raise ValueError(f"batch is {batch} and tokens {tokens}: both must be positive, and tokens at most {limit}")
     drawn = torch.randint(model.config.vocab_size, (batch, tokens), generator=seeded(seed), device="cpu")
     return {"input_ids": drawn.to(model.embed_tokens.weight.device)}
+
+
+@dataclass(frozen=True, eq=False)
+class KVCache:
+    """Keys and values of all layers, in memory that never moves: made by ``model.make_cache``.
+
+    The token at position p of a row lies in slot p, so rows of different lengths need no padding between their tokens.
+    Slots after a row's last position are never read: to take tokens back, continue from an earlier position.
+
+    Args:
+        layers: One tensor per layer, [2, B, K, S, D]: keys, then values.
+    """
+
+    layers: tuple[Tensor, ...]
+
+    @property
+    def batch(self) -> int:
+        """Rows."""
+        return self.layers[0].shape[1]
+
+    @property
+    def slots(self) -> int:
+        """Tokens that fit into a row."""
+        return self.layers[0].shape[3]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the keys and values."""
+        return self.layers[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the keys and values."""
+        return self.layers[0].device
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all layers in bytes."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    def __repr__(self) -> str:
+        shape = list(self.layers[0].shape)
+        return f"KVCache({len(self.layers)} layers of {shape}, {self.dtype}, {self.nbytes / 2**20:.1f} MiB)"
+
+
+def check_is_cache(cache: KVCache) -> None:
+    """TypeError unless it is a cache."""
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"cache is a {type(cache).__name__}, expected a KVCache from model.make_cache(batch, slots)")
+
+
+def check_cache(cache: KVCache, config: LLMConfig, weight: Tensor, input_ids: Tensor, from_zero: bool) -> None:
+    """Refuse a cache that does not fit the model and these tokens."""
+    check_is_cache(cache)
+    kind = weight.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    batch, tokens = input_ids.shape
+    heads, width = cache.layers[0].shape[2], cache.layers[0].shape[4]
+    given = len(cache.layers), cache.batch, heads, width, cache.dtype, cache.device
+    needed = (config.num_hidden_layers, batch, config.num_key_value_heads, config.head_dim, dtype, weight.device)
+    if given != needed:
+        text = "{} layers of {} rows, {} heads of width {}, {} on {}"
+        raise ValueError(
+            f"cache has {text.format(*given)}, but the model and input_ids need {text.format(*needed)}: "
+            f"model.make_cache({batch}, slots, dtype={dtype}) makes one that fits"
+        )
+    if from_zero and tokens > cache.slots:
+        raise ValueError(f"input_ids has {tokens} tokens, but the cache {cache.slots} slots")

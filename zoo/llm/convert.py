@@ -4,8 +4,6 @@ transformers is imported when it is first needed. Its queries, keys and values, 
 of one tensor each here.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,18 +25,9 @@ _CLASSES = {
 }
 # Fields of theirs that are ours, by the same name.
 _SHARED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-    "pad_token_id",
-    "bos_token_id",
-)
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "pad_token_id", "bos_token_id",
+)  # fmt: skip
 
 
 def table(config: LLMConfig) -> Table:
@@ -213,8 +202,7 @@ def quantize_int8(model: LLM) -> LLM:
 
     Raises:
         ImportError: If torchao is not installed.
-        TypeError: If the model is not of this family.
-        ValueError: If its regions are compiled already.
+        TypeError, ValueError: If the model is not of this family, or its regions are compiled already.
     """
     try:
         from torchao import quantization  # type: ignore[import-not-found, import-untyped]
@@ -233,20 +221,13 @@ def _refuse_quantized(model: LLM) -> None:
         raise ValueError("the model's weights were rounded to int8; save or convert it before quantize_int8")
 
 
+# Old checkpoints hold the frequencies, which follow from the config.
 WEIGHTS = WeightMap(
-    name="llm",
-    noun="a language model",
-    classes=(LLM,),
-    table=table,
-    config_of=config_of,
-    skeleton=skeleton,
-    finish=reset_buffers,
-    refuse=_refuse_quantized,
-    ignored=("rotary_emb.inv_freq",),  # old checkpoints hold the frequencies, which follow from the config
-    read_config=read_config,
+    name="llm", noun="a language model", classes=(LLM,), table=table, config_of=config_of, skeleton=skeleton,
+    finish=reset_buffers, refuse=_refuse_quantized, ignored=("rotary_emb.inv_freq",), read_config=read_config,
     write_config=write_config,
     use_fields=("max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "model_type"),
-)
+)  # fmt: skip
 placements = WEIGHTS.placements
 load = WEIGHTS.load
 """A model from a folder or hub id in transformers' format: :meth:`zoo.weights.WeightMap.load`."""

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from zoo import validate
 from zoo.engine.cuda_graph import cuda_graph as capture
 from zoo.engine.graphed_step import GraphedStep
-from zoo.llm.cache import KVCache, check_is_cache
-from zoo.llm.config import LLMConfig
+from zoo.llm.config import KVCache, LLMConfig, check_is_cache
 from zoo.ops.common import kernels_run
 
 Prompts: TypeAlias = Tensor | Sequence[Sequence[int]]
+Rows: TypeAlias = list[list[int]]
 
 # Prompts are padded to one of these lengths; longer ones go in pieces of the largest.
 BUCKETS = tuple(2**power for power in range(4, 12))
@@ -73,11 +73,7 @@ class GenerationOptions:
         return self.temperature == 0
 
     def end_tokens(self, config: LLMConfig) -> tuple[int, ...]:
-        """Tokens that end a row of this model.
-
-        Raises:
-            ValueError: If one is not in the vocabulary, or there are more than 16.
-        """
+        """Tokens that end a row; a ValueError if one is not in the vocabulary, or there are more than 16."""
         eos, vocab_size = self.eos, config.vocab_size
         ends = config.eos_token_id if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
         for end in ends:
@@ -95,14 +91,9 @@ class GenerationMixin(nn.Module):
     make_cache: Callable[..., KVCache]
 
     def generate(
-        self,
-        tokens: Prompts,
-        *,
-        cache: KVCache | None = None,
-        cuda_graph: bool | None = None,
-        buckets: Sequence[int] | None = None,
-        **options: Any,
-    ) -> Tensor:
+        self, tokens: Prompts, *, cache: KVCache | None = None, cuda_graph: bool | None = None,
+        buckets: Sequence[int] | None = None, **options: Any,
+    ) -> Tensor:  # fmt: skip
         """Continue prompts.
 
         Args:
@@ -128,14 +119,9 @@ class GenerationMixin(nn.Module):
         return torch.cat(list(chunks), dim=1).to(next(self.parameters()).device)
 
     def stream(
-        self,
-        tokens: Prompts,
-        *,
-        cache: KVCache | None = None,
-        cuda_graph: bool | None = None,
-        buckets: Sequence[int] | None = None,
-        **options: Any,
-    ) -> Iterator[Tensor]:
+        self, tokens: Prompts, *, cache: KVCache | None = None, cuda_graph: bool | None = None,
+        buckets: Sequence[int] | None = None, **options: Any,
+    ) -> Iterator[Tensor]:  # fmt: skip
         """What ``generate`` returns, as it comes: [B, 1] first, then [B, up to stride], on the CPU."""
         _check_model(self)
         checked = GenerationOptions(**options)
@@ -161,36 +147,27 @@ class Session:
     """Holds a cache and the captured steps of a model for a fixed number of rows.
 
     A prompt is padded to a bucket, so that prefill has one graph per bucket; decoding has one graph. After an answer
-    the next prompt continues where each row ended.
+    the next prompt continues where each row ended. Greedy and drawn decoding are captured at their first use.
 
     Args:
         model: A language model of the zoo, compiled or not.
         batch: Rows, each a text of its own.
         slots: Tokens that fit into a row, prompts and answers together.
         cache: Used instead of a new one; its sizes must be these.
-        cuda_graph: Run decoding as a CUDA graph; by default on a GPU only. Greedy and drawn decoding are captured at
-            their first use.
+        cuda_graph: Run decoding as a CUDA graph; by default on a GPU only.
         buckets: Lengths that prompts are padded to; powers of two from 16 to 2048 by default.
         conversation: True if prompts will follow answers: all turns then share one graph per bucket, whose attention
             can begin anywhere. False lets a first prompt take torch's causal attention, which is faster; a later
             prompt is then another graph.
 
     Raises:
-        TypeError: If ``model`` is not this family's.
-        ValueError: If a size is not positive or more than the model has, or the cache has other sizes.
+        TypeError, ValueError: If ``model`` is not this family's, or a size does not fit the model or the cache.
     """
 
     def __init__(
-        self,
-        model: GenerationMixin,
-        batch: int,
-        slots: int,
-        *,
-        cache: KVCache | None = None,
-        cuda_graph: bool | None = None,
-        buckets: Sequence[int] | None = None,
-        conversation: bool = True,
-    ) -> None:
+        self, model: GenerationMixin, batch: int, slots: int, *, cache: KVCache | None = None,
+        cuda_graph: bool | None = None, buckets: Sequence[int] | None = None, conversation: bool = True,
+    ) -> None:  # fmt: skip
         _check_model(model)
         self.buckets = BUCKETS if buckets is None else tuple(sorted(set(buckets)))
         if not self.buckets or not all(map(validate.is_count, self.buckets)):
@@ -226,7 +203,7 @@ class Session:
         """
         return self._start(_prompt_rows(tokens, self.model.config.vocab_size), GenerationOptions(**options))
 
-    def _start(self, rows: list[list[int]], options: GenerationOptions) -> Iterator[Tensor]:
+    def _start(self, rows: Rows, options: GenerationOptions) -> Iterator[Tensor]:
         """Check a request now, and return the iterator that runs it."""
         if len(rows) != self.cache.batch:
             raise ValueError(f"tokens has {len(rows)} rows, but the cache {self.cache.batch}")
@@ -241,9 +218,7 @@ class Session:
         self._turn += 1
         return self._run(rows, options, ends, self._turn)
 
-    def _run(
-        self, rows: list[list[int]], options: GenerationOptions, ends: tuple[int, ...], turn: int
-    ) -> Iterator[Tensor]:
+    def _run(self, rows: Rows, options: GenerationOptions, ends: tuple[int, ...], turn: int) -> Iterator[Tensor]:
         self._check_turn(turn)
         before = self.lengths
         strides = self._strides(rows, options, ends)
@@ -275,9 +250,7 @@ class Session:
         if self._turn != turn:
             raise RuntimeError("the session was reset or began another answer: this stream cannot continue")
 
-    def _strides(
-        self, rows: list[list[int]], options: GenerationOptions, ends: tuple[int, ...]
-    ) -> Iterator[HostTransfer]:
+    def _strides(self, rows: Rows, options: GenerationOptions, ends: tuple[int, ...]) -> Iterator[HostTransfer]:
         """Launch the prefill, then one stride of steps each time the next is asked for."""
         with torch.inference_mode():
             self._prefill(rows, options, ends)
@@ -292,7 +265,7 @@ class Session:
             yield HostTransfer(self.state.output[first:last])
             first = last
 
-    def _prefill(self, rows: list[list[int]], options: GenerationOptions, ends: tuple[int, ...]) -> None:
+    def _prefill(self, rows: Rows, options: GenerationOptions, ends: tuple[int, ...]) -> None:
         state, greedy, device, config = self.state, options.greedy, self.cache.device, self.model.config
         if self.captures and greedy not in self._steps:
             # Warm-up runs write to the slots that the prompt is about to fill.
@@ -335,29 +308,18 @@ class HostTransfer:
 
 
 class DecodeState:
-    """What a decode step reads and writes, in memory that never moves.
-
-    Attributes:
-        tokens: [B, 1], fed next.
-        positions: [B, 1], positions of ``tokens``.
-        finished: [B] bool, rows that have met an end token.
-        step: [1], how many tokens were chosen.
-        output: [S, B], the tokens chosen, by step.
-        noise: [S, B], a uniform number for each draw.
-        ends: [16], tokens that end a row; -1 where there are fewer.
-        pad, temperature, top_k, top_p: scalars.
-    """
+    """What a decode step reads and writes, in memory that never moves."""
 
     def __init__(self, batch: int, slots: int, device: torch.device) -> None:
         # As in make_cache: tensors of inference mode would be another kind of input.
         with torch.inference_mode(False), device:
-            self.tokens = torch.zeros(batch, 1, dtype=torch.int64)
-            self.positions = torch.zeros(batch, 1, dtype=torch.int64)
-            self.finished = torch.zeros(batch, dtype=torch.bool)
-            self.step = torch.zeros(1, dtype=torch.int64)
-            self.output = torch.zeros(slots, batch, dtype=torch.int64)
-            self.noise = torch.zeros(slots, batch)
-            self.ends = torch.full((MOST_ENDS,), -1, dtype=torch.int64)
+            self.tokens = torch.zeros(batch, 1, dtype=torch.int64)  # fed next
+            self.positions = torch.zeros(batch, 1, dtype=torch.int64)  # of ``tokens``
+            self.finished = torch.zeros(batch, dtype=torch.bool)  # rows that have met an end token
+            self.step = torch.zeros(1, dtype=torch.int64)  # how many tokens were chosen
+            self.output = torch.zeros(slots, batch, dtype=torch.int64)  # the tokens chosen, by step
+            self.noise = torch.zeros(slots, batch)  # a uniform number for each draw
+            self.ends = torch.full((MOST_ENDS,), -1, dtype=torch.int64)  # tokens that end a row; -1 for none
             self.pad = torch.zeros((), dtype=torch.int64)
             self.temperature = torch.ones(())
             self.top_k = torch.ones((), dtype=torch.int64)
@@ -403,7 +365,7 @@ def accept(state: DecodeState, logits: Tensor, greedy: bool) -> None:
     The greedy choice is the most likely token, the first of equals.
     """
     if greedy and kernels_run(logits):
-        from zoo.ops.triton.greedy import accept_greedy
+        from zoo.ops.triton.decode import accept_greedy
 
         accept_greedy(
             logits, state.tokens, state.positions, state.finished, state.step, state.output, state.ends, state.pad
@@ -446,7 +408,7 @@ def _check_model(model: GenerationMixin) -> None:
         raise TypeError(f"model is a {type(model).__name__}, expected a language model of the zoo")
 
 
-def _prompt_rows(tokens: Prompts, vocab_size: int) -> list[list[int]]:
+def _prompt_rows(tokens: Prompts, vocab_size: int) -> Rows:
     """Token ids of each row, checked."""
     rows: list[Any]
     if isinstance(tokens, Tensor):
@@ -470,7 +432,7 @@ def _prompt_rows(tokens: Prompts, vocab_size: int) -> list[list[int]]:
     return [list(row) for row in rows]
 
 
-def _in_one_bucket(rows: list[list[int]], buckets: Sequence[int], slots: int) -> tuple[Tensor, Tensor] | None:
+def _in_one_bucket(rows: Rows, buckets: Sequence[int], slots: int) -> tuple[Tensor, Tensor] | None:
     """Rows that begin a text, padded on the right: tokens [B, bucket] and each row's last position [B, 1].
 
     Padding goes into slots that are overwritten before a token reads them. None if no bucket holds the longest row or
@@ -484,7 +446,7 @@ def _in_one_bucket(rows: list[list[int]], buckets: Sequence[int], slots: int) ->
     return torch.tensor(tokens), torch.tensor([[len(row) - 1] for row in rows])
 
 
-def _in_pieces(rows: list[list[int]], starts: list[int], buckets: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+def _in_pieces(rows: Rows, starts: list[int], buckets: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
     """Tokens and positions for the model, [B, bucket] each, until the longest row is read, from positions ``starts``.
 
     A row that is read repeats its last token at the same position, which writes the same keys and values again. So the

@@ -28,14 +28,21 @@ from torch import Tensor, nn
 
 from zoo import validate
 from zoo.engine.region import Region
-from zoo.llm.cache import KVCache, check_cache
-from zoo.llm.config import LLMConfig
+from zoo.llm.config import KVCache, LLMConfig, check_cache
 from zoo.llm.generate import GenerationMixin
-from zoo.ops.attention import attend, decode_attention, decode_layer, decodes, few_rows, norm_linear
+from zoo.ops.attention import (
+    attend,
+    decode_attention,
+    decode_layer,
+    decodes,
+    few_rows,
+    norm_linear,
+    rotate_into,
+    split_rotated,
+)
 from zoo.ops.common import is_plain_tensor, is_unmodified
 from zoo.ops.glu import swiglu
 from zoo.ops.norms import add_rms_norm, rms_norm
-from zoo.ops.rotary import rotate_into, split_rotated
 from zoo.weights import initialise
 
 
@@ -116,26 +123,14 @@ class LLMLayer(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(
-        self,
-        x: Tensor,
-        rotary: Tensor,
-        mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        cache: Tensor | None = None,
-        from_start: bool = False,
-    ) -> Tensor:
-        """Run the block; with a cache, keys and values of the tokens are written there first.
+        self, x: Tensor, rotary: Tensor, mask: Tensor | None = None, positions: Tensor | None = None,
+        cache: Tensor | None = None, from_start: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Run the block: x [B, T, C] -> [B, T, C]; with a cache, keys and values of the tokens are written there first.
 
-        Args:
-            x: [B, T, C].
-            rotary: [B or 1, T, D], cosines and sines of the tokens' positions.
-            mask: [B or 1, 1, T, T] bool without a cache; None for causal.
-            positions: [B, T] int64 with a cache.
-            cache: [2, B, K, S, D], or None.
-            from_start: Positions are 0 to T - 1 in every row, so that tokens see only each other.
-
-        Returns:
-            [B, T, C].
+        Rotary [B or 1, T, D] holds cosines and sines of the tokens' positions. Without a cache a mask [B or 1, 1, T, T]
+        bool may come along, None for causal. A cache [2, B, K, S, D] comes with positions [B, T] int64; ``from_start``
+        says that these are 0 to T - 1 in every row, so that tokens see only each other.
         """
         if cache is not None and positions is not None and x.shape[1] == 1 and self._decodes(x[:, 0], cache):
             return self._decode(x[:, 0], rotary[:, 0], positions[:, 0], cache)[:, None]
@@ -145,14 +140,9 @@ class LLMLayer(nn.Module):
         return _add_linear(x, swiglu(self.gate_up_proj(normed)), self.down_proj)
 
     def _attend(
-        self,
-        qkv: Tensor,
-        rotary: Tensor,
-        mask: Tensor | None,
-        positions: Tensor | None,
-        cache: Tensor | None,
+        self, qkv: Tensor, rotary: Tensor, mask: Tensor | None, positions: Tensor | None, cache: Tensor | None,
         from_start: bool,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Queries, keys and values [B, T, (H + 2 K) D] -> attention's output [B, T, H D]."""
         qkv, q_norm, k_norm, eps = self._normed_heads(qkv)
         norms, window = (q_norm, k_norm, eps, self.heads), self.window
@@ -245,24 +235,14 @@ def _add_linear(x: Tensor, hidden: Tensor, linear: nn.Module) -> Tensor:
 
 REGIONS = (
     Region(
-        LLMLayer,
-        graphs=1,
-        why="equal blocks: one graph for prefill, one for a decode step, one for scoring, any depth",
+        LLMLayer, graphs=1, why="equal blocks: one graph for prefill, one for a decode step, one for scoring, any depth"
     ),
-    Region(
-        LLMHead,
-        graphs=1,
-        why="the last norm and the widest product, on the positions that are kept",
-    ),
+    Region(LLMHead, graphs=1, why="the last norm and the widest product, on the positions that are kept"),
 )
 
 
 class LLM(GenerationMixin):
-    """A decoder-only language model.
-
-    Args:
-        config: An ``LLMConfig``.
-    """
+    """A decoder-only language model of an ``LLMConfig``."""
 
     regions: ClassVar[tuple[Region, ...]] = REGIONS
     static_arguments: ClassVar[tuple[str, ...]] = ("cache",)
@@ -270,25 +250,20 @@ class LLM(GenerationMixin):
     def __init__(self, config: LLMConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+        words, width = config.vocab_size, config.hidden_size
+        self.embed_tokens = nn.Embedding(words, width, padding_idx=config.pad_token_id)
         self.rotary = RotaryTable(config)
         self.layers = nn.ModuleList(LLMLayer(config) for _ in range(config.num_hidden_layers))
         self.head = LLMHead(config)
         # Tied weights exist once: forward passes the embedding's to the head.
-        self.lm_head = (
-            None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        )
+        self.lm_head = None if config.tie_word_embeddings else nn.Linear(width, words, bias=False)
         self.apply(initialise)
 
     def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cache: KVCache | None = None,
-        logits_to_keep: int | Tensor = 0,
-    ) -> Tensor:
-        """Logits of the next token.
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+        cache: KVCache | None = None, logits_to_keep: int | Tensor = 0,
+    ) -> Tensor:  # fmt: skip
+        """Logits of the next token, [B, T or L, V].
 
         Without a cache: scoring and training. With one: keys and values of the tokens are written into the slots of
         their positions, and each token sees the slots up to its own. The call never synchronises with the device.
@@ -302,15 +277,12 @@ class LLM(GenerationMixin):
             logits_to_keep: Which positions get logits: 0 for all, n for the last n, a tensor of indices [L] for the
                 same in all rows (these as in transformers), or [B, L] for each row's own.
 
-        Returns:
-            [B, T or L, V].
-
         Raises:
             TypeError, ValueError: If an input does not fit, before anything runs.
         """
         _check_inputs(self, input_ids, attention_mask, position_ids, cache, logits_to_keep)
         x = self._run_layers(input_ids, attention_mask, position_ids, cache)
-        return self.head(_kept(x, logits_to_keep), self.output_weight)
+        return self.head(_select_positions(x, logits_to_keep), self.output_weight)
 
     def features(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
@@ -342,8 +314,7 @@ class LLM(GenerationMixin):
     ) -> KVCache:
         """An empty cache of ``batch`` rows of ``slots`` tokens, with the weights' dtype and device unless given.
 
-        Raises:
-            ValueError: If a size is not positive or ``slots`` is more than ``max_position_embeddings``.
+        A ValueError if a size is not positive or ``slots`` is more than ``max_position_embeddings``.
         """
         config, weight = self.config, self.embed_tokens.weight
         validate.count("batch", batch)
@@ -383,7 +354,7 @@ class LLM(GenerationMixin):
         return x
 
 
-def _kept(x: Tensor, which: int | Tensor) -> Tensor:
+def _select_positions(x: Tensor, which: int | Tensor) -> Tensor:
     """The positions of x [B, T, C] that get logits, contiguous: prefill and decoding then share the head's graph."""
     if isinstance(which, int):
         # contiguous() would not copy the last position of a single row, and keep the strides of the whole.
@@ -412,13 +383,9 @@ def token_mask(tokens: int, attention_mask: Tensor | None, window: int | None, d
 
 
 def _check_inputs(
-    model: LLM,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    position_ids: Tensor | None,
-    cache: KVCache | None,
+    model: LLM, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: KVCache | None,
     logits_to_keep: int | Tensor,
-) -> None:
+) -> None:  # fmt: skip
     config = model.config
     validate.tensor("input_ids", input_ids, "B T", kinds="integer", empty=False)
     validate.in_range("input_ids", input_ids, config.vocab_size, "vocab_size")

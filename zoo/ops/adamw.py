@@ -3,8 +3,6 @@
 An optimizer is not compiled: what is launched here is launched by eager code.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,10 +1,10 @@
-"""Attention of grouped queries over a cache in which the token of position p lies in slot p, and to few keys.
+"""Rotary positions, attention of grouped queries over a cache, and attention to few keys.
+
+The token of position p lies in slot p of the cache. Rotary embeddings are https://arxiv.org/abs/2104.09864.
 
 Shape legend: B batch, T tokens, S slots of the cache, H query heads, K key and value heads, G = H / K, D width of a
 head, M rows of features, C columns, N rows of a weight.
 """
-
-from __future__ import annotations
 
 from typing import Any
 
@@ -12,9 +12,74 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zoo.engine.autograd import differentiable_once
 from zoo.ops import triton as kernels
-from zoo.ops.common import compute_dtype, differentiated, kernels_run
-from zoo.ops.rotary import heads_fit, rotate_into
+from zoo.ops.common import accumulation_dtype, compute_dtype, differentiated, kernels_run
+from zoo.ops.norms import reference_rms_norm
+
+
+def rotate(x: Tensor, rotary: Tensor) -> Tensor:
+    """Turn the two halves of each head against each other.
+
+    x [B, T, H, D], rotary [B or 1, T, D] -> [B, T, H, D] in the dtype of x, computed in at least float32.
+    """
+    cos, sin = rotary.unsqueeze(2).chunk(2, dim=-1)
+    first, second = x.to(accumulation_dtype(x.dtype)).chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def heads_fit(width: int) -> bool:
+    """Whether the kernels take heads of this width."""
+    return width >= 32 and width & (width - 1) == 0
+
+
+def split_rotated(
+    qkv: Tensor, rotary: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, heads: int, key_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Qkv [B, T, (H + 2 K) D] -> queries [B, T, H, D], keys and values [B, T, K, D], the first two normed and rotated.
+
+    Rotary [B or 1, T, D] float32 holds the cosines and sines of the tokens' positions; q_norm and k_norm [D] are the
+    weights of RMS norms, or None.
+    """
+    if q_norm is None and heads_fit(rotary.shape[-1]) and kernels_run(qkv):
+        if differentiated(qkv):
+            return _SplitRotated.apply(qkv, rotary, heads, key_heads)
+        return kernels.attention.split_rotated(qkv, rotary, heads, key_heads)
+    query, key, value = qkv.unflatten(-1, (-1, rotary.shape[-1])).split((heads, key_heads, key_heads), dim=2)
+    if q_norm is not None and k_norm is not None:
+        query, key = reference_rms_norm(query, q_norm, eps), reference_rms_norm(key, k_norm, eps)
+    return rotate(query, rotary), rotate(key, rotary), value
+
+
+class _SplitRotated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, rotary: Tensor, heads: int, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(rotary)
+        return kernels.attention.split_rotated(qkv, rotary, heads, key_heads)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return kernels.attention.join_rotated(*grads, *ctx.saved_tensors), None, None, None
+
+
+def rotate_into(
+    qkv: Tensor, cache: Tensor, positions: Tensor, rotary: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
+    eps: float, heads: int,
+) -> Tensor:  # fmt: skip
+    """``split_rotated`` whose keys and values are written into cache [2, B, K, S, D]: queries [B, T, H, D].
+
+    Positions [B, T] int64 may occur twice in a row if they are the same token; one without a slot is not written by
+    kernels, and elsewhere an error.
+    """
+    if _kernels_fit(qkv, cache):
+        return kernels.attention.rotate_into(qkv, cache, positions, rotary, q_norm, k_norm, eps, heads)
+    query, key, value = split_rotated(qkv, rotary, q_norm, k_norm, eps, heads, cache.shape[2])
+    row = torch.arange(positions.shape[0], device=positions.device)[:, None]
+    # One write to the whole tensor: to keys and values apart it would be a copy of the cache for some compilers.
+    cache[:, row, :, positions] = torch.stack((key, value), dim=2).to(cache.dtype)
+    return query
+
 
 # From here on a matrix product of the vendor's library reads weights as fast.
 MOST_ROWS = 4
@@ -90,7 +155,7 @@ def decode_layer(x: Tensor, *arguments: Any) -> Tensor:
 
 def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
     """RMS norm of x [M, C], times weight [N, C]: [M, N]."""
-    return kernels.decode.norm_linear(x, norm, eps, weight, None, kernels.decode.can_overlap(x.device))
+    return kernels.decode.linear(x, weight, kernels.decode.can_overlap(x.device), norm, eps)
 
 
 # Attention to more keys than this is the library's, measured on an H200; the widest head that a program holds.
@@ -102,10 +167,7 @@ def short_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | No
     """Attention of query [B, T, N, D] to key and value [B, L, N, D], N heads: [B T, N D], heads side by side.
 
     Own kernels run for few keys, without a bias [B, 1, 1, L] on the scores and without gradients: the library's are
-    made for long rows of keys.
-
-    Raises:
-        ValueError: If the shapes do not fit.
+    made for long rows of keys. Other shapes are a ValueError.
     """
     expected = (query.shape[0], key.shape[1], *query.shape[2:])
     if key.shape != value.shape or tuple(key.shape) != expected:
@@ -113,9 +175,8 @@ def short_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | No
         raise ValueError(f"query, key and value have shapes {shapes}; expected [B, T, N, D] and twice [B, L, N, D]")
     if bias is None and _short_fits(query, key, value):
         return kernels.attention.short_attention(query, key, value)
-    mixed = F.scaled_dot_product_attention(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask=bias
-    )
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
     return mixed.transpose(1, 2).reshape(-1, query.shape[2] * query.shape[3])
 
 

@@ -2,11 +2,10 @@
 
     norm_act     relu(norm(x))   relu(norm(x) + residual)   relu(norm(x) + norm(residual))
     bias_act     relu(x + bias)  relu(x + bias + residual)
+    ..._pool     the same without a residual, then the maximum of 3 × 3 pixels at a stride of 2: the end of a stem
 
 Shape legend: N images, C channels, H height, W width, R rows.
 """
-
-from __future__ import annotations
 
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,6 +17,7 @@ from zoo.ops import triton as kernels
 from zoo.ops.common import differentiated, kernels_run
 
 Tensors: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+_NO_NORM: Tensors = (None, None, None, None)
 
 
 class Norm(NamedTuple):
@@ -37,16 +37,9 @@ def norm_act(x: Tensor, norm: Norm, residual: Tensor | None = None, residual_nor
     """Relu of the batch norm of x [N, C, H, W] or [R, C], plus a residual or the batch norm of one: like x.
 
     Images in channels_last are read as they are, and so is the result. Where kernels run all is computed in float32 and
-    rounded once, and gradients have no gradients.
-
-    Raises:
-        ValueError: If there is one row and its own statistics are wanted.
+    rounded once, and gradients have no gradients. A ValueError if the statistics of a single row are wanted.
     """
-    given = [x, norm.weight, norm.bias]
-    if residual is not None:
-        given.append(residual)
-    if residual_norm is not None:
-        given += [residual_norm.weight, residual_norm.bias]
+    given = x, *norm[:2], residual, *(() if residual_norm is None else residual_norm[:2])
     alike = residual_norm is None or residual_norm[5:] == norm[5:]
     if alike and rows_run(x, residual) and kernels_run(*given):
         own, other = _tensors(x, norm), _tensors(residual, residual_norm)
@@ -74,7 +67,7 @@ def _normalised(x: Tensor, norm: Norm) -> Tensor:
 def _tensors(x: Tensor | None, norm: Norm | None) -> Tensors:
     """Mean and variance that x is normalised by, weight and bias; of the batch they move the running ones."""
     if x is None or norm is None:
-        return None, None, None, None
+        return _NO_NORM
     mean, variance = norm.running_mean, norm.running_variance
     if norm.of_batch:
         mean, variance = kernels.batch_norm.batch_statistics(x.detach(), mean, variance, norm.batches, norm.momentum)
@@ -106,8 +99,52 @@ class _NormAct(autograd.Function):
 
 def bias_act(x: Tensor, bias: Tensor, residual: Tensor | None = None) -> Tensor:
     """Relu of x [N, C, H, W] plus bias [C] plus residual, if there is one: as ``norm_act``, where a norm is folded."""
-    given = [each for each in (x, bias, residual) if each is not None]
-    if rows_run(x, residual) and kernels_run(*given) and not differentiated(*given):
-        return kernels.batch_norm.bias_act(x, bias, residual)
+    if rows_run(x, residual) and kernels_run(x, bias, residual) and not differentiated(x, bias, residual):
+        return kernels.batch_norm.norm_act(x, (None, None, None, bias), residual, _NO_NORM, 0.0)
     out = x + (bias if x.dim() == 2 else bias[:, None, None])
     return F.relu(out if residual is None else out + residual)
+
+
+def norm_act_pool(x: Tensor, norm: Norm) -> Tensor:
+    """Norm, relu and the maximum of 3 × 3 pixels at a stride of 2: [N, C, H, W] -> [N, C, ⌈H / 2⌉, ⌈W / 2⌉].
+
+    The result is in channels_last, in the dtype of ``x``; NaN where a window has one.
+    """
+    given = x, norm.weight, norm.bias
+    if rows_run(x) and kernels_run(*given) and not norm.of_batch and not differentiated(*given):
+        return kernels.batch_norm.norm_act_pool(x, norm.running_mean, norm.running_variance, *given[1:], norm.eps)
+    return max_pool(norm_act(x, norm))
+
+
+def bias_act_pool(x: Tensor, bias: Tensor) -> Tensor:
+    """The same of x [N, C, H, W] and bias [C], without a norm."""
+    if rows_run(x) and kernels_run(x, bias) and not differentiated(x, bias):
+        return kernels.batch_norm.norm_act_pool(x, None, None, None, bias, 0.0)
+    # A maximum stays the maximum under both, so that they touch a quarter of the pixels.
+    return F.relu(F.max_pool2d(x, 3, 2, 1) + bias[:, None, None])
+
+
+def max_pool(x: Tensor) -> Tensor:
+    """The maximum of 3 × 3 pixels at a stride of 2, the first of equals: [N, C, H, W] -> [N, C, ⌈H / 2⌉, ⌈W / 2⌉].
+
+    Where kernels run the result is in channels_last, and the gradient has no gradient.
+    """
+    if rows_run(x) and kernels_run(x):
+        return _MaxPool.apply(x) if differentiated(x) else kernels.batch_norm.max_pool(x)[0]
+    return F.max_pool2d(x, 3, 2, 1)
+
+
+class _MaxPool(autograd.Function):
+    """Keeps which of nine pixels it was, a byte for each window, and no image."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.height, ctx.width = x.shape[2:]
+        out, which = kernels.batch_norm.max_pool(x)
+        ctx.save_for_backward(which)
+        return out
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return kernels.batch_norm.max_pool_backward(grad, *ctx.saved_tensors, ctx.height, ctx.width)

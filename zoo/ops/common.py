@@ -1,7 +1,5 @@
 """What operators have in common: when Triton kernels run, dtypes and layouts."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os
@@ -38,11 +36,10 @@ triton_runs_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def kernels_run(*tensors: Tensor | None) -> bool:
-    """Whether an operator on these runs kernels of our own, and not torch's operators.
+    """Whether an operator on these runs kernels of our own. The compiler folds the answer inside a region.
 
     Kernels take three dtypes, on a GPU that Triton knows. They have no derivatives for forward mode and for torch.func,
-    take no tensor that stands for several, and cannot be seen by a mode that watches each operator. May be asked inside
-    a region: the compiler folds the answer.
+    take no tensor that stands for several, and cannot be seen by a mode that watches each operator.
     """
     first = tensors[0]
     if first is None or not triton_runs_on(first.device) or transformed() or forward_mode() or watched():
@@ -53,14 +50,11 @@ def kernels_run(*tensors: Tensor | None) -> bool:
     return True
 
 
-def differentiated(*tensors: Tensor) -> bool:
-    """Whether somebody may ask for gradients of what is computed of these.
-
-    May be asked inside a region: the compiler guards both anyway.
-    """
+def differentiated(*tensors: Tensor | None) -> bool:
+    """Whether gradients of what is computed of these may be asked for. A region guards both anyway."""
     if torch.is_grad_enabled():
         for tensor in tensors:
-            if tensor.requires_grad:
+            if tensor is not None and tensor.requires_grad:
                 return True
     return False
 

@@ -4,8 +4,6 @@ Shape legend: B or N images, C channels, H height, W width, R rows (pixels of al
 channels of squares of pixels.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,15 +15,7 @@ from torch import Tensor, nn
 from zoo.engine.autograd import Function, differentiable_once
 from zoo.engine.compat import name_fallbacks_alone
 from zoo.ops import triton as kernels
-from zoo.ops.common import (
-    KERNEL_DTYPES,
-    ceil_div,
-    differentiated,
-    is_unmodified,
-    kernels_run,
-    to_images,
-    to_rows,
-)
+from zoo.ops.common import KERNEL_DTYPES, ceil_div, differentiated, is_unmodified, kernels_run, to_images, to_rows
 from zoo.ops.products import column_sums
 
 # Convolutions to no more pixels, from no fewer channels, are a product of windows, measured on an H200.
@@ -35,16 +25,12 @@ MOST_PIXELS, LEAST_CHANNELS = 256, 640
 def conv_add(x: Tensor, bias: Tensor, residual: Tensor | None = None) -> Tensor:
     """X [R, C] plus bias [C] plus residual [R, C], if any: [R, C], in the wider dtype of x and residual. Rounded once.
 
-    torch adds a convolution's bias one number at a time in channels_last.
-
-    Raises:
-        ValueError: If x and residual differ in shape.
+    torch adds a convolution's bias one number at a time in channels_last. Other shapes are a ValueError.
     """
-    given = (x, bias) if residual is None else (x, bias, residual)
     if residual is not None and x.shape != residual.shape:
         raise ValueError(f"residual has shape {tuple(residual.shape)}, expected that of x, {tuple(x.shape)}")
-    if kernels_run(*given):
-        learn = differentiated(*given)
+    if kernels_run(x, bias, residual):
+        learn = differentiated(x, bias, residual)
         return _ConvAdd.apply(x, bias, residual) if learn else kernels.conv.conv_add(x, bias, residual)
     # Under autocast parameters stay wide, and would make activations wide as well.
     total = x + bias.to(x.dtype)
@@ -109,10 +95,8 @@ def windows_run(x: Tensor, weight: Tensor, stride: int) -> bool:
 def windows(x: Tensor, stride: int) -> Tensor:
     """What a 3 × 3 convolution with a padding of 1 multiplies: [B, H, W, C] -> [B H' W', 9 C].
 
-    H' and W' are H / stride and W / stride, rounded up. Numbers of a row lie as those of a weight in channels_last.
-
-    Raises:
-        ValueError: If the stride is not positive.
+    H' and W' are H / stride and W / stride, rounded up; a stride below 1 is a ValueError. Numbers of a row lie as those
+    of a weight in channels_last.
     """
     if stride < 1:
         raise ValueError(f"stride is {stride}, expected at least 1")
@@ -168,10 +152,8 @@ def space_to_depth(x: Tensor, offset: int, height: int, width: int, channels: in
     if kernels_run(x) and not differentiated(x):
         return kernels.conv.space_to_depth(x, offset, height, width, channels, dtype)
     below, right = 2 * height - x.shape[2] - offset, 2 * width - x.shape[3] - offset
-    padded = F.pad(
-        x if x.dtype == dtype else x.to(dtype), (offset, right, offset, below, 0, channels // 4 - x.shape[1])
-    )
-    squares = padded.unflatten(3, (width, 2)).unflatten(2, (height, 2)).permute(0, 3, 5, 1, 2, 4)
+    wide = F.pad(x if x.dtype == dtype else x.to(dtype), (offset, right, offset, below, 0, channels // 4 - x.shape[1]))
+    squares = wide.unflatten(3, (width, 2)).unflatten(2, (height, 2)).permute(0, 3, 5, 1, 2, 4)
     return squares.flatten(1, 3).contiguous(memory_format=torch.channels_last)
 
 

@@ -3,8 +3,6 @@
 Shape legend: n rows, V classes.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -16,16 +14,11 @@ IGNORED = -100
 
 
 def cross_entropy_rows(logits: Tensor, labels: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses of rows, and the gradient of their sum times ``scale``, computed in float32. It is not differentiated.
+    """Losses of rows float32 [n], and the gradient [n, V] of their sum times ``scale``; computed in float32.
 
-    Args:
-        logits: [n, V], not needed any more: where our kernel runs, the gradient is written over them.
-        labels: [n] int64; rows of ``IGNORED`` have no loss. By the kernel a row whose label is no class has a loss and
-            a gradient that are not numbers.
-        scale: Float32 scalar, on the device.
-
-    Returns:
-        Float32 [n], and [n, V] like ``logits``.
+    It is not differentiated. Logits [n, V] are not needed any more: where our kernel runs, the gradient is written over
+    them. Rows whose label [n] int64 is ``IGNORED`` have no loss; by the kernel, loss and gradient of a row whose label
+    is no class are not numbers. ``scale`` is a float32 scalar on the device.
     """
     if kernels_run(logits) and logits.is_contiguous():
         return kernels.cross_entropy.cross_entropy_rows_(logits, labels.contiguous(), scale, IGNORED), logits

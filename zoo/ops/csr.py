@@ -1,15 +1,14 @@
-"""A graph as the operators over its edges walk it: compressed sparse rows, and long rows in pieces.
+"""A graph in compressed sparse rows, sums, means, maxima and attention over its edges, and draws among them.
 
-One node with 200,000 neighbours must not keep everybody waiting. A row several times longer than the mean is cut into
+One node with 200,000 neighbours must not keep all others waiting. A row several times longer than the mean is cut into
 chunks. Each chunk is reduced on its own, at the same time as the short rows, and a second small kernel adds up the
 chunks of each long row in their order: no atomics, and the same bits at every run. A graph without a long row has no
-tables and needs no second kernel.
+tables and needs no second kernel. Kernels sum in float32 and hold no tensor of E x C. Graph attention is
+https://arxiv.org/abs/1710.10903.
 
 Shape legend: S sources, D destinations, E edges, R rows (destinations; sources in the transpose), X chunks and L long
-rows at most, H heads, C channels.
+rows at most, H heads, W columns, C channels.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -18,10 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zoo.engine.autograd import differentiable_once
 from zoo.ops import common
+from zoo.ops import triton as kernels
+from zoo.ops.common import accumulation_dtype, differentiated, kernels_run
 
 # What a sum adds of a row's own features, or puts beside it.
-Own: TypeAlias = Literal["added", "beside"] | None
+Own: TypeAlias = Literal["add", "concat"] | None
 # Fewest edges worth a chunk. A chunk is walked by one program, a few edges a step: some 20 microseconds on an H200,
 # about as long as the shortest launches that matter.
 EDGES_PER_CHUNK = 128
@@ -113,10 +115,8 @@ def edge_sum(x: Tensor, graph: GraphTensors, weight: Tensor | None = None) -> Te
         # A last bag holds the edges that are padding.
         offsets = torch.cat([graph.rowptr, graph.rowptr.new_full((1,), graph.source.shape[0])]).to(graph.source.dtype)
         weight = None if weight is None else weight.contiguous()
-        bags = F.embedding_bag(
-            graph.source, x, offsets, mode="sum", per_sample_weights=weight, include_last_offset=True
-        )
-        return bags[:-1]
+        out = F.embedding_bag(graph.source, x, offsets, mode="sum", per_sample_weights=weight, include_last_offset=True)
+        return out[:-1]
     messages = x.index_select(0, graph.source)
     if weight is not None:
         messages = messages * weight.unsqueeze(-1)
@@ -165,3 +165,215 @@ def split_rows(pointers: Tensor, edges: int, size: int | None = None) -> Split |
 def _within(row: Tensor, degree: Tensor) -> tuple[Tensor, Tensor]:
     """Rows that exist, and which of them did."""
     return row.clamp(max=degree.shape[0] - 1), row < degree.shape[0]
+
+
+def sum_neighbours(
+    x: Tensor, graph: GraphTensors, *, bias: Tensor | None = None, own: Own = None, channels: int | None = None
+) -> Tensor:
+    """Sum over incoming edges, times the graph's weights if it has any, plus bias [C]: x [S, W] -> [D, C].
+
+    C is ``channels`` if columns follow in x that are padding, else W. With ``own="add"``, x [S, 2 W] holds what
+    neighbours give beside what each node keeps, and the second half of each destination's own row (the source of the
+    same number) is added. With ``own="concat"`` the destination's row is put beside its sum: [D, 2 C]. A RuntimeError
+    if kernels run, gradients are wanted and the graph has no transpose.
+    """
+    return _csr_sum(x, graph, graph.weight, None, bias, own, channels)
+
+
+def mean_neighbours(
+    x: Tensor, graph: GraphTensors, *, bias: Tensor | None = None, own: Own = None, channels: int | None = None
+) -> Tensor:
+    """Mean over incoming edges, zero where there are none; as ``sum_neighbours``. Needs ``inverse_degree``."""
+    if graph.inverse_degree is None:
+        raise ValueError("a mean needs the graph's inverse degrees: graph.prepared(Recipe(mean=True))")
+    scale = graph.inverse_degree
+    if x.dtype == torch.float64 != scale.dtype:
+        # A sampled batch has them in float32, whatever its model.
+        scale = graph.rowptr.diff().clamp(min=1).to(x.dtype).reciprocal()
+    return _csr_sum(x, graph, None, scale, bias, own, channels)
+
+
+def _csr_sum(
+    x: Tensor, graph: GraphTensors, weight: Tensor | None, scale: Tensor | None, bias: Tensor | None, own: Own,
+    channels: int | None,
+) -> Tensor:  # fmt: skip
+    width = x.shape[1] // 2 if own == "add" else x.shape[1]
+    channels = width if channels is None else channels
+    if kernels_run(x, weight, scale, bias):
+        rows = rows_of(graph)
+        if not differentiated(x, weight, bias):
+            return kernels.csr.csr_sum(x, rows, weight, None, scale, bias, own, channels)
+        columns = columns_of(graph)
+        t_weight = None if weight is None or graph.transpose is None else graph.transpose.weight
+        return _CsrSum.apply(
+            x, weight, bias, scale, own, channels, (rows.chunk_size, columns.chunk_size), t_weight, graph.destination,
+            *rows[:4], *columns[:4],
+        )  # fmt: skip
+    dtype, number = accumulation_dtype(x.dtype), graph.rowptr.shape[0] - 1
+    total = edge_sum(x[:, :channels].to(dtype), graph, None if weight is None else weight.to(dtype))
+    if scale is not None:
+        total = total * scale.to(dtype).unsqueeze(1)
+    if own == "add":
+        total = total + x[:number, width : width + channels]
+    if bias is not None:
+        total = total + bias
+    total = total.to(x.dtype)
+    return torch.cat([total, x[:number]], dim=1) if own == "concat" else total
+
+
+_OTHER_WAY: dict[Own, Own] = {None: None, "add": "concat", "concat": "add"}
+
+
+class _CsrSum(torch.autograd.Function):
+    """The gradient of a sum is one over the transpose: what was added comes to lie beside, and the other way round."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None, own: Own, channels: int,
+        sizes: tuple[int, int], t_weight: Tensor | None, destination: Tensor, *tables: Any,
+    ) -> Tensor:  # fmt: skip
+        ctx.own, ctx.channels, ctx.sizes, ctx.width = own, channels, sizes, x.shape[1]
+        ctx.weight_dtype = None if weight is None else weight.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        # The features are needed for the gradient of weights alone.
+        x_kept = x if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(x_kept, scale, t_weight, tables[1], destination, *tables[4:])
+        return kernels.csr.csr_sum(x, rows_from(tables[:4], sizes[0]), weight, None, scale, bias, own, channels)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale, t_weight, source, destination, *tables = ctx.saved_tensors
+        grad_x = grad_weight = grad_bias = None
+        channels = ctx.channels
+        if ctx.needs_input_grad[0]:
+            columns, own = rows_from(tables, ctx.sizes[1]), _OTHER_WAY[ctx.own]
+            width = ctx.width // 2 if ctx.own == "add" else ctx.width
+            grad_x = kernels.csr.csr_sum(grad, columns, t_weight, scale, None, None, own, width)
+        if ctx.needs_input_grad[1]:
+            grad_weight = kernels.csr.edge_dot(x, grad, source, destination, channels, ctx.weight_dtype)
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad[:, :channels].sum(0, dtype=ctx.bias_dtype)
+        return grad_x, grad_weight, grad_bias, *(None,) * 14
+
+
+def max_neighbours(x: Tensor, graph: GraphTensors) -> Tensor:
+    """Greatest value over incoming edges, zero where there are none: x [S, C] -> [D, C]. Raises as ``sum_neighbours``.
+
+    Ties share the gradient as in torch's ``scatter_reduce``: a maximum of zero counts once more, for the zeros that it
+    starts from.
+    """
+    if kernels_run(x):
+        if differentiated(x):
+            rows, columns = rows_of(graph), columns_of(graph)
+            return _CsrMax.apply(x, (rows.chunk_size, columns.chunk_size), *rows[:4], *columns[:4])
+        return kernels.csr.csr_max(x, rows_of(graph), False)[0]
+    return edge_max(x.index_select(0, graph.source), graph)
+
+
+class _CsrMax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: tuple[int, int], *tables: Any) -> Tensor:
+        values, ties = kernels.csr.csr_max(x, rows_from(tables[:4], sizes[0]), True)
+        ctx.size = sizes[1]
+        ctx.save_for_backward(x, values, ties, *tables[4:])
+        return values
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, values, ties, *tables = ctx.saved_tensors
+        # Nodes without neighbours have no ties, and nobody asks for their shares.
+        shares = (grad / ties).to(grad.dtype)
+        kept = {"maxima": values.contiguous(), "own_values": x.contiguous()}
+        return kernels.csr.csr_sum(shares, rows_from(tables, ctx.size), **kept), *(None,) * 9
+
+
+# Places of a node that the kernel draws, which holds them in registers.
+MOST_AT_ONCE = 512
+
+
+def distinct(degree: Tensor, count: int, random: torch.Generator) -> Tensor:
+    """For each degree [n] int64 ``count`` different places below it, none below ``count``: [n, count].
+
+    Floyd's algorithm, a column at a time: a place that was drawn before gives way to the last one allowed.
+    """
+    uniform = torch.rand(count, len(degree), generator=random, dtype=torch.float64, device=degree.device)
+    if count <= MOST_AT_ONCE and common.triton_runs_on(degree.device):
+        # The same draws in one launch. By columns they are most of what the host launches for a batch.
+        return kernels.csr.distinct(degree, uniform)
+    places = torch.empty((len(degree), count), dtype=torch.int64, device=degree.device)
+    for column in range(count):
+        last = degree - count + column
+        drawn = (uniform[column] * (last + 1)).long()
+        taken = (places[:, :column] == drawn[:, None]).any(1)
+        places[:, column] = torch.where(taken, last, drawn)
+    return places
+
+
+# The kernels hold all channels of a head at once.
+WIDEST_HEAD = 4096
+
+
+def attention(
+    table: Tensor, a_destination: Tensor | None, heads: int, graph: GraphTensors, slope: float, dropout: float = 0.0, *,
+    average: bool = False,
+) -> Tensor:  # fmt: skip
+    """Neighbours weighed by the softmax of their leaky scores: [D, H C] or, the ``average`` over heads, [D, C].
+
+    The table [S, H C + H] holds the features of all heads, then the sources' part of each edge's score. The
+    destinations' part is a_destination [D, H], or None if it is last in the table, [N, H C + 2 H]. Dropout is the
+    probability that a neighbour is left out. The graph's weights are not used; rows without neighbours are zero. A
+    RuntimeError if kernels run, gradients are wanted and the graph has no transpose.
+    """
+    channels = table.shape[1] // heads - (2 if a_destination is None else 1)
+    if channels <= WIDEST_HEAD and kernels_run(table, a_destination):
+        # The seed is drawn on the device, so that each replay of a CUDA graph draws another.
+        seed = torch.randint(2**62, (1,), device=table.device) if dropout > 0.0 else None
+        plan = heads, channels, average, slope
+        if differentiated(table, a_destination):
+            rows, columns = rows_of(graph), columns_of(graph)
+            assert graph.transpose is not None
+            return _Attention.apply(
+                table, a_destination, plan, seed, dropout, (rows.chunk_size, columns.chunk_size),
+                graph.transpose.permutation, *rows[:4], *columns[:4],
+            )  # fmt: skip
+        return kernels.csr_attention.gat(table, a_destination, *plan, seed, dropout, rows_of(graph))[0]
+    x, scores = table[:, : heads * channels].unflatten(1, (heads, channels)), table[:, heads * channels :]
+    own = scores[:, heads:] if a_destination is None else a_destination
+    dtype = accumulation_dtype(table.dtype)
+    own = F.pad(own[: graph.rowptr.shape[0] - 1].to(dtype), (0, 0, 0, 1))  # edges that are padding have a row too
+    score = scores[:, :heads].to(dtype).index_select(0, graph.source) + own.index_select(0, graph.destination)
+    score = F.leaky_relu(score, slope)
+    # Shifting by the greatest score changes nothing but overflow, so no gradient need pass.
+    greatest = F.pad(edge_max(score.detach(), graph), (0, 0, 0, 1))
+    share = (score - greatest.index_select(0, graph.destination)).exp()
+    total = share.new_zeros(graph.rowptr.shape[0], heads).index_add(0, graph.destination, share)
+    share = F.dropout(share / total.index_select(0, graph.destination), dropout)
+    sums = edge_sum(x.to(dtype), graph, share)
+    return (sums.mean(1) if average else sums.flatten(1)).to(table.dtype)
+
+
+class _Attention(torch.autograd.Function):
+    """The backward computes the weights anew, from the log of the sum of exponents [D, H]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, table: Tensor, a_destination: Tensor | None, plan: tuple[int, int, bool, float], seed: Tensor | None,
+        dropout: float, sizes: tuple[int, int], permutation: Tensor, *tables: Any,
+    ) -> Tensor:  # fmt: skip
+        rows = rows_from(tables[:4], sizes[0])
+        out, lse = kernels.csr_attention.gat(table, a_destination, *plan, seed, dropout, rows)
+        ctx.plan, ctx.dropout, ctx.sizes = plan, dropout, sizes
+        ctx.save_for_backward(table, a_destination, lse, seed, permutation, *tables)
+        return out
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        table, a_destination, lse, seed, permutation, *tables = ctx.saved_tensors
+        rows, columns = rows_from(tables[:4], ctx.sizes[0]), rows_from(tables[4:], ctx.sizes[1])
+        grads = kernels.csr_attention.gat_backward(
+            grad, table, a_destination, lse, *ctx.plan, seed, ctx.dropout, rows, columns, permutation
+        )
+        return *grads, *(None,) * 13

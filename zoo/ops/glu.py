@@ -3,8 +3,6 @@
 Shape legend: R rows, C channels, I width inside the MLP.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -43,10 +41,9 @@ class _BiasGelu(torch.autograd.Function):
 
 
 def gated_gelu(x: Tensor, bias: Tensor) -> Tensor:
-    """X [..., 2 I] plus bias [2 I]; GELU of the second half, in its erf form, times the first: [..., I]. Rounded once.
+    """X [..., 2 I] plus bias [2 I]; GELU of the second half, in its erf form, times the first: [..., I].
 
-    Raises:
-        ValueError: If the columns of x are no two halves, or not as many as the bias has numbers.
+    Rounded once. Other shapes are a ValueError, here and in ``gated_gelu_product``.
     """
     if x.shape[-1] % 2:
         raise ValueError(f"x has {x.shape[-1]} columns, expected an even number: two halves")
@@ -90,11 +87,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def gated_gelu_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """``gated_gelu`` of x [R, C] by weight [2 I, C], with bias [2 I]: [R, I], one kernel if ``gated_product_runs``.
-
-    Raises:
-        ValueError: If the shapes do not fit.
-    """
+    """``gated_gelu`` of x [R, C] by weight [2 I, C], with bias [2 I]: [R, I], one kernel if ``gated_product_runs``."""
     if weight.shape[0] % 2 or x.shape[1:] != weight.shape[1:] or bias.shape != weight.shape[:1]:
         shapes = ", ".join(str(tuple(each.shape)) for each in (x, weight, bias))
         raise ValueError(f"x, weight and bias have shapes {shapes}; expected [R, C], [2 I, C] and [2 I]")

@@ -1,9 +1,10 @@
-"""Norms over the last dimension, alone and with the residual add before them.
+"""Norms over the last dimension, alone and with the residual add before them; group norm of channels_last images.
 
-RMS norm is Zhang and Sennrich, 2019; layer norm is Ba, Kiros and Hinton, 2016. Shape legend: R rows, C columns.
+RMS norm is Zhang and Sennrich, 2019; layer norm is Ba, Kiros and Hinton, 2016; group norm is Wu and He, 2018. torch's
+own group norm goes through the other memory format, and adds a shift and applies SiLU in passes of their own.
+
+Shape legend: R rows, B images, C channels or columns, H height, W width, S channels of a skip connection.
 """
-
-from __future__ import annotations
 
 from typing import Any
 
@@ -26,7 +27,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return reference_rms_norm(x, weight, eps)
     if differentiated(x, weight):
         return _RMSNorm.apply(x, None, weight, eps, False)
-    return kernels.norms.rms_norm(x, None, weight, eps)[1]
+    return kernels.norms.norm(x, None, None, weight, None, eps)[0]
 
 
 def add_rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -37,9 +38,10 @@ def add_rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) ->
     if not _rms_norm_fits(x, weight, added):
         total = x if added is None else x + added
         return total, reference_rms_norm(total, weight, eps)
-    if differentiated(x, weight) or (added is not None and differentiated(added)):
+    if differentiated(x, weight, added):
         return _RMSNorm.apply(x, added, weight, eps, True)
-    return kernels.norms.rms_norm(x, added, weight, eps)[:2]
+    normed, _, total, _, _ = kernels.norms.norm(x, added, None, weight, None, eps)
+    return total, normed
 
 
 def reference_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -60,7 +62,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, eps: float, keep_sum: bool) -> Any:
-        total, normed, rstd = kernels.norms.rms_norm(x, added, weight, eps)
+        normed, _, total, _, rstd = kernels.norms.norm(x, added, None, weight, None, eps)
         ctx.save_for_backward(total, weight, rstd)
         ctx.adds = added is not None
         if not keep_sum:
@@ -71,7 +73,9 @@ class _RMSNorm(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         sum_grad = grads[0] if len(grads) == 2 else None
-        grad, weight_grad = kernels.norms.rms_norm_backward(grads[-1], sum_grad, *ctx.saved_tensors)
+        total, weight, rstd = ctx.saved_tensors
+        given = total, None, rstd, weight, grads[-1], None, sum_grad, None
+        grad, _, (weight_grad,) = kernels.norms.norm_backward(*given, 1)
         return grad, grad if ctx.adds else None, weight_grad, None, None
 
 
@@ -94,13 +98,13 @@ def add_layer_norm(
 
 def _add_layer_norm_fits(x: Tensor, added: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor) -> bool:
     """Whether the kernels take these; torch broadcasts or refuses what does not fit."""
-    vectors = (weight, bias) if shift is None else (weight, bias, shift)
+    vectors = weight, bias, shift
     if not kernels_run(x, added, *vectors) or not differentiated(x, added, *vectors):
         return False
     # Autocast normalises in float32, whatever it is given.
     if x.dtype != torch.float32 and torch.is_autocast_enabled(x.device.type):
         return False
-    fit = all(each.shape == x.shape[-1:] and each.dtype == x.dtype for each in vectors)
+    fit = all(each is None or (each.shape == x.shape[-1:] and each.dtype == x.dtype) for each in vectors)
     return fit and added.shape == x.shape and x.shape[-1] <= WIDEST_NORM
 
 
@@ -109,7 +113,7 @@ class _AddLayerNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, added: Tensor, shift: Tensor | None, *arguments: Any) -> Any:
-        out, low, total, mean, rstd = kernels.norms.add_layer_norm(x, added, shift, *arguments)
+        out, low, total, mean, rstd = kernels.norms.norm(x, added, shift, *arguments)
         ctx.save_for_backward(total, mean, rstd, arguments[0])
         ctx.added_dtype = None if added.dtype == x.dtype else added.dtype
         ctx.shifted = shift is not None
@@ -118,9 +122,9 @@ class _AddLayerNorm(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor, low_grad: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        out, low, grad_weight, grad_bias, grad_shift = kernels.norms.add_layer_norm_backward(
-            *ctx.saved_tensors, grad, low_grad, ctx.added_dtype, ctx.shifted
-        )
+        given = *ctx.saved_tensors, grad, low_grad, None, ctx.added_dtype
+        out, low, (grad_weight, grad_bias, *shifts) = kernels.norms.norm_backward(*given, 3 if ctx.shifted else 2)
+        grad_shift = shifts[0] if ctx.shifted else None
         return out, out if low is None else low, grad_shift, grad_weight, grad_bias, None, None
 
 
@@ -129,8 +133,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     if x.shape[-1] > WIDEST_ROW or not kernels_run(x, weight, bias):
         return F.layer_norm(x, weight.shape, weight, bias, eps).to(x.dtype)
     if differentiated(x, weight, bias):
-        return _LayerNorm.apply(x, weight, bias, eps)
-    return kernels.norms.layer_norm(x, weight, bias, eps, keep=False)[0]
+        return _LayerNorm.apply(x, None, weight, bias, None, eps)
+    return kernels.norms.layer_norm(x, None, weight, bias, None, eps, keep=False)[0]
 
 
 def add_norm(
@@ -139,56 +143,44 @@ def add_norm(
     """The sum of x [R, C] and residual [R, C], and its layer norm: [R, C] each, in the wider dtype of the two.
 
     Computed in float32; the sum is rounded before it is normed. A shift [C] is added to the sum that is returned, and
-    not to the one that is normed.
-
-    Raises:
-        ValueError: If the two differ in shape, or the shift has not a number for each column.
+    not to the one that is normed. Other shapes are a ValueError.
     """
     if x.shape != residual.shape:
         raise ValueError(f"residual has shape {tuple(residual.shape)}, expected that of x, {tuple(x.shape)}")
     if shift is not None and shift.shape != x.shape[-1:]:
         raise ValueError(f"shift has shape {tuple(shift.shape)}, expected one number a column: ({x.shape[-1]},)")
-    given = (x, residual, weight, bias) if shift is None else (x, residual, weight, bias, shift)
+    given = x, residual, weight, bias, shift
     if x.shape[-1] > WIDEST_ROW or not kernels_run(*given):
         total = residual + x
         normed = F.layer_norm(total, weight.shape, weight, bias, eps).to(total.dtype)
         return total if shift is None else total + shift.to(total.dtype), normed
     if differentiated(*given):
-        return _AddNorm.apply(x, residual, weight, bias, shift, eps)
-    return kernels.norms.add_norm(x, residual, weight, bias, shift, eps, keep=False)[:2]
+        return _LayerNorm.apply(x, residual, weight, bias, shift, eps)
+    normed, total, *_ = kernels.norms.layer_norm(x, residual, weight, bias, shift, eps, keep=False)
+    return total, normed
 
 
 class _LayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        out, mean, rstd = kernels.norms.layer_norm(x, weight, bias, eps, keep=True)
-        ctx.save_for_backward(x, mean, rstd, weight, bias)
-        return out
+    """The norm of x, or with a residual their sum and its norm."""
 
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weighted = any(ctx.needs_input_grad[1:3])
-        grads = kernels.norms.layer_norm_backward(grad, None, *ctx.saved_tensors, weighted, None)
-        return *grads[:3], None
-
-
-class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        total, out, summed, mean, rstd = kernels.norms.add_norm(x, residual, weight, bias, shift, eps, keep=True)
-        ctx.dtypes = x.dtype, residual.dtype, None if shift is None else shift.dtype
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float
+    ) -> Any:
+        ctx.dtypes = [None if each is None else each.dtype for each in (x, residual, shift)]
+        out, total, summed, mean, rstd = kernels.norms.layer_norm(x, residual, weight, bias, shift, eps, keep=True)
         ctx.save_for_backward(summed, mean, rstd, weight, bias)
+        if residual is None:
+            return out
         if not torch.compiler.is_compiling():  # zeros for a gradient that is not there would be a launch
             ctx.set_materialize_grads(False)
         return total, out
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, sum_grad: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, residual, shift = ctx.dtypes
+        grad, sum_grad = grads[-1], grads[0] if len(grads) == 2 else None
         shifted = shift if ctx.needs_input_grad[4] and sum_grad is not None else None
         if grad is not None:
             weighted = any(ctx.needs_input_grad[2:4])
@@ -197,4 +189,83 @@ class _AddNorm(torch.autograd.Function):
             out, sums = sum_grad, [None, None, None if shifted is None else column_sums(sum_grad, shifted)]
         else:
             return (None,) * 6
-        return out.to(x), out.to(residual), *sums, None
+        return out.to(x), None if residual is None else out.to(residual), *sums, None
+
+
+# The kernels hold all channels of a group at once.
+WIDEST_GROUP = 4096
+
+
+def group_norm(
+    x: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
+) -> Tensor:
+    """Group norm of images x [B, C, H, W] in channels_last; weight and bias [C]. Statistics are in float32.
+
+    A shift [B, C], if any, is added to each pixel first; SiLU follows where asked for.
+    """
+    given = x, weight, bias, shift
+    if not _group_norm_fits(groups, *given):
+        return _reference_group_norm(x, shift, weight, bias, groups, eps, silu)
+    if differentiated(*given):
+        return _GroupNorm.apply(x, None, shift, weight, bias, groups, eps, silu)
+    return kernels.group_norm.group_norm(x, None, shift, weight, bias, groups, eps, silu)[0]
+
+
+def cat_group_norm(
+    x: Tensor, skip: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
+) -> tuple[Tensor, Tensor]:
+    """Channels of x [B, C, H, W] and skip [B, S, H, W] side by side, and their group norm, without a pass to join them.
+
+    Returns the norm [B, C + S, H, W] and what it was taken of, both in channels_last. A group may reach across.
+    """
+    if not _group_norm_fits(groups, x, weight, bias, skip):
+        joined = torch.cat([x, skip.to(x.dtype)], dim=1).contiguous(memory_format=torch.channels_last)
+        return _reference_group_norm(joined, None, weight, bias, groups, eps, silu), joined
+    if differentiated(x, skip, weight, bias):
+        return _GroupNorm.apply(x, skip, None, weight, bias, groups, eps, silu)
+    return kernels.group_norm.group_norm(x, skip, None, weight, bias, groups, eps, silu)[:2]
+
+
+def _group_norm_fits(groups: int, x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
+    return weight.shape[0] // groups <= WIDEST_GROUP and kernels_run(x, weight, *others)
+
+
+def _reference_group_norm(
+    x: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
+) -> Tensor:
+    dtype = accumulation_dtype(x.dtype)
+    shifted = x.to(dtype) if shift is None else x.to(dtype) + shift.to(dtype)[:, :, None, None]
+    out = F.group_norm(shifted, groups, weight.to(dtype), bias.to(dtype), eps)
+    return (F.silu(out) if silu else out).to(x.dtype, memory_format=torch.channels_last)
+
+
+class _GroupNorm(torch.autograd.Function):
+    """The norm of x, or with a skip connection that of both side by side, and both."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, skip: Tensor | None, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int,
+        eps: float, silu: bool,
+    ) -> Any:  # fmt: skip
+        ctx.silu, ctx.channels, ctx.skip_dtype = silu, x.shape[1], None if skip is None else skip.dtype
+        out, joined, statistics = kernels.group_norm.group_norm(x, skip, shift, weight, bias, groups, eps, silu)
+        ctx.save_for_backward(joined, shift, weight, bias, statistics)
+        if skip is None:
+            return out
+        if not torch.compiler.is_compiling():  # zeros for a gradient that is not there would be a launch
+            ctx.set_materialize_grads(False)
+        return out, joined
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor | None, joined_grad: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        if grad is not None:
+            grad_x, grad_skip, *others = kernels.group_norm.group_norm_backward(
+                grad, *ctx.saved_tensors, joined_grad, ctx.channels, ctx.silu
+            )
+        elif joined_grad is not None:
+            grad_x, grad_skip = joined_grad.split([ctx.channels, joined_grad.shape[1] - ctx.channels], dim=1)
+            others = [None] * 3
+        else:
+            return (None,) * 8
+        return grad_x, None if ctx.skip_dtype is None else grad_skip.to(ctx.skip_dtype), *others, None, None, None

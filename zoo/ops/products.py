@@ -6,8 +6,6 @@ then in float32. Here the product that makes it writes float32, and the bias' is
 Shape legend: R rows, C columns, N rows of a weight. "Low" is what has the dtype of products.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -77,7 +75,7 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
     """[..., C] -> [C] in another dtype: the gradient of a product's bias. Summed in float32, without a gradient."""
     if kernels_run(x):
-        return kernels.sums.column_sums(x, dtype)
+        return kernels.tiles.column_sums(x, dtype)
     return x.reshape(-1, x.shape[-1]).sum(0, dtype=accumulation_dtype(x.dtype)).to(dtype)
 
 

@@ -3,8 +3,6 @@
 torchvision is imported when a model is converted or weights are asked for by name.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from functools import partial
@@ -54,20 +52,15 @@ def config_of(module: nn.Module) -> ResNetConfig:
     if type(module.fc) is not nn.Linear or module.fc.bias is None:
         _refuse("fc", module.fc, "expected a Linear with a bias; put other heads after model.features")
     norm, options = _norm(module.bn1)
-    layers = tuple(len(stage) for stage in stages)
+    layers: Any = tuple(len(stage) for stage in stages)
+    dilated: Any = tuple(stage[0].stride == 1 for stage in stages[1:])
     if 0 in layers:
         _refuse("layers", layers, "every stage needs a block")
     config = ResNetConfig(
-        block=kinds[type(first)],
-        layers=layers,  # type: ignore[arg-type]
-        num_classes=module.fc.out_features,
-        in_channels=module.conv1.in_channels,
-        groups=module.groups,
-        width_per_group=module.base_width,
-        replace_stride_with_dilation=tuple(stage[0].stride == 1 for stage in stages[1:]),  # type: ignore[arg-type]
-        norm=norm,
-        norm_kwargs=options,
-    )
+        block=kinds[type(first)], layers=layers, num_classes=module.fc.out_features,
+        in_channels=module.conv1.in_channels, groups=module.groups, width_per_group=module.base_width,
+        replace_stride_with_dilation=dilated, norm=norm, norm_kwargs=options,
+    )  # fmt: skip
     refuse_changed(dict(module.named_modules()), skeleton(config), _refuse)
     # Only norms depend on the mode.
     norms = ((name, child) for name, child in module.named_modules() if isinstance(child, nn.BatchNorm2d))
@@ -84,14 +77,11 @@ def skeleton(config: ResNetConfig) -> nn.Module:
 
     with torch.device("meta"):
         module: Any = torchvision.ResNet(
-            torchvision.Bottleneck if config.block == "bottleneck" else torchvision.BasicBlock,
-            list(config.layers),
-            num_classes=config.num_classes,
-            groups=config.groups,
-            width_per_group=config.width_per_group,
+            torchvision.Bottleneck if config.block == "bottleneck" else torchvision.BasicBlock, list(config.layers),
+            num_classes=config.num_classes, groups=config.groups, width_per_group=config.width_per_group,
             replace_stride_with_dilation=list(config.replace_stride_with_dilation),
             norm_layer=partial(_norms()[config.norm], **config.norm_kwargs),
-        )
+        )  # fmt: skip
         if config.in_channels != 3:
             # torchvision has no option for it; its users put another convolution there.
             module.conv1 = nn.Conv2d(config.in_channels, STEM_WIDTH, 7, stride=2, padding=3, bias=False)
@@ -122,15 +112,9 @@ def _refuse(option: str, value: Any, why: str) -> None:
 def transforms(weights: Any) -> Callable[[Any], Tensor]:
     """Torchvision's preprocessing for pretrained weights: resize, crop, scale, normalise.
 
-    Args:
-        weights: One of torchvision's weight enums, its full name ``"ResNet50_Weights.IMAGENET1K_V2"``, or a preset's
-            name for the weights that torchvision recommends.
-
-    Returns:
-        A function of a PIL image, or an integer tensor [C, H, W] or [N, C, H, W], that returns the model's input.
-
-    Raises:
-        ValueError: If there are no such weights.
+    Takes one of torchvision's weight enums, its full name ``"ResNet50_Weights.IMAGENET1K_V2"``, or a preset's name for
+    the weights that torchvision recommends; others are a ValueError. Returns a function of a PIL image, or an integer
+    tensor [C, H, W] or [N, C, H, W], to the model's input.
     """
     found = _member(weights) or (_enum_of(weights).get("DEFAULT") if isinstance(weights, str) else None)
     if found is None:
@@ -195,19 +179,17 @@ def fold_batch_norm(model: ResNet, *, convolutions: str = "glue", pointwise: str
 
     A norm scales and shifts each channel by numbers that no longer change. The scale goes into the weights of the
     convolution before it and the shift into its bias; a shortcut's shift goes into the bias that it is added to. Folded
-    in float64 and rounded once to the weights' dtype.
+    in float64 and rounded once to the weights' dtype. The result is in eval mode, without gradients, with
+    ``config.folding`` set.
 
     Args:
         model: A ResNet of the zoo, which stays as it is.
         convolutions: ``"glue"`` or ``"fused"``, as in ``Folding``.
         pointwise: ``"convolution"`` or ``"matmul"``, as in ``Folding``.
 
-    Returns:
-        The model, in eval mode, without gradients, with ``config.folding`` set.
-
     Raises:
-        TypeError: If the model is not a ResNet of the zoo.
-        ValueError: If it is folded already, or its norms keep no running statistics; or an option is unknown.
+        TypeError, ValueError: If the model is no ResNet of the zoo, is folded already, its norms keep no running
+            statistics, or an option is unknown.
     """
     if not isinstance(model, ResNet):
         raise TypeError(f"{type(model).__name__} is not a ResNet of the zoo; zoo.from_upstream(module) makes one")
@@ -239,12 +221,6 @@ def _folded(conv: nn.Conv2d, norm: Any) -> tuple[Tensor, Tensor]:
 
 
 WEIGHTS = WeightMap(
-    name="resnet",
-    noun="a ResNet",
-    classes=(ResNet,),
-    table=table,
-    config_of=config_of,
-    skeleton=skeleton,
-    refuse=_refuse_folded,
-    find=find_weights,
-)
+    name="resnet", noun="a ResNet", classes=(ResNet,), table=table, config_of=config_of, skeleton=skeleton,
+    refuse=_refuse_folded, find=find_weights,
+)  # fmt: skip

@@ -15,8 +15,6 @@ convolutions have biases in place of norms.
 Shape legend: N images, C channels, H height, W width, K classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -27,10 +25,9 @@ from torch import Tensor, nn
 
 from zoo import validate
 from zoo.engine.region import Region
-from zoo.ops.batch_norm import Norm, bias_act, norm_act
+from zoo.ops.batch_norm import Norm, bias_act, bias_act_pool, norm_act, norm_act_pool
 from zoo.ops.common import differentiated, is_unmodified, to_images, to_rows, watched
 from zoo.ops.conv import conv_act, linear_relu, stem_conv
-from zoo.ops.pooling import bias_act_pool, norm_act_pool
 from zoo.weights import keep_channels_last
 
 NORMS: dict[str, dict[str, Any]] = {
@@ -353,12 +350,9 @@ REGIONS = (
 
 
 class ResNet(nn.Module):
-    """A residual network over images.
+    """A residual network over images, of a ``ResNetConfig``.
 
     Weights and activations are in channels_last, and the stem lays out images that are not.
-
-    Args:
-        config: A ``ResNetConfig``.
     """
 
     regions: ClassVar[tuple[Region, ...]] = REGIONS
@@ -373,14 +367,11 @@ class ResNet(nn.Module):
         keep_channels_last(self)
 
     def forward(self, images: Tensor, *, stages: bool = False) -> Tensor | tuple[Tensor, ...]:
-        """Classify images.
+        """Classify images: logits [N, K].
 
         Args:
             images: [N, C_in, H, W], scaled and normalised (``zoo.resnet.transforms``), in any memory format.
             stages: Return the outputs of the four stages instead; see ``features``.
-
-        Returns:
-            Logits [N, K].
 
         Raises:
             TypeError, ValueError: If the images do not fit, before anything runs; the message says what to do.
@@ -397,14 +388,10 @@ class ResNet(nn.Module):
         return tuple(outputs) if stages else self.head(x)
 
     def features(self, images: Tensor) -> tuple[Tensor, ...]:
-        """The outputs of the four stages, in channels_last; the head does not run.
+        """The outputs of the four stages for images as ``forward`` takes them, in channels_last; the head does not run.
 
-        Args:
-            images: As for ``forward``.
-
-        Returns:
-            [N, C, H / 4, W / 4] of the first stage, and of each next one twice as many channels and half the size
-            (where it is not dilated), rounded up.
+        [N, C, H / 4, W / 4] of the first stage, and of each next one twice as many channels and half the size (where it
+        is not dilated), rounded up.
         """
         outputs = self(images, stages=True)
         assert isinstance(outputs, tuple)

@@ -19,8 +19,8 @@ from zoo.unet.model import UNet as UNet
 from zoo.unet.model import UNetOutput as UNetOutput
 from zoo.unet.model import example_inputs
 from zoo.unet.sampler import Sampler as Sampler
-from zoo.unet.schedule import Schedule as Schedule
-from zoo.unet.schedule import make_schedule as make_schedule
+from zoo.unet.sampler import Schedule as Schedule
+from zoo.unet.sampler import make_schedule as make_schedule
 
 FAMILY = register(
     Family(presets=PRESETS, example_inputs=example_inputs, upstream_packages=("diffusers",), weights=WEIGHTS)

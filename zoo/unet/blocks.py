@@ -15,8 +15,6 @@ Shape legend: B images, C channels, H height, W width, T = H W tokens, R = B T r
 its width, K channels of all its keys and values, E width of the embedded timestep, S channels of all shifts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,8 +27,7 @@ from zoo.ops.attention import short_attention
 from zoo.ops.common import compute_dtype, differentiated, is_unmodified, kernels_run, to_images, to_rows
 from zoo.ops.conv import conv, conv3, conv_add, upsample
 from zoo.ops.glu import gated_gelu, gated_gelu_product
-from zoo.ops.group_norm import cat_group_norm, group_norm
-from zoo.ops.norms import add_norm, layer_norm
+from zoo.ops.norms import add_norm, cat_group_norm, group_norm, layer_norm
 from zoo.ops.products import low_add_linear, low_linear, takes_low
 from zoo.unet.config import BlockShape, LevelShape, UNetConfig
 
@@ -40,8 +37,7 @@ ENTRY_EPS, EPS = 1e-6, 1e-5
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``, whose gradients under autocast are summed in float32 by ``zoo.ops.products``."""
-    given = (x, weight) if bias is None else (x, weight, bias)
-    if differentiated(*given) and kernels_run(*given):
+    if differentiated(x, weight, bias) and kernels_run(x, weight, bias):
         low = x.to(compute_dtype(x))  # as autocast would
         if takes_low(low, weight, bias):
             return low_linear(low, weight, bias)
@@ -79,15 +75,9 @@ class ResnetBlock(nn.Module):
         self.shortcut = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else None
 
     def forward(self, x: Tensor, skip: Tensor | None, shift: Tensor) -> Tensor:
-        """Run the block.
+        """[B, C_in, H, W] -> [B, C_out, H, W].
 
-        Args:
-            x: [B, C_in, H, W].
-            skip: [B, C_skip, H, W] from the way down, or None.
-            shift: [B, C_out], of the timestep.
-
-        Returns:
-            [B, C_out, H, W].
+        A skip [B, C_skip, H, W], or None, comes from the way down; the shift [B, C_out] is the timestep's.
         """
         weight, bias, groups, eps = self.norm1.weight, self.norm1.bias, self.groups, self.eps
         if skip is None:
@@ -109,10 +99,7 @@ class ResnetBlock(nn.Module):
 class TransformerBlock(nn.Module):
     """Self-attention, attention to the text and an MLP; diffusers' ``BasicTransformerBlock``.
 
-    Args:
-        width: C.
-        heads: N.
-        groups: Of the norm before the transformer, where ``forward`` is given ``ends``.
+    ``groups`` are those of the norm before the transformer, where ``forward`` is given ``ends``.
     """
 
     def __init__(self, width: int, heads: int, groups: int = 32) -> None:
@@ -130,25 +117,14 @@ class TransformerBlock(nn.Module):
         self.mlp_out = nn.Linear(4 * width, width)
 
     def forward(
-        self,
-        x: Tensor,
-        text: Tensor,
-        self_bias: Tensor | None,
-        text_bias: Tensor | None,
+        self, x: Tensor, text: Tensor, self_bias: Tensor | None, text_bias: Tensor | None,
         ends: Sequence[Tensor | None] | None = None,
-    ) -> Tensor:
-        """Run the block.
+    ) -> Tensor:  # fmt: skip
+        """X [R, C] -> [R, C]; with ``ends`` an image [B, C, H, W] -> the same.
 
-        Args:
-            x: [R, C]; with ``ends`` an image [B, C, H, W].
-            text: [B, L, 2 C], keys and values of the text side by side.
-            self_bias: [B, 1, 1, T], added to the scores of self-attention, or None.
-            text_bias: [B, 1, 1, L], of attention to the text, or None.
-            ends: For the only block of a transformer, weight and bias of the transformer's norm, of the product before
-                the block and of the one after it.
-
-        Returns:
-            Like ``x``.
+        Text [B, L, 2 C] holds keys and values side by side. The biases [B, 1, 1, T] and [B, 1, 1, L], or None, are
+        added to the scores of self-attention and of attention to the text. ``ends`` are given to the only block of a
+        transformer: weight and bias of the transformer's norm, of the product before the block and of the one after it.
         """
         if ends is not None:
             image, x = x, enter(x, ends, self.groups)
@@ -227,19 +203,12 @@ class Transformer(nn.Module):
 
 @dataclass(frozen=True)
 class Conditioning:
-    """Inputs of a level's blocks, without the image.
+    """Inputs of a level's blocks, without the image."""
 
-    Args:
-        shifts: [B, C] for each resnet block.
-        texts: For each resnet block, keys and values [B, L, 2 C] of the text for all transformer blocks after it.
-        self_bias: [B, 1, 1, T], added to scores of self-attention, or None.
-        text_bias: [B, 1, 1, L], added to scores of attention to the text, or None.
-    """
-
-    shifts: Sequence[Tensor]
-    texts: Sequence[Sequence[Tensor]]
-    self_bias: Tensor | None
-    text_bias: Tensor | None
+    shifts: Sequence[Tensor]  # [B, C] for each resnet block
+    texts: Sequence[Sequence[Tensor]]  # for each, keys and values [B, L, 2 C] for all transformer blocks after it
+    self_bias: Tensor | None  # [B, 1, 1, T], added to scores of self-attention
+    text_bias: Tensor | None  # [B, 1, 1, L], added to scores of attention to the text
 
 
 class Level(nn.Module):
@@ -336,26 +305,20 @@ class Conditions(nn.Module):
             self.add_embedding = Embedding(config.projection_class_embeddings_input_dim, width)
 
     def forward(self, timesteps: Tensor, added: Mapping[str, Tensor] | None, cond: Tensor | None) -> Tensor:
-        """Embed timesteps, the pooled condition and sizes.
+        """Embed timesteps [B], [1] or, for a whole run, [steps, 1]: [B, E], [1, E] or [steps, B, E].
 
-        Args:
-            timesteps: [B], [1], or [steps, 1] for a whole run.
-            added: ``text_embeds`` [B, X] and ``time_ids`` [B, Y], where the model takes them.
-            cond: [B, F], where the model takes it.
-
-        Returns:
-            [B, E], [1, E], or [steps, B, E].
+        Models that take them are given ``text_embeds`` [B, X] and ``time_ids`` [B, Y] in ``added``, and ``cond`` [B,
+        F].
         """
         config = self.config
         dtype = self.time_embedding.linear_1.weight.dtype
-        embedded = sinusoids(timesteps, config.block_out_channels[0], config.flip_sin_to_cos, config.freq_shift)
+        options = config.flip_sin_to_cos, config.freq_shift
+        embedded = sinusoids(timesteps, config.block_out_channels[0], *options)
         embedded = self.time_embedding(embedded.to(dtype), cond)
         if self.add_embedding is None:
             return embedded
         assert added is not None and config.addition_time_embed_dim is not None
-        sizes = sinusoids(
-            added["time_ids"], config.addition_time_embed_dim, config.flip_sin_to_cos, config.freq_shift
-        ).flatten(1)
+        sizes = sinusoids(added["time_ids"], config.addition_time_embed_dim, *options).flatten(1)
         pooled = torch.cat([added["text_embeds"], sizes], dim=-1)
         return embedded + self.add_embedding(pooled.to(dtype))
 

@@ -1,7 +1,5 @@
 """Configuration of a conditional UNet, the shapes of blocks that follow from it, and presets by name."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -17,21 +15,13 @@ Depths: TypeAlias = tuple[int | tuple[int, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class BlockShape:
-    """A resnet block and the transformer after it, if there is one.
+    """A resnet block and the transformer after it, if there is one."""
 
-    Args:
-        inputs: Channels that it gets from the block before.
-        skip: Channels that it gets from the way down; 0 on the way down and in the middle.
-        outputs: Channels that it gives.
-        depth: Blocks of the transformer; None where there is none.
-        heads: Of the transformer.
-    """
-
-    inputs: int
-    skip: int
-    outputs: int
-    depth: int | None
-    heads: int
+    inputs: int  # channels of the block before
+    skip: int  # channels of the way down; 0 on the way down and in the middle
+    outputs: int  # channels that it gives
+    depth: int | None  # blocks of the transformer; None where there is none
+    heads: int  # of the transformer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,71 +229,43 @@ def _frozen(value: Any) -> Any:
 
 # Of Stable Diffusion 1 and 2, and diffusers' defaults.
 SD: dict[str, Any] = {
-    "in_channels": 4,
-    "out_channels": 4,
-    "block_out_channels": (320, 640, 1280, 1280),
+    "in_channels": 4, "out_channels": 4, "block_out_channels": (320, 640, 1280, 1280),
     "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
-    "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
-    "layers_per_block": 2,
+    "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3, "layers_per_block": 2,
     "transformer_layers_per_block": 1,
-}
+}  # fmt: skip
 _XL: dict[str, Any] = {
-    "in_channels": 4,
-    "out_channels": 4,
-    "use_linear_projection": True,
-    "addition_embed_type": "text_time",
-}
+    "in_channels": 4, "out_channels": 4, "use_linear_projection": True, "addition_embed_type": "text_time",
+}  # fmt: skip
 
 PRESETS: dict[str, UNetConfig] = {
     "sd15": UNetConfig(num_attention_heads=8, cross_attention_dim=768, sample_size=64, **SD),
     "sd21": UNetConfig(
-        num_attention_heads=(5, 10, 20, 20),
-        cross_attention_dim=1024,
-        use_linear_projection=True,
-        upcast_attention=True,
-        sample_size=96,
-        **SD,
+        num_attention_heads=(5, 10, 20, 20), cross_attention_dim=1024, use_linear_projection=True,
+        upcast_attention=True, sample_size=96, **SD,
     ),
     "sdxl": UNetConfig(
         block_out_channels=(320, 640, 1280),
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
         up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-        layers_per_block=2,
-        transformer_layers_per_block=(1, 2, 10),
-        num_attention_heads=(5, 10, 20),
-        cross_attention_dim=2048,
-        addition_time_embed_dim=256,
-        projection_class_embeddings_input_dim=2816,
-        sample_size=128,
-        **_XL,
+        layers_per_block=2, transformer_layers_per_block=(1, 2, 10), num_attention_heads=(5, 10, 20),
+        cross_attention_dim=2048, addition_time_embed_dim=256, projection_class_embeddings_input_dim=2816,
+        sample_size=128, **_XL,
     ),
     # As SD 1.5: projections by convolution, transformers on the larger sizes.
     "unet-debug": UNetConfig(
-        in_channels=4,
-        out_channels=4,
-        block_out_channels=(16, 32, 32),
+        in_channels=4, out_channels=4, block_out_channels=(16, 32, 32),
         down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
-        layers_per_block=1,
-        transformer_layers_per_block=1,
-        num_attention_heads=2,
-        cross_attention_dim=24,
-        norm_num_groups=8,
-        sample_size=16,
+        layers_per_block=1, transformer_layers_per_block=1, num_attention_heads=2, cross_attention_dim=24,
+        norm_num_groups=8, sample_size=16,
     ),
     # As SDXL: deep transformers on the smaller sizes, a pooled condition and sizes.
     "unet-xl-debug": UNetConfig(
         block_out_channels=(16, 32),
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        layers_per_block=1,
-        transformer_layers_per_block=(1, 2),
-        num_attention_heads=(2, 4),
-        cross_attention_dim=24,
-        addition_time_embed_dim=8,
-        projection_class_embeddings_input_dim=12 + 6 * 8,
-        norm_num_groups=8,
-        sample_size=16,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        layers_per_block=1, transformer_layers_per_block=(1, 2), num_attention_heads=(2, 4), cross_attention_dim=24,
+        addition_time_embed_dim=8, projection_class_embeddings_input_dim=12 + 6 * 8, norm_num_groups=8, sample_size=16,
         **_XL,
     ),
-}
+}  # fmt: skip

@@ -4,8 +4,6 @@ Their queries, keys and values of self-attention are rows of one tensor here, an
 cross-attentions, and all blocks' products with the timestep.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json
@@ -260,20 +258,11 @@ def _merged_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 WEIGHTS = WeightMap(
-    name="unet",
-    noun="a UNet",
-    classes=(UNet,),
-    table=table,
-    config_of=config_of,
-    skeleton=skeleton,
+    name="unet", noun="a UNet", classes=(UNet,), table=table, config_of=config_of, skeleton=skeleton,
     finish=lambda module: module.to(memory_format=torch.contiguous_format),  # ours are in channels_last
-    tensors_of=_merged_tensors,
-    read_config=read_config,
-    write_config=write_config,
-    stem="diffusion_pytorch_model",
-    use_fields=("sample_size", "upcast_attention", "dropout"),
-    find=find_weights,
-)
+    tensors_of=_merged_tensors, read_config=read_config, write_config=write_config, stem="diffusion_pytorch_model",
+    use_fields=("sample_size", "upcast_attention", "dropout"), find=find_weights,
+)  # fmt: skip
 placements = WEIGHTS.placements
 load = WEIGHTS.load
 """A model from a folder or hub id in diffusers' format: :meth:`zoo.weights.WeightMap.load`."""

@@ -13,8 +13,6 @@ K channels of all its keys and values, S channels of all shifts, X width of the 
 ``timestep_cond``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -25,7 +23,7 @@ from zoo import validate
 from zoo.engine.region import Region
 from zoo.engine.side_stream import branch
 from zoo.ops.conv import conv
-from zoo.ops.group_norm import group_norm
+from zoo.ops.norms import group_norm
 from zoo.unet.blocks import (
     Conditioning,
     Conditions,
@@ -51,43 +49,30 @@ REGIONS = (
 
 
 class TimeShifts(NamedTuple):
-    """The timesteps' shifts of all resnet blocks; ``UNet.time_shifts`` makes it.
+    """The timesteps' shifts of all resnet blocks, [B, S] or [1, S] for all rows alike; ``UNet.time_shifts`` makes it.
 
-    Attributes:
-        shifts: [B, S], or [1, S] for all rows alike. ``time_shifts`` of many steps gives [steps, B, S]; one of
-            them is ``TimeShifts(many.shifts[step])``.
+    That of many steps is [steps, B, S]; one of them is ``TimeShifts(many.shifts[step])``.
     """
 
     shifts: Tensor
 
 
 class TextKeysValues(NamedTuple):
-    """Keys and values of a condition in every cross-attention; ``UNet.text_keys_values`` makes it.
-
-    Attributes:
-        keys_values: [B, L, K].
-    """
+    """Keys and values [B, L, K] of a condition in every cross-attention; ``UNet.text_keys_values`` makes it."""
 
     keys_values: Tensor
 
 
 class UNetOutput(NamedTuple):
-    """A prediction under diffusers' name.
-
-    Attributes:
-        sample: [B, C_out, H, W].
-    """
+    """A prediction [B, C_out, H, W] under diffusers' name."""
 
     sample: Tensor
 
 
 class UNet(nn.Module):
-    """Predicts the noise, or what it was trained on, in a sample, given a timestep and a text.
+    """Predicts the noise, or what it was trained on, in a sample, given a timestep and a text; of a ``UNetConfig``.
 
     Takes the place of diffusers' ``UNet2DConditionModel`` in its pipelines.
-
-    Args:
-        config: A ``UNetConfig``.
     """
 
     regions: ClassVar[tuple[Region, ...]] = REGIONS
@@ -127,22 +112,15 @@ class UNet(nn.Module):
         return self.conditions.add_embedding
 
     def forward(
-        self,
-        sample: Tensor,
-        timestep: Tensor | float | int | TimeShifts,
-        encoder_hidden_states: Tensor | TextKeysValues,
-        class_labels: None = None,
-        timestep_cond: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        cross_attention_kwargs: Mapping[str, Any] | None = None,
+        self, sample: Tensor, timestep: Tensor | float | int | TimeShifts,
+        encoder_hidden_states: Tensor | TextKeysValues, class_labels: None = None, timestep_cond: Tensor | None = None,
+        attention_mask: Tensor | None = None, cross_attention_kwargs: Mapping[str, Any] | None = None,
         added_cond_kwargs: Mapping[str, Tensor] | None = None,
         down_block_additional_residuals: Sequence[Tensor] | None = None,
-        mid_block_additional_residual: Tensor | None = None,
-        down_intrablock_additional_residuals: None = None,
-        encoder_attention_mask: Tensor | None = None,
-        return_dict: bool = True,
-    ) -> UNetOutput:
-        """Predict.
+        mid_block_additional_residual: Tensor | None = None, down_intrablock_additional_residuals: None = None,
+        encoder_attention_mask: Tensor | None = None, return_dict: bool = True,
+    ) -> UNetOutput:  # fmt: skip
+        """Predict: ``UNetOutput(sample)`` of [B, C_out, H, W].
 
         Timestep and text may be given as what ``time_shifts`` and ``text_keys_values`` made of them: in a run of many
         steps they are computed once. A number as timestep is copied to the device, which an outer CUDA graph cannot
@@ -164,9 +142,6 @@ class UNet(nn.Module):
             encoder_attention_mask: [B, L], 0 for tokens of the condition that are not seen.
             return_dict: Either way the result is a tuple with a name in it.
 
-        Returns:
-            ``UNetOutput(sample)``, [B, C_out, H, W].
-
         Raises:
             TypeError, ValueError: If an input does not fit, before anything runs; the message says what to do. Values
                 are looked at on the host only.
@@ -184,18 +159,7 @@ class UNet(nn.Module):
         if not isinstance(encoder_hidden_states, TextKeysValues):
             encoder_hidden_states = self.text_keys_values(encoder_hidden_states)
         shifts, keys_values = timestep.shifts, encoder_hidden_states.keys_values
-        of_sample: dict[str, Any] = {"like": sample.device, "like_name": "sample"}
-        channels = sum(self.time_projections.channels)
-        hint = "; make it with this model's time_shifts, and take one step's of a whole run"
-        validate.tensor("timestep", shifts, f"{batch} {channels} | 1 {channels}", hint=hint, **of_sample)
-        channels = self.text_projections.weight.shape[0]
-        hint = "; make keys and values with this model's text_keys_values"
-        validate.tensor("encoder_hidden_states", keys_values, f"B L {channels}", hint=hint, **of_sample)
-        if keys_values.shape[0] != batch:
-            raise ValueError(
-                f"encoder_hidden_states has {keys_values.shape[0]} row(s) and sample {batch}; repeat the text, or with "
-                "guidance double the sample"
-            )
+        _check_projected(self, shifts, keys_values, sample)
         _check_masks(attention_mask, encoder_attention_mask, config, sample, keys_values.shape[1])
         _check_residuals(down_block_additional_residuals, mid_block_additional_residual, config, sample)
         x = sample.contiguous(memory_format=torch.channels_last)
@@ -220,24 +184,15 @@ class UNet(nn.Module):
         return UNetOutput(x.contiguous())
 
     def time_shifts(
-        self,
-        timesteps: Tensor,
-        added_cond_kwargs: Mapping[str, Tensor] | None = None,
+        self, timesteps: Tensor, added_cond_kwargs: Mapping[str, Tensor] | None = None,
         timestep_cond: Tensor | None = None,
-    ) -> TimeShifts:
+    ) -> TimeShifts:  # fmt: skip
         """What timesteps, and all conditions but the text, add inside the resnet blocks; ``forward`` takes it.
 
-        Args:
-            timesteps: [B] or [1]; or [steps, 1] for a whole run, for conditions of B rows or none.
-            added_cond_kwargs: As ``forward`` takes it.
-            timestep_cond: As ``forward`` takes it.
-
-        Returns:
-            [B, S] or [1, S]; for a whole run [steps, B, S] or [steps, 1, S], of which ``TimeShifts(shifts[step])`` is
-            one step's.
-
-        Raises:
-            TypeError, ValueError: If an input does not fit.
+        Timesteps [B] or [1] give shifts [B, S] or [1, S]. Those of a whole run [steps, 1], for conditions of B rows or
+        none, give [steps, B, S] or [steps, 1, S], of which ``TimeShifts(shifts[step])`` is one step's.
+        ``added_cond_kwargs`` and ``timestep_cond`` are as ``forward`` takes them; what does not fit is a TypeError or
+        ValueError.
         """
         _check_conditions(timesteps, added_cond_kwargs, timestep_cond, self.config, self.device)
         return TimeShifts(self.time_projections(self.conditions(timesteps, added_cond_kwargs, timestep_cond)))
@@ -245,8 +200,7 @@ class UNet(nn.Module):
     def text_keys_values(self, encoder_hidden_states: Tensor) -> TextKeysValues:
         """Keys and values of a condition [B, L, D] in all cross-attentions; ``forward`` takes it.
 
-        Raises:
-            TypeError, ValueError: If the condition does not fit.
+        A condition that does not fit is a TypeError or ValueError.
         """
         weight, width = self.text_projections.weight, self.config.cross_attention_dim
         hint = ": the text encoder must be the one that the model was trained with"
@@ -349,12 +303,9 @@ def _as_timesteps(timestep: Any, batch: int, device: torch.device) -> Tensor:
 
 
 def _check_conditions(
-    timesteps: Tensor,
-    added: Mapping[str, Tensor] | None,
-    cond: Tensor | None,
-    config: UNetConfig,
+    timesteps: Tensor, added: Mapping[str, Tensor] | None, cond: Tensor | None, config: UNetConfig,
     device: torch.device,
-) -> None:
+) -> None:  # fmt: skip
     """Refuse timesteps that do not fit, and conditions that the model does not take or lacks."""
     validate.tensor("timesteps", timesteps, "B | steps 1", like=device, hint=" for a whole run")
     if timesteps.dtype == torch.bool or timesteps.is_complex():
@@ -384,6 +335,23 @@ def _check_conditions(
         raise ValueError(
             f"text_embeds and time_ids: {pooled} + {sizes} × {config.addition_time_embed_dim} = {channels} channels; "
             f"the model takes {config.projection_class_embeddings_input_dim}"
+        )
+
+
+def _check_projected(model: UNet, shifts: Tensor, keys_values: Tensor, sample: Tensor) -> None:
+    """Refuse shifts, keys and values that another model made, or of other rows than the sample's."""
+    batch = sample.shape[0]
+    of_sample: dict[str, Any] = {"like": sample.device, "like_name": "sample"}
+    channels = sum(model.time_projections.channels)
+    hint = "; make it with this model's time_shifts, and take one step's of a whole run"
+    validate.tensor("timestep", shifts, f"{batch} {channels} | 1 {channels}", hint=hint, **of_sample)
+    channels = model.text_projections.weight.shape[0]
+    hint = "; make keys and values with this model's text_keys_values"
+    validate.tensor("encoder_hidden_states", keys_values, f"B L {channels}", hint=hint, **of_sample)
+    if keys_values.shape[0] != batch:
+        raise ValueError(
+            f"encoder_hidden_states has {keys_values.shape[0]} row(s) and sample {batch}; repeat the text, or with "
+            "guidance double the sample"
         )
 
 

@@ -1,7 +1,5 @@
 """Triton kernels and their launches. A module is imported when it is first named: ``import zoo`` imports no Triton."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from types import ModuleType

@@ -1,14 +1,11 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
 """AdamW at the memory's rate: four tensors read, three written, 16 bytes at a time.
 
-torch's own takes all parameters in one launch, in pieces that few threads go through in turn, which leaves a third of
-the memory's rate to small reads. Here each program reads all that it needs before it computes. At the end of a launch
-multiprocessors have nothing to do: up to eight parameters of one size share it.
+torch's own kernel takes all parameters in one launch, in pieces that few threads go through in turn, which leaves a
+third of the memory's rate to small reads. Here each program reads all that it needs before it computes. The end of a
+launch leaves multiprocessors idle, so up to eight parameters of one size share a launch.
 
 Shape legend: K parameters of a launch, M numbers of each.
 """
-
-from __future__ import annotations
 
 import math
 
@@ -38,7 +35,7 @@ def _one_minus_exp(x):
 
 
 @triton.jit
-def _one_of(index, a, b, c, d, e, f, g, h):
+def _select(index, a, b, c, d, e, f, g, h):
     """A pointer by the bits of its index. What is selected of aligned pointers the compiler knows to be aligned."""
     bit = index % 2 == 1
     a, c, e, g = tl.where(bit, b, a), tl.where(bit, d, c), tl.where(bit, f, e), tl.where(bit, h, g)
@@ -60,11 +57,11 @@ def _adamw(
 ):  # fmt: skip
     # One parameter after the other, as memory likes it.
     index = tl.program_id(1)
-    param = _one_of(index, param0, param1, param2, param3, param4, param5, param6, param7)
-    grad = _one_of(index, grad0, grad1, grad2, grad3, grad4, grad5, grad6, grad7)
-    average = _one_of(index, average0, average1, average2, average3, average4, average5, average6, average7)
-    square = _one_of(index, square0, square1, square2, square3, square4, square5, square6, square7)
-    count = _one_of(index, count0, count1, count2, count3, count4, count5, count6, count7)
+    param = _select(index, param0, param1, param2, param3, param4, param5, param6, param7)
+    grad = _select(index, grad0, grad1, grad2, grad3, grad4, grad5, grad6, grad7)
+    average = _select(index, average0, average1, average2, average3, average4, average5, average6, average7)
+    square = _select(index, square0, square1, square2, square3, square4, square5, square6, square7)
+    count = _select(index, count0, count1, count2, count3, count4, count5, count6, count7)
     # A table of words for every language has more numbers than 32 bits count bytes of.
     first = tl.program_id(0).to(tl.int64) * BLOCK
     place = tl.arange(0, BLOCK)

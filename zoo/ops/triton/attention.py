@@ -1,19 +1,21 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-"""Attention of many new tokens a row over a cache that holds them already, whatever stands before them.
+"""Attention of many new tokens a row over a cache, attention to few keys, and what stands before them.
 
-A program takes some tokens of one head and walks the slots that they see, and no others: where a prompt goes on from is
-known on the device alone. Query heads that share a key head read the same keys, none is copied.
+Over a cache that holds the tokens already a program takes some tokens of one head and walks the slots that they see,
+and no others: where a prompt goes on from is known on the device alone. Query heads that share a key head read the same
+keys, none is copied.
 
-Attention to few keys, those of a text or the pixels of a small image: the library's kernels are made for long rows of
-keys. They clear a counter first, which in a CUDA graph keeps the GPU idle on both sides, and take as long again to
-begin. Here a program holds some queries of a head, and the keys of the head are one or two tiles; all three are read
-where they lie, between others of the same product. One compilation for each power of two that a head's width fits in.
+Few keys are those of a text or the pixels of a small image: the library's kernels are made for long rows of keys. They
+clear a counter first, which in a CUDA graph keeps the GPU idle on both sides, and take as long again to begin. Here a
+program holds some queries of a head, and the keys of the head are one or two tiles; all three are read where they lie,
+between others of the same product. One compilation for each power of two that a head's width fits in.
+
+Between the product of queries, keys and values and the attention stand norms of heads, rotation and the cache's write;
+without a cache the product is taken apart, and in the backward put together again. A program takes some heads of one
+token, of whichever of the three kinds they are.
 
 Shape legend: B rows or images, T tokens or queries of each, L keys of each, H or N query heads, K key and value heads,
 S slots, D width of a head.
 """
-
-from __future__ import annotations
 
 import math
 
@@ -100,24 +102,20 @@ def _prefill(
     tl.store(out + place, total.to(out.dtype.element_ty), mask=real[:, None])
 
 
-def _prefill_tile(tokens: int, width: int) -> tuple[int, int, int, int]:
-    """(tokens, slots at a step, warps, stages) of a program. Measured on an H200: one warp group holds narrow heads."""
-    most, warps = (64, 4) if width <= 64 else (128, 8)
-    rows = most if tokens >= most else max(16, next_power(tokens))
-    return rows, 64, warps if rows == most else 4, 3
-
-
 def prefill_attention(query: Tensor, cache: Tensor, positions: Tensor, window: int | None) -> Tensor:
     """Queries [B, T, H, D] over a cache [2, B, K, S, D], each up to its position [B, T]: [B, T, H, D]."""
     query, positions = query.contiguous(), positions.contiguous()
     batch, tokens, heads, width = query.shape
     key_heads, slots = cache.shape[2:4]
     out = torch.empty_like(query)
-    rows, block, warps, stages = _prefill_tile(tokens, width)
+    # Tokens and warps of a program, measured on an H200: one warp group holds narrow heads.
+    most, warps = (64, 4) if width <= 64 else (128, 8)
+    rows = most if tokens >= most else max(16, next_power(tokens))
     log2_e = 1.4426950408889634
     _prefill[(ceil_div(tokens, rows), heads, batch)](
         query, cache, positions, out, width**-0.5 * log2_e, tokens, slots, slots if window is None else window,
-        HEADS=heads, KEY_HEADS=key_heads, D=width, ROWS=rows, BLOCK=block, num_warps=warps, num_stages=stages,
+        HEADS=heads, KEY_HEADS=key_heads, D=width, ROWS=rows, BLOCK=64, num_warps=warps if rows == most else 4,
+        num_stages=3,
     )  # fmt: skip
     return out
 
@@ -129,7 +127,7 @@ VECTOR = 8
 
 
 @triton.jit
-def _read(x, stride, row, units, limit, VECTOR: tl.constexpr, WIDTH: tl.constexpr):
+def _load_rows(x, stride, row, units, limit, VECTOR: tl.constexpr, WIDTH: tl.constexpr):
     """Rows [R] of ``units`` vectors, ``stride`` vectors apart and below ``limit``, as [R, WIDTH]."""
     column = tl.arange(0, WIDTH)
     seen = (row < limit)[:, None] & (column < units * VECTOR)[None, :]
@@ -142,7 +140,7 @@ def _read(x, stride, row, units, limit, VECTOR: tl.constexpr, WIDTH: tl.constexp
         *("units", "queries", "keys", "scale"),
     ]
 )
-def _short(
+def _short_attention(
     query, key, value, out, query_image, query_row, key_image, key_row, value_image, value_row, units, queries, keys,
     scale,
     VECTOR: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
@@ -150,31 +148,31 @@ def _short(
     image = tl.program_id(2).to(tl.int64)
     skipped = tl.program_id(1) * units * VECTOR
     row = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
-    asked = _read(query + image * query_image * VECTOR + skipped, query_row, row, units, queries, VECTOR, WIDTH)
+    q = _load_rows(query + image * query_image * VECTOR + skipped, query_row, row, units, queries, VECTOR, WIDTH)
     key += image * key_image * VECTOR + skipped
     value += image * value_image * VECTOR + skipped
     highest = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
-    mixed = tl.zeros([QUERIES, WIDTH], tl.float32)
+    total_v = tl.zeros([QUERIES, WIDTH], tl.float32)
     for first in range(0, keys, KEYS):
         place = first + tl.arange(0, KEYS)
         # Both are under way before either is waited for.
-        answers = _read(key, key_row, place, units, keys, VECTOR, WIDTH)
-        contents = _read(value, value_row, place, units, keys, VECTOR, WIDTH)
-        scores = tl.dot(asked, tl.trans(answers)) * scale
+        k = _load_rows(key, key_row, place, units, keys, VECTOR, WIDTH)
+        v = _load_rows(value, value_row, place, units, keys, VECTOR, WIDTH)
+        scores = tl.dot(q, tl.trans(k)) * scale
         scores = tl.where((place < keys)[None, :], scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
         shrunk = tl.exp2(highest - higher)
         total = total * shrunk + tl.sum(weights, 1)
-        mixed = tl.dot(weights.to(contents.dtype), contents, mixed * shrunk[:, None])
+        total_v = tl.dot(weights.to(v.dtype), v, total_v * shrunk[:, None])
         highest = higher
-    mixed /= total[:, None]
+    total_v /= total[:, None]
     column = tl.arange(0, WIDTH)
     place = row[:, None] * (tl.num_programs(1) * units * VECTOR) + column[None, :]
     out += image * queries * tl.num_programs(1) * units * VECTOR + skipped
     seen = (row < queries)[:, None] & (column < units * VECTOR)[None, :]
-    tl.store(out + place, mixed.to(out.dtype.element_ty), mask=seen)
+    tl.store(out + place, total_v.to(out.dtype.element_ty), mask=seen)
 
 
 def short_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -189,7 +187,7 @@ def short_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     # The kernel's exponentials are powers of two.
     scale = math.log2(math.e) / math.sqrt(width)
     block = max(16, next_power(width))
-    _short[grid](
+    _short_attention[grid](
         *given, out, *strides, width // VECTOR, queries, key.shape[1], scale,
         VECTOR=VECTOR, WIDTH=block, QUERIES=QUERIES, KEYS=KEYS, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
@@ -201,3 +199,133 @@ def _in_vectors(x: Tensor) -> Tensor:
     image, row, head, number = x.stride()
     fits = number == 1 and head == x.shape[3] and image % VECTOR == 0 and row % VECTOR == 0
     return x if fits else torch.clone(x, memory_format=torch.contiguous_format)
+
+
+# Heads of a program.
+COUNT = 16
+
+
+@kernel(do_not_specialize=["tokens", "rotary_stride"])
+def _rotate_into(
+    qkv, cache, positions, rotary, q_norm, k_norm, query, eps: tl.constexpr, tokens, rotary_stride, slots, batches,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * COUNT + tl.arange(0, COUNT)
+    half = tl.arange(0, D // 2)
+    of_query = head < HEADS
+    of_key = (head >= HEADS) & (head < HEADS + KEY_HEADS)
+    of_value = (head >= HEADS + KEY_HEADS) & (head < HEADS + 2 * KEY_HEADS)
+    batch = token // tokens
+    turn = rotary + batch * rotary_stride + (token % tokens) * D
+    cos, sin = tl.load(turn + half)[None, :], tl.load(turn + D // 2 + half)[None, :]
+    place = (token * (HEADS + 2 * KEY_HEADS) + head)[:, None] * D + half[None, :]
+    live = (head < HEADS + 2 * KEY_HEADS)[:, None]
+    left = tl.load(qkv + place, mask=live, other=0.0).to(tl.float32)
+    right = tl.load(qkv + place + D // 2, mask=live, other=0.0).to(tl.float32)
+    normed_left, normed_right = left, right
+    if q_norm is not None:
+        scale = tl.rsqrt((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / D + eps)[:, None]
+        first = tl.where(of_query[:, None], tl.load(q_norm + half)[None, :], tl.load(k_norm + half)[None, :])
+        second = tl.load(q_norm + D // 2 + half)[None, :]
+        second = tl.where(of_query[:, None], second, tl.load(k_norm + D // 2 + half)[None, :])
+        normed_left *= scale * first.to(tl.float32)
+        normed_right *= scale * second.to(tl.float32)
+    plain = of_value[:, None]
+    turned_left = tl.where(plain, left, normed_left * cos - normed_right * sin).to(qkv.dtype.element_ty)
+    turned_right = tl.where(plain, right, normed_right * cos + normed_left * sin).to(qkv.dtype.element_ty)
+    place = (token * HEADS + head)[:, None] * D + half[None, :]
+    tl.store(query + place, turned_left, mask=of_query[:, None])
+    tl.store(query + place + D // 2, turned_right, mask=of_query[:, None])
+    position = tl.load(positions + token)
+    row = tl.where(of_value, batches * KEY_HEADS, 0).to(tl.int64) + batch * KEY_HEADS + (head - HEADS) % KEY_HEADS
+    place = ((row * slots + position) * D)[:, None] + half[None, :]
+    # A position that has no slot is not written: it would be a slot of another head.
+    kept = ((of_key | of_value) & (position >= 0) & (position < slots))[:, None]
+    tl.store(cache + place, turned_left.to(cache.dtype.element_ty), mask=kept)
+    tl.store(cache + place + D // 2, turned_right.to(cache.dtype.element_ty), mask=kept)
+
+
+def rotate_into(
+    qkv: Tensor, cache: Tensor, positions: Tensor, rotary: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
+    eps: float, heads: int,
+) -> Tensor:  # fmt: skip
+    """See ``zoo/ops/attention.py``."""
+    qkv, positions, rotary = qkv.contiguous(), positions.contiguous(), rotary.contiguous()
+    batch, tokens = positions.shape
+    _, _, key_heads, slots, width = cache.shape
+    query = qkv.new_empty(batch, tokens, heads, width)
+    _rotate_into[(batch * tokens, ceil_div(heads + 2 * key_heads, COUNT))](
+        qkv, cache, positions, rotary, q_norm, k_norm, query, eps, tokens,
+        0 if rotary.shape[0] == 1 else tokens * width, slots, batch,
+        HEADS=heads, KEY_HEADS=key_heads, D=width, COUNT=COUNT, num_warps=2,
+    )  # fmt: skip
+    return query
+
+
+@kernel(do_not_specialize=["tokens", "rotary_stride"])
+def _split_heads(
+    qkv, rotary, query, key, value, tokens, rotary_stride,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, COUNT: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * COUNT + tl.arange(0, COUNT)[:, None]
+    half = tl.arange(0, D // 2)[None, :]
+    of_query = head < HEADS
+    of_key = (head >= HEADS) & (head < HEADS + KEY_HEADS)
+    of_value = (head >= HEADS + KEY_HEADS) & (head < HEADS + 2 * KEY_HEADS)
+    live = head < HEADS + 2 * KEY_HEADS
+    turn = rotary + (token // tokens) * rotary_stride + (token % tokens) * D
+    cos, sin = tl.load(turn + half), tl.load(turn + D // 2 + half)
+    whole = qkv + (token * (HEADS + 2 * KEY_HEADS) + head) * D + half
+    query += (token * HEADS + head) * D + half
+    key += (token * KEY_HEADS + head - HEADS) * D + half
+    value += (token * KEY_HEADS + head - HEADS - KEY_HEADS) * D + half
+    if BACK:
+        sin = -sin
+        # Only one of the three is there.
+        left = tl.load(query, mask=of_query, other=0.0) + tl.load(key, mask=of_key, other=0.0)
+        left += tl.load(value, mask=of_value, other=0.0)
+        right = tl.load(query + D // 2, mask=of_query, other=0.0) + tl.load(key + D // 2, mask=of_key, other=0.0)
+        right += tl.load(value + D // 2, mask=of_value, other=0.0)
+    else:
+        left = tl.load(whole, mask=live, other=0.0)
+        right = tl.load(whole + D // 2, mask=live, other=0.0)
+    left, right = left.to(tl.float32), right.to(tl.float32)
+    turned_left = tl.where(of_value, left, left * cos - right * sin).to(qkv.dtype.element_ty)
+    turned_right = tl.where(of_value, right, right * cos + left * sin).to(qkv.dtype.element_ty)
+    if BACK:
+        tl.store(whole, turned_left, mask=live)
+        tl.store(whole + D // 2, turned_right, mask=live)
+    else:
+        tl.store(query, turned_left, mask=of_query)
+        tl.store(query + D // 2, turned_right, mask=of_query)
+        tl.store(key, turned_left, mask=of_key)
+        tl.store(key + D // 2, turned_right, mask=of_key)
+        tl.store(value, turned_left, mask=of_value)
+        tl.store(value + D // 2, turned_right, mask=of_value)
+
+
+def _launch_split_heads(qkv: Tensor, rotary: Tensor, query: Tensor, key: Tensor, value: Tensor, back: bool) -> None:
+    rotary = rotary.contiguous()
+    batch, tokens, heads, width = query.shape
+    key_heads = key.shape[2]
+    _split_heads[(batch * tokens, ceil_div(heads + 2 * key_heads, COUNT))](
+        qkv, rotary, query, key, value, tokens, 0 if rotary.shape[0] == 1 else tokens * width,
+        HEADS=heads, KEY_HEADS=key_heads, D=width, COUNT=COUNT, BACK=back, num_warps=2,
+    )  # fmt: skip
+
+
+def split_rotated(qkv: Tensor, rotary: Tensor, heads: int, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``zoo/ops/attention.py``."""
+    query, key, value = (qkv.new_empty(*qkv.shape[:2], n, rotary.shape[2]) for n in (heads, key_heads, key_heads))
+    _launch_split_heads(qkv.contiguous(), rotary, query, key, value, back=False)
+    return query, key, value
+
+
+def join_rotated(query: Tensor, key: Tensor, value: Tensor, rotary: Tensor) -> Tensor:
+    """Gradient of what ``split_rotated`` took apart, from those of its outputs."""
+    heads = query.shape[2] + key.shape[2] + value.shape[2]
+    qkv = query.new_empty(*query.shape[:2], heads * query.shape[3])
+    _launch_split_heads(qkv, rotary, query.contiguous(), key.contiguous(), value.contiguous(), back=True)
+    return qkv

@@ -1,5 +1,4 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-"""Norm or bias, residual and relu in one pass; the statistics of a batch in another; their gradients in two.
+"""Norm or bias, residual and relu in one pass; the statistics of a batch in another; their gradients in two; pooling.
 
     moments      a program goes through a chunk of rows, and leaves each channel's mean and sum of squared deviations
     combine      puts the chunks' together in their order, and moves the running statistics
@@ -15,10 +14,19 @@ its variance, and there are no atomics, so that all of it has the same bits at e
 which nothing was added the relu is computed again; else its output says where it passed. Without the statistics of a
 batch, sums are for weight and bias alone, and left out where nobody wants those.
 
-Images [N, C, H, W] in channels_last are rows. Shape legend: R rows, C channels, K chunks of rows.
+Pooling takes the greatest of 3 × 3 pixels at a stride of 2. A program has some columns of the output and goes down its
+lines. Each line needs three rows of the input, and hands the last one, as the greatest of three pixels each, on to the
+next. A norm keeps the order of values, or reverses it where its scale is negative: signs are turned, the greatest of
+nine is found, and only that is normalised. No padding is needed: a window's centre is always a pixel of the image, and
+what is clamped to the image falls on a pixel that the window has anyway. With a gradient the forward leaves which of
+the nine it was, a byte for each number, and the backward reads no image. Four neighbouring pixels are in four windows
+together: a program of the backward reads a number of each of these and writes four.
+
+Images [N, C, H, W] in channels_last are rows. Shape legend: N images, C channels, H height, W width, R rows, K chunks
+of rows; h and w, ⌈H / 2⌉ and ⌈W / 2⌉.
 """
 
-from __future__ import annotations
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -28,8 +36,7 @@ from torch import Tensor
 from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div
 from zoo.ops.triton import tiles
-from zoo.ops.triton.sums import total_of
-from zoo.ops.triton.tiles import norm_of, of_channels, of_rows, span
+from zoo.ops.triton.tiles import greater, norm_of, of_channels, of_rows, span, strip, total_of
 
 # Mean, variance, weight and bias of a norm; of one that is not there None.
 Tensors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -83,13 +90,13 @@ def _moments(x, part, rows, channels, share, chunks, ROWS: tl.constexpr, BLOCK: 
         value = of_rows(x, (begin.to(tl.int64) + (start - begin)) * channels, inner, seen)
         before = ((start - begin) // ROWS).to(tl.float32)
         portion = 1.0 / (before + 1.0)
-        apart = tl.where(seen, value - mean, 0.0)
-        mean += apart * portion
-        squares += apart * apart * (before * portion)
+        deviation = tl.where(seen, value - mean, 0.0)
+        mean += deviation * portion
+        squares += deviation * deviation * (before * portion)
     count = tl.maximum((end - begin - row + ROWS - 1) // ROWS, 0).to(tl.float32)
     middle = tl.sum(mean * count[:, None], 0) / (end - begin).to(tl.float32)
-    apart = mean - middle[None, :]
-    total = tl.sum(squares + apart * apart * count[:, None], 0)
+    deviation = mean - middle[None, :]
+    total = tl.sum(squares + deviation * deviation * count[:, None], 0)
     place = part + chunk * channels + channel
     tl.store(place, middle, mask=live)
     tl.store(place + chunks * channels, total, mask=live)
@@ -116,9 +123,9 @@ def _combine(
         seen = (index < chunks)[:, None] & live[None, :]
         count = tl.minimum(share, rows - index * share).to(tl.float32)
         place = index[:, None] * channels + channel[None, :]
-        apart = of_rows(part, 0, place, seen) - middle[None, :]
+        deviation = of_rows(part, 0, place, seen) - middle[None, :]
         inner = of_rows(part, chunks * channels, place, seen)
-        total += tl.where(seen, inner + apart * apart * count[:, None], 0.0)
+        total += tl.where(seen, inner + deviation * deviation * count[:, None], 0.0)
     squares = tl.sum(total, 0)
     tl.store(mean + channel, middle, mask=live)
     tl.store(variance + channel, squares / rows, mask=live)
@@ -135,7 +142,7 @@ def _combine(
 
 
 @triton.jit
-def _passed(grad, out, place, inner, seen, centred, scale, offset):
+def _relu_gradient(grad, out, place, inner, seen, centred, scale, offset):
     """The gradient where the relu passed, of a tile [ROWS, BLOCK]."""
     change = of_rows(grad, place, inner, seen)
     if out is None:
@@ -164,7 +171,7 @@ def _sums(
         seen = (start + row < end)[:, None] & live[None, :]
         place = (begin.to(tl.int64) + (start - begin)) * channels
         centred = of_rows(x, place, inner, seen) - middle[None, :]
-        change = _passed(grad, out, place, inner, seen, centred, scale, offset)
+        change = _relu_gradient(grad, out, place, inner, seen, centred, scale, offset)
         plain += change
         along += change * centred
         if other is not None:
@@ -220,7 +227,7 @@ def _gradients(
         seen = (start + row < end)[:, None] & live[None, :]
         place = (begin.to(tl.int64) + (start - begin)) * channels
         centred = of_rows(x, place, inner, seen) - middle[None, :]
-        change = _passed(grad, out, place, inner, seen, centred, scale, offset)
+        change = _relu_gradient(grad, out, place, inner, seen, centred, scale, offset)
         if out is not None and other is None:
             tl.store(grad_other + place + inner, change.to(grad_other.dtype.element_ty), mask=seen)
         if totals is not None:
@@ -249,11 +256,6 @@ def norm_act(x: Tensor, norm: Tensors, residual: Tensor | None, residual_norm: T
         channels, share, eps, **tiles.APPLY.code(),
     )  # fmt: skip
     return tiles.images_of(out)
-
-
-def bias_act(x: Tensor, bias: Tensor, residual: Tensor | None) -> Tensor:
-    """Relu of x [R, C] or [N, C, H, W] plus bias [C] plus residual if there is one."""
-    return norm_act(x, (None, None, None, bias), residual, NO_NORM, 0.0)
 
 
 def batch_statistics(
@@ -296,9 +298,9 @@ def norm_act_backward(
     other = None if residual is None else tiles.pixels_of(residual)
     rows, channels = tiles.size_of(x)
     totals = None
-    affines = NO_NORM
+    affines: Sequence[Tensor | None] = NO_NORM
     if of_batch or affine:
-        affines = _like(norm[2]), _like(norm[3]), _like(residual_norm[2]), _like(residual_norm[3])
+        affines = [None if each is None else torch.empty_like(each) for each in (*norm[2:], *residual_norm[2:])]
         kinds = 2 if other is None else 3
         share, chunks, programs = tiles.rows_to_sum(rows, channels, tiles.SUMS)
         part = torch.empty(kinds, chunks, channels, dtype=torch.float32, device=x.device)
@@ -321,5 +323,194 @@ def norm_act_backward(
     return tiles.images_of(grad_x), grads[0], grads[1], grad_residual, grads[2], grads[3]
 
 
-def _like(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else torch.empty_like(tensor)
+@triton.jit
+def _times_sign(value, sign):
+    """Values [ROWS, BLOCK] times the signs of their channels, where there are any."""
+    return value if sign is None else value * sign[None, :]
+
+
+@triton.jit
+def _greatest_of_row(x, place, left, centre, right, sign, seen):
+    """The greatest of three pixels of a row of the image, signs turned: [ROWS, BLOCK]."""
+    before = _times_sign(of_rows(x, place, left, seen), sign)
+    value = _times_sign(of_rows(x, place, centre, seen), sign)
+    return greater(greater(before, value), _times_sign(of_rows(x, place, right, seen), sign))
+
+
+@kernel(do_not_specialize=["height", "width", "share"])
+def _pool(
+    x, mean, variance, weight, bias, out, height, width, channels, share, eps: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    lines, columns = (height + 1) // 2, (width + 1) // 2
+    image, channel, column, begin, end = strip(lines, columns, channels, share, ROWS, BLOCK)
+    live = channel < channels
+    seen = (column < columns)[:, None] & live[None, :]
+    offset = of_channels(bias, channel, live)
+    sign = None
+    if mean is not None:
+        middle, scale = norm_of(mean, variance, channel, live, eps)
+        scale *= of_channels(weight, channel, live)
+        sign = tl.where(scale < 0.0, -1.0, 1.0)
+    left = tl.maximum(2 * column - 1, 0)[:, None] * channels + channel[None, :]
+    centre = (2 * column)[:, None] * channels + channel[None, :]
+    right = tl.minimum(2 * column + 1, width - 1)[:, None] * channels + channel[None, :]
+    inner = column[:, None] * channels + channel[None, :]
+
+    top = image * height
+    place = (top + tl.maximum(2 * begin - 1, 0)) * width * channels
+    above = _greatest_of_row(x, place, left, centre, right, sign, seen)
+    for line in range(begin, end):
+        place = (top + 2 * line) * width * channels
+        value = _greatest_of_row(x, place, left, centre, right, sign, seen)
+        place = (top + tl.minimum(2 * line + 1, height - 1)) * width * channels
+        below = _greatest_of_row(x, place, left, centre, right, sign, seen)
+        value = greater(greater(above, value), below)
+        above = below
+        if mean is not None:
+            value = (_times_sign(value, sign) - middle[None, :]) * scale[None, :]
+        value += offset[None, :]
+        # Of a NaN no comparison is true: it passes, as in torch.
+        value = tl.where(value <= 0.0, 0.0, value)
+        place = (image * lines + line) * columns * channels
+        tl.store(out + place + inner, value.to(out.dtype.element_ty), mask=seen)
+
+
+@triton.jit
+def _best(value, index, other, other_index):
+    """The greater of two and its index: the first of equals, and NaN if one of them is. As in torch."""
+    taken = (other > value) | (other != other)
+    return tl.where(taken, other, value), tl.where(taken, other_index, index)
+
+
+@triton.jit
+def _best_of_row(x, place, column, channel, width, channels, live):
+    """The greatest of three pixels of a row and which of them it is: [ROWS, BLOCK] each."""
+    inner = (2 * column)[:, None] * channels + channel[None, :]
+    seen = (2 * column < width)[:, None] & live[None, :]
+    left = seen & (column > 0)[:, None]
+    right = seen & (2 * column + 1 < width)[:, None]
+    value = tl.load(x + place + inner - channels, mask=left, other=float("-inf")).to(tl.float32)
+    centre = tl.load(x + place + inner, mask=seen, other=float("-inf")).to(tl.float32)
+    last = tl.load(x + place + inner + channels, mask=right, other=float("-inf")).to(tl.float32)
+    # Where nothing is greater than nothing it is the first that there is: an edge has no left one.
+    first = tl.broadcast_to(tl.where(column > 0, 0, 1)[:, None], value.shape)
+    value, index = _best(value, first, centre, 1)
+    return _best(value, index, last, 2)
+
+
+@kernel(do_not_specialize=["height", "width", "share"])
+def _max_pool(
+    x, out, which, height, width, channels, share, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    lines, columns = (height + 1) // 2, (width + 1) // 2
+    image, channel, column, begin, end = strip(lines, columns, channels, share, ROWS, BLOCK)
+    live = channel < channels
+    seen = (column < columns)[:, None] & live[None, :]
+    inner = column[:, None] * channels + channel[None, :]
+    top = image * height
+    # Above the first line there is none: then its numbers are no one's greatest.
+    place = (top + tl.maximum(2 * begin - 1, 0)) * width * channels
+    above, above_index = _best_of_row(x, place, column, channel, width, channels, live & (begin > 0))
+    above_index += tl.where(begin > 0, 0, 3)
+    for line in range(begin, end):
+        place = (top + 2 * line) * width * channels
+        value, index = _best_of_row(x, place, column, channel, width, channels, live)
+        value, index = _best(above, above_index, value, index + 3)
+        row = 2 * line + 1
+        place = (top + tl.minimum(row, height - 1)) * width * channels
+        below, below_index = _best_of_row(x, place, column, channel, width, channels, live & (row < height))
+        value, index = _best(value, index, below, below_index + 6)
+        # The row below is the next line's row above.
+        above, above_index = below, below_index
+        place = (image * lines + line) * columns * channels
+        tl.store(out + place + inner, value.to(out.dtype.element_ty), mask=seen)
+        tl.store(which + place + inner, index.to(tl.uint8), mask=seen)
+
+
+@triton.jit
+def _load_window(grad, which, place, seen):
+    """Gradient and index of windows [ROWS, BLOCK]; of one that is not there, an index that no pixel has."""
+    return tl.load(grad + place, mask=seen, other=0.0).to(tl.float32), tl.load(which + place, mask=seen, other=255)
+
+
+@triton.jit
+def _share_of_pixel(window, index: tl.constexpr):
+    """What a window gives to the pixel of this index."""
+    change, chosen = window
+    return tl.where(chosen == index, change, 0.0)
+
+
+@kernel(do_not_specialize=["height", "width", "share"])
+def _max_pool_backward(
+    grad, which, grad_x, height, width, channels, share, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    lines, columns = (height + 1) // 2, (width + 1) // 2
+    image, channel, column, begin, end = strip(lines, columns, channels, share, ROWS, BLOCK)
+    live = (channel < channels)[None, :]
+    here = (column < columns)[:, None] & live
+    beside = (column + 1 < columns)[:, None] & live
+    right = (2 * column + 1 < width)[:, None] & live
+    inner = column[:, None] * channels + channel[None, :]
+    outer = (2 * column)[:, None] * channels + channel[None, :]
+    top = (image * lines + begin) * columns * channels
+    first = _load_window(grad, which, top + inner, here)
+    second = _load_window(grad, which, top + inner + channels, beside)
+    for line in range(begin, end):
+        top += columns * channels
+        below = line + 1 < lines
+        third = _load_window(grad, which, top + inner, here & below)
+        fourth = _load_window(grad, which, top + inner + channels, beside & below)
+        place = grad_x + (image * height + 2 * line) * width * channels + outer
+        kind = grad_x.dtype.element_ty
+        tl.store(place, _share_of_pixel(first, 4).to(kind), mask=here)
+        tl.store(place + channels, (_share_of_pixel(first, 5) + _share_of_pixel(second, 3)).to(kind), mask=right)
+        under = 2 * line + 1 < height
+        place += width * channels
+        tl.store(place, (_share_of_pixel(first, 7) + _share_of_pixel(third, 1)).to(kind), mask=here & under)
+        corner = (
+            _share_of_pixel(first, 8)
+            + _share_of_pixel(second, 6)
+            + _share_of_pixel(third, 2)
+            + _share_of_pixel(fourth, 0)
+        )
+        tl.store(place + channels, corner.to(kind), mask=right & under)
+        first, second = third, fourth
+
+
+def norm_act_pool(
+    x: Tensor, mean: Tensor | None, variance: Tensor | None, weight: Tensor | None, bias: Tensor, eps: float
+) -> Tensor:
+    """Pooled relu of the norm of x [N, C, H, W] (bias alone without a mean): [N, C, h, w] in channels_last."""
+    tiles.check(x, (), (mean, variance, weight, bias), ("mean", "variance", "weight", "bias"))
+    pixels, out, share, programs = _pool_launch(x)
+    _pool[(programs,)](pixels, mean, variance, weight, bias, out, *pixels.shape[1:], share, eps, **tiles.POOL.code())
+    return out.permute(0, 3, 1, 2)
+
+
+def max_pool(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Pooled x [N, C, H, W], and which of nine it was, uint8: [N, C, h, w] in channels_last each."""
+    pixels, out, share, programs = _pool_launch(x)
+    which = torch.empty_like(out, dtype=torch.uint8)
+    _max_pool[(programs,)](pixels, out, which, *pixels.shape[1:], share, **tiles.POOL.code())
+    return out.permute(0, 3, 1, 2), which.permute(0, 3, 1, 2)
+
+
+def max_pool_backward(grad: Tensor, which: Tensor, height: int, width: int) -> Tensor:
+    """Gradient of x: grad and which [N, C, h, w] -> [N, C, H, W] in channels_last."""
+    grad, which = tiles.pixels_of(grad), tiles.pixels_of(which)
+    images, lines, columns, channels = grad.shape
+    grad_x = grad.new_empty(images, height, width, channels)
+    share, programs = tiles.lines_to_pool(images, lines, columns, channels)
+    _max_pool_backward[(programs,)](grad, which, grad_x, height, width, channels, share, **tiles.POOL.code())
+    return grad_x.permute(0, 3, 1, 2)
+
+
+def _pool_launch(x: Tensor) -> tuple[Tensor, Tensor, int, int]:
+    """Images [N, H, W, C], memory for what is pooled of them, and (lines of a program, programs)."""
+    if x.dim() != 4:
+        raise ValueError(f"x has shape {tuple(x.shape)}, expected images [N, C, H, W]")
+    pixels = tiles.pixels_of(x)
+    images, height, width, channels = pixels.shape
+    out = pixels.new_empty(images, (height + 1) // 2, (width + 1) // 2, channels)
+    return pixels, out, *tiles.lines_to_pool(*out.shape)

@@ -1,14 +1,11 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
 """Biases, residuals, doubling and windows of channels_last images: a launch each, one reading, one writing.
 
-What the compiler makes for symbolic sizes divides the place of each number by a width that it does not know, and so
-reads them one by one. Here programs hold tiles of rows and columns, whose places are sums. Sizes are no part of the
-code: one compilation serves all levels of a model.
+The compiler's code for symbolic sizes divides the place of each number by a width that it does not know, and reads
+numbers one by one. Programs here hold tiles of rows and columns, whose places are sums. Sizes are arguments, so that
+one compilation serves all levels of a model.
 
 Shape legend: R rows (pixels of all images), C channels, B images, H height, W width.
 """
-
-from __future__ import annotations
 
 import torch
 import triton.language as tl

@@ -1,16 +1,12 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
 """Cross entropy of rows of logits, whose gradient takes their place; and a gradient times a number that is mostly one.
 
-A program takes a row and reads it twice: for its greatest and its sum, which every thread holds for the columns that it
-sees until the end, and for the gradient. The last columns it holds in registers, and reads once. One program of many
-warps runs on a multiprocessor at a time, so that the rows under way fit into the second-level cache, which is asked to
-keep what is read first until it is read again, and nothing else. The second reading goes backwards: what was read last
-is surely there.
+A program reads a row twice: for its greatest and its sum, which every thread keeps for its own columns until the end,
+and for the gradient. The last columns stay in registers. One program of many warps runs on a multiprocessor at a time,
+so that the rows under way fit into the second-level cache, which is asked to keep what is read first until it is read
+again. The second reading goes backwards: what was read last is still there.
 
 Shape legend: n rows, V classes.
 """
-
-from __future__ import annotations
 
 import torch
 import triton
@@ -30,20 +26,20 @@ _LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
-def _place(start, VECTORS: tl.constexpr, WIDTH: tl.constexpr):
+def _columns(start, VECTORS: tl.constexpr, WIDTH: tl.constexpr):
     """Columns [VECTORS, WIDTH] from ``start`` on: one thread holds a whole vector."""
     return start + tl.arange(0, VECTORS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
 
 
 @triton.jit
-def _take(most, total, x):
+def _online_softmax(most, total, x):
     """Greatest and sum of each lane, with logits [VECTORS, WIDTH] more."""
     higher = tl.minimum(tl.maximum(most, tl.max(x, 1)), _LARGEST)
     return higher, total * tl.exp(most - higher) + tl.sum(tl.exp(x - higher[:, None]), 1)
 
 
 @triton.jit
-def _slope(x, column, hit, norm, factor):
+def _gradient(x, column, hit, norm, factor):
     """The gradient of logits, in their dtype."""
     return ((tl.exp(x.to(tl.float32) - norm) - tl.where(column == hit, 1.0, 0.0)) * factor).to(x.dtype)
 
@@ -59,7 +55,7 @@ def _cross_entropy(
     BLOCK: tl.constexpr = VECTORS * WIDTH
     if label == IGNORED:
         for start in range(0, columns, BLOCK):
-            column = _place(start, VECTORS, WIDTH)
+            column = _columns(start, VECTORS, WIDTH)
             tl.store(logits + column, tl.zeros([VECTORS, WIDTH], logits.dtype.element_ty), mask=column < columns)
         tl.store(losses + row, 0.0)
     else:
@@ -74,22 +70,22 @@ def _cross_entropy(
         total = tl.zeros([VECTORS], tl.float32)
         last = (columns - 1) // BLOCK * BLOCK
         for start in tl.range(0, last, BLOCK, num_stages=STAGES):
-            x = tl.load(logits + _place(start, VECTORS, WIDTH), eviction_policy="evict_last").to(tl.float32)
-            most, total = _take(most, total, x)
-        column = _place(last, VECTORS, WIDTH)
+            x = tl.load(logits + _columns(start, VECTORS, WIDTH), eviction_policy="evict_last").to(tl.float32)
+            most, total = _online_softmax(most, total, x)
+        column = _columns(last, VECTORS, WIDTH)
         seen = column < columns
         held = tl.load(logits + column, mask=seen, other=float("-inf"), eviction_policy="evict_first")
-        most, total = _take(most, total, held.to(tl.float32))
+        most, total = _online_softmax(most, total, held.to(tl.float32))
         highest = tl.max(most, 0)
         norm = highest + tl.log(tl.sum(total * tl.exp(most - highest), 0))
         tl.store(losses + row, tl.where(known, norm - own, float("nan")))
         # Nobody reads these soon, while other rows wait in the cache for their second reading.
-        slope = _slope(held, column, hit, norm, factor)
-        tl.store(logits + column, slope, mask=seen, eviction_policy="evict_first")
+        gradient = _gradient(held, column, hit, norm, factor)
+        tl.store(logits + column, gradient, mask=seen, eviction_policy="evict_first")
         for back in tl.range(BLOCK, last + 1, BLOCK, num_stages=STAGES):
-            column = _place(last - back, VECTORS, WIDTH)
-            slope = _slope(tl.load(logits + column, eviction_policy="evict_first"), column, hit, norm, factor)
-            tl.store(logits + column, slope, eviction_policy="evict_first")
+            column = _columns(last - back, VECTORS, WIDTH)
+            gradient = _gradient(tl.load(logits + column, eviction_policy="evict_first"), column, hit, norm, factor)
+            tl.store(logits + column, gradient, eviction_policy="evict_first")
 
 
 @kernel

@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
 """Graph attention in one pass: scores, leaky relu, softmax, dropout and the weighted sum, each edge read once.
 
 Features and scores of a node lie in one row of a table, so that an edge gathers both together. The softmax is an online
@@ -7,19 +6,14 @@ grows. Only the log of the sum of exponents, [D, H], is kept for the backward, w
 that log costs the gradients digits where scores are large: at scores of 100 they have four or five.
 
 The backward walks the transpose: a source's features stay in registers and each edge gathers one row of the gradient,
-which serves the gradient of the features and of the edge's weight alike. What is left of the softmax's backward is
-narrow: a value an edge and head, summed by rows, and once more by sources.
+for the gradients of the features and of the edge's weight. The rest of the softmax's backward is a value an edge and
+head, summed by rows, and once more by sources.
 
-A head's channels are held as a power of two and a smaller tail (40 is 32 and 8): padding is not gathered, but it takes
-registers and time as if it were.
+A head's channels are held as a power of two and a smaller tail (40 is 32 and 8): padding would take registers and time.
 
 Shape legend: S sources, D destinations, E edges, X chunks, H heads, C channels, W = H C + H or, with the destinations'
 scores in the table as well, H C + 2 H.
 """
-
-from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -29,8 +23,7 @@ from torch import Tensor
 from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div, next_power
 from zoo.ops.csr import Rows
-from zoo.ops.triton.csr import choose_blocks, merge_grid, merge_tile, partial_of, span, written
-from zoo.ops.triton.csr_sum import csr_sum, merge_sums
+from zoo.ops.triton.csr import choose_blocks, csr_sum, merge_grid, merge_sums, merge_tile, partial_of, span, written
 
 
 @triton.jit
@@ -43,7 +36,7 @@ def _scores(table, a_destination, HEADS: tl.constexpr, CHANNELS: tl.constexpr):
 
 
 @triton.jit
-def _kept(seed, edge, head, dropout):
+def _survives_dropout(seed, edge, head, dropout):
     """Which (edge, head) pairs dropout leaves in: a hash of the seed and the edge's place in row order."""
     zero = (edge[:, None] * 0 + head[None, :] * 0).to(tl.int32)
     low = edge.to(tl.int32)[:, None] + zero
@@ -120,7 +113,7 @@ def _gat(
         share = tl.exp(score - top[None, :])
         exponents = exponents * fade + tl.sum(share, 0)
         if seed is not None:
-            share = tl.where(_kept(seed, edge, head, dropout), share * keep_scale, 0.0)
+            share = tl.where(_survives_dropout(seed, edge, head, dropout), share * keep_scale, 0.0)
         total = total * fade[None, :, None] + share[:, :, None] * value
         if TAIL > 0:
             total_rest = total_rest * fade[None, :, None] + share[:, :, None] * value_rest
@@ -238,7 +231,7 @@ def _gat_backward(
         top = tl.load(lse + (node * HEADS)[:, None] + head[None, :], mask=both, other=float("inf"))
         share = tl.exp(score - top) * grad_scale  # 0 past the end
         if seed is not None:
-            share = tl.where(_kept(seed, origin, head, dropout), share * keep_scale, 0.0)
+            share = tl.where(_survives_dropout(seed, origin, head, dropout), share * keep_scale, 0.0)
         tl.store(moved + (origin * HEADS)[:, None] + head[None, :], share * slant, mask=both)
         total += share[:, :, None] * value
         if TAIL > 0:
@@ -300,25 +293,19 @@ def _softmax_backward(
     tl.store(grad_table + place, result.to(grad_table.dtype.element_ty), mask=whole[:, None] & inside[None, :])
 
 
-class Tile(NamedTuple):
-    """How a launch is cut: edges of a step, heads of a program, channels held, and those of the tail, warps."""
+def choose_tile(heads: int, channels: int, itemsize: int = 4) -> dict[str, int]:
+    """Edges of a step, heads of a program, channels held and those of the tail, and warps of a launch.
 
-    edges: int
-    heads: int
-    columns: int
-    tail: int
-    warps: int
-
-
-def choose_tile(heads: int, channels: int, itemsize: int = 4) -> Tile:
-    """Measured on an H200: one warp with 16 values a thread in flight, and twice as many edges of half the size."""
+    Measured on an H200: one warp with 16 values a thread in flight, and twice as many edges of half the size.
+    """
     columns, tail = next_power(channels), 0
     head_block = min(next_power(heads), max(512 // columns, 1))
     half = columns // 2
     if channels > 8 and half + next_power(channels - half) <= 0.8 * columns:
         columns, tail = half, next_power(channels - half)
     edges = 2 if head_block * columns >= 256 and itemsize > 2 else 4
-    return Tile(edges, head_block, columns, tail, min(max(edges * head_block * columns // 1024, 1), 8))
+    warps = min(max(edges * head_block * columns // 1024, 1), 8)
+    return {"EDGES": edges, "HEAD_BLOCK": head_block, "COLUMNS": columns, "TAIL": tail, "num_warps": warps}
 
 
 def gat(
@@ -328,18 +315,17 @@ def gat(
     """Table [S, W], scores [D, H] unless in it -> weighted sums [D, H C] or their mean [D, C], log-sum-exp [D, H]."""
     table, a_destination, a_stride = _contiguous(table, a_destination)
     number, tile = rows.limits[0], choose_tile(heads, channels, table.element_size())
-    average_here = average and tile.heads >= heads
+    average_here = average and tile["HEAD_BLOCK"] >= heads
     width = channels if average_here else heads * channels
     out = table.new_empty(number, width)
     lse = table.new_empty(number, heads, dtype=torch.float32)
     if number and width:
         partial, stats = partial_of(rows, table, heads * channels), partial_of(rows, table, heads, 2)
-        _gat[(rows.limits[1] + number, ceil_div(heads, tile.heads))](
+        _gat[(rows.limits[1] + number, ceil_div(heads, tile["HEAD_BLOCK"]))](
             table, a_destination, rows.nodes, rows.pointers, seed, rows.chunks, out, lse, partial, stats,
             *rows.limits, slope, dropout, _keep_scale(dropout),
             HEADS=heads, CHANNELS=channels, STRIDE=table.shape[1], A_STRIDE=a_stride, OUT_STRIDE=width,
-            AVERAGE=average_here, EDGES=tile.edges, HEAD_BLOCK=tile.heads, COLUMNS=tile.columns, TAIL=tile.tail,
-            num_warps=tile.warps,
+            AVERAGE=average_here, **tile,
         )  # fmt: skip
         if rows.long_rows is not None:
             chunks, columns, warps = merge_tile(channels)
@@ -366,13 +352,12 @@ def gat_backward(
     moved = table.new_empty(edges, heads, dtype=torch.float32)
     partial, partial_a = partial_of(transpose, table, heads * channels), partial_of(transpose, table, heads)
     if number:
-        _gat_backward[(transpose.limits[1] + number, ceil_div(heads, tile.heads))](
+        _gat_backward[(transpose.limits[1] + number, ceil_div(heads, tile["HEAD_BLOCK"]))](
             table, grad, a_destination, lse, transpose.nodes, permutation, transpose.pointers, seed, transpose.chunks,
             grad_table, moved, partial, *transpose.limits, slope, dropout, _keep_scale(dropout),
             1.0 / heads if average else 1.0,
             HEADS=heads, CHANNELS=channels, STRIDE=stride, A_STRIDE=a_stride, GRAD_STRIDE=grad.shape[1],
-            GRAD_HEAD_STRIDE=0 if average else channels, EDGES=tile.edges, HEAD_BLOCK=tile.heads,
-            COLUMNS=tile.columns, TAIL=tile.tail, num_warps=tile.warps,
+            GRAD_HEAD_STRIDE=0 if average else channels, **tile,
         )  # fmt: skip
         if partial is not None:
             merge_sums(partial, transpose, grad_table)

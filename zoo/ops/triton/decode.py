@@ -1,28 +1,24 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
 """The kernels of a step that decodes few rows, of which each begins while the one before it ends.
 
 A step is a chain of kernels of a few microseconds each, and the GPU is idle for about one between two of them. By
-programmatic dependent launch, on Hopper and newer, a kernel starts as soon as all programs of the one before it have
-said that it may (``gdc_launch_dependents``). It waits for that one's end (``gdc_wait``) before it touches anything that
-any kernel writes, so that only loads of weights go ahead. It waits in every program: its own end then means that
-everything before it has ended too. Weights may not be written by kernels right before a step. In a model a lookup
-stands there.
+programmatic dependent launch, on Hopper and newer, a kernel starts as soon as all programs of the one before it allow
+it (``gdc_launch_dependents``). It waits for that one's end (``gdc_wait``) in every program, before it touches what any
+kernel writes: only loads of weights go ahead, and its own end means that everything before it has ended. Kernels right
+before a step may not write weights; in a model a lookup stands there.
 
 Each product reads every weight row once and takes in what stands around it: the norm, the activation, the residual add.
 A program takes a few rows of the weight, whole ones in registers where they fit, whose loads are issued first. A
 product lets the next kernel start at once. Attention lets it start late: its loads are few, follow one another, and
-would stand in line behind weights that are not needed yet.
+would wait behind weights that are not needed yet.
 
 Attention takes norms of heads, rotation, the cache's write and the read in one. The filled part of a row's cache is
 split evenly over some programs, which read its length on the device. A program holds all queries of one key head, so
 that keys and values are read once. Each leaves an unfinished softmax, and a second kernel puts them together, in their
-order: the same bits at every run.
+order: the same bits at every run. Two more kernels take the greedy token of each row and prepare the next step.
 
 Shape legend: M or B rows of features, a few, N rows of the weight, C columns, H query heads, K key and value heads,
-G = H / K, S slots of the cache, P parts of it, D width of a head.
+G = H / K, S slots of the cache, V vocabulary, P parts of either, D width of a head.
 """
-
-from __future__ import annotations
 
 import functools
 
@@ -42,7 +38,7 @@ ENOUGH = 264
 
 
 @triton.jit
-def _turned(source, norm, cos, sin, half, inside, eps, D: tl.constexpr, COUNT: tl.constexpr):
+def _rotated(source, norm, cos, sin, half, inside, eps, D: tl.constexpr, COUNT: tl.constexpr):
     """Two halves of heads [COUNT, D / 2] each, normed if ``norm`` is there, and turned."""
     place = (tl.arange(0, COUNT) * D)[:, None] + half[None, :]
     first = tl.load(source + place, mask=inside[:, None], other=0.0).to(tl.float32)
@@ -85,7 +81,7 @@ def _attend(
         # The new token belongs to this part: into the cache with it, from where the loop below reads it as all others.
         one = tl.arange(0, 1)
         source = row + (HEADS + key_head) * D
-        left, right = _turned(source, k_norm, cos, sin, half, one == 0, eps, D, 1)
+        left, right = _rotated(source, k_norm, cos, sin, half, one == 0, eps, D, 1)
         target = keys + position * D
         kind = cache.dtype.element_ty
         tl.store(target + half[None, :] + one[:, None], left.to(qkv.dtype.element_ty).to(kind))
@@ -93,7 +89,7 @@ def _attend(
         column = tl.arange(0, D)
         tl.store(values + position * D + column, tl.load(source + KEY_HEADS * D + column).to(kind))
         tl.debug_barrier()
-    left, right = _turned(row + key_head * (HEADS // KEY_HEADS) * D, q_norm, cos, sin, half, real, eps, D, GROUP)
+    left, right = _rotated(row + key_head * (HEADS // KEY_HEADS) * D, q_norm, cos, sin, half, real, eps, D, GROUP)
     left = left.to(cache.dtype.element_ty)
     right = right.to(cache.dtype.element_ty)
     column = tl.arange(0, D)
@@ -189,7 +185,7 @@ def decode_attention(
 
 
 @triton.jit
-def _part(weight, row, live, begin, C: tl.constexpr, BLOCK_C: tl.constexpr):
+def _load_columns(weight, row, live, begin, C: tl.constexpr, BLOCK_C: tl.constexpr):
     """Columns of rows of the weight, from ``begin`` on: [ROWS, BLOCK_C]."""
     column = begin + tl.arange(0, BLOCK_C)
     return tl.load(weight + (row * C)[:, None] + column[None, :], mask=live[:, None] & (column < C)[None, :], other=0.0)
@@ -206,7 +202,7 @@ def _dots(x, norm, first, weight, row, live, m, eps, C: tl.constexpr, BLOCK_C: t
         if begin == 0:
             part = first.to(tl.float32)
         else:
-            part = _part(weight, row, live, begin, C, BLOCK_C).to(tl.float32)
+            part = _load_columns(weight, row, live, begin, C, BLOCK_C).to(tl.float32)
         value = tl.load(x + m * C + begin + column, mask=inside, other=0.0).to(tl.float32)
         if norm is not None:
             squares += value * value
@@ -228,9 +224,9 @@ def _linear(
     live = row < N
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    first = _part(weight, row, live, 0, C, BLOCK_C)
+    first = _load_columns(weight, row, live, 0, C, BLOCK_C)
     if GATED:
-        first_up = _part(weight + N * C, row, live, 0, C, BLOCK_C)
+        first_up = _load_columns(weight + N * C, row, live, 0, C, BLOCK_C)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     for m in tl.static_range(M):
@@ -253,40 +249,21 @@ THREAD_BYTES = 128
 ENOUGH_ROWS = 1600
 
 
-def _tile(rows: int, columns: int, itemsize: int) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a program for a weight [rows, columns]: whole rows at once where they fit."""
-    # Rows share the features that they are multiplied with: as many as leave enough programs.
-    block = min(next_power(columns), 8192)
-    count = 4 if rows // 4 >= ENOUGH_ROWS else 2 if rows // 2 >= ENOUGH_ROWS else 1
-    warps = next_power(count * block * itemsize) // (32 * THREAD_BYTES)
-    return count, block, min(max(warps, 2), 8)
-
-
-def norm_linear(
-    x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None, overlap: bool
-) -> Tensor:
-    """RMS norm of x [M, C], unless ``norm`` is None, times weight [N, C], plus bias [N]: [M, N]."""
-    return _launch(x, norm, eps, weight, bias, None, False, overlap)
-
-
-def linear_add(x: Tensor, weight: Tensor, residual: Tensor, overlap: bool) -> Tensor:
-    """Features x [M, C] times weight [N, C], plus residual [M, N]."""
-    return _launch(x, None, 0.0, weight, None, residual, False, overlap)
-
-
-def norm_gate(x: Tensor, norm: Tensor, eps: float, weight: Tensor, overlap: bool) -> Tensor:
-    """RMS norm of x [M, C] times weight [2 N, C]; SiLU of the first half times the second: [M, N]."""
-    return _launch(x, norm, eps, weight, None, None, True, overlap)
-
-
-def _launch(
-    x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
-    gated: bool, overlap: bool,
+def linear(
+    x: Tensor, weight: Tensor, overlap: bool, norm: Tensor | None = None, eps: float = 0.0, bias: Tensor | None = None,
+    residual: Tensor | None = None, gated: bool = False,
 ) -> Tensor:  # fmt: skip
+    """Features x [M, C], by an RMS norm if any, times weight [N, C], plus bias [N] and residual [M, N] if any: [M, N].
+
+    ``gated`` takes a weight [2 N, C], and returns SiLU of the first half times the second.
+    """
     x, (n, columns) = x.contiguous(), weight.shape
     n = n // 2 if gated else n
     out = x.new_empty(x.shape[0], n)
-    rows, block, warps = _tile(n, columns, x.element_size())
+    # Whole rows of the weight at once where they fit. They share the features: as many as leave enough programs.
+    block = min(next_power(columns), 8192)
+    rows = 4 if n // 4 >= ENOUGH_ROWS else 2 if n // 2 >= ENOUGH_ROWS else 1
+    warps = min(max(next_power(rows * block * x.element_size()) // (32 * THREAD_BYTES), 2), 8)
     early = {"launch_pdl": True} if overlap else {}
     _linear[(ceil_div(n, rows),)](
         x, norm, weight.contiguous(), bias, None if residual is None else residual.contiguous(), out, eps,
@@ -302,8 +279,65 @@ def decode_layer(
 ) -> Tensor:  # fmt: skip
     """See ``zoo/ops/attention.py``."""
     overlap = can_overlap(x.device)
-    qkv = norm_linear(x, norm, eps, qkv_weight, qkv_bias, overlap)
+    qkv = linear(x, qkv_weight, overlap, norm, eps, qkv_bias)
     mixed = decode_attention(qkv, cache, positions, rotary, q_norm, k_norm, eps, heads, window)
-    x = linear_add(mixed, o_weight, x, overlap)
-    hidden = norm_gate(x, norm_after, eps, gate_up_weight, overlap)
-    return linear_add(hidden, down_weight, x, overlap)
+    x = linear(mixed, o_weight, overlap, residual=x)
+    hidden = linear(x, gate_up_weight, overlap, norm_after, eps, gated=True)
+    return linear(hidden, down_weight, overlap, residual=x)
+
+
+# Logits of a program.
+LOGITS = 1024
+
+
+@kernel
+def _best_of_parts(logits, values, indices, V: tl.constexpr, BLOCK: tl.constexpr):
+    part = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    column = part * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(logits + row * V + column, mask=column < V, other=float("-inf")).to(tl.float32)
+    best = tl.max(value, 0)
+    # The first of equals, whatever the order in which they are compared.
+    index = tl.min(tl.where(value == best, column, V), 0)
+    place = row * tl.num_programs(0) + part
+    tl.store(values + place, best)
+    tl.store(indices + place, index)
+
+
+@kernel
+def _accept(
+    values, indices, tokens, positions, finished, step, output, ends, pad,
+    B: tl.constexpr, V: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, ENDS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    part = tl.arange(0, BLOCK_PARTS)
+    value = tl.load(values + row * PARTS + part, mask=part < PARTS, other=float("-inf"))
+    index = tl.load(indices + row * PARTS + part, mask=part < PARTS, other=V)
+    token = tl.min(tl.where(value == tl.max(value, 0), index, V), 0)
+    # Nothing is equal to a maximum that is no number.
+    token = tl.minimum(token, V - 1).to(tl.int64)
+    ended = tl.load(finished + row) != 0
+    token = tl.where(ended, tl.load(pad), token)
+    tl.store(output + tl.load(step) * B + row, token)
+    tl.store(positions + row, tl.load(positions + row) + tl.where(ended, 0, 1))
+    meets = tl.max(tl.where(tl.load(ends + tl.arange(0, ENDS)) == token, 1, 0), 0) != 0
+    tl.store(finished + row, (ended | meets).to(tl.int8))
+    tl.store(tokens + row, token)
+
+
+def accept_greedy(
+    logits: Tensor, tokens: Tensor, positions: Tensor, finished: Tensor, step: Tensor, output: Tensor, ends: Tensor,
+    pad: Tensor,
+) -> None:  # fmt: skip
+    """See ``zoo/llm/generate.py``; ``ends`` are a power of two."""
+    logits = logits.contiguous()
+    batch, vocabulary = logits.shape
+    parts = ceil_div(vocabulary, LOGITS)
+    values = logits.new_empty(batch, parts, dtype=torch.float32)
+    indices = logits.new_empty(batch, parts, dtype=torch.int32)
+    _best_of_parts[(parts, batch)](logits, values, indices, V=vocabulary, BLOCK=LOGITS, num_warps=4)
+    _accept[(batch,)](
+        values, indices, tokens, positions, finished.view(torch.int8), step, output, ends, pad,
+        B=batch, V=vocabulary, PARTS=parts, BLOCK_PARTS=next_power(parts), ENDS=ends.shape[0], num_warps=4,
+    )  # fmt: skip
+    step.add_(1)

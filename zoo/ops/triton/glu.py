@@ -1,16 +1,13 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
 """GELU with the bias before it, units gated by GELU or SiLU, their gradients, and a product gated before it is written.
 
-Programs hold tiles of rows and columns. Sizes are no part of the code: one compilation serves all levels of a model.
+Programs hold tiles of rows and columns. Sizes are arguments, so that one compilation serves all levels of a model.
 
-The product: its wide result never reaches memory. Tiles come through descriptors: Hopper's copy engine brings them, and
-fills with zeros what lies outside. A program multiplies the same rows by a tile of each half, and holds both results.
-Two programs fit a multiprocessor, so that one multiplies while the other is at its gate, which takes half as long.
+The wide result of the gated product never reaches memory. Hopper's copy engine brings tiles, and fills with zeros what
+lies outside. A program multiplies the same rows by a tile of each half, and holds both results. Two programs fit a
+multiprocessor, so that one multiplies while the other is at its gate, which takes half as long.
 
 Shape legend: R rows, C channels, I width inside the MLP.
 """
-
-from __future__ import annotations
 
 import torch
 import triton
@@ -20,8 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div
-from zoo.ops.triton.sums import COLUMNS, ROWS, add_parts, parts_of
-from zoo.ops.triton.tiles import tile_of
+from zoo.ops.triton.tiles import COLUMNS, ROWS, add_parts, parts_of, tile_of
 
 
 @triton.jit
@@ -163,8 +159,8 @@ def _gated_gelu_backward(
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     below = tl.arange(0, ROWS)
     live = column < columns
-    beside_value = tl.load(bias + column, mask=live, other=0.0).to(tl.float32)[None, :]
-    beside_gate = tl.load(bias + columns + column, mask=live, other=0.0).to(tl.float32)[None, :]
+    value_bias = tl.load(bias + column, mask=live, other=0.0).to(tl.float32)[None, :]
+    gate_bias = tl.load(bias + columns + column, mask=live, other=0.0).to(tl.float32)[None, :]
     values = tl.zeros([ROWS, COLUMNS], tl.float32)
     gates = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(mine * ROWS, rows, tl.num_programs(1) * ROWS):
@@ -173,8 +169,8 @@ def _gated_gelu_backward(
         # Rows of both halves are twice as long.
         wide = first * (2 * columns) + below[:, None] * (2 * columns) + column[None, :]
         change = tl.load(grad + place, mask=seen, other=0.0).to(tl.float32)
-        value = tl.load(x + wide, mask=seen, other=0.0).to(tl.float32) + beside_value
-        gate = tl.load(x + columns + wide, mask=seen, other=0.0).to(tl.float32) + beside_gate
+        value = tl.load(x + wide, mask=seen, other=0.0).to(tl.float32) + value_bias
+        gate = tl.load(x + columns + wide, mask=seen, other=0.0).to(tl.float32) + gate_bias
         size, tail, inner = erf_form(gate)
         opened = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL) - size * tail
         slope = tl.where(gate < 0.0, tail - inner, 1.0 - (tail - inner))
@@ -235,18 +231,9 @@ def gated_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, summed: bool) -> 
     part = out if grad_bias is None else x.new_empty(parts, 1, 2 * columns, dtype=torch.float32)
     if columns:
         _gated_gelu_backward[(across, parts)](
-            grad,
-            x,
-            bias.contiguous(),
-            out,
-            part,
-            rows,
-            columns,
-            SUMMED=summed,
-            ROWS=GATE_ROWS,
-            COLUMNS=GATE_COLUMNS,
+            grad, x, bias.contiguous(), out, part, rows, columns, SUMMED=summed, ROWS=GATE_ROWS, COLUMNS=GATE_COLUMNS,
             num_warps=8,
-        )
+        )  # fmt: skip
         if grad_bias is not None:
             add_parts(part, grad_bias)
     return out, grad_bias
@@ -260,10 +247,8 @@ def gated_gelu_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         grid = (ceil_div(rows, PRODUCT_ROWS) * ceil_div(columns, PRODUCT_COLUMNS),)
         _gated_gelu_product[grid](
             TensorDescriptor.from_tensor(x, [PRODUCT_ROWS, CHANNELS]),
-            TensorDescriptor.from_tensor(weight, [PRODUCT_COLUMNS, CHANNELS]),
-            bias.contiguous(),
-            TensorDescriptor.from_tensor(out, [PRODUCT_ROWS, PRODUCT_COLUMNS]),
-            rows, channels, columns,
+            TensorDescriptor.from_tensor(weight, [PRODUCT_COLUMNS, CHANNELS]), bias.contiguous(),
+            TensorDescriptor.from_tensor(out, [PRODUCT_ROWS, PRODUCT_COLUMNS]), rows, channels, columns,
             ROWS=PRODUCT_ROWS, COLUMNS=PRODUCT_COLUMNS, CHANNELS=CHANNELS, TURNS=TURNS,
             num_warps=4 if channels <= FEW_CHANNELS else 8, num_stages=STAGES,
         )  # fmt: skip

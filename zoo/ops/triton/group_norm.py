@@ -1,30 +1,32 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-"""Group norm of channels_last images, with what stands before and behind it.
+"""Group norm of channels_last images, with what stands before and behind it, and its gradients.
 
-Small images take one launch: a program has a group of an image to itself, and reads its pixels twice. A group is a few
-channels of a line, and room for numbers that are not there costs as much as numbers: so threads lie along the group's
-own, pixel after pixel. A step is as many whole pixels as there are threads for, and a tile is some steps: a thread has
-the same channels in all of them, and what belongs to a channel is read once.
+Small images take one launch: a program has a group of an image to itself, and reads its pixels twice. Threads lie along
+the group's few channels, pixel after pixel: padding would cost as much as numbers. A step is as many whole pixels as
+there are threads for, and a tile is some steps: a thread has the same channels in all of them, and reads what belongs
+to a channel once.
 
 Other images take two launches, so that the whole GPU reads each of them:
 
     1. a program reads a chunk of pixels of some groups, and leaves each group's mean and sum of squared deviations
     2. a program puts the chunks' together in their order, reads the same pixels again, and normalises them
 
-Either way the mean of each group, and one over its deviation, are left for the backward.
+Either way the mean of each group, and one over its deviation, are left for the backward, which takes three launches:
+
+    1. sums over a chunk's pixels, a channel each: of the gradient before the affine part, of it times the normalised
+       pixel, and of the normalised pixel
+    2. the chunks' put together in their order: what a group's pixels have in common, and the gradients of shift, weight
+       and bias
+    3. the gradient of each pixel; two images that were normed side by side get a gradient each
 
 Means and deviations are merged, never taken as a difference of large sums: a group whose mean is far from zero keeps
-its variance. Pixels are read in whole lines of channels: a program takes as many groups as fit its block, whatever
-power of two their width is not. Sizes are no part of the code, so that one compilation serves all levels of a model.
+its variance. Pixels are read in whole lines of channels: a program takes as many groups as fit its block, also where
+their width is no power of two. Sizes are arguments, so that one compilation serves all levels of a model.
 
-Launches are made of waiting: for memory, and of threads for each other. So programs ask for the next pixels before they
-look at those they have, threads sum what they read themselves, and all chunks of an image are put together at once:
-there are never more than fit.
+Programs ask for the next pixels before they look at those they have, threads sum what they read themselves, and all
+chunks of an image are put together at once.
 
 Shape legend: B images, P pixels, C channels, G groups, K chunks of pixels, V vectors of a step, N vectors of a tile.
 """
-
-from __future__ import annotations
 
 import math
 
@@ -35,6 +37,7 @@ from torch import Tensor
 
 from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div, next_power
+from zoo.ops.triton.tiles import total_of
 
 # Channels that a program holds, where groups are not wider.
 BLOCK = 128
@@ -100,22 +103,22 @@ def _partial(
         value = tl.reshape(following, [STEPS, ROWS, BLOCK]).to(tl.float32)
         row += ROWS * STEPS
         following = _load(x, skip, row, end, channel, live, first, channels, left, both)
-        apart = tl.where(start + step * ROWS + lane[None, :, None] < end, value - pivot[None, :, :], 0.0)
-        sums += tl.sum(apart, 0)
-        squares += tl.sum(apart * apart, 0)
+        deviation = tl.where(start + step * ROWS + lane[None, :, None] < end, value - pivot[None, :, :], 0.0)
+        sums += tl.sum(deviation, 0)
+        squares += tl.sum(deviation * deviation, 0)
     count = tl.maximum((end - begin - lane + ROWS - 1) // ROWS, 0).to(tl.float32)
     middle = sums * (1.0 / tl.maximum(count, 1.0))[:, None]
     squares -= sums * middle
     middle += pivot + moved
     # Of a channel, then of a group.
     mean = tl.sum(middle * count[:, None], 0) / (end - begin)
-    apart = middle - mean[None, :]
-    squares = tl.sum(squares + count[:, None] * apart * apart, 0)
+    deviation = middle - mean[None, :]
+    squares = tl.sum(squares + count[:, None] * deviation * deviation, 0)
     member = tl.arange(0, GROUPS)[None, :]
     belongs = (column[:, None] >= member * size) & (column[:, None] < (member + 1) * size) & live[:, None]
     middle = tl.sum(tl.where(belongs, mean[:, None], 0.0), 0, keep_dims=True) / size
-    apart = mean[:, None] - middle
-    within = squares[:, None] + (end - begin).to(tl.float32) * apart * apart
+    deviation = mean[:, None] - middle
+    within = squares[:, None] + (end - begin).to(tl.float32) * deviation * deviation
     total = tl.sum(tl.where(belongs, within, 0.0), 0, keep_dims=True)
     group = left // size + member
     real = (member * size < width) & (group < groups)
@@ -163,8 +166,8 @@ def _apply(
     offset = tl.load(bias + channel, mask=live, other=0.0).to(tl.float32)
     count = tl.maximum(tl.minimum(rows, pixels - index * rows), 0).to(tl.float32)[None, :]
     mean = tl.sum(middles * count, 1) / pixels
-    apart = middles - mean[:, None]
-    total = tl.sum(squares + apart * apart * (count * size), 1)
+    deviation = middles - mean[:, None]
+    total = tl.sum(squares + deviation * deviation * (count * size), 1)
     scale = tl.rsqrt(total / (pixels * 1.0 * size) + eps)
     leaves = real & (chunk == 0)
     left_for = stats + (image * groups + group) * 2
@@ -197,30 +200,9 @@ def _groups_of_a_block(size: int, groups: int) -> tuple[int, int, int]:
     return most, 1, block
 
 
-def group_norm(
-    x: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
-) -> tuple[Tensor, Tensor]:
-    """Group norm of x [B, C, H, W] plus shift [B, C], and SiLU where asked for; statistics [B, G, 2]."""
-    x = x.contiguous(memory_format=torch.channels_last)
-    out = torch.empty_like(x)
-    # What is not joined is not written, to a tensor of its own: the compiler takes what one argument writes for the
-    # whole of a tensor.
-    return out, _launch(x, x, shift, weight, bias, groups, eps, silu, out, x.new_empty(1))
-
-
-def cat_group_norm(
-    x: Tensor, skip: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Group norm of x [B, C, H, W] and skip [B, S, H, W] side by side, both side by side, and statistics [B, G, 2]."""
-    x = x.contiguous(memory_format=torch.channels_last)
-    skip = skip.to(x.dtype).contiguous(memory_format=torch.channels_last)
-    shape = x.shape[0], weight.shape[0], *x.shape[2:]
-    out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    joined = torch.empty_like(out)
-    return out, joined, _launch(x, skip, None, weight, bias, groups, eps, silu, out, joined)
-
-
-def cut(images: int, pixels: int, channels: int, groups: int) -> tuple[int, int, tuple[int, int], dict[str, int]]:
+def launch_plan(
+    images: int, pixels: int, channels: int, groups: int
+) -> tuple[int, int, tuple[int, int], dict[str, int]]:
     """Rows of a chunk, vectors of a program, its chunks and blocks, and the constants of both kernels."""
     size = channels // groups
     count, unit, block = _groups_of_a_block(size, groups)
@@ -230,31 +212,6 @@ def cut(images: int, pixels: int, channels: int, groups: int) -> tuple[int, int,
     rows = ceil_div(ceil_div(pixels, wanted), rows_at_once * STEPS) * rows_at_once * STEPS
     code = {"UNIT": unit, "BLOCK": block, "GROUPS": max(16, next_power(count)), "ROWS": rows_at_once}
     return rows, count * size // unit, (ceil_div(pixels, rows), blocks), {**code, "STEPS": STEPS, "CHUNKS": CHUNKS}
-
-
-def _launch(
-    x: Tensor, skip: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool,
-    out: Tensor, joined: Tensor,
-) -> Tensor:  # fmt: skip
-    images, first, height, side = x.shape
-    pixels, channels = height * side, weight.shape[0]
-    stats = torch.empty(images, groups, 2, dtype=torch.float32, device=x.device)
-    if not x.numel():
-        return stats
-    if fits_one_launch(pixels, channels // groups, first):
-        _launch_small(x, skip, shift, weight, bias, groups, eps, silu, out, joined, stats)
-        return stats
-    rows, units, (chunks, blocks), code = cut(images, pixels, channels, groups)
-    part = torch.empty(2, images, groups, CHUNKS, dtype=torch.float32, device=x.device)
-    moved, *strides = as_given(shift, weight)
-    sizes = (*strides, pixels, channels, first, channels // groups, units, groups, rows, chunks)
-    grid = (chunks, blocks, images)
-    _partial[grid](x, skip, moved, part, *sizes, **code, num_warps=WARPS)
-    kept = channels if first < channels else 0
-    _apply[grid](
-        x, skip, moved, weight, bias, part, out, joined, stats, *sizes, kept, eps, int(silu), **code, num_warps=WARPS
-    )
-    return stats
 
 
 # Pixels of an image at most, measured on an H200: of more, lines of a few channels each, the whole GPU reads its share
@@ -340,17 +297,17 @@ def _small(
         value = tl.reshape(following, [STEPS, VECTORS, UNIT]).to(tl.float32)
         ahead = (tile + 1) * STEPS * rows
         following = _load_vectors(x, skip, ahead, row, start, unit, pixels, channels, first, left, both)
-        apart = tl.where(tile * STEPS + step < count[None, :, :], value - pivot[None, :, :], 0.0)
-        sums += tl.sum(apart, 0)
-        squares += tl.sum(apart * apart, 0)
+        deviation = tl.where(tile * STEPS + step < count[None, :, :], value - pivot[None, :, :], 0.0)
+        sums += tl.sum(deviation, 0)
+        squares += tl.sum(deviation * deviation, 0)
     middle = sums / tl.maximum(count, 1.0)
     squares -= sums * middle
     middle += pivot + moved
     numbers = pixels * 1.0 * (units * UNIT)
     # Apart from one of them, so that of equal ones nothing is left, whatever is rounded.
     mean = origin + tl.sum((middle - origin) * count) / numbers
-    apart = middle - mean
-    total = tl.sum(squares + count * apart * apart)
+    deviation = middle - mean
+    total = tl.sum(squares + count * deviation * deviation)
     scale = tl.rsqrt(total / numbers + eps)
     left_for = stats + (image * tl.num_programs(0) + tl.program_id(0)) * 2
     tl.store(left_for, mean)
@@ -373,7 +330,7 @@ def _small(
         joined += STEPS * rows * channels
 
 
-def as_given(shift: Tensor | None, weight: Tensor) -> tuple[Tensor, int, int]:
+def shift_arguments(shift: Tensor | None, weight: Tensor) -> tuple[Tensor, int, int]:
     """Shift [B, C] or None as kernels take it: where it lies, its stride, and how many channels there are of it."""
     if shift is None:
         return weight, 0, 0
@@ -382,24 +339,248 @@ def as_given(shift: Tensor | None, weight: Tensor) -> tuple[Tensor, int, int]:
 
 
 def fits_one_launch(pixels: int, size: int, first: int) -> bool:
-    """Whether groups of ``size`` channels are for one _launch_small, the first ``first`` of all being one image's."""
+    """Whether groups of ``size`` channels take one launch, the first ``first`` of all channels being one image's."""
     return pixels <= (PIXELS_OF_BOTH if first % size else PIXELS) and size <= 32 * SMALL_WARPS
 
 
-def _launch_small(
-    x: Tensor, skip: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool,
-    out: Tensor, joined: Tensor, stats: Tensor,
-) -> None:  # fmt: skip
-    """Normalise images that fit, which are not empty. They are joined where ``x`` has not all channels."""
+def group_norm(
+    x: Tensor, skip: Tensor | None, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float,
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Group norm of x [B, C, H, W] plus shift [B, C], or of x and skip [B, S, H, W] side by side; SiLU where asked for.
+
+    Also what was normed, without the shift, and statistics [B, G, 2].
+    """
+    joined, x = x, x.contiguous(memory_format=torch.channels_last)
+    if skip is None:
+        skip, out = x, torch.empty_like(x)
+        # What is not joined is not written, to a tensor of its own: the compiler takes what one argument writes for the
+        # whole of a tensor.
+        written = x.new_empty(1)
+    else:
+        skip = skip.to(x.dtype).contiguous(memory_format=torch.channels_last)
+        shape = x.shape[0], weight.shape[0], *x.shape[2:]
+        out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+        joined = written = torch.empty_like(out)
     images, first, height, side = x.shape
     pixels, channels = height * side, weight.shape[0]
     size = channels // groups
-    unit = 4 if size % 4 == first % 4 == 0 else 2 if size % 2 == first % 2 == 0 else 1
-    units, vectors, steps = size // unit, 32 * SMALL_WARPS, SMALL_STEPS[unit]
-    tiles = ceil_div(pixels, vectors // units * steps)
-    moved, stride, shifted = as_given(shift, weight)
-    _small[(groups, images)](
-        x, skip, moved, weight, bias, out, joined, stats, stride, shifted, pixels, channels, first, units,
-        ceil_div(pixels, tiles * steps), tiles, int(first < channels), eps, int(silu),
-        UNIT=unit, VECTORS=vectors, STEPS=steps, num_warps=SMALL_WARPS,
+    stats = torch.empty(images, groups, 2, dtype=torch.float32, device=x.device)
+    if not x.numel():
+        return out, joined, stats
+    moved, *strides = shift_arguments(shift, weight)
+    if fits_one_launch(pixels, size, first):
+        unit = 4 if size % 4 == first % 4 == 0 else 2 if size % 2 == first % 2 == 0 else 1
+        units, vectors, steps = size // unit, 32 * SMALL_WARPS, SMALL_STEPS[unit]
+        tiles = ceil_div(pixels, vectors // units * steps)
+        _small[(groups, images)](
+            x, skip, moved, weight, bias, out, written, stats, *strides, pixels, channels, first, units,
+            ceil_div(pixels, tiles * steps), tiles, int(first < channels), eps, int(silu),
+            UNIT=unit, VECTORS=vectors, STEPS=steps, num_warps=SMALL_WARPS,
+        )  # fmt: skip
+        return out, joined, stats
+    rows, units, (chunks, blocks), code = launch_plan(images, pixels, channels, groups)
+    part = torch.empty(2, images, groups, CHUNKS, dtype=torch.float32, device=x.device)
+    sizes = (*strides, pixels, channels, first, size, units, groups, rows, chunks)
+    grid, kept = (chunks, blocks, images), channels if first < channels else 0
+    _partial[grid](x, skip, moved, part, *sizes, **code, num_warps=WARPS)
+    _apply[grid](
+        x, skip, moved, weight, bias, part, out, written, stats, *sizes, kept, eps, int(silu), **code, num_warps=WARPS
+    )
+    return out, joined, stats
+
+
+# Of the backward: channels and pixels that a program holds at once, 4 warps: a vector of 8 numbers a thread; and
+# programs that a large GPU holds at a time.
+GRADIENT_BLOCK, GRADIENT_ROWS, GRADIENT_PROGRAMS = 64, 16, 528
+# Chunks that are put together at once, of at least so many channels: one compilation for all widths of the models. Of
+# wider groups fewer, or registers would not hold them.
+CHUNKS_AT_ONCE, LEAST_WIDTH = 32, 128
+
+
+@triton.jit
+def _of_channels(shift, weight, bias, stats, image, channel, live, shift_stride, shifted, size, groups):
+    """What is to be added to a pixel, one over the deviation, weight and bias of channels [BLOCK]."""
+    group = image * groups + channel // size
+    moved = tl.load(shift + image * shift_stride + channel, mask=live & (channel < shifted), other=0.0).to(tl.float32)
+    moved -= tl.load(stats + group * 2, mask=live, other=0.0)
+    scale = tl.load(stats + group * 2 + 1, mask=live, other=0.0)
+    factor = tl.load(weight + channel, mask=live, other=0.0).to(tl.float32)
+    offset = tl.load(bias + channel, mask=live, other=0.0).to(tl.float32)
+    return moved, scale, factor, offset
+
+
+@triton.jit
+def _before_affine(change, value, seen, moved, scale, factor, offset, silu):
+    """Of what was read of pixels [ROWS, BLOCK]: the gradient before the affine part, and the normalised value."""
+    value = tl.where(seen, (value.to(tl.float32) + moved[None, :]) * scale[None, :], 0.0)
+    change = change.to(tl.float32)
+    if silu != 0:
+        before = value * factor[None, :] + offset[None, :]
+        gate = tl.sigmoid(before)
+        change *= gate * (1 + before * (1 - gate))
+    return change, value
+
+
+@kernel(do_not_specialize=["shift_stride", "shifted", "pixels", "size", "groups", "rows", "chunks", "silu"])
+def _sums(
+    grad, x, shift, weight, bias, stats, part, shift_stride, shifted, pixels, channels, size, groups, rows, chunks,
+    silu, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0)
+    image = tl.program_id(2).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = channel < channels
+    grad += image * pixels * channels
+    x += image * pixels * channels
+    begin = chunk * rows
+    end = tl.minimum(begin + rows, pixels)
+    row = begin + tl.arange(0, ROWS)
+    seen = (row < end)[:, None] & live[None, :]
+    place = row[:, None] * channels + channel[None, :]
+    change = tl.load(grad + place, mask=seen, other=0.0)
+    value = tl.load(x + place, mask=seen, other=0.0)
+    moved, scale, factor, offset = _of_channels(
+        shift, weight, bias, stats, image, channel, live, shift_stride, shifted, size, groups
+    )
+    # Threads sum what they read themselves, and put it together at the end.
+    changes = tl.zeros([ROWS, BLOCK], tl.float32)
+    products = tl.zeros([ROWS, BLOCK], tl.float32)
+    values = tl.zeros([ROWS, BLOCK], tl.float32)
+    for _ in range(begin, end, ROWS):
+        # The next pixels are under way while these are computed with.
+        row += ROWS
+        following = (row < end)[:, None] & live[None, :]
+        place = row[:, None] * channels + channel[None, :]
+        change_after = tl.load(grad + place, mask=following, other=0.0)
+        value_after = tl.load(x + place, mask=following, other=0.0)
+        wide, normed = _before_affine(change, value, seen, moved, scale, factor, offset, silu)
+        changes += wide
+        products += wide * normed
+        values += normed
+        change, value, seen = change_after, value_after, following
+    place = part + (image * chunks + chunk) * channels + channel
+    stride = tl.num_programs(2).to(tl.int64) * chunks * channels
+    tl.store(place, tl.sum(changes, 0), mask=live)
+    tl.store(place + stride, tl.sum(products, 0), mask=live)
+    tl.store(place + 2 * stride, tl.sum(values, 0), mask=live)
+
+
+@kernel(do_not_specialize=["shifted", "pixels", "size", "chunks"])
+def _finish(
+    part, weight, stats, common, grad_shift, grad_weight, grad_bias, shifted, pixels, channels, size, chunks,
+    CHUNKS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    group = tl.program_id(0)
+    groups = tl.num_programs(0)
+    image = tl.program_id(1).to(tl.int64)
+    images = tl.num_programs(1) - 1
+    column = tl.arange(0, WIDTH)
+    channel = group * size + column
+    live = column < size
+    stride = images.to(tl.int64) * chunks * channels
+    if image < images:
+        part += image * chunks * channels
+        changes = total_of(part, chunks, channels, channel, live, CHUNKS, WIDTH)
+        products = total_of(part + stride, chunks, channels, channel, live, CHUNKS, WIDTH)
+        values = total_of(part + 2 * stride, chunks, channels, channel, live, CHUNKS, WIDTH)
+        factor = tl.load(weight + channel, mask=live, other=0.0).to(tl.float32)
+        count = pixels * 1.0
+        plain = tl.sum(changes * factor, 0) / (count * size)
+        along = tl.sum(products * factor, 0) / (count * size)
+        place = (image * groups + group) * 2
+        tl.store(common + place, plain)
+        tl.store(common + place + 1, along)
+        # A shift moves all pixels of a channel: its gradient is the sum of theirs.
+        scale = tl.load(stats + place + 1)
+        moved = scale * (changes * factor - count * plain - values * along)
+        place = grad_shift + image * channels + channel
+        tl.store(place, moved.to(grad_shift.dtype.element_ty), mask=live & (channel < shifted))
+    else:
+        # Chunks of all images lie one behind the other.
+        changes = total_of(part, images * chunks, channels, channel, live, CHUNKS, WIDTH)
+        products = total_of(part + stride, images * chunks, channels, channel, live, CHUNKS, WIDTH)
+        tl.store(grad_bias + channel, changes.to(grad_bias.dtype.element_ty), mask=live)
+        tl.store(grad_weight + channel, products.to(grad_weight.dtype.element_ty), mask=live)
+
+
+@kernel(do_not_specialize=["shift_stride", "shifted", "pixels", "size", "groups", "rows", "added", "silu"])
+def _gradients(
+    grad, x, shift, weight, bias, stats, common, more, out, other, shift_stride, shifted, pixels, channels, first, size,
+    groups, rows, added, silu, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0)
+    image = tl.program_id(2).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = channel < channels
+    grad += image * pixels * channels
+    x += image * pixels * channels
+    more += image * pixels * channels
+    out += image * pixels * first
+    other += image * pixels * (channels - first)
+    moved, scale, factor, offset = _of_channels(
+        shift, weight, bias, stats, image, channel, live, shift_stride, shifted, size, groups
+    )
+    group = image * groups + channel // size
+    plain = tl.load(common + group * 2, mask=live, other=0.0)
+    along = tl.load(common + group * 2 + 1, mask=live, other=0.0)
+    end = tl.minimum((chunk + 1) * rows, pixels)
+    for begin in range(chunk * rows, end, ROWS):
+        row = begin + tl.arange(0, ROWS)
+        seen = (row < end)[:, None] & live[None, :]
+        place = row[:, None] * channels + channel[None, :]
+        change = tl.load(grad + place, mask=seen, other=0.0)
+        value = tl.load(x + place, mask=seen, other=0.0)
+        # A mask and no branch, so that all loads are under way before one is waited for.
+        further = tl.load(more + place, mask=seen & (channel < added)[None, :], other=0.0).to(tl.float32)
+        change, value = _before_affine(change, value, seen, moved, scale, factor, offset, silu)
+        result = scale[None, :] * (change * factor[None, :] - plain[None, :] - value * along[None, :]) + further
+        result = result.to(out.dtype.element_ty)
+        place = row[:, None] * first + channel[None, :]
+        tl.store(out + place, result, mask=seen & (channel < first)[None, :])
+        place = row[:, None] * (channels - first) + (channel - first)[None, :]
+        tl.store(other + place, result, mask=seen & (channel >= first)[None, :])
+
+
+def group_norm_backward(
+    grad: Tensor, x: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, stats: Tensor, more: Tensor | None,
+    first: int, silu: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x [B, C, H, W] (plus ``more``), first channels and rest; of shift, weight [C] and bias [C]."""
+    x, grad = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (x, grad))
+    images, channels, height, side = x.shape
+    out, other = (
+        torch.empty((images, part, height, side), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+        for part in (first, channels - first)
+    )
+    grad_shift = None if shift is None else shift.new_empty(shift.shape)
+    # Where there is none a tensor that is not written stands for it. It is none of the others: the compiler takes what
+    # one argument writes for the whole of a tensor.
+    spare = x.new_empty(1)
+    grad_weight, grad_bias = torch.empty_like(weight), torch.empty_like(bias)
+    if not x.numel():
+        return out, other, None if shift is None else torch.zeros_like(shift), grad_weight.zero_(), grad_bias.zero_()
+    more = None if more is None else more.to(x.dtype).contiguous(memory_format=torch.channels_last)
+    pixels, groups = height * side, stats.shape[1]
+    size, blocks = channels // groups, ceil_div(channels, GRADIENT_BLOCK)
+    most = max(1, GRADIENT_PROGRAMS // (images * blocks))
+    rows = ceil_div(ceil_div(pixels, most), GRADIENT_ROWS) * GRADIENT_ROWS
+    chunks = ceil_div(pixels, rows)
+    moved, stride, shifted = shift_arguments(shift, weight)
+    part = torch.empty(3, images, chunks, channels, dtype=torch.float32, device=x.device)
+    common = torch.empty_like(stats)
+    given = grad, x, moved, weight, bias, stats
+    grid, code = (chunks, blocks, images), {"BLOCK": GRADIENT_BLOCK, "ROWS": GRADIENT_ROWS, "num_warps": 4}
+    _sums[grid](*given, part, stride, shifted, pixels, channels, size, groups, rows, chunks, int(silu), **code)
+    written = spare if grad_shift is None else grad_shift
+    width = max(LEAST_WIDTH, next_power(size))
+    _finish[(groups, images + 1)](
+        part, weight, stats, common, written, grad_weight, grad_bias, shifted, pixels, channels, size, chunks,
+        CHUNKS=max(1, CHUNKS_AT_ONCE * LEAST_WIDTH // width), WIDTH=width, num_warps=8,
     )  # fmt: skip
+    added = 0 if more is None else channels
+    _gradients[grid](
+        *given, common, x if more is None else more, out, spare if first == channels else other, stride, shifted,
+        pixels, channels, first, size, groups, rows, added, int(silu), **code,
+    )  # fmt: skip
+    return out, other, grad_shift, grad_weight, grad_bias

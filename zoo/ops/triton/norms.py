@@ -1,20 +1,16 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
 """Norms of rows with the residual add before them: each direction is one pass.
 
 RMS norms and the layer norms of post-norm blocks take a row a program:
 
     forward     the sum, its norm, and the norm in the dtype of products
     backward    the gradients of all outputs -> of the sum, in both dtypes. Few programs go over all rows, so that each
-                holds what its rows give to weight and biases until the end; ``sums.py`` adds the rest
+                holds what its rows give to weight and biases until the end; ``tiles.py`` adds the rest
 
 Layer norms of narrower rows take some whole rows a program, and backward programs go over rows at equal distances.
-Left to the compiler the residual add stands alone or the gradients are added on the way, and the gradient of the weight
-is summed by few programs. One compilation for each power of two that a width fits in.
+One compilation for each power of two that a width fits in.
 
 Shape legend: R rows, C columns, P programs, S sums.
 """
-
-from __future__ import annotations
 
 import torch
 import triton
@@ -23,7 +19,7 @@ from torch import Tensor
 
 from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div, next_power
-from zoo.ops.triton.sums import add_parts
+from zoo.ops.triton.tiles import add_parts
 
 # Numbers of a row that a thread holds: 32 bytes of each tensor in float32.
 NUMBERS = 8
@@ -59,10 +55,10 @@ def _norm(
         # What rounding left of the mean goes too: a row of equal values has no variance, and with a small eps a rest of
         # it would be made large.
         middle += tl.sum(tl.where(live, value - middle, 0.0), 0) / columns
-        apart = tl.where(live, value - middle, 0.0)
-        root = tl.rsqrt(tl.sum(apart * apart, 0) / columns + eps)
+        deviation = tl.where(live, value - middle, 0.0)
+        root = tl.rsqrt(tl.sum(deviation * deviation, 0) / columns + eps)
         tl.store(mean + row, middle)
-        value = apart * root * factor + offset
+        value = deviation * root * factor + offset
     tl.store(rstd + row, root)
     tl.store(out + place, value.to(out.dtype.element_ty), mask=live)
     if low is not None:
@@ -139,42 +135,14 @@ def _norm_backward(
         tl.store(part + place + 2 * columns, shifts, mask=live)
 
 
-def rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """X [..., C] plus what is added, or x itself; the norm of that; and its factors [...]."""
-    out, _, total, _, rstd = _launch_norm(x, added, None, weight, None, eps, None)
-    return total, out, rstd
-
-
-def rms_norm_backward(
-    grad: Tensor, sum_grad: Tensor | None, total: Tensor, weight: Tensor, rstd: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Gradients of what was normed [..., C], with ``sum_grad``, which reached it past the norm; and of the weight."""
-    out, _, sums = _launch_norm_backward(total, None, rstd, weight, grad, None, sum_grad, None, 1)
-    return out, sums[0]
-
-
-def add_layer_norm(
-    x: Tensor, added: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, eps: float,
-    low_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """The norm, its copy of another dtype, the sum [..., C], and mean and reciprocal deviation [...] of each row."""
-    return _launch_norm(x, added, shift, weight, bias, eps, low_dtype)
-
-
-def add_layer_norm_backward(
-    total: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, grad: Tensor, low_grad: Tensor | None,
-    low_dtype: torch.dtype | None, shifted: bool,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Gradients of the sum [..., C], its copy of another dtype, and of weight, bias and shift [C]."""
-    given = total, mean, rstd, weight, grad, low_grad, None, low_dtype
-    out, low, sums = _launch_norm_backward(*given, 3 if shifted else 2)
-    return out, low, sums[0], sums[1], sums[2] if shifted else None
-
-
-def _launch_norm(
+def norm(
     x: Tensor, added: Tensor | None, shift: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
-    low_dtype: torch.dtype | None,
+    low_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """The layer norm of the sum, or without a bias its RMS norm, and a copy of it in ``low_dtype``.
+
+    Also the sum [..., C], and of each row its mean, which an RMS norm has not, and its factor [...].
+    """
     x, weight = x.contiguous(), weight.contiguous()
     added, shift, bias = [None if each is None else each.contiguous() for each in (added, shift, bias)]
     out, rstd = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
@@ -190,10 +158,14 @@ def _launch_norm(
     return out, low, x if total is None else total, mean, rstd
 
 
-def _launch_norm_backward(
+def norm_backward(
     total: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, grad: Tensor, low_grad: Tensor | None,
     sum_grad: Tensor | None, low_dtype: torch.dtype | None, number: int,
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:  # fmt: skip
+    """Gradients of the sum [..., C], of its copy in ``low_dtype``, and the first ones of weight, bias and shift [C].
+
+    ``sum_grad`` reached the sum past the norm.
+    """
     total, rstd, weight, grad = [each.contiguous() for each in (total, rstd, weight, grad)]
     low_grad, sum_grad = [None if each is None else each.contiguous() for each in (low_grad, sum_grad)]
     out = torch.empty_like(total)
@@ -248,17 +220,17 @@ def _layer_norm(
     offset = tl.load(bias + column, mask=live, other=0.0).to(tl.float32)
     # Rounded as torch rounds: a row of equal values has no variance.
     middle = tl.div_rn(tl.sum(value, 1), tl.zeros([ROWS], tl.float32) + columns)
-    apart = tl.where(seen, value - middle[:, None], 0.0)
-    root = tl.rsqrt(tl.sum(apart * apart, 1) / columns + eps)
+    deviation = tl.where(seen, value - middle[:, None], 0.0)
+    root = tl.rsqrt(tl.sum(deviation * deviation, 1) / columns + eps)
     if mean is not None:
         tl.store(mean + first + row, middle, mask=first + row < rows)
         tl.store(rstd + first + row, root, mask=first + row < rows)
-    value = apart * root[:, None] * factor[None, :] + offset[None, :]
+    value = deviation * root[:, None] * factor[None, :] + offset[None, :]
     tl.store(out + first * columns + place, value.to(out.dtype.element_ty), mask=seen)
 
 
 @triton.jit
-def _read_rows(grad, more, summed, mean, rstd, first, row, column, rows, columns, joined):
+def _load_rows(grad, more, summed, mean, rstd, first, row, column, rows, columns, joined):
     """Of rows [ROWS, COLUMNS]: the norm's gradient, the sum, its other gradient, and mean and factor of each row."""
     inside = first + row < rows
     seen = inside[:, None] & (column < columns)[None, :]
@@ -266,10 +238,10 @@ def _read_rows(grad, more, summed, mean, rstd, first, row, column, rows, columns
     change = tl.load(grad + place, mask=seen, other=0.0)
     value = tl.load(summed + place, mask=seen, other=0.0)
     # A mask and no branch, so that all loads are under way before any is waited for.
-    beside = tl.load(more + place, mask=seen & (column < joined)[None, :], other=0.0)
+    extra = tl.load(more + place, mask=seen & (column < joined)[None, :], other=0.0)
     middle = tl.load(mean + first + row, mask=inside, other=0.0)
     root = tl.load(rstd + first + row, mask=inside, other=0.0)
-    return change, value, beside, middle, root
+    return change, value, extra, middle, root
 
 
 @kernel(do_not_specialize=["rows"])
@@ -286,16 +258,16 @@ def _layer_norm_backward(
     biases = tl.zeros([ROWS, COLUMNS], tl.float32)
     shifts = tl.zeros([ROWS, COLUMNS], tl.float32)
     first = mine * ROWS
-    change, value, beside, middle, root = _read_rows(
+    change, value, extra, middle, root = _load_rows(
         grad, more, summed, mean, rstd, first, row, column, rows, columns, joined
     )
     for first in range(mine * ROWS, rows, tl.num_programs(0) * ROWS):
         # The next rows are under way while the sums of these wait for all threads.
         following = first + tl.num_programs(0) * ROWS
-        change_after, value_after, beside_after, middle_after, root_after = _read_rows(
+        change_after, value_after, extra_after, middle_after, root_after = _load_rows(
             grad, more, summed, mean, rstd, following, row, column, rows, columns, joined
         )
-        wide, added = change.to(tl.float32), beside.to(tl.float32)
+        wide, added = change.to(tl.float32), extra.to(tl.float32)
         unit = (value.to(tl.float32) - middle[:, None]) * root[:, None]
         if WEIGHTED:
             biases += wide
@@ -309,7 +281,7 @@ def _layer_norm_backward(
         seen = (first + row < rows)[:, None] & live[None, :]
         place = first * columns + row[:, None] * columns + column[None, :]
         tl.store(out + place, result.to(out.dtype.element_ty), mask=seen)
-        change, value, beside = change_after, value_after, beside_after
+        change, value, extra = change_after, value_after, extra_after
         middle, root = middle_after, root_after
     part += mine * (2 * WEIGHTED + SHIFTED) * columns + column
     if WEIGHTED:
@@ -320,55 +292,32 @@ def _layer_norm_backward(
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Layer norm of x [R, C] with weight [C] and bias [C]: [R, C]; mean and factor of each row [R] if kept."""
-    x = x.contiguous()
-    out, mean, rstd = torch.empty_like(x), *_statistics(x, keep)
-    _launch_layer_norm(x, None, weight, bias, None, eps, None, out, None, mean, rstd)
-    return out, mean, rstd
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float, keep: bool
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
+    """The layer norm of x [R, C] plus residual [R, C], and that sum plus shift [C]; without a residual of x alone.
 
-
-def add_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float, keep: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """X [R, C] plus residual [R, C] plus shift [C], and the layer norm of the sum without the shift.
-
-    If kept also that sum [R, C], and mean and factor of each row [R].
+    If kept also what was normed [R, C], and mean and factor of each row [R].
     """
-    x = x.contiguous()
-    total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
-    out, mean, rstd = torch.empty_like(total), *_statistics(x, keep)
-    summed = torch.empty_like(total) if keep and shift is not None else None
-    _launch_layer_norm(x, residual, weight, bias, shift, eps, total, out, summed, mean, rstd)
-    return total, out, total if summed is None else summed, mean, rstd
-
-
-def _statistics(x: Tensor, keep: bool) -> tuple[Tensor | None, Tensor | None]:
-    if not keep:
-        return None, None
-    return x.new_empty(x.shape[:-1], dtype=torch.float32), x.new_empty(x.shape[:-1], dtype=torch.float32)
-
-
-def _launch_layer_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float,
-    total: Tensor | None, out: Tensor, summed: Tensor | None, mean: Tensor | None, rstd: Tensor | None,
-) -> None:  # fmt: skip
-    if not x.numel():
-        return
-    columns = x.shape[-1]
-    rows, block = x.numel() // columns, next_power(columns)
-    at_once = max(1, min(ROWS, TILE // block))
-    # Where there is none another tensor stands for it, of which nothing is read; one of its own for what is written:
-    # the compiler takes what an argument writes for the whole of a tensor.
-    weight = weight.contiguous()
-    added = x if residual is None else residual.contiguous()
-    moved = weight if shift is None else shift.contiguous()
-    sizes = rows, columns, 0 if residual is None else columns, 0 if shift is None else columns
-    _layer_norm[(ceil_div(rows, at_once),)](
-        x, added, weight, bias.contiguous(), moved, out.new_empty(1) if total is None else total, out, summed,
-        mean, rstd, *sizes, eps, ROWS=at_once, COLUMNS=block, num_warps=4,
-    )  # fmt: skip
+    x, columns = x.contiguous(), x.shape[-1]
+    out = torch.empty_like(x, dtype=x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype))
+    total = None if residual is None else torch.empty_like(out)
+    summed = torch.empty_like(out) if keep and shift is not None else None
+    mean = x.new_empty(x.shape[:-1], dtype=torch.float32) if keep else None
+    rstd = None if mean is None else torch.empty_like(mean)
+    if x.numel():
+        rows, block = x.numel() // columns, next_power(columns)
+        at_once = max(1, min(ROWS, TILE // block))
+        # Where there is none another tensor stands for it, of which nothing is read; one of its own for what is
+        # written: the compiler takes what an argument writes for the whole of a tensor.
+        weight = weight.contiguous()
+        added = x if residual is None else residual.contiguous()
+        moved = weight if shift is None else shift.contiguous()
+        sizes = rows, columns, 0 if residual is None else columns, 0 if shift is None else columns
+        _layer_norm[(ceil_div(rows, at_once),)](
+            x, added, weight, bias.contiguous(), moved, out.new_empty(1) if total is None else total, out, summed,
+            mean, rstd, *sizes, eps, ROWS=at_once, COLUMNS=block, num_warps=4,
+        )  # fmt: skip
+    return out, total, x if total is None else total if summed is None else summed, mean, rstd
 
 
 def layer_norm_backward(
