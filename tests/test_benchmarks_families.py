@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from benchmarks.families import (
 )
 from benchmarks.families.base import UNSCALED, Workload, parameters_of
 from benchmarks.families.llm_steps import task_of
-from benchmarks.plan import IMPLEMENTATIONS, Case, expand
+from benchmarks.plan import IMPLEMENTATIONS, Case
 from benchmarks.strategies import apply
 from benchmarks.training import READY_BATCHES, Trainer
 from benchmarks.worker import Handler
@@ -267,26 +266,6 @@ def test_activations_stay_in_the_range_of_half_precision(model: str, input: str)
     assert all(tensor.std() > 0.02 and tensor.abs().max() < 1000 for tensor in seen)
 
 
-@pytest.mark.parametrize(
-    ("model", "input", "least"), [("resnet-debug", "2x32", 0.7), ("unet-xl-debug", "8x64x64", 0.4)]
-)
-def test_bytes_are_more_than_convolutions_and_products_of_an_eager_call_move(model: str, input: str, least: float):
-    prepared = prepare(Case(family=model.partition("-")[0], model=model, input=input, impl="upstream"))
-    moved = 0
-
-    def count(module: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
-        nonlocal moved
-        moved += 4 * (inputs[0].numel() + output.numel() + module.weight.numel() * (least > 0.5))
-
-    for name, module in prepared.model.named_modules():
-        # Left out where a smaller image or half a gate is counted, and where one product stands for several.
-        counted = not any(part in name for part in ("upsamplers", "ff.net.0", "to_q", "to_k", "to_v", "emb", "fc"))
-        if isinstance(module, (nn.Conv2d, nn.Linear)) and counted:
-            module.register_forward_hook(count)
-    call(prepared)
-    assert least * prepared.bytes < moved < prepared.bytes
-
-
 CONFIGS = [(family, name) for family in (bert, llm) for name in family.WORKLOAD.models if name in family.PRESETS]
 
 
@@ -366,19 +345,6 @@ def test_figures_of_committed_rows(family: str, model: str, input: str, workload
 
 
 # --- compiled ---
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", of("zoo", "upstream", strategy="regional"))
-def test_compiled_regions_compute_the_same(case: Case):
-    prepared = prepare(case)
-    step = apply(case, prepared)
-    budgeted = case.impl == "zoo" and case.family in MODELS
-    with (
-        torch._dynamo.config.patch(recompile_limit=64),
-        zoo.enforce_budget(prepared.model) if budgeted else nullcontext(),
-    ):
-        assert error(output_of(case, prepared, step), prepared.reference()) < 1e-3
 
 
 @pytest.mark.slow
@@ -501,30 +467,6 @@ def test_a_name_of_an_input_that_says_nothing(read: Callable[[str], Any], name: 
 @pytest.mark.parametrize("name", ["skewed-4x32", "static-4x32", "4x1", "0x32", "4"])
 def test_names_that_are_no_training_of_bert(name: str):
     assert bert_train.task(name) is None
-
-
-PLANS: list[tuple[str, str, dict[str, Any], list[str]]] = [
-    ("patterns", "cpu", {}, ["zoo eager", "zoo regional", "upstream eager", "upstream regional"]),
-    (
-        "patterns",
-        "cuda",
-        {},
-        ["zoo eager", "zoo regional", "zoo regional + CUDA graph", "upstream eager", "upstream regional"],
-    ),
-]
-
-
-@pytest.mark.parametrize(("family", "device", "options", "expected"), PLANS)
-def test_which_arms_there_are(family: str, device: str, options: dict[str, Any], expected: list[str]):
-    workload = load(family)
-    races = workload.default_races(device, False)
-    cases = []
-    for model, input in races:
-        each = [Case(family=family, model=model, input=input, device=device, dtype=d) for d in workload.dtypes(device)]
-        cases.append(next(case for case in each if workload.refuses(case) is None))
-    found, _ = expand(cases, workload.refuses, **options)
-    assert {case.arm for case in found if not case.control} == set(expected)
-    assert {(case.model, case.input) for case in found} == set(races)
 
 
 def test_every_committed_row_is_still_a_case():

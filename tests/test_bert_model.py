@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import bert_reference as reference
@@ -42,26 +41,6 @@ def test_graphs_of_every_head(head: str, training: bool) -> None:
     assert graphs_of("BertLayer", since) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("head", "training"),
-    [*((head, False) for head in ("none", *reference.NAMES)), *((head, True) for head in ("none", "masked-lm"))],
-)
-def test_every_head_computes_what_eager_does_in_the_graphs_it_declares(head: str, training: bool) -> None:
-    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    model: Any = zoo.create("bert-debug", head=head, **still).train(training)
-    eager = copy.deepcopy(model)
-    inputs = zoo.example_inputs(model)
-    report = zoo.find_regions(model, inputs=inputs)
-    zoo.compile_regions(model, backend="aot_eager")
-    since = len(LEDGER.entries)
-    with zoo.enforce_budget(model):
-        torch.testing.assert_close(tuple(model(**inputs)), tuple(eager(**inputs)))
-        model(**inputs)
-    assert sum(entry.graphs for entry in LEDGER.entries[since:]) == report.graphs_needed == 1 + (head == "masked-lm")
-    assert all(found.graphs_needed <= found.budget for found in report.regions)
-
-
 def test_full_compile_is_one_graph() -> None:
     model = zoo.create("bert-debug", head="masked-lm")
     inputs = {**zoo.example_inputs(model), "labels": torch.randint(128, (2, 16))}
@@ -72,17 +51,6 @@ def test_full_compile_is_one_graph() -> None:
         ids = inputs["input_ids"]
         batch = pack(ids, inputs["attention_mask"], config=model.config, buckets=(24, 40))
         torch.testing.assert_close(compiled(batch).logits, model(batch).logits)
-
-
-@pytest.mark.slow
-def test_inductor_agrees() -> None:
-    model: Any = zoo.create("bert-debug", head="token-classification", num_hidden_layers=2)
-    inputs = zoo.example_inputs(model)
-    batch = pack(inputs["input_ids"], inputs["attention_mask"], config=model.config, buckets=(32, 40))
-    with torch.inference_mode():
-        expected = model(**inputs).logits, model(batch).logits
-        zoo.compile_regions(model)
-        torch.testing.assert_close((model(**inputs).logits, model(batch).logits), expected)
 
 
 def test_no_mask_where_all_rows_are_full(monkeypatch: pytest.MonkeyPatch) -> None:

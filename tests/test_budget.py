@@ -33,15 +33,6 @@ MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
 }
 
 
-@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("mode", MODES)
-def test_one_graph_in_every_mode(mode: str, training: bool) -> None:
-    model = compiled(Stack()).train(training)
-    with zoo.enforce_budget(model), MODES[mode]():
-        for _ in range(3):
-            model(torch.randn(2, 4))
-
-
 def test_code_that_does_not_ask_whether_it_trains_is_run_in_both() -> None:
     class Own(Block):
         """Of this test alone: nobody else compiled it."""

@@ -274,15 +274,6 @@ def test_a_configuration_without_any_region_warns_and_runs() -> None:
     assert zoo.warm_up(model, x=torch.randn(2, 4)).graphs == 0
 
 
-def test_inductor_for_real() -> None:
-    model, x = Stack().eval(), torch.randn(2, 4)
-    with torch.no_grad():
-        expected = model(x)
-        zoo.compile_regions(model)
-        with zoo.enforce_budget(model):
-            torch.testing.assert_close(model(x), expected)
-
-
 def test_a_refusal_leaves_nothing_compiled() -> None:
     model = declared(Region(Block), Region(Dropping, compile_threads=lambda device, training: 0))(Block(4), Dropping(4))
     with pytest.raises(ValueError, match="region Dropping: compile_threads gives 0"):

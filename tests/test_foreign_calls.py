@@ -187,18 +187,6 @@ def test_rates_that_differ_are_a_symbol(training: bool, expected: int) -> None:
     torch.testing.assert_close(model(x), theirs)
 
 
-@pytest.mark.slow
-def test_stochastic_depth_of_torchvision_in_eval_is_a_graph_a_stage() -> None:
-    from torchvision.models.convnext import CNBlock, convnext_tiny
-
-    model, x = convnext_tiny(num_classes=5).eval(), torch.randn(1, 3, 32, 32)
-    with torch.no_grad():
-        expected = model(x)
-        compiled(model, regions=[CNBlock])
-        torch.testing.assert_close(model(x), expected)
-    assert graphs(model) == 4
-
-
 class Dropped(nn.Module):
     """A block of stochastic depth, as torchvision's."""
 

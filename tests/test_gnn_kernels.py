@@ -295,28 +295,6 @@ def test_a_layer_is_one_graph_whose_kernels_the_compiler_sees(
             assert not any("zoo" in node or "copy_" in node for node in nodes), "opaque, or an input taken for written"
 
 
-@pytest.mark.parametrize(
-    ("name", "autocast"),
-    [
-        ("gcn-debug", False),
-        pytest.param("gat-debug", True, marks=pytest.mark.slow),
-        pytest.param("graphsage-debug", True, marks=pytest.mark.slow),
-    ],
-)
-def test_operators_under_inductor_and_autocast(name: str, autocast: bool) -> None:
-    model = zoo.create(name, num_layers=1).train()
-    x, edge_index = zoo.example_inputs(model).values()
-    graph = model.prepare(edge_index, num_nodes=64)
-    results = []
-    for run in (model, torch.compile(model, fullgraph=True, dynamic=False)):
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            out = run(x, graph)
-        results.append([out, *torch.autograd.grad(out.float().square().sum(), list(model.parameters()))])
-    assert results[0][0].dtype == results[1][0].dtype
-    for eager, fast in zip(*results, strict=True):
-        assert (fast - eager).norm() <= (5e-2 if autocast else 1e-5) * eager.norm()
-
-
 # --- on a GPU ---
 
 

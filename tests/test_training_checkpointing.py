@@ -211,22 +211,6 @@ def test_less_is_kept():
     assert kept_bytes(model, x) < half < all_kept
 
 
-def test_a_step_trains_with_it():
-    losses = []
-    for every in (None, 1):
-        model = compiled()
-        if every:
-            checkpoint_regions(model, Block, every=every)
-        step = TrainingStep(
-            model, lambda m, x: m(x).square().mean(), torch.optim.AdamW(model.parameters(), fused=True), cuda_graph=True
-        )
-        with zoo.enforce_budget(model):
-            losses.append(
-                [step(torch.randn(2, 4, generator=torch.Generator().manual_seed(i))).item() for i in range(8)]
-            )
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-
-
 def test_uncompile_undoes_it():
     model = checkpoint_regions(compiled(), Block)
     assert restores_random_state(model)
