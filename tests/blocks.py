@@ -14,10 +14,8 @@ from zoo.engine.graph_log import LEDGER
 
 def graphs_of(model: nn.Module) -> dict[str, int]:
     """Graphs of each region of a compiled model since it was compiled, by the region's name."""
-    plan = plan_of(model)
-    assert plan is not None
     found: dict[str, int] = {}
-    for entry in LEDGER.of(plan.ledger_id):
+    for entry in LEDGER.of(plan_of(model).ledger_id):
         found[entry.region.__name__] = found.get(entry.region.__name__, 0) + entry.graphs
     return found
 

@@ -196,7 +196,6 @@ def test_break_even_is_against_the_own_eager_with_capture() -> None:
     shown = shown_race(race())
     arm = _arm(shown, "zoo regional + CUDA graph")
     eager = _arm(shown, "zoo eager")
-    assert eager.p50 is not None and arm.p50 is not None
     paid = (1.42 + 0.031) * 1e3 / (eager.p50 - arm.p50)
     assert shown.break_even(arm, arm.result.cold) == math.ceil(paid)
     same = _arm(shown, "upstream full")  # as fast as its eager
@@ -405,7 +404,6 @@ def test_the_1000th_call_is_start_up_compilation_capture_and_1000_calls() -> Non
     arm = _arm(shown, OURS)
     head, rows = tables.compiles(shown)
     line = next(line for line in rows if line[0] == OURS)
-    assert arm.p50 is not None
     # The row's start-up, compile and capture seconds.
     assert float(line[head.index("1,000th call s")]) == pytest.approx(2.3 + 1.42 + 0.031 + arm.p50, rel=0.01)
     assert not any("eager" in line[0] for line in rows)

@@ -24,7 +24,6 @@ PATH = Path(__file__).parent.parent / "examples" / "text_to_image.py"
 @pytest.fixture(scope="module")
 def example() -> Any:
     spec = importlib.util.spec_from_file_location("text_to_image", PATH)
-    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

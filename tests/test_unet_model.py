@@ -19,9 +19,7 @@ from zoo.unet.config import PRESETS
 
 
 def make(name: str, **changes: Any) -> UNet:
-    model = zoo.create(name, **changes)
-    assert isinstance(model, UNet)
-    return model
+    return zoo.create(name, **changes)
 
 
 @pytest.mark.parametrize(("name", "resnets", "transformers"), [("sd15", 14, 4), ("sd21", 14, 4), ("sdxl", 12, 2)])
@@ -116,7 +114,6 @@ def nan(x: Tensor) -> Tensor:
 
 
 BAD: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[Exception], str]] = {
-    "list": (changed("sample", lambda x: x.tolist()), TypeError, "sample is a list"),
     "integers": (changed("sample", lambda x: x.long()), TypeError, r"torch\.int64 and the weights torch\.float32"),
     "half": (changed("sample", lambda x: x.half()), TypeError, r"use sample\.to\(torch\.float32\), or torch\.autocast"),
     "one sample": (changed("sample", lambda x: x[0]), ValueError, r"use sample\[None\] for one sample"),
@@ -138,7 +135,6 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[Exception]
         ValueError,
         r"\[2, 7, 20\], expected \[B, L, 24\]: the text encoder must be the one",
     ),
-    "text rank": (changed("encoder_hidden_states", lambda x: x[0]), ValueError, r"\[7, 24\], expected"),
     "text batch": (
         changed("encoder_hidden_states", lambda x: x[:1]),
         ValueError,
