@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
 import torch
@@ -10,6 +12,13 @@ from torch import Tensor, nn
 from zoo import Region
 from zoo.engine.compile import plan_of
 from zoo.engine.graph_log import LEDGER
+
+MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "grad": nullcontext,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
 
 
 def graphs_of(model: nn.Module) -> dict[str, int]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -630,33 +630,23 @@ def test_values(text: str, value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("make", "text", "said"),
     [
-        ("rase model=gcn input=cora", "no table 'rase'; did you mean 'race'"),
-        ("race model=gcn", "give model=... input=..."),
-        ('race model=gcn input=cora arm="zoo regional"', "no option 'arm'"),
-        ("kernels model=gcn input=cora", "kernels are those of one arm; give model=... input=... arm="),
-        ('kernels model=gcn input=cora arm="zoo regionl"', "no arm 'zoo regionl'; did you mean 'zoo regional'"),
-        ("race modle=gcn input=cora", "no option 'modle'; did you mean 'model'"),
-        ("race model=gcn,gat input=cora", "2 races match: gcn .* gat"),
+        (_table, "rase model=gcn input=cora", "no table 'rase'; did you mean 'race'"),
+        (_table, "race model=gcn", "give model=... input=..."),
+        (_table, 'race model=gcn input=cora arm="zoo regional"', "no option 'arm'"),
+        (_table, "kernels model=gcn input=cora", "kernels are those of one arm; give model=... input=... arm="),
+        (_table, 'kernels model=gcn input=cora arm="zoo regionl"', "no arm 'zoo regionl'; did you mean 'zoo regional'"),
+        (_table, "race modle=gcn input=cora", "no option 'modle'; did you mean 'model'"),
+        (_table, "race model=gcn,gat input=cora", "2 races match: gcn .* gat"),
+        (_value, "p500 model=gcn input=cora arm=x", "no value 'p500'; did you mean 'p50'"),
+        (_value, "p50 model=gcn input=cora", "give model=... input=... arm="),
+        (_value, 'p50 model=gcn input=cora arm="zoo regionl"', "no arm 'zoo regionl'; did you mean 'zoo regional'"),
     ],
 )
-def test_wrong_table_markers(text: str, said: str) -> None:
+def test_wrong_markers(make: Callable[[str, list[Result]], str], text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        _table(text, [*race(), *race(model="gat")])
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("p500 model=gcn input=cora arm=x", "no value 'p500'; did you mean 'p50'"),
-        ("p50 model=gcn input=cora", "give model=... input=... arm="),
-        ('p50 model=gcn input=cora arm="zoo regionl"', "no arm 'zoo regionl'; did you mean 'zoo regional'"),
-    ],
-)
-def test_wrong_value_markers(text: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        _value(text, race())
+        make(text, [*race(), *race(model="gat")])
 
 
 # Markers

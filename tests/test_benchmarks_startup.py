@@ -6,7 +6,6 @@ import itertools
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import benchmarks.harness
 import benchmarks.startup
 from benchmarks.harness import _groups, _side_by_side
 from benchmarks.plan import Case
-from benchmarks.process import kill_all
 from benchmarks.record import Compile, Result
 from benchmarks.startup import (
     COLD,
@@ -33,7 +31,7 @@ from benchmarks.startup import (
     prepare_race,
     processes,
 )
-from tests.runs import CASE, EAGER, LIGHT, Notes, arms_of, rows_of, settings_in
+from tests.runs import CASE, EAGER, Notes, arms_of, rows_of, settings_in
 
 
 class NoWorker:
@@ -46,12 +44,7 @@ class NoWorker:
         pass
 
 
-@pytest.fixture(autouse=True)
-def _no_worker_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, value in LIGHT.items():
-        monkeypatch.setenv(name, value)
-    yield
-    kill_all()
+pytestmark = pytest.mark.usefixtures("no_worker_stays")
 
 
 @pytest.fixture

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +13,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 import zoo
-from tests.blocks import graphs_of
+from tests.blocks import MODES, graphs_of
 from zoo.registry import Family, families
 
 DEBUG = [name for name in zoo.list_models() if name.endswith("-debug")]
 # One UNet is enough for the quick tier: tracing one takes as long as all models of the other families.
 COMPILED = [pytest.param(name, marks=pytest.mark.slow) if name == "unet-debug" else name for name in DEBUG]
-MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
-    "grad": nullcontext,
-    "no_grad": torch.no_grad,
-    "inference_mode": torch.inference_mode,
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-}
 # Millions of parameters; presets of ResNets and UNets are held against their libraries' own.
 PUBLISHED = {
     "bert-tiny": 4.4, "bert-mini": 11.2, "bert-small": 28.8, "bert-medium": 41.4, "bert-base-6": 67.0,

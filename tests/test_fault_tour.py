@@ -17,7 +17,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from benchmarks import advise, measure, run
 from benchmarks.cli import UsageError, run_command
 from benchmarks.measure import INTERRUPTED, UNWRITABLE, Run, locked
 from benchmarks.plan import Case
-from benchmarks.process import ROOT, Worker, WorkerFailure, failure_of, kill_all
+from benchmarks.process import ROOT, Worker, WorkerFailure, failure_of
 from benchmarks.progress import Progress
 from benchmarks.record import Result, Store, load
 from benchmarks.report.cells import race_notes
@@ -42,13 +42,7 @@ from tests.rows import ENVIRONMENT, row, shown
 from tests.runs import CASE, EAGER, FAKE, LIGHT, Notes, rows_of, settings_in
 from zoo.engine.compat import refuse_old_torch
 
-
-@pytest.fixture(autouse=True)
-def _no_worker_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, value in LIGHT.items():
-        monkeypatch.setenv(name, value)
-    yield
-    kill_all()
+pytestmark = pytest.mark.usefixtures("no_worker_stays")
 
 
 @pytest.fixture

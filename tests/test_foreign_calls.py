@@ -112,13 +112,16 @@ def test_pinned_sizes_are_a_graph_each() -> None:
     assert sum(graphs_of(model).values()) == 3
 
 
-@pytest.mark.parametrize(
+marked = pytest.mark.parametrize(
     ("mark", "needed"),
     [
         pytest.param(torch._dynamo.mark_dynamic, 1, id="symbolic from the first call"),
         pytest.param(torch._dynamo.mark_static, 3, id="static"),
     ],
 )
+
+
+@marked
 def test_a_marked_size_is_what_its_mark_says(mark: Callable[..., None], needed: int) -> None:
     model = compiled(Sequence(Block(4)), regions=[Block])
     with torch.no_grad():
@@ -129,13 +132,7 @@ def test_a_marked_size_is_what_its_mark_says(mark: Callable[..., None], needed: 
     assert sum(graphs_of(model).values()) == needed
 
 
-@pytest.mark.parametrize(
-    ("mark", "needed"),
-    [
-        pytest.param(torch._dynamo.mark_dynamic, 1, id="symbolic from the first call"),
-        pytest.param(torch._dynamo.mark_static, 3, id="static"),
-    ],
-)
+@marked
 def test_a_mark_on_the_models_own_input_holds_inside_of_regions(mark: Callable[..., None], needed: int) -> None:
     model = compiled(Sequence(nn.Embedding(50, 4), Block(4), Block(4)), regions=[Block])
     with torch.no_grad():

@@ -313,3 +313,9 @@ def test_regions_by_path() -> None:
 def test_coverage_is_printed() -> None:
     report = zoo.find_regions(Stack())
     assert 0.8 < report.coverage < 1 and f"{report.coverage:.0%} of the weights in regions" in str(report)
+
+
+def test_layers_that_share_a_number_are_no_graph_a_layer() -> None:
+    model = Sequence(*(IndexedBlock(4, index) for index in (0, 1, 1)))
+    report = zoo.find_regions(model, [IndexedBlock])
+    assert report.graphs_needed == 2 and report.obstacles == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,9 @@ import pytest
 import torch
 import unet_reference as reference
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
-from tests.dispatched import Dispatched
 from zoo.unet import ResnetBlock, TextKeysValues, TimeShifts, TransformerBlock, UNet
 from zoo.unet.blocks import sinusoids
 from zoo.unet.config import PRESETS
@@ -43,6 +44,18 @@ def test_regions_of_full_size_models_take_few_graphs(name: str, resnets: int, tr
 def _shapes_of(given: Any, block: nn.Module) -> Any:
     tensors = (*given, *block.parameters())
     return tuple(tuple(each.shape) if isinstance(each, Tensor) else None for each in tensors)
+
+
+class Dispatched(TorchDispatchMode):
+    """Inside of it operators are counted by their names: ``aten::add``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ran[func.name().partition(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def test_a_backward_fills_nothing_with_zeros() -> None:
