@@ -206,13 +206,9 @@ def test_the_arms_of_a_device() -> None:
     assert sizes_in(cpu[0].input) == {"batch": 3, "tokens": 8}
     gpu = cases_of("mine:make", "cuda", "bfloat16", cast=True, sizes={})
     assert [case.arm for case in gpu] == [
-        "own eager",
-        "own full",
-        "own regional",
-        "own regional + CUDA graph",
-        "own full reduce-overhead",
+        "own eager", "own full", "own regional", "own regional + CUDA graph", "own full reduce-overhead",
         "own eager (A/A)",
-    ]
+    ]  # fmt: skip
     assert {case.input for case in gpu} == {"given, cast"}
     assert {case.input for case in cases_of("mine:make", "cpu", "float32", cast=False, sizes={})} == {"given"}
 

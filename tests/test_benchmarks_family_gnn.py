@@ -266,15 +266,9 @@ def test_the_library_s_loader_where_it_can_be_had(impl: str, monkeypatch: pytest
     assert options.pop("generator").initial_seed() == 3
     seeds = options.pop("input_nodes")
     assert options == {
-        "num_neighbors": [15, 10],
-        "batch_size": 8,
-        "is_sorted": True,
-        "filter_per_worker": True,
-        "shuffle": True,
-        "num_workers": 1,
-        "persistent_workers": True,
-        "pin_memory": False,
-    }
+        "num_neighbors": [15, 10], "batch_size": 8, "is_sorted": True, "filter_per_worker": True, "shuffle": True,
+        "num_workers": 1, "persistent_workers": True, "pin_memory": False,
+    }  # fmt: skip
     edges = Loader.made[0].data.edge_index
     assert edges.shape == (2, 156) and (edges[1].diff() >= 0).all()
     # In an order of its own each epoch, and the same when it is run again.

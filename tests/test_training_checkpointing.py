@@ -68,14 +68,9 @@ def test_gradients_do_not_change(device: str, every: int, block: type[nn.Module]
 
 
 BLOCKS = {
-    "bert-debug": "BertLayer",
-    "llm-debug": "LLMLayer",
-    "gcn-debug": "GNNLayer",
-    "gat-debug": "GNNLayer",
-    "resnet-debug": "Bottleneck",
-    "unet-debug": "TransformerBlock",
-    "unet-xl-debug": "ResnetBlock",
-}
+    "bert-debug": "BertLayer", "llm-debug": "LLMLayer", "gcn-debug": "GNNLayer", "gat-debug": "GNNLayer",
+    "resnet-debug": "Bottleneck", "unet-debug": "TransformerBlock", "unet-xl-debug": "ResnetBlock",
+}  # fmt: skip
 
 
 @pytest.mark.slow

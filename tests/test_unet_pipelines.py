@@ -41,17 +41,9 @@ def tokenizer(folder: Path) -> Any:
 
 def text_encoder(cls: Any) -> Any:
     config = transformers.CLIPTextConfig(
-        vocab_size=54,
-        hidden_size=12,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=16,
-        projection_dim=12,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=1,
-    )
+        vocab_size=54, hidden_size=12, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=16, projection_dim=12, bos_token_id=0, eos_token_id=1, pad_token_id=1,
+    )  # fmt: skip
     return cls(config).eval()
 
 
