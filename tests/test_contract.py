@@ -167,17 +167,18 @@ IN_SHORT = ("bert-debug", "gcn-debug", "llm-debug", "resnet-debug")
 )
 def test_inductor_gives_the_same_numbers_and_gradients(name: str) -> None:
     options, exclude = SMALLER[name]
-    eager = zoo.create(name, **options).double().train()
-    inputs = pytree.tree_map(
-        lambda x: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x, zoo.example_inputs(eager)
-    )
+    # In float32 activations at zero fall to either side. Torch 2.11's attention has no compiled backward in float64.
+    dtype = torch.float64 if name == "resnet-debug" else torch.float32
+    eager = zoo.create(name, dtype=dtype, **options).train()
+    inputs = zoo.example_inputs(eager)
     found = []
     for model in (copy.deepcopy(eager), zoo.compile_regions(eager, exclude=exclude)):
         outputs = outputs_of(model, inputs)
         sum(output.square().sum() for output in outputs).backward()
         gradients = [each.grad for each in model.parameters()]
         found.append([*(output.detach() for output in outputs), *gradients, *model.buffers()])
-    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-8)
+    limits = {"rtol": 1e-6, "atol": 1e-8} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(found[1], found[0], **limits)
 
 
 @pytest.mark.parametrize("name", DEBUG)
