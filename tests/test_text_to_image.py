@@ -67,6 +67,7 @@ def test_the_images_are_diffusers(
     assert np.abs(found - np.round(expected * 255)).max() <= 1
 
 
+@pytest.mark.slow
 def test_the_model_is_compiled_and_captured(
     example: Any, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
