@@ -368,6 +368,7 @@ def test_the_whole_call_is_compiled_without_a_recompile(case: Case, monkeypatch:
     assert counter.frame_count == graphs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", of("zoo", workload="inference", strategy="hierarchical"))
 def test_hierarchical(case: Case):
     prepared = prepare(case)

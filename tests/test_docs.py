@@ -39,7 +39,7 @@ FAMILY_PAGE = ROOT / "docs/adding-a-family.md"  # whose blocks are files
 
 
 # Most pages compile what other tests compile, too.
-FIRST_PAGES = [ROOT / "README.md", ROOT / "docs/index.md"]
+FIRST_PAGES = [ROOT / "README.md"]
 
 
 @pytest.mark.parametrize(
@@ -142,6 +142,7 @@ def options_of(module: str) -> frozenset[str]:
     return frozenset(re.findall(r"--[a-z][\w-]*", done.stdout))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", sorted(commands()))
 def test_options_in_commands_exist(module: str) -> None:
     wrong = [(page, option) for page, option in sorted(commands()[module]) if option not in options_of(module)]
