@@ -11,7 +11,8 @@ from torch import Tensor
 
 import zoo
 import zoo.ops.common
-from tests.kernel_checks import DEVICE, MARKS, check_close, kernels_run, values  # noqa: F401
+from tests import kernel_checks
+from tests.kernel_checks import DEVICE, MARKS, kernels_run, values  # noqa: F401
 from zoo.ops.glu import bias_gelu
 from zoo.ops.norms import WIDEST_NORM, add_layer_norm
 from zoo.ops.triton import glu, norms
@@ -43,7 +44,7 @@ def _programs_go_round(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    check_close(found, expected, dtype, RELATIVE[dtype])
+    kernel_checks.close(found, expected, dtype, RELATIVE[dtype])
 
 
 def gradients(outputs: Any, inputs: list[Tensor], grads: Any) -> tuple[Tensor, ...]:

@@ -9,14 +9,9 @@ import transformers
 from torch import Tensor
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 40,
-    "type_vocab_size": 2,
-}
+    "vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48,
+    "max_position_embeddings": 40, "type_vocab_size": 2,
+}  # fmt: skip
 NAMES = {
     "pooled": "Model",
     "masked-lm": "ForMaskedLM",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
 import torch
@@ -11,13 +13,18 @@ from zoo import Region
 from zoo.engine.compile import plan_of
 from zoo.engine.graph_log import LEDGER
 
+MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "grad": nullcontext,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
 
 def graphs_of(model: nn.Module) -> dict[str, int]:
     """Graphs of each region of a compiled model since it was compiled, by the region's name."""
-    plan = plan_of(model)
-    assert plan is not None
     found: dict[str, int] = {}
-    for entry in LEDGER.of(plan.ledger_id):
+    for entry in LEDGER.of(plan_of(model).ledger_id):
         found[entry.region.__name__] = found.get(entry.region.__name__, 0) + entry.graphs
     return found
 

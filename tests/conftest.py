@@ -98,6 +98,18 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
+def no_worker_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Workers of the benchmark compile by a light backend, and none outlives the test."""
+    from benchmarks.process import kill_all
+    from tests.runs import LIGHT
+
+    for name, value in LIGHT.items():
+        monkeypatch.setenv(name, value)
+    yield
+    kill_all()
+
+
+@pytest.fixture
 def eager_backend(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[None]:
     """Arms of the benchmark in this process, compiled by a light backend; what an arm sets is put back."""
     import torch._inductor.config as inductor

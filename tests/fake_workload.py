@@ -75,20 +75,9 @@ class FakeWorkload:
 
     family = "fake"
     models = (
-        "good",
-        "upstream-crash",
-        "crash",
-        "raise",
-        "oom",
-        "busy",
-        "full",
-        "sleep",
-        "hang",
-        "hang-too",
-        "print",
-        "nan",
+        "good", "upstream-crash", "crash", "raise", "oom", "busy", "full", "sleep", "hang", "hang-too", "print", "nan",
         "huge",
-    )
+    )  # fmt: skip
     inputs = ("small", "large")
 
     def default_races(self, device: str, quick: bool, workload: str = "inference") -> list[tuple[str, str]]:

@@ -96,7 +96,6 @@ def check_sum(graph: CSRGraph, x: Tensor) -> None:
 
 def check_mean(graph: CSRGraph, x: Tensor) -> None:
     tensors = graph.tensors
-    assert tensors.inverse_degree is not None
     scale = tensors.inverse_degree.double()
     agree(lambda x: mean_neighbours(x, tensors), lambda x: edge_sum(x, *exact(tensors), row_scale=scale), x, factor=4)
 
@@ -278,7 +277,6 @@ def test_sums_with_features_of_the_rows_themselves(
     """Beside the sums, or added from the second half of a table whose halves end in padding."""
     monkeypatch.setattr(csr, "EDGES_PER_CHUNK", size)
     graph = hub(mean=True, destinations=rows).tensors
-    assert graph.inverse_degree is not None
     scale = graph.inverse_degree.double()
 
     def mean(x: Tensor) -> Tensor:
@@ -302,7 +300,6 @@ def test_columns_that_are_padding_are_left_out(size: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(csr, "EDGES_PER_CHUNK", size)
     graph = hub(weight=True)
     tensors = graph.tensors
-    assert tensors.weight is not None
     weight = tensors.weight.double()
     table, bias = values(11, 48), values(47)
     found = agree(

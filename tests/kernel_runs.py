@@ -21,22 +21,8 @@ def run_checks(*files: str, interpret: bool, options: tuple[str, ...] = ()) -> N
         options = ("-p", "tests.dtypes_in_turn", *options)
     # Of its own, even where pytest runs in several processes: its plugins know that by the environment.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            *(f"tests/{file}" for file in files),
-            "-p",
-            "no:cacheprovider",
-            *options,
-        ],
-        cwd=ROOT,
-        env={**environment, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": str(int(interpret))},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    command = [sys.executable, "-m", "pytest", "-q", *(f"tests/{file}" for file in files), "-p", "no:cacheprovider"]
+    environment |= {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": str(int(interpret))}
+    done = subprocess.run([*command, *options], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert re.search(r"\d+ passed", done.stdout) and "skipped" not in done.stdout, done.stdout

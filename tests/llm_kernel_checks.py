@@ -12,7 +12,8 @@ from torch import Tensor
 
 import zoo
 import zoo.ops.common
-from tests.kernel_checks import DEVICE, MARKS, check_close, kernels_run, values  # noqa: F401
+from tests import kernel_checks
+from tests.kernel_checks import DEVICE, MARKS, kernels_run, values  # noqa: F401
 from zoo.llm import KVCache
 from zoo.llm.generate import DecodeState, accept
 from zoo.ops.attention import attend, decode_attention, rotate_into, split_rotated
@@ -31,7 +32,7 @@ RELATIVE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
 
 
 def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    check_close(found, expected, dtype, RELATIVE[dtype])
+    kernel_checks.close(found, expected, dtype, RELATIVE[dtype])
 
 
 def wide(*tensors: Tensor | None) -> list[Tensor | None]:

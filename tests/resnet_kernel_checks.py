@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import zoo
-from tests.kernel_checks import DEVICE, MARKS, kernels_run, values  # noqa: F401
+from tests import kernel_checks
+from tests.kernel_checks import DEVICE, MARKS, RELATIVE, kernels_run, values  # noqa: F401
 from zoo.ops import batch_norm, conv
 from zoo.ops.batch_norm import Norm, bias_act, norm_act
 from zoo.ops.triton import batch_norm as kernels
@@ -20,8 +22,7 @@ from zoo.ops.triton import tiles
 from zoo.resnet import fold_batch_norm
 
 pytestmark = MARKS
-# The interpreter cuts bits off where a GPU rounds to bfloat16.
-RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 8e-3 if DEVICE == "cpu" else 4e-3, torch.float16: 5e-4}
+close = functools.partial(kernel_checks.close, layout=torch.contiguous_format)
 # Rows and channels: whole tiles, parts of them, one alone, wider than a tile, several tiles and chunks.
 SIZES = [(64, 64), (100, 7), (1, 1), (1, 100), (200, 16), (50, 130)]
 EPS = 1e-5
@@ -52,12 +53,6 @@ def norm(channels: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Ten
         values(channels, dtype=dtype, mean=1.0, scale=0.3),
         values(channels, dtype=dtype),
     )
-
-
-def close(found: Tensor, expected: Tensor, dtype: torch.dtype, times: float = 1.0) -> None:
-    assert found.shape == expected.shape and found.dtype == dtype and found.is_contiguous() and found.isfinite().all()
-    error = (found.double() - expected).norm()
-    assert error <= RELATIVE[dtype] * times * expected.norm(), error / expected.norm()
 
 
 def plain(x: Tensor, given: tuple[Tensor, ...], of_batch: bool) -> Tensor:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import zoo
-from tests.kernel_checks import DEVICE, MARKS, kernels_run  # noqa: F401
+from tests.kernel_checks import DEVICE, MARKS, RELATIVE, kernels_run  # noqa: F401
 from zoo.ops import batch_norm as pooling
 from zoo.ops import common
 from zoo.ops.batch_norm import Norm
@@ -17,8 +17,6 @@ from zoo.ops.triton import tiles
 from zoo.resnet import fold_batch_norm
 
 pytestmark = MARKS
-# Of a single value, beside what is lost where norms subtract. The interpreter cuts bits off, a GPU rounds to bfloat16.
-RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 8e-3 if DEVICE == "cpu" else 4e-3, torch.float16: 5e-4}
 # Odd and even, one pixel, one line, one column; parts of tiles, several of them; channels of less and more than a tile.
 SHAPES = [
     (2, 64, 7, 9), (3, 7, 1, 1), (1, 130, 8, 6), (2, 16, 1, 37), (1, 1, 5, 4), (2, 5, 34, 1), (1, 64, 20, 33),

@@ -13,18 +13,10 @@ from benchmarks.record import Check, Compile, Memory, Result, Steady, Store, Wor
 from benchmarks.report.model import MeasuredRace, races
 
 ENVIRONMENT: dict[str, Any] = {
-    "kind": "environment",
-    "id": "e1",
-    "gpu": "NVIDIA H200",
-    "driver": "580.65",
-    "torch": "2.11.0+cu130",
-    "cpu": "Xeon Platinum 8480C",
-    "cpu_count": 16,
-    "libraries": {"torch-geometric": "2.8.0", "triton": "3.6.0"},
-    "time": "2026-03-01T12:00:00Z",
-    "commit": "0123456789abcdef",
-    "dirty": False,
-}
+    "kind": "environment", "id": "e1", "gpu": "NVIDIA H200", "driver": "580.65", "torch": "2.11.0+cu130",
+    "cpu": "Xeon Platinum 8480C", "cpu_count": 16, "libraries": {"torch-geometric": "2.8.0", "triton": "3.6.0"},
+    "time": "2026-03-01T12:00:00Z", "commit": "0123456789abcdef", "dirty": False,
+}  # fmt: skip
 
 ENVIRONMENTS = {"e1": ENVIRONMENT}
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 from rich.console import Console
 
-import zoo
 from benchmarks import advised
 from benchmarks.advise import cases_of, main
 from benchmarks.advised import WORKLOAD, load, sizes_in
@@ -26,7 +25,6 @@ from benchmarks.record import load as load_rows
 from benchmarks.report import advice, cells, html
 from benchmarks.report.model import MeasuredRace, races
 from benchmarks.report.terminal import Regions, render_advice
-from benchmarks.strategies import apply
 from tests.rows import ENVIRONMENTS, failure, row, shown
 from tests.runs import LIGHT, told
 
@@ -208,13 +206,9 @@ def test_the_arms_of_a_device() -> None:
     assert sizes_in(cpu[0].input) == {"batch": 3, "tokens": 8}
     gpu = cases_of("mine:make", "cuda", "bfloat16", cast=True, sizes={})
     assert [case.arm for case in gpu] == [
-        "own eager",
-        "own full",
-        "own regional",
-        "own regional + CUDA graph",
-        "own full reduce-overhead",
+        "own eager", "own full", "own regional", "own regional + CUDA graph", "own full reduce-overhead",
         "own eager (A/A)",
-    ]
+    ]  # fmt: skip
     assert {case.input for case in gpu} == {"given, cast"}
     assert {case.input for case in cases_of("mine:make", "cpu", "float32", cast=False, sizes={})} == {"given"}
 
@@ -262,19 +256,6 @@ def test_a_reference_falls_back_to_what_the_model_runs_in(models: str) -> None:
     assert prepared.reference_dtype == "float32"
 
 
-def test_compiled_regions_of_a_users_model_are_the_discovered_ones(
-    models: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("BENCHMARKS_BACKEND", "eager")
-    cases = cases_of(f"{models}:make", "cpu", "float32", cast=False, sizes={})
-    case = next(case for case in cases if case.strategy == "regional")
-    prepared = WORKLOAD.prepare(case, data_root=None, seed=0)
-    model = apply(case, prepared)
-    assert model is prepared.model
-    with zoo.enforce_budget(prepared.model), torch.inference_mode():
-        prepared.model(**prepared.inputs)
-
-
 # What is said
 
 
@@ -306,26 +287,20 @@ def measured() -> list[Result]:
     ]
 
 
+# 2 s of start-up and 1 s of compiling at 5 ms saved a call, both times 1.02 by the rows' drift: 590 calls.
 @pytest.mark.parametrize(
     ("calls", "said"),
     [
-        # 2 s of start-up and 1 s of compiling at 5 ms saved a call, both times 1.02 by the rows' drift: 590 calls.
-        (100, r"For 100 calls: do not compile\. Eager takes 10\.\d ms a call, 1\.0\d s in all; regional pays back only "
-              r"from 5[89]\d calls on\."),
-        (2000, r"For 2,000 calls: regional: 2\.00 s to start the compiler \+ 1\.00 s to compile first, then 5\.\d\d ms "
-               r"a call, 13\.\d s in all against eager's 20\.\d s\. It pays back after 5[89]\d calls\."),
-        (50_000, r"For 50,000 calls: full: 2\.00 s to start the compiler \+ 11\.0 s to compile first, then 4\.\d\d ms "
-                 r"a call, 2\d\d s in all against eager's 5\d\d s\. It pays back after 2,\d\d\d calls\."),
+        (100, r"do not compile\..* 10\.\d ms a call, 1\.0\d s in all; regional .* only from 5[89]\d calls on"),
+        (2000, r"regional: 2\.00 s .* 1\.00 s .* 13\.\d s in all .* 20\.\d s\. .* after 5[89]\d calls\."),
+        (50_000, r"full: 2\.00 s .* 11\.0 s .* 4\.\d\d ms a call, 2\d\d s in all .* after 2,\d\d\d calls\."),
     ],
-)  # fmt: skip
+)
 def test_the_verdict_depends_on_the_calls(calls: int, said: str) -> None:
-    lines = advice.verdict(shown(measured()), calls)
-    assert re.fullmatch(said, lines[0]), lines[0]
-    assert re.fullmatch(
-        r"From a cold start eager finishes first, from 5\d\d calls on regional, from 9,\d\d\d calls on full\.",
-        lines[1],
-    )
-    assert "With warm caches" in lines[2]
+    first, later, warm = advice.verdict(shown(measured()), calls)
+    assert re.match(f"For {calls:,} calls: {said}", first), first
+    assert re.search(r"eager finishes first, from 5\d\d calls on regional, from 9,\d\d\d calls on full", later)
+    assert "With warm caches" in warm
 
 
 def test_totals_agree_with_the_choice_at_every_number_of_calls() -> None:
@@ -347,15 +322,6 @@ def _agree(race: MeasuredRace) -> int:
         assert re.search(rf"(?<![\d.,]){re.escape(calls)}(?![\d.])", lead), f"{calls} calls: {lead}"
         assert "in a new process" in lead.lower(), lead
     return len(said)
-
-
-def test_the_reports_sentence_says_the_same_as_the_advice() -> None:
-    race = shown(measured())
-    assert _agree(race) == 2
-    # 2 s of start-up and 1 s of compiling at 5 ms saved a call.
-    first = r"own eager finishes first, from (5[89]\d) calls on own regional, from 9,\d\d\d calls on own full"
-    said = re.search(first, advice.lead(race))
-    assert said is not None and f"from {said[1]} calls on" in advice.verdict(race, 100)[0]
 
 
 def test_sentence_and_advice_agree_on_the_committed_rows() -> None:

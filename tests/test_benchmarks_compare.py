@@ -54,12 +54,8 @@ def test_what_else_changed_is_said() -> None:
     full.memory.allocated = 42_800_000
     change = _compared(race(), new)["zoo full"]
     assert change.notes == (
-        "graphs 1 → 3",
-        "breaks 0 → 1",
-        "kernels 9 → 30",
-        "memory 20.4 → 40.8 MiB",
-        "error 2.1e-07 → 1.0e-03",
-    )
+        "graphs 1 → 3", "breaks 0 → 1", "kernels 9 → 30", "memory 20.4 → 40.8 MiB", "error 2.1e-07 → 1.0e-03",
+    )  # fmt: skip
     assert change.grew
     assert not _compared(new, race())["zoo full"].grew
     assert _compared(race(), race())["zoo full"].notes == ()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from benchmarks.families import (
 )
 from benchmarks.families.base import UNSCALED, Workload, parameters_of
 from benchmarks.families.llm_steps import task_of
-from benchmarks.plan import IMPLEMENTATIONS, Case, expand
+from benchmarks.plan import IMPLEMENTATIONS, Case
 from benchmarks.strategies import apply
 from benchmarks.training import READY_BATCHES, Trainer
 from benchmarks.worker import Handler
@@ -55,6 +54,8 @@ INFERENCE: dict[tuple[str, str, str], tuple[int | None, int]] = {
     ("gnn", "graphsage", "karate"): (342608, 68088),
     ("llm", "llm-debug", "decode-1x64"): (253952, 474240),
     ("llm", "llm-debug", "prefill-1x32"): (6336512, 461568),
+    ("calls", "block-8", "graphs-1"): (None, 4236288),
+    ("calls", "kernel-block-8", "graphs-8"): (None, 4236288),
     ("patterns", "glue", "small"): (None, 103392),
     ("resnet", "resnet-debug", "2x32"): (57556992, 16686968),
     ("resnet", "resnet-debug-folded", "2x32"): (57556992, 16686968),
@@ -151,7 +152,7 @@ def test_seeds_and_the_random_state(family: str):
             continue
         first, again, other = (output_of(case, prepare(case, seed)) for seed in (0, 0, 1))
         prepare(case).reference()
-        if family != "patterns":  # they seed torch's own generator, as their readers would
+        if family not in ("calls", "patterns"):  # they seed torch's own generator, as their readers would
             assert torch.equal(before, torch.random.get_rng_state())
         assert torch.equal(first, again) and not torch.equal(first, other)
 
@@ -267,26 +268,6 @@ def test_activations_stay_in_the_range_of_half_precision(model: str, input: str)
     assert all(tensor.std() > 0.02 and tensor.abs().max() < 1000 for tensor in seen)
 
 
-@pytest.mark.parametrize(
-    ("model", "input", "least"), [("resnet-debug", "2x32", 0.7), ("unet-xl-debug", "8x64x64", 0.4)]
-)
-def test_bytes_are_more_than_convolutions_and_products_of_an_eager_call_move(model: str, input: str, least: float):
-    prepared = prepare(Case(family=model.partition("-")[0], model=model, input=input, impl="upstream"))
-    moved = 0
-
-    def count(module: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
-        nonlocal moved
-        moved += 4 * (inputs[0].numel() + output.numel() + module.weight.numel() * (least > 0.5))
-
-    for name, module in prepared.model.named_modules():
-        # Left out where a smaller image or half a gate is counted, and where one product stands for several.
-        counted = not any(part in name for part in ("upsamplers", "ff.net.0", "to_q", "to_k", "to_v", "emb", "fc"))
-        if isinstance(module, (nn.Conv2d, nn.Linear)) and counted:
-            module.register_forward_hook(count)
-    call(prepared)
-    assert least * prepared.bytes < moved < prepared.bytes
-
-
 CONFIGS = [(family, name) for family in (bert, llm) for name in family.WORKLOAD.models if name in family.PRESETS]
 
 
@@ -369,19 +350,6 @@ def test_figures_of_committed_rows(family: str, model: str, input: str, workload
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", of("zoo", "upstream", strategy="regional"))
-def test_compiled_regions_compute_the_same(case: Case):
-    prepared = prepare(case)
-    step = apply(case, prepared)
-    budgeted = case.impl == "zoo" and case.family in MODELS
-    with (
-        torch._dynamo.config.patch(recompile_limit=64),
-        zoo.enforce_budget(prepared.model) if budgeted else nullcontext(),
-    ):
-        assert error(output_of(case, prepared, step), prepared.reference()) < 1e-3
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     # Whole runs are compiled in the tests of their own.
@@ -402,6 +370,7 @@ def test_the_whole_call_is_compiled_without_a_recompile(case: Case, monkeypatch:
     assert counter.frame_count == graphs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", of("zoo", workload="inference", strategy="hierarchical"))
 def test_hierarchical(case: Case):
     prepared = prepare(case)
@@ -424,7 +393,7 @@ def test_calls_under_the_outer_cuda_graph(case: Case):
 
 # Graphs of the regions that small cases compile: of a family, and of what differs in it. Layers of one width share one.
 GRAPHS = {
-    **{"bert": 1, "gnn": 2, "llm": 2, "resnet": 8, "unet": 12},
+    **{"bert": 1, "calls": 1, "gnn": 2, "llm": 2, "resnet": 8, "unet": 12},
     **{"llm train": 3, "unet-xl-debug": 9, "epoch-4x32": 5},
 }
 # accelerate compiles BERT's embeddings and pooler as well, and in training dropout and classifier.
@@ -503,30 +472,6 @@ def test_names_that_are_no_training_of_bert(name: str):
     assert bert_train.task(name) is None
 
 
-PLANS: list[tuple[str, str, dict[str, Any], list[str]]] = [
-    ("patterns", "cpu", {}, ["zoo eager", "zoo regional", "upstream eager", "upstream regional"]),
-    (
-        "patterns",
-        "cuda",
-        {},
-        ["zoo eager", "zoo regional", "zoo regional + CUDA graph", "upstream eager", "upstream regional"],
-    ),
-]
-
-
-@pytest.mark.parametrize(("family", "device", "options", "expected"), PLANS)
-def test_which_arms_there_are(family: str, device: str, options: dict[str, Any], expected: list[str]):
-    workload = load(family)
-    races = workload.default_races(device, False)
-    cases = []
-    for model, input in races:
-        each = [Case(family=family, model=model, input=input, device=device, dtype=d) for d in workload.dtypes(device)]
-        cases.append(next(case for case in each if workload.refuses(case) is None))
-    found, _ = expand(cases, workload.refuses, **options)
-    assert {case.arm for case in found if not case.control} == set(expected)
-    assert {(case.model, case.input) for case in found} == set(races)
-
-
 def test_every_committed_row_is_still_a_case():
     refused = {}
     rows = Path(__file__).parent.parent / "benchmarks/results"
@@ -575,6 +520,7 @@ WORDS: list[tuple[dict[str, Any], str]] = [
     ({"family": "unet", "input": "loop-3x8x8", "workload": "train"}, "loop-3x8x8 is for inference"),
     ({"family": "unet", "input": "loop-3x8x8", "strategy": "hierarchical"}, "hierarchical is for single calls"),
     ({"family": "unet", "workload": "train", "impl": "upstream-tuned"}, "fused projections, which are for inference"),
+    ({"family": "calls", "impl": "upstream"}, "these blocks are of no library"),
     ({"family": "patterns", "strategy": "full"}, "raced in the families"),
     ({"family": "patterns", "impl": "upstream-tuned"}, "two sides"),
 ]

@@ -22,11 +22,10 @@ from benchmarks.plan import IMPLEMENTATIONS, Case
 from benchmarks.training import Trainer
 from benchmarks.worker import Handler
 from tests import workloads
+from tests.blocks import graphs_of
 from tests.workloads import call, error
 from zoo.bert import PackedBatch
 from zoo.bert.model import PRESETS
-from zoo.engine.compile import plan_of
-from zoo.engine.graph_log import LEDGER
 from zoo.engine.step_buffers import shapes_of
 
 EPOCH = "epoch-4x32"
@@ -201,25 +200,17 @@ def test_an_epoch_of_two_hundred_batches_has_the_declared_graphs_and_no_recompil
     training = prepared.training
     trainer = Trainer(case(workload="train", input=EPOCH, strategy="regional"), prepared)
     model = zoo.compile_regions(prepared.model, backend="aot_eager")
-    plan = plan_of(model)
-
-    def graphs() -> dict[str, int]:
-        found: dict[str, int] = {}
-        for entry in LEDGER.of(plan.ledger_id):
-            found[entry.region.__name__] = found.get(entry.region.__name__, 0) + entry.graphs
-        return found
-
     with zoo.enforce_budget(model):
         step = trainer.captured(model) if captured else trainer.compiled(model)
         for _ in range(trainer.shapes):
             step()
-        declared = graphs()
+        declared = graphs_of(model)
         size = len(training.shapes)
         assert declared == {"BertLayer": size}
         with warnings.catch_warnings(), trainer.timed():
             warnings.simplefilter("error")  # a shape that is not captured would be said
             losses = torch.stack([step() for _ in range(200)])
-    assert graphs() == declared
+    assert graphs_of(model) == declared
     assert losses.isfinite().all() and len(losses.unique()) > 190
 
 

@@ -92,7 +92,6 @@ def test_regional_arms_of_upstream(monkeypatch: pytest.MonkeyPatch, impl: str, d
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: seen.append({"module": self, **options}))
     prepared = prepare(impl=impl, strategy="regional", dynamic=dynamic)
-    assert prepared.compile_regions is not None
     prepared.compile_regions(prepared.model, backend="inductor", mode="default", dynamic=dynamic)
     assert [options.pop("module") for options in seen] == list(prepared.model.convs)
     assert seen == [{"backend": "inductor", "mode": "default", "dynamic": expected}] * 2
@@ -184,7 +183,6 @@ def test_sampled_losses_of_a_skewed_graph_are_the_reference_s():
 
 def test_sampled_shapes_are_declared_and_epochs_differ():
     training = prepare(**SAMPLED, strategy="regional").training
-    assert training.loader is not None
     epochs = [list(training.loader()) for _ in range(3)]
     assert {len(epoch) for epoch in epochs} == {training.round}
     assert not torch.equal(epochs[0][0].seeds, epochs[1][0].seeds)
@@ -211,7 +209,6 @@ def test_tuned_upstream_compiles_once_for_batches_of_many_sizes(monkeypatch: pyt
         for _ in range(12):
             step()
     assert counters["stats"]["unique_graphs"] == before
-    assert prepared.training.loader is not None
     assert len({len(batch["nodes"]) for batch in prepared.training.loader()}) > 5
     assert (
         WORKLOAD.refuses(dataclasses.replace(asked, dynamic=True))
@@ -260,7 +257,6 @@ def test_the_library_s_loader_where_it_can_be_had(impl: str, monkeypatch: pytest
 
     def epochs() -> list[list[dict[str, Any]]]:
         training = prepare(seed=3, **SAMPLED, impl=impl).training
-        assert training.loader is not None
         return [list(training.loader()) for _ in range(2)]
 
     first, again = epochs(), epochs()
@@ -270,15 +266,9 @@ def test_the_library_s_loader_where_it_can_be_had(impl: str, monkeypatch: pytest
     assert options.pop("generator").initial_seed() == 3
     seeds = options.pop("input_nodes")
     assert options == {
-        "num_neighbors": [15, 10],
-        "batch_size": 8,
-        "is_sorted": True,
-        "filter_per_worker": True,
-        "shuffle": True,
-        "num_workers": 1,
-        "persistent_workers": True,
-        "pin_memory": False,
-    }
+        "num_neighbors": [15, 10], "batch_size": 8, "is_sorted": True, "filter_per_worker": True, "shuffle": True,
+        "num_workers": 1, "persistent_workers": True, "pin_memory": False,
+    }  # fmt: skip
     edges = Loader.made[0].data.edge_index
     assert edges.shape == (2, 156) and (edges[1].diff() >= 0).all()
     # In an order of its own each epoch, and the same when it is run again.

@@ -110,7 +110,6 @@ def test_every_implementation_ends_at_the_reference_captured_or_not(impl: str, i
     prepared = prepare(impl=impl, input=input, model=model)
     reference = prepared.reference()
     assert reference.shape == (1, 4, 8, 8) and error(call(prepared), reference) < 1e-5
-    assert prepared.capture is not None
     prepared.capture()
     # On the CPU it copies and overwrites as a replay would.
     for _ in range(2):
@@ -144,27 +143,19 @@ def test_the_scheduler_is_stable_diffusions_euler():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["full", "regional"])
 @pytest.mark.parametrize("input", [LOOP, "pipeline-3x8x8"])
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_the_model_is_compiled_and_the_loop_is_not(
-    impl: str, input: str, strategy: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_model_is_compiled_and_the_loop_is_not(impl: str, input: str, monkeypatch: pytest.MonkeyPatch):
     counter = CompileCounter()
     monkeypatch.setattr(strategies, "backend", lambda: counter)
-    asked = case(impl=impl, input=input, strategy=strategy)
-    prepared = prepare(impl=impl, input=input, strategy=strategy)
+    asked = case(impl=impl, input=input, strategy="full")
+    prepared = workloads.prepare(asked)
     expected = call(prepared)
     compiled = strategies.apply(asked, prepared)
     assert compiled is prepared.model
     assert error(call(prepared), expected) < 1e-5
-    graphs = counter.frame_count
     assert error(call(prepared), expected) < 1e-5
-    assert counter.frame_count == graphs
-    if strategy == "full":
-        assert graphs == 1
-    elif impl != "zoo":
-        assert graphs == (2 if impl == "upstream" else 3)
+    assert counter.frame_count == 1
 
 
 # Training

@@ -119,13 +119,9 @@ def test_a_dynamic_twin_that_cannot_be_is_left_out_without_a_word_unless_it_was_
     options = {"strategies": ["full", "full+cudagraph"], "dynamic": True}
     cases, refused = expand([GPU], declared, **options)
     assert [case.arm for case in cases] == [
-        "zoo full",
-        "zoo full + CUDA graph",
-        "upstream full",
-        "upstream full dynamic",
-        "upstream full + CUDA graph",
+        "zoo full", "zoo full + CUDA graph", "upstream full", "upstream full dynamic", "upstream full + CUDA graph",
         "zoo full + CUDA graph (A/A)",
-    ]
+    ]  # fmt: skip
     assert refused == {}
     # A pattern that is for static arms as well asks for no twin; another does, whatever else is asked for.
     assert expand([GPU], declared, only=["*full*"], **options)[1] == {}

@@ -97,7 +97,6 @@ def test_device_time_is_within_wall_time():
     x = torch.randn(2048, 2048, device="cuda")
     calls = calibrate(lambda: x @ x, "cuda", 20)
     timed = back_to_back(lambda: x @ x, "cuda", calls)
-    assert timed.device_ms is not None
     assert 0 < timed.device_ms <= timed.wall_ms * 1.05
 
 

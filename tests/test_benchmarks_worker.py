@@ -126,22 +126,6 @@ def test_a_reference_of_another_size_is_an_error():
         _relative_error(torch.zeros(4), torch.zeros(3), "the output")
 
 
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        (ValueError("no"), "failed"),
-        (MemoryError(), "out-of-memory"),
-        (torch.OutOfMemoryError("7 GiB"), "out-of-memory"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "out-of-memory"),
-    ],
-)
-def test_failures_are_typed(error: Exception, status: str, capsys: pytest.CaptureFixture[str]):
-    reply = failure_of(error)
-    assert reply["status"] == status
-    assert type(error).__name__ in reply["reason"]
-    assert type(error).__name__ in capsys.readouterr().err
-
-
 def test_out_of_memory_is_found_behind_the_compilers_own_exception():
     try:
         try:
@@ -202,18 +186,6 @@ def test_stray_prints_do_not_reach_the_replies(workers: list[Worker]):
     worker.stop()
     assert not worker.alive
     assert "a stray print" in worker.stderr_tail
-
-
-@pytest.mark.slow
-def test_a_crash_names_its_signal_and_the_last_words(workers: list[Worker]):
-    worker = start(workers, "crash")
-    with pytest.raises(WorkerFailure) as caught:
-        worker.ask("start_up", folder=None)
-    assert caught.value.status == "crashed"
-    assert "killed by SIGABRT during start_up" in caught.value.reason
-    assert "about to abort" in caught.value.reason
-    assert str(ROOT) not in caught.value.reason
-    assert not worker.alive
 
 
 @pytest.mark.slow

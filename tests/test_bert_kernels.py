@@ -18,7 +18,6 @@ import zoo
 import zoo.ops.common
 from tests.fake_gpu import Gpu, traced
 from zoo.bert import BertLayer, pack
-from zoo.bert.layer import _product
 from zoo.ops import glu, norms, products
 from zoo.training import checkpoint_regions
 
@@ -266,21 +265,6 @@ def test_frozen_weights_have_no_gradients(counted: Counter[str]) -> None:
     for name, parameter in frozen.named_parameters():
         if parameter.requires_grad:
             torch.testing.assert_close(parameter.grad, expected[name].grad)
-
-
-@pytest.mark.usefixtures("counted")
-def test_a_product_adds_its_bias_unless_the_caller_does() -> None:
-    layer, x = nn.Linear(4, 6), torch.randn(3, 4)
-    out, bias = _product(x, x, layer, without_bias=True)
-    torch.testing.assert_close(out + layer.bias, layer(x))
-    assert bias is layer.bias and _product(x, x, layer)[1] is None
-    assert _product(x, x, nn.Linear(4, 6, bias=False), without_bias=True)[1] is None
-    with torch.autocast("cpu", torch.bfloat16):
-        # Of a float32 input autocast makes a copy itself.
-        out, bias = _product(x, x, layer, without_bias=True)
-        assert bias is None and out.dtype == torch.bfloat16
-        out, bias = _product(x, x.bfloat16(), layer, without_bias=True)
-        assert bias is layer.bias and out.dtype == torch.bfloat16
 
 
 def test_an_activation_that_was_replaced_is_applied(counted: Counter[str]) -> None:

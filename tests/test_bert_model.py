@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import bert_reference as reference
@@ -12,13 +11,9 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import zoo
+from tests.blocks import graphs_of
 from zoo.bert import BertConfig, BertLayer, pack
 from zoo.bert.model import PRESETS
-from zoo.engine.graph_log import LEDGER
-
-
-def graphs_of(region: str, since: int = 0) -> int:
-    return sum(entry.graphs for entry in LEDGER.entries[since:] if entry.region.__name__ == region)
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
@@ -29,37 +24,14 @@ def test_graphs_of_every_head(head: str, training: bool) -> None:
     labels = reference.labels(head, rows=2, tokens=16) if head != "none" else {}
     if head in ("sequence-classification", "token-classification"):
         labels = {"labels": labels["labels"].clamp(max=1)}
-    since = len(LEDGER.entries)
     with zoo.enforce_budget(model):
         model(**inputs, **labels)
         model(**zoo.example_inputs(model, seed=1), **labels)
-    assert graphs_of("BertLayer", since) == 1
-    assert sum(entry.graphs for entry in LEDGER.entries[since:]) == (2 if head == "masked-lm" else 1)
-    since = len(LEDGER.entries)
-    with zoo.enforce_budget(model):
+        found = graphs_of(model)
+        assert found.pop("BertLayer") == 1 and sum(found.values()) == (head == "masked-lm")
+        # Full rows have no mask: that is the second graph of a layer.
         model(inputs["input_ids"], **labels)
-    # Full rows have no mask: that is the second graph of a layer.
-    assert graphs_of("BertLayer", since) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("head", "training"),
-    [*((head, False) for head in ("none", *reference.NAMES)), *((head, True) for head in ("none", "masked-lm"))],
-)
-def test_every_head_computes_what_eager_does_in_the_graphs_it_declares(head: str, training: bool) -> None:
-    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    model: Any = zoo.create("bert-debug", head=head, **still).train(training)
-    eager = copy.deepcopy(model)
-    inputs = zoo.example_inputs(model)
-    report = zoo.find_regions(model, inputs=inputs)
-    zoo.compile_regions(model, backend="aot_eager")
-    since = len(LEDGER.entries)
-    with zoo.enforce_budget(model):
-        torch.testing.assert_close(tuple(model(**inputs)), tuple(eager(**inputs)))
-        model(**inputs)
-    assert sum(entry.graphs for entry in LEDGER.entries[since:]) == report.graphs_needed == 1 + (head == "masked-lm")
-    assert all(found.graphs_needed <= found.budget for found in report.regions)
+    assert graphs_of(model)["BertLayer"] == 2
 
 
 def test_full_compile_is_one_graph() -> None:
@@ -72,17 +44,6 @@ def test_full_compile_is_one_graph() -> None:
         ids = inputs["input_ids"]
         batch = pack(ids, inputs["attention_mask"], config=model.config, buckets=(24, 40))
         torch.testing.assert_close(compiled(batch).logits, model(batch).logits)
-
-
-@pytest.mark.slow
-def test_inductor_agrees() -> None:
-    model: Any = zoo.create("bert-debug", head="token-classification", num_hidden_layers=2)
-    inputs = zoo.example_inputs(model)
-    batch = pack(inputs["input_ids"], inputs["attention_mask"], config=model.config, buckets=(32, 40))
-    with torch.inference_mode():
-        expected = model(**inputs).logits, model(batch).logits
-        zoo.compile_regions(model)
-        torch.testing.assert_close((model(**inputs).logits, model(batch).logits), expected)
 
 
 def test_no_mask_where_all_rows_are_full(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,20 +93,14 @@ MASK = torch.ones_like(IDS)
 @pytest.mark.parametrize(
     ("inputs", "error", "message"),
     [
-        ({"input_ids": [[1]]}, TypeError, "input_ids is a list"),
         ({"input_ids": IDS.float()}, TypeError, "input_ids is torch.float32, expected int64 or int32"),
-        ({"input_ids": IDS[0]}, ValueError, r"input_ids has shape \[5\], expected \[B, T\]"),
         ({"input_ids": IDS[:, :0]}, ValueError, r"input_ids has shape \[2, 0\]"),
         ({"input_ids": IDS * 128}, ValueError, "input_ids has values from 128 to 128, but vocab_size is 128: pass 0"),
-        ({"input_ids": IDS - 2}, ValueError, "input_ids has values from -1 to -1"),
         ({"input_ids": IDS.repeat(1, 13)}, ValueError, "input_ids has 65 tokens, but the model has 64 positions"),
         ({"attention_mask": MASK[:1]}, ValueError, r"attention_mask has shape \[1, 5\], expected \[2, 5\]"),
-        ({"attention_mask": MASK[:, None, None]}, ValueError, r"attention_mask has shape \[2, 1, 1, 5\]"),
         ({"attention_mask": MASK.to("meta")}, ValueError, "attention_mask is on meta and input_ids on cpu"),
-        ({"attention_mask": True}, TypeError, "attention_mask is a bool"),
         ({"token_type_ids": MASK[:, :3]}, ValueError, r"token_type_ids has shape \[2, 3\]"),
         ({"token_type_ids": MASK * 2}, ValueError, "token_type_ids has values from 2 to 2, but type_vocab_size is 2"),
-        ({"token_type_ids": MASK.bool()}, TypeError, "token_type_ids is torch.bool"),
         ({"position_ids": MASK[0]}, ValueError, r"position_ids has shape \[5\], expected \[2, 5\] or \[1, 5\]"),
         ({"position_ids": MASK * 64}, ValueError, "position_ids has values from 64 to 64"),
         ({"labels": torch.tensor([0, 1])}, ValueError, "labels given, but head 'pooled' takes none"),

@@ -12,16 +12,14 @@ import torch
 from torch import Tensor
 
 import zoo
-from zoo.bert import Bert, Encoding, layer, pack, token_buckets, unpack
+from zoo.bert import Encoding, layer, pack, token_buckets, unpack
 from zoo.bert.layer import Rows, attend, key_mask, rows_of
 from zoo.bert.packing import filling_rows
 from zoo.engine.graph_log import LEDGER
 
 
 def model_of(kind: str, head: str, **options: Any) -> Any:
-    model = zoo.from_upstream(reference.make(kind, head, **options))
-    assert isinstance(model, Bert)
-    return model
+    return zoo.from_upstream(reference.make(kind, head, **options))
 
 
 @pytest.mark.parametrize("sizes", [None, (28, 40, 60)], ids=["exact", "buckets"])

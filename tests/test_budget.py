@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
-from blocks import Block, Disabled, Sequence, Stack
+from blocks import MODES, Block, Disabled, Sequence, Stack
 from torch import Tensor, nn
 
 import zoo
@@ -23,23 +22,6 @@ def violations(model: nn.Module, *calls: Callable[[], object]) -> list[str]:
         for call in calls:
             call()
     return caught.value.violations
-
-
-MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
-    "grad": nullcontext,
-    "no_grad": torch.no_grad,
-    "inference_mode": torch.inference_mode,
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-}
-
-
-@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("mode", MODES)
-def test_one_graph_in_every_mode(mode: str, training: bool) -> None:
-    model = compiled(Stack()).train(training)
-    with zoo.enforce_budget(model), MODES[mode]():
-        for _ in range(3):
-            model(torch.randn(2, 4))
 
 
 def test_code_that_does_not_ask_whether_it_trains_is_run_in_both() -> None:
@@ -114,16 +96,7 @@ def test_a_region_without_a_budget_has_a_graph_for_each_structure() -> None:
 
 
 def test_a_recompile_of_the_same_kind_is_a_violation() -> None:
-    class Moody(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-            self._scale = 1
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x) * self._scale
-
-    model = compiled(Sequence(Moody()), regions=[Moody])
+    model = compiled(Sequence(Scaled()), regions=[Scaled])
 
     def change() -> None:
         model.blocks[0]._scale = 2
@@ -196,3 +169,69 @@ def test_a_block_that_was_taken_out_is_named() -> None:
     lost = pytest.raises(ValueError, match=r"Stack has lost blocks\.2 since .*zoo\.uncompile\(model\)")
     with lost, zoo.enforce_budget(model):
         pass
+
+
+class Scaled(nn.Module):
+    """Reads a private attribute, which is not part of its signature: changing it is a recompile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self._scale = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self._scale
+
+
+def test_a_recompile_before_the_block_is_not_blamed_on_it() -> None:
+    model = zoo.compile_regions(Sequence(Scaled()), regions=[Region(Scaled, graphs=2)], backend="eager")
+    x = torch.randn(2, 4)
+    model(x)
+    model.blocks[0]._scale = 2
+    model(x)
+    with zoo.enforce_budget(model):
+        model(x)
+
+
+def test_warm_up_counts_its_own_models_graphs_alone() -> None:
+    class TeacherBlock(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).tanh()
+
+    teacher = zoo.compile_regions(Sequence(TeacherBlock()), regions=[TeacherBlock], backend="eager")
+
+    class Student(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(teacher(x))
+
+    student = zoo.compile_regions(Student().eval(), backend="eager")
+    with torch.no_grad():
+        cost = zoo.warm_up(student, x=torch.randn(2, 4))
+    assert {each.region: each.graphs for each in cost.costs} == {"Block": 1}
+
+
+def test_a_region_of_another_structure_does_not_count_as_compiled() -> None:
+    class Own(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return x - torch.relu(self.linear(x))
+
+    zoo.compile_regions(Sequence(Own(4)), regions=[Own], backend="eager")(torch.randn(2, 4))
+    model = Sequence(Own(8))
+    model.blocks[0].forward = torch.compiler.disable(model.blocks[0].forward)
+    zoo.compile_regions(model, regions=[Own], backend="eager", fullgraph=False)
+    with pytest.raises(BudgetError, match=r"Own \(blocks\.0\).* ran eagerly"), zoo.enforce_budget(model):
+        model(torch.randn(2, 8))
+
+
+def test_an_inference_tensor_is_another_kind_of_input() -> None:
+    model = zoo.compile_regions(Sequence(Block(4)), regions=[Region(Block, graphs=1)], backend="eager")
+    plain = torch.randn(2, 4)
+    with torch.inference_mode():
+        inference = torch.randn(2, 4)
+    with zoo.enforce_budget(model), torch.no_grad():
+        model(plain)
+        model(inference)

@@ -12,19 +12,11 @@ from benchmarks.foreign import MODELS
 
 PAGE = rows_of((Path(__file__).resolve().parents[1] / "docs/conformance.md").read_text(encoding="utf-8"))
 MEASURED = [
-    "transformers Albert",
-    "transformers ModernBert",
-    "transformers OPT",
-    "transformers Llama, static cache",
-    "transformers Wav2Vec2",
-    "transformers CLIP",
-    "diffusers UNet2DConditionModel",
-    "diffusers AutoencoderKL",
-    "diffusers FluxTransformer2DModel",
-    "torchvision VisionTransformer",
-    "torchvision SwinTransformer",
+    "transformers Albert", "transformers ModernBert", "transformers OPT", "transformers Llama, static cache",
+    "transformers Wav2Vec2", "transformers CLIP", "diffusers UNet2DConditionModel", "diffusers AutoencoderKL",
+    "diffusers FluxTransformer2DModel", "torchvision VisionTransformer", "torchvision SwinTransformer",
     "torch_geometric GIN",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -93,19 +93,10 @@ def test_copies_are_without_it(copied: Callable[[Any], Any]) -> None:
         lambda model: setattr(model.blocks[0], "forward", lambda x: x * 2),
     ],
     ids=[
-        "loaded",
-        "assigned",
-        "moved",
-        "reordered",
-        "replaced",
-        "training",
-        "part in training",
-        "appended",
-        "no bias",
-        "hook inside",
-        "forward inside",
+        "loaded", "assigned", "moved", "reordered", "replaced", "training", "part in training", "appended", "no bias",
+        "hook inside", "forward inside",
     ],
-)
+)  # fmt: skip
 def test_changed_weights_and_submodules_are_followed(change: Callable[[Any], Any], device: str) -> None:
     model = stack(device)
     x = torch.randn(2, 4, device=device)

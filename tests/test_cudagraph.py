@@ -415,3 +415,12 @@ def test_each_type_of_a_constant_has_its_bucket(device: str, other: Any) -> None
     assert [step(x, way).tolist() for way in (1, True)] == [[1.0, 1.0], [-1.0, -1.0]]
     with pytest.raises(ValueError, match="no bucket for float32"):
         step(x, other)
+
+
+def test_a_bucket_is_not_added_once_weights_have_moved() -> None:
+    model = Stack().eval()
+    with torch.no_grad():
+        step = zoo.cuda_graph(model, (torch.randn(2, 4),))
+        model.stem.weight = nn.Parameter(model.stem.weight.clone())
+        with pytest.raises(RuntimeError, match=r"stem\.weight was moved or replaced"):
+            step.add_bucket((torch.randn(3, 4),))

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from benchmarks import advise, measure, run
 from benchmarks.cli import UsageError, run_command
 from benchmarks.measure import INTERRUPTED, UNWRITABLE, Run, locked
 from benchmarks.plan import Case
-from benchmarks.process import ROOT, Worker, WorkerFailure, failure_of, kill_all
+from benchmarks.process import ROOT, Worker, WorkerFailure, failure_of
 from benchmarks.progress import Progress
 from benchmarks.record import Result, Store, load
 from benchmarks.report.cells import race_notes
@@ -42,13 +42,7 @@ from tests.rows import ENVIRONMENT, row, shown
 from tests.runs import CASE, EAGER, FAKE, LIGHT, Notes, rows_of, settings_in
 from zoo.engine.compat import refuse_old_torch
 
-
-@pytest.fixture(autouse=True)
-def _no_worker_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, value in LIGHT.items():
-        monkeypatch.setenv(name, value)
-    yield
-    kill_all()
+pytestmark = pytest.mark.usefixtures("no_worker_stays")
 
 
 @pytest.fixture
@@ -507,6 +501,10 @@ def test_no_gpu_where_one_was_asked_for(
         ),
         (RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable"), "device-busy", "wait for it"),
         (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), "out-of-memory", "out of memory"),
+        (MemoryError(), "out-of-memory", "MemoryError"),
+        (torch.OutOfMemoryError("7 GiB"), "out-of-memory", "OutOfMemoryError: 7 GiB"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out-of-memory", "RuntimeError"),
+        (ValueError("no"), "failed", "ValueError: no"),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), "out-of-memory", "CUBLAS"),
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "out-of-memory", "CUDNN"),
         (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)), "failed", "a disk is full"),

@@ -110,13 +110,9 @@ def tiny() -> Any:
 
 SPACINGS, PREDICTIONS = ("leading", "trailing", "linspace"), ("epsilon", "v_prediction")
 OPTIONS: dict[str, tuple[Any, ...]] = {
-    "num_train_timesteps": (20, 100, 1000),
-    "beta_schedule": ("linear", "scaled_linear", "squaredcos_cap_v2"),
-    "beta_end": (0.012, 0.02),
-    "steps_offset": (0, 1),
-    "timestep_spacing": SPACINGS,
-    "prediction_type": PREDICTIONS,
-}
+    "num_train_timesteps": (20, 100, 1000), "beta_schedule": ("linear", "scaled_linear", "squaredcos_cap_v2"),
+    "beta_end": (0.012, 0.02), "steps_offset": (0, 1), "timestep_spacing": SPACINGS, "prediction_type": PREDICTIONS,
+}  # fmt: skip
 SIGMAS: dict[str, tuple[Any, ...]] = {
     "prediction_type": (*PREDICTIONS, "sample"),
     "rescale_betas_zero_snr": (False, True),

@@ -29,25 +29,17 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"edge_index": with_value(5).flip(0)}, ValueError, "destination 5, but there are 5 nodes"),
     ({"edge_index": with_value(-1)}, ValueError, "negative source -1"),
     ({"edge_index": EDGES.int()}, TypeError, r"torch\.int32, expected int64; use edge_index\.to\(torch\.int64\)"),
-    ({"edge_index": EDGES.float()}, TypeError, r"torch\.float32, expected int64"),
     ({"edge_index": EDGES.t()}, ValueError, r"shape \[3, 2\], expected \[2, E\]; transpose it"),
-    ({"edge_index": EDGES[0]}, ValueError, r"shape \[3\], expected \[2, E\]"),
-    ({"edge_index": EDGES.tolist()}, TypeError, "edge_index is a list"),
     ({"edge_index": torch.eye(5).to_sparse()}, TypeError, r"torch\.sparse_coo, expected a dense"),
     ({"edge_index": EDGES.to("meta")}, ValueError, r"edge_index is on meta and x on cpu; use edge_index\.to\(cpu\)"),
     ({"x": X[:, :7]}, ValueError, r"x has shape \[5, 7\], expected \[N, 12\]"),
-    ({"x": X[0]}, ValueError, r"x has shape \[12\], expected \[N, 12\]"),
     ({"x": X.double()}, TypeError, r"x is torch\.float64 and the weights torch\.float32"),
     ({"x": X.long()}, TypeError, r"x is torch\.int64, expected torch\.float32"),
-    ({"x": X.numpy()}, TypeError, "x is a ndarray"),
-    ({"x": X.to_sparse()}, TypeError, r"x is a torch\.sparse_coo"),
     ({"x": X.to("meta")}, ValueError, "x is on meta and the weights on cpu"),
 ]
 BAD_WEIGHTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"edge_weight": torch.rand(4)}, ValueError, r"edge_weight has shape \[4\], expected \[3\], one weight per edge"),
-    ({"edge_weight": torch.rand(3, 1)}, ValueError, r"edge_weight has shape \[3, 1\]"),
     ({"edge_weight": torch.arange(3)}, TypeError, r"edge_weight is torch\.int64, expected floating-point numbers"),
-    ({"edge_weight": [1.0, 2.0, 3.0]}, TypeError, "edge_weight is a list"),
     ({"edge_weight": torch.rand(3, device="meta")}, ValueError, "edge_weight is on meta and the edges on cpu"),
 ]
 

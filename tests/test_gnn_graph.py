@@ -211,7 +211,6 @@ def test_weights_of_another_thread_are_never_taken(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(graphs._TensorVersion, "is_still", interrupted)
     found = given(weights[0])
-    assert found is not None
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
@@ -311,9 +310,3 @@ def test_on_a_gpu_forward_never_synchronises_and_agrees_with_the_cpu() -> None:
             outs = [model(x, graph), model(x, edge_index)]
         for out in outs:
             torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_a_graph_moves_to_devices_and_not_to_dtypes() -> None:
-    graph = CSRGraph.from_edge_index(torch.tensor([[0, 1], [1, 0]]), num_nodes=2)
-    with pytest.raises(TypeError, match=r"device is torch\.float16.*keeps its dtypes"):
-        graph.to(torch.float16)  # type: ignore[arg-type]

@@ -14,9 +14,7 @@ from zoo.llm.model import attend_tokens, token_mask
 
 @pytest.fixture(params=[None, 5], ids=["full", "window"])
 def model(request: pytest.FixtureRequest) -> LLM:
-    made = zoo.create("llm-debug", sliding_window=request.param)
-    assert isinstance(made, LLM)
-    return made
+    return zoo.create("llm-debug", sliding_window=request.param)
 
 
 def ids(batch: int, tokens: int, seed: int = 0) -> torch.Tensor:

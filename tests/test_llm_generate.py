@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import zoo
-from zoo.engine.compile import plan_of
-from zoo.engine.graph_log import LEDGER
+from tests.blocks import graphs_of
 from zoo.llm import LLM, Session, generate, stream
 from zoo.llm.generate import sample
 
@@ -20,9 +19,7 @@ PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [3], [40, 41, 42]]
 
 @pytest.fixture
 def model() -> LLM:
-    made = zoo.create("llm-debug")
-    assert isinstance(made, LLM)
-    return made
+    return zoo.create("llm-debug")
 
 
 def left_padded(prompts: list[list[int]]) -> dict[str, torch.Tensor]:
@@ -128,22 +125,17 @@ def test_only_a_text_that_begins_and_ends_leaves_out_positions(
 @pytest.mark.parametrize("conversation", [False, True])
 def test_one_row_of_any_length_compiles_prefill_and_decoding_once(conversation: bool) -> None:
     model = zoo.compile_regions(zoo.create("llm-debug"), backend="aot_eager")
-    assert isinstance(model, LLM)
     session = Session(model, 1, 32, buckets=(16,), conversation=conversation)
     with zoo.enforce_budget(model):
         for length in (3, 9, 16):
             session.reset()
             session.generate([[5] * length], max_new_tokens=4)
-    plan = plan_of(model)
-    assert plan is not None
-    found = [(entry.region.__name__, entry.graphs) for entry in LEDGER.of(plan.ledger_id)]
-    assert sorted(found) == [("LLMHead", 1), ("LLMLayer", 1), ("LLMLayer", 1)]
+    assert graphs_of(model) == {"LLMHead": 1, "LLMLayer": 2}
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 def test_turns_and_prompts_of_any_length_recompile_nothing(captured: bool) -> None:
     model = zoo.compile_regions(zoo.create("llm-debug"), backend="aot_eager")
-    assert isinstance(model, LLM)
     eager = zoo.create("llm-debug")
     eager.load_state_dict(model.state_dict())
     session = Session(model, 2, 128, buckets=(16,), cuda_graph=captured)
@@ -160,10 +152,7 @@ def test_turns_and_prompts_of_any_length_recompile_nothing(captured: bool) -> No
                     expected = generate(eager, texts, max_new_tokens=6 + turn)  # type: ignore[arg-type]
                     torch.testing.assert_close(answer, expected, rtol=0, atol=0)
                 texts = [text + row for text, row in zip(texts, answer.tolist(), strict=True)]
-    plan = plan_of(model)
-    assert plan is not None
-    found = [(entry.region.__name__, entry.graphs) for entry in LEDGER.of(plan.ledger_id)]
-    assert sorted(found) == [("LLMHead", 1), ("LLMLayer", 1), ("LLMLayer", 1)]
+    assert graphs_of(model) == {"LLMHead": 1, "LLMLayer": 2}
 
 
 def test_a_row_that_ends_early_goes_on_from_its_end(model: LLM) -> None:

@@ -165,21 +165,15 @@ def gradients(model: LLM, tokens: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(model(tokens).square().mean(), list(model.parameters()))
 
 
-# Inductor takes long on a CPU, where no number of rows has kernels of its own: all options are in one model there.
-EVERYTHING = {"qk_norm": True, "sliding_window": 3, "qkv_bias": True}
 OPTIONS = [{}, {"qk_norm": True, "sliding_window": 3}, {"qkv_bias": True}]
 
 
-@pytest.mark.parametrize(
-    ("options", "batch", "device"),
-    [
-        pytest.param(EVERYTHING, 6, "cpu", marks=pytest.mark.slow),
-        *(pytest.param(each, rows, "cuda", marks=pytest.mark.gpu) for each in OPTIONS for rows in (1, 6)),
-    ],
-)
-def test_compiled_regions_decode_as_uncompiled(options: dict[str, Any], batch: int, device: str) -> None:
-    model = zoo.create("llm-debug", head_dim=32, num_hidden_layers=2, device=device, **options)
-    tokens = torch.randint(model.config.vocab_size, (batch, 8), device=device)
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("batch", [1, 6])
+def test_compiled_regions_decode_as_uncompiled_on_a_gpu(options: dict[str, Any], batch: int) -> None:
+    model = zoo.create("llm-debug", head_dim=32, num_hidden_layers=2, device="cuda", **options)
+    tokens = torch.randint(model.config.vocab_size, (batch, 8), device="cuda")
     with torch.inference_mode():
         expected = decode(model, tokens)
         zoo.compile_regions(model)
@@ -188,20 +182,12 @@ def test_compiled_regions_decode_as_uncompiled(options: dict[str, Any], batch: i
             decode(model, tokens)
 
 
-@pytest.mark.parametrize(
-    ("options", "checkpointed", "device"),
-    [
-        pytest.param({"qk_norm": True}, True, "cpu", marks=pytest.mark.slow),
-        *(
-            pytest.param(each, checkpointed, "cuda", marks=pytest.mark.gpu)
-            for each in ({}, {"qk_norm": True})
-            for checkpointed in (False, True)
-        ),
-    ],
-)
-def test_compiled_regions_train_as_uncompiled(options: dict[str, Any], checkpointed: bool, device: str) -> None:
-    model = zoo.create("llm-debug", head_dim=32, num_hidden_layers=2, device=device, **options)
-    tokens = torch.randint(model.config.vocab_size, (2, 9), device=device)
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", OPTIONS[:2])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_compiled_regions_train_as_uncompiled_on_a_gpu(options: dict[str, Any], checkpointed: bool) -> None:
+    model = zoo.create("llm-debug", head_dim=32, num_hidden_layers=2, device="cuda", **options)
+    tokens = torch.randint(model.config.vocab_size, (2, 9), device="cuda")
     expected = gradients(model, tokens)
     zoo.compile_regions(model)
     if checkpointed:

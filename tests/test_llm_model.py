@@ -21,9 +21,7 @@ from zoo.training import LinearCrossEntropy
 
 @pytest.fixture
 def model() -> LLM:
-    made = zoo.create("llm-debug")
-    assert isinstance(made, LLM)
-    return made
+    return zoo.create("llm-debug")
 
 
 def ids(batch: int = 2, tokens: int = 12, seed: int = 0) -> torch.Tensor:
@@ -123,9 +121,7 @@ def test_the_paddings_vector_gets_no_gradient() -> None:
 @pytest.mark.parametrize(
     ("inputs", "error", "words"),
     [
-        ({"input_ids": [[1, 2]]}, TypeError, "input_ids is a list"),
         ({"input_ids": torch.ones(2, 3)}, TypeError, "torch.float32, expected int64"),
-        ({"input_ids": torch.ones(3, dtype=torch.int64)}, ValueError, r"shape \[3\]"),
         ({"input_ids": torch.ones(1, 0, dtype=torch.int64)}, ValueError, "none of them 0"),
         ({"input_ids": torch.ones(1, 513, dtype=torch.int64)}, ValueError, "513 tokens, but the model has 512"),
         ({"position_ids": torch.ones(2, 12)}, TypeError, "position_ids is torch.float32"),
@@ -135,8 +131,6 @@ def test_the_paddings_vector_gets_no_gradient() -> None:
         ({"position_ids": torch.arange(-1, 11)[None]}, ValueError, "position_ids has values from -1 to 10"),
         ({"position_ids": torch.arange(11)[None]}, ValueError, r"position_ids has shape \[1, 11\]"),
         ({"attention_mask": torch.ones(2, 11)}, ValueError, r"attention_mask has shape \[2, 11\]"),
-        ({"attention_mask": torch.ones(2, 1, 12, 12)}, ValueError, r"\[2, 1, 12, 12\]"),
-        ({"attention_mask": {"full": 1}}, TypeError, "attention_mask is a dict"),
         ({"cache": 3}, TypeError, "make_cache"),
         ({"logits_to_keep": -1}, ValueError, "logits_to_keep is -1"),
         ({"logits_to_keep": torch.ones(2)}, TypeError, "logits_to_keep is torch.float32"),
@@ -202,9 +196,7 @@ def test_example_inputs_check_their_sizes(model: LLM) -> None:
 
 def language_model(**options: Any) -> LLM:
     torch.manual_seed(0)
-    made = zoo.create("llm-debug", **options)
-    assert isinstance(made, LLM)
-    return made.train()
+    return zoo.create("llm-debug", **options).train()
 
 
 @pytest.mark.slow

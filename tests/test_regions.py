@@ -315,21 +315,7 @@ def test_coverage_is_printed() -> None:
     assert 0.8 < report.coverage < 1 and f"{report.coverage:.0%} of the weights in regions" in str(report)
 
 
-def test_an_attribute_called_regions_that_declares_none() -> None:
-    class Map(Sequence):
-        regions = ("north", "south")
-
-    report = zoo.find_regions(Map(Block(4), Block(4)))
-    assert not report.declared and report.regions[0].name == "Block"
-
-
-def test_a_class_that_wants_arguments_of_its_subclasses_is_observed() -> None:
-    class Keyed(Block):
-        def __init_subclass__(cls, *, key: str) -> None:
-            raise AssertionError(key)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x).relu()
-
-    report = zoo.find_regions(Sequence(Keyed(4), Keyed(4)).eval(), inputs={"x": torch.randn(2, 4)})
-    assert report.graphs_needed == 1
+def test_layers_that_share_a_number_are_no_graph_a_layer() -> None:
+    model = Sequence(*(IndexedBlock(4, index) for index in (0, 1, 1)))
+    report = zoo.find_regions(model, [IndexedBlock])
+    assert report.graphs_needed == 2 and report.obstacles == ()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -15,6 +17,7 @@ from torch import nn
 import zoo
 from zoo.registry import families
 
+NOT_FINITE = (math.nan, math.inf, -math.inf)
 DEBUG = [name for name in zoo.list_models() if name.endswith("-debug")]
 
 
@@ -124,8 +127,8 @@ def test_one_key_too_few_or_too_many_is_named_alone(tmp_path: Path, name: str) -
             zoo.create(name, weights=tmp_path / "weights.pt")
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("name", DEBUG)
+# A value for each model, in turn.
+@pytest.mark.parametrize(("name", "value"), list(zip(DEBUG, itertools.cycle(NOT_FINITE), strict=False)))
 def test_weights_that_are_not_finite_are_named(tmp_path: Path, name: str, value: float) -> None:
     source = zoo.create(name)
     key, tensor = next(iter(source.named_parameters()))

@@ -24,7 +24,6 @@ PATH = Path(__file__).parent.parent / "examples" / "text_to_image.py"
 @pytest.fixture(scope="module")
 def example() -> Any:
     spec = importlib.util.spec_from_file_location("text_to_image", PATH)
-    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -68,6 +67,7 @@ def test_the_images_are_diffusers(
     assert np.abs(found - np.round(expected * 255)).max() <= 1
 
 
+@pytest.mark.slow
 def test_the_model_is_compiled_and_captured(
     example: Any, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,37 +24,6 @@ class WithLoss(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "regional"])
-def test_a_model_trains(tmp_path: Path, compiled: bool):
-    from transformers import Trainer, TrainingArguments
-
-    model = zoo.create("llm-debug").train()
-    if compiled:
-        zoo.compile_regions(model, backend="aot_eager")
-    rows = torch.randint(8, (16, 9), generator=torch.Generator().manual_seed(0))
-    data = [{"input_ids": row[:-1], "labels": row[1:]} for row in rows]
-    arguments = TrainingArguments(
-        str(tmp_path),
-        per_device_train_batch_size=8,
-        max_steps=12,
-        learning_rate=1e-2,
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        use_cpu=True,
-    )
-    trainer = Trainer(model=WithLoss(model), args=arguments, train_dataset=data)
-    if compiled:
-        with zoo.enforce_budget(model):
-            trainer.train()
-    else:
-        trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert len(losses) == 12 and losses[-1] < 0.8 * losses[0]
-
-
-@pytest.mark.slow
 def test_what_the_trainer_saved_goes_on_and_is_evaluated(tmp_path: Path):
     from transformers import Trainer, TrainingArguments
 
@@ -75,5 +44,6 @@ def test_what_the_trainer_saved_goes_on_and_is_evaluated(tmp_path: Path):
     again = trainer(6)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     losses = [[e["loss"] for e in one.state.log_history if "loss" in e] for one in (whole, again)]
+    assert losses[0][-1] < losses[0][0]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4) and len(losses[0]) == 6
     assert again.evaluate()["eval_loss"] == pytest.approx(whole.evaluate()["eval_loss"], rel=1e-4)

@@ -126,28 +126,19 @@ def test_residuals_of_a_controlnet(case: str) -> None:
 THEIRS: dict[str, dict[str, Any]] = {
     "sd15": {"sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8},
     "sd21": {
-        "sample_size": 96,
-        "cross_attention_dim": 1024,
-        "attention_head_dim": [5, 10, 20, 20],
-        "use_linear_projection": True,
-        "upcast_attention": True,
-        "dual_cross_attention": False,
+        "sample_size": 96, "cross_attention_dim": 1024, "attention_head_dim": [5, 10, 20, 20],
+        "use_linear_projection": True, "upcast_attention": True, "dual_cross_attention": False,
         "num_class_embeds": None,
     },
     "sdxl": {
-        "sample_size": 128,
-        "block_out_channels": [320, 640, 1280],
+        "sample_size": 128, "block_out_channels": [320, 640, 1280],
         "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
         "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
-        "transformer_layers_per_block": [1, 2, 10],
-        "attention_head_dim": [5, 10, 20],
-        "cross_attention_dim": 2048,
-        "use_linear_projection": True,
-        "addition_embed_type": "text_time",
-        "addition_time_embed_dim": 256,
+        "transformer_layers_per_block": [1, 2, 10], "attention_head_dim": [5, 10, 20], "cross_attention_dim": 2048,
+        "use_linear_projection": True, "addition_embed_type": "text_time", "addition_time_embed_dim": 256,
         "projection_class_embeddings_input_dim": 2816,
     },
-}
+}  # fmt: skip
 # As published.
 PARAMETERS = {"sd15": 859_520_964, "sd21": 865_910_724, "sdxl": 2_567_463_684}
 

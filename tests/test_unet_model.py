@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -10,40 +11,16 @@ import pytest
 import torch
 import unet_reference as reference
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
-from tests.blocks import graphs_of
-from tests.dispatched import Dispatched
-from zoo.unet import ResnetBlock, TextKeysValues, TextProjections, TimeShifts, TransformerBlock, UNet
+from zoo.unet import ResnetBlock, TextKeysValues, TimeShifts, TransformerBlock, UNet
 from zoo.unet.blocks import sinusoids
 from zoo.unet.config import PRESETS
 
 
 def make(name: str, **changes: Any) -> UNet:
-    model = zoo.create(name, **changes)
-    assert isinstance(model, UNet)
-    return model
-
-
-# Of the debug models: a resnet block's shapes are its widths and the image's size, a transformer block's the same.
-NEEDED = {
-    "unet-debug": {"ResnetBlock": 8, "TransformerBlock": 3, "TextProjections": 1},
-    "unet-xl-debug": {"ResnetBlock": 7, "TransformerBlock": 1, "TextProjections": 1},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "training"), [("unet-debug", True), ("unet-debug", False), ("unet-xl-debug", False)])
-def test_blocks_are_a_graph_for_each_shape(name: str, training: bool) -> None:
-    model = make(name).train(training)
-    eager = copy.deepcopy(model)
-    inputs = zoo.example_inputs(model, tokens=7)
-    report = zoo.find_regions(model, inputs=inputs)
-    zoo.compile_regions(model, backend="aot_eager" if training else "eager")
-    with torch.inference_mode(not training), zoo.enforce_budget(model):
-        torch.testing.assert_close(model(**inputs).sample, eager(**inputs).sample, rtol=1e-4, atol=1e-5)
-        model(**inputs)
-    assert graphs_of(model) == {found.name: found.graphs_needed for found in report.regions} == NEEDED[name]
+    return zoo.create(name, **changes)
 
 
 @pytest.mark.parametrize(("name", "resnets", "transformers"), [("sd15", 14, 4), ("sd21", 14, 4), ("sdxl", 12, 2)])
@@ -69,6 +46,18 @@ def _shapes_of(given: Any, block: nn.Module) -> Any:
     return tuple(tuple(each.shape) if isinstance(each, Tensor) else None for each in tensors)
 
 
+class Dispatched(TorchDispatchMode):
+    """Inside of it operators are counted by their names: ``aten::add``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ran[func.name().partition(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
 def test_a_backward_fills_nothing_with_zeros() -> None:
     model = make("unet-debug").train()
     loss = model(**zoo.example_inputs(model)).sample.square().mean()
@@ -78,21 +67,6 @@ def test_a_backward_fills_nothing_with_zeros() -> None:
     attended = sum(isinstance(module, TransformerBlock) for module in model.modules())
     assert dispatched.ran["aten::stack"] == 2 * attended > 0
     assert not any("zero" in name or "select_backward" in name for name in dispatched.ran)
-
-
-@pytest.mark.slow
-def test_inductor_gives_the_same_numbers_and_gradients() -> None:
-    model = make("unet-xl-debug").double()
-    inputs = zoo.example_inputs(model, size=8, tokens=5)
-    results = []
-    for compiled in (False, True):
-        own = copy.deepcopy(model)
-        if compiled:
-            # Compiling is slow on a CPU: a resnet block with a shortcut, one without it and one of two images will do.
-            zoo.compile_regions(own, exclude=[TextProjections, "down.0", "up.0", "up.1.resnets.0"])
-        out = own(**inputs).sample
-        results.append([out.detach(), *torch.autograd.grad(out.square().sum(), list(own.parameters()))])
-    torch.testing.assert_close(results[1], results[0], rtol=1e-8, atol=1e-10)
 
 
 # --- channels_last ---
@@ -153,7 +127,6 @@ def nan(x: Tensor) -> Tensor:
 
 
 BAD: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[Exception], str]] = {
-    "list": (changed("sample", lambda x: x.tolist()), TypeError, "sample is a list"),
     "integers": (changed("sample", lambda x: x.long()), TypeError, r"torch\.int64 and the weights torch\.float32"),
     "half": (changed("sample", lambda x: x.half()), TypeError, r"use sample\.to\(torch\.float32\), or torch\.autocast"),
     "one sample": (changed("sample", lambda x: x[0]), ValueError, r"use sample\[None\] for one sample"),
@@ -175,7 +148,6 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[Exception]
         ValueError,
         r"\[2, 7, 20\], expected \[B, L, 24\]: the text encoder must be the one",
     ),
-    "text rank": (changed("encoder_hidden_states", lambda x: x[0]), ValueError, r"\[7, 24\], expected"),
     "text batch": (
         changed("encoder_hidden_states", lambda x: x[:1]),
         ValueError,

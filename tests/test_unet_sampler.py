@@ -29,9 +29,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def model(case: str = "sd", **options: Any) -> UNet:
-    made = zoo.from_upstream(reference.make(case, **options))
-    assert isinstance(made, UNet)
-    return made
+    return zoo.from_upstream(reference.make(case, **options))
 
 
 def encoded(pipe: Any, prompt: list[str], negative: list[str] | None) -> dict[str, Any]:
@@ -56,7 +54,6 @@ def test_the_latents_of_diffusers_pipelines(kind: str, name: str, tmp_path: Path
     prompt, negative, latents = ["a cat", "a dog"], ["fog", "rain"], drawn(*SHAPE)
     calls = {"guided": (prompt, negative, 5.0), "on the text alone": (prompt, None, 1.0)}
     ours = zoo.from_upstream(pipe.unet)
-    assert isinstance(ours, UNet)
     sampler = Sampler(ours, make_schedule(pipe.scheduler, 6), shape=SHAPE)
     for prompts, away, scale in calls.values():
         expected = pipe(
@@ -329,7 +326,6 @@ def test_on_a_gpu_the_host_waits_for_no_step(case: str) -> None:
     # The same noise; convolutions are in TF32 there.
     assert reference.relative_error(found.cpu(), on_host) < 0.05
     state = sampler._state
-    assert state is not None
     torch.cuda.set_sync_debug_mode("error")
     try:
         sampler._run(state, 8, True, progress=False)

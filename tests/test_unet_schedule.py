@@ -118,23 +118,11 @@ def test_a_last_step_of_no_width_changes_nothing(steps: int) -> None:
 def test_a_folders_options_are_read_as_diffusers_does() -> None:
     # What SDXL's folder holds: options of three schedulers.
     config = {
-        "_class_name": EULER,
-        "_diffusers_version": "0.19.0.dev0",
-        "beta_end": 0.012,
-        "beta_schedule": "scaled_linear",
-        "beta_start": 0.00085,
-        "clip_sample": False,
-        "interpolation_type": "linear",
-        "num_train_timesteps": 1000,
-        "prediction_type": "epsilon",
-        "sample_max_value": 1.0,
-        "set_alpha_to_one": False,
-        "skip_prk_steps": True,
-        "steps_offset": 1,
-        "timestep_spacing": "leading",
-        "trained_betas": None,
-        "use_karras_sigmas": False,
-    }
+        "_class_name": EULER, "_diffusers_version": "0.19.0.dev0", "beta_end": 0.012, "beta_schedule": "scaled_linear",
+        "beta_start": 0.00085, "clip_sample": False, "interpolation_type": "linear", "num_train_timesteps": 1000,
+        "prediction_type": "epsilon", "sample_max_value": 1.0, "set_alpha_to_one": False, "skip_prk_steps": True,
+        "steps_offset": 1, "timestep_spacing": "leading", "trained_betas": None, "use_karras_sigmas": False,
+    }  # fmt: skip
     found = run(make_schedule(config, 12))
     theirs = diffusers.EulerDiscreteScheduler.from_config(config)
     torch.testing.assert_close(found, run_theirs(theirs, 12), rtol=1e-5, atol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +11,12 @@ import torch
 from torch import Tensor
 
 from tests import kernel_checks
-from tests.kernel_checks import DEVICE, MARKS, kernels_run  # noqa: F401
+from tests.kernel_checks import DEVICE, MARKS, RELATIVE, kernels_run  # noqa: F401
 from zoo.ops import norms as ops
 from zoo.ops.triton import group_norm as kernels
 
 pytestmark = MARKS
-RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+close = functools.partial(kernel_checks.close, layout=torch.channels_last)
 # Channels of a group in the models: 10, 20, 30, 40, 60, 80, and more groups than a program takes. Others: one alone,
 # odd widths, wider than a block. The first, which the interpreter computes in all dtypes, is a small one.
 WIDTHS = [(21, 3), (130, 13), (140, 7), (150, 5), (160, 4), (180, 3), (160, 2), (8, 8), (30, 5), (6, 1), (300, 2)]
@@ -49,13 +50,6 @@ both_ways = pytest.mark.usefixtures("_ways")
 def values(*shape: int, dtype: torch.dtype = torch.float32, mean: float = 0.0) -> Tensor:
     drawn = kernel_checks.values(*shape, dtype=dtype, mean=mean)
     return drawn.contiguous(memory_format=torch.channels_last) if drawn.dim() == 4 else drawn
-
-
-def close(found: Tensor, expected: Tensor, dtype: torch.dtype, times: float = 1.0) -> None:
-    assert found.shape == expected.shape and found.dtype == dtype and found.isfinite().all()
-    assert found.is_contiguous(memory_format=torch.channels_last)
-    error = (found.double() - expected).norm() / expected.norm()
-    assert error < RELATIVE[dtype] * times, error
 
 
 def wide(*tensors: Tensor | None) -> list[Tensor | None]:

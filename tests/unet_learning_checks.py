@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.kernel_checks import DEVICE, MARKS, kernels_run  # noqa: F401
+from tests.kernel_checks import DEVICE, MARKS, RELATIVE, close, kernels_run  # noqa: F401
 from zoo.ops.conv import conv_add
 from zoo.ops.glu import gated_gelu
 from zoo.ops.norms import add_norm, layer_norm
@@ -19,8 +19,6 @@ from zoo.ops.triton import norms as norm_kernels
 from zoo.ops.triton import tiles as sums
 
 pytestmark = MARKS
-# The interpreter cuts numbers off where a GPU rounds them to bfloat16.
-RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 8e-3 if DEVICE == "cpu" else 4e-3, torch.float16: 5e-4}
 # The rows' dtype, and the parameters'.
 PAIRS = [*((dtype, dtype) for dtype in RELATIVE), (torch.bfloat16, torch.float32)]
 # Rows, columns and dtypes: programs that go round, less than a tile, what vectors do not divide, widths of the models.
@@ -40,12 +38,6 @@ def _programs_go_round(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def values(*shape: int, dtype: torch.dtype = torch.float32, mean: float = 0.0, scale: float = 1.0) -> Tensor:
     return (torch.randn(*shape) * scale + mean).to(DEVICE, dtype).requires_grad_()
-
-
-def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    assert found.shape == expected.shape and found.dtype == dtype and found.isfinite().all()
-    error = (found.double() - expected).norm() / expected.norm()
-    assert error < RELATIVE[dtype], error
 
 
 def check(function: Callable[..., Any], given: Sequence[Tensor], alone: bool = True) -> None:

@@ -9,15 +9,10 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor
 
 SIZES: dict[str, Any] = {
-    "sample_size": 16,
-    "block_out_channels": (16, 32),
-    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-    "layers_per_block": 1,
-    "attention_head_dim": 2,
-    "cross_attention_dim": 24,
-    "norm_num_groups": 8,
-}
+    "sample_size": 16, "block_out_channels": (16, 32), "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "layers_per_block": 1, "attention_head_dim": 2,
+    "cross_attention_dim": 24, "norm_num_groups": 8,
+}  # fmt: skip
 XL: dict[str, Any] = {
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
     "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
@@ -57,19 +52,11 @@ CASES: dict[str, dict[str, Any]] = {
     "groups of six and twelve": {"block_out_channels": (24, 48), "norm_num_groups": 4, "attention_head_dim": 3},
     "guidance in the timestep": {"time_cond_proj_dim": 6, "time_embedding_dim": 20},
     "other ends": {
-        "in_channels": 9,
-        "out_channels": 3,
-        "conv_in_kernel": 1,
-        "conv_out_kernel": 5,
-        "downsample_padding": 0,
-        "center_input_sample": True,
-        "flip_sin_to_cos": False,
-        "freq_shift": 1,
-        "norm_eps": 1e-3,
-        "sample_size": [16, 24],
-        "cross_attention_dim": [24, 24],
+        "in_channels": 9, "out_channels": 3, "conv_in_kernel": 1, "conv_out_kernel": 5, "downsample_padding": 0,
+        "center_input_sample": True, "flip_sin_to_cos": False, "freq_shift": 1, "norm_eps": 1e-3,
+        "sample_size": [16, 24], "cross_attention_dim": [24, 24],
     },
-}
+}  # fmt: skip
 
 
 def make(case: str, **options: Any) -> Any:

@@ -20,7 +20,6 @@ def prepare(case: Case, seed: int = 0) -> Prepared:
 
 def training_of(case: Case, seed: int = 0) -> Training:
     training = prepare(case, seed).training
-    assert training is not None
     return training
 
 
