@@ -27,7 +27,11 @@ import zoo
 from zoo.training import AdamW, LinearCrossEntropy, NonFiniteError, TrainingStep, parallelize
 
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-OVERRIDES: dict[str, dict[str, Any]] = {"bert-debug": NO_DROPOUT, "gcn-debug": {"dropout": 0.0}}
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "bert-debug": NO_DROPOUT,
+    "gcn-debug": {"dropout": 0.0},
+    "resnet-debug": {"dtype": torch.float64},
+}
 STEPS = 5
 
 
@@ -46,7 +50,7 @@ def batches(model: nn.Module, part: int) -> list[dict[str, Any]]:
         if name in ("input_ids", "token_type_ids"):
             return torch.randint(1, 2 if name == "token_type_ids" else 100, value.shape, generator=generator)
         if isinstance(value, Tensor) and value.is_floating_point():
-            return torch.randn(value.shape, generator=generator)
+            return torch.randn(value.shape, generator=generator).to(value.dtype)
         return value
 
     return [{name: drawn(name, value) for name, value in inputs.items()} for _ in range(STEPS)]
@@ -88,7 +92,9 @@ def same_as_one_process(name: str, sizes: dict[str, int], *, loss: Any = loss_of
     found, expected = whole(several), one.state_dict()
     assert found.keys() == expected.keys()
     for key, _ in one.named_parameters():
-        torch.testing.assert_close(found[key], expected[key], rtol=1e-3, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
+        torch.testing.assert_close(
+            found[key], expected[key], rtol=1e-3, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}"
+        )
 
 
 def mesh_of(sizes: dict[str, int]) -> DeviceMesh:
@@ -109,7 +115,9 @@ def refusals(sizes: dict[str, int]) -> None:
 
     shard, tp = mesh_of({"dp_shard": 2}), mesh_of({"tp": 2})
     llm = build("llm-debug")
-    refused("('dp',), expected some of ('dp_replicate', 'dp_shard', 'tp')", lambda: parallelize(llm, mesh_of({"dp": 2})))
+    refused(
+        "('dp',), expected some of ('dp_replicate', 'dp_shard', 'tp')", lambda: parallelize(llm, mesh_of({"dp": 2}))
+    )
     refused("are None", lambda: parallelize(llm, init_device_mesh("cpu", (2,))))
     three = build("llm-debug", num_attention_heads=3, num_key_value_heads=3)
     refused("layers.0 has heads 3, which tp=2 does not divide", lambda: parallelize(three, tp))
@@ -135,7 +143,10 @@ def refusals(sizes: dict[str, int]) -> None:
     step = TrainingStep(split, loss_of, AdamW(split.parameters()))
     refused("torch.distributed.checkpoint.save", lambda: step.save("nowhere"))
     refused("torch.distributed.checkpoint.save", lambda: step.load("nowhere"))
-    refused("spread in 2 ways: take zoo.training.AdamW", lambda: TrainingStep(split, loss_of, torch.optim.AdamW(split.parameters())))
+    refused(
+        "spread in 2 ways: take zoo.training.AdamW",
+        lambda: TrainingStep(split, loss_of, torch.optim.AdamW(split.parameters())),
+    )
     stale = AdamW(build("llm-debug").parameters())
     stale.add_param_group({"params": list(split.embed_tokens.parameters())})
     refused("of AdamW's parameters are not of this LLM: make it after", lambda: TrainingStep(split, loss_of, stale))
@@ -245,8 +256,6 @@ DP, FSDP, TP = {"dp_replicate": 2}, {"dp_shard": 2}, {"tp": 2}
 
 
 def checks(kind: str, folder: Path) -> dict[str, Callable[[], None]]:
-    if kind == "one":
-        return {"llm-debug chunked": lambda: same_as_one_process("llm-debug", FSDP, loss=chunked_loss), "b": lambda: budget(DP), "r": lambda: same_as_one_process("resnet-debug", FSDP), "u": lambda: same_as_one_process("unet-debug", FSDP)}
     if kind == "quick":
         import zoo.llm
 

@@ -7,6 +7,7 @@ compiled. FSDP2 and DistributedDataParallel put hooks around blocks, which no gr
 from __future__ import annotations
 
 import os
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -90,8 +91,9 @@ def parallelize(
         parallelize_module(model, tensor_parallel, dict(plan or styles))
     if "dp_shard" in names:
         for parameter in model.parameters():
-            # FSDP2 takes no weights in channels_last.
-            parameter.data = parameter.data.contiguous()
+            # FSDP2 takes no weights in channels_last; contiguous() would keep the strides of a 1x1 convolution's.
+            if parameter.dim() == 4:
+                parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
     if compile:
         compile_regions(model, **options)
     if checkpoint is not None:
@@ -202,15 +204,23 @@ def _copy_from_first(model: nn.Module, mesh: DeviceMesh) -> None:
 def _shard(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, options: dict[str, Any]) -> None:
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
+    from zoo.llm import LLM
+
     for block in blocks:
         if any(True for _ in block.parameters()):
             fully_shard(block, mesh=mesh, **options)
     # The root's are needed first in the backward: they stay.
     options.pop("reshard_after_forward", None)
     fully_shard(model, mesh=mesh, **options)
-    for method in ("features", "output_product"):
-        if hasattr(model, method):
-            register_fsdp_forward_method(model, method)
+    if isinstance(model, LLM):
+        register_fsdp_forward_method(model, "features")
+        model.output_product = types.MethodType(_output_product, model)
+
+
+def _output_product(model: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """``LLM.output_product``, which reads the weight after the hooks of FSDP2 have gathered it."""
+    features = model.features(*args, **kwargs)
+    return features, model.output_weight
 
 
 def _styles_of(model: nn.Module, ways: int) -> dict[str, Any]:
