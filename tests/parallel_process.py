@@ -136,7 +136,6 @@ def refusals(sizes: dict[str, int]) -> None:
     sharded = build("llm-debug")
     fully_shard(sharded.layers[1], mesh=shard)
     refused("layers.1 (FSDPLLMLayer) is sharded or replicated already; the order is", lambda: parallelize(sharded, tp))
-    refused("layers.1 was given to fully_shard before", lambda: zoo.compile_regions(sharded, backend="eager"))
     split = parallelize(build("llm-debug"), tp, compile=False)
     refused("is a DTensor already", lambda: parallelize(split, shard))
     # What a training step does not take.

@@ -57,6 +57,7 @@ def test_two_processes(two: dict[str, list[str]], name: str) -> None:
     assert not any(two[name]), "\n".join(two[name])
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(
     ("name", "kind"), [("llm-debug", "dp_shard"), ("llm-debug", "tp"), ("gcn-debug", "dp_replicate")]
 )

@@ -112,7 +112,7 @@ def groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
         return [model.process_group]
     if not dist.is_available() or not dist.is_initialized():
         return []
-    meshes = [parameter.device_mesh for parameter in model.parameters() if is_sharded(parameter)]
+    meshes: list[DeviceMesh] = [getattr(each, "device_mesh") for each in model.parameters() if is_sharded(each)]  # noqa: B009
     return max(meshes, key=lambda mesh: mesh.ndim).get_all_groups() if meshes else []
 
 
@@ -157,7 +157,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], most: float) -> Tensor:
         if parameter.grad is not None:
             kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     norms = [nn.utils.get_total_norm([each.grad for each in kind if each.grad is not None]) for kind in kinds.values()]
-    whole = [norm.full_tensor() if is_sharded(norm) else norm for norm in norms]
+    whole = [norm.full_tensor() if is_sharded(norm) else norm for norm in norms]  # type: ignore[attr-defined]
     norm = torch.linalg.vector_norm(torch.stack(whole)) if whole else torch.tensor(0.0)
     for kind in kinds.values():
         nn.utils.clip_grads_with_norm_(kind, most, norm)
@@ -214,7 +214,7 @@ def _shard(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, opti
     fully_shard(model, mesh=mesh, **options)
     if isinstance(model, LLM):
         register_fsdp_forward_method(model, "features")
-        model.output_product = types.MethodType(_output_product, model)
+        model.output_product = types.MethodType(_output_product, model)  # type: ignore[method-assign]
 
 
 def _output_product(model: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

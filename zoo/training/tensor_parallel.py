@@ -90,8 +90,11 @@ class _HeadNorm(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def forward(x: Tensor) -> Tensor:
-            weight = DTensor.from_local(module.weight, device_mesh, [Replicate()], run_check=False)
-            return rms_norm(x, weight.to_local(grad_placements=[Partial()]), module.eps)  # type: ignore[arg-type]
+            weight: Any = module.weight
+            if torch.is_grad_enabled():
+                whole = DTensor.from_local(weight, device_mesh, [Replicate()], run_check=False)
+                weight = whole.to_local(grad_placements=[Partial()])
+            return rms_norm(x, weight, module.eps)  # type: ignore[arg-type]
 
         module.forward = forward  # type: ignore[method-assign]
         return module
@@ -145,7 +148,7 @@ def _from_file(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
             state[prefix + name] = reorder(state[prefix + name], module.row_order)  # type: ignore[arg-type]
 
 
-def reorder_optimizer(model: nn.Module, state: dict[str, Any], *, to_file: bool) -> None:
+def reorder_optimizer(model: nn.Module, state: Any, *, to_file: bool) -> None:
     """Put an optimizer's state, by names of parameters, into the order of a file or of this model, in place."""
     for prefix, module in model.named_modules():
         order = getattr(module, "row_order", None)
@@ -153,7 +156,11 @@ def reorder_optimizer(model: nn.Module, state: dict[str, Any], *, to_file: bool)
             continue
         order = order.argsort() if to_file else order
         for name, parameter in module.named_parameters(prefix, recurse=False):
-            held = state.get(name, {})
-            for key, value in held.items():
-                if isinstance(value, Tensor) and value.shape == parameter.shape:
-                    held[key] = reorder(value, order)
+            # New dictionaries: those of a state dict are the optimizer's own.
+            if name in state:
+                state[name] = {
+                    key: reorder(value, order)
+                    if isinstance(value, Tensor) and value.shape == parameter.shape
+                    else value
+                    for key, value in state[name].items()
+                }
