@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from zoo.engine.call import region_call
@@ -27,7 +28,7 @@ class BudgetError(RuntimeError):
 
 
 @contextmanager
-def enforce_budget(model: nn.Module) -> Iterator[None]:
+def enforce_budget(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Raise on leaving the block if anything in it cost more than the regions declare.
 
     A violation is a region over its budget, a graph break, a recompile (one class, signature, mode and kind of input
@@ -44,10 +45,18 @@ def enforce_budget(model: nn.Module) -> Iterator[None]:
 
     An exception raised in the block passes through unchanged.
 
+    Args:
+        model: A model with compiled regions, or the ``DistributedDataParallel`` around one.
+        group: Of ``torch.distributed``: all its processes leave the block together, each is told the violations of
+            all, and one that compiled more than another is named. A process that leaves by an exception does not
+            report; the others wait until it ends.
+
     Raises:
         ValueError: If the model is not compiled: a deepcopy or unpickled model is eager.
         BudgetError: On leaving, naming every violation.
     """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
     plan = plan_of(model)
     if plan is None:
         raise ValueError(
@@ -71,6 +80,8 @@ def enforce_budget(model: nn.Module) -> Iterator[None]:
         *(f"graph break: {reason}" for reason in _breaks() - breaks),
         *_not_compiled(plan, modules, modes, replayed=captures.replays > replays),
     ]
+    if group is not None:
+        violations = _of_all(group, violations, new)
     if violations:
         raise BudgetError(violations)
 
@@ -147,6 +158,25 @@ def _not_compiled(
                     f"{type(module).__name__} ({name}): was called in mode {in_mode} but no graph of it was ever "
                     "compiled: its forward is disabled or was skipped, and ran eagerly"
                 )
+
+
+def _of_all(group: dist.ProcessGroup, violations: list[str], new: list[Entry]) -> list[str]:
+    """The violations of all processes, and who compiled more than another."""
+    graphs: Counter[str] = Counter()
+    for entry in new:
+        graphs[f"{entry.region.__name__} in mode {entry.mode}"] += entry.graphs
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, (violations, graphs), group=group)
+    found = [f"rank {rank}: {each}" for rank, (theirs, _) in enumerate(everyone) for each in theirs]
+    for what in sorted(set().union(*(theirs for _, theirs in everyone))):
+        counts = [theirs[what] for _, theirs in everyone]
+        least = min(counts)
+        found += [
+            f"rank {rank} compiled {count} graphs of {what}, other ranks {least}"
+            for rank, count in enumerate(counts)
+            if count > least
+        ]
+    return found
 
 
 def _reason(entry: Entry) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zoo.ops.adamw import adamw
+from zoo.training.parallel import to_local
 
 
 class AdamW(torch.optim.AdamW):
@@ -78,6 +79,8 @@ class AdamW(torch.optim.AdamW):
         for group in self.param_groups:
             tensors: list[list[Tensor]] = [[] for _ in range(6)]
             has_complex = self._init_group(group, *tensors)  # type: ignore[no-untyped-call]
+            # Each number is updated alone, so each process updates those that it holds.
+            tensors = [[to_local(each) for each in held] for held in tensors]
             scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
             adamw(group, tensors, scale, skip, has_complex=has_complex)
         return loss

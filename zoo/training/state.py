@@ -82,6 +82,30 @@ def load(step: Any, folder: Path, others: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(rest["random"]["cuda"].cpu(), step.device)
 
 
+def distributed_state(step: Any) -> dict[str, Any]:
+    """What ``torch.distributed.checkpoint`` saves, and reads into: tensors by the names of parameters."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    from zoo.training.tensor_parallel import reorder_optimizer
+
+    model, optimizer = get_state_dict(step.model, step.optimizer)
+    reorder_optimizer(step.model, optimizer["state"], to_file=True)
+    return {"model": model, "optimizer": optimizer, "steps": step.steps, "seen": step._watch.count}
+
+
+def load_distributed_state(step: Any, saved: Mapping[str, Any]) -> None:
+    """Take what ``distributed_state`` gave."""
+    from torch.distributed.checkpoint.state_dict import set_state_dict
+
+    from zoo.training.tensor_parallel import reorder_optimizer
+
+    optimizer = saved["optimizer"]
+    reorder_optimizer(step.model, optimizer["state"], to_file=False)
+    set_state_dict(step.model, step.optimizer, model_state_dict=saved["model"], optim_state_dict=optimizer)
+    step.steps = saved["steps"]
+    step._watch.begin_at(saved["seen"])
+
+
 def _restored_on(device: torch.device) -> Callable[[Any, str], Any]:
     """A ``map_location``: tensors go to this device, except those saved from the CPU, such as a generator's state."""
 

@@ -9,7 +9,7 @@ import inspect
 import math
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from zoo.engine.graphed_step import CaptureError, GraphedStep, synchronisations
 from zoo.engine.step_buffers import check_leaves, describe, is_captured, shapes_of
 from zoo.training import state
 from zoo.training.checkpointing import restores_random_state
-from zoo.training.optimizers import FrozenOptions, can_skip, starts_defined, wants_closure
+from zoo.training.optimizers import AdamW, FrozenOptions, can_skip, starts_defined, wants_closure
+from zoo.training.parallel import clip_gradients, collective_obstacles, groups_of, is_sharded, mean_over
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -64,6 +65,9 @@ class TrainingStep:
     A loss that is not finite is never trained on: no update is made from that step on, and :class:`NonFiniteError`
     names it, at the latest ``report_every`` steps later. (With float16 only the bad steps themselves are left out.)
     Gradients are judged where their norm is known, with ``clip_norm``, and with float16.
+
+    A model may be spread over processes (``zoo.training.parallelize``), all of which call the step: the loss and the
+    norm are those of all batches.
 
     Args:
         model: In training mode, on its device.
@@ -110,6 +114,7 @@ class TrainingStep:
         self._norm = torch.zeros((), device=self.device)
         # If the optimizer cannot skip by a flag on the device, the host waits for the loss and decides.
         self._skips = can_skip(optimizer)
+        self._groups = groups_of(model)
         self._updated = False
         self._side: torch.cuda.Stream | None = None
         self._captures, self._must_capture = self._decide(cuda_graph), cuda_graph is True
@@ -198,8 +203,10 @@ class TrainingStep:
 
         Raises:
             NonFiniteError: If a loss was not finite.
-            ValueError: If something has no state, or one that :meth:`load` could not read.
+            ValueError: If something has no state, or one that :meth:`load` could not read, or the model is spread over
+                several processes.
         """
+        _refuse_several_processes(self._groups)
         self._watch.check()
         state.save(self, Path(folder), others)
 
@@ -215,7 +222,21 @@ class TrainingStep:
             ValueError: If what was saved is of another model, optimizer or precision, is cut off, or has other names.
                 Nothing is changed then.
         """
+        _refuse_several_processes(self._groups)
         state.load(self, Path(folder), others)
+        self.release()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, optimizer and count of steps for ``torch.distributed.checkpoint``, on any number of processes.
+
+        ``dcp.save({"step": step}, checkpoint_id=folder)`` on all processes, ``dcp.load`` likewise, also from a file of
+        more or fewer processes or of another kind of parallelism. Random state is not in it.
+        """
+        return state.distributed_state(self)
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Continue from what :meth:`state_dict` gave; all processes call it."""
+        state.load_distributed_state(self, saved)
         self.release()
 
     def _begin_anew(self) -> None:
@@ -319,6 +340,7 @@ class TrainingStep:
                     part = self.scaler.scale(part * (part.detach() * 0 + 1))
                 part.backward()  # type: ignore[no-untyped-call]
             norm = self._clip()
+            total = mean_over(self._groups, total)
             self._watch.see(total, None if self.scaler is not None else norm)
             self._update()
         finally:
@@ -337,7 +359,10 @@ class TrainingStep:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        norm = nn.utils.clip_grad_norm_(parameters, self._clip_norm)
+        if self._groups:
+            norm = clip_gradients(parameters, self._clip_norm)
+        else:
+            norm = nn.utils.clip_grad_norm_(parameters, self._clip_norm)
         self._norm.copy_(norm)
         return norm
 
@@ -384,10 +409,30 @@ def _check_options(
         raise ValueError(f"{which} requires a gradient: call model.requires_grad_(True)")
     if wants_closure(optimizer):
         raise ValueError(f"{name}.step() needs a closure, but a step runs the loss once: take another optimizer")
+    spread = [param for group in optimizer.param_groups for param in group["params"]] if groups_of(model) else []
+    if stale := sum(param not in own for param in spread):
+        raise ValueError(f"{stale} of {name}'s parameters are not of this {cls}: make it after parallelize")
+    kinds = {getattr(param, "device_mesh", None) for param in spread}
+    one_by_one = all(not group.get("fused") and group.get("foreach") is False for group in optimizer.param_groups)
+    if len(kinds) > 1 and not (one_by_one or isinstance(optimizer, AdamW)):
+        raise ValueError(
+            f"{name} updates many parameters at once, and these are spread in {len(kinds)} ways: take "
+            "zoo.training.AdamW, or foreach=False"
+        )
+    if autocast is torch.float16 and any(is_sharded(param) for param in spread):
+        raise ValueError("autocast is torch.float16, whose loss scale would differ by process: take torch.bfloat16")
     if autocast not in (None, torch.bfloat16, torch.float16):
         raise ValueError(f"autocast is {autocast}; it is torch.bfloat16, torch.float16 or None")
     if clip_norm is not None and not (clip_norm > 0 and math.isfinite(clip_norm)):
         raise ValueError(f"clip_norm is {clip_norm}; it is a positive number, or None")
+
+
+def _refuse_several_processes(groups: Sequence[Any]) -> None:
+    if groups:
+        raise ValueError(
+            "the model is spread over several processes: torch.distributed.checkpoint.save({'step': step}, "
+            "checkpoint_id=folder), and load, on all of them"
+        )
 
 
 def _check_training(model: nn.Module) -> None:
@@ -438,6 +483,7 @@ def capture_obstacles(model: nn.Module, optimizer: Optimizer) -> list[str]:
                 f"the learning rate {float(rate)} of parameter group {index} is on the CPU and would be baked in: "
                 f"lr=torch.tensor({float(rate)}, device='cuda'), into which schedulers of torch.optim write"
             )
+    obstacles += collective_obstacles(model)
     if restores_random_state(model):
         obstacles.append(
             "checkpointed regions restore the random state for their second run, which cannot be captured: "

@@ -1,0 +1,322 @@
+"""One of several processes of the parallel tests: ``parallel_process.py rank processes folder``.
+
+It runs all checks of its number of processes in turn and writes, for each, an empty text or what went wrong.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils import _pytree as pytree
+
+import zoo
+from zoo.training import AdamW, LinearCrossEntropy, NonFiniteError, TrainingStep, parallelize
+
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "bert-debug": NO_DROPOUT,
+    "gcn-debug": {"dropout": 0.0},
+    "resnet-debug": {"dtype": torch.float64},
+}
+STEPS = 5
+
+
+def build(name: str, **overrides: Any) -> nn.Module:
+    """The same weights in each process."""
+    torch.manual_seed(0)
+    return zoo.create(name, **{**OVERRIDES.get(name, {}), **overrides}).train()
+
+
+def batches(model: nn.Module, part: int) -> list[dict[str, Any]]:
+    """A batch for each step; each part of the processes has others, of equal shapes."""
+    inputs = zoo.example_inputs(model)
+    generator = torch.Generator().manual_seed(part)
+
+    def drawn(name: str, value: Any) -> Any:
+        if name in ("input_ids", "token_type_ids"):
+            return torch.randint(1, 2 if name == "token_type_ids" else 100, value.shape, generator=generator)
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return torch.randn(value.shape, generator=generator).to(value.dtype)
+        return value
+
+    return [{name: drawn(name, value) for name, value in inputs.items()} for _ in range(STEPS)]
+
+
+def loss_of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    outputs = [each for each in pytree.tree_leaves(model(**batch)) if isinstance(each, Tensor)]
+    return torch.stack([(each.float() - 0.5).square().mean() for each in outputs]).sum()
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    """Its state with the parts of all processes put together."""
+    state = {name.removeprefix("module."): value for name, value in model.state_dict().items()}
+    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Its updates are the gradients, so that equal weights mean equal gradients."""
+    return torch.optim.SGD(model.parameters(), lr=0.05, foreach=False)
+
+
+def same_as_one_process(name: str, sizes: dict[str, int], *, loss: Any = loss_of, **options: Any) -> None:
+    """Five steps give the losses, norms and weights of one process that has all batches."""
+    overrides = options.pop("overrides", {})
+    one, mesh = build(name, **overrides), mesh_of(sizes)
+    several = parallelize(copy.deepcopy(one), mesh, backend="eager", **options)
+    data = [each for each in sizes if each != "tp"]
+    parts = 1
+    for each in data:
+        parts *= sizes[each]
+    own = dist.get_rank() // sizes.get("tp", 1)
+    alone = TrainingStep(one, loss, optimizer_of(one), clip_norm=1.0)
+    step = TrainingStep(several, loss, optimizer_of(several), clip_norm=1.0)
+    all_batches = list(zip(*(batches(one, part) for part in range(parts)), strict=True))
+    with zoo.enforce_budget(several, group=dist.group.WORLD):
+        for several_batches in all_batches:
+            torch.testing.assert_close(step(several_batches[own]), alone(*several_batches), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(step.grad_norm, alone.grad_norm, rtol=1e-3, atol=1e-5)
+    found, expected = whole(several), one.state_dict()
+    assert found.keys() == expected.keys()
+    for key, _ in one.named_parameters():
+        torch.testing.assert_close(
+            found[key], expected[key], rtol=1e-3, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}"
+        )
+
+
+def mesh_of(sizes: dict[str, int]) -> DeviceMesh:
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def refused(words: str, call: Callable[[], Any]) -> None:
+    try:
+        call()
+    except ValueError as error:
+        assert words in str(error), f"{words!r} is not in {error}"
+    else:
+        raise AssertionError(f"nothing was refused, expected {words!r}")
+
+
+def refusals(sizes: dict[str, int]) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    shard, tp = mesh_of({"dp_shard": 2}), mesh_of({"tp": 2})
+    llm = build("llm-debug")
+    refused(
+        "('dp',), expected some of ('dp_replicate', 'dp_shard', 'tp')", lambda: parallelize(llm, mesh_of({"dp": 2}))
+    )
+    refused("are None", lambda: parallelize(llm, init_device_mesh("cpu", (2,))))
+    three = build("llm-debug", num_attention_heads=3, num_key_value_heads=3)
+    refused("layers.0 has heads 3, which tp=2 does not divide", lambda: parallelize(three, tp))
+    refused("no tensor-parallel plan for ResNet", lambda: parallelize(build("resnet-debug"), tp))
+    refused("sharding is {'mp_policy': 1}, but", lambda: parallelize(llm, tp, sharding={"mp_policy": 1}))
+    refused("compile is False, but backend", lambda: parallelize(llm, tp, compile=False, backend="eager"))
+    refused("the mesh has no tp", lambda: parallelize(llm, shard, plan={"layers.0.o_proj": None}))
+    refused("on the meta device", lambda: parallelize(copy.deepcopy(llm).to("meta"), shard))
+    both = mesh_of({"dp_replicate": 1, "tp": 2})
+    refused("name a dp_shard dimension too", lambda: parallelize(llm, both))
+    assert all(type(each) is nn.Parameter for each in llm.parameters())
+    # The wrong orders.
+    compiled = zoo.compile_regions(build("llm-debug"), backend="eager")
+    compiled(**zoo.example_inputs(compiled))
+    refused("layers.0 (LLMLayer) is compiled already: call zoo.uncompile", lambda: parallelize(compiled, shard))
+    sharded = build("llm-debug")
+    fully_shard(sharded.layers[1], mesh=shard)
+    refused("layers.1 (FSDPLLMLayer) is sharded or replicated already; the order is", lambda: parallelize(sharded, tp))
+    split = parallelize(build("llm-debug"), tp, compile=False)
+    refused("is a DTensor already", lambda: parallelize(split, shard))
+    # What a training step does not take.
+    step = TrainingStep(split, loss_of, AdamW(split.parameters()))
+    refused("torch.distributed.checkpoint.save", lambda: step.save("nowhere"))
+    refused("torch.distributed.checkpoint.save", lambda: step.load("nowhere"))
+    refused(
+        "spread in 2 ways: take zoo.training.AdamW",
+        lambda: TrainingStep(split, loss_of, torch.optim.AdamW(split.parameters())),
+    )
+    stale = AdamW(build("llm-debug").parameters())
+    stale.add_param_group({"params": list(split.embed_tokens.parameters())})
+    refused("of AdamW's parameters are not of this LLM: make it after", lambda: TrainingStep(split, loss_of, stale))
+    refused("whose loss scale", lambda: TrainingStep(split, loss_of, AdamW(split.parameters()), autocast=torch.float16))
+    assert "collectives of gloo run on the host" in zoo.training.parallel.collective_obstacles(split)[0]
+
+
+def budget(sizes: dict[str, int]) -> None:
+    rank = dist.get_rank()
+    one = build("gcn-debug")
+    inputs = batches(one, 0)[0]
+    half = {"x": inputs["x"][:32], "edge_index": inputs["edge_index"] % 32}
+    model = parallelize(one, mesh_of(sizes), backend="eager")
+    try:
+        with zoo.enforce_budget(model, group=dist.group.WORLD), torch.no_grad():
+            model(**inputs)
+            if rank == 1:
+                model(**half)
+    except zoo.BudgetError as error:
+        assert any("rank 1 compiled" in each and "GNNLayer" in each for each in error.violations), error
+    else:
+        raise AssertionError("nobody was named")
+
+
+def not_finite(sizes: dict[str, int]) -> None:
+    """A loss of one process that is not finite stops all, and no weight becomes NaN."""
+    one = build("gcn-debug")
+    batch = batches(one, 0)[0]
+    model = parallelize(one, mesh_of(sizes), backend="eager")
+    step = TrainingStep(model, loss_of, AdamW(model.parameters()))
+    step(batch)
+    if dist.get_rank() == 1:
+        batch["x"] = batch["x"] * float("nan")
+    step(batch)
+    try:
+        step.check()
+    except NonFiniteError as error:
+        assert error.step == 2
+    else:
+        raise AssertionError("training went on")
+    assert all(value.isfinite().all() for value in whole(model).values())
+
+
+def decoding(sizes: dict[str, int]) -> None:
+    """Tokens of a cache with the heads of this process."""
+    one = build("llm-debug", qk_norm=True).eval()
+    split = parallelize(copy.deepcopy(one), mesh_of(sizes), backend="eager")
+    ids = batches(one, 0)[0]["input_ids"]
+    assert split.make_cache(1, 8).layers[0].shape[2] == 1
+    torch.testing.assert_close(split.generate(ids, max_new_tokens=3), one.generate(ids, max_new_tokens=3))
+
+
+def chunked_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    hidden, weight = model.output_product(**batch)
+    return LinearCrossEntropy(chunk=8)(hidden, weight, batch["input_ids"])
+
+
+def save(sizes: dict[str, int], folder: Path, name: str) -> None:
+    """Three steps and a checkpoint, then the losses that a resumed run must have."""
+    one = build(name)
+    steps = batches(one, 0)
+    model = parallelize(one, mesh_of(sizes), backend="eager")
+    step = TrainingStep(model, loss_of, AdamW(model.parameters(), lr=1e-2), clip_norm=1.0)
+    for batch in steps[:3]:
+        step(batch)
+    kind = "-".join(sizes)
+    dcp.save({"step": step}, checkpoint_id=folder / f"{name}-{kind}")
+    losses = [float(step(batch)) for batch in steps[3:]]
+    if dist.get_rank() == 0:
+        (folder / f"{name}-{kind}.json").write_text(json.dumps(losses))
+
+
+def resume(folder: Path, name: str, kind: str, model: nn.Module) -> None:
+    """Go on from a checkpoint of any number of processes, with other weights before."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    step = TrainingStep(model, loss_of, AdamW(model.parameters(), lr=1e-2), clip_norm=1.0)
+    dcp.load({"step": step}, checkpoint_id=folder / f"{name}-{kind}")
+    assert step.steps == 3
+    losses = [float(step(batch)) for batch in batches(build(name), 0)[3:]]
+    expected = json.loads((folder / f"{name}-{kind}.json").read_text())
+    torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-5)
+
+
+def one_dies(sizes: dict[str, int]) -> None:
+    """The others are told within 30 s."""
+    one = build("gcn-debug")
+    batch = batches(one, 0)[0]
+    model = parallelize(one, mesh_of(sizes), backend="eager")
+    step = TrainingStep(model, loss_of, AdamW(model.parameters()))
+    step(batch)
+    if dist.get_rank() == 1:
+        os._exit(3)
+    began = time.monotonic()
+    try:
+        for _ in range(3):
+            step(batch)
+    except Exception as error:
+        assert time.monotonic() - began < 30
+        assert "rank" in str(error).lower() or "peer" in str(error).lower(), error
+    else:
+        raise AssertionError("training went on alone")
+
+
+DP, FSDP, TP = {"dp_replicate": 2}, {"dp_shard": 2}, {"tp": 2}
+
+
+def checks(kind: str, folder: Path) -> dict[str, Callable[[], None]]:
+    if kind == "quick":
+        import zoo.llm
+
+        found: dict[str, Callable[[], None]] = {
+            "refusals": lambda: refusals(DP),
+            "llm-debug ddp": lambda: same_as_one_process("llm-debug", DP),
+            "llm-debug fsdp": lambda: same_as_one_process("llm-debug", FSDP),
+            "llm-debug tp": lambda: same_as_one_process("llm-debug", TP, overrides={"qk_norm": True, "qkv_bias": True}),
+            "llm-debug checkpoint": lambda: same_as_one_process("llm-debug", FSDP, checkpoint=zoo.llm.LLMLayer),
+            "llm-debug chunked": lambda: same_as_one_process("llm-debug", FSDP, loss=chunked_loss),
+            "bert-debug tp": lambda: same_as_one_process("bert-debug", TP),
+            "decoding": lambda: decoding(TP),
+            "budget": lambda: budget(DP),
+            "not finite": lambda: not_finite(FSDP),
+            "save fsdp": lambda: save(FSDP, folder, "llm-debug"),
+            "save tp": lambda: save(TP, folder, "llm-debug"),
+            "save ddp": lambda: save(DP, folder, "gcn-debug"),
+            "one dies": lambda: one_dies(FSDP),
+        }
+        return found
+    if kind == "families":
+        names = ("bert-debug", "resnet-debug", "unet-debug", "gcn-debug")
+        ways = {"ddp": DP, "fsdp": FSDP}
+        return {
+            f"{name} {way}": lambda name=name, sizes=sizes: same_as_one_process(name, sizes)  # type: ignore[misc]
+            for name in names
+            for way, sizes in ways.items()
+        }
+    both, hybrid = {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}
+
+    def resumed(kind: str, sizes: dict[str, int]) -> None:
+        resume(folder, "llm-debug", kind, parallelize(build("llm-debug"), mesh_of(sizes), backend="eager"))
+
+    return {
+        "llm-debug fsdp and tp": lambda: same_as_one_process("llm-debug", both),
+        "bert-debug fsdp and tp": lambda: same_as_one_process("bert-debug", both),
+        "llm-debug hybrid": lambda: same_as_one_process("llm-debug", hybrid),
+        "fsdp resumed by 4": lambda: resumed("dp_shard", {"dp_shard": 4}),
+        "fsdp resumed by fsdp and tp": lambda: resumed("dp_shard", both),
+        "tp resumed by fsdp and tp": lambda: resumed("tp", both),
+        "tp resumed by 4": lambda: resumed("tp", {"dp_shard": 4}),
+    }
+
+
+def main(rank: int, processes: int, kind: str, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store-{kind}"
+    dist.init_process_group("gloo", store, timedelta(seconds=60), world_size=processes, rank=rank)
+    results: dict[str, str] = {}
+    for name, check in checks(kind, folder).items():
+        began = time.monotonic()
+        try:
+            check()
+            results[name] = ""
+        except Exception:
+            results[name] = f"rank {rank}: {traceback.format_exc()}"
+        torch.compiler.reset()
+        print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
+        (folder / f"{kind}-{rank}.json").write_text(json.dumps(results))
+    # One of them may have died on purpose.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
