@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
@@ -22,6 +23,7 @@ import zoo
 from tests.kernel_runs import ROOT
 from zoo.__main__ import main
 from zoo.engine.graph_log import LEDGER
+from zoo.engine.traced import Traced
 
 
 class Shifted(nn.Module):
@@ -251,6 +253,30 @@ def test_what_cannot_be_saved_says_why(tmp_path: Path) -> None:
     (tmp_path / "mine" / "letter").touch()
     with pytest.raises(ValueError, match="not a folder of compiled regions"):
         zoo.save_compiled(model, tmp_path / "mine")
+
+
+def kept() -> int:
+    """How many compilations are kept in memory so that they can be saved."""
+    gc.collect()
+    return sum(type(each) is Traced for each in gc.get_objects())
+
+
+def test_what_is_kept_to_be_saved_dies_with_the_models_that_run_it(tmp_path: Path) -> None:
+    before, x = kept(), torch.randn(4, 8)
+    with torch.no_grad():
+        model, other = (zoo.compile_regions(Shifts().eval()) for _ in range(2))
+        model(x), other(x)
+        assert kept() == before + 1
+        del model
+        assert kept() == before + 1 and len(zoo.save_compiled(other, tmp_path / "compiled").entries) == 1
+        zoo.uncompile(other)
+        assert kept() == before
+        # Dynamo still has the code, and what it was traced from is gone.
+        zoo.compile_regions(other)(x)
+        assert "torch.compiler.reset()" in str(zoo.save_compiled(other, tmp_path / "compiled"))
+        torch.compiler.reset()
+        other(x)
+        assert len(zoo.save_compiled(other, tmp_path / "compiled").entries) == 1
 
 
 def run(*arguments: str, cache: Path) -> None:

@@ -5,30 +5,30 @@ from __future__ import annotations
 import functools
 import hashlib
 import hmac
+import importlib.metadata
 import json
 import marshal
+import os
 import pickle
+import platform
 import shutil
 import sys
-import types
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from zoo.engine.call import RegionCall, RegionWarning, region_call
-from zoo.engine.checks import LoadedCheck, UnsavableError
 from zoo.engine.compile import Choices, Plan, place_calls, plan_of
-from zoo.engine.fingerprint import fingerprint, hash_of_module, modules_of
+from zoo.engine.direct import DirectOrInductor
 from zoo.engine.graph_log import LEDGER
 from zoo.engine.region import Region
-from zoo.engine.saved_graph import SavedGraph, write_graph
-from zoo.engine.traced import TRACED
+from zoo.engine.saved_graph import LoadedCheck, SavedGraph, UnsavableError, write_graph
 
 _INDEX, _KERNELS, _CACHES = "index.json", "kernels.bin", "caches.bin"
 
@@ -84,14 +84,14 @@ def save_compiled(model: nn.Module, path: str | Path, *, key: bytes | str | None
         sources: set[str] = set()
         for graph in _graphs(model, plan):
             try:
-                entry, data, modules = graph.write()
+                file = graph.write()
             except UnsavableError as reason:
                 saved.skipped[f"{graph.name}, {graph.shapes[0]}"] = str(reason)
                 continue
-            sources |= modules
-            file = f"{len(saved.entries):03}-{type(graph.call.module).__name__}.bin"
-            (partial / file).write_bytes(data)
-            saved.entries.append({**entry, "file": file, **_written(data)})
+            sources |= file.modules
+            name = f"{len(saved.entries):03}-{type(graph.call.module).__name__}.bin"
+            (partial / name).write_bytes(file.data)
+            saved.entries.append({**file.entry, "file": name, **_written(file.data)})
         if not saved.entries and not saved.skipped:
             raise ValueError(
                 f"no region of {type(model).__name__} has run compiled: call zoo.warm_up(model, ...) first"
@@ -101,8 +101,8 @@ def save_compiled(model: nn.Module, path: str | Path, *, key: bytes | str | None
             if data:
                 (partial / name).write_bytes(data)
         index: dict[str, Any] = {
-            "fingerprint": fingerprint(model),
-            "sources": {each: hash_of_module(each) for each in sorted(sources)},
+            "fingerprint": _fingerprint(model),
+            "sources": {each: _hash_of_module(each) for each in sorted(sources)},
             "choices": _choices_in_words(plan),
             "entries": saved.entries,
             "files": {name: _written(data) for name, data in others.items() if data},
@@ -177,51 +177,55 @@ def read_index(path: str | Path) -> dict[str, Any]:
     return index
 
 
+class _File(NamedTuple):
+    """A graph's entry in the index, the content of its file, and the modules whose code was traced."""
+
+    entry: dict[str, Any]
+    data: bytes
+    modules: set[str]
+
+
 @dataclass
 class _Graph:
-    """A graph that served modules of a class: the first of them, with shapes, guards and Dynamo's code."""
+    """A graph that served modules of a class: the first of them, Dynamo's guards, what was traced, and the shapes."""
 
     name: str
     call: RegionCall
     guards: Any
-    code: types.CodeType
+    origin: Any
     shapes: list[Any] = field(default_factory=list)
 
-    def write(self) -> tuple[dict[str, Any], bytes, set[str]]:
-        """Its entry in the index, the content of its file, and the modules whose code was traced."""
-        if isinstance(self.guards, LoadedCheck):
-            entry, data, modules = self.guards.origin
-            return dict(entry), data, modules
-        traced = TRACED.get(str(self.guards.cache_entry.compile_id))
-        if traced is None or traced.code is not self.code:
-            raise UnsavableError("it was compiled by another backend than Inductor")
-        data = write_graph(traced, self.shapes, self.code, self.call.forward.__globals__)
-        state = traced.state
+    def write(self) -> _File:
+        if isinstance(self.origin, _File):
+            return self.origin
+        if self.origin is None:
+            ours = isinstance(getattr(self.guards.cache_entry.backend, "compiler_fn", None), DirectOrInductor)
+            gone = "it was compiled for a model that is gone; call torch.compiler.reset() and run this one again"
+            raise UnsavableError(gone if ours else "it was compiled by another backend than Inductor")
+        state = self.origin.state
         mode = "inference_mode" if state["inference_mode"] else "grad" if state["grad_mode"] else "no_grad"
         entry = {
-            "region": _class_in_words(type(self.call.module)),
+            "region": _in_words(type(self.call.module)),
             "first_module": self.name,
             "mode": mode + (", autocast" if any(state["autocast_state"]["enabled"]) else ""),
             "shapes": [[None if each is None else list(each) for each in of_call] for of_call in self.shapes],
-            "kind": "direct" if traced.product is not None else "inductor",
+            "kind": "inductor" if self.origin.product is None else "direct",
         }
-        return entry, data, modules_of(traced.files)
+        data = write_graph(self.origin, self.shapes, self.call.forward.__globals__)
+        return _File(entry, data, _modules_of(self.origin.files))
 
 
-def _graphs(model: nn.Module, plan: Plan) -> Iterator[_Graph]:
+def _graphs(model: nn.Module, plan: Plan) -> Iterable[_Graph]:
     found: dict[tuple[type, int], _Graph] = {}
     for name, module in plan.modules_of(model).items():
-        call = region_call(module)
-        if call is None:
+        if (call := region_call(module)) is None:
             continue
         for shapes, entries in call.entries.items():
-            for guards, run in entries:
+            for guards, run, origin in entries:
                 if guards.cache_entry is not None:
-                    code = run.__code__
-                    graph = found.setdefault((type(module), id(code)), _Graph(name, call, guards, code))
-                    if shapes not in graph.shapes:
-                        graph.shapes.append(shapes)
-    yield from found.values()
+                    graph = found.setdefault((type(module), id(run.__code__)), _Graph(name, call, guards, origin))
+                    graph.shapes += [] if shapes in graph.shapes else [shapes]
+    return found.values()
 
 
 def _replace(partial: Path, path: Path) -> None:
@@ -260,9 +264,65 @@ def _read_index(path: Path, key: bytes | str | None, problems: list[str]) -> dic
 def _differences(index: Mapping[str, Any], model: nn.Module) -> list[str]:
     """What was otherwise when the folder was written, in words."""
     # Through JSON, which knows no tuples.
-    there, here = index["fingerprint"], json.loads(json.dumps(fingerprint(model)))
+    there, here = index["fingerprint"], json.loads(json.dumps(_fingerprint(model)))
     found = [f"{name} was {there.get(name)}, is {here[name]}" for name in here if there.get(name) != here[name]]
-    return found + [f"{name} has changed" for name, known in index["sources"].items() if hash_of_module(name) != known]
+    return found + [f"{name} has changed" for name, known in index["sources"].items() if _hash_of_module(name) != known]
+
+
+def _fingerprint(model: nn.Module) -> dict[str, Any]:
+    """What compiled code depends on beside its inputs: releases, machine, the zoo's sources, the model's config."""
+    from zoo import __version__
+
+    tensors = [*model.parameters(), *model.buffers()]
+    gpus = sorted({each.device.index or 0 for each in tensors if each.is_cuda})
+    config: Any = getattr(model, "config", None)
+    config = config.to_dict() if hasattr(config, "to_dict") else config
+    if isinstance(config, Mapping):
+        # Names with an underscore say where a library found the config.
+        config = {name: value for name, value in sorted(config.items()) if not name.startswith("_")}
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = None
+    on_cpu = [torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton,
+        "cuda": torch.version.cuda,
+        "device": [torch.cuda.get_device_name(each) for each in gpus] or platform.machine(),
+        "capability": [list(torch.cuda.get_device_capability(each)) for each in gpus] or on_cpu,
+        "zoo": __version__,
+        "zoo's sources": _hash_of_zoo(),
+        "model": _in_words(type(model)),
+        "config": None if config is None else str(config),
+        "dtypes": sorted({str(each.dtype) for each in tensors}),
+        "environment": {name: os.environ.get(name) for name in ("ZOO_OWN_KERNELS", "TRITON_INTERPRET")},
+    }
+
+
+@functools.cache
+def _hash_of_zoo() -> str:
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _hash_of_module(name: str) -> str | None:
+    """Of a module's source file, as far as it is imported: what is not, no class of the model is of."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file and Path(file).exists() else None
+
+
+def _modules_of(files: set[str]) -> set[str]:
+    """Modules by the source files of the code that was traced, without those of a release that is compared by name."""
+    return {
+        name
+        for name, module in list(sys.modules.items())
+        if getattr(module, "__file__", None) in files and name.partition(".")[0] not in ("torch", "triton", "zoo")
+    }
 
 
 def _attach(model: nn.Module, path: Path, index: Mapping[str, Any]) -> list[str]:
@@ -272,7 +332,7 @@ def _attach(model: nn.Module, path: Path, index: Mapping[str, Any]) -> list[str]
     assert plan is not None
     for module in plan.modules_of(model).values():
         if (call := region_call(module)) is not None:
-            calls.setdefault(_class_in_words(type(module)), []).append(call)
+            calls.setdefault(_in_words(type(module)), []).append(call)
     for name, written in index["files"].items():
         data = _checked(path / Path(name).name, written, problems)
         if data is not None:
@@ -286,11 +346,11 @@ def _attach(model: nn.Module, path: Path, index: Mapping[str, Any]) -> list[str]
             saved: SavedGraph = pickle.loads(data)
             code, space = marshal.loads(saved.code), served[0].forward.__globals__
             noted = functools.partial(LEDGER.note_loaded, entry["file"])
-            check = LoadedCheck(saved.check, space, noted, (entry, data, set(index["sources"])))
-            its_globals = saved.globals_in(space)
+            check, its_globals = LoadedCheck(saved.check, space, noted), saved.globals_in(space)
+            origin = _File(entry, data, set(index["sources"]))
             for call in served:
                 for shapes in saved.shapes:
-                    call.add_entry(shapes, check, code, its_globals)
+                    call.add_entry(shapes, check, code, its_globals, origin)
         except Exception as error:  # whatever a module that has changed under it raises
             problems.append(f"{entry['file']} cannot be loaded: {type(error).__name__}: {error}")
     return problems
@@ -320,41 +380,30 @@ def _sign(index: Mapping[str, Any], key: bytes | str) -> str:
 
 def _choices_in_words(plan: Plan) -> dict[str, Any] | None:
     """The arguments of ``compile_regions``; None if one is an object that JSON has no form of."""
-    choices = plan.choices
-    words = {name: getattr(choices, name) for name in ("mode", "backend", "options", "dynamic", "fullgraph")}
-    regions = choices.regions
-    words["regions"] = None if regions is None else [_region_in_words(each) for each in regions]
-    words["exclude"] = [_region_in_words(each) for each in choices.exclude]
+    words = {name: _in_words(value) for name, value in vars(plan.choices).items()}
     try:
         return words if json.loads(json.dumps(words)) == words else None
     except TypeError:
         return None
 
 
-def _region_in_words(region: Any) -> Any:
-    if isinstance(region, Region):
-        fields = {
-            name: value for name, value in vars(region).items() if value is not None and name not in ("cls", "why")
-        }
-        return {"class": _region_in_words(region.cls), **fields}
-    return _class_in_words(region) if isinstance(region, type) else region
-
-
-def _class_in_words(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+def _in_words(value: Any) -> Any:
+    """A class by its name, a region as its fields, also inside of a sequence."""
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, Region):
+        return {name: _in_words(each) for name, each in vars(value).items() if each is not None and name != "why"}
+    return [_in_words(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _choices(words: Mapping[str, Any], model: nn.Module) -> Choices:
-    classes = {_class_in_words(type(each)): type(each) for each in model.modules()}
+    classes = {_in_words(type(each)): type(each) for each in model.modules()}
 
     def region(word: Any) -> Any:
-        if isinstance(word, Mapping):
-            return Region(classes[word["class"]], **{name: value for name, value in word.items() if name != "class"})
-        return classes.get(word, word)
+        return Region(**{**word, "cls": classes[word["cls"]]}) if isinstance(word, Mapping) else classes.get(word, word)
 
-    given = words["regions"]
-    regions = None if given is None else [region(each) for each in given]
-    return Choices(**{**words, "regions": regions, "exclude": [region(each) for each in words["exclude"]]})
+    chosen = {name: words[name] and [region(each) for each in words[name]] for name in ("regions", "exclude")}
+    return Choices(**{**words, **chosen})
 
 
 def _pack_kernels() -> bytes:

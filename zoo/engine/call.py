@@ -23,7 +23,7 @@ from torch.nn.modules import module as torch_module
 
 from zoo.engine.lifted import Lifted, carry_marks, own_items, without_base
 from zoo.engine.signature import forward_in_torch_nn
-from zoo.engine.traced import note_entry, note_guards
+from zoo.engine.traced import keeping_traced, note_guards, traced_of
 from zoo.engine.tracing import tracing_to_run
 
 
@@ -93,8 +93,8 @@ class RegionCall:
         self._fullgraph, self._dynamic = fullgraph, dynamic
         if forward_in_torch_nn(type(module)):
             self.forward = _forward_of_ours(type(module))  # type: ignore[arg-type]
-        # Shapes of positional tensors -> guards and code, for all modes that were met.
-        self.entries: dict[Any, list[tuple[Any, Callable[..., Any]]]] = {}
+        # Shapes of positional tensors -> guards, code and what it can be saved by, for all modes that were met.
+        self.entries: dict[Any, list[tuple[Any, Callable[..., Any], Any]]] = {}
         self.idle_watch: IdleWatch | None = None
         # Set by enforce_budget: called with the module after each call.
         self.on_call: Callable[[nn.Module], None] | None = None
@@ -158,7 +158,7 @@ class RegionCall:
         if entries is None or self._needs_dynamo(module):
             return _NOT_RUN
         arguments = self._bind(module, args, kwargs)
-        for guards, run in entries:
+        for guards, run, _ in entries:
             # Dynamo empties what it has dropped: after a reset, or when an object that it compared by identity is gone.
             if guards.cache_entry is not None and guards.check(arguments):
                 return run(module, *args, **kwargs)
@@ -170,12 +170,12 @@ class RegionCall:
         # Hooks inside of a region are guarded, which Dynamo leaves out by default; and the code that it makes does not
         # ask for a profiler five times in each call.
         patch = config.patch(skip_nnmodule_hook_guards=False, record_runtime_overhead=False)
-        with _patching, patch, tracing_to_run(self._runs_directly):
+        with _patching, patch, tracing_to_run(self._runs_directly), keeping_traced():
             result = self._compile_and_run(args, kwargs)
+            if self._misses < _MOST_MISSES and not self._needs_dynamo(module):
+                self._keep(module, args, kwargs)
         while NOTICES:
             warnings.warn(NOTICES.pop(), RegionWarning, stacklevel=2)
-        if self._misses < _MOST_MISSES and not self._needs_dynamo(module):
-            self._keep(module, args, kwargs)
         return result
 
     def _compile_and_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -244,13 +244,14 @@ class RegionCall:
         for entry in _debug_get_cache_entry_list(self._code):
             guards = entry.guard_manager
             if guards.cache_entry is not None and guards.check(arguments):
-                note_entry(entry)
-                self.add_entry(_shapes(args), guards, entry.code, self.forward.__globals__)
+                self.add_entry(_shapes(args), guards, entry.code, self.forward.__globals__, traced_of(entry))
                 return
         self._misses += 1
 
-    def add_entry(self, shapes: Any, guards: Any, code: types.CodeType, its_globals: dict[str, Any]) -> None:
-        """Run ``code`` in calls of these shapes of positional tensors whose guards pass."""
+    def add_entry(
+        self, shapes: Any, guards: Any, code: types.CodeType, its_globals: dict[str, Any], origin: Any
+    ) -> None:
+        """Run ``code`` in calls of these shapes whose guards pass; ``origin`` is what it can be saved by."""
         f = self.forward
         run = types.FunctionType(code, its_globals, f.__name__, f.__defaults__, f.__closure__)
         run.__kwdefaults__ = f.__kwdefaults__
@@ -258,7 +259,7 @@ class RegionCall:
         if len(self.entries) > _MOST_SHAPES:
             del self.entries[next(iter(self.entries))]
         kept[:] = [each for each in kept if each[0].cache_entry is not None]
-        kept.append((guards, run))
+        kept.append((guards, run, origin))
 
     def _bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Arguments by name, as guards look them up. What does not fit the signature fails in the call itself."""

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zoo.engine.autograd import differentiable_once
-from zoo.engine.traced import note_graph, note_product
+from zoo.engine.traced import Traced
 
 # Products, convolutions and attention, which a library computes whoever calls it.
 _LIBRARY = {
@@ -53,13 +53,11 @@ class DirectOrInductor(torch._TorchCompileInductorWrapper):
         """Make what runs in place of a graph."""
         tunes = self.config.get("max_autotune") or self.config.get("max_autotune_gemm")
         if not tunes and has_nothing_to_fuse(model_):
-            return note_product(run_directly(model_), model_)
-        note_graph(self, model_)
-        return self.by_inductor(model_, inputs_, **options)
-
-    def by_inductor(self, graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
-        """What Inductor makes of a graph."""
-        return super().__call__(graph, inputs, **options)  # type: ignore[no-untyped-call]
+            run = run_directly(model_)
+            Traced(model_, product=run)
+            return run
+        Traced(model_, by_inductor=super().__call__)
+        return super().__call__(model_, inputs_, **options)  # type: ignore[no-untyped-call]
 
 
 def has_nothing_to_fuse(graph: fx.GraphModule) -> bool:

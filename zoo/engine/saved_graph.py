@@ -1,11 +1,13 @@
 """One compiled graph as the content of a file.
 
 A graph with nothing to fuse is saved as the Python source it runs as, with the constants of its launches; what Inductor
-compiled, as torch serialises it. Beside it are the code that Dynamo made to call it, and its guards as a check.
+compiled, as torch serialises it. Beside it are the code that Dynamo made to call it, and its guards as Python source
+over the same expressions.
 """
 
 from __future__ import annotations
 
+import ast
 import builtins
 import contextlib
 import dis
@@ -16,7 +18,7 @@ import marshal
 import pickle
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.engine.checks import Check, UnsavableError, write_check
-from zoo.engine.traced import Traced
+from zoo.engine.call import is_library_code
+from zoo.engine.traced import MODES, Guard, TensorKind, Traced, torch_state
+
+# Kinds of guards. Checked by the state of torch, or with no symbol in the graph by nothing.
+_OF_STATE = {
+    *("GRAD_MODE", "DETERMINISTIC_ALGORITHMS", "GLOBAL_STATE", "TORCH_FUNCTION_STATE", "DEFAULT_DEVICE"),
+    *("AUTOGRAD_SAVED_TENSORS_HOOKS", "SHAPE_ENV"),
+}
+_IDENTITY = {
+    *("ID_MATCH", "BUILTIN_MATCH", "CLOSURE_MATCH", "FUNCTION_MATCH", "MODULE_MATCH", "CLASS_MATCH", "NAME_MATCH"),
+}
+_CONSTANT = {"CONSTANT_MATCH", "EQUALS_MATCH", "BOOL_MATCH", "NONE_MATCH", "BOOL_FALSE", "BOOL_TRUE"}
+# Their code says all of it, beside types by their address.
+_IN_WORDS = {
+    *("SEQUENCE_LENGTH", "DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK", "EMPTY_NN_MODULE_HOOKS_DICT", "HASATTR"),
+    *("DUPLICATE_INPUT", "OBJECT_ALIASING", "DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS"),
+}
+_FUNCTIONS = {"type", "len", "list", "dict", "dict.keys", "tuple", "set", "hasattr"}
+# Parts of code, whose source files are compared instead.
+_CODE = ("__defaults__", "__kwdefaults__", "__code__", ".__dict__)")
+
+
+class UnsavableError(ValueError):
+    """Something of a compiled region cannot be written to a file; the message names it."""
 
 
 @dataclass
@@ -40,14 +64,14 @@ class SavedGraph:
     compiled: str
     product: Any
 
-    def globals_in(self, space: dict[str, Any]) -> dict[str, Any]:
+    def globals_in(self, space: Mapping[str, Any]) -> dict[str, Any]:
         """The globals of the code, for a region whose forward has the globals ``space``."""
         own = {name: space[name] for name in self.names}
         modules = {name: importlib.import_module(each) for name, each in self.modules.items()}
         return {**own, **modules, "__builtins__": builtins, self.compiled: self.product}
 
 
-def write_graph(traced: Traced, shapes: list[Any], code: types.CodeType, space: dict[str, Any]) -> bytes:
+def write_graph(traced: Traced, shapes: list[Any], space: Mapping[str, Any]) -> bytes:
     """A ``SavedGraph``, pickled. ``shapes`` of its calls, ``space`` the globals of the forward that was compiled.
 
     Raises:
@@ -55,17 +79,18 @@ def write_graph(traced: Traced, shapes: list[Any], code: types.CodeType, space: 
     """
     if traced.symbolic:
         raise UnsavableError("its sizes or numbers are symbols, and their guards cannot be saved")
-    loads = {each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    assert traced.code is not None
+    loads = {each.argval for each in dis.get_instructions(traced.code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     compiled = [name for name in loads if name.startswith("__compiled_fn")]
     modules = {name: space[name].__name__ for name in loads if isinstance(space.get(name), types.ModuleType)}
     names = [name for name in loads if name not in modules and name not in compiled and not hasattr(builtins, name)]
     if len(compiled) != 1 or any(name.startswith("__") or name not in space for name in names):
         raise UnsavableError(f"the code that calls it reads {', '.join(names) or 'no graph'}")
-    check = write_check(traced.guards, space, traced.state)
+    check = _write_check(traced, space)
     product = traced.product if traced.product is not None else _by_inductor(traced)
     buffer = io.BytesIO()
     try:
-        saved = SavedGraph(shapes, check, marshal.dumps(code), modules, names, compiled[0], product)
+        saved = SavedGraph(shapes, check, marshal.dumps(traced.code), modules, names, compiled[0], product)
         _Pickler(buffer).dump(saved)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UnsavableError(str(error)) from error
@@ -86,23 +111,8 @@ class _Pickler(pickle.Pickler):
             module, name = value.fn.__module__, value.fn.__qualname__
             if getattr(sys.modules[module], name, None) is not value:
                 raise UnsavableError(f"kernel {name} is not a global of {module}")
-            return _kernel, (module, name)
+            return getattr, (sys.modules[module], name)
         return NotImplemented
-
-
-def _kernel(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(module), name)
-
-
-@dataclass
-class _ByInductor:
-    """What torch serialises of Inductor's code, and the libraries that it compiled for a CPU."""
-
-    data: bytes
-    libraries: dict[str, bytes]
-
-    def __reduce__(self) -> Any:
-        return _load_inductor, (self.data, self.libraries)
 
 
 def _by_inductor(traced: Traced) -> _ByInductor:
@@ -111,11 +121,11 @@ def _by_inductor(traced: Traced) -> _ByInductor:
     from torch._functorch import config
     from torch._guards import TracingContext, detect_fake_mode, tracing
 
-    assert traced.graph is not None
-    state, nodes = traced.state, traced.graph.graph.find_nodes(op="placeholder")
+    assert traced.graph is not None and traced.by_inductor is not None
+    state = traced.state
     if any(state["autocast_state"]["enabled"]):
         raise UnsavableError("Inductor compiled it under autocast")
-    inputs = [each.meta["example_value"] for each in nodes]
+    inputs = [each.meta["example_value"] for each in traced.graph.graph.find_nodes(op="placeholder")]
     ways = {
         **dict.fromkeys(("strict_autograd_cache", "bypass_autograd_cache_key", "bundled_autograd_cache"), True),
         **dict.fromkeys(("force_non_lazy_backward_lowering", "force_autograd_cache"), True),
@@ -127,10 +137,21 @@ def _by_inductor(traced: Traced) -> _ByInductor:
         tracing(TracingContext(detect_fake_mode(inputs))), config.patch(ways), _libraries(libraries),
     ):  # fmt: skip
         try:
-            compiled = Serializable(traced.backend.by_inductor(traced.graph, inputs))
+            compiled = Serializable(traced.by_inductor(traced.graph, inputs))
             return _ByInductor(Serializable.serialize_compile_artifacts(compiled), libraries)
         except Exception as error:
             raise UnsavableError(f"torch cannot save it: {type(error).__name__}: {error}".partition("\n")[0]) from error
+
+
+@dataclass
+class _ByInductor:
+    """What torch serialises of Inductor's code, and the libraries that it compiled for a CPU; unpickled, the code."""
+
+    data: bytes
+    libraries: dict[str, bytes]
+
+    def __reduce__(self) -> Any:
+        return _load_inductor, (self.data, self.libraries)
 
 
 def _load_inductor(data: bytes, libraries: dict[str, bytes]) -> Any:
@@ -147,10 +168,11 @@ def _libraries(known: dict[str, bytes]) -> Iterator[None]:
     from unittest import mock  # which imports asyncio
 
     from torch._inductor import config
-    from torch._inductor.codecache import CppPythonBindingsCodeCache, write_atomic
+    from torch._inductor.codecache import CppPythonBindingsCodeCache as Cache
+    from torch._inductor.codecache import write_atomic
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    compile_one = CppPythonBindingsCodeCache.load_pybinding
+    compile_one = Cache.load_pybinding
 
     def load(argtypes: Any, source: str, *args: Any, **options: Any) -> Any:
         name = hashlib.sha256(repr((argtypes, source)).encode()).hexdigest()
@@ -162,9 +184,173 @@ def _libraries(known: dict[str, bytes]) -> Iterator[None]:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(str(path), known[name])
-        cache = CppPythonBindingsCodeCache
-        return getattr(cache._load_library(str(path), name), cache.entry_function)
+        return getattr(Cache._load_library(str(path), name), Cache.entry_function)
 
     # In this process, and not in one of a pool.
-    with config.patch(compile_threads=1), mock.patch.object(CppPythonBindingsCodeCache, "load_pybinding", load):
+    with config.patch(compile_threads=1), mock.patch.object(Cache, "load_pybinding", load):
         yield
+
+
+@dataclass
+class Check:
+    """A function that looks at the arguments of a call, by name, as the guards of one graph do.
+
+    ``source`` returns the tensors to compare with ``tensors``, or None. ``constants`` are what it compares with.
+    """
+
+    source: str
+    constants: list[Any]
+    tensors: list[TensorKind]
+    state: dict[str, Any]
+
+
+class LoadedCheck:
+    """A check at work, in the place of Dynamo's guards.
+
+    ``space`` are the globals of the code that was compiled; ``noted`` is called once, when a call first passes.
+    """
+
+    cache_entry = True
+
+    def __init__(self, saved: Check, space: Mapping[str, Any], noted: Callable[[], None]) -> None:
+        names: dict[str, Any] = {"torch": torch}
+        exec(compile(saved.source, "<guards>", "exec"), names)
+        self._saved, self._space, self._noted, self._look = saved, space, noted, names["check"]
+        self._modes = [(ask, saved.state[name]) for name, ask in MODES.items()]
+        self._guards: tuple[Any, Any] | None = None
+
+    def check(self, arguments: dict[str, Any]) -> bool:
+        """Whether the graph may run on these arguments, by name."""
+        for ask, wanted in self._modes:
+            if ask() != wanted:
+                return False
+        try:
+            tensors = self._look(arguments, self._space, sys.modules, self._saved.constants)
+        except (AttributeError, LookupError, TypeError):
+            return False
+        # Two names of one tensor make another graph.
+        if tensors is None or len(set(map(id, tensors))) != len(tensors):
+            return False
+        if self._guards is None:
+            return self._begin(tensors)
+        of_state, of_tensors = self._guards
+        return bool(of_state.check() and (not tensors or of_tensors.check(*tensors)))
+
+    def _begin(self, tensors: tuple[Any, ...]) -> bool:
+        """Compare with what was saved, and from then on with what was found: that is done in C++."""
+        if torch_state() != self._saved.state or list(map(TensorKind.of, tensors)) != self._saved.tensors:
+            return False
+        guards = torch._C._dynamo.guards
+        none = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
+        self._guards = guards.GlobalStateGuard(), guards.TensorGuards(*tensors, **none) if tensors else None
+        self._noted()
+        return True
+
+
+def _write_check(traced: Traced, space: Mapping[str, Any]) -> Check:
+    """The guards of a compilation, of code whose globals are ``space``; an error if another process cannot ask."""
+    writer = _Writer(space)
+    tensors: dict[str, TensorKind] = {}
+    for guard in traced.guards:
+        kind, value = guard.kind, guard.value
+        if kind in _OF_STATE or any(part in guard.name for part in _CODE) or _is_library(guard, space):
+            continue
+        if kind == "TENSOR_MATCH":
+            if not isinstance(value, TensorKind) or value.cls not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+                raise UnsavableError(f"{guard.name} is a tensor of another class")
+            tensors[writer.text(guard.name)] = value
+        elif kind == "TYPE_MATCH":
+            cls = value.cls if isinstance(value, TensorKind) else value if isinstance(value, type) else type(value)
+            writer.ask(f"type({writer.text(guard.name)}) is {writer.constant(cls)}")
+        elif kind in _IDENTITY or (kind in _CONSTANT and isinstance(value, bool | None)):
+            writer.ask(f"{writer.text(guard.name)} is {writer.constant(value)}")
+        elif kind in _CONSTANT:
+            if isinstance(value, type):  # in place of a value that may hold tensors
+                raise UnsavableError(f"{guard.name} is a {value.__name__} that the code reads")
+            name = writer.text(guard.name)
+            writer.ask(f"type({name}) is {writer.constant(type(value))} and {name} == {writer.constant(value)}")
+        elif kind == "NOT_PRESENT_IN_GENERIC_DICT":
+            writer.ask(f"{guard.attribute!r} not in {writer.text(guard.name)}.__dict__")
+        elif kind in _IN_WORDS and (guard.code or kind == "HASATTR"):  # Dynamo says but once which attributes there are
+            for code in guard.code:
+                if not code.startswith("___check_type_id"):
+                    writer.ask(writer.text(code))
+        else:
+            raise UnsavableError(f"its guards look at {guard.name or 'the process'} ({kind})")
+    body = "\n    ".join([*writer.lines, f"return ({''.join(f'{each}, ' for each in tensors)})"])
+    return Check(f"def check(L, G, M, K):\n    {body}\n", writer.constants, list(tensors.values()), traced.state)
+
+
+def _is_library(guard: Guard, space: Mapping[str, Any]) -> bool:
+    """Whether a guard looks at code of torch, of Python or of the zoo: nobody replaces it, or its hash would differ."""
+    if not guard.name.startswith("G["):
+        return False
+    root = space.get(guard.name.split("'")[1])
+    return is_library_code(guard.value) or (guard.kind in _IDENTITY and (root is None or is_library_code(root)))
+
+
+class _Writer(ast.NodeTransformer):
+    """Lines of a check, in which each expression is computed once."""
+
+    def __init__(self, space: Mapping[str, Any]) -> None:
+        self._space = space
+        self._names: dict[str, str] = {}
+        self.lines: dict[str, None] = {}  # in order, each once
+        self.constants: list[Any] = []
+
+    def ask(self, condition: str) -> None:
+        """A condition without which the check fails."""
+        self.lines[f"if not ({condition}): return None"] = None
+
+    def constant(self, value: Any) -> str:
+        """An expression of a value."""
+        if isinstance(value, bool | int | str | None) or (isinstance(value, float) and abs(value) < 1e300):
+            return repr(value)
+        self.constants.append(value)
+        return f"K[{len(self.constants) - 1}]"
+
+    def text(self, code: str) -> str:
+        """The name that an expression has been computed to; of a comparison, the comparison of such names."""
+        return ast.unparse(self.visit(ast.parse(code, mode="eval").body))
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        if ast.unparse(node.value) == "G":
+            return self._named(self._of_globals(ast.literal_eval(node.slice)))
+        if ast.unparse(node.value) != "L":
+            node.value = self.visit(node.value)
+        return self._named(ast.unparse(node))
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        if ast.unparse(node).startswith("torch."):
+            return node
+        node.value = self.visit(node.value)
+        return self._named(ast.unparse(node))
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        function, given = ast.unparse(node.func), [ast.unparse(self.visit(each)) for each in node.args]
+        if function == "___dict_contains":
+            return self._named(" in ".join(given))
+        if function not in _FUNCTIONS or node.keywords:
+            raise UnsavableError(f"its guards look at {ast.unparse(node)}")
+        return self._named(f"{function}({', '.join(given)})")
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        if isinstance(node, ast.Constant | ast.List | ast.Tuple):
+            return node
+        if isinstance(node, ast.Compare | ast.UnaryOp | ast.cmpop | ast.unaryop):
+            return super().generic_visit(node)
+        raise UnsavableError(f"its guards look at {ast.unparse(node)}")
+
+    def _named(self, expression: str) -> ast.expr:
+        if expression not in self._names:
+            self._names[expression] = f"t{len(self._names)}"
+            self.lines[f"{self._names[expression]} = {expression}"] = None
+        return ast.Name(self._names[expression])
+
+    def _of_globals(self, name: str) -> str:
+        value = self._space.get(name)
+        if name.startswith("__import_") and isinstance(value, types.ModuleType):
+            return f"M[{value.__name__!r}]"
+        if name not in self._space or name.startswith("__"):
+            raise UnsavableError(f"its guards look at {name}, which the compiler made")
+        return f"G[{name!r}]"

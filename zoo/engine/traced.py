@@ -1,15 +1,18 @@
-"""What Dynamo traced of a region, kept so that it can be saved: guards, graph or its product, source files."""
+"""What Dynamo traced of a region: guards, graph and source files, kept for as long as a region runs it.
+
+``save_compiled`` reads it. Nothing is copied while a region compiles, and none of it holds a weight or an input.
+"""
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import enum
 import functools
 import json
 import types
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, fx
@@ -20,24 +23,16 @@ _KEPT = (
     *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
     *(type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType),
 )
+# What changes between calls and no guard in C++ looks at.
+MODES: dict[str, Callable[[], Any]] = {
+    "inference_mode": torch.is_inference_mode_enabled,
+    "torch_function_modes": torch._C._len_torch_function_stack,
+    "default_device": lambda: str(torch.utils._device.CURRENT_DEVICE),
+    "hooks_on_saved_tensors": lambda: bool(torch._C._autograd._top_saved_tensors_default_hooks(True)),
+}
 
 
-@dataclass(frozen=True)
-class Guard:
-    """One guard: its kind and expression in Dynamo's words, its code, and the attribute that an object may not have.
-
-    ``value`` is what the expression had: a ``TensorKind`` in place of a tensor, its type in place of another object.
-    """
-
-    kind: str
-    name: str
-    code: tuple[str, ...]
-    attribute: str | None
-    value: Any
-
-
-@dataclass(frozen=True)
-class TensorKind:
+class TensorKind(NamedTuple):
     """What is compared of a tensor; everything but its values."""
 
     cls: type
@@ -56,23 +51,84 @@ class TensorKind:
         return cls(type(tensor), tensor.dtype, tensor.device, (*tensor.shape,), stride, tensor.requires_grad, keys)
 
 
-@dataclass
+class Guard(NamedTuple):
+    """One guard: its kind and expression in Dynamo's words, its code, and the attribute that an object may not have.
+
+    ``value`` is what the expression had: a ``TensorKind`` in place of a tensor, its type in place of another object.
+    """
+
+    kind: str
+    name: str
+    code: tuple[str, ...]
+    attribute: str | None
+    value: Any
+
+
 class Traced:
-    """One compilation. ``product`` runs a direct graph; of another, ``graph`` and ``backend`` are what Inductor got."""
+    """One compilation.
 
-    guards: list[Guard] = field(default_factory=list)
-    product: Callable[..., Any] | None = None
-    graph: fx.GraphModule | None = None
-    backend: Any = None
-    files: frozenset[str] = frozenset()
-    symbolic: bool = False
-    # Of the call that was compiled: the code that Dynamo made, and ``torch_state()``.
-    code: types.CodeType | None = None
-    state: dict[str, Any] = field(default_factory=dict)
+    Args:
+        graph: What Dynamo traced; a backend may rewrite it, to the same effect.
+        product: What runs a direct graph, which is not kept.
+        by_inductor: What compiles any other from the graph and fake inputs.
+    """
+
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        *,
+        product: Callable[..., Any] | None = None,
+        by_inductor: Callable[[fx.GraphModule, list[Any]], Any] | None = None,
+    ) -> None:
+        from torch._guards import CompileContext, TracingContext
+
+        context = TracingContext.try_get()
+        inputs = [each.meta.get("example_value") for each in graph.graph.find_nodes(op="placeholder")]
+        numbers = [n for x in inputs for n in ((*x.shape, *x.stride()) if isinstance(x, Tensor) else (x,))]
+        self.graph = graph if product is None else None
+        self.product = product
+        self.by_inductor = by_inductor
+        self.symbolic = any(isinstance(each, torch.SymInt | torch.SymFloat) for each in numbers)
+        self.files = {each.co_filename for each in (context and context.traced_code) or ()}
+        self.guards: list[Guard] = []
+        # Of the call that was compiled: the code that Dynamo made, and ``torch_state()``.
+        self.code: types.CodeType | None = None
+        self.state: dict[str, Any] = {}
+        if _new is not None:
+            _new.append(self)
+            _traced[str(CompileContext.current_compile_id())] = self
 
 
-# By Dynamo's number of the compilation.
-TRACED: dict[str, Traced] = {}
+# By Dynamo's number of the compilation, which begins again after a reset.
+_traced: WeakValueDictionary[str, Traced] = WeakValueDictionary()
+_new: list[Traced] | None = None
+
+
+@contextlib.contextmanager
+def keeping_traced() -> Iterator[None]:
+    """Keep what is traced meanwhile, until a region has it. One thread at a time may be inside."""
+    global _new
+    before, _new = _new, []
+    try:
+        yield
+    finally:
+        _new = before
+
+
+def note_guards(guards: Sequence[Any]) -> None:
+    """Keep the guards that Dynamo is about to filter."""
+    from torch._guards import CompileContext
+
+    if (found := _traced.get(str(CompileContext.current_compile_id()))) is not None:
+        found.guards = [_guard(each) for each in guards]
+
+
+def traced_of(entry: Any) -> Traced | None:
+    """What Dynamo traced for an entry of its cache that has just served a call."""
+    found = _traced.get(str(entry.compile_id))
+    if found is not None and found.code is None:
+        found.code, found.state = entry.code, torch_state()
+    return found if found is not None and found.code is entry.code else None
 
 
 def torch_state() -> dict[str, Any]:
@@ -87,66 +143,6 @@ def torch_state() -> dict[str, Any]:
     }
 
 
-# What changes between calls and no guard in C++ looks at.
-MODES: dict[str, Callable[[], Any]] = {
-    "inference_mode": torch.is_inference_mode_enabled,
-    "torch_function_modes": torch._C._len_torch_function_stack,
-    "default_device": lambda: str(torch.utils._device.CURRENT_DEVICE),
-    "hooks_on_saved_tensors": lambda: bool(torch._C._autograd._top_saved_tensors_default_hooks(True)),
-}
-
-
-def note_entry(entry: Any) -> None:
-    """Keep the code that Dynamo made for a call, and the state of torch in it."""
-    # Numbers start again after a reset.
-    if (found := TRACED.get(str(entry.compile_id))) is not None and found.code is None:
-        found.code, found.state = entry.code, torch_state()
-
-
-def note_guards(guards: Sequence[Any]) -> None:
-    """Keep the guards that Dynamo is about to filter."""
-    if (number := _number()) in TRACED:
-        TRACED[number].guards = [_guard(each) for each in guards]
-
-
-def note_product(run: Callable[..., Any], graph: fx.GraphModule) -> Callable[..., Any]:
-    """Keep what runs in place of a direct graph, and return it."""
-    TRACED[_number()] = Traced(product=run, **_read(graph))
-    return run
-
-
-def note_graph(backend: Any, graph: fx.GraphModule) -> None:
-    """Keep a graph that Inductor is about to compile, and rewrite."""
-    TRACED[_number()] = Traced(graph=copy.deepcopy(graph), backend=backend, **_read(graph))
-
-
-def _number() -> str:
-    from torch._guards import CompileContext
-
-    return str(CompileContext.current_compile_id())
-
-
-def _read(graph: fx.GraphModule) -> dict[str, Any]:
-    from torch._guards import TracingContext
-
-    context = TracingContext.try_get()
-    codes = [] if context is None else context.traced_code or []
-    examples = [each.meta.get("example_value") for each in graph.graph.nodes if each.op == "placeholder"]
-    numbers = (torch.SymInt, torch.SymFloat)
-    symbolic = any(
-        isinstance(each, numbers)
-        or (isinstance(each, Tensor) and any(isinstance(size, numbers) for size in (*each.shape, *each.stride())))
-        for each in examples
-    )
-    return {"files": frozenset(each.co_filename for each in codes), "symbolic": symbolic}
-
-
-def _is_kept(value: Any) -> bool:
-    if type(value) in (tuple, list, set, frozenset):
-        return all(map(_is_kept, value))
-    return isinstance(value, _KEPT)
-
-
 def _guard(entry: Any) -> Guard:
     original = entry.orig_guard
     made = original.create_fn
@@ -158,3 +154,9 @@ def _guard(entry: Any) -> Guard:
     elif not _is_kept(value):
         value = type(value)
     return Guard(entry.guard_type, original.name, tuple(original.code_list or ()), attribute, value)
+
+
+def _is_kept(value: Any) -> bool:
+    if type(value) in (tuple, list, set, frozenset):
+        return all(map(_is_kept, value))
+    return isinstance(value, _KEPT)
