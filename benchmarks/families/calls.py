@@ -84,6 +84,8 @@ class CallsWorkload(Workload):
     gpu_races = tuple((model, name) for model in BLOCKS for name in GRAPHS)
 
     def cannot(self, case: Case) -> str | None:
+        if case.strategy == "hierarchical":
+            return "a whole trace calls no region"
         return None if case.impl == "zoo" else "these blocks are of no library"
 
     def estimate(self, case: Case, *, reference: bool) -> int:
