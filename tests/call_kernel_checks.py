@@ -1,4 +1,7 @@
-"""One small call of every kernel: what it computes is what torch's own operators do. Other files hold the details."""
+"""One small call of every kernel in Triton's interpreter: what it computes is what torch's own operators do.
+
+Other files hold the details, and run on a GPU as well.
+"""
 
 from __future__ import annotations
 

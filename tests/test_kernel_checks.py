@@ -41,6 +41,7 @@ def test_every_file_of_checks_is_in_one_group() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", FILES)
+# The calls lie on the CPU in part, and torch computes some of them there alone: other files hold each kernel.
+@pytest.mark.parametrize("name", [name for name in FILES if name != "call_kernel_checks.py"])
 def test_on_a_gpu(name: str) -> None:
     run_checks(name, options=("-m", "gpu"), interpret=False)
