@@ -137,13 +137,12 @@ def _load_rows(x, stride, row, units, limit, VECTOR: tl.constexpr, WIDTH: tl.con
 @kernel(
     do_not_specialize=[
         *("query_image", "query_row", "key_image", "key_row", "value_image", "value_row"),
-        *("units", "queries", "keys", "scale"),
+        *("units", "queries", "keys"),
     ]
 )
 def _short_attention(
     query, key, value, out, query_image, query_row, key_image, key_row, value_image, value_row, units, queries, keys,
-    scale,
-    VECTOR: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    scale: tl.constexpr, VECTOR: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     image = tl.program_id(2).to(tl.int64)
     skipped = tl.program_id(1) * units * VECTOR
