@@ -212,7 +212,7 @@ def _call_convolution(graph: fx.Graph, node: fx.Node) -> None:
     given: dict[str, Any] = {**usual, **dict(zip(names, node.args, strict=False)), **node.kwargs}
     x, weight, bias, *geometry, groups = (given[name] for name in names)
     alike = {each.meta["example_value"].dtype for each in (node, x, weight, bias) if each is not None}
-    # Autocast knows the first of the two alone.
+    # Autocast casts the arguments of torch.conv2d, and not those of torch.convolution.
     if x.meta["example_value"].dim() == 4 and len(alike) == 1 and not isinstance(given["padding"], str):
         pairs = [(each, each) if isinstance(each, int) else each for each in geometry]
         _replace(graph, node, torch.convolution, (x, weight, bias, *pairs, False, (0, 0), groups))
@@ -390,10 +390,12 @@ def _bound(kernel: Any, *launch: Any) -> Callable[..., None]:
 def _launching(kernel: Any, tiles: list[Any], options: dict[str, Any]) -> Callable[..., None]:
     from zoo.engine.kernel import by_tile
 
-    start = kernel.launch
+    start, any_tiles = kernel.launch, any(tiles)
 
     def launch(grid: Any, *arguments: Any, **sizes: Any) -> None:
-        start(grid, *map(by_tile, arguments, arguments, tiles), **options, **sizes)
+        if any_tiles:
+            arguments = tuple(map(by_tile, arguments, arguments, tiles))
+        start(grid, *arguments, **options, **sizes)
 
     return launch
 
@@ -409,13 +411,15 @@ def _described(argument: Any, tile: list[int] | None = None) -> Any:
 
     That is the dtype of a tensor, a descriptor of one without data if it is read by tiles, the size that a symbol has.
     """
-    from zoo.engine.kernel import by_tile
-
     value = argument.meta.get("example_value") if isinstance(argument, fx.Node) else argument
     if isinstance(value, torch.SymInt | torch.SymFloat):
         return value.node.hint
     if isinstance(value, Tensor):
-        return by_tile(value.dtype, torch.empty(tile or (), dtype=value.dtype, device="meta"), tile)
+        if tile is None:
+            return value.dtype
+        from zoo.engine.kernel import by_tile
+
+        return by_tile(None, torch.empty(tile, dtype=value.dtype, device="meta"), tile)
     return value
 
 
