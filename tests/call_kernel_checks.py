@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from tests import test_kernel
-from tests.kernel_checks import DEVICE, MARKS, kernels_run  # noqa: F401
+from tests.kernel_checks import MARKS, kernels_run  # noqa: F401
 from zoo.ops import common, glu
 from zoo.ops.triton import csr, csr_attention, group_norm
 
@@ -22,15 +22,15 @@ pytestmark = MARKS
 # Dropout draws other numbers where no kernel runs: gnn_kernel_checks.py holds it.
 NAMES = [name for name in test_kernel.calls() if not name.endswith("0.5")]
 # The interpreter multiplies matrices of bfloat16 as if they were integers.
-LOW = torch.float16 if DEVICE == "cpu" else torch.bfloat16
+LOW = torch.float16
 
 
 def place(x: Any) -> Any:
-    """On the device of the checks, bfloat16 in a dtype that they compute in."""
+    """What the interpreter computes with: float16 in place of bfloat16."""
     if isinstance(x, nn.Module):
-        return copy.deepcopy(x).to(DEVICE, _dtype(next(x.parameters()).dtype))
+        return copy.deepcopy(x).to(_dtype(next(x.parameters()).dtype))
     if isinstance(x, Tensor):
-        return x.detach().to(DEVICE, _dtype(x.dtype)).requires_grad_(x.requires_grad)
+        return x.detach().to(_dtype(x.dtype)).requires_grad_(x.requires_grad)
     return _dtype(x)
 
 
@@ -40,12 +40,12 @@ def _dtype(x: Any) -> Any:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_call_computes_what_torchs_operators_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE == "cpu":  # small tiles and few programs, which run one after the other
-        monkeypatch.setattr(glu, "_is_hopper", lambda device: True)
-        monkeypatch.setattr(group_norm, "ENOUGH", 6)
-        monkeypatch.setattr(group_norm, "GRADIENT_PROGRAMS", 24)
-        for module in (csr, csr_attention):
-            monkeypatch.setattr(module, "merge_tile", lambda channels: (32, 8, 1))
+    monkeypatch.setattr(glu, "_is_hopper", lambda device: True)
+    # Small tiles and few programs, which run one after the other.
+    monkeypatch.setattr(group_norm, "ENOUGH", 6)
+    monkeypatch.setattr(group_norm, "GRADIENT_PROGRAMS", 24)
+    for module in (csr, csr_attention):
+        monkeypatch.setattr(module, "merge_tile", lambda channels: (32, 8, 1))
     found: list[list[Tensor]] = []
     for runs in (True, False):
         monkeypatch.setattr(common, "triton_runs_on", lambda device, runs=runs: runs)

@@ -170,13 +170,19 @@ def budget(sizes: dict[str, int]) -> None:
         raise AssertionError("nobody was named")
 
 
-def not_finite(sizes: dict[str, int]) -> None:
-    """A loss of one process that is not finite stops all, and no weight becomes NaN."""
+def begun(sizes: dict[str, int]) -> tuple[nn.Module, TrainingStep, dict[str, Any]]:
+    """A spread model, its training step after one batch, and the batch."""
     one = build("gcn-debug")
     batch = batches(one, 0)[0]
     model = parallelize(one, mesh_of(sizes), backend="eager")
     step = TrainingStep(model, loss_of, AdamW(model.parameters()))
     step(batch)
+    return model, step, batch
+
+
+def not_finite(sizes: dict[str, int]) -> None:
+    """A loss of one process that is not finite stops all, and no weight becomes NaN."""
+    model, step, batch = begun(sizes)
     if dist.get_rank() == 1:
         batch["x"] = batch["x"] * float("nan")
     step(batch)
@@ -233,11 +239,7 @@ def resume(folder: Path, name: str, kind: str, model: nn.Module) -> None:
 
 def one_dies(sizes: dict[str, int]) -> None:
     """The others are told within 30 s."""
-    one = build("gcn-debug")
-    batch = batches(one, 0)[0]
-    model = parallelize(one, mesh_of(sizes), backend="eager")
-    step = TrainingStep(model, loss_of, AdamW(model.parameters()))
-    step(batch)
+    _, step, batch = begun(sizes)
     if dist.get_rank() == 1:
         os._exit(3)
     began = time.monotonic()
