@@ -331,7 +331,13 @@ def _worth_guarding(guards: Sequence[Any]) -> list[bool]:
     for name in [each for each in values if each.startswith("tmp")]:
         del values[name]
     note_guards(guards)
-    return [not (each.is_global and each.has_value and is_library_code(each.value)) for each in guards]
+    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return [
+        not (each.is_global and each.has_value and is_library_code(each.value))
+        # A Python function that looks for hooks which the compiler writes into a graph; all others act when it runs.
+        and (hooked or each.guard_type != "AUTOGRAD_SAVED_TENSORS_HOOKS")
+        for each in guards
+    ]
 
 
 def is_library_code(value: object) -> bool:
