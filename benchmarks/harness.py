@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from benchmarks.progress import Progress
 
 ROUNDS_OF_A_GROUP = 1000  # round n of group g is numbered g * 1000 + n
+LEAST_ROUNDS = 5  # of a race that is stopped
 MEMORY_SHARE = 0.9  # of what is free; estimates are estimates
 
 
@@ -86,8 +87,8 @@ def run_race(
         for arm in arms:
             if arm.ok and arm.result.work is not None:
                 if not _raced(arm, settings):
-                    arm.fail("interrupted", "stopped before its race had ended")
-                hand_out(arm)  # an arm with all its rounds lacks at most what is counted after them
+                    arm.fail("interrupted", f"stopped before {_enough_rounds(settings)} rounds of its race")
+                hand_out(arm)  # it may lack later rounds and what is counted after them
         raise
     finally:
         for arm in arms:
@@ -287,8 +288,12 @@ def _draw(arm: ArmRun, steps: int) -> None:
 
 
 def _raced(arm: ArmRun, settings: Settings) -> bool:
-    """Whether the arm has been through all its rounds."""
-    return arm.result.steady is not None and len(arm.result.steady.rounds) >= settings.rounds
+    """Whether the arm has been through enough rounds for a row; intervals say how few they were."""
+    return arm.result.steady is not None and len(arm.result.steady.rounds) >= _enough_rounds(settings)
+
+
+def _enough_rounds(settings: Settings) -> int:
+    return min(settings.rounds, LEAST_ROUNDS)
 
 
 def _finish(arms: Sequence[ArmRun], peaks: Mapping[str, Any]) -> None:
