@@ -45,11 +45,11 @@ def apply(case: Case, prepared: Prepared) -> Call:
         case "full":
             return torch.compile(model, mode=mode, dynamic=dynamic, backend=backend())
         case "regional":
-            if case.impl not in ("zoo", "own"):
-                if prepared.compile_regions is None:
-                    raise ValueError(f"{case.impl} has no way to compile its regions: Prepared.compile_regions is None")
+            if prepared.compile_regions is not None:
                 compiled = prepared.compile_regions(model, mode=mode, dynamic=dynamic, backend=backend())
                 return model if compiled is None else compiled
+            if case.impl not in ("zoo", "own"):
+                raise ValueError(f"{case.impl} has no way to compile its regions: Prepared.compile_regions is None")
             zoo.compile_regions(model, mode=mode, dynamic=bool(dynamic), backend=backend())
             if prepared.training is not None and prepared.training.after_compile is not None:
                 prepared.training.after_compile(model)

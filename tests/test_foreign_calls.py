@@ -458,26 +458,45 @@ def one_process(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_process")
-def test_fsdp_is_compiled_first_and_then_sharded() -> None:
+def sharded(model: nn.Module) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (1,))
+    for part in (*model.blocks, model):  # type: ignore[misc, union-attr]
+        fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
+    return model
 
-    def shard(model: nn.Module) -> nn.Module:
-        for part in (*model.blocks, model):  # type: ignore[misc, union-attr]
-            fully_shard(part, mesh=mesh)
-        return model
 
-    model, x = Sequence(nn.Linear(4, 4), Block(4), Block(4)), torch.randn(2, 4)
-    expected = model(x)
-    with pytest.raises(ValueError, match=r"blocks\.1 was given to fully_shard before.* first, and fully_shard"):
-        compiled(shard(copy.deepcopy(model)))
-    shard(compiled(model, backend="aot_eager"))
+def by_class(model: nn.Module) -> nn.Module:
+    return zoo.compile_regions(model, regions=[Block], backend="aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("wrap", [sharded, nn.parallel.DistributedDataParallel])
+@pytest.mark.parametrize("compile_regions", [partial(compiled, backend="aot_eager"), by_class])
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_fsdp_and_ddp_come_before_or_after(
+    wrap: Callable[[nn.Module], nn.Module], compile_regions: Callable[[nn.Module], nn.Module], compiled_first: bool
+) -> None:
+    torch.compiler.reset()
+    plain, x = Sequence(nn.Linear(4, 4), Block(4), Block(4)), torch.randn(2, 4)
+    expected = plain(x)
+    model = wrap(compile_regions(plain)) if compiled_first else compile_regions(wrap(plain))
     with zoo.enforce_budget(model):
         for _ in range(2):
             torch.testing.assert_close(model(x), expected)
         model(x).sum().backward()
-    assert sum(graphs_of(model).values()) == 1
+    assert graphs_of(plain) == {"Block": 1}
+    assert zoo.find_regions(model).graphs_needed == 1 and zoo.warm_up(model, x).graphs == 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_process")
+def test_all_blocks_are_regions_where_some_are_sharded() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = Sequence(nn.Linear(4, 4), Block(4), Block(4))
+    fully_shard(model.blocks[2])
+    report = zoo.find_regions(model)
+    assert [found.modules for found in report.regions] == [("blocks.1", "blocks.2")] and not report.obstacles

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.plan import Case, refusal
@@ -77,7 +77,7 @@ class Prepared:
             does not copy them in.
         compile_regions: How ``regional`` is done for this implementation, by its library's own helper where there is
             one: takes the model and the keyword arguments of ``torch.compile`` (backend, mode, dynamic) and returns
-            what to call, or None where it compiled in place. None for ``zoo``: the harness calls
+            what to call, or None where it compiled in place. None for a model of the zoo: the harness calls
             ``zoo.compile_regions``.
         compile_full: How ``full`` is done where a call is a run of many steps, the model only part of each: takes the
             model and the keyword arguments of ``torch.compile`` and compiles in place. None: the whole call.
@@ -278,8 +278,8 @@ def tensors(values: Any) -> list[Tensor]:
 
 def converted(inputs: dict[str, Any], device: torch.device | str, dtype: torch.dtype) -> dict[str, Any]:
     """On the device, and numbers that are not indices in the dtype."""
-    moved: dict[str, Any] = tree_map(
-        lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else None), inputs
+    moved: dict[str, Any] = tree_map_only(
+        Tensor, lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else None), inputs
     )
     return moved
 

@@ -16,7 +16,7 @@ from zoo.engine.call import region_call
 from zoo.engine.compile import Plan, plan_of
 from zoo.engine.cuda_graph import Captures, CapturingCall
 from zoo.engine.graph_log import LEDGER, Entry, recompile_reason
-from zoo.engine.signature import mode
+from zoo.engine.signature import mode, without_ddp
 
 
 class BudgetError(RuntimeError):
@@ -55,8 +55,7 @@ def enforce_budget(model: nn.Module, *, group: dist.ProcessGroup | None = None) 
         ValueError: If the model is not compiled: a deepcopy or unpickled model is eager.
         BudgetError: On leaving, naming every violation.
     """
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
+    model = without_ddp(model)
     plan = plan_of(model)
     if plan is None:
         raise ValueError(

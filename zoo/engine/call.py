@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from zoo.engine.lifted import Lifted, carry_marks, own_items, without_base
-from zoo.engine.signature import forward_in_torch_nn
+from zoo.engine.signature import forward_in_torch_nn, own_class
 from zoo.engine.traced import keeping_traced, note_guards, traced_of
 from zoo.engine.tracing import tracing_to_run
 
@@ -91,8 +91,8 @@ class RegionCall:
             dynamic = None  # which would take floats for constants, and sizes are forgotten after each compilation
         self._class_forward = self.forward = type(module).forward
         self._fullgraph, self._dynamic = fullgraph, dynamic
-        if forward_in_torch_nn(type(module)):
-            self.forward = _forward_of_ours(type(module))  # type: ignore[arg-type]
+        if forward_in_torch_nn(own_class(module)):
+            self.forward = _forward_of_ours(own_class(module))  # type: ignore[arg-type]
         # Shapes of positional tensors -> guards, code and what it can be saved by, for all modes that were met.
         self.entries: dict[Any, list[tuple[Any, Callable[..., Any], Any]]] = {}
         self.idle_watch: IdleWatch | None = None
@@ -229,7 +229,7 @@ class RegionCall:
 
     def _cannot_compile(self, error: Exception) -> str:
         """What Dynamo says, with the module, the line of its code and what can be done."""
-        cls = type(self.module).__name__
+        cls = own_class(self.module).__name__
         leave = f"exclude=[{self._name!r}]" if self._name else "zoo.uncompile(model)"
         return (
             f"{self._name or 'the model itself'} ({cls}) cannot be compiled as one graph: {_reason(error)}. Leave it "

@@ -33,6 +33,7 @@ from zoo.engine.graph_log import LEDGER, Entry
 from zoo.engine.observe import undisturbed
 from zoo.engine.region import Region
 from zoo.engine.signature import mode as mode_in_words
+from zoo.engine.signature import without_ddp
 from zoo.engine.step_buffers import tensors_in
 
 _CUDA_GRAPH_MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
@@ -128,15 +129,14 @@ def compile_regions(
         TypeError: If a region is neither a module class nor a path.
         ValueError: If a region matches nothing or is nested in another; if it needs more graphs than its budget or
             reads a per-layer value (for a model that declares its regions; others get a ``RegionWarning``); if
-            something is compiled already, or was given to ``fully_shard``; if ``mode``, ``options`` or ``backend``
-            turn CUDA graphs on; if a region has parameters without a shape yet. What the compiler refuses is a
-            ``RegionError`` of the first call.
+            something is compiled already; if ``mode``, ``options`` or ``backend`` turn CUDA graphs on; if a region has
+            parameters without a shape yet. What the compiler refuses is a ``RegionError`` of the first call.
     """
     choices = Choices(
         regions=regions, exclude=exclude, mode=mode, backend=backend, options=options, dynamic=dynamic,
         fullgraph=fullgraph,
     )  # fmt: skip
-    place_calls(model, choices, inputs)
+    place_calls(without_ddp(model), choices, inputs)
     return model
 
 
@@ -168,7 +168,6 @@ def place_calls(
         )
     if taken:
         raise ValueError(f"already compiled: {', '.join(taken[:4])}; call zoo.uncompile(model) first")
-    _refuse_sharded(chosen)
     declared = declares(model, choices.regions)
     symbols = lifted(chosen, declared=declared)
     report = report_on(model, chosen, declared=declared, lifted=symbols, inputs=inputs)
@@ -267,7 +266,7 @@ def warm_up(model: nn.Module, /, *args: Any, **inputs: Any) -> WarmUp:
     """
     from tqdm.auto import tqdm
 
-    plan = plan_of(model)
+    plan = plan_of(without_ddp(model))
     if plan is None:
         raise ValueError(f"{type(model).__name__} has no compiled regions: call zoo.compile_regions(model) first")
     functions = bool(args) and not inputs and all(callable(each) and not isinstance(each, nn.Module) for each in args)
@@ -329,16 +328,6 @@ def _refuse_cuda_graphs(mode: str | None, options: Mapping[str, Any] | None, bac
         )
     if options and options.get("triton.cudagraphs"):
         raise ValueError("options turn triton.cudagraphs on for every region; put zoo.cuda_graph around the step")
-
-
-def _refuse_sharded(chosen: Mapping[Region, Mapping[str, nn.Module]]) -> None:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    for name, module in [item for group in chosen.values() for item in group.items()]:
-        if fsdp is not None and isinstance(module, fsdp.FSDPModule):
-            raise ValueError(
-                f"{name} was given to fully_shard before, whose hooks no graph can hold; call "
-                "zoo.compile_regions(model) first, and fully_shard (or accelerate's prepare) on the compiled model"
-            )
 
 
 def _options(region: Region, model: nn.Module, choices: Choices, backend: Any, dynamic: bool | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from zoo.engine.signature import forward_in_torch_nn, own_structure
+from zoo.engine.signature import forward_in_torch_nn, own_class, own_structure
 
 # In layers compiled: the call of a region, and a layer that runs eagerly with the operations around it.
 _CALL = 1
@@ -143,7 +143,7 @@ class Cut:
         matrix = any(_is_matrix(parameter) for parameter in module.parameters(recurse=False))
         own = int(matrix and not isinstance(module, nn.Embedding))
         kind = self._kinds.setdefault(built, len(self._kinds))
-        return _Part(name, module, type(module), kind, own, own + sum(part.layers for part in children), children)
+        return _Part(name, module, own_class(module), kind, own, own + sum(part.layers for part in children), children)
 
 
 def _is_matrix(parameter: nn.Parameter) -> bool:

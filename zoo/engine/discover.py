@@ -15,7 +15,7 @@ from zoo.engine.cut import Cut
 from zoo.engine.lifted import Lifted, lifted_in, number_at
 from zoo.engine.observe import Observed, device_shares, observe_call
 from zoo.engine.region import Region
-from zoo.engine.signature import Attribute, read_attributes, signature, structure
+from zoo.engine.signature import Attribute, own_class, read_attributes, signature, structure, without_ddp
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,7 @@ def find_regions(
         TypeError: If something that is not a module class is given as a region, or no list.
         ValueError: If a region matches nothing, is nested in another, or has parameters without a shape yet.
     """
+    model = without_ddp(model)
     chosen, declared = resolve(model, regions, exclude), declares(model, regions)
     return report_on(model, chosen, declared=declared, lifted=lifted(chosen, declared=declared), inputs=inputs)
 
@@ -259,7 +260,7 @@ def _given(
         if isinstance(item, str):
             of_path: dict[type[nn.Module], dict[str, nn.Module]] = defaultdict(dict)
             for module in _matching(model, item, "regions"):
-                of_path[type(module)][names[id(module)]] = module
+                of_path[own_class(module)][names[id(module)]] = module
             for cls, modules in of_path.items():
                 region = next((region for region in chosen if region.cls is cls), Region(cls))
                 chosen.setdefault(region, {}).update(modules)
@@ -267,7 +268,7 @@ def _given(
         region = item if isinstance(item, Region) else Region(item)
         if any(region.cls is other.cls for other in chosen):
             raise ValueError(f"region {region.cls.__name__} given more than once")
-        modules = {name: m for name, m in model.named_modules() if type(m) is region.cls}
+        modules = {name: m for name, m in model.named_modules() if own_class(m) is region.cls}
         if not modules and required:
             relatives = sorted({type(m).__name__ for m in model.modules() if isinstance(m, region.cls)})
             hint = f"; its subclasses {relatives} do not count, name them" if relatives else ""
@@ -281,7 +282,7 @@ def _given(
 def _matching(model: nn.Module, item: type[nn.Module] | str, argument: str) -> list[nn.Module]:
     """The modules of an exact class, or at a path in which ``*`` stands within one part: ``layers.*.mlp``."""
     if not isinstance(item, str):
-        return [module for module in model.modules() if type(module) is item]
+        return [module for module in model.modules() if own_class(module) is item]
     parts = item.split(".")
     found = [
         module

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from zoo.engine.call import region_call
-from zoo.engine.signature import input_signature, mode, signature, structure
+from zoo.engine.signature import input_signature, mode, own_class, signature, structure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +109,7 @@ class Ledger:
         trains: code that does not ask is run in both.
         """
         built, grad_mode = structure(module), in_mode.partition(", ")[2]
-        return any(
-            e.graphs and e.region is type(module) and e.mode.partition(", ")[2] == grad_mode and e.structure == built
-            for e in self.entries
-        )
+        return any(e.graphs and e.mode.partition(", ")[2] == grad_mode and e.structure == built for e in self.entries)
 
     def _start(self, args: Any) -> None:
         if args.callback_trigger.name == "LAZY_BACKWARD":
@@ -137,7 +134,7 @@ class Ledger:
         model, name = self._watched[module]
         return Entry(
             compile_id=number,
-            region=type(module),
+            region=own_class(module),
             name=name,
             model=model,
             signature=signature(module),

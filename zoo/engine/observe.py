@@ -13,7 +13,7 @@ from torch import nn
 
 from zoo.engine.lifted import Lifted, own_items
 from zoo.engine.region import Region
-from zoo.engine.signature import input_kinds, is_torch_class
+from zoo.engine.signature import input_kinds, is_torch_class, own_class
 
 
 @contextlib.contextmanager
@@ -85,7 +85,7 @@ def observe_call(
                 stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(leave, always_call=True).remove)
                 for prefix, child in module.named_modules():
-                    if not is_torch_class(type(child)):
+                    if not is_torch_class(own_class(child)):
                         stack.enter_context(_noting_reads(child, prefix, seen[name]))
         model(**inputs)
     return seen
@@ -133,7 +133,7 @@ def device_shares(
     handles = []
 
     def enter(module: nn.Module, *_: Any) -> None:
-        open_ranges.append(record_function(f"zoo.region/{type(module).__name__}"))
+        open_ranges.append(record_function(f"zoo.region/{own_class(module).__name__}"))
         open_ranges[-1].__enter__()
 
     def leave(*_: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import sys
 import types
 from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass
@@ -22,15 +23,27 @@ from torch.utils import _pytree as pytree
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The module's class as it was written: ``fully_shard`` puts a subclass in its place."""
+    cls = type(module)
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return cls.__bases__[-1] if fsdp is not None and isinstance(module, fsdp.FSDPModule) else cls
+
+
+def without_ddp(model: nn.Module) -> nn.Module:
+    """The model that ``DistributedDataParallel`` is around, or the model itself."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
 def structure(module: nn.Module) -> Hashable:
     """Parameters, buffers and submodule classes, with shapes, strides, dtypes and devices; no Python attributes."""
     tensors = _tensors(module, recurse=True)
-    return type(module), tensors, tuple((name, type(child)) for name, child in module.named_modules() if name)
+    return own_class(module), tensors, tuple((name, own_class(child)) for name, child in module.named_modules() if name)
 
 
 def own_structure(module: nn.Module) -> Hashable:
     """The part of ``structure`` that is the module's own, without its submodules."""
-    return type(module), _tensors(module, recurse=False)
+    return own_class(module), _tensors(module, recurse=False)
 
 
 def _tensors(module: nn.Module, *, recurse: bool) -> tuple[Hashable, ...]:
@@ -86,14 +99,14 @@ def read_attributes(
     """
     found: dict[str, Attribute] = {}
     for prefix, child in module.named_modules():
-        if is_torch_class(type(child)):
+        if is_torch_class(own_class(child)):
             if not configuration:
                 continue
             # A stride or a dropout rate is configuration that belongs to the structure: all of it is read.
             names = set(getattr(child, "__constants__", None) or vars(child))
             seen = None
         else:
-            names, seen = _names_read(type(child)), reads
+            names, seen = _names_read(own_class(child)), reads
         for name, value in vars(child).items():
             dotted = f"{prefix}.{name}" if prefix else name
             if (
