@@ -15,6 +15,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
 from benchmarks.cli import UsageError
 from benchmarks.plan import Case
+from benchmarks.starts import Start
+from benchmarks.starts import read as read_start
 
 SCHEMA = 1
 RESULTS = Path(__file__).parent / "results"  # committed rows
@@ -297,6 +299,11 @@ class Store:
             newest[result.case.key] = result
         return list(newest.values())
 
+    def starts(self) -> list[Start]:
+        """Rows of starts, the newest of each arm."""
+        found = [read_start(row) for row in self.rows() if row.get("kind") == "start"]
+        return list({(each.case.key, each.source): each for each in found}.values())
+
     def environments(self) -> dict[str, dict[str, Any]]:
         """Environment rows by id; the newest where an id occurs again."""
         return {row["id"]: row for row in self.rows() if row.get("kind") == "environment"}
@@ -313,13 +320,15 @@ class Rows:
         results: The rows that the families' tables are made from.
         environments: By the id that rows name.
         extra: By name, the rows of races that answer one question each, such as a claim's.
+        starts: Rows of whole processes.
     """
 
     results: list[Result]
     environments: dict[str, dict[str, Any]]
     extra: dict[str, list[Result]] = field(default_factory=dict)
+    starts: list[Start] = field(default_factory=list)
 
-    def environment(self, result: Result) -> dict[str, Any]:
+    def environment(self, result: Result | Start) -> dict[str, Any]:
         """The environment of a result; empty where the row names none."""
         return self.environments.get(result.environment or "", {})
 
@@ -346,6 +355,7 @@ def load(path: Path) -> Rows:
     files = [path] if path.is_file() else sorted(path.rglob("*.jsonl"))
     environments: dict[str, dict[str, Any]] = {}
     newest: dict[str, dict[tuple[str, ...], Result]] = {"": {}}
+    starts: list[Start] = []
     for file in files:
         found = newest.setdefault(_extra_name(file, path), {})
         store = Store(file)
@@ -354,6 +364,7 @@ def load(path: Path) -> Rows:
             taken = environments.get(name, environment) != environment
             ids[name] = f"{name} of {file}" if taken else name  # ids are unique within a file only
             environments[ids[name]] = environment
+        starts += [replace(each, environment=ids.get(each.environment or "")) for each in store.starts()]
         for result in store.results():
             result.environment = ids.get(result.environment or "")
             environment = environments.get(result.environment or "", {})
@@ -362,7 +373,7 @@ def load(path: Path) -> Rows:
             if known is None or _time(environment) >= _time(environments.get(known.environment or "", {})):
                 found[what] = result
     results = list(newest.pop("").values())
-    return Rows(results, environments, {name: list(found.values()) for name, found in newest.items()})
+    return Rows(results, environments, {name: list(found.values()) for name, found in newest.items()}, starts)
 
 
 def load_run(path: Path) -> Rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,10 +98,7 @@ def prepare(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
     device, dtype = torch.device(case.device), dtype_of(case)
     weights = SeededWeights(llm_arms.shapes(config), seed=seed, dtype=dtype, device=device)
     tokens = llm_arms.draw_tokens(config, task, seed=seed, device=device)
-
-    def past(layer: int) -> tuple[Tensor, Tensor]:
-        return llm_arms.draw_past(config, task, layer, seed=seed, dtype=dtype, device=device)
-
+    past = partial(llm_arms.draw_past, config, task, seed=seed, dtype=dtype, device=device)
     step = _step(case, config, task, weights, tokens, past)
 
     def compile_layers(step: Any, **options: Any) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from benchmarks import claims
 from benchmarks.cli import did_you_mean
 from benchmarks.record import Compile, Result, Rows
-from benchmarks.report import cells, front, tables
+from benchmarks.report import cells, front, starts, tables
 from benchmarks.report.model import MeasuredArm, MeasuredRace, extra_races, races_of
 from benchmarks.report.selection import SELECTING, commands_of, machines, option, select
 
@@ -185,6 +185,9 @@ def make_table(spec: Spec, rows: Rows) -> str:
     if spec.kind == "headline":
         _refuse_options(spec, SELECTING)
         return _headline(spec, races_of(rows))
+    if spec.kind == "startup":
+        _refuse_options(spec, SELECTING)
+        return starts.tables(spec.options, rows) or _nothing(spec, "benchmarks.deploy")
     if spec.kind == "arms":
         _refuse_options(spec, ("extra",))
         shown = _races(spec, rows)
@@ -197,7 +200,7 @@ def make_table(spec: Spec, rows: Rows) -> str:
         "kernels": lambda race: _kernels(race, _arm(race, spec.options["arm"])),
     }
     if spec.kind not in makers:
-        known = ("front", "headline", "claims", "arms", *makers)
+        known = ("front", "headline", "claims", "startup", "arms", *makers)
         raise ValueError(f"there is no table {spec.kind!r}; {did_you_mean(spec.kind, known)}")
     of_arm = spec.kind == "kernels"
     _refuse_options(spec, (*SELECTING, "extra", "arm") if of_arm else (*SELECTING, "extra"))
@@ -258,8 +261,8 @@ def _arm(race: MeasuredRace, name: str) -> MeasuredArm | Result:
     return arms[name]
 
 
-def _nothing(spec: Spec) -> str:
-    words = ["python", "-m", "benchmarks.run"]
+def _nothing(spec: Spec, command: str = "benchmarks.run") -> str:
+    words = ["python", "-m", command]
     for key in ("family", "model", "input", "workload", "dtype", "device"):
         if key in spec.options:
             words += [f"--{key}", spec.options[key]]

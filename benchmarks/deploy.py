@@ -1,0 +1,171 @@
+"""How long a new process takes to its first result, with compiled regions in a folder and without.
+
+    python -m benchmarks.deploy --family bert --model bert-base --input 32x128 --out runs/starts.jsonl
+
+The first process compiles and saves. Then the arms start in turn, each time in a new process. The table of it is
+``<!-- table: starts family=... -->`` of ``benchmarks.report``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.cli import UsageError, pick, require_zoo, run_command
+from benchmarks.machine import ROOT, cache_environment, row
+from benchmarks.plan import Case
+from benchmarks.record import Store
+from benchmarks.report.selection import UPSTREAM
+from benchmarks.starts import ARTIFACTS, EMPTY, FILLED, Process, Saved, Start
+
+# (implementation, strategy, CUDA graph, source, measured if nothing is said). The first one saves.
+ARMS = (
+    ("zoo", "regional", False, EMPTY, True),
+    ("zoo", "regional", False, ARTIFACTS, True),
+    ("zoo", "regional", True, ARTIFACTS, True),
+    ("zoo", "eager", False, FILLED, True),
+    ("upstream", "eager", False, EMPTY, True),
+    ("zoo", "eager", False, EMPTY, False),
+    ("zoo", "regional", False, FILLED, False),
+    ("zoo", "regional", True, FILLED, False),
+    ("upstream", "full", False, EMPTY, False),
+    ("upstream", "full", False, FILLED, False),
+)
+
+
+def main(
+    family: Annotated[str, typer.Option(help="Family of the model.")],
+    model: Annotated[str, typer.Option(help="One model.")],
+    input: Annotated[str, typer.Option(help="One input.")],
+    out: Annotated[Path, typer.Option(help="File of rows, *.jsonl, to append to.")],
+    dtype: Annotated[str | None, typer.Option(help="The family's default if omitted.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda by default if there is a GPU.")] = None,
+    arm: Annotated[list[str] | None, typer.Option(help="Arms that match a pattern; the first runs always.")] = None,
+    processes: Annotated[int, typer.Option(help="Processes of each arm but the first, which is one.")] = 3,
+    data_root: Annotated[Path | None, typer.Option(help="Folder with real data sets.")] = None,
+    timeout: Annotated[float, typer.Option(help="Time limit in seconds for one process.")] = 300.0,
+) -> int:
+    """Measure how long new processes take to their first result; 1 if an arm failed."""
+    require_zoo()
+    from benchmarks import families
+    from benchmarks.measure import scratch_folder
+    from benchmarks.run import device_of
+
+    if processes < 1:
+        raise UsageError(f"--processes is {processes}, expected at least 1")
+    on = device_of(device)
+    try:
+        workload = families.load(family)
+    except (ValueError, ImportError) as error:
+        raise UsageError(f"--family: {error}") from error
+    pick("--model", [model], workload.models)
+    pick("--input", [input], workload.inputs)
+    base = Case(family=workload.family, model=model, input=input, dtype=dtype or workload.dtypes(on)[0], device=on)
+    starts = []
+    for number, (impl, strategy, cuda_graph, source, usual) in enumerate(ARMS):
+        case = replace(base, impl=impl, strategy=strategy, cuda_graph=cuda_graph)
+        start = Start(case=case, source=source)
+        wanted = number == 0 or (any(fnmatchcase(start.arm, each) for each in arm) if arm else usual)
+        if wanted and not (why := workload.refuses(case)):
+            starts.append(start)
+        elif wanted and number == 0:
+            raise UsageError(f"{start.arm}: {why}")
+    words = ["--family", family, "--model", model, "--input", input, "--dtype", base.dtype, "--device", on]
+    words += [word for each in arm or [] for word in ("--arm", each)] + ["--processes", str(processes)]
+    command = shlex.join(["python", "-m", "benchmarks.deploy", *words, "--out", out.name])
+    with scratch_folder("regional-zoo-starts-") as folder:
+        runs = Processes(folder, family, None if data_root is None else str(data_root), timeout)
+        facts = runs.prepare({start.case.impl: start.case for start in starts}.values())
+        runs.start(starts[0], save=True)
+        for start in starts[1:]:
+            if start.source == FILLED:
+                runs.start(replace(start, processes=[]))  # fills them
+        for _ in range(processes):
+            for start in starts[1:]:
+                runs.start(start)
+    store, environment = Store(out), row(facts, {})
+    store.append(environment)
+    for start in starts:
+        start.command, start.environment = command, environment["id"]
+        store.append(start.to_json())
+    return 1 if any(start.reason for start in starts) else 0
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Starts processes in a folder, and keeps what they tell."""
+
+    folder: Path
+    workload: str
+    data_root: str | None
+    timeout: float
+
+    def prepare(self, cases: Iterable[Case]) -> dict[str, Any]:
+        """Build the model of each implementation, side by side; facts of the device. UsageError if one fails."""
+        with ThreadPoolExecutor() as threads:
+            told = list(threads.map(lambda case: self._run(case, self.folder / "preparing"), cases))
+        for each in told:
+            if isinstance(each, str):
+                raise UsageError(f"the model cannot be built: {each}")
+        return told[0]  # type: ignore[return-value]
+
+    def start(self, start: Start, *, save: bool = False) -> None:
+        """One more process of an arm; what it tells is added to the arm, or why it failed."""
+        if start.reason:
+            return
+        arm = "-".join(start.case.arm.split())
+        caches = self.folder / (arm if start.source == FILLED else f"empty-{time.monotonic_ns()}")
+        told = self._run(
+            start.case,
+            caches,
+            library="zoo" if start.case.impl == "zoo" else UPSTREAM.get(start.case.family, "torch").replace("-", "_"),
+            artifacts=str(self.folder / "artifacts") if save or start.source == ARTIFACTS else None,
+            save=save,
+            at=time.time(),
+        )
+        if start.source != FILLED:
+            shutil.rmtree(caches, ignore_errors=True)
+        if isinstance(told, str):
+            start.reason = told
+        else:
+            saved = told.pop("saved")
+            start.saved = Saved(**saved) if saved else start.saved
+            start.processes.append(Process(**told))
+        print(f"{start.arm}: {start.reason or f'{start.processes[-1].total:.2f} s, {start.processes[-1]}'}", flush=True)
+
+    def _run(self, case: Case, caches: Path, **asked: Any) -> dict[str, Any] | str:
+        """What a process of ``benchmarks.fresh`` tells, or why it failed."""
+        asked |= {
+            "case": case.to_json(), "workload": self.workload, "data_root": self.data_root,
+            "model": str(self.folder / f"{case.impl}.pt"),
+        }  # fmt: skip
+        paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "benchmarks.fresh", json.dumps(asked)],
+                env={**os.environ, **cache_environment(caches), "PYTHONPATH": paths},
+                capture_output=True, text=True, timeout=self.timeout, stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return f"a process took longer than {self.timeout:g} s"
+        if done.returncode != 0:
+            return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:600]
+        told: dict[str, Any] = json.loads(done.stdout)
+        return told
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main, "python -m benchmarks.deploy"))
