@@ -182,7 +182,7 @@ def make_table(spec: Spec, rows: Rows) -> str:
     if spec.kind == "front":
         _refuse_options(spec, MACHINE)
         return front.table(spec.options, _front_races(rows))
-    if spec.kind == "headline":
+    if spec.kind in ("headline", "brief"):
         _refuse_options(spec, SELECTING)
         return _headline(spec, races_of(rows))
     if spec.kind == "arms":
@@ -197,7 +197,7 @@ def make_table(spec: Spec, rows: Rows) -> str:
         "kernels": lambda race: _kernels(race, _arm(race, spec.options["arm"])),
     }
     if spec.kind not in makers:
-        known = ("front", "headline", "claims", "arms", *makers)
+        known = ("front", "headline", "brief", "claims", "arms", *makers)
         raise ValueError(f"there is no table {spec.kind!r}; {did_you_mean(spec.kind, known)}")
     of_arm = spec.kind == "kernels"
     _refuse_options(spec, (*SELECTING, "extra", "arm") if of_arm else (*SELECTING, "extra"))
@@ -275,6 +275,7 @@ def _origin(shown: Sequence[MeasuredRace], commands: str | None = None) -> str:
 
 
 def _headline(spec: Spec, shown: Sequence[MeasuredRace]) -> str:
+    """A row per race and the worst one; ``brief`` fits a phone, and leaves commands and intervals to the other."""
     chosen = _select(spec, shown)
     if not chosen:
         return _nothing(spec)
@@ -293,9 +294,17 @@ def _headline(spec: Spec, shown: Sequence[MeasuredRace]) -> str:
         race, arm, _ = worst
         said = cells.speedup_and_verdict(race, arm, race.best_shipped) + cells.but_wrong(arm)
         notes.append(f"Our worst result in {cells.race_count(len(everything))}: {named(race)}, {arm.name}: {said}.")
+    origin = list(dict.fromkeys(race for race, _ in rows))
+    if spec.kind == "brief":
+        lines = [
+            [named(race) + (f", {arm.name}" if arm and arm is not race.ours else ""), *tables.brief_row(race, arm)]
+            for race, arm in rows
+        ]
+        body = tables.markdown(tables.BRIEF, lines)
+        return "\n\n".join([body, " ".join([*notes, f"{machines(origin)}."])])
     notes.append("Intervals are 95 % bootstrap over rounds; a difference within the A/A noise is undetermined.")
     body = tables.markdown(tables.HEADLINE, [[named(race), *tables.headline_row(race, arm)] for race, arm in rows])
-    return "\n\n".join([body, " ".join(notes), _origin(list(dict.fromkeys(race for race, _ in rows)))])
+    return "\n\n".join([body, " ".join(notes), _origin(origin)])
 
 
 def _race(race: MeasuredRace) -> str:
