@@ -150,13 +150,13 @@ def test_options_in_commands_exist(module: str) -> None:
 
 
 def test_the_table_of_options_is_complete() -> None:
-    text = (ROOT / "docs/results/method.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/reference/cli.md").read_text(encoding="utf-8")
     table = text[text.index("## Options") : text.index("## Rows")]
     assert set(re.findall(r"`(--[\w-]+)`", table)) == options_of("benchmarks.run") - {"--help"}
 
 
 def test_every_value_that_a_page_can_ask_for_is_documented() -> None:
-    text = (ROOT / "docs/results/method.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/reference/cli.md").read_text(encoding="utf-8")
     listed = {
         name
         for line in text.splitlines()
@@ -167,7 +167,7 @@ def test_every_value_that_a_page_can_ask_for_is_documented() -> None:
 
 
 def test_every_field_of_a_row_is_documented() -> None:
-    text = (ROOT / "docs/results/method.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/reference/cli.md").read_text(encoding="utf-8")
     sections = [record.Result, record.Compile, record.Steady, record.Memory, record.Check, record.Work, record.Kernel]
     fields = {f"{section.__name__}.{field.name}" for section in sections for field in dataclasses.fields(section)}
     missing = [name for name in sorted(fields) if f"`{name.split('.')[1]}`" not in text]

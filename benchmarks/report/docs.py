@@ -287,7 +287,8 @@ def _headline(spec: Spec, shown: Sequence[MeasuredRace]) -> str:
     differ = [key for key in ("workload", "dtype") if len({option(race, key) for race, _ in rows}) > 1]
 
     def named(race: MeasuredRace) -> str:
-        return ", ".join(option(race, key) for key in ("model", "input", *differ))
+        said = [option(race, key) for key in ("model", "input", *differ)]
+        return ", ".join(word for word in said if spec.kind != "brief" or word != DEFAULTS["workload"])
 
     notes = []
     if worst is not None:
@@ -301,7 +302,8 @@ def _headline(spec: Spec, shown: Sequence[MeasuredRace]) -> str:
             for race, arm in rows
         ]
         body = tables.markdown(tables.BRIEF, lines)
-        return "\n\n".join([body, " ".join([*notes, f"{machines(origin)}."])])
+        measured_on = "; ".join(dict.fromkeys(race.machine for race in origin))
+        return "\n\n".join([body, " ".join([*notes, f"{measured_on}."])])
     notes.append("Intervals are 95 % bootstrap over rounds; a difference within the A/A noise is undetermined.")
     body = tables.markdown(tables.HEADLINE, [[named(race), *tables.headline_row(race, arm)] for race, arm in rows])
     return "\n\n".join([body, " ".join(notes), _origin(origin)])
@@ -389,6 +391,7 @@ VALUES: dict[str, Callable[[MeasuredRace, MeasuredArm, str], str]] = {
     "p50": lambda race, arm, against: _with_unit(arm.p50, "ms"),
     "speedup": _speedup_value,
     "compile-cold": lambda race, arm, against: _with_unit((arm.result.cold or Compile()).seconds, "s"),
+    "break-even": lambda race, arm, against: cells.calls(race.break_even(arm, arm.result.cold)),
     "start-up": lambda race, arm, against: _with_unit((arm.result.cold or Compile()).start_up, "s"),
     "memory": lambda race, arm, against: _mebibytes(arm),
     "graphs": lambda race, arm, against: cells.count((arm.result.counted or Compile()).graphs),
