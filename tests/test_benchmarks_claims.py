@@ -19,7 +19,7 @@ from tests.rows import ENVIRONMENT, ENVIRONMENTS, failure, row, write
 EAGER, FULL = "upstream eager", "upstream full"
 CORA = ("gnn", "gcn", "cora", "inference", "float32", "cuda")
 ARXIV = ("gnn", "gcn", "arxiv", "inference", "float32", "cuda")
-PAGE = Path(__file__).resolve().parent.parent / "docs/claims.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs/results/claims.md"
 
 
 def pair(speedup: float, *, noise: float = 0.004, **case: Any) -> list[Result]:

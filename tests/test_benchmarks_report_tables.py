@@ -554,6 +554,20 @@ def test_the_headline(options: str, results: list[Result], said: list[str]) -> N
     assert (" (reduce-overhead) → " in text) == (results is WITHOUT_DEFAULT)
 
 
+@pytest.mark.parametrize(
+    ("results", "said"),
+    [
+        (race(), r"\| gcn, cora \| 0.0534 / 0.0492 \| 1.085× \|"),
+        ([*race(), *LOST], r"\| gcn, arxiv.* \| "),
+        (race({"zoo regional": 4.0}), r"\| gcn, cora, zoo regional \| .* \| 0\."),
+        (OURS_ALONE, r"\| gcn, cora \| – / 0.0492 \| – \|"),
+    ],
+)
+def test_a_brief_table_has_the_fastest_upstream_arm_and_our_worst_row(results: list[Result], said: str) -> None:
+    text = _table("brief family=gnn input=cora", results)
+    assert re.search(said, text) and "```" not in text
+
+
 def test_the_arms_of_extra_races_side_by_side() -> None:
     rows = Rows([], ENVIRONMENTS, {"host": race()})
     head, _, noise = make_table(Spec("arms", {"extra": "host"}), rows).splitlines()[:3]

@@ -35,7 +35,7 @@ def blocks(page: Path, *languages: str) -> list[tuple[int, str]]:
     return [(text.count("\n", 0, match.start(2)), match[2]) for match in BLOCK.finditer(text) if match[1] in languages]
 
 
-FAMILY_PAGE = ROOT / "docs/adding-a-family.md"  # whose blocks are files
+FAMILY_PAGE = ROOT / "docs/reference/adding-a-family.md"  # whose blocks are files
 
 
 # Most pages compile what other tests compile, too.
@@ -104,7 +104,7 @@ def test_only_known_kinds_of_block() -> None:
 
 
 def test_every_fault_names_the_tests_that_meet_it() -> None:
-    text = (ROOT / "docs/faults.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/reference/faults.md").read_text(encoding="utf-8")
     faults, named = (
         [line.strip("| ").split(" | ") for line in part.splitlines() if line.startswith("| ")][1:]
         for part in text.split("## Tested by")
@@ -150,13 +150,13 @@ def test_options_in_commands_exist(module: str) -> None:
 
 
 def test_the_table_of_options_is_complete() -> None:
-    text = (ROOT / "docs/benchmarking.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/reference/cli.md").read_text(encoding="utf-8")
     table = text[text.index("## Options") : text.index("## Rows")]
     assert set(re.findall(r"`(--[\w-]+)`", table)) == options_of("benchmarks.run") - {"--help"}
 
 
 def test_every_value_that_a_page_can_ask_for_is_documented() -> None:
-    text = (ROOT / "docs/benchmarking.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/reference/cli.md").read_text(encoding="utf-8")
     listed = {
         name
         for line in text.splitlines()
@@ -167,7 +167,7 @@ def test_every_value_that_a_page_can_ask_for_is_documented() -> None:
 
 
 def test_every_field_of_a_row_is_documented() -> None:
-    text = (ROOT / "docs/benchmarking.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/reference/cli.md").read_text(encoding="utf-8")
     sections = [record.Result, record.Compile, record.Steady, record.Memory, record.Check, record.Work, record.Kernel]
     fields = {f"{section.__name__}.{field.name}" for section in sections for field in dataclasses.fields(section)}
     missing = [name for name in sorted(fields) if f"`{name.split('.')[1]}`" not in text]

@@ -45,7 +45,7 @@ def documented() -> set[str]:
 @pytest.mark.parametrize("package", [name for name in PACKAGES if public_names(name)])
 def test_every_public_name_is_in_the_reference(package: str) -> None:
     missing = {f"{package}.{name}" for name in public_names(package)} - documented()
-    assert not missing, f"add '::: name' to docs/api.md or the family's page for {sorted(missing)}"
+    assert not missing, f"add '::: name' to a page of docs/reference for {sorted(missing)}"
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -19,7 +19,10 @@ BLOCK = re.compile(r"^```python[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_a_raced_pattern_shows_its_rows(name: str) -> None:
-    assert f"table: race family=patterns model={name} " in (FOLDER / f"{name}.md").read_text(encoding="utf-8")
+    tables = (ROOT / "docs/results/patterns.md").read_text(encoding="utf-8")
+    assert f"table: race family=patterns model={name} " in tables
+    page = (FOLDER / f"{name}.md").read_text(encoding="utf-8")
+    assert f"value: p50 family=patterns model={name} " in page and "](../results/patterns.md#" in page
 
 
 def test_a_page_says_where_its_after_is_slower_region_against_region() -> None:
@@ -33,7 +36,7 @@ def test_a_page_says_where_its_after_is_slower_region_against_region() -> None:
     assert sorted(slower) == [page.stem for page in PAGES if said in page.read_text(encoding="utf-8")]
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "docs/migration.md"], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "docs/start/migration.md"], ids=lambda page: page.stem)
 def test_a_page_asserts_what_it_claims_and_names_files_that_are_there(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     named = re.findall(r"`((?:zoo|benchmarks|tests|docs)/[\w./-]+)`", text)

@@ -35,7 +35,7 @@ def test_the_build_fails_on_what_is_broken(tmp_path: Path) -> None:
     shutil.copy(ROOT / "mkdocs.yml", tmp_path)
     index, module = tmp_path / "docs/index.md", tmp_path / "zoo/registry.py"
     index.write_text(index.read_text("utf-8") + "\nSee [nothing](not-there.md).\n", encoding="utf-8")
-    (tmp_path / "docs/faults.md").unlink()
+    (tmp_path / "docs/reference/faults.md").unlink()
     source = module.read_text("utf-8")
     assert source.count("    Args:\n") > 1
     module.write_text(

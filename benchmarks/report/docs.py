@@ -182,7 +182,7 @@ def make_table(spec: Spec, rows: Rows) -> str:
     if spec.kind == "front":
         _refuse_options(spec, MACHINE)
         return front.table(spec.options, _front_races(rows))
-    if spec.kind == "headline":
+    if spec.kind in ("headline", "brief"):
         _refuse_options(spec, SELECTING)
         return _headline(spec, races_of(rows))
     if spec.kind == "startup":
@@ -200,7 +200,7 @@ def make_table(spec: Spec, rows: Rows) -> str:
         "kernels": lambda race: _kernels(race, _arm(race, spec.options["arm"])),
     }
     if spec.kind not in makers:
-        known = ("front", "headline", "claims", "startup", "arms", *makers)
+        known = ("front", "headline", "brief", "claims", "startup", "arms", *makers)
         raise ValueError(f"there is no table {spec.kind!r}; {did_you_mean(spec.kind, known)}")
     of_arm = spec.kind == "kernels"
     _refuse_options(spec, (*SELECTING, "extra", "arm") if of_arm else (*SELECTING, "extra"))
@@ -278,6 +278,7 @@ def _origin(shown: Sequence[MeasuredRace], commands: str | None = None) -> str:
 
 
 def _headline(spec: Spec, shown: Sequence[MeasuredRace]) -> str:
+    """A row per race and the worst one; ``brief`` fits a phone, and leaves commands and intervals to the other."""
     chosen = _select(spec, shown)
     if not chosen:
         return _nothing(spec)
@@ -289,16 +290,27 @@ def _headline(spec: Spec, shown: Sequence[MeasuredRace]) -> str:
     differ = [key for key in ("workload", "dtype") if len({option(race, key) for race, _ in rows}) > 1]
 
     def named(race: MeasuredRace) -> str:
-        return ", ".join(option(race, key) for key in ("model", "input", *differ))
+        said = [option(race, key) for key in ("model", "input", *differ)]
+        return ", ".join(word for word in said if spec.kind != "brief" or word != DEFAULTS["workload"])
 
     notes = []
     if worst is not None:
         race, arm, _ = worst
-        said = cells.speedup_and_verdict(race, arm, race.best_shipped) + cells.but_wrong(arm)
-        notes.append(f"Our worst result in {cells.race_count(len(everything))}: {named(race)}, {arm.name}: {said}.")
+        said = "" if spec.kind == "brief" else f": {cells.speedup_and_verdict(race, arm, race.best_shipped)}"
+        name = f"{named(race)}, {arm.name}{said}{cells.but_wrong(arm)}"
+        notes.append(f"Our worst result in {cells.race_count(len(everything))}: {name}.")
+    origin = list(dict.fromkeys(race for race, _ in rows))
+    if spec.kind == "brief":
+        lines = [
+            [named(race) + (f", {arm.name}" if arm and arm is not race.ours else ""), *tables.brief_row(race, arm)]
+            for race, arm in rows
+        ]
+        body = tables.markdown(tables.BRIEF, lines)
+        measured_on = "; ".join(dict.fromkeys(race.machine for race in origin))
+        return "\n\n".join([body, " ".join([*notes, f"{measured_on}."])])
     notes.append("Intervals are 95 % bootstrap over rounds; a difference within the A/A noise is undetermined.")
     body = tables.markdown(tables.HEADLINE, [[named(race), *tables.headline_row(race, arm)] for race, arm in rows])
-    return "\n\n".join([body, " ".join(notes), _origin(list(dict.fromkeys(race for race, _ in rows)))])
+    return "\n\n".join([body, " ".join(notes), _origin(origin)])
 
 
 def _race(race: MeasuredRace) -> str:
@@ -383,6 +395,7 @@ VALUES: dict[str, Callable[[MeasuredRace, MeasuredArm, str], str]] = {
     "p50": lambda race, arm, against: _with_unit(arm.p50, "ms"),
     "speedup": _speedup_value,
     "compile-cold": lambda race, arm, against: _with_unit((arm.result.cold or Compile()).seconds, "s"),
+    "break-even": lambda race, arm, against: cells.calls(race.break_even(arm, arm.result.cold)),
     "start-up": lambda race, arm, against: _with_unit((arm.result.cold or Compile()).start_up, "s"),
     "memory": lambda race, arm, against: _mebibytes(arm),
     "graphs": lambda race, arm, against: cells.count((arm.result.counted or Compile()).graphs),

@@ -21,6 +21,7 @@ HEADLINE = (
     "over upstream's best tuned",
     "cold compile s, upstream full → ours",
 )
+BRIEF = ("model, input", "ms: theirs / ours", "times faster", "cold s: theirs / ours")
 DECOMPOSITION = ("step", "p50 ms", "over the row above", "over the first row", "kernels")
 KERNELS = ("kernel", "launches a call", "µs a call", "share")
 LOSS_STEPS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
@@ -255,6 +256,22 @@ def headline_row(race: MeasuredRace, ours: MeasuredArm | None) -> list[str]:
         speedup_and_verdict(race, ours, shipped) if ours else NOTHING,
         f"{speedup_and_verdict(race, ours, tuned)} ({tuned.name})" if ours and tuned else NOTHING,
         f"{before} → {cells.seconds(ours.result.cold if ours else None)}",
+    ]
+
+
+def brief_row(race: MeasuredRace, ours: MeasuredArm | None) -> list[str]:
+    """One race in the columns of ``BRIEF`` after its name: upstream's fastest arm, as shipped or tuned, beside ours."""
+    theirs = min(filter(None, (race.best_shipped, race.best_tuned)), key=lambda arm: arm.p50 or 0.0, default=None)
+    ratio = race.speedup(ours, theirs) if ours else None
+    faster = NOTHING if ours is None or ratio is None else cells.times(ratio.value)
+    if ours is not None and cells.verdict(race, ours, theirs) == "undetermined":
+        faster = "undetermined"
+    times = [significant(arm.p50) if arm else NOTHING for arm in (theirs, ours)]
+    colds = [cells.seconds(arm.result.cold if arm else None) for arm in (theirs, ours)]
+    return [
+        " / ".join(times),
+        faster,
+        NOTHING if set(colds) == {NOTHING} else " / ".join(colds),
     ]
 
 
