@@ -108,14 +108,14 @@ def _check_conv(name: str, conv: Any) -> None:
         _refuse(name, "v2", True, "only the first version of graph attention is supported")
     if type(conv) is not expected:
         _refuse(name, "convs", type(conv).__name__, f"expected {expected.__name__}")
-    if not isinstance(conv.in_channels, int):
-        _refuse(name, "in_channels", conv.in_channels, "a pair of widths is for a single SAGEConv or GATConv")
-    if conv.flow != "source_to_target":
-        _refuse(name, "flow", conv.flow, "swap the rows of edge_index instead")
-    if conv.node_dim not in (0, -2):
-        _refuse(name, "node_dim", conv.node_dim, "nodes are rows")
-    if conv.decomposed_layers != 1:
-        _refuse(name, "decomposed_layers", conv.decomposed_layers, "it changes how, not what is computed; drop it")
+    for option, fits, why in (
+        ("in_channels", isinstance(conv.in_channels, int), "a pair of widths is for a single SAGEConv or GATConv"),
+        ("flow", conv.flow == "source_to_target", "swap the rows of edge_index instead"),
+        ("node_dim", conv.node_dim in (0, -2), "nodes are rows"),
+        ("decomposed_layers", conv.decomposed_layers == 1, "it changes how, not what is computed; drop it"),
+    ):
+        if not fits:
+            _refuse(name, option, getattr(conv, option), why)
 
 
 def _input_width(name: str, conv: Any) -> int:

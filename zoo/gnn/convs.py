@@ -1,7 +1,7 @@
 """The three convolutions, to build with or inside the layers of model.py, and the normalisations between them.
 
-Each takes features and a graph: prepared tensors inside a region, and elsewhere also a CSRGraph or a raw
-``edge_index``, which it prepares and remembers.
+Each takes features and a graph: prepared tensors inside a region, elsewhere also a CSRGraph or a raw ``edge_index``,
+which it prepares and remembers. Arguments are torch-geometric's.
 
 Shape legend: N nodes (S sources and D destinations where they differ), E edges, C channels, H heads.
 """
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo import validate
-from zoo.gnn.graph import CSRGraph, GraphMemory, Recipe, check_features, check_nodes
+from zoo.gnn.graph import CSRGraph, GraphMemory, Recipe, check_nodes
 from zoo.ops.common import accumulation_dtype, kernels_run
 from zoo.ops.csr import GraphTensors, Own, attention, max_neighbours, mean_neighbours, sum_neighbours
 
@@ -30,10 +30,7 @@ MANY_NODES = 2**16
 
 
 class _Conv(nn.Module):
-    """What the convolutions share: how a graph becomes tensors.
-
-    A convolution is a product with weights and a sum over edges, in the order that moves fewer values.
-    """
+    """How a graph becomes tensors. The product comes before or after the sum, where edges move fewer values."""
 
     recipe: Recipe
 
@@ -56,7 +53,7 @@ class _Conv(nn.Module):
             return graph
         for x, linear in features:
             if linear is not None:
-                check_features(x, linear.in_features, linear.weight)
+                validate.tensor("x", x, f"N {linear.in_features}", kinds="floating", like=linear.weight)
             elif not isinstance(x, Tensor):
                 raise TypeError(f"x of the destinations is a {type(x).__name__}, expected a tensor: torch.empty(D, 0)")
         prepared = self._memory.prepare(graph, edge_weight, [x for x, _ in features], self.recipe)
@@ -69,15 +66,9 @@ class _Conv(nn.Module):
 class GCNConv(_Conv):
     """Graph convolution of Kipf and Welling (https://arxiv.org/abs/1609.02907), torch-geometric's ``GCNConv``.
 
-    Args:
-        in_channels: Width of the input.
-        out_channels: Width of the output.
-        improved: Added self-loops weigh 2; without edge weights it has no effect, as in torch-geometric.
-        add_self_loops: Give each node that has none a self-loop; follows ``normalize`` when left out.
-        normalize: Weigh edges by the symmetric degree normalisation.
-        bias: Add a bias.
-        input_layer: The features are data and need no gradient: at equal widths neighbours are summed first, so that
-            the backward need not walk the edges.
+    Self-loops follow ``normalize`` when left out. ``input_layer``: the features need no gradient, so at equal widths
+    neighbours are summed first, and the backward need not walk the edges. ``improved`` self-loops weigh 2, on graphs
+    with edge weights alone.
     """
 
     def __init__(
@@ -113,15 +104,8 @@ class GCNConv(_Conv):
 class SAGEConv(_Conv):
     """GraphSAGE convolution (https://arxiv.org/abs/1706.02216), torch-geometric's ``SAGEConv``.
 
-    Args:
-        in_channels: Width of the input, or of (sources, destinations).
-        out_channels: Width of the output.
-        aggr: ``"mean"``, ``"max"`` or ``"sum"`` over neighbours.
-        normalize: Divide each row of the output by its Euclidean norm.
-        root_weight: Add the node's own features, times a weight.
-        project: Pass sources through a linear layer and relu first.
-        bias: Add a bias.
-        input_layer: As for ``GCNConv``.
+    ``in_channels`` may be (sources, destinations), ``aggr`` is ``"mean"``, ``"max"`` or ``"sum"``, and ``input_layer``
+    is as for ``GCNConv``.
     """
 
     def __init__(
@@ -201,16 +185,9 @@ class SAGEConv(_Conv):
 class GATConv(_Conv):
     """Graph attention (https://arxiv.org/abs/1710.10903), torch-geometric's ``GATConv`` without edge features.
 
-    Args:
-        in_channels: Width of the input, or of (sources, destinations), which then have weights of their own.
-        out_channels: Width of one head's output.
-        heads: Number of heads.
-        concat: Put heads side by side; else their mean is taken.
-        negative_slope: Of the leaky relu on scores.
-        dropout: Probability that a neighbour is left out in training.
-        add_self_loops: Every node attends to itself, exactly once.
-        bias: Add a bias.
-        residual: Add the node's own features, times a weight.
+    ``out_channels`` is the width of one head; heads stand side by side, or with ``concat=False`` their mean is taken.
+    ``in_channels`` may be (sources, destinations), which then have weights of their own. In training a neighbour is
+    left out with probability ``dropout``.
     """
 
     def __init__(
@@ -258,8 +235,7 @@ class GATConv(_Conv):
         sources, own = x if isinstance(x, tuple) else (x, x)
         of_sources, of_own = self._linears
         graph = self._tensors(graph, edge_weight, (sources, of_sources), (own, of_own))
-        # Scores are linear in the features: a product of the weights gives them in the same pass. In TF32
-        # (torch.set_float32_matmul_precision("high")) they differ from torch-geometric's by 1e-4, with the same error.
+        # Scores are linear in the features: a product of the weights gives them in the same pass.
         weight, a_destination = of_sources.weight, None
         if isinstance(x, Tensor) and of_own is of_sources:
             table = F.linear(x, torch.cat([weight, _score_weights(weight, self.att_src, self.att_dst)]))
@@ -307,15 +283,10 @@ def _add(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class GraphBatchNorm(nn.BatchNorm1d):
-    """Batch normalisation over nodes, torch-geometric's ``BatchNorm``. [N, C] -> [N, C].
+    """Batch normalisation over nodes, torch-geometric's ``BatchNorm``: [N, C] -> [N, C], ``momentum`` is a number.
 
-    Where the last rows are padding, the first ``rows`` nodes give the statistics. The host does not know their number,
-    so a single node is not refused there: it becomes the bias.
-
-    Args:
-        channels: C.
-        eps, momentum, affine, track_running_stats: As for ``nn.BatchNorm1d``; ``momentum`` must be a number.
-        allow_single_element: Normalise a single node in training by the running statistics; else it is refused.
+    ``allow_single_element`` normalises a single node in training by the running statistics; else it is refused. Where
+    the last rows are padding the host does not know the number of nodes, and a single one becomes the bias.
     """
 
     def __init__(
@@ -367,13 +338,10 @@ class GraphBatchNorm(nn.BatchNorm1d):
 
 
 class GraphLayerNorm(nn.Module):
-    """Layer normalisation, torch-geometric's ``LayerNorm``. [N, C] -> [N, C].
+    """Layer normalisation, torch-geometric's ``LayerNorm``: [N, C] -> [N, C].
 
-    Args:
-        channels: C.
-        eps: Added to the standard deviation (graph) or to the variance (node).
-        affine: Have a weight and a bias.
-        mode: ``"graph"``: over all nodes and channels; ``"node"``: over the channels of each node.
+    Over all nodes and channels (``mode="graph"``, eps added to the deviation), or over the channels of each node
+    (``"node"``, eps added to the variance).
     """
 
     def __init__(self, channels: int, eps: float = 1e-5, affine: bool = True, mode: str = "graph") -> None:
