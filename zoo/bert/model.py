@@ -57,11 +57,8 @@ def _sized(common: dict[str, Any], layers: int, width: int, **options: Any) -> B
 
 PRESETS: dict[str, BertConfig] = {
     "bert-debug": BertConfig(
-        **{**_BERT, "vocab_size": 128, "max_position_embeddings": 64},
-        num_hidden_layers=3,
-        hidden_size=32,
-        num_attention_heads=4,
-        intermediate_size=48,
+        **{**_BERT, "vocab_size": 128, "max_position_embeddings": 64}, num_hidden_layers=3, hidden_size=32,
+        num_attention_heads=4, intermediate_size=48,
     ),
     # https://arxiv.org/abs/1908.08962
     "bert-tiny": _sized(_BERT, 2, 128),
@@ -74,11 +71,10 @@ PRESETS: dict[str, BertConfig] = {
     "bert-large": _sized(_BERT, 24, 1024),
     "roberta-base": _sized(_ROBERTA, 12, 768),
     "roberta-large": _sized(_ROBERTA, 24, 1024),
-}
+}  # fmt: skip
 
 
-# Embeddings and the other heads run once per call and take little of its time. Compiling a region of one kernel takes
-# about as long as one of five, and would not pay off.
+# Embeddings and the other heads run once per call and take little of its time: compiling them would not pay off.
 REGIONS = (
     Region(
         BertLayer,
@@ -119,10 +115,8 @@ class Bert(nn.Module):
         """Encode a batch, score it, and compare it with labels.
 
         Returns ``Encoding``, ``TokenScores``, ``SequenceScores`` or ``Spans``, by the head. What belongs to tokens is
-        [B, T, ...], or [N, ...] for a packed batch; ``unpack`` puts the padding back.
-
-        A mask on the host that hides nothing counts as none. On a device a mask is never looked at: leave it out where
-        all rows are full.
+        [B, T, ...], or [N, ...] for a packed batch. A mask on the host that hides nothing counts as none; one on a
+        device is never looked at: leave it out where all rows are full.
 
         Args:
             input_ids: [B, T] integers, or a batch of ``pack``, which brings its own types and positions.
@@ -153,7 +147,6 @@ class Bert(nn.Module):
             if position_ids is None and config.first_position:
                 position_ids = counted_positions(input_ids, config.first_position - 1)
             x = self._embed(input_ids, token_type_ids, position_ids)
-            # A mask on the host that hides nothing is left out; one on a device is never read.
             if attention_mask is not None and not (validate.on_host(attention_mask) and (attention_mask != 0).all()):
                 mask = key_mask(attention_mask, x)
         for layer in self.layers:
@@ -164,11 +157,9 @@ class Bert(nn.Module):
         self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None, *, buckets: Sequence[int] | None = None, **labels: Tensor | None,
     ) -> Output:  # fmt: skip
-        """Like a call on the padded batch, with the padding taken out before it and put back, as zeros, after it.
+        """Like a call on the padded batch [B, T], with the padding taken out before and put back, as zeros, after.
 
-        Takes ``input_ids`` [B, T], on a device this waits for it; ``attention_mask``, ``token_type_ids``,
-        ``position_ids`` and ``buckets`` as ``pack`` does; ``labels``, ``start_positions`` and ``end_positions`` as a
-        call does.
+        Waits for a device. Takes ``buckets`` as ``pack`` does, and labels as a call does.
         """
         batch = pack(input_ids, attention_mask, token_type_ids, position_ids, config=self.config, buckets=buckets)
         output: Output = self(batch, **labels)
@@ -239,7 +230,7 @@ def _check_inputs(
 def example_inputs(model: Bert, *, batch: int = 2, tokens: int = 16, seed: int = 0) -> dict[str, Tensor]:
     """Ids, mask and token types of two segments, [batch, tokens] each; the same on every device.
 
-    Rows end between half of ``tokens`` and all of it, the last before it; of several rows the first is full.
+    Rows end between half of ``tokens`` and all of it, the last before it; of several the first is full.
     """
     config, most = model.config, model.config.positions
     if batch < 1 or not 1 <= tokens <= most:
