@@ -1,7 +1,7 @@
-"""Weights and configs from and to transformers' Llama, Mistral, Qwen2 and Qwen3, and weights in 8 bits.
+"""To and from transformers' Llama, Mistral, Qwen2 and Qwen3, and weights in 8 bits.
 
-transformers is imported when it is first needed. Its queries, keys and values, and its two halves of the MLP, are rows
-of one tensor each here.
+transformers is imported when it is needed. Its queries, keys and values, and its two halves of the MLP, are rows of one
+tensor each here.
 """
 
 import dataclasses
@@ -82,7 +82,7 @@ def reset_buffers(module: Any) -> None:
 
 
 def read_config(folder: Path, **overrides: Any) -> LLMConfig:
-    """The config of a checkpoint folder, as transformers reads its ``config.json``, with some fields replaced."""
+    """The config of a checkpoint folder's ``config.json``, with some fields replaced."""
     import transformers
 
     config = convert_config(transformers.AutoConfig.from_pretrained(folder, local_files_only=True))
@@ -198,11 +198,8 @@ def quantize_int8(model: LLM) -> LLM:
     """Round the weights of all products to int8, one scale per row, in place, and return the model.
 
     Outputs change a little. Activations, the cache, norms and the embedding stay as they are; so does an output product
-    tied to the embedding. A rounded model cannot be saved or converted.
-
-    Raises:
-        ImportError: If torchao is not installed.
-        TypeError, ValueError: If the model is not of this family, or its regions are compiled already.
+    tied to the embedding. A rounded model cannot be saved or converted. Needs torchao (ImportError); TypeError or
+    ValueError if the model is not of this family, or its regions are compiled already.
     """
     try:
         from torchao import quantization  # type: ignore[import-not-found, import-untyped]
