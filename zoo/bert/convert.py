@@ -194,7 +194,7 @@ def write_config(config: BertConfig, dtype: torch.dtype, folder: Path) -> None:
 
 
 def _base(config: BertConfig) -> str:
-    """What transformers puts before the encoder's names."""
+    """The prefix of the encoder's names in transformers."""
     return "" if config.head in ("none", "pooled") else config.kind + "."
 
 

@@ -255,7 +255,7 @@ def rows_of(offsets: Tensor, longest: int, tokens: int, like: Tensor, head_dim: 
     starts, ends = offsets[:-1, None].long(), offsets[1:, None].long()
     place = torch.arange(longest, device=offsets.device)
     token = starts + place
-    # An empty row shows its first place: a softmax over nothing would be NaN, and so would be gradients through it.
+    # An empty row shows its first place: a softmax over nothing would be NaN.
     there = (token < ends) | (place == 0)
     table = torch.where(there, token, 0).clamp(max=tokens - 1)
     index = torch.arange(tokens, device=offsets.device)

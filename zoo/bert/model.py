@@ -138,7 +138,7 @@ class Bert(nn.Module):
             check_labels(config, labels, start_positions, end_positions, batch.rows, batch.length, tokens)
             if labels is not None and config.head in ("masked-lm", "token-classification") and labels.dim() == 2:
                 labels = batch.take(labels, fill=-100)
-            x = self._embed(batch.input_ids, batch.token_type_ids, batch.position_ids)
+            x = self.embeddings(*map(_match_mode, (batch.input_ids, batch.token_type_ids, batch.position_ids)))
             rows = rows_of(batch.offsets, batch.length, tokens, x, config.hidden_size // config.num_attention_heads)
             rows = rows._replace(offsets=_match_mode(rows.offsets))
         else:
@@ -146,7 +146,7 @@ class Bert(nn.Module):
             check_labels(config, labels, start_positions, end_positions, count, length, None)
             if position_ids is None and config.first_position:
                 position_ids = counted_positions(input_ids, config.first_position - 1)
-            x = self._embed(input_ids, token_type_ids, position_ids)
+            x = self.embeddings(*map(_match_mode, (input_ids, token_type_ids, position_ids)))
             if attention_mask is not None and not (validate.on_host(attention_mask) and (attention_mask != 0).all()):
                 mask = key_mask(attention_mask, x)
         for layer in self.layers:
@@ -164,9 +164,6 @@ class Bert(nn.Module):
         batch = pack(input_ids, attention_mask, token_type_ids, position_ids, config=self.config, buckets=buckets)
         output: Output = self(batch, **labels)
         return unpack(output, batch)
-
-    def _embed(self, ids: Tensor, types: Tensor | None, positions: Tensor | None) -> Tensor:
-        return self.embeddings(_match_mode(ids), _match_mode(types), _match_mode(positions))
 
     def _score(
         self, x: Tensor, labels: Tensor | None, start: Tensor | None, end: Tensor | None, batch: PackedBatch | None

@@ -57,9 +57,12 @@ def config_of(module: Any) -> GNNConfig:
         _refuse(name, "num_layers", module.num_layers, f"there are {len(convs)} convolutions")
     if module.jk_mode not in (None, "last", "cat", "max"):
         _refuse(name, "jk", module.jk_mode, "None, 'last', 'cat' and 'max' are supported")
+    first = convs[0].lin_l if hasattr(convs[0], "lin_l") else convs[0].lin
+    if isinstance(first.weight, nn.UninitializedParameter):
+        _refuse(name, "in_channels", -1, "its weights do not exist yet; call the model once first")
     ends_in_conv = module.jk_mode is None and getattr(module, "_is_conv_to_out", False)
     shared: dict[str, Any] = {
-        "in_channels": _input_width(name, convs[0]),
+        "in_channels": int(first.weight.shape[1]),
         "hidden_channels": module.hidden_channels,
         "num_layers": module.num_layers,
         "out_channels": module.out_channels if ends_in_conv or module.jk_mode is not None else None,
@@ -116,13 +119,6 @@ def _check_conv(name: str, conv: Any) -> None:
     ):
         if not fits:
             _refuse(name, option, getattr(conv, option), why)
-
-
-def _input_width(name: str, conv: Any) -> int:
-    linear = conv.lin_l if hasattr(conv, "lin_l") else conv.lin
-    if isinstance(linear.weight, nn.UninitializedParameter):
-        _refuse(name, "in_channels", -1, "its weights do not exist yet; call the model once first")
-    return int(linear.weight.shape[1])
 
 
 def _activation(name: str, act: Any) -> dict[str, Any]:

@@ -21,12 +21,10 @@ from zoo.ops.common import accumulation_dtype, kernels_run
 from zoo.ops.csr import GraphTensors, Own, attention, max_neighbours, mean_neighbours, sum_neighbours
 
 Graph: TypeAlias = GraphTensors | CSRGraph | Tensor
-# A sampled batch's, one a layer.
-Graphs: TypeAlias = tuple[GraphTensors, ...]
+Graphs: TypeAlias = tuple[GraphTensors, ...]  # of a sampled batch, one for each layer
 Features: TypeAlias = Tensor | tuple[Tensor, Tensor]
-# Values in 16 bytes of half precision; and the nodes from which on the launch that pads the weights pays off.
-VECTOR = 8
-MANY_NODES = 2**16
+VECTOR = 8  # values of half precision in 16 bytes
+MANY_NODES = 2**16  # from here on padding the weights pays off
 
 
 class _Conv(nn.Module):
@@ -46,7 +44,7 @@ class _Conv(nn.Module):
     def _tensors(
         self, graph: Graph, edge_weight: Tensor | None, *features: tuple[Tensor, nn.Linear | None]
     ) -> GraphTensors:
-        """Prepare a graph. Features of sources, and of destinations, come with the layer that takes them."""
+        """Prepare a graph; each of sources and destinations comes with the layer that takes its features."""
         if isinstance(graph, GraphTensors):
             if edge_weight is not None:
                 raise ValueError("edge_weight was given with prepared tensors; use graph.with_weights(edge_weight)")
@@ -119,11 +117,11 @@ class SAGEConv(_Conv):
         self.recipe = Recipe(mean=aggr == "mean", weighted=False)
         self.aggr = aggr
         self.normalize = normalize
-        # Mean and sum are linear and may follow the weight; edges move the narrower side. A maximum must come first.
+        # Mean and sum may follow the weight, so that edges move the narrower side; a maximum may not.
         self.aggregate_first = (
             aggr == "max" or sources < out_channels or (input_layer and sources == out_channels and not project)
         )
-        # One product serves neighbours and the node itself, where both have the same features.
+        # One product serves neighbours and the node itself.
         self.in_one = isinstance(in_channels, int) and root_weight and not project and aggr != "max"
         self.lin = nn.Linear(sources, sources) if project else None
         self.lin_l = nn.Linear(sources, out_channels, bias=bias)
@@ -249,7 +247,7 @@ class GATConv(_Conv):
 
     @property
     def _linears(self) -> tuple[nn.Linear, nn.Linear]:
-        """Of sources and of destinations."""
+        """The linear layers of sources and of destinations."""
         if self.lin is not None:
             return self.lin, self.lin
         assert self.lin_src is not None and self.lin_dst is not None
@@ -264,10 +262,9 @@ def _score_weights(weight: Tensor, *vectors: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, *weights: Tensor) -> Tensor:
-    """Features x [N, C_in] times K weights [C_out, C_in], side by side: [N, K C], where C is C_out or a little more.
+    """Features [N, C_in] times K weights [C_out, C_in], side by side: [N, K C], where C is C_out or a little more.
 
-    Of many nodes on a GPU the rows, and each weight's part of them, start at whole vectors, which the product writes
-    and the edges read faster than value by value: zeros follow up to the next multiple.
+    For many nodes on a GPU zeros pad each weight's part to whole vectors, which are written and read faster.
     """
     missing = -weights[0].shape[0] % VECTOR
     if missing and x.shape[0] >= MANY_NODES and kernels_run(x):

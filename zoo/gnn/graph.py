@@ -162,8 +162,7 @@ class CSRGraph:
         self.recipe = recipe
         self.weight_dtype = weight_dtype
         self.is_square = structure.sizes[0] == structure.sizes[1]
-        self._tensors: GraphTensors | None = None
-        self._tensors_for_grad: GraphTensors | None = None
+        self._ready: dict[bool, GraphTensors] = {}  # without and with the transpose
 
     @classmethod
     def from_edge_index(
@@ -229,12 +228,9 @@ class CSRGraph:
             if learn and self._edges.transposed is None:
                 self._prepare()
             return self._build(learn)
-        ready = self._tensors_for_grad if learn else self._tensors
-        if ready is None:
+        if learn not in self._ready:
             self._prepare()
-            ready = self._tensors_for_grad if learn else self._tensors
-            assert ready is not None
-        return ready
+        return self._ready[learn]
 
     @dynamo_disabled
     def _prepare(self) -> None:
@@ -245,21 +241,17 @@ class CSRGraph:
             edges = self._edges
             if learn:
                 edges.transpose()
-            if not self._differentiable:
-                self._tensors = self._tensors or self._remembered(False)
-                if learn:
-                    self._tensors_for_grad = self._tensors_for_grad or self._remembered(True)
-
-    def _remembered(self, transpose: bool) -> GraphTensors:
-        key = self.recipe, self.weight_dtype, transpose
-        if key not in self._derived:
-            self._derived[key] = self._build(transpose)
-        return self._derived[key]
+            for transpose in () if self._differentiable else (False, True)[: 1 + learn]:
+                key = self.recipe, self.weight_dtype, transpose
+                if key not in self._derived:
+                    self._derived[key] = self._build(transpose)
+                self._ready[transpose] = self._derived[key]
 
     def _build(self, transpose: bool) -> GraphTensors:
         structure = self._edges
-        if transpose and self._tensors is not None:
-            return self._tensors._replace(transpose=_weighted(structure.transpose(), self._tensors.weight))
+        if transpose and False in self._ready:
+            plain = self._ready[False]
+            return plain._replace(transpose=_weighted(structure.transpose(), plain.weight))
         source, destination, origin = structure.edges
         weight = None
         if self._edge_weight is not None:
@@ -320,7 +312,7 @@ class CSRGraph:
             structure = self._structure.to(device)
         derived = structure.unweighted if weight is None else {}
         moved = CSRGraph(structure, weight, self.recipe, self.weight_dtype, derived)
-        if self._tensors is not None:
+        if self._ready:
             with torch.no_grad():
                 moved._prepare()
         return moved

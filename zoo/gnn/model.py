@@ -231,8 +231,7 @@ class GNNLayer(nn.Module):
         return x if self.epilogue is None else self.epilogue(x, graph.rows)
 
 
-# A graph has few kernels, which this process compiles before a worker could start. They are passes over memory, as fast
-# in one block size as in another.
+# A graph has few kernels, which this process compiles before a worker could start. Their block size does not matter.
 _PASSES: dict[str, Any] = {"compile_threads": 1, "autotune_pointwise": False}
 REGIONS = (
     Region(GNNLayer, graphs=3, why="product, sum over edges and epilogue: first, last and all other layers", **_PASSES),
