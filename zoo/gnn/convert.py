@@ -31,15 +31,12 @@ def skeleton(config: GNNConfig) -> nn.Module:
     import torch_geometric.nn as pyg
 
     (name,) = (name for name, (cls, _, _) in _MODELS.items() if cls is type(config))
-    options = {
-        field.name: getattr(config, field.name)
-        for field in dataclasses.fields(config)
-        if field.name not in ("act_kwargs", "norm_kwargs")
-    }
+    options = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    del options["act_kwargs"]
     options["act"] = None if config.act is None else ACTIVATIONS[config.act](**config.act_kwargs)
+    options["norm_kwargs"] = dict(config.norm_kwargs)
     with torch.device("meta"):
-        module: nn.Module = getattr(pyg, name)(**options, norm_kwargs=dict(config.norm_kwargs))
-    return module
+        return getattr(pyg, name)(**options)
 
 
 def config_of(module: Any) -> GNNConfig:
@@ -151,10 +148,10 @@ def _norm(name: str, module: Any) -> dict[str, Any]:
     kinds: set[tuple[Any, ...]] = set()
     for each in hidden:
         if type(each) is pyg.BatchNorm:
-            inner, kind = each.module, "batch"
-            options = {key: getattr(inner, key) for key in ("eps", "momentum", "affine", "track_running_stats")} | {
-                "allow_single_element": each.allow_single_element
-            }
+            if each.allow_single_element:
+                _refuse(name, "norm_kwargs", {"allow_single_element": True}, "one node has no variance")
+            kind, own = "batch", ("eps", "momentum", "affine", "track_running_stats")
+            options = {key: getattr(each.module, key) for key in own}
         elif type(each) is pyg.LayerNorm:
             kind, options = "layer", {key: getattr(each, key) for key in ("eps", "affine", "mode")}
         else:

@@ -282,20 +282,17 @@ def _add(x: Tensor, bias: Tensor | None) -> Tensor:
 class GraphBatchNorm(nn.BatchNorm1d):
     """Batch normalisation over nodes, torch-geometric's ``BatchNorm``: [N, C] -> [N, C], ``momentum`` is a number.
 
-    ``allow_single_element`` normalises a single node in training by the running statistics; else it is refused. Where
-    the last rows are padding the host does not know the number of nodes, and a single one becomes the bias.
+    A single node is refused in training. Where the last rows are padding the host does not know the number of nodes,
+    and a single one becomes the bias.
     """
 
     def __init__(
         self, channels: int, eps: float = 1e-5, momentum: float = 0.1, affine: bool = True,
-        track_running_stats: bool = True, allow_single_element: bool = False,
+        track_running_stats: bool = True,
     ) -> None:  # fmt: skip
         if momentum is None:
             raise ValueError("norm_kwargs has momentum=None, a cumulative average that reads the device at each step")
-        if allow_single_element and not track_running_stats:
-            raise ValueError("norm_kwargs has allow_single_element=True, which needs track_running_stats=True")
         super().__init__(channels, eps, momentum, affine, track_running_stats)
-        self.allow_single_element = allow_single_element
 
     @property
     def over_nodes(self) -> bool:
@@ -304,11 +301,7 @@ class GraphBatchNorm(nn.BatchNorm1d):
 
     def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
         """Features [N, C] -> [N, C]; ``rows`` [] int64, how many of them are nodes, or None for all."""
-        if rows is not None and self.over_nodes:
-            return self._over_first(x, rows)
-        if self.allow_single_element and x.shape[0] <= 1:
-            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
-        return super().forward(x)
+        return self._over_first(x, rows) if rows is not None and self.over_nodes else super().forward(x)
 
     def _over_first(self, x: Tensor, rows: Tensor) -> Tensor:
         values, is_node = x.to(accumulation_dtype(x.dtype)), _is_node(x, rows)
@@ -317,17 +310,11 @@ class GraphBatchNorm(nn.BatchNorm1d):
         variance = torch.where(is_node, values - mean, 0).square().sum(dim=0) / rows
         if self.training and self.running_mean is not None:
             assert self.running_var is not None and self.num_batches_tracked is not None and self.momentum is not None
-            if self.allow_single_element:
-                alone = rows < 2
-                mean = torch.where(alone, self.running_mean, mean)
-                variance = torch.where(alone, self.running_var, variance)
             with torch.no_grad():
                 unbiased = variance * (rows / (rows - 1).clamp(min=1))
-                if self.allow_single_element:
-                    unbiased = torch.where(alone, self.running_var, unbiased)
                 self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
                 self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)
-                self.num_batches_tracked.add_(rows > 1 if self.allow_single_element else 1)
+                self.num_batches_tracked.add_(1)
         out = (values - mean) * torch.rsqrt(variance + self.eps)
         if self.weight is not None:
             out = out * self.weight + self.bias

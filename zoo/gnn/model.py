@@ -285,12 +285,8 @@ class _Model(nn.Module):
         if isinstance(edge_index, tuple):
             return self._sampled(x, edge_index, edge_weight)
         graph = edge_index
-        if (
-            not isinstance(graph, CSRGraph)
-            or edge_weight is not None
-            or graph.recipe != self.recipe
-            or graph.weight_dtype != accumulation_dtype(x.dtype)
-        ):
+        wanted = self.recipe, accumulation_dtype(x.dtype)
+        if not isinstance(graph, CSRGraph) or edge_weight is not None or (graph.recipe, graph.weight_dtype) != wanted:
             graph = self._memory.prepare(graph, edge_weight, (x,), self.recipe)
         if not graph.is_square:
             raise ValueError(

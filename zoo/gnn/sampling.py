@@ -48,10 +48,10 @@ class Bucket(NamedTuple):
 
     def holds(self, other: Bucket) -> bool:
         """True if a batch of the other's sizes fits."""
-        both = zip(other.layers, self.layers, strict=True)
-        return other.nodes <= self.nodes and all(
-            rows <= most_rows and edges <= most_edges for (rows, edges), (most_rows, most_edges) in both
-        )
+        pairs = [(other.nodes, self.nodes)]
+        for theirs, ours in zip(other.layers, self.layers, strict=True):
+            pairs += zip(theirs, ours, strict=True)
+        return all(size <= room for size, room in pairs)
 
 
 class SampledBatch(NamedTuple):
@@ -113,11 +113,9 @@ class Drawn(NamedTuple):
         rowptr[0] = 0
         torch.cumsum(self.counts, 0, out=rowptr[1 : rows + 1])
         first = GraphTensors(
-            rowptr=rowptr,
-            source=_pad(self.source, most_edges),
-            destination=_pad(_destinations(self.counts, edges), most_edges),
+            rowptr, _pad(self.source, most_edges), _pad(_destinations(self.counts, edges), most_edges),
             inverse_degree=rowptr.diff().clamp(min=1).float().reciprocal(),
-        )
+        )  # fmt: skip
         graphs, sources = [], bucket.nodes
         for sizes, (rows, edges) in zip(self.sizes.layers, bucket.layers, strict=True):
             graphs.append(_first_rows(first, rows, edges, sizes, sources))
@@ -214,11 +212,8 @@ class NeighborSampler:
         self.fanouts, self.batch_size = tuple(fanouts), batch_size
         self.shuffle, self.seed, self.workers = shuffle, seed, workers
         most = self._largest_bucket()
-        self.buckets: list[Bucket] = (
-            self._measured_buckets(most)
-            if buckets is None
-            else sorted(_bucket(bucket, most, batch_size) for bucket in buckets)
-        )
+        fixed = None if buckets is None else sorted(_bucket(each, most, batch_size) for each in buckets)
+        self.buckets: list[Bucket] = self._measured_buckets(most) if fixed is None else fixed
         if not any(bucket.holds(most) for bucket in self.buckets):
             largest = self.buckets[-1] if self.buckets else None
             raise ValueError(f"a batch may need {most}, but the largest bucket is {largest}")
