@@ -225,8 +225,8 @@ def example_inputs(
     """
     config = model.config
     if size is None:
-        trained = config.sample_size
-        size = 64 if trained is None else trained if isinstance(trained, int) else trained[0]
+        trained = config.sample_size or 64
+        size = trained if isinstance(trained, int) else trained[0]
     if batch < 1 or tokens < 1 or size < 1 or size % config.reduction:
         given = f"batch is {batch}, tokens {tokens}, size {size}"
         raise ValueError(f"{given}: expected 1 or more, and size divisible by {config.reduction}")
@@ -383,10 +383,8 @@ def _check_residuals(
     ends = [*config.skips(), (config.block_out_channels[-1], config.reduction)]
     if len(residuals) != len(ends) - 1:
         raise ValueError(f"down_block_additional_residuals has {len(residuals)} tensors, expected {len(ends) - 1}")
-    for index, (residual, (channels, size)) in enumerate(zip((*residuals, middle), ends, strict=True)):
-        name = (
-            f"down_block_additional_residuals[{index}]" if index < len(residuals) else "mid_block_additional_residual"
-        )
+    names = [*(f"down_block_additional_residuals[{i}]" for i in range(len(residuals))), "mid_block_additional_residual"]
+    for name, residual, (channels, size) in zip(names, (*residuals, middle), ends, strict=True):
         shape = f"{batch} {channels} {height // size} {width // size}"
         validate.tensor(name, residual, shape, like=sample.device, like_name="sample")
 

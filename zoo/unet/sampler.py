@@ -14,7 +14,6 @@ on to the next, the latents first, S channels of all shifts, V values of a probe
 
 import math
 import warnings
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -177,8 +176,9 @@ def _matrices(of_latents: Tensor, of_outputs: Tensor) -> Tensor:
 
     Columns are the latents of this step, of the one before and so on, then outputs from the oldest to this step's.
     """
-    steps = len(of_latents)
-    latents, outputs = (1 + _longest_lag(shares) for shares in (of_latents, of_outputs))
+    steps, both = len(of_latents), (of_latents, of_outputs)
+    # The longest lag of a share that is not zero.
+    latents, outputs = (1 + max((i - j for i, j in shares.nonzero().tolist()), default=0) for shares in both)
     kept = latents + outputs - 1
     matrices = torch.zeros(steps, kept, kept + 1, dtype=torch.float64)
     for lag in range(latents):
@@ -188,15 +188,6 @@ def _matrices(of_latents: Tensor, of_outputs: Tensor) -> Tensor:
     for row in range(1, kept):
         matrices[:, row, row - 1 if row < latents else row + 1] = 1.0
     return matrices
-
-
-def _longest_lag(shares: Tensor) -> int:
-    step, earlier = shares.nonzero(as_tuple=True)
-    return int((step - earlier).max()) if len(step) else 0
-
-
-# Steps that the host is ahead of the device while it shows progress, so that the device never waits.
-_AHEAD = 2
 
 
 class DenoiseState:
@@ -295,7 +286,7 @@ class Sampler:
     def __call__(
         self, text: Tensor, negative: Tensor | None = None, *, added: Mapping[str, Tensor] | None = None,
         negative_added: Mapping[str, Tensor] | None = None, latents: Tensor | None = None, seed: int = 0,
-        schedule: Schedule | None = None, guidance_scale: float | None = None, progress: bool = False,
+        schedule: Schedule | None = None, guidance_scale: float | None = None,
     ) -> Tensor:  # fmt: skip
         """Run all steps: latents [B, C, H, W] float32, for a VAE once divided by its scaling factor.
 
@@ -310,7 +301,6 @@ class Sampler:
             seed: Of the noise, drawn on the host: the same on every device, beside the global random state.
             schedule: In place of the sampler's.
             guidance_scale: In place of the sampler's.
-            progress: Show a bar; the host then waits for the device, but never the device for the host.
 
         Raises:
             TypeError, ValueError: If an input is missing or does not fit, before any step runs.
@@ -347,7 +337,7 @@ class Sampler:
                     self.captures += 1
                 self._state = state
             state.begin(schedule, noise, shifts, keys_values, scale)
-            self._run(state, schedule.steps, guided, progress)
+            self._run(state, schedule.steps, guided)
         return state.tracks[0].clone()
 
     def _joined_texts(self, texts: Mapping[str, Any]) -> Tensor:
@@ -383,27 +373,9 @@ class Sampler:
                 parts.append(rows)
         return {key: torch.cat(parts) for key, parts in joined.items()} or None
 
-    def _run(self, state: DenoiseState, steps: int, guided: bool, progress: bool) -> None:
-        step = denoise_step if self._step is None else self._step
-        if not progress:
-            for _ in range(steps):
-                step(self.model, state, guided)
-            return
-        from tqdm.auto import tqdm
-
-        running: deque[torch.cuda.Event] = deque()
-        with tqdm(total=steps, desc="sampling", unit="step") as bar:
-            for _ in range(steps):
-                step(self.model, state, guided)
-                if self.model.device.type == "cuda":
-                    running.append(torch.cuda.current_stream(self.model.device).record_event())
-                    if len(running) <= _AHEAD:
-                        continue
-                    running.popleft().synchronize()
-                bar.update()
-            for event in running:
-                event.synchronize()
-                bar.update()
+    def _run(self, state: DenoiseState, steps: int, guided: bool) -> None:
+        for _ in range(steps):
+            (self._step or denoise_step)(self.model, state, guided)
 
 
 def _check_model(model: UNet, shape: tuple[int, ...]) -> None:
