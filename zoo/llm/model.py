@@ -182,11 +182,10 @@ class LLMLayer(nn.Module):
         """The block for one new token in each of few rows: x [B, C] -> [B, C]."""
         qkv, norm, norm_after = self.qkv_proj, self.input_layernorm, self.post_attention_layernorm
         head_norms = [None if each is None else each.weight for each in (self.q_norm, self.k_norm)]
-        out: Tensor = decode_layer(
+        return decode_layer(
             x, cache, positions, rotary, norm.weight, qkv.weight, qkv.bias, *head_norms, self.o_proj.weight,
             norm_after.weight, self.gate_up_proj.weight, self.down_proj.weight, norm.eps, self.heads, self.window,
         )  # fmt: skip
-        return out
 
 
 class LLMHead(nn.Module):
@@ -235,9 +234,7 @@ def _add_linear(x: Tensor, hidden: Tensor, linear: nn.Module) -> Tensor:
 
 
 REGIONS = (
-    Region(
-        LLMLayer, graphs=1, why="equal blocks: one graph for prefill, one for a decode step, one for scoring, any depth"
-    ),
+    Region(LLMLayer, graphs=1, why="one graph for prefill, one for a decode step, one for scoring, at any depth"),
     Region(LLMHead, graphs=1, why="the last norm and the widest product, on the positions that are kept"),
 )
 

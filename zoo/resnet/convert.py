@@ -119,8 +119,7 @@ def transforms(weights: Any) -> Callable[[Any], Tensor]:
     found = _member(weights) or (_enum_of(weights).get("DEFAULT") if isinstance(weights, str) else None)
     if found is None:
         raise ValueError(f"weights is {weights!r}; pass an enum of torchvision's, its full name, or a preset")
-    preprocessing: Callable[[Any], Tensor] = found.transforms()
-    return preprocessing
+    return found.transforms()
 
 
 def find_weights(name: str, weights: Any) -> Path | None:

@@ -355,7 +355,12 @@ class ResNet(nn.Module):
         self.stem = Stem(config)
         self.stages = nn.ModuleList(ResNetStage(config, shapes) for shapes in config.stages())
         self.head = ResNetHead(config)
-        _initialise(self)
+        # As torchvision: He's normal initialisation over outputs.
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            elif isinstance(module, Join) and config.zero_init_residual and isinstance(module.norm, nn.BatchNorm2d):
+                nn.init.zeros_(module.norm.weight)
         keep_channels_last(self)
 
     def forward(self, images: Tensor, *, stages: bool = False) -> Tensor | tuple[Tensor, ...]:
@@ -384,17 +389,6 @@ class ResNet(nn.Module):
         outputs = self(images, stages=True)
         assert isinstance(outputs, tuple)
         return outputs
-
-
-def _initialise(model: ResNet) -> None:
-    """Draw weights as torchvision does: He's normal initialisation over outputs."""
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-    if model.config.zero_init_residual and model.config.folding is None and model.config.norm == "batch":
-        for stage in model.stages:
-            for block in stage.blocks:  # type: ignore[union-attr]
-                nn.init.zeros_(block.join.norm.weight)
 
 
 def _check_images(images: Tensor, config: ResNetConfig, weight: Tensor, training: bool) -> None:
