@@ -65,8 +65,7 @@ class LinearCrossEntropy(nn.Module):
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             x, weight = x.to(dtype), weight.to(dtype)
-        loss: Tensor = _Chunked.apply(x.flatten(0, -2), weight, labels.flatten(), self.rows, self.chunk)
-        return loss
+        return _Chunked.apply(x.flatten(0, -2), weight, labels.flatten(), self.rows, self.chunk)
 
 
 class _Chunked(torch.autograd.Function):

@@ -104,7 +104,6 @@ class FrozenOptions:
                     f"{name} of parameter group {index} was {was} when the step was captured and is {value} now; "
                     f"{remedy}, or call step.release() to capture again"
                 )
-
         if (now := self._which_learn()) != self._learning:
             were = f"{sum(self._learning)}, or others, did when the step was captured"
             raise RuntimeError(f"{sum(now)} parameters learn now, {were}: call step.release()")

@@ -222,8 +222,7 @@ class TrainingStep:
         if graphed is not None and shapes in graphed:
             assert self._options is not None
             self._options.check()
-            loss: Tensor = graphed(*batches)
-            return loss
+            return graphed(*batches)
         kind = structure, shapes
         seen = self._seen[kind] = self._seen.get(kind, 0) + 1
         if seen <= self._warmup or not self._updated:
@@ -232,10 +231,7 @@ class TrainingStep:
         if kind not in self._uncaptured and (why := self._capture(batches, structure)) is not None:
             self._uncaptured.add(kind)
             self._warn_uncaptured(f"{describe(leaves)}: {why}", callers=3)
-        if kind in self._uncaptured:
-            return self._run(*batches)
-        loss = self._graphed[structure](*batches)
-        return loss
+        return self._run(*batches) if kind in self._uncaptured else self._graphed[structure](*batches)
 
     def _capture(self, batches: tuple[Any, ...], structure: Any) -> str | None:
         """Capture a shape, or say why it cannot be."""
@@ -250,9 +246,8 @@ class TrainingStep:
                 self._graphed[structure].add_bucket(batches, warmup=0)
             else:
                 pool = next((graphed.pool for graphed in self._graphed.values()), None)
-                self._graphed[structure] = GraphedStep(
-                    self._run, [(batches, {})], clone_outputs=True, static=(), warmup=0, pool=pool
-                )
+                options: dict[str, Any] = {"clone_outputs": True, "static": (), "warmup": 0, "pool": pool}
+                self._graphed[structure] = GraphedStep(self._run, [(batches, {})], **options)
                 self._options = self._options or FrozenOptions(self.optimizer)
         except CaptureError as error:
             if self._must_capture:
