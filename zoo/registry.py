@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.files import open_tensors
 from zoo.weights import WeightMap, check_dtype, check_finite
 
 
@@ -107,15 +106,12 @@ def create(
     with torch.inference_mode(False):
         if weights is None:
             return _build(family, config, device, dtype).eval()
+        check_dtype(dtype)
         path = family.weights.locate(name, weights)
         if path.is_dir():
             family.weights.check_folder(path, config, overrides)
-        model = _build(family, config, "meta", dtype)
-        device, dtype = device or torch.get_default_device(), dtype or torch.get_default_dtype()
-        with open_tensors(path) as tensors:
-            family.weights.fill(model, tensors, device=device, dtype=dtype, source=str(weights))
-    check_finite(model, str(weights), strict=strict)
-    return model.eval()
+        dtype = dtype or torch.get_default_dtype()
+        return family.weights.read(path, config, str(weights), device=device, dtype=dtype, strict=strict)
 
 
 def from_upstream(module: nn.Module, *, strict: bool = False) -> nn.Module:

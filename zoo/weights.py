@@ -177,11 +177,18 @@ class WeightMap(Generic[Model]):
         path = self.locate("", source)
         if not (path / "config.json").exists():
             raise FileNotFoundError(f"{path} has no config.json; zoo.create(name, weights=...) takes weights alone")
-        model = self._on_meta(self.read_config(path, **overrides))
+        config = self.read_config(path, **overrides)
+        return self.read(path, config, str(source), device=device, dtype=dtype, strict=strict)
+
+    def read(
+        self, path: Path, config: Any, source: str, *, device: torch.device | str | None, dtype: torch.dtype | None,
+        strict: bool,
+    ) -> Model:  # fmt: skip
+        """A model of a config with the weights of a file or folder, in eval mode; arguments as for :meth:`load`."""
+        model = self._on_meta(config)
         with open_tensors(path) as tensors:
-            device = device or torch.get_default_device()
-            self.fill(model, tensors, device=device, dtype=dtype, source=str(source))
-        check_finite(model, str(source), strict=strict)
+            self.fill(model, tensors, device=device or torch.get_default_device(), dtype=dtype, source=source)
+        check_finite(model, source, strict=strict)
         return model.eval()
 
     def save(self, model: Model, folder: str | Path, *, max_shard_size: int | str = "5GB") -> None:
