@@ -1,24 +1,10 @@
 """Weights: how they are drawn, and one table {theirs: ours} for a family, read both ways and strict in both.
 
-A family writes the table and two functions in its ``convert.py``; the :class:`WeightMap` of them does the rest::
-
-    def table(config):  # modules or tensors; {} is an index; a module means all tensors in it
-        width = config.width
-        return {
-            "encoder.layer.{}.dense": "layers.{}.linear",
-            "encoder.layer.{}.query": Placement("layers.{}.qkv", 0, width),  # the first rows of ours
-            "encoder.layer.{}.key": Placement("layers.{}.qkv", width, width),
-            "decoder.weight": Placement("embedding.weight", repeated=True),  # their second name of tied weights
-        }
-
-    def config_of(module): ...  # our config of their module; NotImplementedError for other classes
-    def skeleton(config): ...  # their module on the meta device
-
-    WEIGHTS = WeightMap(name="mlp", noun="an MLP", classes=(MLP,), table=table, config_of=config_of, skeleton=skeleton)
-
-Entries whose modules a config does not have are passed over, so that one table serves all configs. With ``read_config``
-and ``write_config`` the map loads and saves folders in the upstream library's format. The library is imported inside
-these functions, never by ``import zoo``.
+A family's ``convert.py`` writes the table, ``config_of`` and ``skeleton``; the :class:`WeightMap` of them does the
+rest. A table names modules or tensors: {} is an index, a module means all tensors in it, and a :class:`Placement` some
+rows of one of ours. Entries whose modules a config does not have are passed over, so that one table serves all configs.
+With ``read_config`` and ``write_config`` the map loads and saves folders in the upstream library's format. The library
+is imported inside these functions, never by ``import zoo``.
 """
 
 import dataclasses

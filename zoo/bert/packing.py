@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from zoo import validate
 from zoo.bert.layer import BertConfig, Output, TokenScores
@@ -39,12 +40,7 @@ class PackedBatch(NamedTuple):
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedBatch:
         """The batch on another device."""
         validate.check_device(device, "a batch")
-        moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=non_blocking)
-            for name, value in self._asdict().items()
-            if isinstance(value, Tensor)
-        }
-        return self._replace(**moved)
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=non_blocking), self)
 
     def take(self, padded: Tensor, fill: float = 0) -> Tensor:
         """[B, T, ...] to [N, ...], ``fill`` where the batch is filled up."""
