@@ -263,7 +263,7 @@ def fill(
     expected = model.state_dict()
     made: dict[str, Tensor] = {}
     with torch.inference_mode(False), torch.no_grad():
-        for key in [*(key for key in tensors if key in wanted), *(key for key in tensors if key not in wanted)]:
+        for key in sorted(tensors, key=lambda key: key not in wanted):  # second copies of tied weights last
             place = placements[key]
             if place is None:
                 continue

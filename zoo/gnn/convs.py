@@ -233,7 +233,8 @@ class GATConv(_Conv):
         sources, own = x if isinstance(x, tuple) else (x, x)
         of_sources, of_own = self._linears
         graph = self._tensors(graph, edge_weight, (sources, of_sources), (own, of_own))
-        # Scores are linear in the features: a product of the weights gives them in the same pass.
+        # Scores are linear in the features: a product of the weights gives them in the same pass. In TF32 they differ
+        # from torch-geometric's by 1e-4, with the same error.
         weight, a_destination = of_sources.weight, None
         if isinstance(x, Tensor) and of_own is of_sources:
             table = F.linear(x, torch.cat([weight, _score_weights(weight, self.att_src, self.att_dst)]))

@@ -68,8 +68,8 @@ _OTHERS: dict[str, tuple[tuple[Any, ...], str]] = {
     "cross_attention_norm": ((None,), "the condition is not normalised"),
     "addition_embed_type_num_heads": ((64,), "added conditions have no attention"),
 }
-# Files to fetch from the hub: weights once, whole or in shards.
 _STEM = "diffusion_pytorch_model"
+# Files to fetch from the hub: weights once, whole or in shards.
 _FILES = ("config.json", f"{_STEM}.safetensors", f"{_STEM}.safetensors.index.json", f"{_STEM}-*-of-*.safetensors")
 # Options of older releases.
 _IGNORED = ("dual_cross_attention_dim", "upcast_softmax")

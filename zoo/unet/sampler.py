@@ -298,7 +298,7 @@ class Sampler:
             added: ``text_embeds`` [B, X] and ``time_ids`` [B, Y], or [1, ...], for models that take them.
             negative_added: The same for ``negative``.
             latents: [B, C, H, W], noise of standard deviation 1 to start from, in place of the seed's.
-            seed: Of the noise, drawn on the host: the same on every device, beside the global random state.
+            seed: Of the noise, drawn on the host: the same on every device. The global random state is not used.
             schedule: In place of the sampler's.
             guidance_scale: In place of the sampler's.
 
@@ -374,8 +374,9 @@ class Sampler:
         return {key: torch.cat(parts) for key, parts in joined.items()} or None
 
     def _run(self, state: DenoiseState, steps: int, guided: bool) -> None:
+        step = denoise_step if self._step is None else self._step
         for _ in range(steps):
-            (self._step or denoise_step)(self.model, state, guided)
+            step(self.model, state, guided)
 
 
 def _check_model(model: UNet, shape: tuple[int, ...]) -> None:
