@@ -155,6 +155,7 @@ def test_lazy_width_is_read_from_the_weights() -> None:
         (pyg.GCN, {"act": lambda x: x}, "act=<function"),
         (pyg.GCN, {"norm": "graph_norm"}, "norm='GraphNorm'"),
         (pyg.GCN, {"norm": "batch", "norm_kwargs": {"momentum": None}}, "norm_kwargs={'momentum': None}"),
+        (pyg.GCN, {"norm": "batch", "norm_kwargs": {"allow_single_element": True}}, "{'allow_single_element': True}"),
         (pyg.GCN, {"flow": "target_to_source"}, "flow='target_to_source'"),
         (pyg.GCN, {"decomposed_layers": 2}, "decomposed_layers=2"),
     ],

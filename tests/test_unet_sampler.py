@@ -217,15 +217,6 @@ def test_autocast_holds_inside() -> None:
     assert sampler.captures == 2 and 1e-4 < reference.relative_error(found, expected) < 0.1
 
 
-def test_a_bar_shows_progress(capsys: pytest.CaptureFixture[str]) -> None:
-    sampler = Sampler(model(), make_schedule(EULER, 3), shape=SHAPE)
-    text, negative = drawn(2, 7, 24), drawn(2, 7, 24, seed=1)
-    quiet = sampler(text, negative)
-    assert capsys.readouterr() == ("", "")
-    torch.testing.assert_close(sampler(text, negative, progress=True), quiet, rtol=0, atol=0)
-    assert "sampling: 100%" in (err := capsys.readouterr().err) and "3/3" in err
-
-
 # --- bad input ---
 
 
@@ -328,8 +319,8 @@ def test_on_a_gpu_the_host_waits_for_no_step(case: str) -> None:
     state = sampler._state
     torch.cuda.set_sync_debug_mode("error")
     try:
-        sampler._run(state, 8, True, progress=False)
+        sampler._run(state, 8, True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    torch.testing.assert_close(sampler(**on_gpu, progress=True), found)
+    torch.testing.assert_close(sampler(**on_gpu), found)
     assert sampler.captures == 1

@@ -16,13 +16,7 @@ from torch import Tensor
 
 _PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 _INDEXES = ("model.safetensors.index.json", "diffusion_pytorch_model.safetensors.index.json")
-_WHOLE = (
-    "model.safetensors",
-    "diffusion_pytorch_model.safetensors",
-    "model.pt",
-    "model.pth",
-    "pytorch_model.bin",
-)
+_WHOLE = ("model.safetensors", "diffusion_pytorch_model.safetensors", "model.pt", "model.pth", "pytorch_model.bin")
 
 
 class Tensors(Mapping[str, Tensor]):

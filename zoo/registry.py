@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.files import open_tensors
 from zoo.weights import WeightMap, check_dtype, check_finite
 
 
@@ -19,18 +18,12 @@ class Family:
     """A family's models: how to build, convert, test and benchmark them.
 
     Every model keeps its config as ``model.config`` and its regions as ``type(model).regions``.
-
-    Args:
-        presets: Preset name to frozen config dataclass.
-        example_inputs: ``(model, **sizes)`` to keyword arguments for ``model(**inputs)``, on the model's device.
-        upstream_packages: Top-level packages whose modules the family converts, e.g. ``("torch_geometric",)``.
-        weights: The family's name and model classes, and their conversion from and to the upstream library.
     """
 
-    presets: Mapping[str, Any]
-    example_inputs: Callable[..., dict[str, Any]]
-    upstream_packages: tuple[str, ...]
-    weights: WeightMap[Any]
+    presets: Mapping[str, Any]  # name to frozen config dataclass
+    example_inputs: Callable[..., dict[str, Any]]  # (model, **sizes) to keyword arguments for ``model(**inputs)``
+    upstream_packages: tuple[str, ...]  # top-level packages whose modules the family converts: ("torch_geometric",)
+    weights: WeightMap[Any]  # the name and model classes, and their conversion from and to the upstream library
 
     @property
     def name(self) -> str:
@@ -84,17 +77,16 @@ def create(
     Args:
         name: One of ``list_models()``.
         weights: None for random weights, else a local file or folder (safetensors, or a ``.pt``/``.pth`` holding
-            tensors only), a hub id, or the upstream library's own name (torchvision: ``"IMAGENET1K_V2"``).
-            Keys may be the zoo's or the upstream library's.
+            tensors only), a hub id, or the upstream library's own name (torchvision: ``"IMAGENET1K_V2"``). Keys may be
+            the zoo's or the upstream library's.
         device: Where to build; torch's default device when left out.
         dtype: Floating-point dtype of the parameters; torch's default dtype when left out.
-        strict: Refuse weights that are NaN or infinite.
+        strict: Refuse weights that are NaN or infinite; else they are a WeightsWarning.
         overrides: Fields of the preset's config to replace.
 
     Raises:
-        ValueError: If the name or an override does not exist, if a folder describes other weights than the preset's,
-            if a tensor of ``weights`` is missing, left over or of another shape, or if one is NaN or infinite and
-            ``strict`` is True.
+        ValueError: If the name or an override does not exist, a folder describes another architecture, or a tensor of
+            ``weights`` is missing, left over or of another shape.
         FileNotFoundError: If ``weights`` looks like a path and is not there.
 
     Warns:
@@ -114,15 +106,12 @@ def create(
     with torch.inference_mode(False):
         if weights is None:
             return _build(family, config, device, dtype).eval()
+        check_dtype(dtype)
         path = family.weights.locate(name, weights)
         if path.is_dir():
             family.weights.check_folder(path, config, overrides)
-        model = _build(family, config, "meta", dtype)
-        device, dtype = device or torch.get_default_device(), dtype or torch.get_default_dtype()
-        with open_tensors(path) as tensors:
-            family.weights.fill(model, tensors, device=device, dtype=dtype, source=str(weights))
-    check_finite(model, str(weights), strict=strict)
-    return model.eval()
+        dtype = dtype or torch.get_default_dtype()
+        return family.weights.read(path, config, str(weights), device=device, dtype=dtype, strict=strict)
 
 
 def from_upstream(module: nn.Module, *, strict: bool = False) -> nn.Module:
@@ -130,15 +119,11 @@ def from_upstream(module: nn.Module, *, strict: bool = False) -> nn.Module:
 
     Args:
         module: A model of torchvision, transformers, torch-geometric or diffusers.
-        strict: Refuse weights that are NaN or infinite.
+        strict: Refuse weights that are NaN or infinite; else they are a WeightsWarning.
 
     Raises:
         TypeError: If no family takes this class.
-        ValueError: If the module uses an option that the zoo does not support, or ``strict`` is True and a tensor is
-            NaN or infinite; the message names it.
-
-    Warns:
-        WeightsWarning: If a tensor is NaN or infinite; the message names it.
+        ValueError: If the module uses an option that the zoo does not support.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}, expected an nn.Module of an upstream library")
@@ -163,23 +148,16 @@ def to_upstream(model: nn.Module) -> nn.Module:
 def example_inputs(model: nn.Module, **sizes: Any) -> dict[str, Any]:
     """Random but valid keyword arguments for ``model(**inputs)``, on the model's device and in its dtype.
 
-    Args:
-        model: A model of the zoo.
-        sizes: What the family lets you choose: ``num_nodes``, ``batch``, ... and ``seed``.
-
-    Raises:
-        TypeError: If the model is not the zoo's, a size is not one of its family's, or it is no integer.
-        ValueError: If a size is out of range.
+    ``sizes`` are what the family lets you choose: ``num_nodes``, ``batch``, ... and ``seed``. TypeError if the model is
+    not the zoo's or a size is no integer or not one of its family's, ValueError if one is out of range.
     """
     family = family_of(model)
-    parameters = list(inspect.signature(family.example_inputs).parameters.values())
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
-        for name in sizes:
-            if name not in known:
-                near = _did_you_mean(name, known)
-                raise TypeError(f"inputs of {family.name} have no size {name!r}{near}; they have {', '.join(known)}")
+    parameters = inspect.signature(family.example_inputs).parameters.values()
+    known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     for name, size in sizes.items():
+        if name not in known:
+            near = _did_you_mean(name, known)
+            raise TypeError(f"inputs of {family.name} have no size {name!r}{near}; they have {', '.join(known)}")
         if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
             raise TypeError(f"{name} is {size!r}, expected an integer")
     return family.example_inputs(model, **sizes)

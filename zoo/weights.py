@@ -1,24 +1,10 @@
 """Weights: how they are drawn, and one table {theirs: ours} for a family, read both ways and strict in both.
 
-A family writes the table and two functions in its ``convert.py``; the :class:`WeightMap` of them does the rest::
-
-    def table(config):  # modules or tensors; {} is an index; a module means all tensors in it
-        width = config.width
-        return {
-            "encoder.layer.{}.dense": "layers.{}.linear",
-            "encoder.layer.{}.query": Placement("layers.{}.qkv", 0, width),  # the first rows of ours
-            "encoder.layer.{}.key": Placement("layers.{}.qkv", width, width),
-            "decoder.weight": Placement("embedding.weight", repeated=True),  # their second name of tied weights
-        }
-
-    def config_of(module): ...  # our config of their module; NotImplementedError for other classes
-    def skeleton(config): ...  # their module on the meta device
-
-    WEIGHTS = WeightMap(name="mlp", noun="an MLP", classes=(MLP,), table=table, config_of=config_of, skeleton=skeleton)
-
-Entries whose modules a config does not have are passed over, so that one table serves all configs. With ``read_config``
-and ``write_config`` the map loads and saves folders in the upstream library's format. The library is imported inside
-these functions, never by ``import zoo``.
+A family's ``convert.py`` writes the table, ``config_of`` and ``skeleton``; the :class:`WeightMap` of them does the
+rest. A table names modules or tensors: {} is an index, a module means all tensors in it, and a :class:`Placement` some
+rows of one of ours. Entries whose modules a config does not have are passed over, so that one table serves all configs.
+With ``read_config`` and ``write_config`` the map loads and saves folders in the upstream library's format. The library
+is imported inside these functions, never by ``import zoo``.
 """
 
 import dataclasses
@@ -38,8 +24,7 @@ from zoo.files import locate, open_tensors, replacing, write_tensors
 
 Model = TypeVar("Model", bound=nn.Module)
 Table = Mapping[str, "str | Placement"]
-# Zero where a checkpoint has none, as files of older releases: no output depends on the first, and none in eval mode
-# on the second.
+# Zero where a checkpoint lacks them: no output in eval mode depends on either.
 _OPTIONAL = ("unused_bias", "num_batches_tracked")
 
 
@@ -49,19 +34,12 @@ class WeightsWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a tensor of a checkpoint goes: the whole of one of our tensors, or some of its rows.
+    """Where a tensor of a checkpoint goes: the whole of one of our tensors, or some of its rows."""
 
-    Args:
-        name: Our key; in a table also a module's name.
-        start: The first row.
-        rows: How many; None for all.
-        repeated: The checkpoint may hold this second copy of tied weights, which must then be equal to the first.
-    """
-
-    name: str
-    start: int = 0
-    rows: int | None = None
-    repeated: bool = False
+    name: str  # our key; in a table also a module's name
+    start: int = 0  # the first row
+    rows: int | None = None  # how many; None for all
+    repeated: bool = False  # a second copy of tied weights, which a checkpoint may hold and must equal the first
 
     def of(self, ours: Mapping[str, Tensor]) -> Tensor:
         """A view of what this names among our tensors."""
@@ -71,53 +49,35 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightMap(Generic[Model]):
-    """Conversion of one family's models from and to their upstream library.
+    """Conversion of one family's models from and to their upstream library."""
 
-    Args:
-        name: The family's.
-        noun: What a model is, for messages: ``"an encoder"``.
-        classes: Our model classes.
-        table: Config to {theirs: ours}; see the module's docstring.
-        config_of: The config of an upstream module. NotImplementedError if it is of another class, ValueError that
-            names the option if the zoo does not support it.
-        skeleton: Config to the upstream library's module, on the meta device.
-        build: Config to our model; the first of ``classes`` when left out.
-        finish: Computes, in place, the tensors of ``skeleton``'s module that no state dict holds.
-        tensors_of: An upstream module's tensors by the table's names, ``requires_grad`` kept; its state dict when left
-            out.
-        adapt: (tensors, config, source) to the tensors by the table's names, for files of older releases.
-        refuse: Raises if a model cannot be converted or saved.
-        ignored: Their keys with these endings are passed over.
-        read_config: (folder, **overrides) to our config of a folder in the library's format.
-        write_config: (config, dtype, folder) writes the library's ``config.json``.
-        stem: Of the files with weights.
-        use_fields: Fields of the config in which a folder may differ from a preset.
-        find: (preset, weights) to the path of weights that the library knows by name; None for paths and hub ids.
-    """
-
-    name: str
-    noun: str
-    classes: tuple[type[Model], ...]
-    table: Callable[[Any], Table]
+    name: str  # the family's
+    noun: str  # what a model is, for messages: "an encoder"
+    classes: tuple[type[Model], ...]  # our model classes
+    table: Callable[[Any], Table]  # config to {theirs: ours}; see the module's docstring
+    # The config of an upstream module. NotImplementedError if it is of another class, ValueError that names the option
+    # if the zoo does not support it.
     config_of: Callable[[nn.Module], Any]
-    skeleton: Callable[[Any], nn.Module]
-    build: Callable[[Any], Model] | None = None
-    finish: Callable[[Any], Any] | None = None
+    skeleton: Callable[[Any], nn.Module]  # config to the upstream library's module, on the meta device
+    build: Callable[[Any], Model] | None = None  # config to our model; the first of ``classes`` when left out
+    finish: Callable[[Any], Any] | None = None  # computes, in place, a module's tensors that no state dict holds
+    # An upstream module's tensors by the table's names, ``requires_grad`` kept.
     tensors_of: Callable[[nn.Module], Mapping[str, Tensor]] = lambda module: module.state_dict(keep_vars=True)
+    # (tensors, config, source) to the tensors by the table's names, for files of older releases.
     adapt: Callable[[Mapping[str, Tensor], Any, str], Mapping[str, Tensor]] | None = None
-    refuse: Callable[[Model], None] | None = None
-    ignored: tuple[str, ...] = ()
-    read_config: Callable[..., Any] | None = None
-    write_config: Callable[[Any, torch.dtype, Path], None] | None = None
-    stem: str = "model"
-    use_fields: tuple[str, ...] = ()
+    refuse: Callable[[Model], None] | None = None  # raises if a model cannot be converted or saved
+    ignored: tuple[str, ...] = ()  # their keys with these endings are passed over
+    read_config: Callable[..., Any] | None = None  # (folder, **overrides) to our config of their folder
+    write_config: Callable[[Any, torch.dtype, Path], None] | None = None  # writes their config.json into a folder
+    stem: str = "model"  # of the files with weights
+    use_fields: tuple[str, ...] = ()  # fields of the config in which a folder may differ from a preset
+    # (preset, weights) to the path of weights that the library knows by name; None for paths and hub ids.
     find: Callable[[str, Any], Path | None] | None = None
 
     def from_upstream(self, module: nn.Module) -> Model:
         """Our model with the weights of an upstream module, copied, in the same mode.
 
-        NotImplementedError if the module is of another class; ValueError that names the option if the zoo does not
-        support it.
+        NotImplementedError if the module is of another class, ValueError if the zoo does not support an option of it.
         """
         model, tensors, name = self._on_meta(self.config_of(module)), self.tensors_of(module), type(module).__name__
         places = self.places(model)
@@ -181,7 +141,7 @@ class WeightMap(Generic[Model]):
     ) -> Model:  # fmt: skip
         """A model of any size from a folder or hub id in the upstream library's format, in eval mode.
 
-        It is built without memory and filled tensor by tensor: the weights are never in memory twice.
+        It is filled tensor by tensor: the weights are never in memory twice.
 
         Args:
             source: A folder with ``config.json`` and safetensors, or a hub id ``"owner/name"``.
@@ -203,24 +163,26 @@ class WeightMap(Generic[Model]):
         path = self.locate("", source)
         if not (path / "config.json").exists():
             raise FileNotFoundError(f"{path} has no config.json; zoo.create(name, weights=...) takes weights alone")
-        model = self._on_meta(self.read_config(path, **overrides))
+        config = self.read_config(path, **overrides)
+        return self.read(path, config, str(source), device=device, dtype=dtype, strict=strict)
+
+    def read(
+        self, path: Path, config: Any, source: str, *, device: torch.device | str | None, dtype: torch.dtype | None,
+        strict: bool,
+    ) -> Model:  # fmt: skip
+        """A model of a config with the weights of a file or folder, in eval mode; arguments as for :meth:`load`."""
+        model = self._on_meta(config)
         with open_tensors(path) as tensors:
-            device = device or torch.get_default_device()
-            self.fill(model, tensors, device=device, dtype=dtype, source=str(source))
-        check_finite(model, str(source), strict=strict)
+            self.fill(model, tensors, device=device or torch.get_default_device(), dtype=dtype, source=source)
+        check_finite(model, source, strict=strict)
         return model.eval()
 
     def save(self, model: Model, folder: str | Path, *, max_shard_size: int | str = "5GB") -> None:
         """Write a model in the upstream library's format, for its ``from_pretrained(folder)``.
 
-        Args:
-            model: Of this family.
-            folder: Made if it is not there; its weights and config are replaced once the new ones are written.
-            max_shard_size: Bytes of a file, or a number with KB, MB or GB. A larger tensor gets a file of its own.
-
-        Raises:
-            TypeError: If the model is not of this family.
-            ValueError: If the size is not positive, or the library cannot hold the model.
+        The folder is made if it is not there; its weights and config are replaced once the new ones are written.
+        ``max_shard_size`` is bytes of a file, or a number with KB, MB or GB. TypeError if the model is not of this
+        family, ValueError if the size is not positive or the library cannot hold the model.
         """
         assert self.write_config is not None
         checked = self._checked(model)
@@ -282,20 +244,15 @@ class WeightMap(Generic[Model]):
 
 
 def fill(
-    model: nn.Module,
-    tensors: Mapping[str, Tensor],
-    placements: Mapping[str, Placement | None] | Mapping[str, Placement],
-    *,
-    device: torch.device | str,
-    dtype: torch.dtype | None,
-    source: str,
-) -> None:
+    model: nn.Module, tensors: Mapping[str, Tensor],
+    placements: Mapping[str, Placement | None] | Mapping[str, Placement], *, device: torch.device | str,
+    dtype: torch.dtype | None, source: str,
+) -> None:  # fmt: skip
     """Give a model on the meta device its weights, so that only one tensor at a time is in memory twice.
 
     ``placements`` say where each key of a checkpoint goes, None for one that is not needed; ``dtype`` is that of
-    floating-point weights, None as they are stored; ``source`` is named in errors. Buffers that no checkpoint holds are
-    computed by the modules' ``reset_buffers(device)``. A tensor that is missing, left over, of another shape or of
-    integers is a ValueError that names it.
+    floating-point weights, None as they are stored; ``source`` is named in errors. A tensor that is missing, left over,
+    of another shape or of integers is a ValueError that names it.
     """
     wanted = {key: place for key, place in placements.items() if place is not None and not place.repeated}
     absent = wanted.keys() - tensors.keys()
@@ -306,7 +263,7 @@ def fill(
     expected = model.state_dict()
     made: dict[str, Tensor] = {}
     with torch.inference_mode(False), torch.no_grad():
-        for key in [*(key for key in tensors if key in wanted), *(key for key in tensors if key not in wanted)]:
+        for key in sorted(tensors, key=lambda key: key not in wanted):  # second copies of tied weights last
             place = placements[key]
             if place is None:
                 continue
@@ -431,7 +388,7 @@ def _device_of(tensors: Mapping[str, Tensor]) -> torch.device:
 
 
 def _finite(tensor: Tensor) -> bool:
-    """Whether all values are finite. Both extremes are, and finding them takes no memory, as torch.isfinite would."""
+    """Whether all values are finite: both extremes are. Finding them takes no memory, as torch.isfinite would."""
     if tensor.is_meta or tensor.numel() == 0:
         return True
     if tensor.element_size() == 1:

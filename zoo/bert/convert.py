@@ -1,8 +1,7 @@
 """To and from transformers' BERT and RoBERTa, the encoder alone or with a head.
 
-Their queries, keys and values are rows of one tensor here. Names differ by the head that a checkpoint was saved with,
-and by its age; a checkpoint of one head may be loaded under another, which then starts from random weights.
-transformers is imported when a model is converted, loaded or saved.
+Their queries, keys and values are rows of one tensor here. A checkpoint's names differ by its head and its age; loaded
+under another head it gets random weights for that. transformers is imported when it is needed.
 """
 
 import dataclasses
@@ -29,29 +28,20 @@ _HEADS = {
 }
 _CLASSES = {f"{name}{suffix}": (kind, head) for kind, name in _KINDS.items() for head, suffix in _HEADS.items()}
 # {theirs: ours} of the heads.
-_HEAD_TABLES: dict[tuple[str, str], dict[str, str]] = {
-    ("bert", "masked-lm"): {
-        "cls.predictions.transform.dense": "head.dense",
-        "cls.predictions.transform.LayerNorm": "head.norm",
+_HEAD_TABLES: dict[str, dict[str, str]] = {
+    "bert masked-lm": {
+        "cls.predictions.transform.dense": "head.dense", "cls.predictions.transform.LayerNorm": "head.norm",
     },
-    ("roberta", "masked-lm"): {"lm_head.dense": "head.dense", "lm_head.layer_norm": "head.norm"},
-    ("bert", "sequence-classification"): {"bert.pooler.dense": "head.dense", "classifier": "head.classifier"},
-    ("roberta", "sequence-classification"): {
-        "classifier.dense": "head.dense",
-        "classifier.out_proj": "head.classifier",
-    },
-}
-_SAME_HEAD_TABLES = {
+    "roberta masked-lm": {"lm_head.dense": "head.dense", "lm_head.layer_norm": "head.norm"},
+    "bert sequence-classification": {"bert.pooler.dense": "head.dense", "classifier": "head.classifier"},
+    "roberta sequence-classification": {"classifier.dense": "head.dense", "classifier.out_proj": "head.classifier"},
     "pooled": {"pooler.dense": "head.dense"},
     "token-classification": {"classifier": "head.classifier"},
     "question-answering": {"qa_outputs": "head.outputs"},
-}
+}  # fmt: skip
 # Tensors of other heads in a checkpoint, and buffers of old releases.
 _OTHERS = ("cls.", "lm_head.", "classifier.", "qa_outputs.", "pooler.")
 _OLD_BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
-# A checkpoint may differ from a preset in its head and its dropout.
-_HEAD_FIELDS = ("head", "num_labels", "problem_type")
-_DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
 # Fields of theirs that are ours, by the same name.
 _SHARED = tuple(field.name for field in dataclasses.fields(BertConfig) if field.name not in ("kind", "head"))
 
@@ -74,7 +64,7 @@ def table(config: BertConfig) -> Table:
         f"{layer}.output.dense": "layers.{}.output",
         f"{layer}.output.LayerNorm": "layers.{}.output_norm",
     }
-    names |= _HEAD_TABLES.get((config.kind, config.head)) or _SAME_HEAD_TABLES.get(config.head, {})
+    names |= _HEAD_TABLES.get(f"{config.kind} {config.head}") or _HEAD_TABLES.get(config.head, {})
     if config.head == "masked-lm":
         theirs = "cls.predictions" if config.kind == "bert" else "lm_head"
         if config.tie_word_embeddings:
@@ -90,9 +80,9 @@ def table(config: BertConfig) -> Table:
 
 
 def adapt(tensors: Mapping[str, Tensor], config: BertConfig, source: str) -> dict[str, Tensor]:
-    """A checkpoint's tensors under the names of :func:`table`.
+    """A checkpoint's tensors under the names of :func:`table`, those of other heads left out.
 
-    Tensors of other heads are left out. A head that is not in the checkpoint gets random weights, and a warning.
+    A head that is not in the checkpoint gets random weights, and a warning.
     """
     places, base = WEIGHTS.placements(config), _base(config)
     fitted: dict[str, Tensor] = {}
@@ -147,10 +137,9 @@ def reset_buffers(module: Any) -> None:
 
 
 def read_config(folder: Path, *, head: str | None = None, **overrides: Any) -> BertConfig:
-    """The config of a checkpoint folder, as transformers reads its ``config.json``, with some fields replaced.
+    """The config of a checkpoint folder's ``config.json``, with some fields replaced.
 
-    Without ``head`` it is the one that the checkpoint was saved with; for heads that the zoo lacks ``pooled``, or
-    ``none`` if the checkpoint has no pooler.
+    Without ``head`` it is the checkpoint's; for heads that the zoo lacks ``pooled``, or ``none`` if it has no pooler.
     """
     import transformers
 
@@ -159,7 +148,6 @@ def read_config(folder: Path, *, head: str | None = None, **overrides: Any) -> B
     named = (getattr(theirs, "architectures", None) or [""])[0].replace("ForPreTraining", "ForMaskedLM")
     config = convert_config(theirs, head or _CLASSES.get(named, ("", "pooled"))[1])
     if head is None and config.head == "pooled":
-        # transformers' class is the same with and without a pooler.
         with open_tensors(folder) as tensors:
             if not any("pooler." in key for key in tensors):
                 overrides = {"head": "none", **overrides}
@@ -206,7 +194,7 @@ def write_config(config: BertConfig, dtype: torch.dtype, folder: Path) -> None:
 
 
 def _base(config: BertConfig) -> str:
-    """What transformers puts before the encoder's names."""
+    """The prefix of the encoder's names in transformers."""
     return "" if config.head in ("none", "pooled") else config.kind + "."
 
 
@@ -225,7 +213,10 @@ def _drawn_head(config: BertConfig) -> dict[str, Tensor]:
 WEIGHTS = WeightMap(
     name="bert", noun="an encoder", classes=(Bert,), table=table, config_of=config_of, skeleton=skeleton,
     finish=reset_buffers, adapt=adapt, read_config=read_config, write_config=write_config,
-    use_fields=_HEAD_FIELDS + _DROPOUTS,
+    use_fields=(
+        "head", "num_labels", "problem_type", "hidden_dropout_prob", "attention_probs_dropout_prob",
+        "classifier_dropout",
+    ),
 )  # fmt: skip
 placements = WEIGHTS.placements
 load = WEIGHTS.load

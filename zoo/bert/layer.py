@@ -4,13 +4,11 @@
        └──────────────────────────────────── add, norm ─┬─ product ── activation ── product ─┐
                                                         └───────────────────────────────── add, norm ── x
 
-How rows attend is decided in this file alone. A padded batch goes through torch's attention, with a mask of keys where
-rows are short. A packed batch goes through a variable-length kernel where there is one for it. Elsewhere (a CPU,
-float32, an old GPU) its rows are put side by side for the attention alone, by tables that all layers share.
-``rows_of`` chooses between the two, once a call and outside the regions.
+A padded batch goes through torch's attention, with a mask of keys where rows are short. A packed batch goes through a
+variable-length kernel where there is one. Elsewhere (a CPU, float32, an old GPU) its rows are put side by side for the
+attention alone, by tables that all layers share. ``rows_of`` chooses, once a call and outside the regions.
 
-There is one head per task, each with its loss and its output, a named tuple with transformers' names, which the
-compiler and a CUDA graph take apart into tensors.
+A head returns its scores and its loss under transformers' names.
 
 Shape legend: B rows, T tokens of a row, N tokens of a packed batch, S rows of it with those that fill it up, C width,
 I width inside the MLP, H heads, D width of a head, L labels, V vocabulary. [..., C] is [B, T, C] of a padded batch and
@@ -44,7 +42,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": _gelu_tanh,
     "relu": F.relu,
 }
-HEADS = ("none", "pooled", "masked-lm", "sequence-classification", "token-classification", "question-answering")
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 
 
@@ -52,30 +49,18 @@ PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_class
 class BertConfig:
     """An encoder with learned positions and norms after the residual adds, and its head.
 
-    A field with a value that makes no sense is a ValueError that names it.
+    Fields are named and meant as in transformers. A value that makes no sense is a ValueError that names the field.
 
     Args:
         kind: ``"bert"``, or ``"roberta"``, which counts positions from ``pad_token_id + 1`` over the tokens that are
             not padding and has other layers in its heads.
-        vocab_size: Rows of the word table.
-        hidden_size: Width of the residual stream.
-        num_hidden_layers: Depth.
-        num_attention_heads: Heads; they share ``hidden_size`` evenly.
-        intermediate_size: Width inside the MLP.
-        max_position_embeddings: Rows of the position table. RoBERTa uses none up to ``pad_token_id``.
-        type_vocab_size: Rows of the token type table.
-        layer_norm_eps: Added to the variance.
-        pad_token_id: Gets no gradient; RoBERTa counts positions by it.
-        hidden_act: Of the MLP: ``gelu``, ``gelu_new``, ``gelu_pytorch_tanh`` or ``relu``.
-        hidden_dropout_prob: Of embeddings and of the outputs of attention and MLP.
-        attention_probs_dropout_prob: Of the attention's weights.
+        hidden_act: ``gelu``, ``gelu_new``, ``gelu_pytorch_tanh`` or ``relu``.
         head: ``none`` (hidden states), ``pooled`` (and the first token's, pooled), ``masked-lm``,
             ``sequence-classification``, ``token-classification`` or ``question-answering``.
         num_labels: Classes of the two classification heads.
         problem_type: What a sequence's labels are: ``regression``, ``single_label_classification`` or
-            ``multi_label_classification``; None to tell from the labels, as transformers does.
+            ``multi_label_classification``; None to tell from the labels.
         classifier_dropout: Before the classifier; ``hidden_dropout_prob`` when None.
-        tie_word_embeddings: The masked language model's output product uses the word table.
     """
 
     vocab_size: int
@@ -102,7 +87,7 @@ class BertConfig:
         validate.positive(self, "intermediate_size", "max_position_embeddings", "type_vocab_size", "num_labels")
         validate.divides(self, "num_attention_heads", "hidden_size")
         validate.one_of(self, "kind", ("bert", "roberta"))
-        validate.one_of(self, "head", HEADS)
+        validate.one_of(self, "head", _HEADS)
         validate.one_of(self, "hidden_act", ACTIVATIONS)
         validate.one_of(self, "problem_type", (None, *PROBLEM_TYPES))
         validate.probability(self, "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
@@ -157,8 +142,8 @@ class BertLayer(nn.Module):
     """Attention and MLP, each with its residual add and the norm after it.
 
     Under autocast the residual stream is float32, and products take a copy in a lower precision, which the norm before
-    them writes as well. In training on our kernels the operator after a product adds its bias, and its backward sums
-    the bias' gradient in the same pass. A submodule that was replaced or has a hook is called with the stream.
+    them writes as well. In training on our kernels the operator after a product adds its bias and sums the bias'
+    gradient. A submodule that was replaced or has a hook is called with the stream.
     """
 
     def __init__(self, config: BertConfig) -> None:
@@ -232,31 +217,30 @@ class Rows(NamedTuple):
 def attend(qkv: Tensor, heads: int, mask: Tensor | None, rows: Rows | None, dropout: float) -> Tensor:
     """Attention of every token to all tokens of its row: [B, T, 3 C] or [N, 3 C] -> [B, T, C] or [N, C].
 
-    Qkv holds queries, keys and values side by side. A padded batch comes with a mask of ``key_mask``, or None where all
-    rows are full; a packed one with the rows of ``rows_of``. ``dropout`` is the probability that a weight is dropped.
+    ``qkv`` holds queries, keys and values side by side. A padded batch comes with a mask of ``key_mask``, or None where
+    all rows are full; a packed one with the rows of ``rows_of``. ``dropout`` is the probability of dropping a weight.
     """
     if rows is None:
         return _attend_padded(qkv, heads, mask, dropout)
     if rows.offsets is None:
         mixed = _attend_padded(qkv[rows.table], heads, rows.mask, dropout)
         return mixed.flatten(0, 1)[rows.inverse]
-    query, key, value = qkv.unflatten(-1, (3, heads, -1)).unbind(-3)
+    q, k, v = qkv.unflatten(-1, (3, heads, -1)).unbind(-3)
     ends = rows.offsets, rows.offsets, rows.longest, rows.longest
     if dropout == 0.0:
         from torch.nn.attention.varlen import varlen_attn
 
-        mixed = varlen_attn(query, key, value, *ends)  # type: ignore[assignment]
+        mixed = varlen_attn(q, k, v, *ends)  # type: ignore[assignment]
     else:
-        # The public function has no dropout. This is the operator below it, which torch's nested tensors call too.
-        mixed = torch.ops.aten._flash_attention_forward(query, key, value, *ends, dropout, False, False)[0]
+        # The operator below the public function, which has no dropout.
+        mixed = torch.ops.aten._flash_attention_forward(q, k, v, *ends, dropout, False, False)[0]
     return mixed.flatten(1)
 
 
 def key_mask(attention_mask: Tensor, like: Tensor) -> Tensor:
     """A mask [B, T], 0 for padding -> the bias of scores [B, 1, 1, T]: minus infinity for padding, else 0.
 
-    It has the dtype of the scores of ``like``, so that no layer converts it. A row of padding alone sees itself, so
-    that its unused values are finite.
+    It has the scores' dtype. A row of padding alone sees itself, so that its unused values are finite.
     """
     hidden = attention_mask == 0
     hidden = hidden & ~hidden.all(dim=1, keepdim=True)
@@ -271,7 +255,7 @@ def rows_of(offsets: Tensor, longest: int, tokens: int, like: Tensor, head_dim: 
     starts, ends = offsets[:-1, None].long(), offsets[1:, None].long()
     place = torch.arange(longest, device=offsets.device)
     token = starts + place
-    # An empty row shows its first place: a softmax over nothing would be NaN, and so would be gradients through it.
+    # An empty row shows its first place: a softmax over nothing would be NaN.
     there = (token < ends) | (place == 0)
     table = torch.where(there, token, 0).clamp(max=tokens - 1)
     index = torch.arange(tokens, device=offsets.device)
@@ -291,8 +275,8 @@ def kernel_runs(like: Tensor, head_dim: int) -> bool:
 
 
 def _attend_padded(qkv: Tensor, heads: int, mask: Tensor | None, dropout: float) -> Tensor:
-    query, key, value = [part.transpose(1, 2) for part in qkv.unflatten(-1, (3, heads, -1)).unbind(-3)]
-    mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
+    q, k, v = [part.transpose(1, 2) for part in qkv.unflatten(-1, (3, heads, -1)).unbind(-3)]
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
     return mixed.transpose(1, 2).flatten(2)
 
 
@@ -352,7 +336,7 @@ class MaskedLMHead(nn.Module):
             self.unused_bias = nn.Parameter(torch.zeros(config.vocab_size))
 
     def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None = None) -> TokenScores:
-        """X [..., C], weight [V, C], which may be the word table's, labels [...], -100 where none is -> scores."""
+        """X [..., C], weight [V, C], labels [...], -100 where there is none -> scores."""
         logits = F.linear(self.norm(self.activation(self.dense(x))), weight, self.bias)
         return TokenScores(logits, _cross_entropy(logits, labels))
 
@@ -412,8 +396,8 @@ class SpanHead(nn.Module):
     ) -> Spans:  # fmt: skip
         """X [B, T, C] or [N, C]; start and end [B], the answer's first and last token -> scores of both.
 
-        Targets below zero mean the first token, those past the row no answer. A packed batch comes with its B ``rows``,
-        its T ``row_length`` and ``places`` [N], the index of each token in B x T; ``rows * row_length`` is filling.
+        A target past the row means no answer. A packed batch comes with its B ``rows``, its T ``row_length`` and its
+        ``places`` [N].
         """
         start_logits, end_logits = (part.contiguous() for part in self.outputs(x).unbind(-1))
         if start is None or end is None:
@@ -436,18 +420,16 @@ class SpanHead(nn.Module):
 
 Output = Encoding | SequenceScores | TokenScores | Spans
 Head = PoolerHead | MaskedLMHead | SequenceHead | TokenHead | SpanHead
+_HEADS: dict[str, type[Head] | None] = {
+    "none": None, "pooled": PoolerHead, "masked-lm": MaskedLMHead, "sequence-classification": SequenceHead,
+    "token-classification": TokenHead, "question-answering": SpanHead,
+}  # fmt: skip
 
 
 def make_head(config: BertConfig) -> Head | None:
     """The head that the config names."""
-    kinds: dict[str, type[Head]] = {
-        "pooled": PoolerHead,
-        "masked-lm": MaskedLMHead,
-        "sequence-classification": SequenceHead,
-        "token-classification": TokenHead,
-        "question-answering": SpanHead,
-    }
-    return kinds[config.head](config) if config.head in kinds else None
+    cls = _HEADS[config.head]
+    return None if cls is None else cls(config)
 
 
 def problem_of(labels: Tensor, num_labels: int) -> str:

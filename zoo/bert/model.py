@@ -57,11 +57,8 @@ def _sized(common: dict[str, Any], layers: int, width: int, **options: Any) -> B
 
 PRESETS: dict[str, BertConfig] = {
     "bert-debug": BertConfig(
-        **{**_BERT, "vocab_size": 128, "max_position_embeddings": 64},
-        num_hidden_layers=3,
-        hidden_size=32,
-        num_attention_heads=4,
-        intermediate_size=48,
+        **{**_BERT, "vocab_size": 128, "max_position_embeddings": 64}, num_hidden_layers=3, hidden_size=32,
+        num_attention_heads=4, intermediate_size=48,
     ),
     # https://arxiv.org/abs/1908.08962
     "bert-tiny": _sized(_BERT, 2, 128),
@@ -74,25 +71,17 @@ PRESETS: dict[str, BertConfig] = {
     "bert-large": _sized(_BERT, 24, 1024),
     "roberta-base": _sized(_ROBERTA, 12, 768),
     "roberta-large": _sized(_ROBERTA, 24, 1024),
-}
+}  # fmt: skip
 
 
-# Embeddings and the other heads run once per call and take little of its time. Compiling a region of one kernel takes
-# about as long as one of five, and would not pay off.
+# Embeddings and the other heads run once per call and take little of its time: compiling them would not pay off.
 REGIONS = (
     Region(
-        BertLayer,
-        graphs=2,
-        why="equal blocks: one graph for all layers, and one more where a batch on the host turns out to have no "
-        "padding, and so no mask",
+        BertLayer, graphs=2, why="one graph for all layers, and one more for batches without a mask",
         compile_threads=in_process_on_gpus,
     ),
-    Region(
-        MaskedLMHead,
-        graphs=1,
-        why="the widest product, activation and norm in one pass before it, and the loss over the whole vocabulary",
-    ),
-)
+    Region(MaskedLMHead, graphs=1, why="the widest product, and the loss over the whole vocabulary"),
+)  # fmt: skip
 
 
 class Bert(nn.Module):
@@ -119,10 +108,8 @@ class Bert(nn.Module):
         """Encode a batch, score it, and compare it with labels.
 
         Returns ``Encoding``, ``TokenScores``, ``SequenceScores`` or ``Spans``, by the head. What belongs to tokens is
-        [B, T, ...], or [N, ...] for a packed batch; ``unpack`` puts the padding back.
-
-        A mask on the host that hides nothing counts as none. On a device a mask is never looked at: leave it out where
-        all rows are full.
+        [B, T, ...], or [N, ...] for a packed batch. A mask on the host that hides nothing counts as none; one on a
+        device is never looked at: leave it out where all rows are full.
 
         Args:
             input_ids: [B, T] integers, or a batch of ``pack``, which brings its own types and positions.
@@ -144,7 +131,7 @@ class Bert(nn.Module):
             check_labels(config, labels, start_positions, end_positions, batch.rows, batch.length, tokens)
             if labels is not None and config.head in ("masked-lm", "token-classification") and labels.dim() == 2:
                 labels = batch.take(labels, fill=-100)
-            x = self._embed(batch.input_ids, batch.token_type_ids, batch.position_ids)
+            x = self.embeddings(*map(_match_mode, (batch.input_ids, batch.token_type_ids, batch.position_ids)))
             rows = rows_of(batch.offsets, batch.length, tokens, x, config.hidden_size // config.num_attention_heads)
             rows = rows._replace(offsets=_match_mode(rows.offsets))
         else:
@@ -152,8 +139,7 @@ class Bert(nn.Module):
             check_labels(config, labels, start_positions, end_positions, count, length, None)
             if position_ids is None and config.first_position:
                 position_ids = counted_positions(input_ids, config.first_position - 1)
-            x = self._embed(input_ids, token_type_ids, position_ids)
-            # A mask on the host that hides nothing is left out; one on a device is never read.
+            x = self.embeddings(*map(_match_mode, (input_ids, token_type_ids, position_ids)))
             if attention_mask is not None and not (validate.on_host(attention_mask) and (attention_mask != 0).all()):
                 mask = key_mask(attention_mask, x)
         for layer in self.layers:
@@ -164,18 +150,13 @@ class Bert(nn.Module):
         self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None, *, buckets: Sequence[int] | None = None, **labels: Tensor | None,
     ) -> Output:  # fmt: skip
-        """Like a call on the padded batch, with the padding taken out before it and put back, as zeros, after it.
+        """Like a call on the padded batch [B, T], with the padding taken out before and put back, as zeros, after.
 
-        Takes ``input_ids`` [B, T], on a device this waits for it; ``attention_mask``, ``token_type_ids``,
-        ``position_ids`` and ``buckets`` as ``pack`` does; ``labels``, ``start_positions`` and ``end_positions`` as a
-        call does.
+        Waits for a device. Takes ``buckets`` as ``pack`` does, and labels as a call does.
         """
         batch = pack(input_ids, attention_mask, token_type_ids, position_ids, config=self.config, buckets=buckets)
         output: Output = self(batch, **labels)
         return unpack(output, batch)
-
-    def _embed(self, ids: Tensor, types: Tensor | None, positions: Tensor | None) -> Tensor:
-        return self.embeddings(_match_mode(ids), _match_mode(types), _match_mode(positions))
 
     def _score(
         self, x: Tensor, labels: Tensor | None, start: Tensor | None, end: Tensor | None, batch: PackedBatch | None
@@ -239,11 +220,11 @@ def _check_inputs(
 def example_inputs(model: Bert, *, batch: int = 2, tokens: int = 16, seed: int = 0) -> dict[str, Tensor]:
     """Ids, mask and token types of two segments, [batch, tokens] each; the same on every device.
 
-    Rows end between half of ``tokens`` and all of it, the last before it; of several rows the first is full.
+    Rows end between half of ``tokens`` and all of it, the last before it; of several the first is full.
     """
-    config, most = model.config, model.config.positions
-    if batch < 1 or not 1 <= tokens <= most:
-        raise ValueError(f"batch is {batch}, tokens {tokens}: expected 1 or more, and at most {most} tokens")
+    config = model.config
+    if batch < 1 or not 1 <= tokens <= config.positions:
+        raise ValueError(f"batch is {batch}, tokens {tokens}: expected 1 or more, at most {config.positions} tokens")
     generator = validate.seeded(seed)
     column = torch.arange(tokens, device="cpu")
     lengths = torch.randint((tokens + 1) // 2, tokens + 1, (batch, 1), generator=generator, device="cpu")

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from zoo import validate
 from zoo.bert.layer import BertConfig, Output, TokenScores
@@ -25,37 +26,21 @@ _Packed = TypeVar("_Packed", bound=Tensor | Output)
 
 
 class PackedBatch(NamedTuple):
-    """What ``pack`` makes and a model takes in place of padded ids.
+    """What ``pack`` makes and a model takes in place of padded ids."""
 
-    Attributes:
-        input_ids: [N].
-        position_ids: [N].
-        token_type_ids: [N], or None for type 0.
-        offsets: [S + 1] int32, where each row begins, and the end of the last.
-        places: [N] int64, the index of each token in B x T; B * T for filling.
-        rows: B.
-        length: T, which bounds all rows.
-        first_position: Where positions were counted from; None where they were given.
-    """
-
-    input_ids: Tensor
-    position_ids: Tensor
-    token_type_ids: Tensor | None
-    offsets: Tensor
-    places: Tensor
-    rows: int
-    length: int
-    first_position: int | None
+    input_ids: Tensor  # [N]
+    position_ids: Tensor  # [N]
+    token_type_ids: Tensor | None  # [N], or None for type 0
+    offsets: Tensor  # [S + 1] int32, where each row begins, and the end of the last
+    places: Tensor  # [N] int64, the index of each token in B x T; B * T for filling
+    rows: int  # B
+    length: int  # T, which bounds all rows
+    first_position: int | None  # where positions were counted from; None where they were given
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedBatch:
         """The batch on another device."""
         validate.check_device(device, "a batch")
-        moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=non_blocking)
-            for name, value in self._asdict().items()
-            if isinstance(value, Tensor)
-        }
-        return self._replace(**moved)
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=non_blocking), self)
 
     def take(self, padded: Tensor, fill: float = 0) -> Tensor:
         """[B, T, ...] to [N, ...], ``fill`` where the batch is filled up."""
@@ -64,20 +49,11 @@ class PackedBatch(NamedTuple):
 
 
 def token_buckets(rows: int, length: int, *, steps: int = 8, typical: tuple[int, int] | None = None) -> tuple[int, ...]:
-    """Sizes for batches of up to ``rows`` rows of up to ``length`` tokens each, evenly spaced.
+    """Sizes for batches of up to ``rows`` rows of up to ``length`` tokens: at most ``steps``, evenly spaced.
 
-    A batch is filled up by half a step on average. Each size is a graph for each region that sees it.
-
-    Args:
-        rows: B.
-        length: T, at least 2.
-        steps: How many sizes, at most: small batches have fewer.
-        typical: The fewest and the most tokens of a usual batch, where that is known: all sizes but the largest are
-            spaced between the two. The largest holds every batch in any case.
-
-    Raises:
-        ValueError: If a number is not positive, ``length`` is 1, or ``typical`` is no range of tokens that leaves a
-            step for it.
+    A batch is filled up by half a step on average. Each size is a graph for each region that sees it. ``typical``, the
+    fewest and the most tokens of a usual batch, is the range that all but the largest size are spaced over. A
+    ValueError if a number is not positive, ``length`` is 1, or ``typical`` is no range of tokens.
     """
     validate.count("rows", rows)
     validate.count("length", length, 2)
@@ -119,8 +95,8 @@ def pack(
         input_ids: [B, T] integers.
         attention_mask: [B, T], 0 where there is padding, on any side; None for none.
         token_type_ids: [B, T], or None for type 0.
-        position_ids: [B, T] or [1, T]; counted as the model counts them when left out.
-        config: The model's, whose way of counting positions is used. Without it they are BERT's: a token's column.
+        position_ids: [B, T] or [1, T]; counted when left out.
+        config: The model's, by which positions are counted; BERT's way, a token's column, without it.
         buckets: Sizes in tokens, of which the smallest that fits is taken, as of ``token_buckets(rows, length)``. None
             for no filling: each number of tokens is then a graph of its own.
         rows: Rows of every batch, where the last of an epoch has fewer; B when left out.
@@ -167,10 +143,7 @@ def pack(
 
 
 def unpack(packed: _Packed, batch: PackedBatch, fill: float = 0) -> _Packed:
-    """Put the padding back: [N, ...] -> [B, T, ...], or a model's output for the batch -> the same with padded tensors.
-
-    ``fill`` is the value of padding.
-    """
+    """Put the padding back, as ``fill``: [N, ...] -> [B, T, ...], or the same for all tensors of a model's output."""
     if isinstance(packed, Tensor):
         padded = packed.new_full((batch.rows * batch.length + 1, *packed.shape[1:]), fill)
         return padded.index_copy(0, batch.places, packed)[:-1].unflatten(0, (batch.rows, batch.length))

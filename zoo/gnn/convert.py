@@ -31,15 +31,12 @@ def skeleton(config: GNNConfig) -> nn.Module:
     import torch_geometric.nn as pyg
 
     (name,) = (name for name, (cls, _, _) in _MODELS.items() if cls is type(config))
-    options = {
-        field.name: getattr(config, field.name)
-        for field in dataclasses.fields(config)
-        if field.name not in ("act_kwargs", "norm_kwargs")
-    }
+    options = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    del options["act_kwargs"]
     options["act"] = None if config.act is None else ACTIVATIONS[config.act](**config.act_kwargs)
+    options["norm_kwargs"] = dict(config.norm_kwargs)
     with torch.device("meta"):
-        module: nn.Module = getattr(pyg, name)(**options, norm_kwargs=dict(config.norm_kwargs))
-    return module
+        return getattr(pyg, name)(**options)
 
 
 def config_of(module: Any) -> GNNConfig:
@@ -57,9 +54,12 @@ def config_of(module: Any) -> GNNConfig:
         _refuse(name, "num_layers", module.num_layers, f"there are {len(convs)} convolutions")
     if module.jk_mode not in (None, "last", "cat", "max"):
         _refuse(name, "jk", module.jk_mode, "None, 'last', 'cat' and 'max' are supported")
+    first = convs[0].lin_l if hasattr(convs[0], "lin_l") else convs[0].lin
+    if isinstance(first.weight, nn.UninitializedParameter):
+        _refuse(name, "in_channels", -1, "its weights do not exist yet; call the model once first")
     ends_in_conv = module.jk_mode is None and getattr(module, "_is_conv_to_out", False)
     shared: dict[str, Any] = {
-        "in_channels": _input_width(name, convs[0]),
+        "in_channels": int(first.weight.shape[1]),
         "hidden_channels": module.hidden_channels,
         "num_layers": module.num_layers,
         "out_channels": module.out_channels if ends_in_conv or module.jk_mode is not None else None,
@@ -108,21 +108,14 @@ def _check_conv(name: str, conv: Any) -> None:
         _refuse(name, "v2", True, "only the first version of graph attention is supported")
     if type(conv) is not expected:
         _refuse(name, "convs", type(conv).__name__, f"expected {expected.__name__}")
-    if not isinstance(conv.in_channels, int):
-        _refuse(name, "in_channels", conv.in_channels, "a pair of widths is for a single SAGEConv or GATConv")
-    if conv.flow != "source_to_target":
-        _refuse(name, "flow", conv.flow, "swap the rows of edge_index instead")
-    if conv.node_dim not in (0, -2):
-        _refuse(name, "node_dim", conv.node_dim, "nodes are rows")
-    if conv.decomposed_layers != 1:
-        _refuse(name, "decomposed_layers", conv.decomposed_layers, "it changes how, not what is computed; drop it")
-
-
-def _input_width(name: str, conv: Any) -> int:
-    linear = conv.lin_l if hasattr(conv, "lin_l") else conv.lin
-    if isinstance(linear.weight, nn.UninitializedParameter):
-        _refuse(name, "in_channels", -1, "its weights do not exist yet; call the model once first")
-    return int(linear.weight.shape[1])
+    for option, fits, why in (
+        ("in_channels", isinstance(conv.in_channels, int), "a pair of widths is for a single SAGEConv or GATConv"),
+        ("flow", conv.flow == "source_to_target", "swap the rows of edge_index instead"),
+        ("node_dim", conv.node_dim in (0, -2), "nodes are rows"),
+        ("decomposed_layers", conv.decomposed_layers == 1, "it changes how, not what is computed; drop it"),
+    ):
+        if not fits:
+            _refuse(name, option, getattr(conv, option), why)
 
 
 def _activation(name: str, act: Any) -> dict[str, Any]:
@@ -155,10 +148,10 @@ def _norm(name: str, module: Any) -> dict[str, Any]:
     kinds: set[tuple[Any, ...]] = set()
     for each in hidden:
         if type(each) is pyg.BatchNorm:
-            inner, kind = each.module, "batch"
-            options = {key: getattr(inner, key) for key in ("eps", "momentum", "affine", "track_running_stats")} | {
-                "allow_single_element": each.allow_single_element
-            }
+            if each.allow_single_element:
+                _refuse(name, "norm_kwargs", {"allow_single_element": True}, "one node has no variance")
+            kind, own = "batch", ("eps", "momentum", "affine", "track_running_stats")
+            options = {key: getattr(each.module, key) for key in own}
         elif type(each) is pyg.LayerNorm:
             kind, options = "layer", {key: getattr(each, key) for key in ("eps", "affine", "mode")}
         else:

@@ -1,7 +1,7 @@
 """The three convolutions, to build with or inside the layers of model.py, and the normalisations between them.
 
-Each takes features and a graph: prepared tensors inside a region, and elsewhere also a CSRGraph or a raw
-``edge_index``, which it prepares and remembers.
+Each takes features and a graph: prepared tensors inside a region, elsewhere also a CSRGraph or a raw ``edge_index``,
+which it prepares and remembers. Arguments are torch-geometric's.
 
 Shape legend: N nodes (S sources and D destinations where they differ), E edges, C channels, H heads.
 """
@@ -16,24 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo import validate
-from zoo.gnn.graph import CSRGraph, GraphMemory, Recipe, check_features, check_nodes
+from zoo.gnn.graph import CSRGraph, GraphMemory, Recipe, check_nodes
 from zoo.ops.common import accumulation_dtype, kernels_run
 from zoo.ops.csr import GraphTensors, Own, attention, max_neighbours, mean_neighbours, sum_neighbours
 
 Graph: TypeAlias = GraphTensors | CSRGraph | Tensor
-# A sampled batch's, one a layer.
-Graphs: TypeAlias = tuple[GraphTensors, ...]
+Graphs: TypeAlias = tuple[GraphTensors, ...]  # of a sampled batch, one for each layer
 Features: TypeAlias = Tensor | tuple[Tensor, Tensor]
-# Values in 16 bytes of half precision; and the nodes from which on the launch that pads the weights pays off.
-VECTOR = 8
-MANY_NODES = 2**16
+VECTOR = 8  # values of half precision in 16 bytes
+MANY_NODES = 2**16  # from here on padding the weights pays off
 
 
 class _Conv(nn.Module):
-    """What the convolutions share: how a graph becomes tensors.
-
-    A convolution is a product with weights and a sum over edges, in the order that moves fewer values.
-    """
+    """How a graph becomes tensors. The product comes before or after the sum, where edges move fewer values."""
 
     recipe: Recipe
 
@@ -49,14 +44,14 @@ class _Conv(nn.Module):
     def _tensors(
         self, graph: Graph, edge_weight: Tensor | None, *features: tuple[Tensor, nn.Linear | None]
     ) -> GraphTensors:
-        """Prepare a graph. Features of sources, and of destinations, come with the layer that takes them."""
+        """Prepare a graph; each of sources and destinations comes with the layer that takes its features."""
         if isinstance(graph, GraphTensors):
             if edge_weight is not None:
                 raise ValueError("edge_weight was given with prepared tensors; use graph.with_weights(edge_weight)")
             return graph
         for x, linear in features:
             if linear is not None:
-                check_features(x, linear.in_features, linear.weight)
+                validate.tensor("x", x, f"N {linear.in_features}", kinds="floating", like=linear.weight)
             elif not isinstance(x, Tensor):
                 raise TypeError(f"x of the destinations is a {type(x).__name__}, expected a tensor: torch.empty(D, 0)")
         prepared = self._memory.prepare(graph, edge_weight, [x for x, _ in features], self.recipe)
@@ -69,15 +64,9 @@ class _Conv(nn.Module):
 class GCNConv(_Conv):
     """Graph convolution of Kipf and Welling (https://arxiv.org/abs/1609.02907), torch-geometric's ``GCNConv``.
 
-    Args:
-        in_channels: Width of the input.
-        out_channels: Width of the output.
-        improved: Added self-loops weigh 2; without edge weights it has no effect, as in torch-geometric.
-        add_self_loops: Give each node that has none a self-loop; follows ``normalize`` when left out.
-        normalize: Weigh edges by the symmetric degree normalisation.
-        bias: Add a bias.
-        input_layer: The features are data and need no gradient: at equal widths neighbours are summed first, so that
-            the backward need not walk the edges.
+    Self-loops follow ``normalize`` when left out. ``input_layer``: the features need no gradient, so at equal widths
+    neighbours are summed first, and the backward need not walk the edges. ``improved`` self-loops weigh 2, on graphs
+    with edge weights alone.
     """
 
     def __init__(
@@ -113,15 +102,8 @@ class GCNConv(_Conv):
 class SAGEConv(_Conv):
     """GraphSAGE convolution (https://arxiv.org/abs/1706.02216), torch-geometric's ``SAGEConv``.
 
-    Args:
-        in_channels: Width of the input, or of (sources, destinations).
-        out_channels: Width of the output.
-        aggr: ``"mean"``, ``"max"`` or ``"sum"`` over neighbours.
-        normalize: Divide each row of the output by its Euclidean norm.
-        root_weight: Add the node's own features, times a weight.
-        project: Pass sources through a linear layer and relu first.
-        bias: Add a bias.
-        input_layer: As for ``GCNConv``.
+    ``in_channels`` may be (sources, destinations), ``aggr`` is ``"mean"``, ``"max"`` or ``"sum"``, and ``input_layer``
+    is as for ``GCNConv``.
     """
 
     def __init__(
@@ -135,11 +117,11 @@ class SAGEConv(_Conv):
         self.recipe = Recipe(mean=aggr == "mean", weighted=False)
         self.aggr = aggr
         self.normalize = normalize
-        # Mean and sum are linear and may follow the weight; edges move the narrower side. A maximum must come first.
+        # Mean and sum may follow the weight, so that edges move the narrower side; a maximum may not.
         self.aggregate_first = (
             aggr == "max" or sources < out_channels or (input_layer and sources == out_channels and not project)
         )
-        # One product serves neighbours and the node itself, where both have the same features.
+        # One product serves neighbours and the node itself.
         self.in_one = isinstance(in_channels, int) and root_weight and not project and aggr != "max"
         self.lin = nn.Linear(sources, sources) if project else None
         self.lin_l = nn.Linear(sources, out_channels, bias=bias)
@@ -201,16 +183,9 @@ class SAGEConv(_Conv):
 class GATConv(_Conv):
     """Graph attention (https://arxiv.org/abs/1710.10903), torch-geometric's ``GATConv`` without edge features.
 
-    Args:
-        in_channels: Width of the input, or of (sources, destinations), which then have weights of their own.
-        out_channels: Width of one head's output.
-        heads: Number of heads.
-        concat: Put heads side by side; else their mean is taken.
-        negative_slope: Of the leaky relu on scores.
-        dropout: Probability that a neighbour is left out in training.
-        add_self_loops: Every node attends to itself, exactly once.
-        bias: Add a bias.
-        residual: Add the node's own features, times a weight.
+    ``out_channels`` is the width of one head; heads stand side by side, or with ``concat=False`` their mean is taken.
+    ``in_channels`` may be (sources, destinations), which then have weights of their own. In training a neighbour is
+    left out with probability ``dropout``.
     """
 
     def __init__(
@@ -258,8 +233,8 @@ class GATConv(_Conv):
         sources, own = x if isinstance(x, tuple) else (x, x)
         of_sources, of_own = self._linears
         graph = self._tensors(graph, edge_weight, (sources, of_sources), (own, of_own))
-        # Scores are linear in the features: a product of the weights gives them in the same pass. In TF32
-        # (torch.set_float32_matmul_precision("high")) they differ from torch-geometric's by 1e-4, with the same error.
+        # Scores are linear in the features: a product of the weights gives them in the same pass. In TF32 they differ
+        # from torch-geometric's by 1e-4, with the same error.
         weight, a_destination = of_sources.weight, None
         if isinstance(x, Tensor) and of_own is of_sources:
             table = F.linear(x, torch.cat([weight, _score_weights(weight, self.att_src, self.att_dst)]))
@@ -273,7 +248,7 @@ class GATConv(_Conv):
 
     @property
     def _linears(self) -> tuple[nn.Linear, nn.Linear]:
-        """Of sources and of destinations."""
+        """The linear layers of sources and of destinations."""
         if self.lin is not None:
             return self.lin, self.lin
         assert self.lin_src is not None and self.lin_dst is not None
@@ -288,10 +263,9 @@ def _score_weights(weight: Tensor, *vectors: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, *weights: Tensor) -> Tensor:
-    """Features x [N, C_in] times K weights [C_out, C_in], side by side: [N, K C], where C is C_out or a little more.
+    """Features [N, C_in] times K weights [C_out, C_in], side by side: [N, K C], where C is C_out or a little more.
 
-    Of many nodes on a GPU the rows, and each weight's part of them, start at whole vectors, which the product writes
-    and the edges read faster than value by value: zeros follow up to the next multiple.
+    For many nodes on a GPU zeros pad each weight's part to whole vectors, which are written and read faster.
     """
     missing = -weights[0].shape[0] % VECTOR
     if missing and x.shape[0] >= MANY_NODES and kernels_run(x):
@@ -307,27 +281,19 @@ def _add(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class GraphBatchNorm(nn.BatchNorm1d):
-    """Batch normalisation over nodes, torch-geometric's ``BatchNorm``. [N, C] -> [N, C].
+    """Batch normalisation over nodes, torch-geometric's ``BatchNorm``: [N, C] -> [N, C], ``momentum`` is a number.
 
-    Where the last rows are padding, the first ``rows`` nodes give the statistics. The host does not know their number,
-    so a single node is not refused there: it becomes the bias.
-
-    Args:
-        channels: C.
-        eps, momentum, affine, track_running_stats: As for ``nn.BatchNorm1d``; ``momentum`` must be a number.
-        allow_single_element: Normalise a single node in training by the running statistics; else it is refused.
+    A single node is refused in training. Where the last rows are padding the host does not know the number of nodes,
+    and a single one becomes the bias.
     """
 
     def __init__(
         self, channels: int, eps: float = 1e-5, momentum: float = 0.1, affine: bool = True,
-        track_running_stats: bool = True, allow_single_element: bool = False,
+        track_running_stats: bool = True,
     ) -> None:  # fmt: skip
         if momentum is None:
             raise ValueError("norm_kwargs has momentum=None, a cumulative average that reads the device at each step")
-        if allow_single_element and not track_running_stats:
-            raise ValueError("norm_kwargs has allow_single_element=True, which needs track_running_stats=True")
         super().__init__(channels, eps, momentum, affine, track_running_stats)
-        self.allow_single_element = allow_single_element
 
     @property
     def over_nodes(self) -> bool:
@@ -336,11 +302,7 @@ class GraphBatchNorm(nn.BatchNorm1d):
 
     def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
         """Features [N, C] -> [N, C]; ``rows`` [] int64, how many of them are nodes, or None for all."""
-        if rows is not None and self.over_nodes:
-            return self._over_first(x, rows)
-        if self.allow_single_element and x.shape[0] <= 1:
-            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
-        return super().forward(x)
+        return self._over_first(x, rows) if rows is not None and self.over_nodes else super().forward(x)
 
     def _over_first(self, x: Tensor, rows: Tensor) -> Tensor:
         values, is_node = x.to(accumulation_dtype(x.dtype)), _is_node(x, rows)
@@ -349,17 +311,11 @@ class GraphBatchNorm(nn.BatchNorm1d):
         variance = torch.where(is_node, values - mean, 0).square().sum(dim=0) / rows
         if self.training and self.running_mean is not None:
             assert self.running_var is not None and self.num_batches_tracked is not None and self.momentum is not None
-            if self.allow_single_element:
-                alone = rows < 2
-                mean = torch.where(alone, self.running_mean, mean)
-                variance = torch.where(alone, self.running_var, variance)
             with torch.no_grad():
                 unbiased = variance * (rows / (rows - 1).clamp(min=1))
-                if self.allow_single_element:
-                    unbiased = torch.where(alone, self.running_var, unbiased)
                 self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
                 self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)
-                self.num_batches_tracked.add_(rows > 1 if self.allow_single_element else 1)
+                self.num_batches_tracked.add_(1)
         out = (values - mean) * torch.rsqrt(variance + self.eps)
         if self.weight is not None:
             out = out * self.weight + self.bias
@@ -367,13 +323,10 @@ class GraphBatchNorm(nn.BatchNorm1d):
 
 
 class GraphLayerNorm(nn.Module):
-    """Layer normalisation, torch-geometric's ``LayerNorm``. [N, C] -> [N, C].
+    """Layer normalisation, torch-geometric's ``LayerNorm``: [N, C] -> [N, C].
 
-    Args:
-        channels: C.
-        eps: Added to the standard deviation (graph) or to the variance (node).
-        affine: Have a weight and a bias.
-        mode: ``"graph"``: over all nodes and channels; ``"node"``: over the channels of each node.
+    Over all nodes and channels (``mode="graph"``, eps added to the deviation), or over the channels of each node
+    (``"node"``, eps added to the variance).
     """
 
     def __init__(self, channels: int, eps: float = 1e-5, affine: bool = True, mode: str = "graph") -> None:

@@ -1,7 +1,6 @@
 """Prepared graphs: edges sorted by destination, with self-loops and normalisation done once.
 
-``CSRGraph`` is the prepared graph, ``GraphMemory`` remembers the graphs that were prepared from raw edges. Both work
-outside compiled code.
+Built outside compiled code; ``GraphMemory`` remembers the graphs that were prepared from raw edges.
 
 Shape legend: N nodes, S sources and D destinations of a rectangular graph, E edges, C channels.
 """
@@ -12,6 +11,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from zoo import validate
 from zoo.engine.step_buffers import is_captured, is_step_input
 from zoo.ops import common
+from zoo.ops.common import accumulation_dtype
 from zoo.ops.csr import GraphTensors, Split, Transpose, split_rows
 
 _P = ParamSpec("_P")
@@ -41,22 +42,13 @@ def dynamo_disabled(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 class Recipe(NamedTuple):
-    """How a model prepares its graph, once for all layers.
+    """How a model prepares its graph, once for all layers."""
 
-    Args:
-        self_loops: Every node has exactly one self-loop. Existing ones are kept, the others added. Of several the last
-            one's weight counts, and all of them get its gradient, as in torch-geometric.
-        normalize: Weights are those of GCN, ``w_ij / sqrt(d_i d_j)`` with weighted degrees ``d``.
-        improved: Added self-loops weigh 2 and not 1, if the graph has weights at all (as torch-geometric does it).
-        mean: Inverse degrees are there.
-        weighted: Edge weights are used; a graph that has some is refused otherwise.
-    """
-
-    self_loops: bool = False
-    normalize: bool = False
-    improved: bool = False
-    mean: bool = False
-    weighted: bool = True
+    self_loops: bool = False  # exactly one a node; of several the last one's weight counts, and all get its gradient
+    normalize: bool = False  # weights are GCN's, w_ij / sqrt(d_i d_j) with weighted degrees d
+    improved: bool = False  # added self-loops weigh 2, if the graph has weights at all, as in torch-geometric
+    mean: bool = False  # inverse degrees are there
+    weighted: bool = True  # edge weights are used; a graph that has some is refused otherwise
 
 
 class _Edges(NamedTuple):
@@ -71,7 +63,7 @@ class _Edges(NamedTuple):
 
 
 class _Structure:
-    """A graph without weights. Graphs that differ in weights and recipe share it and its derived tensors."""
+    """A graph without weights, shared by graphs that differ in weights and recipe, and tensors derived from it."""
 
     def __init__(self, edges: _Edges, inputs: int, sizes: tuple[int, int]) -> None:
         order = torch.sort(edges.destination, stable=True).indices
@@ -97,10 +89,7 @@ class _Structure:
         return self._sorted
 
     def looped(self) -> _Structure:
-        """The same graph with exactly one self-loop a node, if the node is both a source and a destination.
-
-        If no self-loops were there before, this one lets go of its edges: those with self-loops hold them too.
-        """
+        """The same graph with exactly one self-loop a node that is both a source and a destination."""
         if self._looped is None:
             edges = self.edges
             is_loop = edges.source == edges.destination
@@ -117,7 +106,7 @@ class _Structure:
             if replaced.numel():
                 self._looped.replaced = torch.stack([loops.origin[replaced], kept[replaced]])
             if not loops.source.numel():
-                self._sorted = None
+                self._sorted = None  # the graph with self-loops holds these edges too
         return self._looped
 
     def transpose(self) -> Transpose:
@@ -155,13 +144,11 @@ def _split(pointers: Tensor, edges: int) -> Split | None:
 class CSRGraph:
     """A graph in compressed sparse rows, one row a destination, built once and used by every layer and every call.
 
-    Build one by ``CSRGraph.from_edge_index``, or by ``model.prepare`` with self-loops and normalisation done. A model
-    that is given a graph with another recipe derives what it needs once; derived tensors are remembered by all graphs
-    that come from one ``from_edge_index``.
+    Build one by ``CSRGraph.from_edge_index``, or by ``model.prepare`` with self-loops and normalisation done. What a
+    model of another recipe needs is derived once and remembered by all graphs of one ``from_edge_index``.
 
-    ``tensors`` is what regions see. Weights that require grad stay part of the autograd graph: they are normalised
-    at each use, everything else is done once. In-place changes of the ``edge_index`` or of weights without grad
-    are not seen: build another graph.
+    ``tensors`` is what regions see. Weights that require grad are normalised at each use. In-place changes of the
+    ``edge_index`` or of weights without grad are not seen: build another graph.
     """
 
     def __init__(
@@ -175,8 +162,7 @@ class CSRGraph:
         self.recipe = recipe
         self.weight_dtype = weight_dtype
         self.is_square = structure.sizes[0] == structure.sizes[1]
-        self._tensors: GraphTensors | None = None
-        self._tensors_for_grad: GraphTensors | None = None
+        self._ready: dict[bool, GraphTensors] = {}  # without and with the transpose
 
     @classmethod
     def from_edge_index(
@@ -184,14 +170,9 @@ class CSRGraph:
     ) -> CSRGraph:
         """Sort a graph by destination; edges, weights and duplicates stay as they are.
 
-        Args:
-            edge_index: [2, E] int64, sources above destinations.
-            edge_weight: [E] floating point, or None.
-            num_nodes: N, or (S, D) for a rectangular graph; one more than the greatest index when left out.
-
-        Raises:
-            TypeError: If something is not a dense tensor of the right dtype.
-            ValueError: If a shape or device is wrong, or an index is negative or out of range.
+        Takes ``edge_index`` [2, E] int64, sources above destinations, ``edge_weight`` [E] floating point or None, and
+        the number of nodes N, or (S, D) for a rectangular graph; one more than the greatest index when left out.
+        TypeError or ValueError if a dtype, shape or device is wrong, or an index is out of range.
         """
         check_edges(edge_index, edge_weight)
         with torch.inference_mode(False), torch.no_grad():
@@ -211,7 +192,7 @@ class CSRGraph:
         if not edge_weight.requires_grad:
             with torch.inference_mode(False):
                 edge_weight = edge_weight.clone()
-        return cls(structure, edge_weight, Recipe(), weight_dtype(edge_weight), {})
+        return cls(structure, edge_weight, Recipe(), accumulation_dtype(edge_weight.dtype), {})
 
     def with_weights(self, edge_weight: Tensor | None) -> CSRGraph:
         """The graph without self-loops or normalisation and with other weights, [E] in the order of the input."""
@@ -235,10 +216,6 @@ class CSRGraph:
         graph._prepare()
         return graph
 
-    def with_self_loops(self, *, improved: bool = False) -> CSRGraph:
-        """The graph with exactly one self-loop a node; see ``Recipe``."""
-        return self.prepared(Recipe(self_loops=True, improved=improved), self.weight_dtype)
-
     def gcn_normalized(self, *, add_self_loops: bool = True, improved: bool = False) -> CSRGraph:
         """The graph with the symmetric normalisation of GCN as weights; see ``Recipe``."""
         return self.prepared(Recipe(self_loops=add_self_loops, normalize=True, improved=improved), self.weight_dtype)
@@ -251,12 +228,9 @@ class CSRGraph:
             if learn and self._edges.transposed is None:
                 self._prepare()
             return self._build(learn)
-        ready = self._tensors_for_grad if learn else self._tensors
-        if ready is None:
+        if learn not in self._ready:
             self._prepare()
-            ready = self._tensors_for_grad if learn else self._tensors
-            assert ready is not None
-        return ready
+        return self._ready[learn]
 
     @dynamo_disabled
     def _prepare(self) -> None:
@@ -267,21 +241,17 @@ class CSRGraph:
             edges = self._edges
             if learn:
                 edges.transpose()
-            if not self._differentiable:
-                self._tensors = self._tensors or self._remembered(False)
-                if learn:
-                    self._tensors_for_grad = self._tensors_for_grad or self._remembered(True)
-
-    def _remembered(self, transpose: bool) -> GraphTensors:
-        key = self.recipe, self.weight_dtype, transpose
-        if key not in self._derived:
-            self._derived[key] = self._build(transpose)
-        return self._derived[key]
+            for transpose in () if self._differentiable else (False, True)[: 1 + learn]:
+                key = self.recipe, self.weight_dtype, transpose
+                if key not in self._derived:
+                    self._derived[key] = self._build(transpose)
+                self._ready[transpose] = self._derived[key]
 
     def _build(self, transpose: bool) -> GraphTensors:
         structure = self._edges
-        if transpose and self._tensors is not None:
-            return self._tensors._replace(transpose=_weighted(structure.transpose(), self._tensors.weight))
+        if transpose and False in self._ready:
+            plain = self._ready[False]
+            return plain._replace(transpose=_weighted(structure.transpose(), plain.weight))
         source, destination, origin = structure.edges
         weight = None
         if self._edge_weight is not None:
@@ -342,7 +312,7 @@ class CSRGraph:
             structure = self._structure.to(device)
         derived = structure.unweighted if weight is None else {}
         moved = CSRGraph(structure, weight, self.recipe, self.weight_dtype, derived)
-        if self._tensors is not None:
+        if self._ready:
             with torch.no_grad():
                 moved._prepare()
         return moved
@@ -372,15 +342,10 @@ def _normalized(structure: _Structure, weight: Tensor | None, dtype: torch.dtype
     return both if weight is None else both * weight
 
 
-def weight_dtype(x: Tensor) -> torch.dtype:
-    """Weights are float32 for half-precision features too, whose sums over many edges are accumulated in it."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 class _TensorVersion:
     """Recognises a tensor that is the same object and was not changed since."""
 
-    def __init__(self, tensor: Tensor, on_death: Callable[[Any], None] | None = None) -> None:
+    def __init__(self, tensor: Tensor, on_death: Callable[[Any], Any] | None = None) -> None:
         self._reference = weakref.ref(tensor, on_death)
         self._version = _version_of(tensor)
 
@@ -389,29 +354,25 @@ class _TensorVersion:
 
 
 def _version_of(tensor: Tensor) -> tuple[Any, ...] | None:
-    """Changes with every in-place operation that torch counts, which it does not through ``.data`` or NumPy.
-
-    Inference tensors keep no count, so nothing is known of them.
-    """
+    """Changes with every in-place operation that torch counts; None for inference tensors, of which it counts none."""
     if tensor.is_inference():
         return None
     return tensor._version, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 
+@dataclass(eq=False)
 class _Remembered:
-    def __init__(self, edges: _TensorVersion, num_nodes: tuple[int, int], unweighted: CSRGraph) -> None:
-        self.edges = edges
-        self.num_nodes = num_nodes
-        self.unweighted = unweighted
-        # One tuple, read and written at once: another thread may call with other weights.
-        self.weighted: tuple[_TensorVersion, CSRGraph] | None = None
+    edges: _TensorVersion
+    num_nodes: tuple[int, int]
+    unweighted: CSRGraph
+    # One tuple, read and written at once: another thread may call with other weights.
+    weighted: tuple[_TensorVersion, CSRGraph] | None = None
 
 
 class GraphMemory:
-    """Graphs prepared from raw ``edge_index`` tensors, by identity and version of the tensors.
+    """Graphs prepared from raw edges, by identity and version of the tensors: the last ``REMEMBERED`` that are alive.
 
-    The last ``REMEMBERED`` graphs are kept, each until its ``edge_index`` dies. A copy or a pickle of the model starts
-    with an empty memory.
+    A copy or a pickle of the model starts with an empty memory.
     """
 
     def __init__(self) -> None:
@@ -429,7 +390,7 @@ class GraphMemory:
         self, graph: CSRGraph | Tensor, edge_weight: Tensor | None, features: Sequence[Tensor], recipe: Recipe,
     ) -> CSRGraph:  # fmt: skip
         """Raw edges or any CSRGraph to what ``recipe`` asks for; ``features`` are those of sources and destinations."""
-        x, dtype = features[0], weight_dtype(features[0])
+        x, dtype = features[0], accumulation_dtype(features[0].dtype)
         if isinstance(graph, CSRGraph):
             if edge_weight is not None:
                 raise ValueError("edge_weight was given with a CSRGraph; use graph.with_weights(edge_weight)")
@@ -452,14 +413,14 @@ class GraphMemory:
         return prepared
 
     def _entry(self, edge_index: Tensor, num_nodes: tuple[int, int]) -> _Remembered:
-        key = id(edge_index)
-        entry = self._entries.pop(key, None)
+        key, entries = id(edge_index), self._entries
+        entry = entries.pop(key, None)
         if entry is None or entry.num_nodes != num_nodes or not entry.edges.is_still(edge_index):
-            seen = _TensorVersion(edge_index, functools.partial(_forget, self._entries, key))
+            seen = _TensorVersion(edge_index, lambda _: entries.pop(key, None))
             entry = _Remembered(seen, num_nodes, CSRGraph.from_edge_index(edge_index, None, num_nodes))
-        self._entries[key] = entry
-        if len(self._entries) > REMEMBERED:
-            del self._entries[next(iter(self._entries))]
+        entries[key] = entry
+        if len(entries) > REMEMBERED:
+            del entries[next(iter(entries))]
         return entry
 
     def _weighted(self, entry: _Remembered, edge_weight: Tensor | None) -> CSRGraph:
@@ -472,15 +433,6 @@ class GraphMemory:
         if weighted is None or not weighted[0].is_still(edge_weight):
             weighted = entry.weighted = _TensorVersion(edge_weight), entry.unweighted.with_weights(edge_weight)
         return weighted[1]
-
-
-def _forget(entries: dict[int, _Remembered], key: int, _: Any) -> None:
-    entries.pop(key, None)
-
-
-def check_features(x: Tensor, channels: int, weight: Tensor) -> None:
-    """Refuse features that do not fit the weights."""
-    validate.tensor("x", x, f"N {channels}", kinds="floating", like=weight)
 
 
 def check_nodes(x: Tensor, count: int, device: torch.device) -> None:
@@ -507,7 +459,7 @@ def _check_edge_weight(edge_weight: Tensor, edges: int, device: torch.device) ->
 
 
 def _node_counts(edge_index: Tensor, num_nodes: int | tuple[int, int] | None) -> tuple[int, int]:
-    """(S, D), with every index checked. Reads the least and the greatest index from the device."""
+    """(S, D), with every index checked, which reads the least and the greatest from the device."""
     least, greatest = [0, 0], [-1, -1]
     if edge_index.shape[1]:
         least, greatest = torch.stack(edge_index.aminmax(dim=1)).tolist()

@@ -20,27 +20,24 @@ from torch import Tensor, nn
 from zoo import validate
 from zoo.engine.region import Region
 from zoo.gnn.convs import GATConv, GCNConv, Graph, Graphs, SAGEConv, make_activation, make_norm
-from zoo.gnn.graph import CSRGraph, GraphMemory, Recipe, check_features, check_nodes, dynamo_disabled, weight_dtype
+from zoo.gnn.graph import CSRGraph, GraphMemory, Recipe, check_nodes, dynamo_disabled
+from zoo.ops.common import accumulation_dtype
 from zoo.ops.csr import GraphTensors
 
 
 @dataclass(frozen=True, kw_only=True)
 class GNNConfig:
-    """Fields of all three models. Widths and depth have no default; switches default as torch-geometric's do.
+    """Fields of all three models, named and meant as in torch-geometric.
 
     Args:
-        in_channels: Width of the features.
-        hidden_channels: Width of every layer but the last.
         num_layers: Number of convolutions.
         out_channels: Width of the output; None for ``hidden_channels``.
         dropout: Probability of dropping an activation in training (and a neighbour, in GAT).
         act: Activation by name, or None; see ``zoo.gnn.convs.ACTIVATIONS``.
-        act_first: Activate before and not after the normalisation.
-        act_kwargs: Options of the activation.
+        act_first: Activate before the normalisation.
         norm: ``"batch"``, ``"layer"`` or None.
-        norm_kwargs: Options of the normalisation.
-        jk: Jumping knowledge: ``"last"``, ``"cat"`` or ``"max"`` puts a linear layer at the end, over the last or all
-            layers' outputs; None makes the last convolution the output.
+        jk: ``"last"``, ``"cat"`` or ``"max"`` puts a linear layer over the last or all layers' outputs; None makes the
+            last convolution the output.
     """
 
     in_channels: int
@@ -83,16 +80,7 @@ class GNNConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GCNConfig(GNNConfig):
-    """A GCN.
-
-    Args:
-        improved: Added self-loops weigh 2; only graphs with edge weights notice, as in torch-geometric.
-        add_self_loops: Give nodes a self-loop; None follows ``normalize``.
-        normalize: Symmetric degree normalisation.
-        bias: Of the convolutions.
-        cached: Kept for the way back to torch-geometric. Prepared graphs are always remembered here, and unlike there
-            another graph is never mistaken for the first.
-    """
+    """A GCN; see ``GCNConv``. ``cached`` is kept for torch-geometric: prepared graphs are always remembered here."""
 
     improved: bool = False
     add_self_loops: bool | None = None
@@ -111,15 +99,10 @@ class GCNConfig(GNNConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GATConfig(GNNConfig):
-    """A GAT.
+    """A GAT; see ``GATConv``.
 
-    Args:
-        heads: Attention heads. With ``concat`` they share ``hidden_channels``; the last convolution averages them.
-        concat: Put the heads of hidden layers side by side; else each has the full width and they are averaged.
-        negative_slope: Of the leaky relu on attention scores.
-        add_self_loops: Every node attends to itself.
-        bias: Of the convolutions.
-        residual: Add each layer's input, times a weight.
+    With ``concat`` the heads of hidden layers share ``hidden_channels``, else each has the full width and they are
+    averaged. The last convolution always averages them.
     """
 
     heads: int
@@ -139,15 +122,7 @@ class GATConfig(GNNConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SAGEConfig(GNNConfig):
-    """A GraphSAGE.
-
-    Args:
-        aggr: ``"mean"``, ``"max"`` or ``"sum"``.
-        normalize: Divide each row of a convolution's output by its Euclidean norm.
-        root_weight: Add the node's own features, times a weight.
-        project: Pass neighbours through a linear layer and relu first.
-        bias: Of the convolutions.
-    """
+    """A GraphSAGE; see ``SAGEConv``."""
 
     aggr: str = "mean"
     normalize: bool = False
@@ -179,7 +154,7 @@ PRESETS: dict[str, GNNConfig] = {
 }
 
 
-# The convolution of a config, and the fields of the config that it takes as arguments of the same names.
+# The convolution of a config, and the fields that it takes as arguments of the same names.
 _CONVS: dict[type[GNNConfig], tuple[type[GCNConv | GATConv | SAGEConv], tuple[str, ...]]] = {
     GCNConfig: (GCNConv, ("improved", "add_self_loops", "normalize", "bias")),
     GATConfig: (GATConv, ("heads", "negative_slope", "dropout", "add_self_loops", "bias", "residual")),
@@ -256,8 +231,7 @@ class GNNLayer(nn.Module):
         return x if self.epilogue is None else self.epilogue(x, graph.rows)
 
 
-# A graph has few kernels, which this process compiles before a worker could start. They are passes over memory, as fast
-# in one block size as in another.
+# A graph has few kernels, which this process compiles before a worker could start. Their block size does not matter.
 _PASSES: dict[str, Any] = {"compile_threads": 1, "autotune_pointwise": False}
 REGIONS = (
     Region(GNNLayer, graphs=3, why="product, sum over edges and epilogue: first, last and all other layers", **_PASSES),
@@ -286,14 +260,10 @@ class _Model(nn.Module):
     ) -> CSRGraph:
         """The graph with everything done that this model needs, to pass in place of ``edge_index``.
 
-        Worth it where the edges stay: ``forward`` does the same with raw edges and remembers the last few, but a
-        prepared graph also goes through ``torch.compile(model, fullgraph=True)`` and an outer CUDA graph. Raises as
-        ``CSRGraph.from_edge_index``.
-
-        Args:
-            edge_index: [2, E] int64, or a CSRGraph.
-            edge_weight: [E], for GCN.
-            num_nodes: N; one more than the greatest index when left out, which forgets isolated nodes at the end.
+        ``forward`` does the same with raw edges and remembers the last few, but a prepared graph also goes through
+        ``torch.compile(model, fullgraph=True)`` and an outer CUDA graph. Takes ``edge_index`` [2, E] int64 or a
+        CSRGraph, ``edge_weight`` [E] for GCN, and the number of nodes N, without which isolated nodes at the end are
+        forgotten. Raises as ``CSRGraph.from_edge_index``.
         """
         if not isinstance(edge_index, CSRGraph):
             if edge_weight is not None and not self.recipe.weighted:
@@ -304,23 +274,19 @@ class _Model(nn.Module):
                 raise ValueError(f"num_nodes is {num_nodes}, but the graph has {edge_index.num_sources}; leave it out")
             if edge_weight is not None:
                 edge_index = edge_index.with_weights(edge_weight)
-        return edge_index.prepared(self.recipe, weight_dtype(self._first_conv.weight))
+        return edge_index.prepared(self.recipe, accumulation_dtype(self._first_conv.weight.dtype))
 
     @property
     def _first_conv(self) -> GCNConv | GATConv | SAGEConv:
         return self.layers[0].conv  # type: ignore[return-value]
 
     def _graph(self, x: Tensor, edge_index: Graph | Graphs, edge_weight: Tensor | None) -> GraphTensors | Graphs:
-        check_features(x, self.config.in_channels, self._first_conv.weight)
+        validate.tensor("x", x, f"N {self.config.in_channels}", kinds="floating", like=self._first_conv.weight)
         if isinstance(edge_index, tuple):
             return self._sampled(x, edge_index, edge_weight)
         graph = edge_index
-        if (
-            not isinstance(graph, CSRGraph)
-            or edge_weight is not None
-            or graph.recipe != self.recipe
-            or graph.weight_dtype != weight_dtype(x)
-        ):
+        wanted = self.recipe, accumulation_dtype(x.dtype)
+        if not isinstance(graph, CSRGraph) or edge_weight is not None or (graph.recipe, graph.weight_dtype) != wanted:
             graph = self._memory.prepare(graph, edge_weight, (x,), self.recipe)
         if not graph.is_square:
             raise ValueError(
@@ -332,7 +298,7 @@ class _Model(nn.Module):
         return tensors
 
     def _sampled(self, x: Tensor, graphs: GraphTensors | Graphs, edge_weight: Tensor | None) -> GraphTensors | Graphs:
-        """Check tensors that are prepared already: of one graph, or of a sampled batch with a graph per layer."""
+        """Check prepared tensors: of one graph, or of a sampled batch with a graph per layer."""
         single = isinstance(graphs, GraphTensors)
         if not single and not all(isinstance(each, GraphTensors) for each in graphs):
             raise TypeError(f"edge_index is a {type(graphs).__name__}; pass batch.graphs with x[batch.nodes]")
@@ -372,15 +338,10 @@ class GCN(_Model):
     config: GCNConfig
 
     def forward(self, x: Tensor, edge_index: Tensor | CSRGraph, edge_weight: Tensor | None = None) -> Tensor:
-        """Run all layers: [N, C_in] -> [N, C_out].
+        """Features [N, C_in] -> [N, C_out].
 
-        Args:
-            x: [N, C_in] features.
-            edge_index: [2, E] int64, sources above destinations, or a CSRGraph.
-            edge_weight: [E] factors, with a raw ``edge_index`` only.
-
-        Raises:
-            TypeError, ValueError: If an input does not fit, before anything runs; the message says what to do.
+        Takes ``edge_index`` [2, E] int64, sources above destinations, or a CSRGraph, and with raw edges factors
+        ``edge_weight`` [E]. What does not fit is a TypeError or ValueError before anything runs.
         """
         return self._run(x, self._graph(x, edge_index, edge_weight))
 
@@ -391,7 +352,7 @@ class GAT(_Model):
     config: GATConfig
 
     def forward(self, x: Tensor, edge_index: Tensor | CSRGraph, edge_weight: Tensor | None = None) -> Tensor:
-        """Run all layers; see ``GCN.forward``. Edge weights are refused."""
+        """As ``GCN.forward``, without edge weights."""
         return self._run(x, self._graph(x, edge_index, edge_weight))
 
 
@@ -401,10 +362,7 @@ class GraphSAGE(_Model):
     config: SAGEConfig
 
     def forward(self, x: Tensor, edge_index: Graph | Graphs, edge_weight: Tensor | None = None) -> Tensor:
-        """Run all layers; see ``GCN.forward``. Edge weights are refused.
-
-        ``SampledBatch.graphs`` are taken too, [N, C_in] -> [B, C_out]: each layer computes what the next one reads.
-        """
+        """As ``GCN.forward``, without edge weights; takes ``SampledBatch.graphs`` too: [N, C_in] -> [B, C_out]."""
         return self._run(x, self._graph(x, edge_index, edge_weight))
 
     def region_sizes(self, x: Tensor, edge_index: Graph | Graphs, edge_weight: Tensor | None = None) -> int:
@@ -440,15 +398,13 @@ def build(config: GNNConfig) -> GCN | GAT | GraphSAGE:
     """A randomly initialised model on the current default device and dtype; TypeError for another family's config."""
     if type(config) not in _MODELS:
         raise TypeError(f"config is a {type(config).__name__}, expected one of {[c.__name__ for c in _MODELS]}")
-    model: GCN | GAT | GraphSAGE = _MODELS[type(config)](config)
-    return model
+    return _MODELS[type(config)](config)
 
 
 def example_inputs(model: _Model, *, num_nodes: int = 64, num_edges: int = 256, seed: int = 0) -> dict[str, Tensor]:
-    """Normal features and uniformly drawn edges on the model's device: ``x`` [N, C_in], ``edge_index`` [2, E].
+    """Normal features ``x`` [N, C_in] and drawn edges ``edge_index`` [2, E], the same on every device for a seed.
 
-    The same seed gives the same graph on every device. Edges may repeat. There are no self-loops (but for a single
-    node): a graph's shape is its number of edges once self-loops are in, so that all seeds give graphs of one shape.
+    There are no self-loops (but for a single node), so that all seeds give prepared graphs of one shape.
     """
     if num_nodes < 1 and num_edges > 0:
         raise ValueError(f"num_nodes is {num_nodes} and num_edges {num_edges}: edges need nodes")

@@ -1,12 +1,10 @@
 """Neighbour sampling for training on large graphs, in few static shapes.
 
-Nodes and edges of a batch are padded to a bucket, so that one compiled and captured step serves every batch of a
-bucket. Threads of the host sample ahead of the training step, or a GPU that holds the edges does. Draws depend on the
-seed and the kind of device alone.
+A batch is padded to a bucket, so that one compiled and captured step serves every batch of it. Threads of the host
+sample ahead of the training step, or a GPU that holds the edges does.
 
 A batch lists its nodes hop by hop, the seeds first. Each layer computes a prefix of the rows of the layer before it:
-the first layer all nodes but those of the last hop, the next one all but those of the last two hops, the last layer the
-seeds.
+the first all nodes but those of the last hop, and so on to the last layer, which computes the seeds.
 
 Shape legend: B seeds of a batch, N nodes and E edges of its bucket, R rows of a layer; n and e before padding.
 """
@@ -37,13 +35,10 @@ _setting_threads = threading.Lock()
 class Bucket(NamedTuple):
     """What a batch is padded to.
 
-    Attributes:
-        nodes: N.
-        layers: (rows, edges into them) of each layer, the first layer first. The first one's edges are all, E; the last
-            one's rows are B, and its edges those of the first hop.
+    ``layers`` are (rows, edges into them) from the first layer, with all E edges, to the last, with B rows.
     """
 
-    nodes: int
+    nodes: int  # N
     layers: tuple[tuple[int, int], ...]
 
     @property
@@ -53,33 +48,24 @@ class Bucket(NamedTuple):
 
     def holds(self, other: Bucket) -> bool:
         """True if a batch of the other's sizes fits."""
-        both = zip(other.layers, self.layers, strict=True)
-        return other.nodes <= self.nodes and all(
-            rows <= most_rows and edges <= most_edges for (rows, edges), (most_rows, most_edges) in both
-        )
+        pairs = [(other.nodes, self.nodes)]
+        for theirs, ours in zip(other.layers, self.layers, strict=True):
+            pairs += zip(theirs, ours, strict=True)
+        return all(size <= room for size, room in pairs)
 
 
 class SampledBatch(NamedTuple):
-    """A sampled part of a graph, padded to the static shapes of a bucket.
+    """A sampled part of a graph, padded to a bucket. Rows and edges of padding come last; no seed depends on them."""
 
-    Attributes:
-        nodes: [N] int64, their numbers in the large graph, the seeds first; 0 where padded.
-        seeds: [B] int64, the nodes to learn from; -1 where the last batch of an epoch has fewer.
-        graphs: The edges of each layer, for a model in place of ``edge_index``. The first layer takes N rows; each
-            layer writes the R rows that the next one reads, the last one B. Rows and edges that are padding come last,
-            and no seed depends on them.
-    """
-
-    nodes: Tensor
-    seeds: Tensor
-    graphs: tuple[GraphTensors, ...]
+    nodes: Tensor  # [N] int64, numbers in the large graph, the seeds first; 0 where padded
+    seeds: Tensor  # [B] int64, the nodes to learn from; -1 where the last batch of an epoch has fewer
+    graphs: tuple[GraphTensors, ...]  # of each layer, in place of ``edge_index``: reads N or R rows, writes R or B
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> SampledBatch:
         """The batch on a device."""
         validate.check_device(device, "a batch")
         moved = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=non_blocking), self)
-        # Torch's DataLoader makes lists of tuples.
-        return SampledBatch(moved.nodes, moved.seeds, tuple(moved.graphs))
+        return SampledBatch(moved.nodes, moved.seeds, tuple(moved.graphs))  # torch's DataLoader makes lists of tuples
 
     def pin_memory(self) -> SampledBatch:
         """The batch in pinned memory."""
@@ -92,21 +78,13 @@ class SampledBatch(NamedTuple):
 
 
 class Subgraph(NamedTuple):
-    """A sampled part of a graph as it was drawn, n nodes and e edges.
+    """A sampled part of a graph as it was drawn, n nodes and e edges."""
 
-    Attributes:
-        nodes: [n] int64, their numbers in the large graph, the seeds first.
-        seeds: [B] int64, the nodes to learn from; fewer at the end of an epoch.
-        edge_index: [2, e] int64, sources above destinations, in the numbers of ``nodes``.
-        hop_nodes: How many nodes each hop met first, the seeds before all.
-        hop_edges: How many edges each hop drew, in the order of ``edge_index``.
-    """
-
-    nodes: Tensor
-    seeds: Tensor
-    edge_index: Tensor
-    hop_nodes: list[int]
-    hop_edges: list[int]
+    nodes: Tensor  # [n] int64, numbers in the large graph, the seeds first
+    seeds: Tensor  # [B] int64, the nodes to learn from; fewer at the end of an epoch
+    edge_index: Tensor  # [2, e] int64, sources above destinations, in the numbers of ``nodes``
+    hop_nodes: list[int]  # how many nodes each hop met first, the seeds before all
+    hop_edges: list[int]  # how many edges each hop drew, in the order of ``edge_index``
 
 
 class Drawn(NamedTuple):
@@ -135,11 +113,9 @@ class Drawn(NamedTuple):
         rowptr[0] = 0
         torch.cumsum(self.counts, 0, out=rowptr[1 : rows + 1])
         first = GraphTensors(
-            rowptr=rowptr,
-            source=_pad(self.source, most_edges),
-            destination=_pad(_destinations(self.counts, edges), most_edges),
+            rowptr, _pad(self.source, most_edges), _pad(_destinations(self.counts, edges), most_edges),
             inverse_degree=rowptr.diff().clamp(min=1).float().reciprocal(),
-        )
+        )  # fmt: skip
         graphs, sources = [], bucket.nodes
         for sizes, (rows, edges) in zip(self.sizes.layers, bucket.layers, strict=True):
             graphs.append(_first_rows(first, rows, edges, sizes, sources))
@@ -153,10 +129,7 @@ def _destinations(counts: Tensor, edges: int) -> Tensor:
 
 
 def _first_rows(graph: GraphTensors, rows: int, edges: int, sizes: tuple[int, int], sources: int) -> GraphTensors:
-    """The part of a graph that one layer needs, padded to R ``rows`` and ``edges``, with a transpose of its own.
-
-    ``sizes`` are the rows and edges that were drawn; ``sources`` is the number of rows that the layer reads.
-    """
+    """One layer's part of a graph, padded to R ``rows`` and ``edges``; ``sizes`` are those that were drawn."""
     assert graph.inverse_degree is not None
     nodes, drawn = sizes
     source = graph.source[:drawn]
@@ -194,20 +167,17 @@ class NeighborSampler:
         edge_index: [2, E] int64, sources above destinations.
         fanouts: Neighbours a node, hop by hop from the seeds outward; -1 for all.
         batch_size: B.
-        seeds: Nodes to draw batches from; all when left out.
-        num_nodes: Of the graph; one more than the greatest index when left out.
-        buckets: Sizes that batches are padded to, each a ``Bucket`` or (nodes, edges); a batch takes the smallest that
-            holds it. When left out there are two: one with a tenth of room over a few batches, and the largest that any
-            batch can need.
+        seeds: [n] int64, nodes to draw batches from; all when left out.
+        num_nodes: One more than the greatest index when left out.
+        buckets: Each a ``Bucket`` or (nodes, edges), of which a batch takes the smallest that holds it. When left out:
+            one with a tenth of room over a few batches, and the largest that any batch can need.
         shuffle: Draw seeds in a new order each epoch.
         seed: Of orders and neighbours.
         workers: Threads that sample ahead on the host; 0 samples when a batch is asked for. A GPU needs none.
-        device: Where edges are kept and batches are made. A GPU, if it has room for four bytes an edge, saves the
-            host's threads and the copy of each batch.
+        device: Where edges are kept, four bytes each, and batches are made.
 
     Raises:
-        TypeError: If ``seeds`` is not an int64 tensor, or ``device`` or ``seed`` is of another type.
-        ValueError: If a size is out of range, or a bucket list cannot hold every batch.
+        TypeError, ValueError: If an argument does not fit, or no bucket holds every batch.
     """
 
     def __init__(
@@ -242,11 +212,8 @@ class NeighborSampler:
         self.fanouts, self.batch_size = tuple(fanouts), batch_size
         self.shuffle, self.seed, self.workers = shuffle, seed, workers
         most = self._largest_bucket()
-        self.buckets: list[Bucket] = (
-            self._measured_buckets(most)
-            if buckets is None
-            else sorted(_bucket(bucket, most, batch_size) for bucket in buckets)
-        )
+        fixed = None if buckets is None else sorted(_bucket(each, most, batch_size) for each in buckets)
+        self.buckets: list[Bucket] = self._measured_buckets(most) if fixed is None else fixed
         if not any(bucket.holds(most) for bucket in self.buckets):
             largest = self.buckets[-1] if self.buckets else None
             raise ValueError(f"a batch may need {most}, but the largest bucket is {largest}")
@@ -272,10 +239,7 @@ class NeighborSampler:
     def epoch(self, number: int, then: Callable[[SampledBatch], SampledBatch] | None = None) -> Iterator[SampledBatch]:
         """All batches of an epoch, in order, on the sampler's device; some are sampled ahead.
 
-        Args:
-            number: The epoch; the same number gives the same batches.
-            then: A function for each batch, such as one that pins its memory. On the host the thread that sampled the
-                batch calls it.
+        ``then`` is called with each batch, on the host by the thread that sampled it: to pin its memory, say.
         """
         return self._sample_ahead(number, self._batch, then)
 
@@ -340,10 +304,7 @@ class NeighborSampler:
         return self.seeds_of(epoch)[index], epoch, index
 
     def padded_to(self, bucket: Bucket) -> SampledBatch:
-        """A batch of this bucket's shape with one seed and no edges, to compile and capture a step before it is needed.
-
-        A ValueError if it is not one of ``buckets``.
-        """
+        """A batch of one of ``buckets`` with one seed and no edges, to compile and capture a step ahead of time."""
         if bucket not in self.buckets:
             raise ValueError(f"{bucket} is none of the buckets {self.buckets}")
         seed, counts = self.seeds_of(0)[0][:1], self._rowptr.new_zeros(1)
@@ -446,10 +407,9 @@ class NeighborSampler:
 
 
 def _one_core() -> None:
-    """Run this thread's operators on one core, as in the processes of torch's DataLoader.
+    """Run this thread's operators on one core: otherwise each thread of the pool uses every core.
 
-    Otherwise each thread of the pool uses every core, and they wait for each other. ``torch.set_num_threads`` sets the
-    number of the calling thread and of those that start later, so another new thread restores the latter.
+    ``torch.set_num_threads`` also sets the number of threads that start later, so another new thread restores that.
     """
     if not torch.backends.openmp.is_available():
         return  # torch has one pool for all threads then

@@ -17,13 +17,9 @@ from zoo.validate import divides, one_of, optional_index, positive, positive_num
 class RopeScaling:
     """How rotary frequencies are stretched to longer texts than a model was first trained on.
 
-    Args:
-        kind: ``"linear"`` divides all frequencies by ``factor``; ``"llama3"`` divides the slow ones, keeps the fast
-            ones and blends between (https://arxiv.org/abs/2407.21783).
-        factor: The divisor.
-        low_freq_factor: Waves longer than ``original_max_position_embeddings`` over this are slow.
-        high_freq_factor: Waves shorter than ``original_max_position_embeddings`` over this are fast.
-        original_max_position_embeddings: Tokens that the model was first trained on.
+    ``"linear"`` divides all frequencies by ``factor``. ``"llama3"`` divides those of waves longer than
+    ``original_max_position_embeddings / low_freq_factor``, keeps those of waves shorter than
+    ``original_max_position_embeddings / high_freq_factor`` and blends between (https://arxiv.org/abs/2407.21783).
     """
 
     kind: str
@@ -46,27 +42,19 @@ class RopeScaling:
 class LLMConfig:
     """A decoder with RMSNorm, rotary embeddings, grouped-query attention and SwiGLU.
 
+    Fields are named and meant as in transformers.
+
     Args:
-        vocab_size: Rows of the embedding.
-        hidden_size: Width of the residual stream.
-        intermediate_size: Width inside the MLP.
-        num_hidden_layers: Depth.
-        num_attention_heads: Query heads.
-        num_key_value_heads: Key and value heads; each serves an equal group of query heads.
         head_dim: Width of a head. All heads together may be wider or narrower than ``hidden_size``.
-        max_position_embeddings: Longest text in tokens; the rotary table has a row for each position.
         rope_theta: Base of the rotary frequencies.
-        rms_norm_eps: Added to the mean square.
-        tie_word_embeddings: The output product uses the embedding's weights.
         rope_scaling: None, linear or Llama 3's.
         qkv_bias: Bias of queries, keys and values (Qwen2).
         qk_norm: RMSNorm over each head of queries and keys (Qwen3).
         sliding_window: A token sees this many last tokens, itself included; None for all.
         pad_token_id: Its embedding gets no gradient, and ``generate`` fills rows that have ended with it.
-        bos_token_id: Kept for the conversion to transformers.
         eos_token_id: Tokens that end a text, unless ``generate`` is given others.
-        model_type: ``"mistral"`` converts a model without a window to transformers' Mistral, which has Llama's options;
-            None lets the options decide.
+        model_type: ``"mistral"`` converts a model without a window to transformers' Mistral; None lets the options
+            decide.
     """
 
     vocab_size: int
@@ -154,13 +142,11 @@ def example_inputs(model: Any, *, batch: int = 2, tokens: int = 16, seed: int = 
 
 @dataclass(frozen=True, eq=False)
 class KVCache:
-    """Keys and values of all layers, in memory that never moves: made by ``model.make_cache``.
+    """Keys and values of all layers, in memory that never moves; ``model.make_cache`` makes it.
 
-    The token at position p of a row lies in slot p, so rows of different lengths need no padding between their tokens.
-    Slots after a row's last position are never read: to take tokens back, continue from an earlier position.
-
-    Args:
-        layers: One tensor per layer, [2, B, K, S, D]: keys, then values.
+    ``layers`` has one tensor per layer, [2, B, K, S, D]: keys, then values. The token at position p of a row lies in
+    slot p, so rows of different lengths need no padding between their tokens. Slots after a row's last position are
+    never read: to take tokens back, continue from an earlier position.
     """
 
     layers: tuple[Tensor, ...]

@@ -1,7 +1,7 @@
-"""Weights and configs from and to transformers' Llama, Mistral, Qwen2 and Qwen3, and weights in 8 bits.
+"""To and from transformers' Llama, Mistral, Qwen2 and Qwen3, and weights in 8 bits.
 
-transformers is imported when it is first needed. Its queries, keys and values, and its two halves of the MLP, are rows
-of one tensor each here.
+transformers is imported when it is needed. Its queries, keys and values, and its two halves of the MLP, are rows of one
+tensor each here.
 """
 
 import dataclasses
@@ -17,12 +17,8 @@ from zoo.llm.config import LLMConfig, RopeScaling
 from zoo.llm.model import LLM
 from zoo.weights import Placement, Table, WeightMap
 
-_CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
+_CLASSES = {kind.lower(): f"{kind}ForCausalLM" for kind in ("Llama", "Mistral", "Qwen2", "Qwen3")}
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 # Fields of theirs that are ours, by the same name.
 _SHARED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -71,8 +67,7 @@ def skeleton(config: LLMConfig) -> nn.Module:
 
     theirs = upstream_config(config)
     with torch.device("meta"):
-        module: nn.Module = getattr(transformers, _CLASSES[theirs.model_type])(theirs)
-    return module
+        return getattr(transformers, _CLASSES[theirs.model_type])(theirs)
 
 
 def reset_buffers(module: Any) -> None:
@@ -82,7 +77,7 @@ def reset_buffers(module: Any) -> None:
 
 
 def read_config(folder: Path, **overrides: Any) -> LLMConfig:
-    """The config of a checkpoint folder, as transformers reads its ``config.json``, with some fields replaced."""
+    """The config of a checkpoint folder's ``config.json``, with some fields replaced."""
     import transformers
 
     config = convert_config(transformers.AutoConfig.from_pretrained(folder, local_files_only=True))
@@ -112,23 +107,17 @@ def convert_config(theirs: Any) -> LLMConfig:
     for option in {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}.get(kind, ()):
         if getattr(theirs, option, False):
             _refuse(kind, option, True, "only queries, keys and values may have a bias, as in qwen2")
-    eos = theirs.eos_token_id
+    eos, window = theirs.eos_token_id, _window(kind, theirs)
     shared = {name: getattr(theirs, name) for name in _SHARED}
-    pad = shared["pad_token_id"]
-    if pad is not None and not 0 <= pad < theirs.vocab_size:
-        # Some checkpoints have -1 for None.
-        shared["pad_token_id"] = None
-    window = _window(kind, theirs)
+    if shared["pad_token_id"] not in range(theirs.vocab_size):
+        shared["pad_token_id"] = None  # some checkpoints have -1
     return LLMConfig(
-        **shared,
+        **shared, **_rope(kind, theirs.rope_parameters),
         head_dim=getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads,
-        **_rope(kind, theirs.rope_parameters),
-        qkv_bias=kind == "qwen2",
-        qk_norm=kind == "qwen3",
-        sliding_window=window,
+        qkv_bias=kind == "qwen2", qk_norm=kind == "qwen3", sliding_window=window,
         eos_token_id=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
         model_type="mistral" if kind == "mistral" and window is None else None,
-    )
+    )  # fmt: skip
 
 
 def upstream_config(config: LLMConfig) -> Any:
@@ -144,10 +133,8 @@ def upstream_config(config: LLMConfig) -> Any:
     options["eos_token_id"] = None if not eos else eos[0] if len(eos) == 1 else list(eos)
     options["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if (scaling := config.rope_scaling) is not None:
-        options["rope_parameters"] |= {"rope_type": scaling.kind, "factor": scaling.factor}
-        if scaling.kind == "llama3":
-            for name in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
-                options["rope_parameters"][name] = getattr(scaling, name)
+        names = _LLAMA3 if scaling.kind == "llama3" else ("factor",)
+        options["rope_parameters"] |= {"rope_type": scaling.kind, **{name: getattr(scaling, name) for name in names}}
     # Qwen2 has no such field of its own, and divides the width among the heads unless it is told otherwise.
     if kind != "qwen2" or config.head_dim != config.hidden_size // config.num_attention_heads:
         options["head_dim"] = config.head_dim
@@ -167,14 +154,12 @@ def _rope(kind: str, parameters: Any) -> dict[str, Any]:
     rope_type = parameters.get("rope_type", "default")
     if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
         _refuse(kind, "partial_rotary_factor", parameters["partial_rotary_factor"], "whole heads are turned")
-    scaling = None
-    if rope_type == "linear":
-        scaling = RopeScaling(kind="linear", factor=parameters["factor"])
-    elif rope_type == "llama3":
-        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        scaling = RopeScaling(kind="llama3", **{name: parameters[name] for name in names})
-    elif rope_type != "default":
+    if rope_type not in ("default", "linear", "llama3"):
         _refuse(kind, "rope_type", rope_type, "default, linear and llama3 are supported")
+    scaling = None
+    if rope_type != "default":
+        names = _LLAMA3 if rope_type == "llama3" else ("factor",)
+        scaling = RopeScaling(kind=rope_type, **{name: parameters[name] for name in names})
     return {"rope_theta": parameters["rope_theta"], "rope_scaling": scaling}
 
 
@@ -198,11 +183,8 @@ def quantize_int8(model: LLM) -> LLM:
     """Round the weights of all products to int8, one scale per row, in place, and return the model.
 
     Outputs change a little. Activations, the cache, norms and the embedding stay as they are; so does an output product
-    tied to the embedding. A rounded model cannot be saved or converted.
-
-    Raises:
-        ImportError: If torchao is not installed.
-        TypeError, ValueError: If the model is not of this family, or its regions are compiled already.
+    tied to the embedding. A rounded model cannot be saved or converted. Needs torchao (ImportError); TypeError or
+    ValueError if the model is not of this family, or its regions are compiled already.
     """
     try:
         from torchao import quantization  # type: ignore[import-not-found, import-untyped]

@@ -32,7 +32,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions:
-    """How tokens are chosen, and when an answer ends: the keyword arguments of ``generate`` and ``stream``.
+    """How tokens are chosen, and when an answer ends; a TypeError or ValueError if a value is out of range.
 
     Args:
         max_new_tokens: At most so many tokens per row.
@@ -40,12 +40,9 @@ class GenerationOptions:
         top_k: Draw from the k most likely tokens; None for all.
         top_p: Of those draw from the fewest that together have this probability; None for all.
         eos: Tokens that end a row; None for the config's, ``()`` to never stop.
-        seed: Draws with the same seed are the same, on every device that gives the same logits. The global random
-            state is neither used nor changed.
+        seed: Draws with the same seed are the same, on every device that gives the same logits. The global random state
+            is neither used nor changed.
         stride: The host checks once per so many tokens whether all rows have ended.
-
-    Raises:
-        TypeError, ValueError: If a value is out of range.
     """
 
     max_new_tokens: int
@@ -94,7 +91,10 @@ class GenerationMixin(nn.Module):
         self, tokens: Prompts, *, cache: KVCache | None = None, cuda_graph: bool | None = None,
         buckets: Sequence[int] | None = None, **options: Any,
     ) -> Tensor:  # fmt: skip
-        """Continue prompts.
+        """Continue prompts: [B, n] int64 on the model's device, the new tokens, end token included.
+
+        n is the longest answer's length; shorter ones end in padding (the config's ``pad_token_id``, else the first end
+        token).
 
         Args:
             tokens: [B, T] integers, or B lists of token ids of any lengths. No padding.
@@ -102,18 +102,11 @@ class GenerationMixin(nn.Module):
             cuda_graph: Run decoding as a CUDA graph; by default on a GPU only.
             buckets: Lengths that prompts are padded to; powers of two from 16 to 2048 by default. Longer prompts go in
                 pieces.
-            options: ``max_new_tokens``, ``temperature``, ``top_k``, ``top_p``, ``eos``, ``seed`` and ``stride``, as in
-                ``GenerationOptions``.
-
-        Returns:
-            [B, n] int64 on the model's device: the new tokens, end token included. n is the longest answer's length;
-            shorter ones end in padding (the config's ``pad_token_id``, else the first end token).
+            options: Of ``GenerationOptions``.
 
         Raises:
-            TypeError: If the model, the tokens or an option have another type.
-            ValueError: If a prompt is empty, holds a token that is not in the vocabulary, or is too long for the cache
-                together with ``max_new_tokens``; if the cache has another number of rows; if an option is out of range.
-                Before anything runs.
+            TypeError, ValueError: If an argument does not fit, a prompt is empty or holds a token that is not in the
+                vocabulary, or does not fit into the cache together with ``max_new_tokens``; before anything runs.
         """
         chunks = GenerationMixin.stream(self, tokens, cache=cache, cuda_graph=cuda_graph, buckets=buckets, **options)
         return torch.cat(list(chunks), dim=1).to(next(self.parameters()).device)
@@ -146,22 +139,17 @@ stream = GenerationMixin.stream
 class Session:
     """Holds a cache and the captured steps of a model for a fixed number of rows.
 
-    A prompt is padded to a bucket, so that prefill has one graph per bucket; decoding has one graph. After an answer
-    the next prompt continues where each row ended. Greedy and drawn decoding are captured at their first use.
+    Prefill has one graph per bucket, decoding one for greedy and one for drawn tokens. After an answer the next prompt
+    continues where each row ended. TypeError or ValueError if the model is not of this family or a size does not fit.
 
     Args:
         model: A language model of the zoo, compiled or not.
         batch: Rows, each a text of its own.
         slots: Tokens that fit into a row, prompts and answers together.
-        cache: Used instead of a new one; its sizes must be these.
-        cuda_graph: Run decoding as a CUDA graph; by default on a GPU only.
-        buckets: Lengths that prompts are padded to; powers of two from 16 to 2048 by default.
+        cache, cuda_graph, buckets: As for ``generate``; the cache's sizes must be these.
         conversation: True if prompts will follow answers: all turns then share one graph per bucket, whose attention
-            can begin anywhere. False lets a first prompt take torch's causal attention, which is faster; a later
-            prompt is then another graph.
-
-    Raises:
-        TypeError, ValueError: If ``model`` is not this family's, or a size does not fit the model or the cache.
+            can begin anywhere. False lets a first prompt take torch's causal attention, which is faster; a later prompt
+            is then another graph.
     """
 
     def __init__(
@@ -362,7 +350,7 @@ def decode_step(model: GenerationMixin, cache: KVCache, state: DecodeState, gree
 def accept(state: DecodeState, logits: Tensor, greedy: bool) -> None:
     """Choose a token for each row from logits [B, V], store it, and move on; rows that have ended get padding and stay.
 
-    The greedy choice is the most likely token, the first of equals.
+    The greedy choice is the first of the most likely tokens.
     """
     if greedy and kernels_run(logits):
         from zoo.ops.triton.decode import accept_greedy
@@ -387,7 +375,7 @@ def accept(state: DecodeState, logits: Tensor, greedy: bool) -> None:
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
     """Draw a token [B] int64 per row of logits [B, V]: first top-k, then top-p of the rest, as in transformers.
 
-    A row's uniform number [B], from 0 to below 1, is looked up in its cumulated probabilities, so that a captured step
+    Looks a row's uniform number [B], from 0 to below 1, up in its cumulated probabilities, so that a captured step
     needs no random state. The options are scalars on the device; ``top_p`` 2 keeps all tokens.
     """
     scaled, order = (logits.float() / temperature).sort(dim=-1, descending=True)

@@ -126,11 +126,12 @@ class LLMLayer(nn.Module):
         self, x: Tensor, rotary: Tensor, mask: Tensor | None = None, positions: Tensor | None = None,
         cache: Tensor | None = None, from_start: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Run the block: x [B, T, C] -> [B, T, C]; with a cache, keys and values of the tokens are written there first.
+        """Run the block: x [B, T, C] -> [B, T, C].
 
         Rotary [B or 1, T, D] holds cosines and sines of the tokens' positions. Without a cache a mask [B or 1, 1, T, T]
-        bool may come along, None for causal. A cache [2, B, K, S, D] comes with positions [B, T] int64; ``from_start``
-        says that these are 0 to T - 1 in every row, so that tokens see only each other.
+        bool may come along, None for causal. A cache [2, B, K, S, D], into which keys and values are written first,
+        comes with positions [B, T] int64; ``from_start`` says that these are 0 to T - 1 in every row, so that tokens
+        see only each other.
         """
         if cache is not None and positions is not None and x.shape[1] == 1 and self._decodes(x[:, 0], cache):
             return self._decode(x[:, 0], rotary[:, 0], positions[:, 0], cache)[:, None]
@@ -181,11 +182,10 @@ class LLMLayer(nn.Module):
         """The block for one new token in each of few rows: x [B, C] -> [B, C]."""
         qkv, norm, norm_after = self.qkv_proj, self.input_layernorm, self.post_attention_layernorm
         head_norms = [None if each is None else each.weight for each in (self.q_norm, self.k_norm)]
-        out: Tensor = decode_layer(
+        return decode_layer(
             x, cache, positions, rotary, norm.weight, qkv.weight, qkv.bias, *head_norms, self.o_proj.weight,
             norm_after.weight, self.gate_up_proj.weight, self.down_proj.weight, norm.eps, self.heads, self.window,
         )  # fmt: skip
-        return out
 
 
 class LLMHead(nn.Module):
@@ -234,9 +234,7 @@ def _add_linear(x: Tensor, hidden: Tensor, linear: nn.Module) -> Tensor:
 
 
 REGIONS = (
-    Region(
-        LLMLayer, graphs=1, why="equal blocks: one graph for prefill, one for a decode step, one for scoring, any depth"
-    ),
+    Region(LLMLayer, graphs=1, why="one graph for prefill, one for a decode step, one for scoring, at any depth"),
     Region(LLMHead, graphs=1, why="the last norm and the widest product, on the positions that are kept"),
 )
 
@@ -271,8 +269,8 @@ class LLM(GenerationMixin):
         Args:
             input_ids: [B, T] integers.
             attention_mask: [B, T], 0 where a token is padding, on either side; not with a cache.
-            position_ids: [B, T] or [1, T] int64, each below ``max_position_embeddings`` and the cache's slots;
-                0 to T - 1 when left out, which is the fastest way to start a prompt.
+            position_ids: [B, T] or [1, T] int64, each below ``max_position_embeddings`` and the cache's slots; 0 to T -
+                1 when left out, which is the fastest way to start a prompt.
             cache: From ``make_cache``; needs ``no_grad`` or ``inference_mode``.
             logits_to_keep: Which positions get logits: 0 for all, n for the last n, a tensor of indices [L] for the
                 same in all rows (these as in transformers), or [B, L] for each row's own.

@@ -119,8 +119,7 @@ def transforms(weights: Any) -> Callable[[Any], Tensor]:
     found = _member(weights) or (_enum_of(weights).get("DEFAULT") if isinstance(weights, str) else None)
     if found is None:
         raise ValueError(f"weights is {weights!r}; pass an enum of torchvision's, its full name, or a preset")
-    preprocessing: Callable[[Any], Tensor] = found.transforms()
-    return preprocessing
+    return found.transforms()
 
 
 def find_weights(name: str, weights: Any) -> Path | None:
@@ -177,19 +176,11 @@ def _refuse_folded(model: ResNet) -> None:
 def fold_batch_norm(model: ResNet, *, convolutions: str = "glue", pointwise: str = "convolution") -> ResNet:
     """A new model for inference that computes what this one does in eval mode, without its norms.
 
-    A norm scales and shifts each channel by numbers that no longer change. The scale goes into the weights of the
-    convolution before it and the shift into its bias; a shortcut's shift goes into the bias that it is added to. Folded
-    in float64 and rounded once to the weights' dtype. The result is in eval mode, without gradients, with
-    ``config.folding`` set.
-
-    Args:
-        model: A ResNet of the zoo, which stays as it is.
-        convolutions: ``"glue"`` or ``"fused"``, as in ``Folding``.
-        pointwise: ``"convolution"`` or ``"matmul"``, as in ``Folding``.
-
-    Raises:
-        TypeError, ValueError: If the model is no ResNet of the zoo, is folded already, its norms keep no running
-            statistics, or an option is unknown.
+    A norm's scale goes into the weights of the convolution before it and its shift into the bias; a shortcut's shift
+    goes into the bias that it is added to. Folded in float64 and rounded once to the weights' dtype. The result is in
+    eval mode, without gradients, with ``config.folding`` set to ``Folding(convolutions=..., pointwise=...)``. TypeError
+    or ValueError if the model is no ResNet of the zoo, is folded already, its norms keep no running statistics, or an
+    option is unknown.
     """
     if not isinstance(model, ResNet):
         raise TypeError(f"{type(model).__name__} is not a ResNet of the zoo; zoo.from_upstream(module) makes one")

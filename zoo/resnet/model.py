@@ -58,13 +58,10 @@ class Folding:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockShape:
-    """Channels of one block (given, inside, returned), and the options of its 3 × 3 convolution.
-
-    The first 3 × 3 convolution and the shortcut have the stride.
-    """
+    """Channels of one block, and its stride, which the first 3 × 3 convolution and the shortcut have."""
 
     inputs: int
-    inner: int
+    inner: int  # between the convolutions
     outputs: int
     stride: int
     dilation: int
@@ -78,19 +75,14 @@ class BlockShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ResNetConfig:
-    """A ResNet, ResNeXt or wide ResNet. Architecture has no default; switches default as torchvision's do.
+    """A ResNet, ResNeXt or wide ResNet. Fields are torchvision's, but for these.
 
     Args:
         block: ``"basic"`` (two 3 × 3 convolutions) or ``"bottleneck"`` (1 × 1, 3 × 3, 1 × 1).
         layers: Blocks of each of the four stages.
-        num_classes: Width of the output.
         in_channels: Channels of the images.
-        groups: Of the 3 × 3 convolutions; bottlenecks only.
-        width_per_group: Width of a bottleneck's inside in the first stage, for each group.
-        replace_stride_with_dilation: For stages 2, 3 and 4: keep the size and dilate instead; bottlenecks only.
         norm: ``"batch"``, or ``"frozen"`` for torchvision's ``FrozenBatchNorm2d``.
         norm_kwargs: Options of the norm that differ from ``NORMS``.
-        zero_init_residual: Random weights only: start every block as its shortcut.
         folding: How a model runs whose norms are folded; None for one with norms.
     """
 
@@ -363,18 +355,19 @@ class ResNet(nn.Module):
         self.stem = Stem(config)
         self.stages = nn.ModuleList(ResNetStage(config, shapes) for shapes in config.stages())
         self.head = ResNetHead(config)
-        _initialise(self)
+        # As torchvision: He's normal initialisation over outputs.
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            elif isinstance(module, Join) and config.zero_init_residual and isinstance(module.norm, nn.BatchNorm2d):
+                nn.init.zeros_(module.norm.weight)
         keep_channels_last(self)
 
     def forward(self, images: Tensor, *, stages: bool = False) -> Tensor | tuple[Tensor, ...]:
-        """Classify images: logits [N, K].
+        """Classify images [N, C_in, H, W], scaled and normalised (``zoo.resnet.transforms``): logits [N, K].
 
-        Args:
-            images: [N, C_in, H, W], scaled and normalised (``zoo.resnet.transforms``), in any memory format.
-            stages: Return the outputs of the four stages instead; see ``features``.
-
-        Raises:
-            TypeError, ValueError: If the images do not fit, before anything runs; the message says what to do.
+        With ``stages`` the outputs of the four stages instead; see ``features``. Images that do not fit are a TypeError
+        or ValueError before anything runs.
         """
         _check_images(images, self.config, self.head.fc.weight, self.training)
         if self.training and not torch.compiler.is_compiling():
@@ -388,7 +381,7 @@ class ResNet(nn.Module):
         return tuple(outputs) if stages else self.head(x)
 
     def features(self, images: Tensor) -> tuple[Tensor, ...]:
-        """The outputs of the four stages for images as ``forward`` takes them, in channels_last; the head does not run.
+        """The outputs of the four stages, in channels_last; the head does not run.
 
         [N, C, H / 4, W / 4] of the first stage, and of each next one twice as many channels and half the size (where it
         is not dilated), rounded up.
@@ -398,19 +391,8 @@ class ResNet(nn.Module):
         return outputs
 
 
-def _initialise(model: ResNet) -> None:
-    """Draw weights as torchvision does: He's normal initialisation over outputs."""
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-    if model.config.zero_init_residual and model.config.folding is None and model.config.norm == "batch":
-        for stage in model.stages:
-            for block in stage.blocks:  # type: ignore[union-attr]
-                nn.init.zeros_(block.join.norm.weight)
-
-
 def _check_images(images: Tensor, config: ResNetConfig, weight: Tensor, training: bool) -> None:
-    """Refuse images that do not fit. Reads no value, so it never synchronises."""
+    """Refuse images that do not fit. Reads no value."""
     if config.folding is not None and torch.is_autocast_enabled(weight.device.type):
         # Autocast casts convolutions alone: bias, residual and cuDNN's fused calls would get two dtypes.
         narrow = torch.get_autocast_dtype(weight.device.type)
@@ -436,7 +418,7 @@ def _check_images(images: Tensor, config: ResNetConfig, weight: Tensor, training
 
 def _check_norms(model: nn.Module) -> None:
     modules = [model]
-    while modules:
+    while modules:  # faster than model.modules()
         module = modules.pop()
         modules.extend(child for child in module._modules.values() if child is not None)
         _check_norm(module)
@@ -456,10 +438,7 @@ def _check_norm(module: nn.Module) -> None:
 
 
 def example_inputs(model: ResNet, *, batch: int = 2, size: int = 64, seed: int = 0) -> dict[str, Tensor]:
-    """Normal values in place of images: ``images`` [batch, C_in, size, size] in channels_last.
-
-    The same seed gives the same images on every device.
-    """
+    """Normal values in place of images [batch, C_in, size, size] in channels_last, the same on every device."""
     validate.count("batch", batch)
     validate.count("size", size)
     shape = (batch, model.config.in_channels, size, size)

@@ -17,13 +17,9 @@ from zoo.engine.discover import declared_regions
 
 
 def checkpoint_regions(
-    model: nn.Module,
-    cls: type[nn.Module],
-    *,
-    every: int = 1,
-    preserve_rng_state: bool = True,
+    model: nn.Module, cls: type[nn.Module], *, every: int = 1, preserve_rng_state: bool = True
 ) -> nn.Module:
-    """Keep only the inputs of blocks for the backward, which runs them a second time.
+    """Keep only the inputs of blocks for the backward, which runs them a second time; returns the same model.
 
     A block is a region, or a module around some: all of it runs again. The second run uses the code compiled for the
     first and moves no running statistics. Call this after ``zoo.compile_regions``; ``zoo.uncompile`` undoes both.
@@ -32,16 +28,11 @@ def checkpoint_regions(
         model: A model with compiled regions.
         cls: The exact class of the blocks, usually the repeated one, whose activations fill the memory.
         every: Checkpoint each n-th block, the first included: 2 keeps the activations of every other one.
-        preserve_rng_state: Draw the same dropout in the second run. ``False`` is a little faster and can be captured
-            in a CUDA graph; only where nothing in the blocks is random.
-
-    Returns:
-        The same model.
+        preserve_rng_state: Draw the same dropout in the second run. ``False`` is a little faster and can be captured in
+            a CUDA graph; only where nothing in the blocks is random.
 
     Raises:
-        ValueError: If the model is not compiled, neither a region nor a module around one is of this class, it is a
-            container that is never called, ``every`` is not positive, its blocks are checkpointed already, or some
-            are compiled no more.
+        ValueError: If the model is not compiled, has no block of this class, or is checkpointed already.
     """
     plan = plan_of(model)
     if plan is None:
@@ -89,7 +80,7 @@ class _Checkpointed:
     def __init__(self, call: Callable[..., Any], block: nn.Module, model: nn.Module, preserve_rng_state: bool) -> None:
         self._call = call
         self.preserve_rng_state = preserve_rng_state
-        # Held strongly, each would hold the other until the garbage is collected.
+        # Strong references would be a cycle.
         self._block, self._model = weakref.ref(block), weakref.ref(model)
         self._has_buffers = any(True for _ in model.buffers())
         functools.update_wrapper(self, call, updated=())

@@ -27,15 +27,12 @@ class CrossEntropyRows(nn.Module):
 class LinearCrossEntropy(nn.Module):
     """Mean cross entropy of ``F.linear(x, weight)``, some rows at a time, forward and backward in one go.
 
-    The gradients are computed along with the loss, so logits exist for one chunk only: for 8,192 tokens and a
-    vocabulary of 128,256 a chunk of 2,048 takes 0.5 GB in bfloat16, where a loss over all logits takes 10 GB. (After
-    Liger's fused linear cross entropy; torch's, from 2.13 on, breaks compiled graphs.)
+    The gradients are computed along with the loss, so logits exist for one ``chunk`` of rows only: for 8,192 tokens and
+    a vocabulary of 128,256 a chunk of 2,048 takes 0.5 GB in bfloat16, where a loss over all logits takes 10 GB. (After
+    Liger's fused linear cross entropy; torch's, from 2.13 on, breaks compiled graphs.) A larger chunk is a little
+    faster, and the gradient of a half-precision weight, summed chunk by chunk, a little more exact.
 
     Its region is the work between the two products: ``zoo.compile_regions(loss)``.
-
-    Args:
-        chunk: Rows at a time. More is a little faster, and the gradient of a half-precision weight, summed chunk by
-            chunk, a little more exact.
     """
 
     regions: ClassVar[tuple[Region, ...]] = (
@@ -50,15 +47,12 @@ class LinearCrossEntropy(nn.Module):
         self.rows = CrossEntropyRows()
 
     def forward(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """The mean over rows that are not ignored; 0 if all are.
+        """The mean over rows that are not ignored, 0 if all are: a float32 scalar that can be differentiated once.
 
         Args:
             x: [..., C], what goes into the last product.
             weight: [V, C].
             labels: [...] int64 below V, or -100 for rows that have no loss.
-
-        Returns:
-            Float32 scalar. It can be differentiated once.
 
         Raises:
             TypeError, ValueError: If shapes or dtypes do not fit, or on a CPU if a label is none.
@@ -71,8 +65,7 @@ class LinearCrossEntropy(nn.Module):
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             x, weight = x.to(dtype), weight.to(dtype)
-        loss: Tensor = _Chunked.apply(x.flatten(0, -2), weight, labels.flatten(), self.rows, self.chunk)
-        return loss
+        return _Chunked.apply(x.flatten(0, -2), weight, labels.flatten(), self.rows, self.chunk)
 
 
 class _Chunked(torch.autograd.Function):

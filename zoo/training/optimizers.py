@@ -17,36 +17,22 @@ from zoo.training.parallel import to_local
 class AdamW(torch.optim.AdamW):
     """``torch.optim.AdamW(..., fused=True)`` that updates large parameters by a kernel of its own.
 
-    Options, state and results are torch's, but for rounding, and states of either load into the other. One launch takes
-    one parameter, or up to eight of one dtype and size that begin at multiples of 16 bytes; in all half a million
-    numbers or more. Torch's kernel updates all others, parameters with gaps, those of groups with ``amsgrad``, and all
-    where Triton does not run. A parameter whose gradient or averages have another dtype is updated here, and refused by
-    torch's. Nothing waits for the device; for a CUDA graph, ``capturable=True`` and ``lr`` a tensor on the device, as
-    with torch's.
-
-    Raises:
-        ValueError: If ``fused`` is False or ``foreach`` True.
-        RuntimeError: If ``differentiable`` is True.
+    Options, state and results are torch's, but for rounding, and states of either load into the other. A launch takes
+    parameters of half a million numbers or more together; torch's kernel updates all others, those of groups with
+    ``amsgrad``, and all where Triton does not run. Nothing waits for the device; for a CUDA graph, ``capturable=True``
+    and ``lr`` a tensor on the device, as with torch's. ValueError if ``fused`` is False or ``foreach`` True,
+    RuntimeError if ``differentiable`` is True.
     """
 
     # GradScaler and TrainingStep set a flag on the device, for which it skips the update.
     _step_supports_amp_scaling = True
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = True,
-    ) -> None:
+        self, params: Iterable[Any], lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2,
+        amsgrad: bool = False, *, maximize: bool = False, foreach: bool | None = None, capturable: bool = False,
+        differentiable: bool = False, fused: bool | None = True,
+    ) -> None:  # fmt: skip
         _refuse_other_than_fused(foreach, fused)
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad,
@@ -118,7 +104,6 @@ class FrozenOptions:
                     f"{name} of parameter group {index} was {was} when the step was captured and is {value} now; "
                     f"{remedy}, or call step.release() to capture again"
                 )
-
         if (now := self._which_learn()) != self._learning:
             were = f"{sum(self._learning)}, or others, did when the step was captured"
             raise RuntimeError(f"{sum(now)} parameters learn now, {were}: call step.release()")

@@ -26,18 +26,13 @@ _ORDER = "the order is tensor parallel, compile, checkpoint, shard: zoo.training
 
 
 def parallelize(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    *,
-    plan: Mapping[str, Any] | None = None,
-    compile: bool = True,
-    checkpoint: type[nn.Module] | None = None,
-    sharding: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> nn.Module:
+    model: nn.Module, mesh: DeviceMesh, *, plan: Mapping[str, Any] | None = None, compile: bool = True,
+    checkpoint: type[nn.Module] | None = None, sharding: Mapping[str, Any] | None = None, **options: Any,
+) -> nn.Module:  # fmt: skip
     """Spread a model over the processes of a mesh and compile its regions.
 
-    What happens is what the mesh's dimensions are named, in this order:
+    Returns the same model; under ``dp_replicate`` alone a ``DistributedDataParallel`` that holds it as ``module``. What
+    happens is what the mesh's dimensions are named, in this order:
 
     1. Parameters and buffers are copied from the first process of the mesh to all others.
     2. ``tp``: linear layers are split by torch's ``parallelize_module``. Blocks of an ``LLM`` and of a ``Bert`` have a
@@ -59,13 +54,8 @@ def parallelize(
             ``DistributedDataParallel``.
         options: Of ``zoo.compile_regions``.
 
-    Returns:
-        The same model; under ``dp_replicate`` alone a ``DistributedDataParallel`` that holds it as ``module``.
-
     Raises:
-        ValueError: If the mesh has other dimensions or another device, the model was compiled or sharded before, a
-            number of heads is not divisible by ``tp``, there is no plan for the model, or options are of something
-            that is not asked for. Nothing is changed then.
+        ValueError: If the mesh, the model or an option does not fit. Nothing is changed then.
     """
     names = _check_mesh(model, mesh)
     _check_untouched(model)
@@ -79,7 +69,10 @@ def parallelize(
         raise ValueError(f"sharding is {dict(sharding)}, but the mesh has no dp_replicate or dp_shard, only {names}")
     if plan and tensor_parallel is None:
         raise ValueError(f"plan is of tensor parallelism, but the mesh has no tp, only {names}")
-    styles = _styles_of(model, tensor_parallel.size()) if tensor_parallel is not None and plan is None else {}
+    if tensor_parallel is not None and plan is None:
+        from zoo.training.tensor_parallel import styles_of
+
+        plan = styles_of(model, tensor_parallel.size())
     groups = resolve(model, options.get("regions"), options.get("exclude", ())).values()
     blocks = [block for group in groups if len(group) > 1 for block in group.values()]
 
@@ -87,8 +80,11 @@ def parallelize(
     if tensor_parallel is not None:
         from torch.distributed.tensor.parallel import parallelize_module
 
-        _seed_alike(tensor_parallel)
-        parallelize_module(model, tensor_parallel, dict(plan or styles))
+        # Processes of a group draw equal dropout for what is not split.
+        seed = torch.randint(2**31, (), device=mesh.device_type)
+        dist.broadcast(seed, group=tensor_parallel.get_group(), group_src=0)
+        torch.manual_seed(int(seed))
+        parallelize_module(model, tensor_parallel, dict(plan or {}))
     if "dp_shard" in names:
         for parameter in model.parameters():
             # FSDP2 takes no weights in channels_last; contiguous() would keep the strides of a 1x1 convolution's.
@@ -221,16 +217,3 @@ def _output_product(model: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tens
     """``LLM.output_product``, which reads the weight after the hooks of FSDP2 have gathered it."""
     features = model.features(*args, **kwargs)
     return features, model.output_weight
-
-
-def _styles_of(model: nn.Module, ways: int) -> dict[str, Any]:
-    from zoo.training.tensor_parallel import styles_of
-
-    return styles_of(model, ways)
-
-
-def _seed_alike(mesh: DeviceMesh) -> None:
-    """Let the processes of a tensor-parallel group draw equal dropout for what is not split."""
-    seed = torch.randint(2**31, (), device=mesh.device_type)
-    dist.broadcast(seed, group=mesh.get_group(), group_src=0)
-    torch.manual_seed(int(seed))

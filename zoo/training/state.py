@@ -185,10 +185,8 @@ def _check_weights(model: nn.Module, file: Path, pair: str | None) -> None:
                 f"{file} and its {REST} are of different saves, one of which was cut off: go on from another "
                 "folder, or load the weights alone and make a new optimizer"
             )
-        saved: dict[str, tuple[list[int], torch.dtype]] = {}
-        for name in tensors.keys():  # noqa: SIM118
-            shape = tensors.get_slice(name).get_shape()
-            saved[name] = shape, (tensors.get_slice(name)[:0] if shape else tensors.get_tensor(name)).dtype
+        found = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+        saved = {name: (list(tensor.shape), tensor.dtype) for name, tensor in found.items()}
     own = model.state_dict()
     stored = {own[name].data_ptr() for name in saved if name in own}
     wrong = [f"{name} {shape} is not in it" for name, (shape, _) in saved.items() if name not in own]

@@ -35,20 +35,15 @@ class TrainingWarning(UserWarning):
 
 
 class NonFiniteError(RuntimeError):
-    """A loss (or a gradient norm) was not finite. It was not trained on.
+    """A loss (or a gradient norm) was not finite in step number ``step``, counted from 1. It was not trained on.
 
-    Args:
-        step: Number of the step, counted from 1.
-        loss: Its loss.
-        went_on: Whether later steps were trained on all the same, as with float16. Else weights and optimizer are as
-            they were before that step.
+    ``went_on``: later steps were trained on all the same, as with float16. Else weights and optimizer are as they were
+    before that step.
     """
 
     def __init__(self, step: int, loss: float, went_on: bool = False) -> None:
         self.step, self.loss = step, loss
-        what = (
-            f"the loss is {loss}" if not math.isfinite(loss) else f"a gradient is not finite (the loss is {loss:.4g})"
-        )
+        what = f"a gradient is not finite (the loss is {loss:.4g})" if math.isfinite(loss) else f"the loss is {loss}"
         missing = "this update was left out" if went_on else "no update was made from this step on"
         remedy = "Look at its batch, lower the learning rate, or clip gradients"
         super().__init__(f"step {step}: {what}; {missing}. {remedy}{', or train in bfloat16' if went_on else ''}")
@@ -57,10 +52,10 @@ class NonFiniteError(RuntimeError):
 class TrainingStep:
     """A training step: ``loss = step(batch)``.
 
-    The model is compiled or not before (``zoo.compile_regions``); nothing here compiles. Where it can be captured the
-    step runs under one outer CUDA graph: the first ``warmup`` calls of each shape are real steps that run without it,
-    the next one is captured, and all later ones replay. A batch is an update; several are one update of their mean
-    loss (gradient accumulation).
+    The model is compiled or not before (``zoo.compile_regions``). Where it can be captured the step runs under one
+    outer CUDA graph: the first ``warmup`` calls of each shape are real steps that run without it, the next one is
+    captured, and all later ones replay. A batch is an update; several are one update of their mean loss (gradient
+    accumulation).
 
     A loss that is not finite is never trained on: no update is made from that step on, and :class:`NonFiniteError`
     names it, at the latest ``report_every`` steps later. (With float16 only the bad steps themselves are left out.)
@@ -83,23 +78,15 @@ class TrainingStep:
         most_graphs: Shapes that are captured; further ones run without a CUDA graph, which is said once.
 
     Raises:
-        ValueError: If the model is not in training mode, the optimizer has none of its parameters or asks for a
-            closure, an option is out of range, or ``cuda_graph=True`` and there is an obstacle.
+        ValueError: If the model, the optimizer or an option does not fit, or ``cuda_graph=True`` and there is an
+            obstacle.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss,
-        optimizer: Optimizer,
-        *,
-        autocast: torch.dtype | None = None,
-        clip_norm: float | None = None,
-        cuda_graph: bool | None = None,
-        warmup: int = 3,
-        report_every: int = 50,
+        self, model: nn.Module, loss: Loss, optimizer: Optimizer, *, autocast: torch.dtype | None = None,
+        clip_norm: float | None = None, cuda_graph: bool | None = None, warmup: int = 3, report_every: int = 50,
         most_graphs: int = 8,
-    ) -> None:
+    ) -> None:  # fmt: skip
         _check_options(model, optimizer, autocast, clip_norm)
         validate.count("warmup", warmup, 2)
         validate.count("report_every", report_every)
@@ -153,14 +140,7 @@ class TrainingStep:
         return self._norm.clone()
 
     def __call__(self, *batches: Any) -> Tensor:
-        """One update.
-
-        Args:
-            batches: What ``loss`` takes, one or several: containers of tensors on the device. Several are one update of
-                their mean loss.
-
-        Returns:
-            The loss, a float32 scalar on the device without history.
+        """One update on batches as ``loss`` takes them: the loss, a float32 scalar on the device without history.
 
         Raises:
             NonFiniteError: If this or an earlier loss was not finite.
@@ -180,11 +160,7 @@ class TrainingStep:
         return loss
 
     def check(self) -> None:
-        """Wait for the device and raise NonFiniteError if a loss since the last look was not finite.
-
-        Raises:
-            NonFiniteError: Once per bad step; training may continue after it.
-        """
+        """Wait for the device and raise NonFiniteError, once, if a loss since the last look was not finite."""
         self._watch.check()
 
     def release(self) -> None:
@@ -195,16 +171,11 @@ class TrainingStep:
         self._uncaptured.clear()
 
     def save(self, folder: str | Path, **others: Any) -> None:
-        """Write weights, optimizer, random state and other states, to continue from later.
+        """Write weights, optimizer, random and other states to ``model.safetensors`` and ``training.pt`` in a folder.
 
-        Args:
-            folder: Made if need be. ``model.safetensors`` and ``training.pt`` are replaced once they are complete.
-            others: Objects with a ``state_dict()``: a scheduler, a sampler.
-
-        Raises:
-            NonFiniteError: If a loss was not finite.
-            ValueError: If something has no state, or one that :meth:`load` could not read, or the model is spread over
-                several processes.
+        ``others`` are objects with a ``state_dict()``: a scheduler, a sampler. NonFiniteError if a loss was not finite;
+        ValueError if something has no state, or one that :meth:`load` could not read, or the model is spread over
+        several processes.
         """
         _refuse_several_processes(self._groups)
         self._watch.check()
@@ -213,14 +184,8 @@ class TrainingStep:
     def load(self, folder: str | Path, **others: Any) -> None:
         """Continue from what :meth:`save` wrote: the losses that follow are those of an uninterrupted run.
 
-        Args:
-            folder: As saved.
-            others: The same names as were saved, objects with a ``load_state_dict()``.
-
-        Raises:
-            FileNotFoundError: If a file is missing.
-            ValueError: If what was saved is of another model, optimizer or precision, is cut off, or has other names.
-                Nothing is changed then.
+        FileNotFoundError if a file is missing; ValueError if what was saved is of another model, optimizer or
+        precision, is cut off, or has other names than ``others``. Nothing is changed then.
         """
         _refuse_several_processes(self._groups)
         state.load(self, Path(folder), others)
@@ -257,8 +222,7 @@ class TrainingStep:
         if graphed is not None and shapes in graphed:
             assert self._options is not None
             self._options.check()
-            loss: Tensor = graphed(*batches)
-            return loss
+            return graphed(*batches)
         kind = structure, shapes
         seen = self._seen[kind] = self._seen.get(kind, 0) + 1
         if seen <= self._warmup or not self._updated:
@@ -267,10 +231,7 @@ class TrainingStep:
         if kind not in self._uncaptured and (why := self._capture(batches, structure)) is not None:
             self._uncaptured.add(kind)
             self._warn_uncaptured(f"{describe(leaves)}: {why}", callers=3)
-        if kind in self._uncaptured:
-            return self._run(*batches)
-        loss = self._graphed[structure](*batches)
-        return loss
+        return self._run(*batches) if kind in self._uncaptured else self._graphed[structure](*batches)
 
     def _capture(self, batches: tuple[Any, ...], structure: Any) -> str | None:
         """Capture a shape, or say why it cannot be."""
@@ -285,9 +246,8 @@ class TrainingStep:
                 self._graphed[structure].add_bucket(batches, warmup=0)
             else:
                 pool = next((graphed.pool for graphed in self._graphed.values()), None)
-                self._graphed[structure] = GraphedStep(
-                    self._run, [(batches, {})], clone_outputs=True, static=(), warmup=0, pool=pool
-                )
+                options: dict[str, Any] = {"clone_outputs": True, "static": (), "warmup": 0, "pool": pool}
+                self._graphed[structure] = GraphedStep(self._run, [(batches, {})], **options)
                 self._options = self._options or FrozenOptions(self.optimizer)
         except CaptureError as error:
             if self._must_capture:
@@ -309,7 +269,6 @@ class TrainingStep:
         current.wait_stream(side)
         loss.record_stream(current)
         if found:
-            # The step that was just made is valid all the same.
             why = f"it waits for the device ({found[0]}); move that out of the loss"
             self._refuse_if_forced(why)
             self._captures = False
@@ -330,7 +289,7 @@ class TrainingStep:
         try:
             total = torch.zeros((), device=self.device)
             for batch in batches:
-                with self._cast():
+                with torch.autocast(self.device.type, self._autocast) if self._autocast else nullcontext():
                     loss = self.loss(self.model, batch)
                 _check_loss(loss)
                 part = loss.float().reshape(()) / len(batches)
@@ -349,9 +308,6 @@ class TrainingStep:
                 # After a step that an error cut off, the next one may unscale again.
                 self.scaler._per_optimizer_states.clear()
         return total
-
-    def _cast(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._autocast is None else torch.autocast(self.device.type, self._autocast)
 
     def _clip(self) -> Tensor | None:
         if self._clip_norm is None:
@@ -496,7 +452,6 @@ class FiniteWatch:
     """Counts steps and remembers, on the device, the first one that was not finite.
 
     From that step on ``skip`` is 1, for which a fused optimizer skips its updates, until ``check`` is called.
-    ``goes_on``: later steps are trained on all the same.
     """
 
     def __init__(self, device: torch.device, *, goes_on: bool = False) -> None:

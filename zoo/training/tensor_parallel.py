@@ -130,10 +130,10 @@ def _order(parts: Sequence[int], ways: int) -> Tensor:
 
 def reorder(tensor: Tensor, order: Tensor) -> Tensor:
     """Rows ``tensor[order]``, spread as before; of a DTensor a collective."""
+    order = order.to(tensor.device)
     if not isinstance(tensor, DTensor):
-        return tensor[order.to(tensor.device)]
-    whole = tensor.full_tensor()[order.to(tensor.device)]
-    return distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        return tensor[order]
+    return distribute_tensor(tensor.full_tensor()[order], tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
 def _to_file(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

@@ -7,9 +7,8 @@
     transformer block  h ─ norm ─ self-attention ─ add, norm ─ attention to text ─ add, norm ─ MLP, add ─▶
 
 A pixel is a token: in channels_last an image and its tokens are the same memory. Convolutions run without bias, which
-cuDNN would add in a pass of its own: the first one's bias is part of the timestep's shift, the second one's of the
-residual add. A product of cuBLAS adds a bias or a matrix, not both: where it adds the residual, the norm before it adds
-the bias.
+cuDNN would add in a pass of its own: the first one's is part of the timestep's shift, the second one's of the residual
+add. Where a product adds the residual, the norm before it adds its bias.
 
 Shape legend: B images, C channels, H height, W width, T = H W tokens, R = B T rows, N heads, L tokens of the text and D
 its width, K channels of all its keys and values, E width of the embedded timestep, S channels of all shifts.
@@ -97,10 +96,7 @@ class ResnetBlock(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Self-attention, attention to the text and an MLP; diffusers' ``BasicTransformerBlock``.
-
-    ``groups`` are those of the norm before the transformer, where ``forward`` is given ``ends``.
-    """
+    """Self-attention, attention to the text and an MLP; diffusers' ``BasicTransformerBlock``."""
 
     def __init__(self, width: int, heads: int, groups: int = 32) -> None:
         super().__init__()
@@ -124,7 +120,7 @@ class TransformerBlock(nn.Module):
 
         Text [B, L, 2 C] holds keys and values side by side. The biases [B, 1, 1, T] and [B, 1, 1, L], or None, are
         added to the scores of self-attention and of attention to the text. ``ends`` are given to the only block of a
-        transformer: weight and bias of the transformer's norm, of the product before the block and of the one after it.
+        transformer: weight and bias of its norm, of the product before the block and of the one after it.
         """
         if ends is not None:
             image, x = x, enter(x, ends, self.groups)
@@ -307,8 +303,8 @@ class Conditions(nn.Module):
     def forward(self, timesteps: Tensor, added: Mapping[str, Tensor] | None, cond: Tensor | None) -> Tensor:
         """Embed timesteps [B], [1] or, for a whole run, [steps, 1]: [B, E], [1, E] or [steps, B, E].
 
-        Models that take them are given ``text_embeds`` [B, X] and ``time_ids`` [B, Y] in ``added``, and ``cond`` [B,
-        F].
+        ``added`` holds ``text_embeds`` [B, X] and ``time_ids`` [B, Y], and ``cond`` is [B, F], for models that take
+        them.
         """
         config = self.config
         dtype = self.time_embedding.linear_1.weight.dtype

@@ -34,37 +34,21 @@ class LevelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class UNetConfig:
-    """A conditional UNet as of Stable Diffusion. Architecture has no default; switches default as diffusers' do.
+    """A conditional UNet as of Stable Diffusion.
 
-    Names are diffusers', but for ``num_attention_heads``, which diffusers calls ``attention_head_dim``. Fields that
-    belong to levels take one value for all of them.
+    Fields are diffusers', but for ``num_attention_heads``, which diffusers calls ``attention_head_dim``. Those that
+    belong to levels, the largest size first, take one value for all of them; ``up_block_types`` starts at the smallest
+    size.
 
     Args:
-        in_channels: Channels of the sample.
-        out_channels: Channels of the prediction.
-        block_out_channels: Width of each level, the largest size first.
         down_block_types: ``"DownBlock2D"`` or ``"CrossAttnDownBlock2D"`` for each level.
-        up_block_types: ``"UpBlock2D"`` or ``"CrossAttnUpBlock2D"`` for each level, the smallest size first.
+        up_block_types: ``"UpBlock2D"`` or ``"CrossAttnUpBlock2D"`` for each level.
         layers_per_block: Resnet blocks of each level on the way down; one more on the way up.
         transformer_layers_per_block: Blocks of the transformers of each level, or of each transformer of it.
-        num_attention_heads: Of each level's transformers.
-        cross_attention_dim: Width of the condition.
         reverse_transformer_layers_per_block: The same on the way up, where it is not the mirror image.
-        use_linear_projection: What transformers are entered and left by, in the checkpoint; the same numbers.
         addition_embed_type: ``"text_time"`` for a pooled condition and sizes besides the timestep, as SDXL has.
-        addition_time_embed_dim: Width of each size's embedding.
         projection_class_embeddings_input_dim: Width of the pooled condition and all embedded sizes together.
         time_cond_proj_dim: Width of a further condition (guidance scale), or None.
-        time_embedding_dim: Width of the embedded timestep; None for four times the first level's.
-        norm_num_groups: Groups of the norms.
-        norm_eps: Added to the variance by the resnet blocks' and the last norm.
-        dropout: Inside resnet blocks, in training.
-        flip_sin_to_cos: Cosines before sines.
-        freq_shift: Of the frequencies of a timestep's embedding.
-        downsample_padding: 1, or 0 to pad on the right and at the bottom alone.
-        center_input_sample: Take samples of 0 to 1 to -1 to 1 first.
-        conv_in_kernel: Of the first convolution.
-        conv_out_kernel: Of the last one.
         upcast_attention: Kept for the checkpoint; attention accumulates in float32 in any case.
         sample_size: Height and width of the samples that it was trained on; for pipelines.
     """

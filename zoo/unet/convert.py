@@ -31,24 +31,14 @@ _ENDS = {
     "up_blocks.{}.upsamplers.0.conv": "up.{}.upsample",
 }
 _RESNET = {
-    "norm1": "norm1",
-    "conv1.weight": "conv1.weight",
-    "norm2": "norm2",
-    "conv2": "conv2",
-    "conv_shortcut": "shortcut",
-}
+    "norm1": "norm1", "conv1.weight": "conv1.weight", "norm2": "norm2", "conv2": "conv2", "conv_shortcut": "shortcut",
+}  # fmt: skip
 _SHIFTS = {"conv1.bias": "conv_bias", "time_emb_proj.weight": "weight", "time_emb_proj.bias": "bias"}
 _TRANSFORMER = ("norm", "proj_in", "proj_out")
 _BLOCK = {
-    "norm1": "norm1",
-    "norm2": "norm2",
-    "norm3": "norm3",
-    "attn1.to_out.0": "self_out",
-    "attn2.to_q": "query",
-    "attn2.to_out.0": "text_out",
-    "ff.net.0.proj": "mlp_in",
-    "ff.net.2": "mlp_out",
-}
+    "norm1": "norm1", "norm2": "norm2", "norm3": "norm3", "attn1.to_out.0": "self_out", "attn2.to_q": "query",
+    "attn2.to_out.0": "text_out", "ff.net.0.proj": "mlp_in", "ff.net.2": "mlp_out",
+}  # fmt: skip
 
 # Options of theirs that are ours by the same name.
 _SAME = tuple(field.name for field in dataclasses.fields(UNetConfig) if field.name != "num_attention_heads")
@@ -78,13 +68,9 @@ _OTHERS: dict[str, tuple[tuple[Any, ...], str]] = {
     "cross_attention_norm": ((None,), "the condition is not normalised"),
     "addition_embed_type_num_heads": ((64,), "added conditions have no attention"),
 }
+_STEM = "diffusion_pytorch_model"
 # Files to fetch from the hub: weights once, whole or in shards.
-_FILES = (
-    "config.json",
-    "diffusion_pytorch_model.safetensors",
-    "diffusion_pytorch_model.safetensors.index.json",
-    "diffusion_pytorch_model-*-of-*.safetensors",
-)
+_FILES = ("config.json", f"{_STEM}.safetensors", f"{_STEM}.safetensors.index.json", f"{_STEM}-*-of-*.safetensors")
 # Options of older releases.
 _IGNORED = ("dual_cross_attention_dim", "upcast_softmax")
 
@@ -118,8 +104,7 @@ def upstream_config(config: UNetConfig) -> dict[str, Any]:
     options["attention_head_dim"] = config.num_attention_heads
     for name in ("layers_per_block", "transformer_layers_per_block", "attention_head_dim"):
         if len(set(options[name])) == 1 and not isinstance(options[name][0], tuple):
-            # As most checkpoints have it.
-            options[name] = options[name][0]
+            options[name] = options[name][0]  # as most checkpoints have it
     return options
 
 
@@ -148,9 +133,11 @@ def table(config: UNetConfig) -> Table:
 
 def _blocks(config: UNetConfig) -> Iterator[tuple[str, str, int, BlockShape]]:
     """Their level, our level, the block's number in it and its shape, in the order in which blocks run."""
-    levels = [(f"down_blocks.{number}", f"down.{number}", level) for number, level in enumerate(config.down())]
-    levels.append(("mid_block", "middle", config.middle()))
-    levels += [(f"up_blocks.{number}", f"up.{number}", level) for number, level in enumerate(config.up())]
+    levels = [
+        *((f"down_blocks.{number}", f"down.{number}", level) for number, level in enumerate(config.down())),
+        ("mid_block", "middle", config.middle()),
+        *((f"up_blocks.{number}", f"up.{number}", level) for number, level in enumerate(config.up())),
+    ]
     for theirs, ours, level in levels:
         for index, shape in enumerate(level.blocks):
             yield theirs, ours, index, shape
@@ -227,7 +214,6 @@ def _check_unchanged(module: Any, expected: nn.Module) -> None:
 
 
 def _of_lora(name: str) -> bool:
-    """Whether a module is an adapter's own."""
     return any(part.startswith("lora_") for part in name.split("."))
 
 
@@ -238,14 +224,11 @@ def _is_tuner(module: nn.Module) -> bool:
 
 def _merged_tensors(module: nn.Module) -> dict[str, Tensor]:
     """All tensors by the names that they have without adapters, with active adapters merged into them."""
-    tensors = dict[str, Tensor]()
-    for name, parameter in module.named_parameters():
-        if not _of_lora(name):
-            tensors[name.replace(".base_layer", "")] = parameter
+    own = ((name, parameter) for name, parameter in module.named_parameters() if not _of_lora(name))
+    tensors: dict[str, Tensor] = {name.replace(".base_layer", ""): parameter for name, parameter in own}
     for name, child in module.named_modules():
         if _is_tuner(child) and not _of_lora(name):
-            # On a copy of this layer, so that the model keeps its adapters apart. A merged layer uses what is merged
-            # alone, unless its adapters are off.
+            # A merged layer uses what is merged alone, unless its adapters are off.
             layer: Any = copy.deepcopy(child)
             if layer.disable_adapters and layer.merged:
                 layer.unmerge()
@@ -260,7 +243,7 @@ def _merged_tensors(module: nn.Module) -> dict[str, Tensor]:
 WEIGHTS = WeightMap(
     name="unet", noun="a UNet", classes=(UNet,), table=table, config_of=config_of, skeleton=skeleton,
     finish=lambda module: module.to(memory_format=torch.contiguous_format),  # ours are in channels_last
-    tensors_of=_merged_tensors, read_config=read_config, write_config=write_config, stem="diffusion_pytorch_model",
+    tensors_of=_merged_tensors, read_config=read_config, write_config=write_config, stem=_STEM,
     use_fields=("sample_size", "upcast_attention", "dropout"), find=find_weights,
 )  # fmt: skip
 placements = WEIGHTS.placements

@@ -5,11 +5,10 @@
     timestep ─▶ shifts of all resnet blocks            text ─▶ keys and values of all cross-attentions
 
 Shifts, keys and values do not depend on the sample: each is one product for all blocks, and may be computed once for a
-whole run. The regions are resnet and transformer blocks, a graph for each shape, and the product of the text.
-Convolutions that halve and double are library calls between them. Activations are in channels_last.
+whole run. Convolutions that halve and double are library calls between the regions. Activations are in channels_last.
 
-Shape legend: B images, C channels, H height, W width, T = H W tokens of an image, L tokens of the text, D its width,
-K channels of all its keys and values, S channels of all shifts, X width of the pooled text, Y sizes, F width of
+Shape legend: B images, C channels, H height, W width, T = H W tokens of an image, L tokens of the text, D its width, K
+channels of all its keys and values, S channels of all shifts, X width of the pooled text, Y sizes, F width of
 ``timestep_cond``.
 """
 
@@ -49,10 +48,7 @@ REGIONS = (
 
 
 class TimeShifts(NamedTuple):
-    """The timesteps' shifts of all resnet blocks, [B, S] or [1, S] for all rows alike; ``UNet.time_shifts`` makes it.
-
-    That of many steps is [steps, B, S]; one of them is ``TimeShifts(many.shifts[step])``.
-    """
+    """The timesteps' shifts of all resnet blocks, [B, S] or [1, S] for all rows; ``UNet.time_shifts`` makes it."""
 
     shifts: Tensor
 
@@ -123,8 +119,8 @@ class UNet(nn.Module):
         """Predict: ``UNetOutput(sample)`` of [B, C_out, H, W].
 
         Timestep and text may be given as what ``time_shifts`` and ``text_keys_values`` made of them: in a run of many
-        steps they are computed once. A number as timestep is copied to the device, which an outer CUDA graph cannot
-        do; a tensor there is not.
+        steps they are computed once. A number as timestep is copied to the device, which an outer CUDA graph cannot do;
+        a tensor there is not.
 
         Args:
             sample: [B, C_in, H, W], in any memory format; H and W divisible by ``config.reduction``.
@@ -143,8 +139,8 @@ class UNet(nn.Module):
             return_dict: Either way the result is a tuple with a name in it.
 
         Raises:
-            TypeError, ValueError: If an input does not fit, before anything runs; the message says what to do. Values
-                are looked at on the host only.
+            TypeError, ValueError: If an input does not fit, before anything runs. Values are looked at on the host
+                only.
         """
         config, weight = self.config, self.conv_in.weight
         _check_unsupported(class_labels, cross_attention_kwargs, down_intrablock_additional_residuals)
@@ -190,9 +186,8 @@ class UNet(nn.Module):
         """What timesteps, and all conditions but the text, add inside the resnet blocks; ``forward`` takes it.
 
         Timesteps [B] or [1] give shifts [B, S] or [1, S]. Those of a whole run [steps, 1], for conditions of B rows or
-        none, give [steps, B, S] or [steps, 1, S], of which ``TimeShifts(shifts[step])`` is one step's.
-        ``added_cond_kwargs`` and ``timestep_cond`` are as ``forward`` takes them; what does not fit is a TypeError or
-        ValueError.
+        none, give [steps, B, S] or [steps, 1, S], of which ``TimeShifts(shifts[step])`` is one step's. The conditions
+        are as ``forward`` takes them; what does not fit is a TypeError or ValueError.
         """
         _check_conditions(timesteps, added_cond_kwargs, timestep_cond, self.config, self.device)
         return TimeShifts(self.time_projections(self.conditions(timesteps, added_cond_kwargs, timestep_cond)))
@@ -230,8 +225,8 @@ def example_inputs(
     """
     config = model.config
     if size is None:
-        trained = config.sample_size
-        size = 64 if trained is None else trained if isinstance(trained, int) else trained[0]
+        trained = config.sample_size or 64
+        size = trained if isinstance(trained, int) else trained[0]
     if batch < 1 or tokens < 1 or size < 1 or size % config.reduction:
         given = f"batch is {batch}, tokens {tokens}, size {size}"
         raise ValueError(f"{given}: expected 1 or more, and size divisible by {config.reduction}")
@@ -388,10 +383,8 @@ def _check_residuals(
     ends = [*config.skips(), (config.block_out_channels[-1], config.reduction)]
     if len(residuals) != len(ends) - 1:
         raise ValueError(f"down_block_additional_residuals has {len(residuals)} tensors, expected {len(ends) - 1}")
-    for index, (residual, (channels, size)) in enumerate(zip((*residuals, middle), ends, strict=True)):
-        name = (
-            f"down_block_additional_residuals[{index}]" if index < len(residuals) else "mid_block_additional_residual"
-        )
+    names = [*(f"down_block_additional_residuals[{i}]" for i in range(len(residuals))), "mid_block_additional_residual"]
+    for name, residual, (channels, size) in zip(names, (*residuals, middle), ends, strict=True):
         shape = f"{batch} {channels} {height // size} {width // size}"
         validate.tensor(name, residual, shape, like=sample.device, like_name="sample")
 

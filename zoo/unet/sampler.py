@@ -1,12 +1,11 @@
 """Sampling: from noise and a text to latents, by a step that is captured once and diffusers' solvers as tables.
 
-What does not change from step to step is computed before them: keys and values of the text in all cross-attentions, and
-what every timestep adds in all resnet blocks. A step reads its rows of the tables by an index on the device, and the
-host does nothing but launch it.
+Keys and values of the text, and what every timestep adds in the resnet blocks, are computed before the steps. A step
+reads its rows of the tables by an index on the device, and the host does nothing but launch it.
 
-A solver computes its next latents as a sum of what it has: latents and model outputs of this step and of a few steps
-before. So a step is a matrix [K, K + 1], with one row for each of the K tensors that go on to the next step, and all
-steps of all solvers are the same work on the device.
+A solver computes its next latents as a sum of latents and model outputs of this step and of a few before. So a step is
+a matrix [K, K + 1], with a row for each of the K tensors that go on to the next step, and all steps of all solvers are
+the same work on the device.
 
 Shape legend: B images, R rows of the model (2 B with guidance: first without the text, then with it), L tokens of the
 text, D its width, X of the pooled text, Y sizes, C channels, H height, W width, N steps, K tensors that a step passes
@@ -15,7 +14,6 @@ on to the next, the latents first, S channels of all shifts, V values of a probe
 
 import math
 import warnings
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,20 +41,14 @@ _TRIALS = 8
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Schedule:
-    """All steps of a run; ``make_schedule`` reads one from a scheduler of diffusers.
+    """All steps of a run; ``make_schedule`` reads one from a scheduler of diffusers."""
 
-    Args:
-        timesteps: [N], the timestep that the model gets in each step.
-        input_scales: [N], factors of the latents before the model.
-        transitions: [N, K, K + 1]: row k of a step's matrix are the shares of the latents, of the K - 1 tensors that
-            are remembered, and of the model's output, in the k-th tensor of the next step.
-        noise_scale: Standard deviation of the latents at the start.
-    """
-
-    timesteps: Tensor
-    input_scales: Tensor
+    timesteps: Tensor  # [N], the timestep that the model gets in each step
+    input_scales: Tensor  # [N], factors of the latents before the model
+    # [N, K, K + 1]: row k of a step's matrix are the shares of the latents, of the K - 1 tensors that are remembered,
+    # and of the model's output, in the k-th tensor of the next step.
     transitions: Tensor
-    noise_scale: float
+    noise_scale: float  # standard deviation of the latents at the start
 
     @property
     def steps(self) -> int:
@@ -73,15 +65,14 @@ def make_schedule(scheduler: Any, steps: int, *, solver: str | None = None) -> S
     """The steps that a scheduler of diffusers takes, as tables on the CPU; diffusers must be installed.
 
     Args:
-        scheduler: A scheduler of diffusers, or its configuration with ``_class_name``, as ``scheduler_config.json``
-            has it. Its steps must be sums: no clipping, no thresholding, no fresh noise.
+        scheduler: A scheduler of diffusers, or its configuration with ``_class_name``. Its steps must be sums: no
+            clipping, no thresholding, no fresh noise.
         steps: diffusers' ``num_inference_steps``. Some solvers run the model more often.
         solver: ``"ddim"``, ``"euler"``, ``"dpm++"`` or ``"pndm"`` in place of the scheduler's own, with its noise.
 
     Raises:
         ImportError: If diffusers is not installed.
-        TypeError: If ``scheduler`` is neither.
-        ValueError: If the scheduler, its configuration or the number of steps is not supported; the message says why.
+        TypeError, ValueError: If the scheduler or the number of steps is not supported; the message says why.
     """
     # A scheduler that draws noise draws it from the global state, before it is refused.
     with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -145,7 +136,7 @@ def _probe(theirs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Factors of the model's input [N], and the shares [N, N] of all steps' latents and outputs in each step's result.
 
     Every step gets latents and an output of its own, each with a 1 where all others have a 0, so that its result lists
-    the shares. The solver's memory of earlier steps shows like anything else.
+    the shares.
     """
     steps = len(theirs.timesteps)
     unit = torch.eye(2 * steps, dtype=torch.float64)
@@ -185,8 +176,9 @@ def _matrices(of_latents: Tensor, of_outputs: Tensor) -> Tensor:
 
     Columns are the latents of this step, of the one before and so on, then outputs from the oldest to this step's.
     """
-    steps = len(of_latents)
-    latents, outputs = (1 + _longest_lag(shares) for shares in (of_latents, of_outputs))
+    steps, both = len(of_latents), (of_latents, of_outputs)
+    # The longest lag of a share that is not zero.
+    latents, outputs = (1 + max((i - j for i, j in shares.nonzero().tolist()), default=0) for shares in both)
     kept = latents + outputs - 1
     matrices = torch.zeros(steps, kept, kept + 1, dtype=torch.float64)
     for lag in range(latents):
@@ -196,15 +188,6 @@ def _matrices(of_latents: Tensor, of_outputs: Tensor) -> Tensor:
     for row in range(1, kept):
         matrices[:, row, row - 1 if row < latents else row + 1] = 1.0
     return matrices
-
-
-def _longest_lag(shares: Tensor) -> int:
-    step, earlier = shares.nonzero(as_tuple=True)
-    return int((step - earlier).max()) if len(step) else 0
-
-
-# Steps that the host is ahead of the device while it shows progress, so that the device never waits.
-_AHEAD = 2
 
 
 class DenoiseState:
@@ -282,8 +265,7 @@ class Sampler:
         cuda_graph: Run steps as a CUDA graph; left out, where there is a GPU.
 
     Raises:
-        TypeError: If the model is not of this family, or the schedule is none.
-        ValueError: If the model cannot be sampled from by text alone, or a size does not fit.
+        TypeError, ValueError: If model, schedule or a size does not fit.
     """
 
     def __init__(
@@ -304,7 +286,7 @@ class Sampler:
     def __call__(
         self, text: Tensor, negative: Tensor | None = None, *, added: Mapping[str, Tensor] | None = None,
         negative_added: Mapping[str, Tensor] | None = None, latents: Tensor | None = None, seed: int = 0,
-        schedule: Schedule | None = None, guidance_scale: float | None = None, progress: bool = False,
+        schedule: Schedule | None = None, guidance_scale: float | None = None,
     ) -> Tensor:  # fmt: skip
         """Run all steps: latents [B, C, H, W] float32, for a VAE once divided by its scaling factor.
 
@@ -316,11 +298,9 @@ class Sampler:
             added: ``text_embeds`` [B, X] and ``time_ids`` [B, Y], or [1, ...], for models that take them.
             negative_added: The same for ``negative``.
             latents: [B, C, H, W], noise of standard deviation 1 to start from, in place of the seed's.
-            seed: Of the noise, drawn on the host: the same on every device. The global random state is neither used
-                nor changed.
+            seed: Of the noise, drawn on the host: the same on every device. The global random state is not used.
             schedule: In place of the sampler's.
             guidance_scale: In place of the sampler's.
-            progress: Show a bar; the host then waits for the device, but never the device for the host.
 
         Raises:
             TypeError, ValueError: If an input is missing or does not fit, before any step runs.
@@ -357,7 +337,7 @@ class Sampler:
                     self.captures += 1
                 self._state = state
             state.begin(schedule, noise, shifts, keys_values, scale)
-            self._run(state, schedule.steps, guided, progress)
+            self._run(state, schedule.steps, guided)
         return state.tracks[0].clone()
 
     def _joined_texts(self, texts: Mapping[str, Any]) -> Tensor:
@@ -393,27 +373,10 @@ class Sampler:
                 parts.append(rows)
         return {key: torch.cat(parts) for key, parts in joined.items()} or None
 
-    def _run(self, state: DenoiseState, steps: int, guided: bool, progress: bool) -> None:
+    def _run(self, state: DenoiseState, steps: int, guided: bool) -> None:
         step = denoise_step if self._step is None else self._step
-        if not progress:
-            for _ in range(steps):
-                step(self.model, state, guided)
-            return
-        from tqdm.auto import tqdm
-
-        running: deque[torch.cuda.Event] = deque()
-        with tqdm(total=steps, desc="sampling", unit="step") as bar:
-            for _ in range(steps):
-                step(self.model, state, guided)
-                if self.model.device.type == "cuda":
-                    running.append(torch.cuda.current_stream(self.model.device).record_event())
-                    if len(running) <= _AHEAD:
-                        continue
-                    running.popleft().synchronize()
-                bar.update()
-            for event in running:
-                event.synchronize()
-                bar.update()
+        for _ in range(steps):
+            step(self.model, state, guided)
 
 
 def _check_model(model: UNet, shape: tuple[int, ...]) -> None:
