@@ -44,8 +44,10 @@ _IN_WORDS = {
     *("DUPLICATE_INPUT", "OBJECT_ALIASING", "DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS"),
 }
 # What Dynamo has asked in one guard, it leaves out of the next.
-_SAID_ONCE = {"HASATTR", "DUPLICATE_INPUT"}
-_FUNCTIONS = {"type", "len", "list", "dict", "dict.keys", "tuple", "set", "hasattr"}
+_SAID_ONCE = {
+    *("HASATTR", "DUPLICATE_INPUT", "DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS"),
+}
+_FUNCTIONS = {"object.__getattribute__", "type", "len", "list", "dict", "dict.keys", "tuple", "set", "hasattr"}
 # Parts of code, whose source files are compared instead.
 _CODE = ("__defaults__", "__kwdefaults__", "__code__", ".__dict__)")
 
