@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -149,6 +150,45 @@ def test_another_mode_is_compiled_again(folder: Path, mode: Callable[[], Any]) -
             assert out.requires_grad == torch.is_grad_enabled()
 
 
+def shifted(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(forward)
+    def run(self: nn.Module, x: Tensor) -> Tensor:
+        return forward(self, x) + 1
+
+    return run
+
+
+class Decorated(nn.Module):
+    """No module has the function behind the decorator under its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    @shifted
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y
+
+
+def test_a_forward_behind_a_decorator_is_compared_by_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def blocks() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Decorated() for _ in range(3))).eval()
+
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        model = zoo.compile_regions(blocks(), dynamic=False)
+        model(x)
+        saved = zoo.save_compiled(model, tmp_path / "compiled")
+        assert len(saved.entries) == 1 and not saved.skipped, saved
+        model, before = zoo.load_compiled(blocks(), tmp_path / "compiled", strict=True), graphs()
+        assert torch.equal(model(x), eager(model, x)) and graphs() == before
+        cell = Decorated.forward.__closure__[0]
+        monkeypatch.setattr(cell, "cell_contents", lambda block, x: block.linear(x).relu())
+        assert torch.equal(model(x), eager(model, x)) and graphs() == before + 1
+
+
 def edit(folder: Path, **parts: Any) -> None:
     index = json.loads((folder / "index.json").read_text())
     for name, value in parts.items():
@@ -269,10 +309,14 @@ def test_what_is_kept_to_be_saved_dies_with_the_models_that_run_it(tmp_path: Pat
         assert kept() == before + 1
         del model
         assert kept() == before + 1 and len(zoo.save_compiled(other, tmp_path / "compiled").entries) == 1
-        zoo.uncompile(other)
+        traced = graphs()
+        zoo.compile_regions(zoo.uncompile(other))(x)  # Dynamo still has the code
+        assert graphs() == traced and len(zoo.save_compiled(other, tmp_path / "compiled").entries) == 1
+        del other
         assert kept() == before
-        # Dynamo still has the code, and what it was traced from is gone.
-        zoo.compile_regions(other)(x)
+        # And still has it, when what it was traced from is gone.
+        other = zoo.compile_regions(Shifts().eval())
+        other(x)
         assert "torch.compiler.reset()" in str(zoo.save_compiled(other, tmp_path / "compiled"))
         torch.compiler.reset()
         other(x)
@@ -293,7 +337,9 @@ def run(*arguments: str, cache: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bert-debug", "gcn-debug", "llm-debug"])
+@pytest.mark.parametrize(
+    "name", ["bert-debug", "gcn-debug", "llm-debug", "bert", "llama", "llama_decode", "vit", "unet"]
+)
 def test_a_new_process_with_empty_caches_compiles_nothing(name: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "compiled")
     run("save", name, folder, cache=Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]))

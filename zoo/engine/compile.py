@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from zoo.engine.call import NOTICES, IdleWatch, RegionCall, RegionWarning
+from zoo.engine.call import NOTICES, IdleWatch, RegionCall, RegionWarning, region_call
 from zoo.engine.compat import compile_limit_kwargs
 from zoo.engine.direct import DirectOrInductor
 from zoo.engine.discover import (
@@ -83,6 +83,8 @@ class Plan:
 
 
 _PLANS: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
+# Of modules that were uncompiled, what Dynamo traced: it still has their code, which can be saved once it runs again.
+_UNCOMPILED: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 
 
 def plan_of(model: nn.Module) -> Plan | None:
@@ -211,6 +213,8 @@ def uncompile(model: nn.Module) -> nn.Module:
         if plan is not None:
             LEDGER.forget(module)
         if module._compiled_call_impl is not None:
+            if (call := region_call(module)) is not None:
+                _UNCOMPILED[module] = [origin for kept in call.entries.values() for _, _, origin in kept]
             module._compiled_call_impl = None
     return model
 

@@ -43,7 +43,11 @@ _IN_WORDS = {
     *("SEQUENCE_LENGTH", "DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK", "EMPTY_NN_MODULE_HOOKS_DICT", "HASATTR"),
     *("DUPLICATE_INPUT", "OBJECT_ALIASING", "DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS"),
 }
-_FUNCTIONS = {"type", "len", "list", "dict", "dict.keys", "tuple", "set", "hasattr"}
+# What Dynamo has asked in one guard, it leaves out of the next.
+_SAID_ONCE = {
+    *("HASATTR", "DUPLICATE_INPUT", "DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS"),
+}
+_FUNCTIONS = {"object.__getattribute__", "type", "len", "list", "dict", "dict.keys", "tuple", "set", "hasattr"}
 # Parts of code, whose source files are compared instead.
 _CODE = ("__defaults__", "__kwdefaults__", "__code__", ".__dict__)")
 
@@ -105,6 +109,8 @@ class _Pickler(pickle.Pickler):
             return value.recipe
         if isinstance(value, types.ModuleType):
             return importlib.import_module, (value.__name__,)
+        if isinstance(value, types.CodeType):
+            return marshal.loads, (marshal.dumps(value),)
         if isinstance(value, Tensor):
             raise UnsavableError(f"its graph holds a constant tensor of shape {tuple(value.shape)}")
         if isinstance(getattr(value, "fn", None), types.FunctionType) and hasattr(value, "params"):  # a Triton kernel
@@ -262,6 +268,9 @@ def _write_check(traced: Traced, space: Mapping[str, Any]) -> Check:
         elif kind == "TYPE_MATCH":
             cls = value.cls if isinstance(value, TensorKind) else value if isinstance(value, type) else type(value)
             writer.ask(f"type({writer.text(guard.name)}) is {writer.constant(cls)}")
+        elif kind == "CLOSURE_MATCH" and isinstance(value, types.FunctionType) and not _has_name(value):
+            # Behind a decorator, say. Dynamo compares the code as well, and guards what it closes over on its own.
+            writer.ask(f"{writer.constant(SameCode(value.__code__))}({writer.text(guard.name)})")
         elif kind in _IDENTITY or (kind in _CONSTANT and isinstance(value, bool | None)):
             writer.ask(f"{writer.text(guard.name)} is {writer.constant(value)}")
         elif kind in _CONSTANT:
@@ -271,7 +280,7 @@ def _write_check(traced: Traced, space: Mapping[str, Any]) -> Check:
             writer.ask(f"type({name}) is {writer.constant(type(value))} and {name} == {writer.constant(value)}")
         elif kind == "NOT_PRESENT_IN_GENERIC_DICT":
             writer.ask(f"{guard.attribute!r} not in {writer.text(guard.name)}.__dict__")
-        elif kind in _IN_WORDS and (guard.code or kind == "HASATTR"):  # Dynamo says but once which attributes there are
+        elif kind in _IN_WORDS and (guard.code or kind in _SAID_ONCE):
             for code in guard.code:
                 if not code.startswith("___check_type_id"):
                     writer.ask(writer.text(code))
@@ -279,6 +288,30 @@ def _write_check(traced: Traced, space: Mapping[str, Any]) -> Check:
             raise UnsavableError(f"its guards look at {guard.name or 'the process'} ({kind})")
     body = "\n    ".join([*writer.lines, f"return ({''.join(f'{each}, ' for each in tensors)})"])
     return Check(f"def check(L, G, M, K):\n    {body}\n", writer.constants, list(tensors.values()), traced.state)
+
+
+class SameCode:
+    """Compares functions that no module has under their name by their code, in whichever process it was compiled."""
+
+    def __init__(self, code: types.CodeType) -> None:
+        self._code = code
+
+    def __call__(self, function: Any) -> bool:
+        """Whether a function runs this code."""
+        code = function.__code__
+        if code is not self._code:
+            if code != self._code:
+                return False
+            self._code = code  # comparing what is in it takes longer
+        return True
+
+
+def _has_name(function: types.FunctionType) -> bool:
+    """Whether a function can be looked up by its name in its module."""
+    found: Any = sys.modules.get(function.__module__)
+    for part in function.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is function
 
 
 def _is_library(guard: Guard, space: Mapping[str, Any]) -> bool:
@@ -304,7 +337,8 @@ class _Writer(ast.NodeTransformer):
 
     def constant(self, value: Any) -> str:
         """An expression of a value."""
-        if isinstance(value, bool | int | str | None) or (isinstance(value, float) and abs(value) < 1e300):
+        plain = type(value) in (bool, int, str, type(None))  # and no enum, which may be a string as well
+        if plain or (type(value) is float and abs(value) < 1e300):
             return repr(value)
         self.constants.append(value)
         return f"K[{len(self.constants) - 1}]"
