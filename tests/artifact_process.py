@@ -95,6 +95,7 @@ def unet() -> tuple[Any, dict[str, Any]]:
     model = UNet2DConditionModel(
         sample_size=8, block_out_channels=(16,), layers_per_block=1, cross_attention_dim=8, attention_head_dim=4,
         norm_num_groups=4, down_block_types=("CrossAttnDownBlock2D",), up_block_types=("CrossAttnUpBlock2D",),
+        mid_block_scale_factor=1.0,  # the default is an integer, and other blocks have a float: a graph more
     )  # fmt: skip
     noise, text = torch.randn(1, 4, 8, 8), torch.randn(1, 5, 8)
     return model, {"sample": noise, "timestep": torch.tensor(3), "encoder_hidden_states": text}

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
+import torch.utils._device
 from torch import Tensor, fx
 
 # Values that a guard compares, or that it knows by identity; no tensor is in any.
