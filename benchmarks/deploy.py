@@ -89,18 +89,21 @@ def main(
     with scratch_folder("regional-zoo-starts-") as folder:
         runs = Processes(folder, family, None if data_root is None else str(data_root), timeout)
         facts = runs.prepare({start.case.impl: start.case for start in starts}.values())
-        runs.start(starts[0], save=True)
-        for start in starts[1:]:
-            if start.source == FILLED:
-                runs.start(replace(start, processes=[]))  # fills them
-        for _ in range(processes):
+        try:
+            runs.start(starts[0], save=True)
             for start in starts[1:]:
-                runs.start(start)
-    store, environment = Store(out), row(facts, {})
-    store.append(environment)
-    for start in starts:
-        start.command, start.environment = command, environment["id"]
-        store.append(start.to_json())
+                if start.source == FILLED:
+                    runs.start(replace(start, processes=[]))  # fills them
+            for _ in range(processes):
+                for start in starts[1:]:
+                    runs.start(start)
+        finally:  # what was measured before Ctrl-C stays
+            store, environment = Store(out), row(facts, {})
+            store.append(environment)
+            for start in starts:
+                if start.processes or start.reason:
+                    start.command, start.environment = command, environment["id"]
+                    store.append(start.to_json())
     return 1 if any(start.reason for start in starts) else 0
 
 
