@@ -72,6 +72,7 @@ def test_arms_that_there_are_not(changes: dict[str, Any], reason: str) -> None:
     assert refused is not None and reason in refused
 
 
+@pytest.mark.slow
 def test_models_are_of_real_size() -> None:
     millions = {name: foreign.parameters(name) // 1_000_000 for name in foreign.MODELS if "debug" not in name}
     assert millions == {"llama-1b": 1235, "vit-l": 304, "flux-4-8": 2545, "convnext-base": 88, "whisper-small": 241}
