@@ -55,14 +55,32 @@ def test_a_step_of_generation_has_a_cuda_graph(impl: str) -> None:
     assert isinstance(step.step, GraphedStep) if impl == "zoo" else hasattr(step.model, "_compiled_call")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("impl", "strategy"), [("upstream", "eager"), ("upstream", "full"), ("zoo", "regional")])
+def test_continuous_batching(impl: str, strategy: str) -> None:
+    pytest.importorskip("transformers", minversion="5.24")  # that of 5.20 ends the process on a CPU
+    torch.compiler.reset()
+    arm = case(input="continuous-4", impl=impl, strategy=strategy)
+    prepared = prepare(arm)
+    step = prepared.model
+    try:
+        assert error(output_of(arm, prepared, apply(arm, prepared), calls=2), prepared.reference().repeat(2)) < 1e-5
+        assert (step.manager.continuous_batching_config.varlen_compile_config is None) == (strategy != "full")
+    finally:
+        step.stop()
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"input": "2x32"}, "the inputs of llama-debug are dynamic-4, static-4"),
+        ({"input": "2x32"}, "the inputs of llama-debug are dynamic-4, static-4, continuous-4"),
         ({"impl": "zoo"}, "the model is the library's, eager is upstream's arm"),
         ({"impl": "zoo", "strategy": "hierarchical"}, "declares no regions"),
         ({"impl": "upstream-tuned"}, "only regional has a recompile limit"),
-        ({"input": "dynamic-4", "strategy": "regional", "cuda_graph": True, "device": "cuda"}, "a cache that grows"),
+        (
+            {"input": "dynamic-4", "strategy": "regional", "cuda_graph": True, "device": "cuda"},
+            "steps are of many sizes",
+        ),
         ({"impl": "upstream", "cuda_graph": True, "device": "cuda"}, "transformers captures a step"),
     ],
 )
