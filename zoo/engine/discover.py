@@ -15,7 +15,7 @@ from zoo.engine.cut import Cut
 from zoo.engine.lifted import Lifted, lifted_in, number_at
 from zoo.engine.observe import Observed, device_shares, observe_call
 from zoo.engine.region import Region
-from zoo.engine.signature import Attribute, own_class, read_attributes, signature, structure, without_ddp
+from zoo.engine.signature import Attribute, choices_of, own_class, read_attributes, signature, structure, without_ddp
 
 
 @dataclass(frozen=True)
@@ -349,10 +349,11 @@ def _obstacles(
     groups: dict[Hashable, dict[str, nn.Module]] = defaultdict(dict)
     for name, module in modules.items():
         groups[structure(module)][name] = module
+    skip = choices_of(modules.values()).union(symbols)
     for group in groups.values():
         attributes = [_read(name, module, observed, configuration=False) for name, module in group.items()]
         for key in attributes[0]:
-            if key in symbols:
+            if key in skip:
                 continue
             values = [attribute[key] for attribute in attributes if key in attribute and attribute[key].countable]
             if len(values) == len(group) > 1 and len(set(values)) == len(values):
