@@ -35,8 +35,8 @@ class Foreign:
     why: str = ""
 
 
-def tokens(size: int, name: str = "input_ids", **more: Any) -> dict[str, Any]:
-    return {name: torch.arange(3, 3 + 2 * size).view(2, size), **more}
+def tokens(size: int, name: str = "input_ids", rows: int = 2, **more: Any) -> dict[str, Any]:
+    return {name: torch.arange(3, 3 + rows * size).view(rows, size), **more}
 
 
 def both(size: int) -> dict[str, Any]:
@@ -51,8 +51,8 @@ def text_and_images(size: int) -> dict[str, Any]:
     return {**images(size, "pixel_values"), "input_ids": torch.arange(3, 3 + 6 * size).view(size, 6) % 50}
 
 
-def speech(size: int) -> dict[str, Any]:
-    return {"input_features": torch.randn(2, 8, 40), **tokens(size, "decoder_input_ids")}
+def speech(size: int, rows: int = 2, mels: int = 8, frames: int = 40) -> dict[str, Any]:
+    return {"input_features": torch.randn(rows, mels, frames), **tokens(size, "decoder_input_ids", rows)}
 
 
 def latents(size: int, channels: int = 4, name: str = "hidden_states", **more: Any) -> dict[str, Any]:
@@ -63,10 +63,11 @@ def prompted(size: int, **more: Any) -> dict[str, Any]:
     return latents(size, encoder_hidden_states=torch.randn(size, 5, 16), **more)
 
 
-def flux(size: int) -> dict[str, Any]:
-    ids = {"img_ids": torch.randn(4 * size, 3), "txt_ids": torch.zeros(5, 3), "timestep": torch.tensor([0.5])}
-    streams = {"hidden_states": torch.randn(1, 4 * size, 8), "encoder_hidden_states": torch.randn(1, 5, 16)}
-    return {**ids, **streams, "pooled_projections": torch.randn(1, 16)}
+def flux(size: int, text: int = 5, channels: int = 8, width: int = 16, pooled: int = 16) -> dict[str, Any]:
+    ids = {"img_ids": torch.randn(4 * size, 3), "txt_ids": torch.zeros(text, 3), "timestep": torch.tensor([0.5])}
+    streams = {"hidden_states": (1, 4 * size, channels), "encoder_hidden_states": (1, text, width)}
+    drawn = {name: torch.randn(shape) for name, shape in streams.items()}
+    return {**ids, **drawn, "pooled_projections": torch.randn(1, pooled)}
 
 
 def video(size: int) -> dict[str, Any]:

@@ -56,6 +56,9 @@ INFERENCE: dict[tuple[str, str, str], tuple[int | None, int]] = {
     ("llm", "llm-debug", "prefill-1x32"): (6336512, 461568),
     ("calls", "block-8", "graphs-1"): (None, 4236288),
     ("calls", "kernel-block-8", "graphs-8"): (None, 4236288),
+    ("foreign", "llama-debug", "static-4"): (180288, 175360),
+    ("foreign", "vit-debug", "2x32"): (754688, 50304),
+    ("foreign", "whisper-debug", "2x0.4s"): (1207040, 100352),
     ("patterns", "glue", "small"): (None, 103392),
     ("resnet", "resnet-debug", "2x32"): (57556992, 16686968),
     ("resnet", "resnet-debug-folded", "2x32"): (57556992, 16686968),
@@ -93,6 +96,10 @@ def arms(**changes: Any) -> list[Any]:
     return found
 
 
+def is_run(input: str) -> bool:
+    return "3x8x8" in input or "static" in input
+
+
 def figures_of(case: Case) -> tuple[int | None, int]:
     return (INFERENCE if case.workload == "inference" else TRAINING)[case.family, case.model, case.input]
 
@@ -120,7 +127,7 @@ def test_every_arm_computes_the_reference_and_has_the_figures_of_the_rows(case: 
     assert case.family not in MODELS or prepared.reference_dtype == ("float32" if case.family == "llm" else "float64")
     assert {leaf.dtype for leaf in tree_leaves(reference)} == {getattr(torch, prepared.reference_dtype)}
     assert error(output_of(case, prepared), reference) < (1e-3 if case.family == "resnet" and trains else 1e-5)
-    assert (prepared.compile_regions is None) == (case.impl == "zoo")
+    assert (prepared.compile_regions is None) == (case.impl == "zoo" and case.family != "foreign")
     assert all(seconds > 0 for seconds in prepared.preparation_seconds.values())
     assert prepared.bytes_formula and prepared.data
     assert (prepared.flops, prepared.bytes) == figures_of(case)
@@ -152,7 +159,7 @@ def test_seeds_and_the_random_state(family: str):
             continue
         first, again, other = (output_of(case, prepare(case, seed)) for seed in (0, 0, 1))
         prepare(case).reference()
-        if family not in ("calls", "patterns"):  # they seed torch's own generator, as their readers would
+        if family not in ("calls", "foreign", "patterns"):  # they seed torch's own generator, as their readers would
             assert torch.equal(before, torch.random.get_rng_state())
         assert torch.equal(first, again) and not torch.equal(first, other)
 
@@ -353,7 +360,7 @@ def test_figures_of_committed_rows(family: str, model: str, input: str, workload
 @pytest.mark.parametrize(
     "case",
     # Whole runs are compiled in the tests of their own.
-    [c for c in arms(strategy="full") if c.values[0].workload == "inference" and "3x8x8" not in c.values[0].input],
+    [c for c in arms(strategy="full") if c.values[0].workload == "inference" and not is_run(c.values[0].input)],
 )
 def test_the_whole_call_is_compiled_without_a_recompile(case: Case, monkeypatch: pytest.MonkeyPatch):
     prepared = prepare(case)
@@ -394,7 +401,7 @@ def test_calls_under_the_outer_cuda_graph(case: Case):
 # Graphs of the regions that small cases compile: of a family, and of what differs in it. Layers of one width share one.
 GRAPHS = {
     **{"bert": 1, "calls": 1, "gnn": 2, "llm": 2, "resnet": 8, "unet": 12},
-    **{"llm train": 3, "unet-xl-debug": 9, "epoch-4x32": 5},
+    **{"llm train": 3, "unet-xl-debug": 9, "epoch-4x32": 5, "llama-debug": 2, "vit-debug": 1, "whisper-debug": 2},
 }
 # accelerate compiles BERT's embeddings and pooler as well, and in training dropout and classifier.
 UPSTREAM_GRAPHS = {"bert": 3, "resnet": 6, "unet": 2, "bert train": 5, "unet-xl-debug": 1}
@@ -443,10 +450,8 @@ def test_names_and_plain_runs(family: str):
             assert races and quick and (device != "cpu" or len(races) == 1)
             for model, input in (*races, *quick):
                 dtypes = workload.dtypes(device)
-                cases = [
-                    Case(family=family, model=model, input=input, workload=kind, device=device, dtype=dtype)
-                    for dtype in dtypes
-                ]
+                base = Case(family=family, model=model, input=input, workload=kind, device=device, strategy="regional")
+                cases = [replace(base, dtype=dtype) for dtype in dtypes]
                 accepted = [case for case in cases if workload.refuses(case) is None]
                 assert accepted and accepted[0].dtype == dtypes[0]
                 for case in accepted:

@@ -230,3 +230,33 @@ def test_a_foreign_model_under_the_outer_cuda_graph() -> None:
         step = zoo.cuda_graph(lambda ids: model(input_ids=ids).last_hidden_state, (inputs["input_ids"],))
         ids = inputs["input_ids"].flip(1)
         torch.testing.assert_close(step(ids), model(input_ids=ids).last_hidden_state)
+
+
+def offloaded(model: nn.Module) -> None:
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    add_hook_to_module(model.transformer_blocks[1].attn, AlignDevicesHook(io_same_device=True))  # type: ignore[index, union-attr]
+
+
+def cast_by_layer(model: Any) -> None:
+    model.enable_layerwise_casting(storage_dtype=torch.float16, compute_dtype=torch.float32)
+
+
+def cached(model: Any) -> None:
+    from diffusers import FirstBlockCacheConfig
+
+    model.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+
+
+@pytest.mark.parametrize("hook", [offloaded, cast_by_layer, cached])
+def test_hooks_of_the_library_are_obstacles(hook: Callable[[Any], None]) -> None:
+    from diffusers import FluxTransformer2DModel
+
+    model = FluxTransformer2DModel(
+        in_channels=8, num_layers=3, num_single_layers=0, attention_head_dim=8, num_attention_heads=2,
+        joint_attention_dim=16, pooled_projection_dim=16, axes_dims_rope=(2, 2, 4),
+    )  # fmt: skip
+    assert not zoo.find_regions(model).obstacles
+    hook(model)
+    (obstacle,) = zoo.find_regions(model).obstacles
+    assert "have hooks of accelerate or diffusers" in obstacle.message

@@ -451,6 +451,32 @@ def test_warm_up_takes_positional_arguments_and_functions() -> None:
         assert zoo.warm_up(model, lambda: model(x=torch.randn(7, 4)).sum()).graphs == 1
 
 
+class Shifted(nn.Module):
+    """Every second one rolls its input; with a rate it drops some of it in training."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.shift = [index % 2]
+        self.rate = 0.1 * (index % 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if sum(self.shift) > 0:
+            x = x.roll(self.shift, (1,))
+        return x * (1 - self.rate) if self.training and self.rate > 0 else x
+
+
+@pytest.mark.parametrize(("train", "graphs"), [(False, 2), (True, 3)])
+def test_a_choice_of_code_is_within_the_budget(train: bool, graphs: int) -> None:
+    model = Sequence(*map(Shifted, range(4))).train(train)
+    assert not zoo.find_regions(model).obstacles
+    compiled(model)
+    with zoo.enforce_budget(model), torch.set_grad_enabled(train):
+        model(torch.randn(2, 4, requires_grad=train))
+    assert graphs_of(model) == {"Shifted": graphs}
+
+
 @pytest.fixture
 def one_process(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)

@@ -8,7 +8,6 @@ Shapes: B rows, T tokens, V words.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -19,25 +18,14 @@ from torch import Tensor, nn
 
 import zoo
 from benchmarks import foreign
-from benchmarks.families.base import (
-    Prepared,
-    Workload,
-    accelerated,
-    converted,
-    count_flops,
-    count_parameters,
-    dtype_of,
-    tensors,
-)
+from benchmarks.families.base import Prepared, Workload, accelerated, converted, count_flops, count_parameters, dtype_of
+from benchmarks.families.foreign_steps import Batching, Call, Generation
 from benchmarks.plan import CUDA_GRAPH_MODES, Case
 from zoo.engine.compat import compile_limit_kwargs
 
 ACTIVATIONS = 4 << 30  # of the largest call, its cache included
-DYNAMIC, STATIC, DEBUG = "dynamic", "static", "-debug"
-BYTES_FORMULA = (
-    "Every weight is read once in a call, or once for each token that is generated, and the inputs are read. Left out, "
-    "so that it is a lower bound: activations and caches."
-)
+DYNAMIC, STATIC, CONTINUOUS, DEBUG = "dynamic", "static", "continuous", "-debug"
+BYTES_FORMULA = "Weights, for each token that is generated. A lower bound: inputs, activations and caches are left out."
 
 
 @dataclass(frozen=True)
@@ -50,54 +38,32 @@ class Model:
     unit: str
 
 
-def flux(image: int, text: int, channels: int = 64, width: int = 4096, pooled: int = 768) -> dict[str, Any]:
-    """One image of so many patches a side, and a text."""
-    sides = torch.arange(float(image))
-    return {
-        "hidden_states": torch.randn(1, image**2, channels),
-        "encoder_hidden_states": torch.randn(1, text, width),
-        "pooled_projections": torch.randn(1, pooled),
-        "timestep": torch.tensor([0.5]),
-        "img_ids": torch.cartesian_prod(torch.zeros(1), sides, sides),
-        "txt_ids": torch.zeros(text, 3),
-    }
-
-
-def speech(rows: int, words: int, mels: int = 80, frames: int = 3000, tokens: int = 64) -> dict[str, Any]:
-    """Half a minute a row, and the text so far."""
-    text = torch.randint(words, (rows, tokens))
-    return {"input_features": torch.randn(rows, mels, frames), "decoder_input_ids": text, "use_cache": False}
-
-
-def prompts(words: int, prompt: int, tokens: int) -> dict[str, Callable[[], dict[str, Any]]]:
-    ids = partial(torch.randint, 3, words, (1, prompt))
-    return {f"{kind}-{tokens}": lambda: {"input_ids": ids()} for kind in (DYNAMIC, STATIC)}
-
-
 tiny = foreign.MODELS
 # fmt: off
 MODELS = {
     "llama-1b": Model(foreign.hf("LlamaForCausalLM", None, vocab_size=128256, hidden_size=2048, num_hidden_layers=16,
                                  num_attention_heads=32, num_key_value_heads=8, intermediate_size=8192,
-                                 max_position_embeddings=2048, eos_token_id=None, pad_token_id=0).make,
-                      prompts(128256, 64, 64), 64, "tokens"),
+                                 tie_word_embeddings=True, eos_token_id=None, pad_token_id=0).make,
+                      {**dict.fromkeys(("dynamic-64", "static-64"), partial(foreign.tokens, 64, rows=1)),
+                       "continuous-64": partial(foreign.tokens, 64, rows=32)}, 64, "tokens"),
     "vit-l": Model(foreign.hf("ViTModel", None, hidden_size=1024, num_hidden_layers=24, num_attention_heads=16,
                               intermediate_size=4096).make,
                    {"8x224": partial(foreign.pixels, 8, pixels=224)}, 8, "images"),
     "flux-4-8": Model(foreign.diffusers("FluxTransformer2DModel", None, num_layers=4, num_single_layers=8).make,
-                      {"1x1024": partial(flux, 64, 512)}, 1, "images"),
+                      {"1x1024": partial(foreign.flux, 1024, 512, 64, 4096, 768)}, 1, "images"),
     "convnext-base": Model(foreign.vision("convnext_base", None).make,
                            {"8x224": partial(foreign.images, 8, pixels=224)}, 8, "images"),
     "whisper-small": Model(foreign.hf("WhisperForConditionalGeneration", None, vocab_size=51865, d_model=768,
                                       encoder_layers=12, decoder_layers=12, encoder_attention_heads=12,
                                       decoder_attention_heads=12, encoder_ffn_dim=3072, decoder_ffn_dim=3072).make,
-                           {"8x30s": partial(speech, 8, 51865)}, 8, "clips"),
-    "llama-debug": Model(tiny["transformers Llama"].make, prompts(50, 6, 4), 4, "tokens"),
+                           {"8x30s": partial(foreign.speech, 64, 8, 80, 3000)}, 8, "clips"),
+    "llama-debug": Model(tiny["transformers Llama"].make,
+                         {**dict.fromkeys(("dynamic-4", "static-4"), partial(foreign.tokens, 6, rows=1)),
+                          "continuous-4": partial(foreign.tokens, 6)}, 4, "tokens"),
     "vit-debug": Model(tiny["transformers ViT"].make, {"2x32": partial(foreign.pixels, 2)}, 2, "images"),
-    "flux-debug": Model(tiny["diffusers FluxTransformer2DModel"].make, {"1x64": partial(flux, 4, 5, 8, 16, 16)}, 1,
-                        "images"),
+    "flux-debug": Model(tiny["diffusers FluxTransformer2DModel"].make, {"1x64": partial(foreign.flux, 4)}, 1, "images"),
     "convnext-debug": Model(tiny["torchvision convnext_tiny"].make, {"2x32": partial(foreign.images, 2)}, 2, "images"),
-    "whisper-debug": Model(tiny["transformers Whisper"].make, {"2x0.4s": partial(speech, 2, 50, 8, 40, 6)}, 2, "clips"),
+    "whisper-debug": Model(tiny["transformers Whisper"].make, {"2x0.4s": partial(foreign.speech, 6)}, 2, "clips"),
 }
 # fmt: on
 
@@ -106,7 +72,8 @@ class ForeignWorkload(Workload):
     """Inference of models of transformers, diffusers and torchvision that the zoo has no version of.
 
     ``BxP``: images of P pixels a side; ``Bx30s``: speech and 64 tokens of its text, through encoder and decoder;
-    ``dynamic-N``, ``static-N``: N tokens by ``generate()`` with transformers' cache of that kind.
+    ``dynamic-N``, ``static-N``: N tokens by ``generate()`` with transformers' cache of that kind; ``continuous-N``: N
+    tokens of each of many prompts by its continuous batching.
     """
 
     family = "foreign"
@@ -124,8 +91,8 @@ class ForeignWorkload(Workload):
             return "the model declares no regions"
         if case.impl == "upstream-tuned" and case.strategy != "regional":
             return "only regional has a recompile limit to raise"
-        if case.input.startswith(DYNAMIC) and (case.cuda_graph or case.mode in CUDA_GRAPH_MODES):
-            return "a cache that grows has other addresses in each step"
+        if case.input.startswith((DYNAMIC, CONTINUOUS)) and (case.cuda_graph or case.mode in CUDA_GRAPH_MODES):
+            return "its steps are of many sizes"
         if case.input.startswith(STATIC) and case.cuda_graph and case.impl != "zoo":
             return "transformers captures a step in full reduce-overhead"
         return None
@@ -139,34 +106,42 @@ class ForeignWorkload(Workload):
         told, kind, model = MODELS[case.model], case.input.partition("-")[0], drawn(case, seed)
         torch.manual_seed(seed)
         inputs = converted(told.inputs[case.input](), case.device, dtype_of(case))
-        step, passes = Call(model), 1
+        run: Generation | Batching | None = None
+        step, whole, count = Call(model), inputs, told.count
         if kind in (DYNAMIC, STATIC):
-            step, passes = Generation(model, kind, inputs["input_ids"], told.count), told.count
+            text = torch.randint(3, model.config.vocab_size, (1, count)).to(case.device)
+            step = run = Generation(model, inputs["input_ids"], text, static=kind == STATIC)
+            whole = {"input_ids": torch.cat([inputs["input_ids"], text[:, :-1]], dim=1)}  # nothing follows the last
+        elif kind == CONTINUOUS:
+            step = run = Batching(model, told.count)
+            count *= len(inputs["input_ids"])
 
         def compile_regions(step: Any, **options: Any) -> None:
-            if case.impl == "zoo" and kind == DYNAMIC:
+            if case.impl == "zoo" and kind in (DYNAMIC, CONTINUOUS):
                 options["dynamic"] = None  # as users leave it
+            if case.impl == "zoo" and kind == CONTINUOUS:
+                options["fullgraph"] = False  # transformers keeps its cache's update out of any graph
             step.model = by_regions(case, step.model, options)
 
         def reference() -> Tensor:
             exact = drawn(case, seed).float()
-            output: Tensor = Call(exact)(**converted(step.whole(inputs), case.device, torch.float32))
-            return output[:, -1] if isinstance(step, Generation) else output
+            output: Tensor = Call(exact)(**converted(whole, case.device, torch.float32))
+            return run.of(output) if run else output
 
         return Prepared(
             model=step.eval().requires_grad_(False),
             inputs=inputs,
             compile_regions=compile_regions,
-            compile_full=step.compile_full if isinstance(step, Generation) else None,
-            capture=step.capture if isinstance(step, Generation) else None,
+            compile_full=run and run.compile_full,
+            capture=run and run.capture,
             reference=reference,
             reference_dtype="float32",
-            bytes=passes * sum(each.nbytes for each in model.parameters()) + sum(t.nbytes for t in tensors(inputs)),
+            bytes=(told.count if run else 1) * sum(each.nbytes for each in model.parameters()),
             bytes_formula=BYTES_FORMULA,
-            flops=count_flops(Call(model), **step.whole(inputs)),
+            flops=count_flops(Call(model), **whole),
             data="generated",
             sizes={"parameters": parameters(case.model)},
-            count=told.count,
+            count=count,
             unit=told.unit,
         )
 
@@ -202,101 +177,6 @@ def by_regions(case: Case, model: Any, options: dict[str, Any]) -> Any:
     for block in [each for each in model.modules() if type(each).__name__ == "CNBlock"]:
         block.compile(**options)
     return model
-
-
-class Call(nn.Module):
-    """One call of the model, of whose output the first tensor is returned."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **inputs: Any) -> Tensor:
-        """The model's own inputs -> its first output."""
-        output = self.model(**inputs)
-        first: Tensor = output if isinstance(output, Tensor) else output[0]
-        return first
-
-    def whole(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Inputs of a single call of the model with the same result."""
-        return inputs
-
-
-class Generation(Call):
-    """``generate()`` along a text that is given, so that all arms read the same; returns the last token's logits.
-
-    A static cache is kept from call to call, so that no address changes. transformers compiles a decoding step itself
-    where the cache is static: here for ``reduce-overhead`` alone. A captured step takes the same place.
-    """
-
-    def __init__(self, model: Any, kind: str, prompt: Tensor, tokens: int) -> None:
-        super().__init__(model)
-        self.text = torch.randint(3, model.config.vocab_size, (1, tokens)).to(prompt.device)
-        self.chosen: list[int] = self.text[0].tolist()
-        self.prompt = prompt.shape[1]
-        self.how: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False, "disable_compile": True}
-        self.kept: Any = None
-        self.step: Any = None
-        if kind == STATIC:
-            from transformers import StaticCache
-
-            # Its name changed within transformers 5.
-            self.name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-            self.kept = self.how[self.name] = StaticCache(config=model.config, max_cache_len=self.prompt + tokens)
-
-    def forward(self, **inputs: Any) -> Tensor:
-        """``input_ids`` [1, T] -> logits [1, V]."""
-        if self.kept is not None:
-            self.kept.reset()
-        mask = torch.ones_like(inputs["input_ids"])
-        self.model.generate(**inputs, attention_mask=mask, logits_processor=[self._follow], **self.how)
-        return self.logits
-
-    def whole(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The prompt with the text, whose last token nothing follows."""
-        return {"input_ids": torch.cat([inputs["input_ids"], self.text[:, :-1]], dim=1)}
-
-    def _follow(self, ids: Tensor, scores: Tensor) -> Tensor:
-        torch.compiler.cudagraph_mark_step_begin()  # these are a copy of the step's output
-        self.logits = scores
-        wanted = torch.zeros_like(scores)
-        wanted[:, self.chosen[ids.shape[1] - self.prompt]] = 1.0
-        return wanted
-
-    def compile_full(self, _: Any, *, mode: str | None, **options: Any) -> None:
-        """The model, or with CUDA graphs a decoding step by transformers."""
-        if mode in CUDA_GRAPH_MODES:
-            self._compile_steps(mode=mode, **options)
-        else:
-            self.model.compile(mode=mode, **options)
-
-    def capture(self) -> None:
-        """Have a decoding step captured in the next call, and replayed from then on."""
-        self._compile_steps()
-        self.model.get_compiled_call = lambda _: self._replay
-
-    def _compile_steps(self, **options: Any) -> None:
-        from transformers import CompileConfig
-
-        config = CompileConfig(**options)
-        config._compile_all_devices = True
-        self.how |= {"disable_compile": False, "compile_config": config}
-
-    def _replay(self, **inputs: Any) -> Any:
-        from transformers.modeling_outputs import CausalLMOutputWithPast
-
-        if self.step is None:
-            # The runs before a capture write into the cache and move it on.
-            held = [each for layer in self.kept.layers for each in vars(layer).values() if isinstance(each, Tensor)]
-            before = [each.clone() for each in held]
-            self.step = zoo.cuda_graph(self._logits, kwargs=inputs, static=[self.name], clone_outputs=False)
-            for each, value in zip(held, before, strict=True):
-                each.copy_(value)
-        return CausalLMOutputWithPast(logits=self.step(**inputs))
-
-    def _logits(self, **inputs: Any) -> Tensor:
-        logits: Tensor = self.model(**inputs).logits
-        return logits
 
 
 WORKLOAD = ForeignWorkload()

@@ -16,7 +16,7 @@ from zoo.engine.call import region_call
 from zoo.engine.compile import Plan, plan_of
 from zoo.engine.cuda_graph import Captures, CapturingCall
 from zoo.engine.graph_log import LEDGER, Entry, recompile_reason
-from zoo.engine.signature import mode, without_ddp
+from zoo.engine.signature import choices_of, mode, without_ddp
 
 
 class BudgetError(RuntimeError):
@@ -36,9 +36,10 @@ def enforce_budget(model: nn.Module, *, group: dist.ProcessGroup | None = None) 
     reached. Graphs are counted since ``compile_regions``.
 
     The budget of a declared region is for one model input shape in one mode. A region that was given or discovered
-    without one has a graph for each structure of its parameters, mode and kind of input, whatever its attributes,
-    and one more where sizes turn symbolic. In training such a region may stay uncalled if others of its list ran, as
-    layers are dropped at random; one that is bypassed among them is not told apart.
+    without one has a graph for each structure of its parameters, mode and kind of input, and one more where sizes turn
+    symbolic. Of attributes only choices of code excuse more: those with two values in all of its blocks, and in
+    training rates of zero. There such a region may stay uncalled if others of its list ran, as layers are dropped at
+    random; one that is bypassed among them is not told apart.
 
     A model that gives its regions inputs of several sizes in one call says of how many, in a method ``region_sizes``
     that takes what ``forward`` takes: each size has the budget.
@@ -75,7 +76,7 @@ def enforce_budget(model: nn.Module, *, group: dist.ProcessGroup | None = None) 
     new = [entry for entry in LEDGER.entries[first:] if entry.model == plan.ledger_id]
     violations = [
         *_over_budget(plan),
-        *_recompiled(plan, new),
+        *_recompiled(plan, new, modules),
         *(f"graph break: {reason}" for reason in _breaks() - breaks),
         *_not_compiled(plan, modules, modes, replayed=captures.replays > replays),
     ]
@@ -120,13 +121,17 @@ def _over_budget(plan: Plan) -> Iterator[str]:
             yield f"{found.name}: {graphs} graphs in mode {in_mode}, budget {budget}; beyond it: {where}"
 
 
-def _recompiled(plan: Plan, new: list[Entry]) -> Iterator[str]:
+def _recompiled(plan: Plan, new: list[Entry], modules: Mapping[str, nn.Module]) -> Iterator[str]:
     seen: set[Hashable] = set()
+    choices = {found.region.cls: choices_of([modules[name] for name in found.modules]) for found in plan.report.regions}
     for entry in LEDGER.of(plan.ledger_id):
         if not entry.graphs or entry.varied:
             continue
-        # What a block that was not written for regions reads of itself is no excuse.
-        key = entry.key if plan.report.declared else (entry.region, entry.structure, entry.mode, entry.inputs)
+        key = entry.key
+        if not plan.report.declared:
+            choice, trains = choices[entry.region], entry.mode.startswith("train")
+            chosen = tuple(e for e in entry.attributes if e[0] in choice or (trains and e[1].is_zero))
+            key = entry.region, entry.structure, chosen, entry.mode, entry.inputs
         if key in seen and entry in new:
             yield (
                 f"{entry.region.__name__} ({entry.name}): recompiled for a signature, mode and kind of input that was "

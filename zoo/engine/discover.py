@@ -15,7 +15,10 @@ from zoo.engine.cut import Cut
 from zoo.engine.lifted import Lifted, lifted_in, number_at
 from zoo.engine.observe import Observed, device_shares, observe_call
 from zoo.engine.region import Region
-from zoo.engine.signature import Attribute, own_class, read_attributes, signature, structure, without_ddp
+from zoo.engine.signature import Attribute, choices_of, own_class, read_attributes, signature, structure, without_ddp
+
+# Where accelerate and diffusers keep a hook that replaces a module's forward.
+_HOOKS = ("_hf_hook", "_diffusers_hook")
 
 
 @dataclass(frozen=True)
@@ -349,10 +352,11 @@ def _obstacles(
     groups: dict[Hashable, dict[str, nn.Module]] = defaultdict(dict)
     for name, module in modules.items():
         groups[structure(module)][name] = module
+    skip = choices_of(modules.values()).union(symbols)
     for group in groups.values():
         attributes = [_read(name, module, observed, configuration=False) for name, module in group.items()]
         for key in attributes[0]:
-            if key in symbols:
+            if key in skip:
                 continue
             values = [attribute[key] for attribute in attributes if key in attribute and attribute[key].countable]
             if len(values) == len(group) > 1 and len(set(values)) == len(values):
@@ -363,6 +367,17 @@ def _obstacles(
                     "selects as a tensor or hold it as a buffer",
                     certain=bool(observed),
                 )
+    inner = (
+        (f"{name}.{path}".rstrip("."), part) for name, each in modules.items() for path, part in each.named_modules()
+    )
+    hooked = [name for name, part in inner if any(hasattr(part, hook) for hook in _HOOKS)]
+    if hooked:
+        yield Obstacle(
+            cls.__name__,
+            f"{_abbreviate(hooked)} have hooks of accelerate or diffusers (offloading, casting by layer, a cache) that "
+            f"no graph can hold; take them off, or let the graph break: zoo.Region({cls.__name__}, fullgraph=False)",
+            certain=False,
+        )
     for name in skipped:
         yield Obstacle(cls.__name__, f"{name} was not called as a module: its forward is bypassed or not reached")
 

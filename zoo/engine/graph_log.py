@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from zoo.engine.call import region_call
-from zoo.engine.signature import input_signature, mode, own_class, signature, structure
+from zoo.engine.signature import Attribute, input_signature, mode, own_class, signature, structure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Entry:
     region: type[nn.Module]
     name: str
     model: int
-    signature: tuple[Hashable, Hashable]
+    signature: tuple[Hashable, tuple[tuple[str, Attribute], ...]]
     mode: str
     inputs: Hashable
     model_inputs: Hashable
@@ -53,6 +53,11 @@ class Entry:
     def structure(self) -> Hashable:
         """The signature without attributes."""
         return self.signature[0]
+
+    @property
+    def attributes(self) -> tuple[tuple[str, Attribute], ...]:
+        """The attributes in the signature."""
+        return self.signature[1]
 
 
 class Ledger:

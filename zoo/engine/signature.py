@@ -11,6 +11,7 @@ import enum
 import functools
 import sys
 import types
+from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,11 @@ class Attribute:
         """Whether layers can each have their own: an index, a list or an enum, not a flag or an activation."""
         return self.kind in ("int", "list", "tuple", "enum")
 
+    @property
+    def is_zero(self) -> bool:
+        """Whether it is a rate of zero, which code mostly branches on."""
+        return self.kind == "float" and self.text == "0.0"
+
     def __str__(self) -> str:
         return self.text
 
@@ -125,10 +131,19 @@ def read_attributes(
 
 def signature(
     module: nn.Module, *, reads: Collection[str] | None = None, without: Collection[str] = ()
-) -> tuple[Hashable, Hashable]:
+) -> tuple[Hashable, tuple[tuple[str, Attribute], ...]]:
     """Everything static about a module that a graph is specialised on: its structure, and attributes that are read."""
     read = read_attributes(module, reads=reads, without=without)
     return structure(module), tuple(sorted(read.items(), key=lambda item: item[0]))
+
+
+def choices_of(blocks: Collection[nn.Module]) -> set[str]:
+    """Attributes that choose code and do not number blocks: they have two values in more than two blocks."""
+    values: dict[str, set[Attribute]] = defaultdict(set)
+    for block in blocks:
+        for name, value in read_attributes(block).items():
+            values[name].add(value)
+    return {name for name, distinct in values.items() if len(distinct) == 2 < len(blocks)}
 
 
 def mode(module: nn.Module) -> str:
