@@ -81,3 +81,24 @@ def test_four_processes(two: dict[str, list[str]], folder: Path) -> None:
     found = run("four", 4, folder, within=280)
     assert found.keys() == checks("four", folder).keys()
     assert not any(map(any, found.values())), "\n".join(each for wrong in found.values() for each in wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dimension", ["dp_shard", "dp_replicate", "tp"])
+def test_the_example_trains_on_two_processes(dimension: str) -> None:
+    command = [
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "examples/train_parallel.py",
+        "llm-debug",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", *command, "--dimension", dimension, "--steps", "3"],
+        cwd=HERE.parent, env={**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=250,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines()]
+    assert len(losses) == 3 and losses[0] > losses[1] > losses[2]
