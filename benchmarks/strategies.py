@@ -26,7 +26,7 @@ def backend() -> str:
 def apply(case: Case, prepared: Prepared) -> Call:
     """Compile ``prepared.model`` as the case says, lazily as ``torch.compile`` does; returns what to call.
 
-    Shapes are static for our own model, a user's own and, unless they change from call to call, upstream at its
+    Shapes are static for our own model and, unless they change from call to call, upstream at its
     documented best. Upstream as shipped keeps the default of ``torch.compile``, which its users get: the second shape
     that a frame meets turns symbolic.
     """
@@ -45,7 +45,7 @@ def apply(case: Case, prepared: Prepared) -> Call:
         case "full":
             return torch.compile(model, mode=mode, dynamic=dynamic, backend=backend())
         case "regional":
-            if case.impl not in ("zoo", "own"):
+            if case.impl != "zoo":
                 if prepared.compile_regions is None:
                     raise ValueError(f"{case.impl} has no way to compile its regions: Prepared.compile_regions is None")
                 compiled = prepared.compile_regions(model, mode=mode, dynamic=dynamic, backend=backend())

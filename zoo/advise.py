@@ -1,13 +1,14 @@
 """Which way to run a model pays off for N calls: ``zoo advise mine.py:make --calls 10000``.
 
 Each arm lives in a process of its own with compiler caches of its own. One compiles at a time; then all take turns in
-shuffled rounds, one working at a time. Eager opens and closes every round: its two turns tell the noise, and all times
-are held against eager's of the same round.
+shuffled rounds, one working at a time. Eager has a turn between rounds: two of them in a row tell the noise, and all
+times are held against those before and after.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import functools
 import importlib
@@ -318,7 +319,7 @@ class Process:
     def answer(self) -> dict[str, Any]:
         """The answer to a request. Refused if the model cannot be measured, Failed if this arm cannot."""
         assert self._process.stdout is not None
-        timer = threading.Timer(STEP_SECONDS, self.stop)
+        timer = threading.Timer(STEP_SECONDS, self.kill)
         timer.start()
         line = self._process.stdout.readline()
         timer.cancel()
@@ -338,11 +339,16 @@ class Process:
         self.send(op, **arguments)
         return self.answer()
 
-    def stop(self) -> None:
+    def kill(self) -> None:
         """End the process and its compile workers."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+
+    def stop(self) -> None:
+        """End it, and let go of its pipes."""
+        self.kill()
+        with contextlib.suppress(OSError):  # a request that was not read any more
+            self._process.communicate()
 
 
 # Figures and words ----------------------------------------------------------------------------------------------------
@@ -587,7 +593,7 @@ class Measurement:
         """Say how long all will take, by what the first compiled arm took."""
         elapsed, others = time.monotonic() - self.began, len(self.found.arms) - 2
         left = others * (0.5 * arm.paid + (2.0 if self.thorough else 0.5) * self.loading + (arm.warm or 0.0))
-        left += self._rounds([self.found.arms[0]] * (others + 3))[1]
+        left += self._rounds([self.found.arms[0]] * (others + 2))[1]
         say(f"about {elapsed + left:.0f} s in all, {left:.0f} s of them left")
 
     def _rounds(self, turns: Sequence[Arm]) -> tuple[int, float]:
@@ -606,14 +612,15 @@ class Measurement:
         def turn(arm: Arm) -> float:
             return float(self._ask(arm, "time", calls=turns[arm.name])["ms"])
 
-        for _ in range(self._rounds([eager, *arms, eager])[0]):
-            opening = turn(eager)
+        opening = turn(eager)
+        for _ in range(self._rounds([eager, *arms])[0]):
             self._each(random.sample(arms, len(arms)), lambda arm: arm.relative.append(turn(arm)))
             closing = turn(eager)
             same.append(opening / closing)
             eagers.append((opening + closing) / 2)
             for arm in arms:
                 arm.relative[-1:] = [ms / eagers[-1] for ms in arm.relative[-1:]]
+            opening = closing
         _, low, high = interval(same)
         self.found.noise = max(self.found.noise, high - 1, 1 / low - 1)
         eager.ms, eager.relative = median(eagers), [1.0] * len(eagers)
