@@ -399,15 +399,15 @@ class Measured:
 
     def payback(self, arm: Arm) -> float:
         """Calls after which compiling is paid back; infinite if never, or if the arm is of no use."""
-        saved, times = self.arms[0].ms - arm.ms, None if arm.failure else self.times(arm, self.arms[0])
-        return (
-            math.ceil(self.before(arm) * 1e3 / saved) if arm.right and times and times > 1 and saved > 0 else math.inf
-        )
+        saved = self.arms[0].ms - arm.ms
+        if arm.failure or not arm.right or saved <= 0 or self.times(arm, self.arms[0]) is None:
+            return math.inf
+        return math.ceil(self.before(arm) * 1e3 / saved)
 
     def choose(self, calls: int) -> Arm:
         """What takes the least time for so many calls; of arms that cannot be told apart the one ready soonest."""
         best = self.arms[0]
-        for arm in sorted((arm for arm in self.arms[1:] if arm.right and not arm.failure), key=self.before):
+        for arm in sorted((arm for arm in self.arms if math.isfinite(self.payback(arm))), key=self.before):
             if (self.times(arm, best) or 0.0) > 1 and self.total(arm, calls) < self.total(best, calls):
                 best = arm
         return best
@@ -663,7 +663,8 @@ def run(given: argparse.Namespace) -> int:
     say("", *notes(found, device), "", verdict(found, given.calls))
     if found.noise > UNUSABLE:
         return 1
-    print(textwrap.indent(CODE[found.choose(given.calls).name], "    "))
+    if code := CODE[found.choose(given.calls).name]:
+        print(textwrap.indent(code, "    "))
     return 0
 
 
