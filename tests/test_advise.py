@@ -6,8 +6,10 @@ import argparse
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -207,6 +209,26 @@ def test_a_process_that_dies_is_a_failure_with_its_signal(models: str, tmp_path:
     with pytest.raises(Failed, match="has ended"):
         process.ask("load")
     process.stop()
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_command_and_its_processes(tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text(
+        "import os, time\ndef make():\n    open('started', 'w').write(str(os.getpid()))\n    time.sleep(600)\n"
+    )
+    command = [sys.executable, "-m", "zoo", "advise", "endless.py:make", "--calls", "10"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    started = tmp_path / "started"
+    while process.poll() is None and not (started.exists() and started.read_text()):
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, "stopped\n")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)
 
 
 @pytest.mark.slow

@@ -321,8 +321,10 @@ class Process:
         assert self._process.stdout is not None
         timer = threading.Timer(STEP_SECONDS, self.kill)
         timer.start()
-        line = self._process.stdout.readline()
-        timer.cancel()
+        try:
+            line = self._process.stdout.readline()
+        finally:  # Ctrl-C too: the program would wait for it
+            timer.cancel()
         if not line:
             code = self._process.wait()
             killed = f", killed: memory is short or it took more than {STEP_SECONDS} s" * (code == -signal.SIGKILL)
