@@ -4,7 +4,7 @@ python -m benchmarks.compare OLD NEW                       files of rows, or fol
 python -m benchmarks.compare OLD NEW --max-regression 3%
 
 Exits 1 where an arm is slower by more than the bound, by its whole interval, or fails and did not before; 2 on wrong
-usage; else 0.
+usage; 4 where nothing of this is seen, but the noise of a race is too large to see it; else 0.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from benchmarks.record import Compile, Result, Rows, device_name, load_run
 from benchmarks.report import cells
 from benchmarks.report.model import races
 from benchmarks.stats import Ratio, Verdict
+from zoo.advise import UNUSABLE, unusable
 
 STYLES = {"faster": "green", "slower": "red", "undetermined": "yellow", "fails": "red"}
+NOISY = 4
 MEMORY_CHANGE = 0.01  # an allocator's rounding moves a peak by less
 
 
@@ -190,6 +192,8 @@ def render(changes: Sequence[Change], console: Console) -> None:
                 console.print(Text(f"{change.row.case.arm}: {', '.join(change.notes)}"))
         noise = group[0].noise
         known = f"A/A noise {cells.percent(noise)}" if noise is not None else "No A/A control ran, the noise is unknown"
+        if noise is not None and _loud(noise):
+            console.print(Text(unusable(noise), style="red"))
         console.print(Text(f"{known}; a speed-up above 1× is faster than before.", style="dim"))
     for title, rows in (
         ("Only in the old run", [change.old for change in changes if change.new is None]),
@@ -200,6 +204,11 @@ def render(changes: Sequence[Change], console: Console) -> None:
             for row in rows:
                 if row is not None:
                     console.print(Text(f"  {row.case.key} ({row.status})"))
+
+
+def _loud(noise: float) -> bool:
+    """Whether the noise is so large that no verdict is a verdict; of too few rounds nothing is known."""
+    return UNUSABLE < noise < math.inf
 
 
 def _p50(result: Result | None) -> float | None:
@@ -230,7 +239,10 @@ def command(
         bool, typer.Option("--fail-on-counts", help="Exit 1 as well where graphs, breaks or recompiles grew.")
     ] = False,
 ) -> int:
-    """Say of each arm whether it got faster or slower, and what else changed; exit 1 past the given regression."""
+    """Say of each arm whether it got faster or slower, and what else changed.
+
+    Exits 1 past the given regression, 4 if the noise is too large to see one.
+    """
     bound = fraction(max_regression)
     before, after = load_run(old), load_run(new)
     try:
@@ -257,7 +269,9 @@ def command(
     console.print(Text("\n" + ", ".join(f"{count} {word}" for word, count in tally.items()) + "."))
     for line in bad:
         console.print(Text(f"Regression: {line}", style="red"))
-    return 1 if bad else 0
+    if bad:
+        return 1
+    return NOISY if any(change.noise is not None and _loud(change.noise) for change in both) else 0
 
 
 def main(arguments: list[str] | None = None) -> int:

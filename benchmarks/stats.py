@@ -94,12 +94,6 @@ def _seeded() -> np.random.RandomState:
     return np.random.RandomState(0)
 
 
-def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
-    """The 95 % bootstrap interval of the median; None below ``MIN_ROUNDS`` samples. Errors as for ``median``."""
-    values = _checked(samples, "median")
-    return None if values.size < MIN_ROUNDS else _interval(_resampled_medians(values, _seeded()))
-
-
 def paired_ratio(
     reference: Sequence[float], arm: Sequence[float], reference_rounds: Sequence[int], arm_rounds: Sequence[int]
 ) -> Ratio:

@@ -26,9 +26,9 @@ def backend() -> str:
 def apply(case: Case, prepared: Prepared) -> Call:
     """Compile ``prepared.model`` as the case says, lazily as ``torch.compile`` does; returns what to call.
 
-    Shapes are static for our own model, a user's own and, unless they change from call to call, upstream at its
-    documented best. Upstream as shipped keeps the default of ``torch.compile``, which its users get: the second shape
-    that a frame meets turns symbolic.
+    Shapes are static for our own model and, unless they change from call to call, upstream at its documented best.
+    Upstream as shipped keeps the default of ``torch.compile``, which its users get: the second shape that a frame meets
+    turns symbolic.
     """
     model = prepared.model
     if case.strategy != "eager" and prepared.training is not None and prepared.training.loss_module is not None:

@@ -68,11 +68,6 @@ class Handler:
         self.workload: Workload = families.load(workload)
         return {"torch": torch.__version__, "pid": os.getpid()}
 
-    def look(self, **question: Any) -> Reply:
-        """What the workload says of a model before there are cases of it; only ``advise`` asks."""
-        answer: Reply = self.workload.look(**question)  # type: ignore[attr-defined]
-        return answer
-
     def prepare(self, *, case: Mapping[str, Any], data_root: str | None, seed: int) -> Reply:
         """Build model and inputs."""
         self.case = Case(**case)

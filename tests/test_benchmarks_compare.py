@@ -70,6 +70,17 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run(tmp_path / "allowed", race(), race({"zoo full": 1.2}), "--max-regression", "30%") == 0
 
 
+def test_noise_that_hides_a_regression_has_its_own_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loud = race({"zoo full": 1.1, "zoo eager (A/A)": 1.5})
+    assert _run(tmp_path / "hidden", race(), loud) == compare.NOISY == 4
+    words = " ".join(capsys.readouterr().out.split())
+    assert "makes this measurement unusable: measure again on an idle machine" in words
+    assert _run(tmp_path / "seen", race(), race({"zoo full": 3.0, "zoo eager (A/A)": 1.5})) == 1
+    assert _run(tmp_path / "quiet", race(), race({"zoo eager (A/A)": 1.08})) == 0
+
+
 @pytest.mark.parametrize("impl", ["zoo", "upstream"])
 def test_a_case_that_newly_fails_is_a_regression(tmp_path: Path, capsys: pytest.CaptureFixture[str], impl: str) -> None:
     fails = [failure("crashed", "signal 11", impl=impl, strategy="full")]

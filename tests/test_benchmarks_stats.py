@@ -47,14 +47,12 @@ def test_pairing_cancels_what_slows_a_whole_round() -> None:
 
 def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
     random = np.random.RandomState(2)
-    medians = ratios = 0
+    ratios = 0
     for _ in range(200):
         reference, arm = 3.0 * random.lognormal(0, 0.1, size=20), random.lognormal(0, 0.1, size=20)
-        low, high = stats.median_interval(list(reference))
         ratio = stats.paired_ratio(list(reference), list(arm), range(20), range(20))
-        medians += low <= 3.0 <= high
         ratios += ratio.low <= 3.0 <= ratio.high
-    assert 0.89 <= medians / 200 <= 0.99 and 0.89 <= ratios / 200 <= 0.99
+    assert 0.89 <= ratios / 200 <= 0.99
 
 
 def test_intervals_are_reproducible() -> None:
@@ -64,7 +62,6 @@ def test_intervals_are_reproducible() -> None:
 
 def test_too_few_rounds_give_no_interval() -> None:
     few = stats.MIN_ROUNDS - 1
-    assert stats.median_interval([1.0 + number for number in range(few)]) is None
     ratio = stats.paired_ratio([2.0] * few, [1.0] * few, range(few), range(few))
     assert ratio.value == 2 and not ratio.has_interval
     assert stats.verdict(ratio, 0.0) == "undetermined"

@@ -27,7 +27,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import advise, measure, run
+from benchmarks import measure, run
 from benchmarks.cli import UsageError, run_command
 from benchmarks.measure import INTERRUPTED, UNWRITABLE, Run, locked
 from benchmarks.plan import Case
@@ -471,21 +471,9 @@ def test_a_warm_start_that_missed_its_cache_is_noted() -> None:
 # The device
 
 
-@pytest.mark.parametrize(
-    ("main", "arguments"),
-    [
-        (run.main, ("--family", FAKE, "--device", "cuda")),
-        (advise.main, ("gcn-debug", "--calls", "3", "--device", "cuda")),
-    ],
-)
-def test_no_gpu_where_one_was_asked_for(
-    main: Callable[..., int],
-    arguments: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_no_gpu_where_one_was_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert run_command(main, "run", arguments) == 2
+    assert run_command(run.main, "run", ("--family", FAKE, "--device", "cuda")) == 2
     captured = capsys.readouterr()
     assert "--device cuda: torch finds no usable GPU here; use --device cpu" in captured.err
     assert captured.out == "" and captured.err.count("\n") == 1
@@ -571,8 +559,7 @@ def test_with_an_old_torch_every_way_in_says_so() -> None:
     program = """
 import contextlib, io, runpy, sys, torch
 torch.__version__ = torch.torch_version.TorchVersion("2.9.1")
-for module, *arguments in (["zoo"], ["benchmarks.run", "--family", "gnn", "--device", "cpu"],
-                           ["benchmarks.advise", "gcn-debug", "--calls", "3"]):
+for module, *arguments in (["zoo"], ["benchmarks.run", "--family", "gnn", "--device", "cpu"]):
     sys.argv = [module, *arguments]
     said = io.StringIO()
     try:
@@ -585,7 +572,7 @@ for module, *arguments in (["zoo"], ["benchmarks.run", "--family", "gnn", "--dev
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     ways = [line.split(" ", 2) for line in done.stdout.splitlines()]
-    assert [way[:2] for way in ways] == [["zoo", "1"], ["benchmarks.run", "2"], ["benchmarks.advise", "2"]], done
+    assert [way[:2] for way in ways] == [["zoo", "1"], ["benchmarks.run", "2"]], done
     assert all(
         "zoo needs torch 2.11 or newer, this is torch 2.9.1; pip install --upgrade torch" in way[2] for way in ways
     )

@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+EXTRAS: dict[str, list[str]] = PYPROJECT["project"]["optional-dependencies"]
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +55,25 @@ def test_the_distribution_and_what_it_requires(metadata: Message) -> None:
     assert metadata["Name"] == "regional-zoo"
     assert metadata["Requires-Python"] == ">=3.11"
     required = [entry for entry in metadata.get_all("Requires-Dist") if "extra ==" not in entry]
+    assert sorted(required) == ["safetensors", "torch>=2.11", "tqdm"]
+
+
+def test_the_extras_bring_the_libraries() -> None:
     # One installer call resolves a torch and a torchvision that belong together: only torch's has a lower bound.
-    assert "torch>=2.11" in required
-    assert "torchvision" in required
+    assert EXTRAS["vision"] == ["torchvision"]
+    assert set(EXTRAS) == {"vision", "hf", "diffusers", "gnn", "bench", "dev"}
+    assert "regional-zoo[vision,hf,diffusers,gnn]" in EXTRAS["bench"] and "regional-zoo[bench]" in EXTRAS["dev"]
+
+
+def test_the_wheel_brings_the_command(wheel: zipfile.ZipFile) -> None:
+    (name,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
+    assert "zoo = zoo.__main__:main" in wheel.read(name).decode()
 
 
 def test_the_oldest_releases_tested_are_the_oldest_allowed() -> None:
     pinned = dict(line.split("==") for line in (ROOT / "tests/oldest.txt").read_text().splitlines() if "==" in line)
-    allowed = dict(each.split(">=") for each in PYPROJECT["project"]["dependencies"] if ">=" in each)
+    libraries = (*PYPROJECT["project"]["dependencies"], *EXTRAS["hf"], *EXTRAS["diffusers"], *EXTRAS["gnn"])
+    allowed = dict(each.split(">=") for each in libraries if ">=" in each)
     assert allowed and {name: pinned[name].startswith(oldest) for name, oldest in allowed.items()} == dict.fromkeys(
         allowed, True
     )
@@ -75,11 +87,13 @@ def test_nothing_points_the_installer_at_a_host() -> None:
 
 
 def test_import_zoo_imports_torch_and_nothing_heavier() -> None:
-    # Everything else that the distribution depends on, under the names it is imported by, and the harness.
-    names = {requirement.split(">")[0].replace("-", "_") for requirement in PYPROJECT["project"]["dependencies"]}
-    heavy = sorted(
-        {*names, *PYPROJECT["project"]["optional-dependencies"]["bench"], "triton", "benchmarks"} - {"torch"}
-    )
+    # Everything else that the distribution and the harness depend on, under the names it is imported by.
+    needed = [
+        *PYPROJECT["project"]["dependencies"],
+        *(each for name in EXTRAS if name != "dev" for each in EXTRAS[name]),
+    ]
+    names = {requirement.split(">")[0].replace("-", "_") for requirement in needed if "[" not in requirement}
+    heavy = sorted({*names, "triton", "benchmarks"} - {"torch"})
     assert {"torch_geometric", "rich"} <= set(heavy)
     # torch may load some of these by itself: only what zoo adds counts.
     program = (
@@ -89,6 +103,60 @@ def test_import_zoo_imports_torch_and_nothing_heavier() -> None:
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
+
+
+WITHOUT = """
+import sys
+
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in {blocked!r} else self.finder.find_spec(name, path, target)
+
+sys.meta_path[:] = map(Without, sys.meta_path)
+import torch
+import zoo
+"""
+BLOCKED = ("torchvision", "transformers", "diffusers", "torch_geometric", "accelerate", "huggingface_hub", "numpy")
+
+
+def without_libraries(program: str) -> str:
+    """What a program prints where the models' libraries are not installed."""
+    program = WITHOUT.format(blocked=BLOCKED) + program
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_every_family_and_a_model_of_torch_work_without_the_libraries() -> None:
+    said = without_libraries("""
+for name in ("bert-debug", "gcn-debug", "gat-debug", "graphsage-debug", "llm-debug", "resnet-debug", "unet-debug"):
+    model = zoo.create(name)
+    zoo.compile_regions(model, backend="eager")
+    with torch.inference_mode():
+        zoo.warm_up(model, **zoo.example_inputs(model))
+layers = [torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(3)]
+print(len(zoo.compile_regions(torch.nn.Sequential(*layers), backend="eager")(torch.randn(2, 4, 16))))
+import zoo.__main__
+sys.exit(zoo.__main__.main(["list"]))
+""")
+    assert said.startswith("2\n") and "gcn-debug" in said
+
+
+def test_a_family_without_its_library_says_which_extra_to_install() -> None:
+    said = without_libraries("""
+for name in ("bert-debug", "gcn-debug", "llm-debug", "resnet-debug", "unet-debug"):
+    try:
+        zoo.to_upstream(zoo.create(name))
+    except ImportError as error:
+        print(error)
+""")
+    libraries = {"transformers": "hf", "torch_geometric": "gnn", "torchvision": "vision", "diffusers": "diffusers"}
+    wanted = {f'{name} is not installed: pip install "regional-zoo[{extra}]"' for name, extra in libraries.items()}
+    assert set(said.splitlines()) == wanted
 
 
 def test_the_citation_and_the_changelog_name_the_version() -> None:

@@ -181,7 +181,7 @@ def test_what_is_not_supported_is_named(config: dict[str, Any], words: str) -> N
 
 def test_without_diffusers_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "diffusers", None)
-    with pytest.raises(ImportError, match="pip install diffusers"):
+    with pytest.raises(ImportError, match=r"pip install \"regional-zoo\[diffusers\]\""):
         make_schedule({"_class_name": EULER}, 10)
 
 

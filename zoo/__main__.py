@@ -1,4 +1,8 @@
-"""Commands: ``python -m zoo compile`` writes a model's compiled regions to a folder, ``info`` says what is in one."""
+"""The command ``zoo``, also ``python -m zoo``.
+
+``list`` names the models, ``advise`` measures which way to run one pays off, ``compile`` writes a model's compiled
+regions to a folder, and ``info`` says what is in one.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +15,29 @@ from typing import Any
 import torch
 
 import zoo
+from zoo import advise
 from zoo.engine.artifacts import read_index
+from zoo.registry import families
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; 1 if it refuses, with the reason on standard error."""
+    """Run a command and return its exit code; 1 if it refuses, with the reason on standard error."""
     given = _parser().parse_args(arguments)
     try:
-        given.command(given)
-    except (ValueError, TypeError, OSError, zoo.ArtifactError) as error:
+        return given.command(given) or 0
+    except (ImportError, ValueError, TypeError, OSError, zoo.ArtifactError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m zoo", description=__doc__)
+    parser = argparse.ArgumentParser(prog="zoo", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    lists = commands.add_parser("list", help="the models of the zoo, by family")
+    lists.set_defaults(command=_list)
+    advise.add_arguments(commands.add_parser("advise", help="measure which way to run a model pays off for N calls"))
     compiles = commands.add_parser("compile", help="compile a model's regions and write them to a folder")
-    compiles.add_argument("name", help="a preset: " + ", ".join(zoo.list_models()))
+    compiles.add_argument("name", help="a preset of zoo list")
     compiles.add_argument(
         "--input", action="append", default=[], metavar="SIZES",
         help="sizes of zoo.example_inputs, as batch=8,tokens=512; again for each shape; decode=1x1024 for a token of "
@@ -45,6 +53,11 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("folder", metavar="DIR")
     info.set_defaults(command=_info)
     return parser
+
+
+def _list(given: argparse.Namespace) -> None:
+    for family in families():
+        print(f"{family.name}: {', '.join(family.presets)}")
 
 
 def _compile(given: argparse.Namespace) -> None:

@@ -1,8 +1,12 @@
-"""Files of tensors: found at a path or on the hub, read one tensor at a time, replaced all at once."""
+"""Files of tensors: found at a path or on the hub, read one tensor at a time, replaced all at once.
+
+What conversion needs of an upstream library is imported here, when it is first used.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import pickle
 import re
@@ -17,6 +21,26 @@ from torch import Tensor
 _PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 _INDEXES = ("model.safetensors.index.json", "diffusion_pytorch_model.safetensors.index.json")
 _WHOLE = ("model.safetensors", "diffusion_pytorch_model.safetensors", "model.pt", "model.pth", "pytorch_model.bin")
+
+# The extra of this package that brings a library.
+_EXTRAS = {
+    "diffusers": "diffusers",
+    "huggingface_hub": "hf",
+    "torch_geometric": "gnn",
+    "torchvision": "vision",
+    "transformers": "hf",
+}
+
+
+def upstream(name: str) -> Any:
+    """A module of an upstream library. ImportError with the extra to install if the library is not there."""
+    package = name.partition(".")[0]
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise ImportError(f'{package} is not installed: pip install "regional-zoo[{_EXTRAS[package]}]"') from error
 
 
 class Tensors(Mapping[str, Tensor]):
@@ -47,9 +71,7 @@ def locate(source: str | Path, patterns: Sequence[str] = ("*.safetensors", "*.js
     parts = name.split("/")
     if len(parts) != 2 or not all(parts) or name.startswith((".", "~")) or path.suffix in (".safetensors", *_PICKLED):
         raise FileNotFoundError(f"weights {name!r}: no such file or folder, and not a hub id of the form owner/name")
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(name, allow_patterns=list(patterns)))
+    return Path(upstream("huggingface_hub").snapshot_download(name, allow_patterns=list(patterns)))
 
 
 @contextlib.contextmanager
@@ -114,14 +136,13 @@ def write_tensors(folder: Path, stem: str, tensors: Mapping[str, Tensor], *, max
     larger tensor gets a file of its own.
     """
     import safetensors.torch
-    from huggingface_hub import split_torch_state_dict_into_shards
 
     # On meta, where views do not count as one tensor.
     shapes = {key: torch.empty_like(tensor, device="meta") for key, tensor in tensors.items()}
     try:
         if isinstance(max_shard_size, int) and max_shard_size < 1:
             raise ValueError("it must be positive")
-        split = split_torch_state_dict_into_shards(
+        split = upstream("huggingface_hub").split_torch_state_dict_into_shards(
             shapes, filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=max_shard_size
         )
     except ValueError as error:

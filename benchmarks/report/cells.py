@@ -97,11 +97,6 @@ def name(arm: MeasuredArm) -> str:
     return f"{arm.name} !" if arm.wrong else arm.name
 
 
-def short_name(arm: MeasuredArm) -> str:
-    """The name where all arms are of one implementation."""
-    return name(arm).removeprefix(arm.result.case.impl).strip()
-
-
 def but_wrong(arm: MeasuredArm) -> str:
     """What a sentence on an arm's speed must add where its output is wrong."""
     return ", with a wrong output" if arm.wrong else ""

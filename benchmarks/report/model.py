@@ -173,8 +173,8 @@ class MeasuredRace:
 
     @property
     def reference(self) -> MeasuredArm | None:
-        """Upstream eager if it ran, else the zoo's eager, or that of a user's own model."""
-        for impl in ("upstream", "zoo", "own"):
+        """Upstream eager if it ran, else the zoo's eager."""
+        for impl in ("upstream", "zoo"):
             arm = self.find(impl=impl, strategy="eager")
             if arm is not None and arm.p50 is not None:
                 return arm
@@ -217,10 +217,6 @@ class MeasuredRace:
         """Milliseconds a call, one sample a round."""
         return _samples(arm.result, self.clock)
 
-    def interval(self, arm: MeasuredArm) -> tuple[float, float] | None:
-        """The 95 % interval of the arm's median, milliseconds; None where the rounds are too few for one."""
-        return stats.median_interval(samples) if (samples := self.samples(arm)) else None
-
     def verdict(self, arm: MeasuredArm, over: MeasuredArm | None) -> Verdict | None:
         """What the interval and the noise floor say about that speed-up."""
         ratio = self.speedup(arm, over)
@@ -236,7 +232,7 @@ class MeasuredRace:
         assert arm.p50 is not None and over.p50 is not None  # or there would be no verdict
         return arm.p50 < over.p50
 
-    def own_eager(self, arm: MeasuredArm) -> MeasuredArm | None:
+    def _own_eager(self, arm: MeasuredArm) -> MeasuredArm | None:
         """What the arm would be without compilation: its implementation's eager, else upstream's."""
         for impl in (arm.result.case.impl, "upstream"):
             eager = self.find(impl=impl, strategy="eager")
@@ -249,10 +245,7 @@ class MeasuredRace:
 
         Infinite if never, NaN if eager and the arm cannot be told apart, None where one of the figures is missing.
         """
-        return self._calls_to_repay(arm, paid_seconds(compile))
-
-    def _calls_to_repay(self, arm: MeasuredArm, paid: float | None) -> float | None:
-        eager = self.own_eager(arm)
+        paid, eager = paid_seconds(compile), self._own_eager(arm)
         if paid is None or eager is None or eager.p50 is None or arm.p50 is None or arm is eager:
             return None
         if self.verdict(arm, eager) == "undetermined":
@@ -277,19 +270,15 @@ class MeasuredRace:
                 found.append(max(0.0, cold.time_to_first_result - paid - arm.p50 / 1e3))
         return min(found, default=0.0)
 
-    def before(self, arm: MeasuredArm, caches: Caches) -> float | None:
-        """Seconds before the first steady call in a new process: start-up, compilation, capture."""
-        paid = arm.paid(caches)
+    def before(self, arm: MeasuredArm) -> float | None:
+        """Seconds before the first steady call in a new process with empty caches: start-up, compilation, capture."""
+        paid = arm.paid("cold")
         return paid if paid is None or arm.is_eager else paid + self.start_up
 
-    def total(self, arm: MeasuredArm, calls: int, caches: Caches) -> float | None:
-        """Seconds from a new process, imports and model set-up apart, to the last of so many results."""
-        first = self.before(arm, caches)
+    def total(self, arm: MeasuredArm, calls: int) -> float | None:
+        """Seconds from such a process, imports and model set-up apart, to the last of so many results."""
+        first = self.before(arm)
         return None if first is None or arm.p50 is None else first + calls * arm.p50 / 1e3
-
-    def pays_back(self, arm: MeasuredArm, caches: Caches) -> float | None:
-        """Calls until a new process has paid back all that it paid first, against eager; as ``break_even``."""
-        return None if arm.is_eager else self._calls_to_repay(arm, self.before(arm, caches))
 
 
 def _eager_error(result: Result) -> float | None:

@@ -41,8 +41,8 @@ def filled(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 # The arms of one race -------------------------------------------------------------------------------------------------
 
 
-def _of_arms(arms: Iterable[MeasuredArm], columns: Mapping[str, Column], name: Column = cells.name) -> Table:
-    return filled(["arm", *columns], [[name(arm), *(text(arm) for text in columns.values())] for arm in arms])
+def _of_arms(arms: Iterable[MeasuredArm], columns: Mapping[str, Column]) -> Table:
+    return filled(["arm", *columns], [[cells.name(arm), *(text(arm) for text in columns.values())] for arm in arms])
 
 
 def speeds(race: MeasuredRace) -> Table:
@@ -97,49 +97,12 @@ def compiles(race: MeasuredRace) -> Table:
             "first result s, cold / warm": both(lambda compile: significant(compile.time_to_first_result)),
             "start-up s": cold(lambda compile: compile.start_up),
             "capture s": cold(lambda compile: compile.capture),
-            "1,000th call s": lambda arm: significant(race.total(arm, 1000, "cold")),
+            "1,000th call s": lambda arm: significant(race.total(arm, 1000)),
             "graphs": lambda arm: cells.count((arm.result.counted or Compile()).graphs),
             "breaks": lambda arm: str(len((arm.result.counted or Compile()).breaks)),
             "recompiles": lambda arm: str(len((arm.result.counted or Compile()).recompiles)),
             "cache hits, cold / warm": both(lambda compile: cells.count(compile.cache_hits)),
         },
-    )
-
-
-def totals(race: MeasuredRace, calls: int) -> Table:
-    """What so many calls take in a new process, and when an arm pays back."""
-
-    def interval(arm: MeasuredArm) -> str:
-        found = race.interval(arm) if arm.p50 is not None else None
-        return "..".join(map(significant, found)) if found else NOTHING
-
-    return _of_arms(
-        race.arms,
-        {
-            "ms a call": lambda arm: significant(arm.p50),
-            "95 % interval": interval,
-            "cold s": lambda arm: significant(race.total(arm, calls, "cold")),
-            "warm s": lambda arm: significant(race.total(arm, calls, "warm")),
-            "break-even": lambda arm: cells.both(*(cells.calls(race.pays_back(arm, c)) for c in ("cold", "warm"))),
-        },
-        name=cells.short_name,
-    )
-
-
-def first_call(race: MeasuredRace) -> Table:
-    """What a new process pays before its first steady call, and what an arm costs beside time."""
-    return _of_arms(
-        race.arms,
-        {
-            "start-up": lambda arm: NOTHING if arm.is_eager else significant(race.start_up),
-            "cold s": lambda arm: cells.seconds(arm.result.cold),
-            "warm s": lambda arm: cells.seconds(arm.warm),
-            "capture": lambda arm: significant(arm.result.cold.capture if arm.result.cold else None),
-            "g/b/r": lambda arm: cells.compiler_counts(arm.result.cold),
-            "MiB": cells.memory,
-            "error": cells.error,
-        },
-        name=cells.short_name,
     )
 
 

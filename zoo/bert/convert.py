@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zoo.bert.layer import ACTIVATIONS, BertConfig, make_head
 from zoo.bert.model import Bert
-from zoo.files import open_tensors
+from zoo.files import open_tensors, upstream
 from zoo.weights import Placement, Table, WeightMap, initialise, warn
 
 _KINDS = {"bert": "Bert", "roberta": "Roberta"}
@@ -110,7 +110,7 @@ def adapt(tensors: Mapping[str, Tensor], config: BertConfig, source: str) -> dic
 
 def config_of(module: Any) -> BertConfig:
     """The config of a transformers model; NotImplementedError for other classes."""
-    import transformers
+    transformers = upstream("transformers")
 
     name = type(module).__name__
     if name not in _CLASSES or type(module) is not getattr(transformers, name):
@@ -121,7 +121,7 @@ def config_of(module: Any) -> BertConfig:
 
 def skeleton(config: BertConfig) -> Any:
     """Transformers' model on the meta device."""
-    import transformers
+    transformers = upstream("transformers")
 
     options = {"add_pooling_layer": config.head == "pooled"} if config.head in ("none", "pooled") else {}
     with torch.device("meta"):
@@ -141,7 +141,7 @@ def read_config(folder: Path, *, head: str | None = None, **overrides: Any) -> B
 
     Without ``head`` it is the checkpoint's; for heads that the zoo lacks ``pooled``, or ``none`` if it has no pooler.
     """
-    import transformers
+    transformers = upstream("transformers")
 
     theirs = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     # A model for pretraining has two heads, of which the zoo keeps the masked language model's.
@@ -178,7 +178,7 @@ def convert_config(theirs: Any, head: str) -> BertConfig:
 
 def upstream_config(config: BertConfig) -> Any:
     """The zoo's config as transformers'."""
-    import transformers
+    transformers = upstream("transformers")
 
     architecture = _KINDS[config.kind] + _HEADS[config.head]
     made = getattr(transformers, architecture).config_class(**{name: getattr(config, name) for name in _SHARED})

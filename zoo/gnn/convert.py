@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from zoo.files import upstream
 from zoo.gnn.convs import ACTIVATIONS
 from zoo.gnn.model import GAT, GCN, GATConfig, GCNConfig, GNNConfig, GraphSAGE, SAGEConfig, build
 from zoo.weights import Table, WeightMap
@@ -28,7 +29,7 @@ def table(config: GNNConfig) -> Table:
 
 def skeleton(config: GNNConfig) -> nn.Module:
     """torch-geometric's model on the meta device."""
-    import torch_geometric.nn as pyg
+    pyg = upstream("torch_geometric.nn")
 
     (name,) = (name for name, (cls, _, _) in _MODELS.items() if cls is type(config))
     options = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
@@ -41,7 +42,7 @@ def skeleton(config: GNNConfig) -> nn.Module:
 
 def config_of(module: Any) -> GNNConfig:
     """The config of a torch-geometric model, read from its modules; NotImplementedError for other classes."""
-    import torch_geometric.nn as pyg
+    pyg = upstream("torch_geometric.nn")
 
     convs, name = list(getattr(module, "convs", ())), type(module).__name__
     if name not in _MODELS or type(module) is not getattr(pyg, name):
@@ -101,7 +102,7 @@ def _conv_options(name: str, module: Any, conv: Any) -> dict[str, Any]:
 
 
 def _check_conv(name: str, conv: Any) -> None:
-    import torch_geometric.nn as pyg
+    pyg = upstream("torch_geometric.nn")
 
     expected = getattr(pyg, _MODELS[name][1])
     if type(conv) is pyg.GATv2Conv:
@@ -138,7 +139,7 @@ def _activation(name: str, act: Any) -> dict[str, Any]:
 
 
 def _norm(name: str, module: Any) -> dict[str, Any]:
-    import torch_geometric.nn as pyg
+    pyg = upstream("torch_geometric.nn")
 
     hidden = [norm for norm in module.norms if type(norm) is not nn.Identity]
     if not hidden:

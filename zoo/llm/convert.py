@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from zoo.engine.compile import plan_of
+from zoo.files import upstream
 from zoo.llm.config import LLMConfig, RopeScaling
 from zoo.llm.model import LLM
 from zoo.weights import Placement, Table, WeightMap
@@ -53,7 +54,7 @@ def table(config: LLMConfig) -> Table:
 
 def config_of(module: nn.Module) -> LLMConfig:
     """The config of a transformers model; NotImplementedError for other classes."""
-    import transformers
+    transformers = upstream("transformers")
 
     name = type(module).__name__
     if name not in _CLASSES.values() or type(module) is not getattr(transformers, name):
@@ -63,7 +64,7 @@ def config_of(module: nn.Module) -> LLMConfig:
 
 def skeleton(config: LLMConfig) -> nn.Module:
     """The transformers model of a config, on the meta device."""
-    import transformers
+    transformers = upstream("transformers")
 
     theirs = upstream_config(config)
     with torch.device("meta"):
@@ -78,7 +79,7 @@ def reset_buffers(module: Any) -> None:
 
 def read_config(folder: Path, **overrides: Any) -> LLMConfig:
     """The config of a checkpoint folder's ``config.json``, with some fields replaced."""
-    import transformers
+    transformers = upstream("transformers")
 
     config = convert_config(transformers.AutoConfig.from_pretrained(folder, local_files_only=True))
     return dataclasses.replace(config, **overrides)
@@ -122,7 +123,7 @@ def convert_config(theirs: Any) -> LLMConfig:
 
 def upstream_config(config: LLMConfig) -> Any:
     """The zoo's config as transformers': Qwen2 with a bias, Qwen3 with norms, Mistral with a window, else Llama."""
-    import transformers
+    transformers = upstream("transformers")
 
     if config.qkv_bias and config.qk_norm:
         raise ValueError("qkv_bias and qk_norm are both True, and no class of transformers has both")

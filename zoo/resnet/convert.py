@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zoo.files import upstream
 from zoo.resnet.model import NORMS, STEM_WIDTH, Folding, Join, ResNet, ResNetConfig, Unit
 from zoo.weights import Table, WeightMap, refuse_changed
 
@@ -36,7 +37,7 @@ def table(config: ResNetConfig) -> Table:
 
 def config_of(module: nn.Module) -> ResNetConfig:
     """The configuration of a torchvision model; NotImplementedError if it is no ``ResNet``, ValueError if changed."""
-    from torchvision.models import resnet as torchvision
+    torchvision = upstream("torchvision.models.resnet")
 
     if not isinstance(module, torchvision.ResNet):
         raise NotImplementedError(f"{type(module).__name__} is not a torchvision ResNet")
@@ -73,7 +74,7 @@ def config_of(module: nn.Module) -> ResNetConfig:
 
 def skeleton(config: ResNetConfig) -> nn.Module:
     """Torchvision's model on the meta device."""
-    from torchvision.models import resnet as torchvision
+    torchvision = upstream("torchvision.models.resnet")
 
     with torch.device("meta"):
         module: Any = torchvision.ResNet(
@@ -89,9 +90,7 @@ def skeleton(config: ResNetConfig) -> nn.Module:
 
 
 def _norms() -> dict[str, type[nn.Module]]:
-    from torchvision.ops import FrozenBatchNorm2d
-
-    return {"batch": nn.BatchNorm2d, "frozen": FrozenBatchNorm2d}
+    return {"batch": nn.BatchNorm2d, "frozen": upstream("torchvision.ops").FrozenBatchNorm2d}
 
 
 def _norm(norm: nn.Module) -> tuple[str, dict[str, Any]]:
@@ -147,22 +146,19 @@ def find_weights(name: str, weights: Any) -> Path | None:
 
 def _member(weights: Any) -> Any:
     """The enum's member that this is or names in full, or None."""
-    from torchvision.models import WeightsEnum, get_weight
-
-    if isinstance(weights, WeightsEnum):
+    models = upstream("torchvision.models")
+    if isinstance(weights, models.WeightsEnum):
         return weights
     try:
-        return get_weight(weights) if isinstance(weights, str) and "." in weights else None
+        return models.get_weight(weights) if isinstance(weights, str) and "." in weights else None
     except (KeyError, ValueError):
         return None
 
 
 def _enum_of(name: str) -> dict[str, Any]:
     """Weights by name, aliases such as ``DEFAULT`` included; empty for a model that torchvision does not know."""
-    from torchvision.models import get_model_weights
-
     try:
-        return dict(get_model_weights(name).__members__)
+        return dict(upstream("torchvision.models").get_model_weights(name).__members__)
     except ValueError:
         return {}
 

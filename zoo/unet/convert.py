@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo.files import locate
+from zoo.files import locate, upstream
 from zoo.unet.config import SD, BlockShape, UNetConfig
 from zoo.unet.model import UNet
 from zoo.weights import Placement, Table, WeightMap, refuse_changed
@@ -172,11 +172,10 @@ def _refuse(option: str, value: Any, why: str) -> None:
 
 def config_of(module: nn.Module) -> UNetConfig:
     """The configuration of a diffusers model; NotImplementedError if it is no UNet of theirs, ValueError if changed."""
-    from diffusers import UNet2DConditionModel
-
-    if not isinstance(module, UNet2DConditionModel):
+    theirs = upstream("diffusers").UNet2DConditionModel
+    if not isinstance(module, theirs):
         raise NotImplementedError(f"{type(module).__name__} is not a diffusers UNet2DConditionModel")
-    if type(module) is not UNet2DConditionModel:
+    if type(module) is not theirs:
         raise ValueError(f"{type(module).__name__} is a subclass of UNet2DConditionModel, whose forward may differ")
     config = convert_config(dict(module.config))
     _check_unchanged(module, skeleton(config))
@@ -185,10 +184,9 @@ def config_of(module: nn.Module) -> UNetConfig:
 
 def skeleton(config: UNetConfig) -> Any:
     """Diffusers' model on the meta device."""
-    from diffusers import UNet2DConditionModel
-
+    theirs = upstream("diffusers").UNet2DConditionModel
     with torch.device("meta"):
-        return UNet2DConditionModel(**upstream_config(config))
+        return theirs(**upstream_config(config))
 
 
 def _check_unchanged(module: Any, expected: nn.Module) -> None:

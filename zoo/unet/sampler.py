@@ -25,6 +25,7 @@ from torch import Tensor
 from zoo import validate
 from zoo.engine.cuda_graph import cuda_graph as capture
 from zoo.engine.graphed_step import GraphedStep
+from zoo.files import upstream
 from zoo.unet.model import TextKeysValues, TimeShifts, UNet
 
 # Short names of diffusers' schedulers, with what each needs so that its steps are sums.
@@ -109,10 +110,7 @@ def make_schedule(scheduler: Any, steps: int, *, solver: str | None = None) -> S
 
 def _build(scheduler: Any, solver: str | None) -> Any:
     """A new scheduler with the given one's configuration, of the solver's class if one is named."""
-    try:
-        import diffusers
-    except ImportError as error:
-        raise ImportError("make_schedule reads a scheduler of diffusers; install it: pip install diffusers") from error
+    diffusers = upstream("diffusers")
     config = scheduler if isinstance(scheduler, Mapping) else getattr(scheduler, "config", None)
     if not isinstance(config, Mapping):
         raise TypeError(f"scheduler is a {type(scheduler).__name__}, expected diffusers' or its configuration")

@@ -1,0 +1,352 @@
+"""``zoo advise``: which way to run a model for so many calls."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zoo import advise
+from zoo.__main__ import main
+from zoo.advise import Arm, Failed, Measured, Process, Refused, Worker, interval, load, number, table, verdict
+
+ROOT = Path(__file__).resolve().parent.parent
+MODELS = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+    def forward(self, x):
+        return x + torch.relu(self.linear(x))
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+    def forward(self, x, scale=None):
+        x = x + 0.0
+        for block in self.blocks:
+            x = block(x)
+        return {"out": x if scale is None else x * scale, "rows": len(x)}
+
+class Variadic(Model):
+    def forward(self, *xs):
+        return xs[0]
+
+class Silent(Model):
+    def forward(self, x):
+        return len(x)
+
+NUMBER = 3
+def x(width=8): return torch.randn(4, width)
+def make(): return Model(), {"x": x()}
+def positional(): return Model(), (x(), 2.0)
+def lonely(): return nn.Sequential(nn.Linear(8, 8), nn.ReLU()), x()
+def broken(): return Model(), {"x": x(9)}
+def raises(): raise RuntimeError("the weights are gone")
+def silent(): return Silent(), (x(),)
+def variadic(): return Variadic(), (x(),)
+def too_many(): return Model(), (x(), None, 1)
+def alone(): return Model()
+def no_module(): return make, {"x": x()}
+def no_inputs(): return Model(), 3
+def numbered(): return Model(), {0: x()}
+def strange_input(): return Model(), {"x": [x()]}
+def no_tensor(): return Model(), {"x": 1}
+"""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A user's file of models."""
+    path = tmp_path_factory.mktemp("user") / "models_to_advise_on.py"
+    path.write_text(MODELS)
+    return str(path)
+
+
+def look(name: str, tmp_path: Path) -> dict[str, Any]:
+    worker = Worker("eager", name, "cpu", "", str(tmp_path / "expected.pt"))
+    worker.load()
+    return worker.look()
+
+
+# What is named
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("mke", "has no function 'mke'; did you mean 'make'?"),
+        ("", "is neither file.py:function nor module:function nor a model of the zoo"),
+        ("NUMBER", "is an int, expected a function"),
+        ("raises", "failed: RuntimeError: the weights are gone"),
+        ("alone", "returned a Model, expected (model, inputs)"),
+        ("no_module", "returned a function as the model, expected an nn.Module"),
+        ("no_inputs", "returned an int as inputs, expected a dict or a tuple of tensors"),
+        ("numbered", "returned an input called 0, expected names of forward's parameters"),
+        ("strange_input", "returned a list of 1 as input 'x', expected a tensor"),
+        ("no_tensor", "returned inputs without a tensor"),
+        ("variadic", "Variadic.forward takes *args; return the inputs by name"),
+        ("too_many", "Model.forward does not take 3 input(s): too many positional arguments"),
+        ("broken", "the model does not run on its inputs: RuntimeError"),
+        ("silent", "the model returns an int without a tensor in it"),
+    ],
+)
+def test_what_cannot_be_measured_is_named_with_the_reason(
+    models: str, function: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(Refused) as refused:
+        look(f"{models}:{function}", tmp_path)
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_module:make", "no_such_module cannot be imported: ModuleNotFoundError"),
+        ("folder/none.py:make", "there is no file folder/none.py"),
+        ("bert-debgu", "nor a model of the zoo; did you mean 'bert-debug'?"),
+    ],
+)
+def test_a_name_that_leads_nowhere(name: str, message: str) -> None:
+    with pytest.raises(Refused) as refused:
+        load(name, "cpu", None)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--calls", "0"), "error: --calls is 0, expected at least 1"),
+        (("--calls", "5", "--device", "cuda"), "--device cuda: torch finds no usable GPU here; use --device cpu"),
+    ],
+)
+def test_wrong_usage_is_one_line(
+    arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["advise", "mine.py:make", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+
+
+def test_the_calls_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["advise", "mine.py:make"])
+    assert "--calls" in capsys.readouterr().err
+
+
+def test_the_page_names_every_option_and_column() -> None:
+    page = (ROOT / "docs/advise.md").read_text(encoding="utf-8")
+    parser = argparse.ArgumentParser(add_help=False)
+    advise.add_arguments(parser)
+    options = {option for action in parser._actions for option in action.option_strings}
+    assert set(re.findall(r"^\| `(--[\w-]+)`", page, re.MULTILINE)) == options
+    assert all(f"| `{name}` |" in page for name in (*advise.CODE, *advise.HEAD[1:]))
+
+
+# What is measured
+
+
+def test_positional_inputs_get_their_names_and_the_dtype_is_cast(models: str) -> None:
+    model, inputs = load(f"{models}:positional", "cpu", "bfloat16")
+    assert list(inputs) == ["x", "scale"] and inputs["scale"] == 2.0 and not model.training
+    assert inputs["x"].dtype == next(model.parameters()).dtype == torch.bfloat16
+
+
+def test_every_process_draws_the_same_weights(models: str) -> None:
+    (first, given), (second, same) = (load(f"{models}:make", "cpu", None) for _ in range(2))
+    assert torch.equal(next(first.parameters()), next(second.parameters())) and torch.equal(given["x"], same["x"])
+
+
+def test_a_look_says_what_there_is_to_compile(models: str, tmp_path: Path) -> None:
+    facts = look(f"{models}:make", tmp_path)
+    assert facts["regional"] and facts["helper"] is None
+    assert "Block: 3 module(s), 1 graph(s)" in facts["report"] and "100% of the weights" in facts["report"]
+    lonely = look(f"{models}:lonely", tmp_path)
+    assert not lonely["regional"] and "no regions: no module class" in lonely["report"]
+    assert look("bert-debug", tmp_path)["regional"]
+
+
+def test_the_librarys_own_helper_is_an_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "theirs_to_advise_on.py").write_text(
+        "import torch, transformers\n"
+        "def make():\n"
+        "    config = transformers.BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2,\n"
+        "                                     num_attention_heads=2, intermediate_size=32)\n"
+        "    return transformers.BertModel(config), {'input_ids': torch.arange(10).view(2, 5)}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert look("theirs_to_advise_on.py:make", tmp_path)["helper"] == "accelerate"
+
+
+def test_errors_are_relative_and_of_what_is_finite() -> None:
+    expected = torch.tensor([3.0, 4.0, -math.inf])
+    assert advise._error({"a": torch.tensor([3.0, 4.5]), "b": torch.tensor([-math.inf])}, expected) == 0.1
+    assert advise._error(torch.tensor([3.0, math.nan, -math.inf]), expected) == math.inf
+    assert advise._error(torch.tensor([3.0]), expected) == math.inf
+
+
+def test_a_process_that_dies_is_a_failure_with_its_signal(models: str, tmp_path: Path) -> None:
+    process = Process("eager", tmp_path, [f"{models}:make", "cpu", ""])
+    process.kill()
+    with pytest.raises(Failed, match="ended with code -9, killed: memory is short"):
+        process.answer()
+    with pytest.raises(Failed, match="has ended"):
+        process.ask("load")
+    process.stop()
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_command_and_its_processes(tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text(
+        "import os, time\ndef make():\n    open('started', 'w').write(str(os.getpid()))\n    time.sleep(600)\n"
+    )
+    command = [sys.executable, "-m", "zoo", "advise", "endless.py:make", "--calls", "10"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    started = tmp_path / "started"
+    while process.poll() is None and not (started.exists() and started.read_text()):
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, "stopped\n")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_users_model_from_the_command_to_the_advice(models: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "zoo", "advise", f"{models}:make", "--calls", "10", "--device", "cpu", "--thorough"],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=580,
+    )  # fmt: skip
+    said = done.stdout
+    assert done.returncode in (0, 1) and not done.stderr, done
+    assert max(map(len, said.splitlines())) <= 80
+    lines = [line.split() for line in said.splitlines() if line.startswith(("eager  ", "full  ", "regional  "))]
+    rows = {line[0]: line for line in lines}
+    assert set(rows) == {"eager", "full", "regional"}
+    for arm in ("full", "regional"):
+        cold, warm = map(float, rows[arm][1].split("/"))
+        assert cold > 0 <= warm and float(rows[arm][5]) < 1e-5 and rows[arm][6] == "1/0"
+    assert "s of them left" in said and "Block: 3 module(s)" in said
+    # Ten calls of a tiny model never pay for a compiler; a loud machine says nothing.
+    last = "For 10 calls run the model eagerly" if done.returncode == 0 else "makes this measurement unusable"
+    assert last in said
+
+
+# What is said
+
+
+def measured(*, noise: float = 0.02, **milliseconds: float) -> Measured:
+    """Eager takes 10 ms; arms compile in 1 s, full in 11; the compiler starts in 2."""
+    arms = [Arm("eager", ms=10.0, relative=[1.0] * 9)]
+    for name, ms in milliseconds.items():
+        paid = (11.0 if name == "full" else 1.0) + ms / 1e3
+        relative = [ms / 10.0 * (1 + 0.001 * (index - 4)) for index in range(9)]
+        arms.append(Arm(name, paid=paid, calls=1, ms=ms, relative=relative, graphs=1))
+    return Measured(arms, noise=noise, start=2.0)
+
+
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        (100, "For 100 calls run the model eagerly: regional pays back only after 600 calls."),
+        (
+            2000,
+            "For 2,000 calls run regional: it compiles in 1 s, then takes 5 ms a call, 2× as fast as eager (10 ms), "
+            "and pays back after 600 calls.",
+        ),
+        (
+            50_000,
+            "For 50,000 calls run full: it compiles in 11 s, then takes 4 ms a call, 2.5× as fast as eager (10 ms)",
+        ),
+    ],
+)
+def test_the_verdict_depends_on_the_calls(calls: int, said: str) -> None:
+    found = measured(regional=5.0, full=4.0)
+    assert verdict(found, calls).startswith(said)
+    totals = {arm.name: found.total(arm, calls) for arm in found.arms}
+    assert found.choose(calls).name == min(totals, key=lambda name: totals[name])
+
+
+def test_of_what_cannot_be_told_apart_the_one_that_is_ready_soonest_is_run() -> None:
+    found = measured(full=4.97, regional=5.0)
+    assert found.times(found.arms[1], found.arms[2]) is None
+    assert found.choose(10**9).name == "regional"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"right": False}, "no compiled arm is measurably faster than its 10 ms a call."),
+        ({"failure": "gone"}, "no compiled arm is measurably faster than its 10 ms a call."),
+        ({}, "For 1,000,000 calls run full"),
+    ],
+)
+def test_an_arm_that_differs_from_eager_or_failed_is_not_recommended(change: dict[str, Any], said: str) -> None:
+    found = measured(full=4.0)
+    vars(found.arms[1]).update(change)
+    assert said in verdict(found, 10**6)
+
+
+def test_noise_takes_small_differences_away_and_above_a_limit_all_of_them() -> None:
+    assert "run full" in verdict(measured(full=9.0, noise=0.05), 10**6)
+    assert "no compiled arm is measurably faster" in verdict(measured(full=9.0, noise=0.15), 10**6)
+    said = verdict(measured(full=1.0, noise=0.45), 10**6)
+    assert said == "The noise, 45%, makes this measurement unusable: measure again on an idle machine."
+
+
+def test_the_table_fits_80_columns_and_marks_what_is_wrong() -> None:
+    found = measured(full=9.95, regional=5.0)
+    found.arms.append(Arm("regional + CUDA graph", 1234.0, 123.0, 1, 0.01, [0.001] * 9, 0.3, False, 99, 88))
+    found.arms.append(Arm("accelerate", failure="no"))
+    head, eager, full, regional, graph = table(found)
+    assert all(len(line) <= 80 for line in (head, eager, full, regional, graph))
+    assert eager.split() == ["eager", "-", "10", "0%", "-", "-", "-", "-"]
+    assert full.split()[4:] == ["same", "0e+00", "1/0", "never"] and regional.split()[4:] == [
+        "2.00×",
+        "0e+00",
+        "1/0",
+        "600",
+    ]
+    assert "3e-01!" in graph and "1,234/123" in graph
+    assert any("regional + CUDA graph computes something else" in note for note in advise.notes(found, "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("values", "low", "high"), [([3, 1, 2, 5, 4], 1, 5), (range(1, 10), 2, 8), (range(1, 31), 10, 21), ([7], 7, 7)]
+)
+def test_intervals_of_medians(values: Any, low: float, high: float) -> None:
+    assert interval(list(values))[1:] == (low, high)
+
+
+def test_numbers_have_three_digits() -> None:
+    assert [number(value) for value in (0.01234, 3.456, 99.96, 1234.5)] == ["0.0123", "3.46", "100", "1,234"]
+
+
+def test_the_lines_that_are_printed_are_those_that_run(models: str, tmp_path: Path, one_thread: None) -> None:
+    look(f"{models}:make", tmp_path)
+    worker = Worker("regional", f"{models}:make", "cpu", "", str(tmp_path / "expected.pt"))
+    worker.load()
+    compiled: Callable[..., Any] = worker.compile
+    facts = compiled()
+    assert facts["right"] and facts["error"] < 1e-5 and (facts["graphs"], facts["breaks"]) == (1, 0)
