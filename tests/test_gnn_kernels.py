@@ -70,36 +70,6 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     return found
 
 
-def test_operators_are_what_autograd_makes_of_gathers_and_scatters() -> None:
-    graph, weighted = random_graph(mean=True).tensors, random_graph(weight=True).tensors
-    x, x3, scores = torch.randn(8, 3), torch.randn(8, 2, 3), (torch.randn(8, 2), torch.randn(7, 2))
-    pairs: list[tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[Tensor, ...]]] = [
-        (lambda x: sum_neighbours(x, weighted), lambda x: edge_sum(x, *exact(weighted), weight=weighted.weight), (x,)),
-        (
-            lambda x: mean_neighbours(x, graph),
-            lambda x: edge_sum(x, *exact(graph), row_scale=graph.inverse_degree),
-            (x,),
-        ),
-        (lambda x: max_neighbours(x, graph), lambda x: edge_max(x, *exact(graph)), (x,)),
-        # Relu makes maxima of zero, where torch counts the zeros that it starts from among the ties.
-        (lambda x: max_neighbours(x, graph), lambda x: edge_max(x, *exact(graph)), (x.relu().round(),)),
-        (lambda *xs: attend(*xs, graph, 0.2), lambda *xs: edge_attention(*xs, 0.2, *exact(graph)), (x3, *scores)),
-        # At a score of zero leaky relu has two slopes, and torch takes the lower one.
-        (
-            lambda *xs: attend(*xs, graph, 0.2),
-            lambda *xs: edge_attention(*xs, 0.2, *exact(graph)),
-            (x3, scores[0].round(), scores[1].round()),
-        ),
-    ]
-    for pair in pairs:
-        ours, theirs = [], []
-        for function, results in zip(pair[:2], (ours, theirs), strict=True):
-            leaves = [tensor.detach().requires_grad_() for tensor in pair[2]]
-            out = function(*leaves)
-            results += [out, *torch.autograd.grad(out.sin().sum(), leaves)]
-        torch.testing.assert_close(ours, theirs)
-
-
 def test_gradients_of_operators() -> None:
     graph = random_graph(mean=True).tensors
     x, weight = torch.randn(8, 2, dtype=torch.float64), torch.rand(40, dtype=torch.float64)
@@ -334,28 +304,6 @@ def test_real_sizes_against_float64_and_to_the_bit(kind: str, dtype: torch.dtype
         for a, b in zip(found, expected, strict=True):
             assert (a.double() - b).norm() < (1e-5 if dtype == torch.float32 else 2e-2) * b.norm()
         del found, again, wide, expected
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["gcn-debug", "graphsage-debug"])
-def test_widths_that_are_no_whole_vectors_train_on_many_nodes(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows of 48 of which 47 are summed give what rows of 47 do."""
-    model = zoo.create(name, out_channels=47, device="cuda", dtype=dtype).train().requires_grad_(True)
-    nodes = 600_000  # no strip of such a table stays in the cache
-    edges = torch.randint(nodes, (2, 5 * nodes), device="cuda")
-    edges[1, :300_000] = 7
-    x = torch.randn(nodes, zoo.example_inputs(model)["x"].shape[1], device="cuda", dtype=dtype)
-    found = []
-    for many in (convs.MANY_NODES, 2**40):
-        monkeypatch.setattr(convs, "MANY_NODES", many)
-        out = model(x, model.prepare(edges, num_nodes=nodes))
-        found.append([out, *torch.autograd.grad(out.float().sin().mean(), list(model.parameters()))])
-    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
-    for ours, plain in zip(*found, strict=True):
-        assert (ours.double() - plain.double()).norm() <= tolerance * plain.double().norm()
 
 
 @pytest.mark.gpu
