@@ -55,23 +55,6 @@ def test_groups_have_options_of_their_own_and_the_rest_no_gradient():
     assert len(mine.state) == 2
 
 
-def test_hooks_run_once_and_a_closure_is_called_with_gradients_on():
-    torch.optim.AdamW(weights(), fused=True)  # whose step torch wraps for all of its class
-    params = weights()
-    optimizer = AdamW(params)
-    ran: list[str] = []
-    optimizer.register_step_pre_hook(lambda *_: ran.append("before"))
-    optimizer.register_step_post_hook(lambda *_: ran.append("after"))
-
-    def closure() -> Tensor:
-        loss = params[0].square().sum()
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure).requires_grad
-    assert ran == ["before", "after"]
-
-
 def test_a_state_of_an_optimizer_that_is_not_fused_is_taken_over():
     theirs, ours = weights(), weights()
     plain = torch.optim.AdamW(theirs, foreach=True)
@@ -84,16 +67,6 @@ def test_a_state_of_an_optimizer_that_is_not_fused_is_taken_over():
     train(optimizer, ours, 2, seed=1)
     torch.testing.assert_close(ours, theirs)
     assert all(state["step"] == 4 for state in optimizer.state.values())
-
-
-def test_a_copy_trains_as_the_first():
-    ours = weights()
-    optimizer = AdamW(ours)
-    train(optimizer, ours, 2)
-    others, copied = copy.deepcopy((ours, optimizer))
-    train(optimizer, ours, 2, seed=1)
-    train(copied, others, 2, seed=1)
-    torch.testing.assert_close(ours, others, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("options", [{"fused": False}, {"foreach": True}])
@@ -233,12 +206,3 @@ def test_a_scaler_of_torch_drives_it(device: str, monkeypatch: pytest.MonkeyPatc
     assert {float(state["step"]) for state in optimizer.state.values()} == {2.0}
     assert model.weight.isfinite().all() and not torch.equal(model.weight, before)
     assert bool(launched) == (device == "cuda")
-
-
-def test_groups_are_fused_as_well():
-    optimizer = AdamW([{"params": [nn.Parameter(torch.ones(2))], "foreach": None}])
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-    assert [(group["fused"], group["foreach"]) for group in optimizer.param_groups] == [(True, None)] * 2
-    for option in ({"fused": False}, {"foreach": True}):
-        with pytest.raises(ValueError, match="this AdamW is fused"):
-            AdamW([{"params": [nn.Parameter(torch.ones(2))], **option}])
