@@ -15,11 +15,9 @@ from benchmarks.compiler import (
     Recorder,
     _breaks,
     _phases,
-    _short,
     cache_environment,
     cached_files,
     other_cache,
-    start_up,
 )
 
 
@@ -70,16 +68,6 @@ def test_kernels_compiled_elsewhere_are_forgotten(tmp_path: Path):
     assert not function.device_caches, "the case would not pay for its own kernels"
 
 
-@pytest.mark.slow
-def test_starting_the_compiler_leaves_nothing_in_the_cases_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for name, value in cache_environment(tmp_path / "case").items():
-        monkeypatch.setenv(name, value)
-    assert start_up(tmp_path / "other", "cpu", torch.float32, "inductor") > 0
-    assert cached_files() == 0
-    with other_cache(tmp_path / "other"):
-        assert cached_files() > 0
-
-
 def compiled(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, Layer):
@@ -127,13 +115,6 @@ def test_phases_are_differences_of_nested_figures():
 
     assert _phases([Record()]) == {"dynamo": 3.0, "aot": 2.0, "inductor": 1.0, "codegen": 3.0, "kernels": 1.0}
     assert sum(_phases([Record(), Record()]).values()) == 20.0
-
-
-def test_reasons_are_short_and_without_hints():
-    assert _short("Dynamic shape operator\n  Hint: enable it\n  it depends on data") == (
-        "Dynamic shape operator; it depends on data"
-    )
-    assert len(_short("x" * 5000)) == 400
 
 
 def test_a_branch_on_a_tensor_is_a_break_with_a_reason():

@@ -11,10 +11,9 @@ from torch import nn
 import zoo
 from benchmarks.families import Prepared, resnet
 from benchmarks.families.base import count_flops
-from benchmarks.plan import IMPLEMENTATIONS, Case
+from benchmarks.plan import Case
 from benchmarks.training import make_optimizer, plain_step
 from tests import workloads
-from tests.workloads import call, error
 from zoo.resnet.model import PRESETS
 from zoo.training import TrainingStep
 
@@ -27,20 +26,6 @@ def case(**changes: Any) -> Case:
 
 def prepare(**changes: Any) -> Prepared:
     return workloads.prepare(case(**changes))
-
-
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_basic_blocks_match_the_reference(impl: str):
-    prepared = prepare(model="resnet18", impl=impl)
-    reference = prepared.reference()
-    assert not torch.allclose(reference[0], reference[1], rtol=0.01)
-    assert error(call(prepared), reference) < 1e-5
-
-
-def test_the_reference_takes_images_in_parts(monkeypatch: pytest.MonkeyPatch):
-    whole = prepare().reference()
-    monkeypatch.setattr(resnet, "REFERENCE_IMAGES", 1)
-    torch.testing.assert_close(prepare().reference(), whole, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

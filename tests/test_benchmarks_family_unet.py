@@ -23,7 +23,7 @@ with warnings.catch_warnings():
     # What diffusers imports warns of what it imports.
     warnings.simplefilter("ignore")
     import diffusers.models.unets.unet_2d_condition as library
-    from diffusers import DDPMScheduler, EulerDiscreteScheduler
+    from diffusers import DDPMScheduler
 
 LOOP = "loop-3x8x8"
 
@@ -58,24 +58,6 @@ def test_the_reference_turns_off_tf32_and_puts_it_back():
     with unet_arms.in_full_float32():
         assert torch.backends.cudnn.conv.fp32_precision != "tf32" and not torch.backends.cudnn.allow_tf32
     assert torch.backends.cudnn.conv.fp32_precision == before
-
-
-@pytest.mark.parametrize("input", ["2x8x8", "loop-3x8x8"])
-@pytest.mark.parametrize("model", ["unet-debug", "unet-xl-debug"])
-def test_every_input_matters(model: str, input: str):
-    prepared = prepare(model=model, input=input, impl="zoo" if "loop" in input else "upstream")
-    expected = call(prepared)
-    conditions = prepared.inputs.get("added_cond_kwargs", {})
-    changed: dict[str, Any] = {
-        name: value - 100 if name == "timestep" else 0.9 * value
-        for name, value in prepared.inputs.items()
-        if isinstance(value, torch.Tensor)
-    }
-    others = [{name: value} for name, value in changed.items()]
-    others += [{"added_cond_kwargs": {**conditions, name: 0.9 * value}} for name, value in conditions.items()]
-    assert len(others) >= (2 if model == "unet-debug" else 3)
-    for inputs in others:
-        assert error(call(prepared, **inputs), expected) > 1e-3, inputs.keys()
 
 
 @pytest.mark.parametrize(("impl", "dynamic", "graphs"), [("upstream", None, 2), ("upstream-tuned", False, 3)])
@@ -122,24 +104,6 @@ def test_every_implementation_ends_at_the_reference_captured_or_not(impl: str, i
         captured = zoo.captures(loop.unet)
         # All calls but the first, which compiles.
         assert (len(captured.shapes), captured.replays, captured.uncaptured) == (1, 2 * 3 - 1, {})
-
-
-def test_bfloat16_is_as_near_as_diffusers():
-    errors = {}
-    for impl in ("zoo", "upstream"):
-        prepared = prepare(impl=impl, input=LOOP, dtype="bfloat16")
-        errors[impl] = error(call(prepared), prepared.reference())
-    assert 1e-4 < errors["zoo"] < 2 * errors["upstream"] < 0.2
-
-
-def test_the_scheduler_is_stable_diffusions_euler():
-    loop: Any = prepare(impl="upstream", input=LOOP).model
-    scheduler = loop.pipeline.scheduler
-    assert type(scheduler) is EulerDiscreteScheduler and scheduler.config.prediction_type == "epsilon"
-    assert scheduler.config.timestep_spacing == "leading" and scheduler.config.beta_end == 0.012
-    ours: Any = prepare(input=LOOP).model
-    scheduler.set_timesteps(3)
-    torch.testing.assert_close(ours.sampler.schedule.timesteps.float(), scheduler.timesteps.float())
 
 
 @pytest.mark.slow

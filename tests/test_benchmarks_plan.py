@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.plan import IMPLEMENTATIONS, STRATEGY_NAMES, Case, expand, races_of, refusal
+from benchmarks.plan import IMPLEMENTATIONS, STRATEGY_NAMES, Case, expand, refusal
 
 CPU = Case(family="gnn", model="gcn", input="karate")
 GPU = replace(CPU, device="cuda")
@@ -80,12 +80,6 @@ def test_options_and_their_arms(base: Case, options: dict[str, Any], arms: list[
     assert names(base, **options) == arms
 
 
-def test_a_mode_alone_applies_to_what_it_can():
-    arms = names(CPU, modes=["max-autotune-no-cudagraphs"])
-    assert "zoo full max-autotune-no-cudagraphs" in arms and not any("eager" in arm for arm in arms)
-    assert names(CPU, impls=["upstream-tuned"])[0] == "upstream-tuned eager"
-
-
 def test_the_zoo_without_its_kernels_is_an_implementation_to_ask_for_and_no_other_case_than_the_zoos():
     cases, _ = expand([GPU], nothing_refused, impls=["zoo", "zoo-library"], strategies=["eager", "regional+cudagraph"])
     assert [case.arm for case in cases] == [
@@ -147,12 +141,6 @@ def test_where_no_dynamic_arm_is_left_it_is_told_why():
     assert [key.rpartition(" / ")[2] for key in refused] == ["zoo full"]
 
 
-def test_what_a_workload_refuses_is_left_out_with_its_reason():
-    cases, refused = expand([CPU], lambda case: "no" if case.impl == "upstream" else None)
-    assert {case.impl for case in cases} == {"zoo"}
-    assert set(refused.values()) == {"no"}
-
-
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
@@ -180,9 +168,3 @@ def test_keys_tell_all_arms_apart():
     cases += expand([GPU], nothing_refused, impls=IMPLEMENTATIONS, strategies=STRATEGY_NAMES, dynamic=True)[0]
     unique = {case.key: case for case in cases}
     assert len(unique) == len({tuple(case.to_json().items()) for case in cases})
-
-
-def test_races_are_told_apart_by_what_arms_share():
-    other = replace(CPU, input="cora")
-    cases, _ = expand([CPU, other], nothing_refused)
-    assert [race[2] for race in races_of(cases)] == ["karate", "cora"]

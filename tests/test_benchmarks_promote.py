@@ -43,12 +43,6 @@ def test_a_race_replaces_the_one_before_and_no_other(tmp_path: Path) -> None:
     assert set(Store(file).environments()) == {"e2"}, "nothing names the first any more"
 
 
-def test_files_are_of_a_family_a_workload_and_a_dtype(tmp_path: Path) -> None:
-    promote(rows(row(workload="train"), row(dtype="bfloat16"), row(family="bert", model="bert-base")), tmp_path)
-    names = {"gnn-train-float32.jsonl", "gnn-inference-bfloat16.jsonl", "bert-inference-float32.jsonl"}
-    assert {file.name for file in (tmp_path / FOLDER).iterdir()} == names
-
-
 @pytest.mark.parametrize("environment", [{"dirty": True}, {"dirty": None}, {"commit": None}])
 def test_rows_of_code_that_nobody_has_are_refused(tmp_path: Path, environment: dict[str, object]) -> None:
     run = write(tmp_path / "run.jsonl", [row()], {**ENVIRONMENT, **environment})
@@ -93,10 +87,3 @@ def test_a_name_that_is_no_folder_is_refused(tmp_path: Path, name: str, capsys: 
     assert main([str(run), "--results", str(tmp_path / "results"), "--extra", name]) == 2
     assert repr(name) in capsys.readouterr().err
     assert not (tmp_path / "results").exists()
-
-
-def test_rows_in_extra_itself_are_an_error(tmp_path: Path) -> None:
-    (tmp_path / "extra").mkdir()
-    (tmp_path / "extra" / "rows.jsonl").write_text("")
-    with pytest.raises(ValueError, match="a folder of their own"):
-        load(tmp_path)

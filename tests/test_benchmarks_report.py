@@ -34,14 +34,6 @@ def test_report_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "zoo regional + CUDA graph" in page and "zoo hierarchical: timeout" in page
 
 
-def test_report_of_failures_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path / "rows.jsonl", [failure("crashed", "signal 11"), failure("timeout", "60 s", impl="upstream")])
-    assert main([str(tmp_path)]) == 0
-    assert f"report: {tmp_path / 'report.html'}" in capsys.readouterr().out
-    page = (tmp_path / "report.html").read_text()
-    assert "zoo eager: crashed" in page and "signal 11" in page and "upstream eager: timeout" in page
-
-
 def test_report_of_committed_rows_does_not_land_among_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -74,16 +66,6 @@ def test_update_then_check_then_drift(tmp_path: Path, docs: Path, capsys: pytest
 
     write(rows, race({"zoo regional": 0.5}))  # measured again
     assert main(["--check", *options]) == 1
-
-
-def test_without_rows_the_table_says_so_and_the_check_passes(tmp_path: Path, docs: Path) -> None:
-    options = ["--results", str(tmp_path / "none"), str(docs)]
-    assert main(["--update", *options]) == 0
-    assert (
-        "No rows measured yet; run `python -m benchmarks.run --model gcn --input cora`."
-        in (docs / "page.md").read_text()
-    )
-    assert main(["--check", *options]) == 0
 
 
 def test_a_broken_block_changes_no_file(tmp_path: Path, docs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from benchmarks.record import Result
-from benchmarks.report import advice, cells, charts, html, tables
+from benchmarks.report import advice, cells, html, tables
 from benchmarks.report.model import races
 from benchmarks.report.selection import commands_of
 from tests.rows import ENVIRONMENT, ENVIRONMENTS, failure, race, row, uncompiled
@@ -148,42 +148,7 @@ def test_hostile_strings_stay_text() -> None:
     assert page.text.count("onerror=alert(1)") > 10 and "{{ 7*7 }}" in page.text and "&amp;" in page.text
 
 
-def test_a_loss_is_marked_wherever_its_verdict_stands_in_the_cell() -> None:
-    text = html.report(race({"upstream-tuned full + CUDA graph": 0.5}), ENVIRONMENTS)
-    assert re.search(r'<b class="slower">0\.\d+× [^<]* slower \(upstream-tuned full \+ CUDA graph\)</b>', text)
-    for cell, outcome in (
-        ("1.5× [1.4, 1.6] faster (upstream slower-than-ever)", "faster"),
-        ("0.791× [0.7, 0.8] slower (upstream full)", "slower"),
-        ("reference", "reference"),
-        ("–", ""),
-        ("", ""),
-    ):
-        assert cells.outcome(cell) == outcome
-
-
-def test_columns_that_no_row_fills_are_left_out(plain: str) -> None:
-    assert tables.filled(("a", "b", "c", "d"), [("–", "1", "–", "– → –"), ("–", "–", "not measured", "–")]) == (
-        ["a", "b"],
-        [["–", "1"], ["–", "–"]],
-    )
-    assert tables.filled(("a", "b"), []) == (["a", "b"], [])
-    assert "compile s, cold / warm" in plain
-
-
 # Where regional and full meet
-
-
-def test_an_arm_faster_in_most_rounds_but_not_by_its_median_pays_nothing_back() -> None:
-    results = [row(cold=1.4, warm=0.7, strategy="regional"), row(cold=2.9, warm=1.3, strategy="full")]
-    regional, full = (result.steady for result in results)
-    quiet = [0.1 * (1 + number) for number in range(22)]
-    regional.device_ms = [*quiet, *[0.05] * 8]
-    full.device_ms = [*(time / 1.2 for time in quiet), *[20.0] * 8]  # something else ran in these rounds
-    shown = shown_race(results)
-    assert [arm.name for arm in shown.arms] == ["zoo regional", "zoo full"]
-    assert shown.verdict(shown.arms[1], shown.arms[0]) == "faster"
-    assert "zoo regional finishes first. No" in advice.lead(shown) or advice.lead(shown).endswith("finishes first.")
-    assert charts.break_even(shown) is not None
 
 
 # The leading sentence

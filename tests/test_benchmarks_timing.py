@@ -29,11 +29,6 @@ def test_back_to_back_makes_as_many_calls_as_it_says():
     assert timed.device_ms is None
 
 
-def test_no_calls_are_an_error():
-    with pytest.raises(ValueError, match="calls is 0"):
-        back_to_back(Counted(0), "cpu", 0)
-
-
 def test_a_calibrated_round_is_long_enough():
     step = Counted(0.001)
     calls = calibrate(step, "cpu", 20)
@@ -90,22 +85,3 @@ def test_the_host_does_not_wait_for_the_device():
     x = torch.randn(8192, 8192, device="cuda")
     taken, whole = host(lambda: x @ x, "cuda"), back_to_back(lambda: x @ x, "cuda", 5).device_ms
     assert taken is not None and whole is not None and 0 < taken < whole / 2
-
-
-@pytest.mark.gpu
-def test_device_time_is_within_wall_time():
-    x = torch.randn(2048, 2048, device="cuda")
-    calls = calibrate(lambda: x @ x, "cuda", 20)
-    timed = back_to_back(lambda: x @ x, "cuda", calls)
-    assert 0 < timed.device_ms <= timed.wall_ms * 1.05
-
-
-def test_one_stalled_call_does_not_shorten_the_rounds():
-    class Stalling(Counted):
-        def __call__(self) -> None:
-            super().__call__()
-            if self.calls == 2:
-                time.sleep(0.05)
-
-    step = Stalling(0.001)
-    assert calibrate(step, "cpu", 20) > 5

@@ -14,9 +14,8 @@ from torch import nn
 
 from benchmarks.families import load
 from benchmarks.families.base import Prepared, Training
-from benchmarks.training import Trainer, checkpointed, plain_step, reference_losses
+from benchmarks.training import Trainer, plain_step
 from tests import runs
-from tests.fake_workload import Model
 from tests.runs import FAKE, handler, told
 from zoo.training import LinearCrossEntropy
 
@@ -77,11 +76,6 @@ def test_our_step_and_the_plain_loop_take_the_same_steps(impl: str):
     torch.testing.assert_close(arm.losses(arm.eager()), losses, rtol=0, atol=0)
 
 
-def test_one_step_is_no_check():
-    with pytest.raises(ValueError, match="checked is 1; the first loss says nothing of gradients, so it is 2 or more"):
-        Training(loss=lambda model, batch: model(batch), batch=lambda index: index, learning_rate=1e-3, checked=1)
-
-
 @pytest.mark.gpu
 def test_a_captured_arm_takes_the_same_steps():
     case = replace(CASE, device="cuda", cuda_graph=True)
@@ -106,16 +100,6 @@ def noted(prepared: Prepared) -> list[torch.Tensor]:
 
     prepared.training.loss = noting
     return seen
-
-
-def test_steps_go_round_a_few_batches_that_lie_ready():
-    prepared = prepare(impl="upstream")
-    seen = noted(prepared)
-    step = Trainer(replace(CASE, impl="upstream"), prepared).eager()
-    for _ in range(10):
-        step()
-    assert len({id(batch) for batch in seen}) == 8
-    assert seen[0] is seen[8]
 
 
 def test_timed_steps_take_the_loader_s_batches_in_order_and_no_others_do():
@@ -155,12 +139,6 @@ def test_a_curve_that_no_row_could_hold_is_a_failure_that_names_its_step():
         arm.curve(steps=9)
 
 
-def test_a_round_is_declared_with_a_loader_and_not_without():
-    for options in ({"loader": list}, {"round": 3}, {"loader": list, "round": 0}):
-        with pytest.raises(ValueError, match="with a loader it is a number of steps, without one None"):
-            Training(loss=max, batch=abs, learning_rate=1.0, **options)
-
-
 @pytest.mark.slow
 def test_declared_shapes_are_compiled_by_the_first_call_and_are_no_recompiles(tmp_path: Path):
     arm = handler(replace(CASE, strategy="full"))
@@ -189,26 +167,6 @@ def test_every_declared_shape_is_captured():
         warnings.simplefilter("error")
         for _ in range(11):
             step()
-
-
-def test_checkpointed_blocks_compute_the_same_and_keep_less():
-    models = [Model("good"), Model("good")]
-    models[1].load_state_dict(models[0].state_dict())
-    checkpointed(models[1].blocks)
-    kept, gradients = [], []
-    x = torch.randn(16, 8)
-    for model in models:
-        saved: list[int] = []
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda t, saved=saved: (saved.append(t.numel()), t)[1], lambda t: t
-        ):
-            loss = model(x).square().mean()
-        loss.backward()
-        kept.append(sum(saved))
-        gradients.append([p.grad for p in model.parameters()])
-    assert kept[1] <= 0.5 * kept[0]
-    for first, second in zip(*gradients, strict=True):
-        torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
 def test_a_forgotten_update_is_seen_in_the_losses():
@@ -251,16 +209,3 @@ def test_regions_of_the_loss_are_compiled_with_the_models():
     prepared.training.loss_module = other
     strategies.apply(replace(CASE, strategy="eager"), prepared)
     assert other.rows._compiled_call_impl is None
-
-
-def test_the_reference_is_computed_in_double_precision():
-    seen = []
-
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        seen.append(batch.dtype)
-        return model(batch).square().mean()
-
-    training = Training(loss=loss, batch=lambda i: torch.ones(2, 4) * (i + 1), learning_rate=1e-2)
-    losses = reference_losses(nn.Linear(4, 4), training)
-    assert set(seen) == {torch.float64} and losses.dtype is torch.float64
-    assert not losses.requires_grad
