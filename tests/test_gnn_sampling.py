@@ -231,31 +231,6 @@ def test_after_the_declared_shapes_nothing_compiles(jk: str | None):
     assert counters["stats"]["unique_graphs"] == compiled
 
 
-def test_layers_have_a_budget_each_and_no_more():
-    net = model(layers=4)
-    zoo.compile_regions(net, backend="aot_eager")
-    sampler = NeighborSampler(graph(), fanouts=(2, 2, 2, 2), batch_size=8, num_nodes=NODES)
-    batch = sampler.batch(0, 0)
-    assert net.region_sizes(torch.randn(len(batch.nodes), 6), batch.graphs) == 4
-    report = zoo.find_regions(net, inputs={"x": torch.randn(len(batch.nodes), 6), "edge_index": batch.graphs})
-    assert report.graphs_needed == 4
-    with zoo.enforce_budget(net):
-        net(torch.randn(len(batch.nodes), 6), batch.graphs)
-        net(torch.randn(NODES, 6), graph())
-
-
-def test_graphs_of_another_model_or_another_batch_are_refused():
-    sampler = NeighborSampler(graph(), fanouts=(3, 2), batch_size=8, num_nodes=NODES)
-    batch = sampler.batch(0, 0)
-    x = torch.randn(len(batch.nodes), 6)
-    with pytest.raises(ValueError, match="there are 2 graphs, but 3 layers; sample as many hops"):
-        model(layers=3)(x, batch.graphs)
-    with pytest.raises(ValueError, match="layer 0 is given|x has"):
-        model()(x, batch.graphs[::-1])
-    with pytest.raises(ValueError, match="layer 1 is given"):
-        model()(x, batch.graphs[:1] * 2)
-
-
 NORMS: list[dict[str, Any]] = [
     {"norm": "batch"},
     {"norm": "batch", "norm_kwargs": {"affine": False, "momentum": 0.3}, "act_first": True},
@@ -392,15 +367,6 @@ def test_a_captured_step_learns_from_batches_of_the_gpu():
     assert step.captured and sum(losses[-13:]) < 0.6 * sum(losses[:13])
 
 
-@pytest.mark.gpu
-def test_a_batch_moves_to_a_device():
-    batch = next(NeighborSampler(graph(), fanouts=(2,), batch_size=8, num_nodes=NODES).epoch(0))
-    moved = batch.pin_memory().to("cuda", non_blocking=True)
-    assert moved.nodes.is_cuda
-    assert all(graph.transpose is not None and graph.transpose.colptr.is_cuda for graph in moved.graphs)
-    torch.testing.assert_close(moved.to("cpu"), batch, rtol=0, atol=0)
-
-
 def test_a_batch_that_came_through_torchs_loader_moves_as_a_whole():
     sampler = NeighborSampler(graph(), fanouts=(2, 2), batch_size=8, num_nodes=NODES, workers=0)
     expected = sampler.batch(0, 0)
@@ -413,15 +379,6 @@ def test_a_batch_that_came_through_torchs_loader_moves_as_a_whole():
     with pytest.raises(TypeError, match=r"edge_index is a list of GraphTensors.*tuple\(batch\.graphs\).*batch\.to"):
         net(x[loaded.nodes], loaded.graphs)
     torch.testing.assert_close(net(x[loaded.nodes], loaded.to("cpu").graphs), net(x[expected.nodes], expected.graphs))
-
-
-def test_other_models_refuse_sampled_tensors():
-    batch = next(NeighborSampler(graph(), fanouts=(2,), batch_size=8, num_nodes=NODES).epoch(0))
-    gcn = zoo.create("gcn-debug", in_channels=6)
-    with pytest.raises(ValueError, match=r"GCN was given prepared tensors .* use GraphSAGE"):
-        gcn(torch.randn(len(batch.nodes), 6), batch.graphs)
-    with pytest.raises(ValueError, match="x has 3 rows and the batch"):
-        model(layers=1)(torch.randn(3, 6), batch.graphs)
 
 
 @pytest.mark.parametrize(
@@ -457,17 +414,6 @@ def test_what_is_out_of_range_or_of_another_kind_is_refused(options: dict[str, A
         NeighborSampler(graph(), **{"fanouts": (4, 3), "batch_size": 16, "num_nodes": NODES} | options)
 
 
-def test_neither_samplers_nor_batches_move_to_a_dtype():
-    sampler = NeighborSampler(graph(), fanouts=(4, 3), batch_size=16, num_nodes=NODES)
-    for what, moves in {
-        "a sampler": sampler,
-        "a batch": next(sampler.epoch(0)),
-        "a graph": CSRGraph.from_edge_index(graph()),
-    }.items():
-        with pytest.raises(TypeError, match=f"device is torch.bfloat16: {what} moves to a device, and keeps"):
-            moves.to(torch.bfloat16)
-
-
 def test_graphs_of_a_batch_go_with_its_features_to_a_model_that_takes_them():
     batch = next(NeighborSampler(graph(), fanouts=(2, 2), batch_size=8, num_nodes=NODES).epoch(0))
     x = torch.randn(NODES + 1, 6)
@@ -478,20 +424,3 @@ def test_graphs_of_a_batch_go_with_its_features_to_a_model_that_takes_them():
     gcn = zoo.create("gcn-debug", in_channels=6, num_layers=2, normalize=False, add_self_loops=False)
     with pytest.raises(ValueError, match="GCN was given the graphs of a sampled batch, .* only GraphSAGE takes"):
         gcn(x[batch.nodes], batch.graphs)
-
-
-def test_a_model_around_the_one_that_is_given_several_sizes_has_the_same_budget():
-    class Around(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = model(3)
-
-        def forward(self, batch: SampledBatch) -> Tensor:
-            output: Tensor = self.net(x[batch.nodes], batch.graphs)
-            return output
-
-    x = torch.randn(NODES, 6)
-    batch = next(NeighborSampler(graph(), fanouts=(2, 2, 2), batch_size=8, num_nodes=NODES).epoch(0))
-    around = zoo.compile_regions(Around(), regions=GraphSAGE.regions[:1], backend="aot_eager")
-    with zoo.enforce_budget(around):
-        around(batch)

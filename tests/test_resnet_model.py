@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import prune
 from torch.optim.swa_utils import update_bn
 
@@ -75,81 +74,10 @@ def test_features_are_the_outputs_of_the_stages() -> None:
     assert all(feature.is_contiguous(memory_format=torch.channels_last) for feature in features)
 
 
-def test_dilation_keeps_the_size() -> None:
-    model = debug(replace_stride_with_dilation=(False, True, True))
-    with torch.no_grad():
-        sizes = [feature.shape[-1] for feature in model.features(torch.randn(1, 3, 64, 64))]
-    assert sizes == [16, 8, 8, 8] and model.config.reduction == 8
-
-
 # --- channels_last ---
 
 
-def convolutions_are_channels_last(model: nn.Module) -> bool:
-    return all(
-        module.weight.is_contiguous(memory_format=torch.channels_last)
-        for module in model.modules()
-        if isinstance(module, nn.Conv2d)
-    )
-
-
-def test_weights_are_channels_last_wherever_they_come_from(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    model = debug()
-    contiguous = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
-    theirs = {key: tensor.contiguous() for key, tensor in zoo.to_upstream(model).state_dict().items()}
-    torch.save(theirs, tmp_path / "theirs.pth")
-    save_file(contiguous, tmp_path / "ours.safetensors")
-    images = torch.randn(1, 3, 64, 64)
-    for other in (
-        model,
-        copy.deepcopy(model),
-        debug(weights=tmp_path / "theirs.pth"),
-        debug(weights=tmp_path / "ours.safetensors"),
-        zoo.from_upstream(zoo.to_upstream(model)),
-    ):
-        assert convolutions_are_channels_last(other)
-        assert not all(tensor.is_contiguous() for tensor in other.state_dict().values())
-        with torch.no_grad():
-            assert torch.equal(other(images), model(images))
-    assigned = debug()
-    assigned.load_state_dict(contiguous, assign=True)
-    assert convolutions_are_channels_last(assigned)
-
-
-def test_activations_are_channels_last_and_the_memory_format_of_images_does_not_matter() -> None:
-    model = debug()
-    images = torch.randn(2, 3, 64, 64)
-    seen: list[Tensor] = []
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    with torch.no_grad():
-        out = model(images)
-        assert torch.equal(model(images.contiguous(memory_format=torch.channels_last)), out)
-    assert seen and all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in seen)
-
-
 # --- what is refused ---
-
-
-@pytest.mark.parametrize(
-    ("images", "error", "words"),
-    [
-        (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), TypeError, r"uint8, expected torch\.float32;.*resnet\.transforms"),
-        (torch.zeros(2, 3, 8, 8).half(), TypeError, r"use images\.to\(torch\.float32\), or torch\.autocast"),
-        (torch.zeros(2, 4, 8, 8), ValueError, r"\[2, 4, 8, 8\], expected \[N, 3, H, W\];"),
-        (torch.zeros(2, 8, 8, 3), ValueError, r"images\.permute\(0, 3, 1, 2\) puts channels first"),
-        (torch.zeros(3, 8, 8), ValueError, r"images\[None\] makes a batch of one image"),
-        (torch.zeros(0, 3, 8, 8), ValueError, r"shape \[0, 3, 8, 8\], expected .*none of them 0"),
-        (torch.zeros(1, 3, 8, 8, device="meta"), ValueError, "images is on meta and the weights on cpu"),
-    ],
-    ids=str,
-)
-def test_bad_images_are_named(images: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words), torch.no_grad():
-        debug()(images)
 
 
 def test_too_small_for_training_and_large_enough_for_evaluation() -> None:
@@ -163,13 +91,6 @@ def test_too_small_for_training_and_large_enough_for_evaluation() -> None:
     without_statistics = debug(norm_kwargs={"track_running_stats": False})
     with pytest.raises(ValueError, match=r"one value a channel.*larger ones than 32 pixels$"):
         without_statistics(torch.zeros(1, 3, 32, 32))
-
-
-def test_example_inputs_check_their_sizes() -> None:
-    model = debug()
-    assert zoo.example_inputs(model, batch=3, size=40)["images"].shape == (3, 3, 40, 40)
-    with pytest.raises(ValueError, match="batch is 0"):
-        zoo.example_inputs(model, batch=0)
 
 
 def test_zero_init_residual_starts_blocks_as_their_shortcuts() -> None:
