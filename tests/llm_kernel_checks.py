@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 
 import pytest
 import torch
@@ -256,22 +255,6 @@ def test_the_most_likely_token_and_what_follows(vocabulary: int, dtype: torch.dt
     assert not state.output[[0, 1, 3, 4]].any()
     assert state.positions.flatten().tolist() == [8, 9, 10, 1] and state.step.tolist() == [3]
     assert state.finished.tolist() == [expected[0] == 3, False, True, True]
-
-
-def test_hooks_of_norms_and_of_the_last_product_are_heard() -> None:
-    model = zoo.create("llm-debug", head_dim=32, qk_norm=True, **{**SMALLER, "num_hidden_layers": 1}, device=DEVICE)
-    heard = Counter[str]()
-    names = "input_layernorm", "q_norm", "k_norm", "post_attention_layernorm", "down_proj", "head.norm"
-    for name, module in model.named_modules():
-        if name.endswith(names):
-            module.register_forward_pre_hook(lambda *_, name=name: heard.update([name]))
-    tokens = torch.randint(model.config.vocab_size, (2, 9), device=DEVICE)
-    position, cache = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), model.make_cache(1, 4)
-    model(tokens)
-    with torch.no_grad():
-        model(tokens)
-        model(tokens[:1, :1], position_ids=position, cache=cache)
-    assert len(heard) == len(names) and set(heard.values()) == {3}
 
 
 # --- norms of the residual stream ---

@@ -215,16 +215,6 @@ def test_gradients(rows: int, channels: int, dtype: torch.dtype, of_batch: bool)
                     close(got, right, dtype if index < 2 else kind, times=8)
 
 
-def test_unwanted_gradients_of_weights_are_not_computed() -> None:
-    x, more, grad, given, other = values(40, 9), values(40, 9), values(40, 9), norm(9), norm(9)
-    for of_batch in (True, False):
-        for rest in ((None, kernels.NO_NORM), (more, other)):
-            out = kernels.norm_act_backward(grad, x, given, *rest, more, EPS, of_batch, False)
-            full = kernels.norm_act_backward(grad, x, given, *rest, more, EPS, of_batch, True)
-            assert [each is None for each in out] == [False, True, True, False, True, True]
-            assert torch.equal(out[0], full[0]) and torch.equal(out[3], full[3])
-
-
 def test_the_same_bits_every_time() -> None:
     x, more, grad, given, other = values(100, 70), values(100, 70), values(100, 70), norm(70), norm(70)
 

@@ -101,34 +101,6 @@ def test_images_that_are_not_in_channels_last() -> None:
 # --- models ---
 
 
-def test_the_kernel_runs_where_nothing_is_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
-
-    kernel = kernels.norm_act_pool
-    monkeypatch.setattr(kernels, "norm_act_pool", lambda *arguments: (ran.append("pool"), kernel(*arguments))[1])
-    x, given = images(2, 6, 5, 7), norm(6)
-    weight = given[2].clone().requires_grad_()
-    learning = *given[:2], weight, given[3]
-    with torch.no_grad():
-        norm_act_pool(x, *learning)
-        pooling.bias_act_pool(x, weight)
-    norm_act_pool(x, *given)
-    pooling.bias_act_pool(x, given[3])
-    assert len(ran) == 4
-    # What learns, statistics of a batch, and what kernels do not know.
-    for out in (
-        norm_act_pool(x, *learning),
-        norm_act_pool(x.clone().requires_grad_(), *given),
-        pooling.bias_act_pool(x, weight),
-    ):
-        out.sum().backward()
-    with torch.no_grad():
-        pooling.norm_act_pool(x, Norm(*given[2:], *given[:2], of_batch=True))
-        pooling.norm_act_pool(x, Norm(*given[2:], None, None, of_batch=True))
-        assert norm_act_pool(x.double(), *(tensor.double() for tensor in given)).dtype == torch.float64
-    assert len(ran) == 4
-
-
 if DEVICE == "cuda":
 
     def test_all_sizes_are_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:

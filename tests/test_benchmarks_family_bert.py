@@ -26,7 +26,6 @@ from zoo.engine.step_buffers import shapes_of
 
 EPOCH = "epoch-4x32"
 STATIC = "epoch-static-4x32"
-LARGE = "bert-large"
 
 pytestmark = pytest.mark.usefixtures("eager_backend")
 

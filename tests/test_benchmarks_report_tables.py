@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.plan import arms_of
-from benchmarks.record import Compile, Kernel, Result, Rows, Steady
+from benchmarks.record import Kernel, Result, Rows, Steady
 from benchmarks.report import (
     cells,
     charts,
@@ -122,18 +122,6 @@ def test_an_arm_that_raced_cold_shows_the_warm_start_of_its_copy():
     assert said in cells.race_notes(shown)
     cold.warm = replace(copy.warm, seconds=0.6)
     assert cells.race_notes(shown_race(rows)) == [note for note in cells.race_notes(shown) if note != said]
-
-
-def test_what_was_compiled_anew_in_the_race_is_shown_beside_the_cold_process() -> None:
-    result = row(strategy="regional", cold=1.4, warm=0.7, graphs=2)
-    result.cold.recompiles = ["at capture: a"]
-    result.warm.recompiles = ["at capture: a", "during the race: b"]
-    (arm,) = shown_race([result]).arms
-    assert cells.compiler_counts(arm.result.counted) == "2/0/2"
-    assert cells.troubles(arm)[-1] == "zoo regional: recompile: during the race: b"
-    result.warm = result.cold = result.warm  # of an outer CUDA graph over eager code there is one process
-    (arm,) = shown_race([result]).arms
-    assert cells.compiler_counts(arm.result.counted) == "2/0/2"
 
 
 def test_arms_that_raced_in_groups_are_paired_with_the_one_that_each_group_holds() -> None:
@@ -328,18 +316,6 @@ def test_terminal_of_odd_rows() -> None:
 # Markdown
 
 
-def test_counts_of_arms_that_started_together_are_shown() -> None:
-    # --steady-only: counts of the one process there was, and no seconds.
-    counted = row(strategy="regional")
-    counted.cold, counted.warm = None, Compile(graphs=2, breaks=["a reason"])
-    results = [counted, row(impl="upstream")]
-    arm = _arm(shown := shown_race(results), "zoo regional")
-    assert "2 / 1 / 0" in tables.costs(shown)[1][0]
-    assert tables.compiles(shown)[1][0][1:4] == ["2", "1", "0"]
-    assert "a reason" in cells.troubles(arm)[0]
-    assert "2 / 1 / 0" in _printed(results, 80)
-
-
 def test_reasons_that_differ_in_numbers_alone_are_one_line_with_their_count() -> None:
     results = [row(strategy="full", graphs=4), row(impl="upstream")]
     results[0].cold.recompiles = [
@@ -424,16 +400,6 @@ def _value(text: str, results: list[Result]) -> str:
 KERNELS = 'kernels model=gcn input=cora arm="zoo regional + CUDA graph"'
 
 
-def test_kernels_that_no_row_holds_are_not_measured_yet() -> None:
-    said = _table(KERNELS, race())
-    assert said.startswith("Not measured yet; run `python -m benchmarks.run --family gnn --model gcn --input cora ")
-    assert said.endswith("--impl zoo --strategy regional+cudagraph --mode default --rounds 30`.")
-    crashed = failure("crashed", "signal 11", strategy="hierarchical")
-    assert _table('kernels model=gcn input=cora arm="zoo hierarchical"', [*race(), crashed]) == (
-        "zoo hierarchical: crashed."
-    )
-
-
 @pytest.mark.parametrize(
     "text", ["race model=gcn input=cora", "headline family=gnn", "compile model=gat input=cora", KERNELS]
 )
@@ -467,20 +433,6 @@ def test_newest_torch_is_shown_and_two_gpus_need_a_choice() -> None:
         make_table(Spec.parse("race model=gcn input=cora"), rows)
     chosen = make_table(Spec.parse('race model=gcn input=cora gpu="NVIDIA A100"'), rows)
     assert "NVIDIA A100, torch" in chosen
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ('p50 model=gcn input=cora arm="zoo regional"', "0.236 ms"),
-        ('speedup model=gcn input=cora arm="zoo regional + CUDA graph" against=tuned', "1.085×"),
-        ('speedup model=gcn input=cora arm="zoo regional" against="zoo full"', "0.858×"),
-        ('p50 model=gcn input=cora arm="zoo hierarchical"', "crashed"),
-        ('p50 model=gcn input=products arm="zoo regional"', "not measured yet"),
-    ],
-)
-def test_values(text: str, value: str) -> None:
-    assert _value(text, [*race(), failure("crashed", "signal 11", strategy="hierarchical")]) == value
 
 
 @pytest.mark.parametrize(
@@ -545,16 +497,6 @@ def test_broken_markers_name_their_line(text: str, said: str) -> None:
 
 
 # --- training ---
-
-
-def trained(curve: list[float] | None = None) -> list[Result]:
-    results = []
-    for index, (impl, milliseconds) in enumerate((("upstream", 20.0), ("zoo", 10.0))):
-        result = row(milliseconds, seed=index, impl=impl, strategy="regional", workload="train")
-        result.work.count, result.work.unit = 128, "images"
-        result.curve = curve and [value * (1 + index / 100) for value in curve]
-        results.append(result)
-    return results
 
 
 def test_the_picture_draws_a_point_for_each_arm_and_skips_a_model_without_ours() -> None:

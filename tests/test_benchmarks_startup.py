@@ -12,7 +12,7 @@ import benchmarks.harness
 import benchmarks.startup
 from benchmarks.harness import _groups
 from benchmarks.plan import Case
-from benchmarks.record import Compile, Result
+from benchmarks.record import Result
 from benchmarks.startup import (
     COLD,
     FIRST_RESULT,
@@ -20,24 +20,11 @@ from benchmarks.startup import (
     ArmRun,
     Job,
     Settings,
-    estimate_race,
-    estimate_rounds,
     jobs_before_the_race,
     measure_compilation,
     prepare_race,
 )
 from tests.runs import CASE, EAGER, Notes, arms_of, rows_of, settings_in
-
-
-class NoWorker:
-    """A process that is none."""
-
-    def ask(self, operation: str) -> dict[str, float]:
-        return {"seconds": 0.0}
-
-    def stop(self) -> None:
-        pass
-
 
 pytestmark = pytest.mark.usefixtures("no_worker_stays")
 
@@ -52,23 +39,6 @@ def test_compiled_arms_have_two_processes_before_the_race(settings: Settings):
     assert jobs_before_the_race(arms, settings) == [Job(arms[1], COLD), Job(arms[1], FIRST_RESULT)]
     for option in ("quick", "steady_only"):
         assert jobs_before_the_race(arms, replace(settings, **{option: True})) == []
-
-
-@pytest.mark.parametrize("options", [{"quick": True}, {"steady_only": True}, {}], ids=["quick", "steady-only", "plain"])
-def test_what_is_told_to_take_how_long_adds_up_to_the_plan(
-    settings: Settings, options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
-):
-    """Where no process comes before the race's own, those compile from nothing, and are told to take as long."""
-    monkeypatch.setattr("benchmarks.startup._start_racing", lambda *_: None)
-    monkeypatch.setattr("benchmarks.startup._start_together", lambda *_: None)
-    monkeypatch.setattr("benchmarks.startup.processes", lambda jobs, _: ((job, NoWorker()) for job in jobs))
-    monkeypatch.setattr("benchmarks.startup.bring_up", lambda *_: Compile())
-    settings = replace(settings, **options)
-    cases = [EAGER, CASE, replace(CASE, control=True)]
-    arms, told = arms_of(settings, *cases), Notes()
-    measure_compilation(arms, settings, told)
-    prepare_race(arms, settings, told, settings.scratch / "reference.pt")
-    assert sum(told.seconds) + estimate_rounds(len(arms), settings) == pytest.approx(estimate_race(cases, settings))
 
 
 @pytest.mark.slow

@@ -17,7 +17,6 @@ from benchmarks.families.base import Prepared, Training
 from benchmarks.training import Trainer, plain_step
 from tests import runs
 from tests.runs import FAKE, handler, told
-from zoo.training import LinearCrossEntropy
 
 CASE = replace(runs.CASE, workload="train")
 
@@ -195,17 +194,3 @@ def test_the_plain_loop_clips_and_casts():
     moved = torch.cat([(p - b).flatten() for p, b in zip(model.parameters(), before, strict=True)])
     assert seen == [torch.bfloat16]
     assert moved.norm().item() == pytest.approx(0.25, rel=1e-3)
-
-
-def test_regions_of_the_loss_are_compiled_with_the_models():
-    from benchmarks import strategies
-
-    module = LinearCrossEntropy(4)
-    prepared = prepare()
-    prepared.training.loss_module = module
-    strategies.apply(CASE, prepared)
-    assert module.rows._compiled_call_impl is not None
-    other = LinearCrossEntropy(4)
-    prepared.training.loss_module = other
-    strategies.apply(replace(CASE, strategy="eager"), prepared)
-    assert other.rows._compiled_call_impl is None

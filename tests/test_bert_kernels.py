@@ -251,37 +251,6 @@ def test_a_modified_submodule_is_called(
     near(found, outputs_and_gradients(model, zoo.example_inputs(model), autocast), 3e-2 if autocast else 2e-6)
 
 
-def test_an_activation_that_was_replaced_is_applied(counted: Counter[str]) -> None:
-    model: Any = zoo.create("bert-debug", head="none", num_hidden_layers=1, **STILL).train()
-    model.layers[0].activation = torch.nn.functional.silu
-    inputs = zoo.example_inputs(model)
-    found = model(**inputs)[0]
-    assert counted == {NORM: 2}
-    torch.testing.assert_close(found, model.eval()(**inputs)[0], rtol=1e-5, atol=1e-5)
-
-
-class _Wide(nn.Module):
-    """An adapter that computes in its own precision, whatever autocast says."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            return self.layer(x)
-
-
-@pytest.mark.parametrize("name", ["qkv", "intermediate"])
-def test_an_adapter_is_given_the_stream(name: str, counted: Counter[str]) -> None:
-    model: Any = zoo.create("bert-debug", head="none", num_hidden_layers=1, **STILL).train()
-    layer = model.layers[0]
-    setattr(layer, name, _Wide(getattr(layer, name)))
-    with torch.autocast("cpu", torch.bfloat16):
-        model(**zoo.example_inputs(model))[0].sum().backward()
-    assert counted[NORM] == 2
-
-
 def test_forward_mode_runs_without_kernels(counted: Counter[str]) -> None:
     layer, x = zoo.create("bert-debug", **STILL).layers[0].train(), torch.randn(2, 5, 32, requires_grad=True)
     with torch.autograd.forward_ad.dual_level(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import zoo
 from zoo.bert import layer, pack, token_buckets, unpack
-from zoo.bert.layer import Rows, attend, key_mask, rows_of
+from zoo.bert.layer import Rows, attend, rows_of
 from zoo.bert.packing import filling_rows
 from zoo.engine.graph_log import LEDGER
 
@@ -209,17 +209,6 @@ def test_a_thousand_batches_compile_what_was_declared_and_nothing_more() -> None
             seen[batch.input_ids.numel()] += 1
     assert set(seen) == set(buckets)
     assert sum(entry.graphs for entry in LEDGER.entries[before:]) == len(buckets)
-
-
-def test_the_mask_adds_numbers_of_the_scores_dtype() -> None:
-    mask = torch.tensor([[1, 0], [0, 0]])
-    like = torch.zeros(1, dtype=torch.bfloat16)
-    made = key_mask(mask, like)
-    assert made.shape == (2, 1, 1, 2) and made.dtype == torch.bfloat16
-    assert made.flatten().tolist() == [0.0, float("-inf"), 0.0, 0.0]
-    with torch.autocast("cpu", torch.bfloat16):
-        assert key_mask(mask, torch.zeros(1)).dtype == torch.bfloat16
-        assert key_mask(mask, torch.zeros(1, dtype=torch.float64)).dtype == torch.float64
 
 
 @pytest.mark.gpu

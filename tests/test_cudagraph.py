@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from typing import Any
 
 import numpy
@@ -177,22 +176,6 @@ def test_what_cannot_be_copied_in_is_refused(device: str) -> None:
         zoo.cuda_graph(lambda x: x, (torch.eye(2, device=device).to_sparse(),))
     with pytest.raises(ValueError, match="warmup is 1"):
         zoo.cuda_graph(torch.relu, (torch.ones(2),), warmup=1)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"args": torch.ones(2)}, "args is a Tensor, expected a tuple of arguments"),
-        ({"static": "input"}, "static is 'input', expected positions or names in a tuple"),
-        ({"buckets": [(torch.ones(3),)]}, "bucket 0 is no pair of arguments and keyword arguments"),
-        ({"buckets": [((torch.ones(3),), {}), (torch.ones(4), torch.ones(4))]}, "bucket 1 is no pair"),
-    ],
-)
-def test_arguments_of_another_form_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(TypeError, match=re.escape(said)):
-        zoo.cuda_graph(torch.relu, **{"args": (torch.ones(2),), **options})
-    with pytest.raises(TypeError, match="fn is a int"):
-        zoo.cuda_graph(3)  # type: ignore[arg-type]
 
 
 def _moved(model: nn.Module) -> None:
@@ -392,12 +375,3 @@ def test_each_type_of_a_constant_has_its_bucket(device: str, other: Any) -> None
     assert [step(x, way).tolist() for way in (1, True)] == [[1.0, 1.0], [-1.0, -1.0]]
     with pytest.raises(ValueError, match="no bucket for float32"):
         step(x, other)
-
-
-def test_a_bucket_is_not_added_once_weights_have_moved() -> None:
-    model = Stack().eval()
-    with torch.no_grad():
-        step = zoo.cuda_graph(model, (torch.randn(2, 4),))
-        model.stem.weight = nn.Parameter(model.stem.weight.clone())
-        with pytest.raises(RuntimeError, match=r"stem\.weight was moved or replaced"):
-            step.add_bucket((torch.randn(3, 4),))

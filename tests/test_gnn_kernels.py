@@ -360,35 +360,6 @@ def test_kernels_in_an_outer_cuda_graph(name: str) -> None:
 
 
 @pytest.mark.gpu
-def test_attention_dropout_is_drawn_anew_at_each_replay() -> None:
-    model = zoo.create("gat-debug", dropout=0.5).cuda().train()
-    x, edge_index = (tensor.cuda() for tensor in zoo.example_inputs(model).values())
-    graph = model.layers[0].conv
-    with torch.no_grad():
-        prepared = model.prepare(edge_index, num_nodes=64)
-        step = zoo.cuda_graph(graph, (x, prepared), static=(1,))
-        assert not torch.equal(step(x, prepared), step(x, prepared))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("kind", ["uniform", "hub"])
-def test_compiled_training_on_a_gpu(name: str, kind: str) -> None:
-    model = zoo.create(name).cuda().train()
-    graph = model.prepare(big_graph(kind))
-    x = torch.randn(NODES, model.config.in_channels, device="cuda")
-    results = []
-    for compiled in (False, True):
-        if compiled:
-            zoo.compile_regions(model)
-        with zoo.enforce_budget(model) if compiled else torch.enable_grad():
-            out = model(x, graph)
-            results.append([out, *torch.autograd.grad(out.square().mean(), list(model.parameters()))])
-    for eager, fast in zip(*results, strict=True):
-        assert (fast - eager).norm() < 1e-3 * eager.norm()
-
-
-@pytest.mark.gpu
 def test_attention_never_holds_a_row_of_features_an_edge() -> None:
     graph = big_graph().tensors
     heads, channels = 8, 32

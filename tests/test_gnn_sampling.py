@@ -110,16 +110,6 @@ def test_any_batch_can_be_had_alone_and_in_any_bucket():
         sampler.padded_to(Bucket(1, ((1, 1), (1, 1))))
 
 
-def test_a_bucket_too_small_for_one_seed_can_be_compiled_all_the_same():
-    sampler = NeighborSampler(graph(), fanouts=(4, 3), batch_size=8, num_nodes=NODES, buckets=[(8, 1), (NODES, 3000)])
-    small, _ = sampler.buckets
-    batch = sampler.padded_to(small)
-    assert shapes_of(batch) == small.layers and not len(sampler.edges_of(batch)[0])
-    x = torch.randn(NODES, 6)
-    alone = model()(x[batch.seeds[:1]], torch.zeros(2, 0, dtype=torch.int64))
-    torch.testing.assert_close(model()(x[batch.nodes], batch.graphs)[:1], alone)
-
-
 def test_the_random_state_of_the_caller_is_left_alone():
     torch.manual_seed(5)
     expected = torch.rand(3)
@@ -268,23 +258,6 @@ def test_norms_never_count_padding(options: dict[str, Any], dtype: torch.dtype, 
         torch.testing.assert_close(found, expected, rtol=exactly, atol=exactly)
 
 
-@pytest.mark.parametrize("options", NORMS, ids=str)
-def test_norms_of_a_single_node_are_finite(options: dict[str, Any]):
-    net = model(**options)
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.fill_(0.5)  # all of a row alike, without a deviation
-    alone, few = torch.tensor([3]), torch.tensor([[0, 1], [1, 0]])
-    sampler = NeighborSampler(few, fanouts=(2, 2), batch_size=8, num_nodes=4, seeds=alone)
-    batch = sampler.batch(0, 0)
-    before = [buffer.clone() for buffer in net.buffers()]
-    output = net(torch.ones(len(batch.nodes), 6), batch.graphs)[0]
-    gradients = torch.autograd.grad(output.sum(), list(net.parameters()))
-    assert all(tensor.isfinite().all() for tensor in (output, *gradients, *net.buffers()))
-    if options.get("norm_kwargs", {}).get("allow_single_element"):
-        torch.testing.assert_close(list(net.buffers()), before, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("options", [{"norm": "batch"}, {"norm": "layer"}], ids=str)
 def test_norms_over_nodes_add_no_graph_and_train_in_a_captured_step(options: dict[str, Any]):
     torch.manual_seed(0)
@@ -349,22 +322,6 @@ def test_threads_that_sample_take_no_cores_from_each_other():
             assert [torch.get_num_threads(), other.submit(torch.get_num_threads).result()] == [3, 3]
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.mark.gpu
-def test_a_captured_step_learns_from_batches_of_the_gpu():
-    net = model().train().cuda()
-    x, y = torch.randn(NODES, 6, device="cuda"), torch.arange(NODES, device="cuda") % 3
-    x[:, :3] += 2 * F.one_hot(y, 3)
-    sampler = NeighborSampler(graph(), fanouts=(4, 3), batch_size=16, num_nodes=NODES, device="cuda")
-
-    def loss(net: GraphSAGE, batch: SampledBatch) -> Tensor:
-        return F.cross_entropy(net(x[batch.nodes], batch.graphs)[:16], batch.labels(y))
-
-    rate = torch.tensor(3e-2, device="cuda")
-    step = TrainingStep(net, loss, torch.optim.AdamW(net.parameters(), lr=rate, fused=True, capturable=True))
-    losses = [step(batch).item() for epoch in range(8) for batch in sampler.epoch(epoch)]
-    assert step.captured and sum(losses[-13:]) < 0.6 * sum(losses[:13])
 
 
 def test_a_batch_that_came_through_torchs_loader_moves_as_a_whole():

@@ -106,28 +106,6 @@ def test_as_a_command(folder: Path) -> None:
     assert done.stdout == words(answer(folder, [5], max_new_tokens=5))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--prompt", ""], "row 0 of tokens is empty"),
-        (["--prompt", "w1", "--temperature", "-1"], "temperature is -1"),
-        (["--prompt", "w1", "--max-new-tokens", "0"], "max_new_tokens is 0"),
-        (
-            ["--prompt", "w1", "--max-new-tokens", "600"],
-            "row 0 has 1 tokens and max_new_tokens is 600, but the cache has 512",
-        ),
-    ],
-)
-def test_errors_are_one_line(
-    folder: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        chat.main([str(folder), "--device", "cpu", "--no-compile", *options])
-    assert exit_.value.code == 2
-    err = capsys.readouterr().err
-    assert message in err and err.count("\n") == 1
-
-
 def test_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         chat.main(["no/where/at/all"])

@@ -140,16 +140,6 @@ def test_kernels_of_a_step_overlap_where_their_graph_runs_as_it_is(monkeypatch: 
             assert step(torch.zeros(1)).item() == (1 if runs else -1)
 
 
-def test_a_step_of_many_rows_is_one_graph_of_kernels_and_products(gpu: Any, monkeypatch: Any) -> None:
-    model, x = small(MOST_ROWS + 1, 1)
-    positions = torch.arange(MOST_ROWS + 1)[:, None]
-    cache = model.make_cache(len(x), 8).layers[0]
-    with torch.inference_mode():
-        (layer,) = traced(monkeypatch, model.layers[0], x, model.rotary(positions), None, positions, cache)
-    for name, count in (("aten.mm.default", 3), ("aten.addmm.default", 1), (KERNEL, 5)):
-        assert layer.count(name) == count
-
-
 def decode(model: LLM, tokens: Tensor) -> Tensor:
     """Logits of the last four of eight tokens, one at a time, over a cache that a prompt and its end filled."""
     cache = model.make_cache(tokens.shape[0], 16)

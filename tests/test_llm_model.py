@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils.checkpoint import checkpoint
 
 import zoo
 from tests.blocks import graphs_of
@@ -177,22 +176,3 @@ def test_a_models_product_has_the_logits_and_their_gradients(tie: bool, regions:
     F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
     for (name, found), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad, rtol=1e-4, atol=1e-6, msg=name)
-
-
-@pytest.mark.parametrize("tie", [True, False])
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_models_product_in_a_checkpoint(reentrant: bool, tie: bool) -> None:
-    ours, theirs = (language_model(tie_word_embeddings=tie) for _ in range(2))
-    ids = torch.randint(ours.config.vocab_size, (2, 9))
-
-    def product(one: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ours.output_product(ids)
-        return x * one, weight
-
-    one = torch.ones((), requires_grad=True)
-    x, weight = checkpoint(product, one, use_reentrant=reentrant)
-    F.linear(x, weight).square().sum().backward()
-    theirs(ids).square().sum().backward()
-    for (name, found), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        assert found.is_leaf
-        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-3, atol=1e-3, msg=name)

@@ -143,21 +143,6 @@ def test_what_a_loaded_state_brings_is_looked_at_before_the_next_capture(
     assert step.captured
 
 
-@pytest.mark.gpu
-def test_a_learning_rate_that_was_loaded_to_the_cpu_is_not_baked_in(tmp_path: Path) -> None:
-    step, _ = make("cuda")
-    batches = draw(10, device="cuda")
-    for batch in batches[:5]:
-        step(batch)
-    assert step.captured
-    torch.save(step.optimizer.state_dict(), tmp_path / "optimizer.pt")
-    step.optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt", map_location="cpu"))
-    with pytest.warns(TrainingWarning, match="is on the CPU and would be baked in"):
-        for batch in batches[5:]:
-            step(batch)
-    assert not step.captured
-
-
 def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path):
     step, schedule = make()
     step(draw(1)[0])

@@ -540,21 +540,6 @@ def test_a_captured_step_refuses_what_changed_since(name: str):
     assert torch.equal(model[0].weight, before) == (name in ("frozen", "replaced"))
 
 
-@pytest.mark.parametrize(("kind", "option"), [("adamw", "betas"), ("sgd", "momentum")])
-def test_a_schedule_that_cycles_the_momentum_is_told_not_to(kind: str, option: str):
-    model = build()
-    optimizer = optimizer_of(model, kind)
-    optimizer.param_groups[0]["lr"] = torch.tensor(1e-2)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
-    step = TrainingStep(model, loss_of, optimizer, cuda_graph=True)
-    batches = draw(5)
-    for batch in batches[:4]:
-        step(batch)
-        schedule.step()
-    with pytest.raises(RuntimeError, match=rf"{option} of parameter group 0 was .*cycle_momentum=False"):
-        step(batches[4])
-
-
 @pytest.mark.parametrize("captures", [False, True], ids=["uncaptured", "captured"])
 def test_what_is_unfrozen_later_begins_with_a_momentum_of_its_own(device: str, captures: bool):
     batches = draw(12, device=device)

@@ -194,14 +194,6 @@ def _fields(model: UNet) -> dict[str, Any]:
     return {name: getattr(model.config, name) for name in model.config.__dataclass_fields__}
 
 
-def test_a_strength_for_merged_weights_is_refused(tmp_path: Path) -> None:
-    pipe = pipeline("sd", tmp_path)
-    pipe.unet = zoo.from_upstream(pipe.unet)
-    images(pipe, cross_attention_kwargs={"scale": 1.0})
-    with pytest.raises(ValueError, match=r"cross_attention_kwargs has scale=0\.5.*merge LoRA weights"):
-        images(pipe, cross_attention_kwargs={"scale": 0.5})
-
-
 # --- folders ---
 
 

@@ -232,30 +232,6 @@ def test_an_unaligned_parameter_is_updated_alone_or_by_torch(monkeypatch: pytest
     assert held[0] == 0
 
 
-def test_parameters_of_several_dtypes_are_updated_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updates, "LARGE", 1000)
-    monkeypatch.setattr(updates, "SMALLEST", 1000)
-    ours, theirs = alike(*SAME[:5], dtype=torch.bfloat16)
-    mine, torchs = AdamW(ours, lr=1e-2), torch.optim.AdamW(theirs, lr=1e-2, fused=True)
-    for params, optimizer in ((ours, mine), (theirs, torchs)):
-        steps(optimizer, params, 2)
-    sizes = counted(monkeypatch)
-    for each in (ours[1], ours[3], ours[4]):
-        state = mine.state[each]
-        state["exp_avg"], state["exp_avg_sq"] = state["exp_avg"].float(), state["exp_avg_sq"].float()
-    mine.state[ours[4]]["exp_avg_sq"] = mine.state[ours[4]]["exp_avg_sq"].half()
-    for params, optimizer in ((ours, mine), (theirs, torchs)):
-        steps(optimizer, params, 2, seed=1)
-    assert sizes == [[48, 48], [48]] * 2
-    for found, expected in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
-    # Among those that are large, not with them either.
-    monkeypatch.setattr(updates, "LARGE", 1)
-    monkeypatch.setattr(updates, "SMALLEST", 1)
-    steps(mine, ours, 1)
-    assert sizes[4:] == [[48, 48], [48, 48], [48]]
-
-
 @pytest.mark.parametrize("rate", [1, 1e-2, None], ids=["whole number", "number", "tensor"])
 def test_counts_of_one_launch_differ_and_a_skipped_step_is_none(
     rate: float | None, monkeypatch: pytest.MonkeyPatch

@@ -268,19 +268,3 @@ def test_gradients_of_many_chunks_and_of_none(monkeypatch: pytest.MonkeyPatch) -
     stats = torch.zeros(0, 2, 2, device=DEVICE)
     empty = kernels.group_norm_backward(grad[:0], x[:0], None, weight, bias, stats, None, 20, True)
     assert empty[0].shape == (0, 20, 35, 16) and not empty[3].any() and not empty[4].any()
-
-
-def test_a_gradient_takes_three_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[tuple[str, dict[str, Any]]] = []
-    for name in ("_sums", "_finish", "_gradients"):
-        monkeypatch.setattr(kernels, name, Recorder(launched, name))
-    plans = set()
-    for size in (10, 20, 30, 40, 60, 80):
-        x, weight = values(1, 32 * size, 2, 2), values(32 * size)
-        launched.clear()
-        gradients_of = (x.expand(2, -1, -1, -1), x.expand(2, -1, -1, -1), weight, weight, None)
-        gradients(*gradients_of, shift=None, groups=32, first=32 * size, silu=True)
-        assert [name for name, _ in launched] == ["_sums", "_finish", "_gradients"]
-        plans.update((name, *constants.items()) for name, constants in launched)
-    # One compilation of each for all widths of the models.
-    assert len(plans) == 3
