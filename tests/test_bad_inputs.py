@@ -10,6 +10,7 @@ import unet_reference as reference
 from torch import Tensor
 
 import zoo
+from zoo import validate
 from zoo.gnn import GNNLayer
 from zoo.unet import TextKeysValues, TimeShifts
 
@@ -189,3 +190,30 @@ def test_a_further_time_condition_that_does_not_fit() -> None:
         model(**inputs, timestep_cond=torch.zeros(2, 7))
     with pytest.raises(ValueError, match=r"timesteps has shape \[2, 3\], expected \[B\] or \[steps, 1\]"):
         model.time_shifts(torch.zeros(2, 3))
+
+
+PAIR = torch.zeros(2, 3)
+
+
+def test_autocast_takes_other_dtypes_but_float64() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        validate.tensor("x", PAIR.half(), kinds="floating", like=PAIR)
+        with pytest.raises(TypeError, match="torch.float64"):
+            validate.tensor("x", PAIR.double(), kinds="floating", like=PAIR)
+
+
+def test_ranges_are_read_on_the_host_alone() -> None:
+    ids = torch.tensor([[0, 5]])
+    validate.in_range("ids", ids, 6, "vocab_size")
+    validate.in_range("ids", ids.to("meta"), 5, "vocab_size")
+    with pytest.raises(ValueError, match="ids has values from 0 to 5, but vocab_size is 5: pass 0 to 4"):
+        validate.in_range("ids", ids, 5, "vocab_size")
+
+
+def test_a_compiled_model_checks_while_it_is_traced() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        validate.tensor("x", x, "B T | N", kinds="floating", like=x, sizes={"B": 2})
+        return x + 1
+
+    compiled = torch.compile(step, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(PAIR), PAIR + 1)

@@ -22,6 +22,7 @@ from benchmarks.compiler import (
 )
 from benchmarks.machine import Monitor, device_facts, free_memory, row
 from benchmarks.record import Store
+from benchmarks.timing import measure_peaks
 
 
 class Layer(nn.Module):
@@ -168,6 +169,14 @@ def test_without_a_driver_a_monitor_knows_nothing(monkeypatch: pytest.MonkeyPatc
     monitor = Monitor()
     assert (monitor.sm_clock(), monitor.power(), monitor.memory(), monitor.driver()) == (None,) * 4
     assert free_memory("cuda", monitor) is None and free_memory("cpu", monitor) > 1 << 20
+
+
+def test_peaks_are_of_a_plausible_size():
+    peaks = measure_peaks("cpu", ["float32"], quick=True)
+    assert 1e8 < peaks["copy_bandwidth"] < 1e13
+    assert 1e8 < peaks["read_bandwidth"] < 1e13
+    assert 1e8 < peaks["matmul_flops"]["float32"] < 1e15
+    assert peaks["float32_matmul_precision"] == torch.get_float32_matmul_precision()
 
 
 @pytest.mark.gpu

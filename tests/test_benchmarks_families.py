@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -258,18 +257,6 @@ def test_images_and_weights_are_channels_last(model: str, impl: str):
     call(prepared)
     assert len(seen) > len(convolutions)
     assert all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in seen)
-
-
-@pytest.mark.parametrize(("model", "input"), [("resnet18", "2x32"), ("resnet50", "2x32"), ("unet-debug", "2x8x8")])
-def test_activations_stay_in_the_range_of_half_precision(model: str, input: str):
-    prepared = prepare(Case(family=re.split(r"[-\d]", model)[0], model=model, input=input, impl="upstream"))
-    seen: list[torch.Tensor] = []
-    for module in prepared.model.modules():
-        if not list(module.children()):
-            module.register_forward_hook(lambda _, __, output: seen.append(output))
-    call(prepared)
-    assert len(seen) > 40
-    assert all(tensor.std() > 0.02 and tensor.abs().max() < 1000 for tensor in seen)
 
 
 # --- compiled ---
@@ -540,24 +527,3 @@ def test_memory_of_training_holds_what_autograd_keeps(model: str, input: str, im
     given = READY_BATCHES * sum(leaf.nbytes for leaf in tree_leaves(batch))
     estimated = workload.running_bytes(twice) - workload.running_bytes(of_a_gpu) - given * (case.family != "bert")
     assert 0.8 < found / estimated < 1.05
-
-
-SIZES: list[tuple[str, str, str, dict[str, int], tuple[int | None, str | None]]] = [
-    ("bert-debug", "2x32", "train", {"batch": 2, "length": 32, "tokens": 64}, (64, "tokens")),
-    ("llm-debug", "decode-1x64", "inference", {"batch": 1, "slots": 64, "layers": 3, "width": 64}, (1, "tokens")),
-    ("resnet-debug", "2x32", "inference", {"batch": 2, "pixels": 32, "blocks": 6, "classes": 10}, (2, "images")),
-    ("resnet-debug", "4x32", "train", {"batch": 4, "pixels": 32}, (4, "images")),
-    ("unet-debug", "2x8x8", "inference", {"batch": 2, "pixels": 8, "tokens": 77, "blocks": 11}, (None, None)),
-    ("unet-debug", "2x8x8", "train", {"batch": 2, "pixels": 8}, (2, "images")),
-    ("unet-debug", "loop-3x8x8", "inference", {"images": 1, "steps": 3, "pixels": 8}, (1, "images")),
-]
-
-
-@pytest.mark.parametrize(("model", "input", "workload", "sizes", "work"), SIZES)
-def test_sizes_that_a_reader_is_told(
-    model: str, input: str, workload: str, sizes: dict[str, int], work: tuple[int | None, str | None]
-):
-    family = model.partition("-")[0]
-    prepared = prepare(Case(family=family, model=model, input=input, workload=workload))
-    assert sizes.items() <= prepared.sizes.items() and (prepared.count, prepared.unit) == work
-    assert prepared.sizes["parameters"] == sum(parameter.numel() for parameter in prepared.model.parameters())

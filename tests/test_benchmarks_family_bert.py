@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 import zoo
 from benchmarks.families import Prepared, bert_arms, bert_train
-from benchmarks.families.bert_train import LABELS, Task, task
+from benchmarks.families.bert_train import LABELS, Task
 from benchmarks.plan import IMPLEMENTATIONS, Case
 from benchmarks.training import Trainer
 from benchmarks.worker import Handler
@@ -73,20 +73,6 @@ def test_labels_can_be_learnt_from_words():
         losses.append(float(loss.detach()))
     assert sum(losses[-5:]) / 5 < 0.5 < 1.2 < losses[0]
     assert set(training.batch(0)["labels"].tolist()) <= set(range(LABELS))
-
-
-def test_an_epoch_s_texts_have_lengths_of_their_own():
-    config, asked = bert_train.config_of("bert-base"), task("epoch-32x512")
-    assert asked == Task(rows=32, length=512, epoch=True)
-    texts = [bert_train.draw(config, asked, seed=seed) for seed in range(40)]
-    for each in texts:
-        assert each.input_ids.shape == each.attention_mask.shape == (32, max(each.lengths))
-        assert bool((each.input_ids[each.attention_mask == 0] == 0).all())
-        assert bool((each.input_ids[each.attention_mask == 1] > 0).all())
-    assert len({each.input_ids.shape for each in texts}) > 20
-    filled = sum(sum(each.lengths) for each in texts) / sum(each.input_ids.numel() for each in texts)
-    assert 0.35 < filled < 0.45
-    assert bert_train.draw(config, asked, seed=0, longest=True).input_ids.shape == (32, 512)
 
 
 def test_every_arm_is_given_the_same_texts():

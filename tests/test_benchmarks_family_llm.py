@@ -11,6 +11,7 @@ import torch
 from benchmarks.families import Prepared, llm_arms, llm_steps, llm_train
 from benchmarks.families.llm import WORKLOAD
 from benchmarks.plan import IMPLEMENTATIONS, Case
+from benchmarks.training import Trainer
 from tests import workloads
 from tests.workloads import call, error, first_call
 from zoo.llm.config import PRESETS
@@ -113,25 +114,17 @@ def test_reset_makes_the_next_call_the_first_again(impl: str):
     assert torch.equal(call(prepared), second)
 
 
-@pytest.mark.parametrize("length", [4, 20, 64, 1024])
-def test_positions_meet_the_upper_half_evenly(length: int):
-    task = llm_steps.Task(kind="decode", batch=2, length=length)
-    step = llm_steps.Step(task, torch.zeros(2, 1, dtype=torch.int64))
-    step.reset()
-    met = []
-    for _ in range(2 * (length - length // 2)):
-        met.append(int(step.positions[0]))
-        step.move_on(task.stride)
-    half = length - length // 2
-    assert sorted(met[:half]) == list(range(length // 2, length)) and met[half:] == met[:half]
-    assert sum(met[:half]) / half + 1 == task.seen
-    if length >= 64:
-        for start in range(half):
-            some = [met[(start + index) % half] for index in range(8)]
-            assert abs(sum(some) / 8 + 1 - task.seen) < 0.07 * length
-
-
 # Training
+
+
+def test_long_rows_are_checked_by_two_steps(monkeypatch: pytest.MonkeyPatch):
+    assert workloads.prepare(CASE).training.checked == 6
+    monkeypatch.setattr(llm_train, "_LONG", 15)
+    prepared = workloads.prepare(CASE)
+    arm = Trainer(CASE, prepared)
+    losses = arm.losses(arm.eager())
+    assert len(losses) == 2
+    torch.testing.assert_close(losses, prepared.reference(), rtol=1e-4, atol=0)
 
 
 def test_the_loss_in_parts_is_the_library_s(monkeypatch: pytest.MonkeyPatch):

@@ -219,17 +219,6 @@ def test_lines_say_what_runs_how_far_and_how_long(now: list[float]):
     assert all(len(line) <= 80 for line in lines) and all(line.endswith("left") for line in lines[1:4])
 
 
-def test_the_estimate_follows_the_pace(now: list[float]):
-    progress = Progress(Console(file=io.StringIO()), 1000)
-    assert progress.left(0) == 1000
-    progress.begin("first", 500)
-    now[0] = 1000.0  # twice as long as planned
-    progress.begin("second", 500)
-    assert progress.done == 500 and 900 < progress.left(progress.done) <= 1000
-    progress.begin("third", 0)
-    assert progress.left(progress.done) == 0
-
-
 @pytest.mark.parametrize(("seconds", "text"), [(0, "1 s"), (7, "7 s"), (43, "45 s"), (89, "90 s"), (150, "2 min")])
 def test_durations_for_people(seconds: float, text: str):
     assert words(seconds) == text

@@ -128,19 +128,6 @@ def test_a_dynamic_twin_that_cannot_be_is_left_out_without_a_word_unless_it_was_
     ]
 
 
-def test_where_no_dynamic_arm_is_left_it_is_told_why():
-    cases, refused = expand([CPU], declared, impls=["zoo"], dynamic=True)
-    assert [case.arm for case in cases if not case.control] == ["zoo eager", "zoo full", "zoo regional"]
-    assert set(refused.values()) == {"declared shapes"} and len(refused) == 2
-    # Of one race it need not be told where another has dynamic arms.
-    bases = [CPU, replace(CPU, input="cora")]
-    cases, refused = expand(bases, lambda c: declared(c) if c.input == "cora" else None, impls=["zoo"], dynamic=True)
-    assert {case.input for case in cases if case.dynamic} == {"karate"} and refused == {}
-    # What holds for both is said once, of the static arm.
-    _, refused = expand([CPU], lambda case: "no", impls=["zoo"], strategies=["full"], dynamic=True)
-    assert [key.rpartition(" / ")[2] for key in refused] == ["zoo full"]
-
-
 @pytest.mark.parametrize(
     ("fields", "word"),
     [

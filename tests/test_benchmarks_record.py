@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.plan import Case
 from benchmarks.promote import main, promote
 from benchmarks.record import RESULTS, Check, Kernel, Result, Rows, Store, device_name, load
 from tests.rows import ENVIRONMENT, failure, race, row, write
@@ -59,6 +60,15 @@ def test_append_after_a_row_cut_short_spoils_nothing(tmp_path: Path, keep: int) 
     store.append(row(3.0, model="sage").to_json())
     assert [result.case.model for result in store.results()] == ["gcn", "sage"]
     assert path.read_bytes().startswith(whole) and path.read_bytes().count(b"\n") == 3
+
+
+def test_append_after_a_whole_row_without_its_line_end_keeps_it(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [row(1.0)])
+    path.write_bytes(path.read_bytes().rstrip(b"\n"))
+    store = Store(path)
+    assert len(store.results()) == 1
+    store.append(row(3.0, model="sage").to_json())
+    assert [result.case.model for result in store.results()] == ["gcn", "sage"]
 
 
 def test_a_broken_line_inside_names_file_and_line(tmp_path: Path) -> None:
@@ -116,6 +126,11 @@ def test_nan_written_by_other_hands_is_an_error(tmp_path: Path) -> None:
     path.write_text('{"kind": "environment", "id": "e1", "clock": NaN}\n')
     with pytest.raises(ValueError, match="NaN is not JSON"):
         list(Store(path).rows())
+
+
+def test_a_failure_needs_its_reason() -> None:
+    with pytest.raises(ValueError, match="needs a reason"):
+        Result(case=Case(family="gnn", model="gcn", input="cora"), status="timeout")
 
 
 def test_load_reads_folders_and_keeps_environments_apart(tmp_path: Path) -> None:

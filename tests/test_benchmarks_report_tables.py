@@ -3,7 +3,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,9 +13,7 @@ from benchmarks.plan import arms_of
 from benchmarks.record import Kernel, Result, Rows, Steady
 from benchmarks.report import (
     cells,
-    charts,
     docs,
-    front,
     selection,
     tables,
     terminal,
@@ -316,23 +314,6 @@ def test_terminal_of_odd_rows() -> None:
 # Markdown
 
 
-def test_reasons_that_differ_in_numbers_alone_are_one_line_with_their_count() -> None:
-    results = [row(strategy="full", graphs=4), row(impl="upstream")]
-    results[0].cold.recompiles = [
-        "0/1: tensor 'x' size mismatch at index 0. expected 8, actual 16",
-        "0/2: tensor 'x' size mismatch at index 0. expected 16, actual 32",
-        "0/1: ___check_obj_id(module, 0x7f12ab) of layer 3",
-        "0/1: tensor 'x' dtype mismatch",
-        "0/1: tensor 'x' dtype mismatch",
-    ]
-    assert cells.troubles(_arm(shown_race(results), "zoo full")) == [
-        "zoo full: 2× recompile: 0/1: tensor 'x' size mismatch at index 0. expected 8, actual 16 "
-        "(and the like with other numbers)",
-        "zoo full: recompile: 0/1: ___check_obj_id(module, 0x7f12ab) of layer 3",
-        "zoo full: 2× recompile: 0/1: tensor 'x' dtype mismatch",
-    ]
-
-
 def test_pipes_are_escaped() -> None:
     assert tables.markdown(["a", "b"], [["x|y", "1"]]).splitlines()[-1] == r"| x\|y | 1 |"
 
@@ -386,9 +367,6 @@ def test_merged_commands_are_ones_that_the_harness_takes() -> None:
 # compared with the committed rows in test_docs_tables.py.
 
 
-OURS = "zoo regional + CUDA graph"
-
-
 def _table(text: str, results: list[Result]) -> str:
     return make_table(Spec.parse(text), Rows(results, ENVIRONMENTS))
 
@@ -412,13 +390,6 @@ def test_a_wrong_output_is_a_worse_row_than_a_slow_one_and_is_said_to_be() -> No
     results = [*race(), *race({"zoo regional + CUDA graph": 20.0}, input="arxiv")]
     next(r for r in results if r.case.arm == "zoo regional" and r.case.input == "cora").check.error = 3e-3
     assert re.search(r"races: gcn, cora, zoo regional: .* faster, with a wrong", _table("headline family=gnn", results))
-
-
-def _with_cold(results: list[Result], seconds: Mapping[str, float | None]) -> list[Result]:
-    for result in results:
-        if result.case.arm in seconds:
-            result.cold.seconds = seconds[result.case.arm]
-    return results
 
 
 def test_newest_torch_is_shown_and_two_gpus_need_a_choice() -> None:
@@ -497,17 +468,3 @@ def test_broken_markers_name_their_line(text: str, said: str) -> None:
 
 
 # --- training ---
-
-
-def test_the_picture_draws_a_point_for_each_arm_and_skips_a_model_without_ours() -> None:
-    llama = race(family="llm", model="llama-3.2-1b", input="decode-1x1024", dtype="bfloat16")
-    shown = races([*race(input="arxiv"), *_with_cold(llama, {OURS: None})], ENVIRONMENTS)
-    drawn = front.picture(shown)
-    assert ">GCN</text>" in drawn and "Llama" not in drawn and "ours 1.42 s, 0.049" in drawn
-    colours = [colour for _, colour in charts.SERIES]
-    assert all(drawn.count(f"fill: {colour}") == 2 for colour in colours)  # the arm's and the legend's
-    assert front.picture(shown) == drawn == front.picture(shown, drawn)
-    by_other_matplotlib = drawn.replace("\n", " ")
-    assert front.picture(shown, by_other_matplotlib) == by_other_matplotlib
-    measured_again = front.picture(races(race({OURS: 2.0}, input="arxiv"), ENVIRONMENTS), drawn)
-    assert measured_again != drawn and "GCN" not in front.picture([])

@@ -20,6 +20,8 @@ from benchmarks.startup import (
     ArmRun,
     Job,
     Settings,
+    estimate,
+    estimate_race,
     jobs_before_the_race,
     measure_compilation,
     prepare_race,
@@ -39,6 +41,14 @@ def test_compiled_arms_have_two_processes_before_the_race(settings: Settings):
     assert jobs_before_the_race(arms, settings) == [Job(arms[1], COLD), Job(arms[1], FIRST_RESULT)]
     for option in ("quick", "steady_only"):
         assert jobs_before_the_race(arms, replace(settings, **{option: True})) == []
+
+
+def test_estimates_grow_with_what_is_asked_for(settings: Settings):
+    cases = [EAGER, CASE]
+    whole = estimate_race(cases, settings)
+    assert estimate_race(cases, replace(settings, quick=True)) < whole
+    assert estimate_race(cases, replace(settings, rounds=3 * settings.rounds)) > whole
+    assert estimate(Job(ArmRun(case=cases[0], folder=settings.scratch), RACE)) > 0
 
 
 @pytest.mark.slow

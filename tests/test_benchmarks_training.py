@@ -75,6 +75,11 @@ def test_our_step_and_the_plain_loop_take_the_same_steps(impl: str):
     torch.testing.assert_close(arm.losses(arm.eager()), losses, rtol=0, atol=0)
 
 
+def test_one_step_is_no_check():
+    with pytest.raises(ValueError, match="checked is 1; the first loss says nothing of gradients, so it is 2 or more"):
+        Training(loss=lambda model, batch: model(batch), batch=lambda index: index, learning_rate=1e-3, checked=1)
+
+
 @pytest.mark.gpu
 def test_a_captured_arm_takes_the_same_steps():
     case = replace(CASE, device="cuda", cuda_graph=True)
@@ -136,6 +141,12 @@ def test_a_curve_that_no_row_could_hold_is_a_failure_that_names_its_step():
     arm.trainer._optimizer.param_groups[0]["lr"] = 1e30
     with pytest.raises(ValueError, match="the loss of step [23] of 9 is (nan|inf)"):
         arm.curve(steps=9)
+
+
+def test_a_round_is_declared_with_a_loader_and_not_without():
+    for options in ({"loader": list}, {"round": 3}, {"loader": list, "round": 0}):
+        with pytest.raises(ValueError, match="with a loader it is a number of steps, without one None"):
+            Training(loss=max, batch=abs, learning_rate=1.0, **options)
 
 
 @pytest.mark.slow

@@ -76,11 +76,21 @@ def test_a_compiled_arm_from_start_to_kernels(tmp_path: Path, impl: str, strateg
 START, FIRST = {"op": "start_up", "folder": None}, {"op": "first_call"}
 
 
+def test_first_result_counts_everything_from_nothing():
+    assert told(replace(CASE, cuda_graph=True), {"op": "first_result"})["first_result"]["seconds"] > 0
+
+
 @pytest.mark.slow
 def test_a_graph_break_and_its_reason_are_reported(tmp_path: Path):
     case = replace(CASE, model="print", strategy="full")
     (reason, *_) = told(case, {"op": "start_up", "folder": str(tmp_path)}, FIRST)["first_call"]["breaks"]
     assert "misbehave" in reason and len(reason) <= 400
+
+
+def test_arms_share_one_reference(tmp_path: Path):
+    path = tmp_path / "reference.pt"
+    torch.save({"output": torch.zeros(16 * 8, dtype=torch.float64) + 1, "dtype": "float64"}, path)
+    assert told(EAGER, START, FIRST, {"op": "check", "reference": str(path)})["check"]["error"] > 0.1
 
 
 def test_an_output_that_is_not_finite_is_a_failure(tmp_path: Path):
@@ -94,6 +104,11 @@ def test_a_complex_output_is_compared_with_its_imaginary_part():
     assert _relative_error(expected.to(torch.complex64), expected, "the output") < 1e-7
     assert _relative_error(expected.conj(), expected, "the output") == pytest.approx(8 / 5)
     assert _relative_error(expected.real.float(), expected, "the output") == pytest.approx(4 / 5)
+
+
+def test_a_reference_of_another_size_is_an_error():
+    with pytest.raises(ValueError, match="4 values, the reference 3"):
+        _relative_error(torch.zeros(4), torch.zeros(3), "the output")
 
 
 def test_out_of_memory_is_found_behind_the_compilers_own_exception():

@@ -189,13 +189,3 @@ def test_warm_up_counts_its_own_models_graphs_alone() -> None:
     with torch.no_grad():
         cost = zoo.warm_up(student, x=torch.randn(2, 4))
     assert {each.region: each.graphs for each in cost.costs} == {"Block": 1}
-
-
-def test_an_inference_tensor_is_another_kind_of_input() -> None:
-    model = zoo.compile_regions(Sequence(Block(4)), regions=[Region(Block, graphs=1)], backend="eager")
-    plain = torch.randn(2, 4)
-    with torch.inference_mode():
-        inference = torch.randn(2, 4)
-    with zoo.enforce_budget(model), torch.no_grad():
-        model(plain)
-        model(inference)

@@ -45,6 +45,12 @@ def test_cuda_graphs_per_region_are_refused(mode: str) -> None:
         zoo.compile_regions(Stack(), options={"triton.cudagraphs": True})
 
 
+def test_compiling_twice_is_refused() -> None:
+    model = compiled(Stack())
+    with pytest.raises(ValueError, match=r"already compiled: blocks\.0, .*zoo\.uncompile"):
+        compiled(model)
+
+
 def test_a_model_without_regions_is_refused() -> None:
     with pytest.raises(ValueError, match="no module class but layers of torch.nn occurs twice with weights"):
         compiled(Sequence(Block(2), Block(4)))

@@ -257,6 +257,7 @@ REFUSED: list[tuple[Make, str]] = [
             ("attention_type", "gated"), ("dual_cross_attention", True),
         ]
     ),
+    (lambda: type("Mine", (UNet2DConditionModel,), {})(**unet.SIZES), "Mine is a subclass"),
     (partial(small_unet, down_block_types=("AttnDownBlock2D", "DownBlock2D")), "block_types has 'AttnDownBlock2D'"),
     (partial(small_unet, up_block_types=("UpBlock2D", "SimpleCrossAttnUpBlock2D")), "has 'SimpleCrossAttnUpBlock2D'"),
     (partial(small_unet, addition_embed_type="text", addition_embed_type_num_heads=4), "addition_embed_type"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from typing import Any
 
 import numpy
@@ -55,16 +56,6 @@ def test_inputs_are_copied_so_a_step_does_not_keep_the_callers_tensor(device: st
     assert torch.equal(x, torch.ones(3, device=device)), "warm-up must not write to the example"
     torch.testing.assert_close(step(x), x + 1)
     assert torch.equal(x, torch.ones(3, device=device))
-
-
-@pytest.mark.parametrize("inference", [(False, True), (True, False)])
-def test_inputs_may_be_inference_tensors_beside_others(device: str, inference: tuple[bool, bool]) -> None:
-    inputs = []
-    for each in inference:
-        with torch.inference_mode(each):
-            inputs.append(torch.randn(3, device=device))
-    step = zoo.cuda_graph(torch.add, tuple(inputs))
-    torch.testing.assert_close(step(inputs[0], inputs[1]), inputs[0] + inputs[1])
 
 
 def test_structures_of_inputs_and_outputs(device: str) -> None:
@@ -176,6 +167,22 @@ def test_what_cannot_be_copied_in_is_refused(device: str) -> None:
         zoo.cuda_graph(lambda x: x, (torch.eye(2, device=device).to_sparse(),))
     with pytest.raises(ValueError, match="warmup is 1"):
         zoo.cuda_graph(torch.relu, (torch.ones(2),), warmup=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"args": torch.ones(2)}, "args is a Tensor, expected a tuple of arguments"),
+        ({"static": "input"}, "static is 'input', expected positions or names in a tuple"),
+        ({"buckets": [(torch.ones(3),)]}, "bucket 0 is no pair of arguments and keyword arguments"),
+        ({"buckets": [((torch.ones(3),), {}), (torch.ones(4), torch.ones(4))]}, "bucket 1 is no pair"),
+    ],
+)
+def test_arguments_of_another_form_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(said)):
+        zoo.cuda_graph(torch.relu, **{"args": (torch.ones(2),), **options})
+    with pytest.raises(TypeError, match="fn is a int"):
+        zoo.cuda_graph(3)  # type: ignore[arg-type]
 
 
 def _moved(model: nn.Module) -> None:

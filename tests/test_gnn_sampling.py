@@ -232,6 +232,18 @@ NORMS: list[dict[str, Any]] = [
 ]
 
 
+def test_graphs_of_another_model_or_another_batch_are_refused():
+    sampler = NeighborSampler(graph(), fanouts=(3, 2), batch_size=8, num_nodes=NODES)
+    batch = sampler.batch(0, 0)
+    x = torch.randn(len(batch.nodes), 6)
+    with pytest.raises(ValueError, match="there are 2 graphs, but 3 layers; sample as many hops"):
+        model(layers=3)(x, batch.graphs)
+    with pytest.raises(ValueError, match="layer 0 is given|x has"):
+        model()(x, batch.graphs[::-1])
+    with pytest.raises(ValueError, match="layer 1 is given"):
+        model()(x, batch.graphs[:1] * 2)
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("options", NORMS, ids=str)

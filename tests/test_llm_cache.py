@@ -101,6 +101,15 @@ def test_a_prompt_from_the_start_is_one_at_those_positions(options: dict[str, An
     torch.testing.assert_close(cache.layers, other.layers)
 
 
+def test_sizes_and_dtypes() -> None:
+    model = zoo.create("llm-debug")
+    cache = model.make_cache(2, 32, dtype=torch.bfloat16)
+    assert (cache.batch, cache.slots, cache.dtype, cache.device.type) == (2, 32, torch.bfloat16, "cpu")
+    assert cache.nbytes == 3 * 2 * 2 * 2 * 32 * 16 * 2
+    assert "3 layers of [2, 2, 2, 32, 16]" in repr(cache)
+    assert zoo.create("llm-debug", dtype=torch.bfloat16).make_cache(1, 8).dtype is torch.bfloat16
+
+
 def test_errors() -> None:
     model, other = zoo.create("llm-debug"), zoo.create("llm-debug", num_hidden_layers=2, num_key_value_heads=1)
     with pytest.raises(ValueError, match="batch is 0"):

@@ -157,9 +157,8 @@ def language_model(**options: Any) -> LLM:
     return zoo.create("llm-debug", **options).train()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tie", [True, False])
-@pytest.mark.parametrize("regions", [True, False])
+@pytest.mark.parametrize("regions", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_models_product_has_the_logits_and_their_gradients(tie: bool, regions: bool) -> None:
     ours, theirs = (language_model(tie_word_embeddings=tie) for _ in range(2))
     ids = torch.randint(ours.config.vocab_size, (2, 9))

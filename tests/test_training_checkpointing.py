@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from blocks import Block, Stack
@@ -92,6 +94,21 @@ def test_blocks_of_every_family_are_checkpointed_whether_regions_or_around_some(
         found.append(([p.grad for p in model.parameters()], {n: b.clone() for n, b in model.named_buffers()}))
         torch.compiler.reset()
     torch.testing.assert_close(found[1], found[0])
+
+
+def test_running_statistics_are_moved_once_and_where_they_are() -> None:
+    model = zoo.create("resnet-debug").train().requires_grad_(True)
+    inputs, reference = zoo.example_inputs(model), copy.deepcopy(model)
+    zoo.compile_regions(model, backend="aot_eager")
+    regions = {type(module) for module in model.modules() if module._compiled_call_impl is not None}
+    assert len(regions) > 2
+    for cls in regions:
+        checkpoint_regions(model, cls, preserve_rng_state=False)
+    before = [buffer.data_ptr() for buffer in model.buffers()]
+    for each in (model, reference):
+        each(**inputs).square().mean().backward()
+    torch.testing.assert_close(dict(model.named_buffers()), dict(reference.named_buffers()))
+    assert [buffer.data_ptr() for buffer in model.buffers()] == before
 
 
 @pytest.mark.slow

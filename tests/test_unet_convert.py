@@ -21,6 +21,21 @@ from zoo.unet.convert import config_of, upstream_config
 # --- conditions ---
 
 
+def test_dropout_is_drawn_where_diffusers_draws_it() -> None:
+    theirs = reference.make("sd", dropout=0.3).train()
+    ours = zoo.from_upstream(theirs)
+    assert ours.training
+    inputs = reference.inputs(theirs)
+    found = []
+    for model in (ours, theirs):
+        torch.manual_seed(3)
+        with torch.no_grad():
+            found.append(model(**inputs).sample)
+    # The layout of memory decides which element gets which draw, so that only the strength can be compared.
+    assert not torch.allclose(found[0], ours.eval()(**inputs).sample)
+    assert 0.5 < float((found[0].std() / found[1].std()).detach()) < 2.0
+
+
 def test_timesteps_in_every_form() -> None:
     theirs = reference.make("sd")
     ours = zoo.from_upstream(theirs)
@@ -47,6 +62,17 @@ def test_masks_of_the_text(case: str, kind: torch.dtype) -> None:
     assert reference.relative_error(found, expected) < 1e-5
     assert reference.relative_error(found, whole) > 1e-3
     assert reference.relative_error(blind, found) < 1e-5
+
+
+def test_masks_of_pixels() -> None:
+    theirs = reference.make("one level")
+    ours = zoo.from_upstream(theirs)
+    inputs = reference.inputs(theirs, height=8, width=6)
+    mask = (torch.arange(48) % 3 != 0).float().expand(2, -1)
+    with torch.no_grad():
+        expected = theirs(**inputs, attention_mask=mask).sample
+        assert reference.relative_error(ours(**inputs, attention_mask=mask).sample, expected) < 1e-5
+        assert reference.relative_error(ours(**inputs).sample, expected) > 1e-3
 
 
 @pytest.mark.parametrize("case", ["sd", "xl", "three levels", "uneven depths"])
