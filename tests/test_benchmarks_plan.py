@@ -23,56 +23,30 @@ def names(base: Case, **options: object) -> list[str]:
 
 GPU_ARMS = ["zoo eager", "zoo full", "zoo regional", "zoo regional + CUDA graph"]
 THEIR_ARMS = ["upstream eager", "upstream full", "upstream regional"]
+CONTROL = "zoo regional + CUDA graph (A/A)"
+DYNAMIC = [f"{impl} {strategy} dynamic" for impl in ("zoo", "upstream") for strategy in ("full", "regional")]
+ONE_DYNAMIC = {"impls": ["zoo"], "strategies": ["full"], "dynamic": True, "only": ["zoo full dynamic"]}
 NAMES: list[tuple[Case, dict[str, Any], list[str]]] = [
     (
-        GPU,
-        {},
-        [
-            *GPU_ARMS,
-            *("upstream eager", "upstream full", "upstream full reduce-overhead", "upstream regional"),
-            "zoo regional + CUDA graph (A/A)",
-        ],
+        GPU, {},
+        [*GPU_ARMS, *THEIR_ARMS[:2], "upstream full reduce-overhead", "upstream regional", CONTROL],
     ),
-    (CPU, {}, ["zoo eager", "zoo full", "zoo regional", *THEIR_ARMS, "zoo regional (A/A)"]),
+    (CPU, {}, [*GPU_ARMS[:3], *THEIR_ARMS, "zoo regional (A/A)"]),
     (
-        GPU,
-        {"impls": ["zoo", "upstream-tuned"], "strategies": ["full", "full+cudagraph"]},
+        GPU, {"impls": ["zoo", "upstream-tuned"], "strategies": ["full", "full+cudagraph"]},
         [
-            *("zoo full", "zoo full + CUDA graph", "upstream-tuned full", "upstream-tuned full + CUDA graph"),
+            "zoo full", "zoo full + CUDA graph", "upstream-tuned full", "upstream-tuned full + CUDA graph",
             "zoo full + CUDA graph (A/A)",
         ],
     ),
     (CPU, {"impls": ["upstream"]}, [*THEIR_ARMS, "upstream regional (A/A)"]),
     (CPU, {"impls": ["zoo"], "strategies": ["eager"]}, ["zoo eager"]),  # one arm alone has no control
-    (
-        GPU,
-        {"impls": ["zoo"], "dynamic": True},
-        [
-            *("zoo eager", "zoo full", "zoo full dynamic", "zoo regional", "zoo regional dynamic"),
-            *("zoo regional + CUDA graph", "zoo regional + CUDA graph (A/A)"),
-        ],
-    ),
-    (
-        CPU,
-        {"dynamic": True, "only": ["*dynamic"]},
-        [
-            *(f"{impl} {strategy} dynamic" for impl in ("zoo", "upstream") for strategy in ("full", "regional")),
-            "zoo regional dynamic (A/A)",
-        ],
-    ),
-    (
-        CPU,
-        {"impls": ["zoo"], "strategies": ["full"], "dynamic": True, "only": ["zoo full dynamic"]},
-        ["zoo full dynamic"],
-    ),
-    (
-        GPU,
-        {"only": ["zoo regional*", "upstream eager"]},
-        ["zoo regional", "zoo regional + CUDA graph", "upstream eager", "zoo regional + CUDA graph (A/A)"],
-    ),
+    (CPU, {"dynamic": True, "only": ["*dynamic"]}, [*DYNAMIC, "zoo regional dynamic (A/A)"]),
+    (CPU, ONE_DYNAMIC, ["zoo full dynamic"]),
+    (GPU, {"only": ["zoo regional*", "upstream eager"]}, [*GPU_ARMS[2:], "upstream eager", CONTROL]),
     (GPU, {"only": ["nothing"]}, []),
     (CPU, {"strategies": ["eager"], "dynamic": True, "only": ["*dynamic"]}, []),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("base", "options", "arms"), NAMES)

@@ -217,6 +217,7 @@ def test_bad_samplers_are_refused(options: dict[str, Any], error: type[Exception
 
 
 TEXT, SIZES = drawn(2, 7, 24), torch.zeros(2, 6)
+CONDITIONS, WIDER = ({"text_embeds": drawn(2, width), "time_ids": SIZES} for width in (12, 13))
 
 
 @pytest.mark.parametrize(
@@ -235,23 +236,13 @@ TEXT, SIZES = drawn(2, 7, 24), torch.zeros(2, 6)
         ("sd", {"schedule": 7}, TypeError, "schedule is a int"),
         ("sd", {"added": {"text_embeds": drawn(2, 12)}}, ValueError, "added has text_embeds, which is not supported"),
         ("xl", {}, ValueError, "negative_added has no 'text_embeds', which this model needs"),
+        ("xl", {"negative_added": CONDITIONS, "added": WIDER}, ValueError, r"is \[2, 12\] on one side, \[2, 13\] on"),
         (
-            "xl",
-            {
-                "negative_added": {"text_embeds": drawn(2, 12), "time_ids": SIZES},
-                "added": {"text_embeds": drawn(2, 13), "time_ids": SIZES},
-            },
-            ValueError,
-            r"text_embeds is \[2, 12\] on one side, \[2, 13\] on the other",
-        ),
-        (
-            "xl",
-            {"guidance_scale": 1.0, "added": {"text_embeds": drawn(2, 12), "time_ids": SIZES, "image_embeds": SIZES}},
-            ValueError,
-            "image_embeds, which is not supported",
+            "xl", {"guidance_scale": 1.0, "added": {**CONDITIONS, "image_embeds": SIZES}},
+            ValueError, "image_embeds, which is not supported",
         ),
     ],
-)
+)  # fmt: skip
 def test_bad_calls_are_refused_before_a_step_runs(
     case: str, options: dict[str, Any], error: type[Exception], words: str
 ) -> None:
