@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-import zoo
 from benchmarks.families import Prepared, bert_arms, bert_train
 from benchmarks.families.bert_train import LABELS, Task
 from benchmarks.plan import IMPLEMENTATIONS, Case
-from benchmarks.training import Trainer
 from benchmarks.worker import Handler
 from tests import workloads
-from tests.blocks import graphs_of
 from zoo.bert import PackedBatch
 from zoo.bert.model import PRESETS
 from zoo.engine.step_buffers import shapes_of
@@ -105,30 +101,6 @@ def test_declared_shapes_are_those_of_the_epoch(monkeypatch: pytest.MonkeyPatch)
         assert shapes_of(pytree.tree_leaves(batch)) in declared
     for impl in ("upstream", "upstream-tuned"):
         assert training_of(input=EPOCH, impl=impl).shapes == ()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("captured", [False, True])
-def test_an_epoch_of_two_hundred_batches_has_the_declared_graphs_and_no_recompile(
-    captured: bool, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setitem(bert_train.EPOCH, "cpu", 200)
-    prepared = prepare(workload="train", input=EPOCH)
-    training = prepared.training
-    trainer = Trainer(case(workload="train", input=EPOCH, strategy="regional"), prepared)
-    model = zoo.compile_regions(prepared.model, backend="aot_eager")
-    with zoo.enforce_budget(model):
-        step = trainer.captured(model) if captured else trainer.compiled(model)
-        for _ in range(trainer.shapes):
-            step()
-        declared = graphs_of(model)
-        size = len(training.shapes)
-        assert declared == {"BertLayer": size}
-        with warnings.catch_warnings(), trainer.timed():
-            warnings.simplefilter("error")  # a shape that is not captured would be said
-            losses = torch.stack([step() for _ in range(200)])
-    assert graphs_of(model) == declared
-    assert losses.isfinite().all() and len(losses.unique()) > 190
 
 
 @pytest.mark.slow

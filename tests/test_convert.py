@@ -53,7 +53,7 @@ RESNETS: dict[str, tuple[type[nn.Module], list[int], dict[str, Any]]] = {
     "frozen": (Bottleneck, [1, 1, 1, 1], {"norm_layer": FrozenBatchNorm2d}),
     "frozen, other eps": (BasicBlock, [1, 1, 1, 1], {"norm_layer": partial(FrozenBatchNorm2d, eps=0.1)}),
 }
-# What test_fuzz_gnn.py does not draw.
+# What test_fuzz.py does not draw.
 GRAPHS: list[tuple[type[nn.Module], dict[str, Any]]] = [
     (pyg.GCN, {"num_layers": 4, "act": "elu", "act_kwargs": {"alpha": 0.7}}),
     # Without a bias and a norm it would write into what the aggregation returned.

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import zoo
-from tests import fake_gpu
 from tests.gnn_reference import attend, edge_attention, edge_max, edge_sum
 from zoo.engine.kernel import Kernel
 from zoo.gnn import CSRGraph, convs
@@ -230,34 +229,6 @@ def test_rows_of_many_nodes_start_at_whole_vectors(name: str, monkeypatch: pytes
 
 
 # --- regions ---
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chunk", [512, 4])
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("gcn-debug", {}), ("gat-debug", {"dropout": 0.5}), ("graphsage-debug", {}), ("graphsage-debug", {"aggr": "max"})],
-    ids=str,
-)
-def test_a_layer_is_one_graph_whose_kernels_the_compiler_sees(
-    name: str, options: dict[str, Any], chunk: int, gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(csr, "EDGES_PER_CHUNK", chunk)
-    model = zoo.create(name, **options).train()
-    graph = model.prepare(zoo.example_inputs(model)["edge_index"], num_nodes=64).tensors
-    assert (graph.split is None) == (chunk == 512)
-    for index, layer in enumerate(model.layers):
-        x = torch.randn(64, model.config.widths()[index][0], requires_grad=index > 0)
-        graphs = fake_gpu.traced(monkeypatch, layer, x, graph)
-        assert len(graphs) == 2, "a forward and its backward"
-        with torch.no_grad():
-            graphs += fake_gpu.traced(monkeypatch, layer, x, graph)
-        assert len(graphs) == 3
-        for place, nodes in enumerate(graphs):
-            launches = [node for node in nodes if "triton_kernel" in node]
-            # At the first layer of a sum before the product no gradient reaches an edge.
-            assert launches or (place == 1 and index == 0)
-            assert not any("zoo" in node or "copy_" in node for node in nodes), "opaque, or an input taken for written"
 
 
 # --- on a GPU ---

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
@@ -23,7 +23,6 @@ from zoo.ops import products
 from zoo.ops.common import to_images, to_rows
 from zoo.ops.conv import operator
 from zoo.ops.products import column_sums, low_add_linear, low_linear, takes_low
-from zoo.weights import keep_channels_last
 
 
 @pytest.fixture
@@ -160,14 +159,6 @@ def test_gradients_pass_and_no_base_is_known():
     assert rows._base is None
     (grad,) = torch.autograd.grad(rows.square().sum(), x)
     torch.testing.assert_close(grad, 2 * x)
-
-
-def test_weights_of_convolutions_are_laid_out():
-    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Linear(8, 8))
-    keep_channels_last(model)
-    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
-    model.load_state_dict({key: tensor.contiguous() for key, tensor in model.state_dict().items()}, assign=True)
-    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
 
 
 class Unreadable:

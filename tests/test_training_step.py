@@ -32,7 +32,7 @@ def train(step: TrainingStep, batches: Any) -> list[float]:
     return [step(batch).item() for batch in batches]
 
 
-# On a CPU test_fuzz_training.py draws them.
+# On a CPU test_fuzz.py draws them.
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "captures"), [("adamw", False), ("adamw", True), ("sgd", True), ("plain", False)])
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
@@ -404,31 +404,6 @@ def test_batches_that_cannot_be_copied_in_are_trained_on_uncaptured(make: Callab
     assert losses == pytest.approx(expected, rel=1e-5)
     assert [warning.filename for warning in caught] == [__file__] and not step.captured
     assert not any(ref() is not None for ref in held)
-
-
-def test_a_shape_whose_capture_fails_leaves_the_others_captured(monkeypatch: pytest.MonkeyPatch):
-    model = build()
-    step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=True)
-    step._must_capture = False
-    (small,), (large,) = (draw(1, rows=rows) for rows in (3, 5))
-    for _ in range(5):
-        step(small)
-    captured = step.captured
-    assert len(captured) == 1
-
-    def add(*arguments: Any, **options: Any) -> None:
-        raise CaptureError("capture failed: out of memory")
-
-    monkeypatch.setattr("zoo.engine.graphed_step.GraphedStep.add_bucket", add)
-    with pytest.warns(TrainingWarning, match=r"5, .*: capture failed: out of memory") as caught:
-        for batch in [large, small] * 6:
-            assert step(batch).isfinite()
-    assert len(caught) == 1 and step.captured == captured
-    monkeypatch.undo()
-    step.release()
-    for _ in range(5):
-        step(large)
-    assert len(step.captured) == 1
 
 
 @pytest.mark.gpu
