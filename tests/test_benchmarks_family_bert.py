@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from benchmarks.families import Prepared, bert_arms, bert_train
+from benchmarks.families import bert_arms, bert_train
 from benchmarks.families.bert_train import LABELS, Task
-from benchmarks.plan import IMPLEMENTATIONS, Case
+from benchmarks.plan import IMPLEMENTATIONS
 from benchmarks.worker import Handler
-from tests import workloads
+from tests.workloads import Arms
 from zoo.bert import PackedBatch
 from zoo.bert.model import PRESETS
 from zoo.engine.step_buffers import shapes_of
@@ -25,17 +24,8 @@ STATIC = "epoch-static-4x32"
 
 pytestmark = pytest.mark.usefixtures("eager_backend")
 
-
-def case(**changes: Any) -> Case:
-    return Case(**{"family": "bert", "model": "bert-debug", "input": "2x32", **changes})
-
-
-def prepare(**changes: Any) -> Prepared:
-    return workloads.prepare(case(**changes))
-
-
-def training_of(**changes: Any) -> Any:
-    return workloads.training_of(case(workload="train", **changes))
+ARMS = Arms(family="bert", model="bert-debug", input="2x32")
+case, prepare, training_of = ARMS.case, ARMS.prepare, ARMS.training
 
 
 def test_a_ragged_batch_is_the_same_rows_packed_and_padded():

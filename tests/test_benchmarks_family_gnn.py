@@ -16,24 +16,19 @@ import torch_geometric.loader
 from torch._dynamo.utils import counters
 
 from benchmarks import strategies
-from benchmarks.families import Prepared, gnn_arms, gnn_train, graphs
+from benchmarks.families import gnn_arms, gnn_train, graphs
 from benchmarks.families.gnn import KINDS, WORKLOAD, _implementation
 from benchmarks.families.gnn_arms import Architecture, architecture
 from benchmarks.families.graphs import GraphSpec
-from benchmarks.plan import IMPLEMENTATIONS, Case
+from benchmarks.plan import IMPLEMENTATIONS
 from benchmarks.training import Trainer
 from tests import workloads
-from tests.workloads import call, error, tensors
+from tests.workloads import Arms, call, error, tensors
 
 SAMPLED = {"model": "graphsage", "input": "karate-sampled", "workload": "train"}
 
-
-def case(**changes: Any) -> Case:
-    return Case(**{"family": "gnn", "model": "gcn", "input": "karate", **changes})
-
-
-def prepare(seed: int = 0, **changes: Any) -> Prepared:
-    return workloads.prepare(case(**changes), seed)
+ARMS = Arms(family="gnn", model="gcn", input="karate")
+case, prepare = ARMS.case, ARMS.prepare
 
 
 def small_architecture(kind: str, **changes: Any) -> Architecture:

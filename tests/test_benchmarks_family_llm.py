@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.families import Prepared, llm_arms, llm_steps, llm_train
+from benchmarks.families import llm_arms, llm_steps, llm_train
 from benchmarks.families.llm import WORKLOAD
 from benchmarks.plan import IMPLEMENTATIONS, Case
 from benchmarks.training import Trainer
 from tests import workloads
-from tests.workloads import call, error, first_call
+from tests.workloads import Arms, call, error, first_call
 from zoo.llm.config import PRESETS
 
 pytestmark = pytest.mark.usefixtures("eager_backend")
@@ -36,20 +36,15 @@ SMALL_QWEN = dataclasses.replace(
 CASE = Case(family="llm", model="llm-debug", input="2x16", workload="train")
 INPUTS = ("decode-1x64", "prefill-1x32", "answer-1x32")
 
+ARMS = Arms(family="llm", model="llm-debug", input="decode-1x64")
+case, prepare = ARMS.case, ARMS.prepare
+
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The large preset's name means a small model, and batches of small inputs are known."""
     monkeypatch.setitem(PRESETS, QWEN, SMALL_QWEN)
     monkeypatch.setattr(type(WORKLOAD), "inputs", (*WORKLOAD.inputs, "decode-3x20", "prefill-2x12", "answer-2x12"))
-
-
-def case(**changes: Any) -> Case:
-    return Case(**{"family": "llm", "model": "llm-debug", "input": "decode-1x64", **changes})
-
-
-def prepare(**changes: Any) -> Prepared:
-    return workloads.prepare(case(**changes))
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)

@@ -11,10 +11,10 @@ from torch._dynamo.testing import CompileCounter
 
 import zoo
 from benchmarks import strategies
-from benchmarks.families import Prepared, unet, unet_arms, unet_loop
-from benchmarks.plan import IMPLEMENTATIONS, Case
+from benchmarks.families import unet, unet_arms, unet_loop
+from benchmarks.plan import IMPLEMENTATIONS
 from tests import workloads
-from tests.workloads import call, error
+from tests.workloads import Arms, call, error
 from zoo.unet.config import PRESETS
 from zoo.unet.convert import WEIGHTS
 
@@ -28,17 +28,8 @@ LOOP = "loop-3x8x8"
 
 pytestmark = pytest.mark.usefixtures("eager_backend")
 
-
-def case(**changes: Any) -> Case:
-    return Case(**{"family": "unet", "model": "unet-debug", "input": "2x8x8", **changes})
-
-
-def prepare(**changes: Any) -> Prepared:
-    return workloads.prepare(case(**changes))
-
-
-def training_of(**changes: Any) -> Any:
-    return workloads.training_of(case(workload="train", **changes))
+ARMS = Arms(family="unet", model="unet-debug", input="2x8x8")
+case, prepare, training_of = ARMS.case, ARMS.prepare, ARMS.training
 
 
 def test_large_models_have_a_reference_in_float32():
