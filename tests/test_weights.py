@@ -194,6 +194,19 @@ def test_a_save_that_fails_leaves_the_folder_as_it_was(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_saved_weights_that_are_not_finite_are_named(family: Any, tmp_path: Path) -> None:
+    model = model_of(family, seed=1)
+    key, tensor = list(model.named_parameters())[-1]
+    with torch.no_grad():
+        tensor[(0,) * tensor.dim()] = float("nan")
+    family.save(model, tmp_path)
+    with pytest.warns(zoo.WeightsWarning, match=f"NaN or infinite values: {key};") as caught:
+        family.load(tmp_path)
+    assert [warning.filename for warning in caught] == [__file__]
+    with pytest.raises(ValueError, match=f"NaN or infinite values: {key};"):
+        family.load(tmp_path, strict=True)
+
+
 def test_what_an_earlier_model_left_goes_and_other_files_stay(family: Any, tmp_path: Path) -> None:
     model = model_of(family, seed=1)
     family.save(model, tmp_path)
