@@ -102,6 +102,13 @@ def test_different_devices_are_refused(tmp_path: Path, capsys: pytest.CaptureFix
     assert main([old, cpu]) == 2 and "no arm is in both" in capsys.readouterr().err
 
 
+def test_one_folder_with_two_devices_is_ambiguous(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "h200" / "rows.jsonl", race())
+    write(tmp_path / "a100" / "rows.jsonl", race(), {**ENVIRONMENT, "gpu": "NVIDIA A100"})
+    assert main([str(tmp_path), str(tmp_path / "h200")]) == 2
+    assert "in the same run; give the folder or file of one device" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -328,3 +328,28 @@ def test_inside_diffusers_pipelines(kind: str, adapted: bool, device: str, tmp_p
         assert abs(images(*call) - images_expected).max() < 2e-3
     seen = zoo.captures(pipe.unet)
     assert len(seen.shapes) == 3 and seen.replays == 4 * 4 - 3 and not seen.uncaptured
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_in_an_evaluation_loop_of_torch_geometric(device: str) -> None:
+    from torch_geometric.data import Data
+    from torch_geometric.nn import GCN
+
+    torch.manual_seed(0)
+    data = Data(x=torch.randn(20, 8), edge_index=torch.randint(20, (2, 60)), y=torch.randint(3, (20,))).to(device)
+    upstream = GCN(8, 16, num_layers=3, out_channels=3).eval().to(device)
+    backend = "eager" if device == "cpu" else "inductor"
+    model = zoo.cuda_graph(zoo.compile_regions(zoo.from_upstream(upstream), backend=backend))
+    for _ in range(4):
+        with torch.no_grad():
+            logits = model(data.x, data.edge_index)
+        torch.testing.assert_close(logits, upstream(data.x, data.edge_index), rtol=1e-4, atol=1e-4)
+        for each in (model, upstream):  # as training between two evaluations leaves them
+            for weight in each.parameters():
+                weight.mul_(1.1)
+    assert zoo.captures(model).replays == 3
+    other = torch.randint(20, (2, 60), device=device)  # another graph of the same size is another kind
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(model(data.x, other), upstream(data.x, other), rtol=1e-4, atol=1e-4)
+    assert len(zoo.captures(model).shapes) == 2

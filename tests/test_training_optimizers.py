@@ -55,6 +55,23 @@ def test_groups_have_options_of_their_own_and_the_rest_no_gradient():
     assert len(mine.state) == 2
 
 
+def test_hooks_run_once_and_a_closure_is_called_with_gradients_on():
+    torch.optim.AdamW(weights(), fused=True)  # whose step torch wraps for all of its class
+    params = weights()
+    optimizer = AdamW(params)
+    ran: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: ran.append("before"))
+    optimizer.register_step_post_hook(lambda *_: ran.append("after"))
+
+    def closure() -> Tensor:
+        loss = params[0].square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).requires_grad
+    assert ran == ["before", "after"]
+
+
 def test_a_state_of_an_optimizer_that_is_not_fused_is_taken_over():
     theirs, ours = weights(), weights()
     plain = torch.optim.AdamW(theirs, foreach=True)

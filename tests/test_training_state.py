@@ -174,6 +174,17 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path):
     assert step.steps == 2 and not torch.equal(next(iter(step.model.parameters())), weights[0])
 
 
+def test_a_learning_rate_goes_to_where_the_optimizers_is(tmp_path: Path):
+    model = build("cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3))
+    step = TrainingStep(model, loss_of, optimizer)
+    step(draw(1)[0])
+    step.save(tmp_path)
+    optimizer.param_groups[0]["lr"] = torch.tensor(1e-3, device="meta")
+    step.load(tmp_path)
+    assert optimizer.param_groups[0]["lr"].device.type == "meta"
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_loading_after_a_bad_loss_forgets_it(tmp_path: Path, device: str):
     batches = draw(6, device=device)
