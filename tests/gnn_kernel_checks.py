@@ -184,16 +184,6 @@ def test_long_rows_of_more_chunks_than_a_step_adds_up(chunks: int, monkeypatch: 
     check_attention(hub(edges=edges), 3, 7)
 
 
-def test_many_columns() -> None:
-    check_sum(named("square", weight=True), values(5, 1433))
-    for channels in (256, 1433):
-        check_max(named("square"), values(5, channels))
-
-
-def test_attention_of_many_columns() -> None:
-    check_attention(named("duplicates and loops"), heads=1, channels=1433)
-
-
 @pytest.mark.parametrize("dtype", HALF)
 def test_half_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(csr, "EDGES_PER_CHUNK", 16)
@@ -201,14 +191,6 @@ def test_half_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> 
     check_mean(hub(mean=True), values(11, 40, dtype=dtype))
     check_max(hub(), values(11, 40, dtype=dtype))
     check_attention(hub(), 2, 20, dtype)
-
-
-def test_sums_in_half_precision_keep_their_digits() -> None:
-    # A running bfloat16 sum of ones stops at 256.
-    edges = torch.stack([torch.arange(700), torch.zeros(700, dtype=torch.int64)])
-    graph = make(edges, (700, 1)).tensors
-    out = sum_neighbours(torch.ones(700, 2, dtype=torch.bfloat16, device=DEVICE), graph)
-    assert out.dtype == torch.bfloat16 and out.tolist() == [[700.0, 700.0]]
 
 
 def test_sums_pass_gradients_to_learned_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,30 +275,6 @@ def test_sums_with_features_of_the_rows_themselves(
         values(7, dtype=dtype),
         factor=4,
     )
-
-
-@pytest.mark.parametrize("size", [512, 8])
-def test_columns_that_are_padding_are_left_out(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(csr, "EDGES_PER_CHUNK", size)
-    graph = hub(weight=True)
-    tensors = graph.tensors
-    weight = tensors.weight.double()
-    table, bias = values(11, 48), values(47)
-    found = agree(
-        lambda table, bias: sum_neighbours(table, tensors, bias=bias, channels=47),
-        lambda table, bias: edge_sum(table[:, :47], *exact(tensors), weight) + bias,
-        table,
-        bias,
-        factor=4,
-    )
-    assert found[0].is_contiguous() and not found[1][:, 47:].any()
-
-
-def test_sums_of_features_that_are_not_contiguous() -> None:
-    graph = named("square", weight=True)
-    for x in (values(3, 5).t(), values(5, 6)[:, ::2], values(1, 3).expand(5, 3)):
-        expected = edge_sum(x.double(), *exact(graph.tensors), graph.tensors.weight.double())  # type: ignore[union-attr]
-        torch.testing.assert_close(sum_neighbours(x, graph.tensors).double(), expected, rtol=1e-5, atol=1e-6)
 
 
 # --- draws ---

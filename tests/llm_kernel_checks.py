@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 
 import pytest
 import torch
@@ -18,10 +17,8 @@ from zoo.llm import KVCache
 from zoo.llm.generate import DecodeState, accept
 from zoo.ops.attention import attend, decode_attention, rotate_into, split_rotated
 from zoo.ops.glu import swiglu
-from zoo.ops.norms import add_rms_norm, reference_rms_norm, rms_norm
+from zoo.ops.norms import rms_norm
 from zoo.ops.triton import decode as products
-from zoo.ops.triton import norms as norm_kernels
-from zoo.ops.triton import tiles as sums
 
 pytestmark = MARKS
 # Kernels begin early on a GPU that lets them.
@@ -54,23 +51,6 @@ def test_products(rows: int, columns: int, out: int, dtype: torch.dtype) -> None
     )
     pair = values(2 * out, columns, dtype=dtype, scale=columns**-0.5)
     close(products.linear(x, pair, OVERLAP, norm, 1e-5, gated=True), swiglu(F.linear(normed, pair.double())), dtype)
-
-
-@pytest.mark.parametrize("dtype", RELATIVE)
-@pytest.mark.parametrize(("rows", "inner"), [(1, 7), (5, 100), (3, 2048), (2, 2049)])
-def test_swiglu_and_its_gradient(rows: int, inner: int, dtype: torch.dtype) -> None:
-    x, grad = values(rows, 2 * inner, dtype=dtype, scale=3.0).requires_grad_(), values(rows, inner, dtype=dtype)
-    exact = x.detach().double().requires_grad_()
-    expected = swiglu(exact)
-    with torch.no_grad():
-        close(swiglu(x), expected, dtype)
-        # Columns apart, as of a tensor that is transposed.
-        close(swiglu(x.t().contiguous().t()), expected, dtype)
-    found = swiglu(x)
-    close(found, expected, dtype)
-    (change,) = torch.autograd.grad(found, x, grad)
-    (expected,) = torch.autograd.grad(expected, exact, grad.double())
-    close(change, expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", DOTS)
@@ -277,112 +257,4 @@ def test_the_most_likely_token_and_what_follows(vocabulary: int, dtype: torch.dt
     assert state.finished.tolist() == [expected[0] == 3, False, True, True]
 
 
-def test_a_second_derivative_is_refused() -> None:
-    x, weight = values(2, 3, 4 * 32).requires_grad_(), values(4 * 32)
-    for run in (
-        lambda: rms_norm(x, weight, 1e-5),
-        lambda: add_rms_norm(x, None, weight, 1e-5)[1],
-        lambda: add_rms_norm(x, x, weight, 1e-5)[0].square(),
-        lambda: swiglu(x),
-        lambda: split_rotated(x, values(1, 3, 32), None, None, 0.0, 2, 1)[0].square(),
-    ):
-        (grad,) = torch.autograd.grad(run().square().sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="differentiate twice"):
-            grad.square().sum().backward()
-
-
-def test_functional_transforms_run_without_kernels() -> None:
-    model = zoo.create("llm-debug", head_dim=32, num_hidden_layers=1, device=DEVICE)
-    layer, parameters = model.layers[0], dict(model.layers[0].named_parameters())
-    x, rotary = values(2, 5, model.config.hidden_size), model.rotary(torch.arange(5, device=DEVICE)[None])
-
-    def loss(parameters: dict[str, Tensor]) -> Tensor:
-        out: Tensor = torch.func.functional_call(layer, parameters, (x, rotary))
-        return out.square().mean()
-
-    found = torch.func.grad(loss)(parameters)
-    loss(parameters).backward()
-    for name, parameter in parameters.items():
-        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-6)
-
-
-def test_hooks_of_norms_and_of_the_last_product_are_heard() -> None:
-    model = zoo.create("llm-debug", head_dim=32, qk_norm=True, **{**SMALLER, "num_hidden_layers": 1}, device=DEVICE)
-    heard = Counter[str]()
-    names = "input_layernorm", "q_norm", "k_norm", "post_attention_layernorm", "down_proj", "head.norm"
-    for name, module in model.named_modules():
-        if name.endswith(names):
-            module.register_forward_pre_hook(lambda *_, name=name: heard.update([name]))
-    tokens = torch.randint(model.config.vocab_size, (2, 9), device=DEVICE)
-    position, cache = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), model.make_cache(1, 4)
-    model(tokens)
-    with torch.no_grad():
-        model(tokens)
-        model(tokens[:1, :1], position_ids=position, cache=cache)
-    assert len(heard) == len(names) and set(heard.values()) == {3}
-
-
 # --- norms of the residual stream ---
-
-
-@pytest.fixture(params=[4, None], ids=["programs that go round", "programs as they are"])
-def _programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param is not None:
-        monkeypatch.setattr(norm_kernels, "PROGRAMS", request.param)
-        monkeypatch.setattr(sums, "PARTS_AT_ONCE", 2)
-
-
-@pytest.mark.usefixtures("_programs")
-@pytest.mark.parametrize("dtype", RELATIVE)
-@pytest.mark.parametrize("shape", [(1, 7), (5, 100), (2, 3, 2048), (9, 3), (3, 4097), (150, 48)], ids=str)
-def test_norms_and_their_gradients(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x, added = values(*shape, dtype=dtype, scale=3.0), values(*shape, dtype=dtype)
-    weight = values(shape[-1], dtype=dtype)
-    above, grad = values(*shape, dtype=dtype), values(*shape, dtype=dtype)
-    given = [each.requires_grad_() for each in (x, added, weight)]
-    exact = [each.detach().double().requires_grad_() for each in given]
-    total, normed = add_rms_norm(*given, 1e-5)
-    added_up = exact[0] + exact[1]
-    wanted = rms_norm(added_up, exact[2], 1e-5)
-    close(total, added_up, dtype)
-    close(normed, wanted, dtype)
-    expected = torch.autograd.grad((added_up, wanted), exact, (above.double(), grad.double()))
-    found = torch.autograd.grad((total, normed), given, (above, grad), retain_graph=True)
-    for ours, theirs in zip(found, expected, strict=True):
-        close(ours, theirs, dtype)
-    if DEVICE == "cuda":  # the interpreter runs one program after the other
-        again = torch.autograd.grad((total, normed), given, (above, grad))
-        assert all(torch.equal(*both) for both in zip(found, again, strict=True))
-    # Where nothing is added, with and without a gradient past the norm.
-    weight = given[2]
-    beside, normed = add_rms_norm(x, None, weight, 1e-5)
-    alone = rms_norm(x, weight, 1e-5)
-    assert torch.equal(beside, x) and torch.equal(alone, normed)
-    wanted = rms_norm(exact[0], exact[2], 1e-5)
-    close(normed, wanted, dtype)
-    expected = torch.autograd.grad(
-        (exact[0] * 1, wanted), exact[::2], (above.double(), grad.double()), retain_graph=True
-    )
-    for ours, theirs in zip(torch.autograd.grad((beside, normed), (x, weight), (above, grad)), expected, strict=True):
-        close(ours, theirs, dtype)
-    expected = torch.autograd.grad(wanted, exact[::2], grad.double())
-    for ours, theirs in zip(torch.autograd.grad(alone, (x, weight), grad), expected, strict=True):
-        close(ours, theirs, dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_norms_round_where_torch_rounds(dtype: torch.dtype) -> None:
-    x, added, weight = values(20, 96, dtype=dtype), values(20, 96, dtype=dtype), values(96, dtype=dtype)
-    total, normed = add_rms_norm(x, added, weight, 1e-5)
-    expected = reference_rms_norm(x + added, weight, 1e-5)
-    assert torch.equal(total, x + added)
-    # Sums in another order move a few numbers by their last digit before they are rounded.
-    assert (normed != expected).float().mean() < (0.5 if dtype is torch.float32 else 0.01)
-    torch.testing.assert_close(normed, expected, rtol=RELATIVE[dtype], atol=0)
-
-
-def test_norms_of_no_rows() -> None:
-    x, weight = values(0, 32).requires_grad_(), values(32).requires_grad_()
-    total, normed = add_rms_norm(x, x.detach(), weight, 1e-5)
-    grads = torch.autograd.grad((total, normed), (x, weight), (total.detach(), normed.detach()))
-    assert normed.shape == grads[0].shape == (0, 32) and not grads[1].any()

@@ -7,14 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import zoo
 from tests.kernel_checks import DEVICE, MARKS, RELATIVE, kernels_run  # noqa: F401
 from zoo.ops import batch_norm as pooling
-from zoo.ops import common
 from zoo.ops.batch_norm import Norm
 from zoo.ops.triton import batch_norm as kernels
 from zoo.ops.triton import tiles
-from zoo.resnet import fold_batch_norm
 
 pytestmark = MARKS
 # Odd and even, one pixel, one line, one column; parts of tiles, several of them; channels of less and more than a tile.
@@ -80,14 +77,6 @@ def test_norm_and_bias(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], 
     close(pooling.bias_act_pool(x, bias), expected, dtype)
 
 
-def test_signs_of_weights_decide_which_pixel_counts() -> None:
-    x = images(1, 2, 4, 4)
-    x[0, :, 1, 1], x[0, :, 0, 1] = 9.0, -9.0
-    weight, rest = torch.tensor([1.0, -1.0], device=DEVICE), torch.zeros(2, device=DEVICE)
-    found = norm_act_pool(x, rest, rest + 1.0, weight, rest, 0.0)
-    assert (found[0, :, 0, 0] == 9.0).all()
-
-
 @pytest.mark.parametrize("dtype", RELATIVE)
 def test_nan_stays_in_its_windows(dtype: torch.dtype) -> None:
     x, given = images(2, 5, 9, 21, dtype=dtype), norm(5, dtype)
@@ -102,17 +91,6 @@ def test_nan_stays_in_its_windows(dtype: torch.dtype) -> None:
         assert torch.equal(found.isnan(), expected.isnan())
 
 
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_infinite_values(sign: float) -> None:
-    x, (mean, variance, weight, bias) = images(1, 3, 7, 8), norm(3)
-    x[0, :, 2, 2], x[0, :, 5, 7] = torch.inf, -torch.inf
-    x[0, 1] = -torch.inf * sign
-    given = mean, variance, sign * weight.abs().clamp(min=0.1), bias
-    found = norm_act_pool(x, *given)
-    assert found.isinf().any() and not found.isnan().any()
-    close(found, plain(x, given), torch.float32)
-
-
 def test_images_that_are_not_in_channels_last() -> None:
     given = norm(6)
     parts = images(2, 6, 18, 8)[:, :, ::2], images(3, 7, 9, 8)[1:, 1:]
@@ -120,58 +98,7 @@ def test_images_that_are_not_in_channels_last() -> None:
         close(norm_act_pool(x, *given), plain(x, given), torch.float32)
 
 
-def test_shapes_that_do_not_fit_are_named() -> None:
-    x, given = images(1, 5, 4, 4), norm(5)
-    with pytest.raises(ValueError, match=r"x has shape \(5, 4, 4\), expected rows \[R, C\] or images \[N, C, H, W\]"):
-        norm_act_pool(x[0], *given)
-    with pytest.raises(ValueError, match=r"bias has shape \(4,\), expected \(5,\) as of x"):
-        pooling.bias_act_pool(x, given[0][:4])
-    with pytest.raises(ValueError, match=r"weight has stride 2, expected 1; use weight\.contiguous"):
-        norm_act_pool(x, *given[:2], norm(10)[2][::2], given[3])
-
-
 # --- models ---
-
-
-def test_the_kernel_runs_where_nothing_is_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
-
-    kernel = kernels.norm_act_pool
-    monkeypatch.setattr(kernels, "norm_act_pool", lambda *arguments: (ran.append("pool"), kernel(*arguments))[1])
-    x, given = images(2, 6, 5, 7), norm(6)
-    weight = given[2].clone().requires_grad_()
-    learning = *given[:2], weight, given[3]
-    with torch.no_grad():
-        norm_act_pool(x, *learning)
-        pooling.bias_act_pool(x, weight)
-    norm_act_pool(x, *given)
-    pooling.bias_act_pool(x, given[3])
-    assert len(ran) == 4
-    # What learns, statistics of a batch, and what kernels do not know.
-    for out in (
-        norm_act_pool(x, *learning),
-        norm_act_pool(x.clone().requires_grad_(), *given),
-        pooling.bias_act_pool(x, weight),
-    ):
-        out.sum().backward()
-    with torch.no_grad():
-        pooling.norm_act_pool(x, Norm(*given[2:], *given[:2], of_batch=True))
-        pooling.norm_act_pool(x, Norm(*given[2:], None, None, of_batch=True))
-        assert norm_act_pool(x.double(), *(tensor.double() for tensor in given)).dtype == torch.float64
-    assert len(ran) == 4
-
-
-@pytest.mark.parametrize("folded", [False, True], ids=["norms", "folded"])
-def test_a_model_predicts_as_without_kernels(monkeypatch: pytest.MonkeyPatch, folded: bool) -> None:
-    model = zoo.create("resnet-debug", device=DEVICE, layers=(1, 1, 1, 1)).eval()
-    with torch.no_grad():
-        model.stem.norm.weight.uniform_(-1.0, 1.0)
-        model.stem.norm.running_mean.normal_()
-        stem = (fold_batch_norm(model) if folded else model).stem
-        x = torch.randn(2, 3, 37, 50, device=DEVICE).contiguous(memory_format=torch.channels_last)
-        found = stem(x)
-        monkeypatch.setattr(common, "triton_runs_on", lambda device: False)
-        torch.testing.assert_close(found, stem(x), rtol=1e-4, atol=1e-5)
 
 
 if DEVICE == "cuda":

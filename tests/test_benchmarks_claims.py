@@ -63,12 +63,6 @@ def test_where_the_interval_lies_decides(allowed: str, said: str) -> None:
     assert outcomes(part(allowed), *pair(1.5)) == [said]
 
 
-def test_few_rounds_decide_nothing() -> None:
-    arms = [("eager", 1.0), ("full", 0.5)]
-    few = [row(time, rounds=3, impl="upstream", strategy=strategy) for strategy, time in arms]
-    assert outcomes(part("1.9 to 2.1"), *few) == ["open"]
-
-
 def test_what_does_not_run_fails_and_what_was_not_run_says_nothing() -> None:
     eager = row(impl="upstream", strategy="eager")
     crash = failure("crashed", "misaligned address", impl="upstream", strategy="full")
@@ -116,12 +110,6 @@ def test_a_race_that_was_run_for_the_claim_counts_before_its_familys() -> None:
     (alone,) = shown(row(1.0, impl="upstream", strategy="eager"))
     found = places(part("1.4 to 1.6"), [replace(alone, extra="claim-10"), *family])
     assert [place.outcome for place in found] == ["fails"]
-
-
-def test_a_mean_is_of_all_races_or_not_measured() -> None:
-    mean = part("around 2.0", CORA, ARXIV, mean=True)
-    assert outcomes(mean, *pair(2.0)) == []
-    assert outcomes(mean, *pair(1.0), *pair(4.0, input="arxiv")) == ["holds"]
 
 
 def test_figures_of_one_race() -> None:
@@ -205,10 +193,3 @@ def test_no_figure_is_typed_and_every_claim_is_on_the_page() -> None:
     assert re.findall(r"\d\S*\s*(?:×|ms|MiB|%)", typed) == []
     said = re.findall(r"^<summary><b>.*</b>: (.*)</summary>$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(said) == len(known_claims())
-
-
-def test_regional_compilation_is_held_against_what_the_zoo_stands_for() -> None:
-    ours, full = (f"zoo {strategy} + CUDA graph" for strategy in ("regional", "full"))
-    figures = {(one.figure, *one.arms): one.races for one in known_claims()[22].parts}
-    assert ("cold compile time", full, ours) in figures
-    assert {race[0] for race in figures["speed", ours, full]} >= {"gnn", "bert", "llm", "resnet", "unet"}

@@ -1,4 +1,4 @@
-"""What the compiler did: caches switched and counted, recompiles told from graphs that are needed."""
+"""What the compiler did, recompiles told from graphs that are needed; what the machine is, and its peaks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks import machine
 from benchmarks.compiler import (
     Recorder,
     _breaks,
     _phases,
-    _short,
     cache_environment,
     cached_files,
     other_cache,
-    start_up,
 )
+from benchmarks.machine import Monitor, device_facts, free_memory, row
+from benchmarks.record import Store
+from benchmarks.timing import measure_peaks
 
 
 class Layer(nn.Module):
@@ -68,16 +70,6 @@ def test_kernels_compiled_elsewhere_are_forgotten(tmp_path: Path):
     with other_cache(tmp_path):
         function.device_caches[0] = "compiled by an eager call"
     assert not function.device_caches, "the case would not pay for its own kernels"
-
-
-@pytest.mark.slow
-def test_starting_the_compiler_leaves_nothing_in_the_cases_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for name, value in cache_environment(tmp_path / "case").items():
-        monkeypatch.setenv(name, value)
-    assert start_up(tmp_path / "other", "cpu", torch.float32, "inductor") > 0
-    assert cached_files() == 0
-    with other_cache(tmp_path / "other"):
-        assert cached_files() > 0
 
 
 def compiled(model: nn.Module) -> nn.Module:
@@ -129,13 +121,6 @@ def test_phases_are_differences_of_nested_figures():
     assert sum(_phases([Record(), Record()]).values()) == 20.0
 
 
-def test_reasons_are_short_and_without_hints():
-    assert _short("Dynamic shape operator\n  Hint: enable it\n  it depends on data") == (
-        "Dynamic shape operator; it depends on data"
-    )
-    assert len(_short("x" * 5000)) == 400
-
-
 def test_a_branch_on_a_tensor_is_a_break_with_a_reason():
     class Branches(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -162,3 +147,52 @@ def test_a_second_frame_of_a_whole_call_is_a_break():
     assert _breaks(Counter(), [*frames[:2], backward], whole=True) == []
     assert _breaks(Counter(), frames) == [], "regions are frames of their own"
     assert _breaks(Counter({"print": 1}), frames, whole=True) == ["print"]
+
+
+def test_the_row_says_where_it_was_measured_and_can_be_stored(tmp_path):
+    facts = device_facts("cpu")
+    written = row(facts, {"copy_bandwidth": 1.0})
+    Store(tmp_path / "rows.jsonl").append(written)
+    assert Store(tmp_path / "rows.jsonl").environments() == {written["id"]: written}
+    assert written["torch"] == torch.__version__
+    assert written["gpu"] is None
+    assert {"cpu", "cpu_count", "python", "libraries", "commit", "dirty", "peaks"} <= set(written)
+    assert "torch-geometric" in written["libraries"]
+    assert written["id"] != row({**facts, "torch": "0.0"}, {})["id"]
+
+
+def test_without_a_driver_a_monitor_knows_nothing(monkeypatch: pytest.MonkeyPatch):
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr("benchmarks.machine.ctypes.CDLL", missing)
+    monitor = Monitor()
+    assert (monitor.sm_clock(), monitor.power(), monitor.memory(), monitor.driver()) == (None,) * 4
+    assert free_memory("cuda", monitor) is None and free_memory("cpu", monitor) > 1 << 20
+
+
+def test_peaks_are_of_a_plausible_size():
+    peaks = measure_peaks("cpu", ["float32"], quick=True)
+    assert 1e8 < peaks["copy_bandwidth"] < 1e13
+    assert 1e8 < peaks["read_bandwidth"] < 1e13
+    assert 1e8 < peaks["matmul_flops"]["float32"] < 1e15
+    assert peaks["float32_matmul_precision"] == torch.get_float32_matmul_precision()
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_described_and_watched():
+    facts = device_facts("cuda")
+    monitor = Monitor(facts["gpu_uuid"])
+    assert facts["driver"] and facts["gpu_memory"] > 0
+    assert monitor.sm_clock() and monitor.power()
+    used, free = monitor.memory() or (0, 0)
+    assert used > 0 and used + free <= facts["gpu_memory"] * 1.1
+    assert facts["gpu"] == torch.cuda.get_device_name()
+
+
+def test_a_copy_without_history_is_told_its_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    assert machine._commit() == {"commit": None, "dirty": None}
+    for told, expected in (("abc", ("abc", False)), ("abc-dirty", ("abc", True))):
+        monkeypatch.setenv("BENCHMARKS_COMMIT", told)
+        assert tuple(machine._commit().values()) == expected

@@ -3,75 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import FlopCounterMode
 
-import zoo
-from benchmarks.families import Prepared, bert_arms, bert_train
-from benchmarks.families.bert import WORKLOAD
-from benchmarks.families.bert_train import LABELS, Task, task
-from benchmarks.plan import IMPLEMENTATIONS, Case
-from benchmarks.training import Trainer
+from benchmarks.families import bert_arms, bert_train
+from benchmarks.families.bert_train import LABELS, Task
+from benchmarks.plan import IMPLEMENTATIONS
 from benchmarks.worker import Handler
-from tests import workloads
-from tests.blocks import graphs_of
-from tests.workloads import call, error
+from tests.workloads import Arms
 from zoo.bert import PackedBatch
 from zoo.bert.model import PRESETS
 from zoo.engine.step_buffers import shapes_of
 
 EPOCH = "epoch-4x32"
 STATIC = "epoch-static-4x32"
-LARGE = "bert-large"
-SMALL_LARGE = dataclasses.replace(
-    PRESETS[LARGE],
-    vocab_size=101,
-    hidden_size=40,
-    intermediate_size=72,
-    num_hidden_layers=10,
-    num_attention_heads=5,
-    max_position_embeddings=24,
-)
 
 pytestmark = pytest.mark.usefixtures("eager_backend")
 
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The large preset's name means a small model, and batches of more rows than the reference takes are known."""
-    monkeypatch.setitem(PRESETS, LARGE, SMALL_LARGE)
-    monkeypatch.setattr(type(WORKLOAD), "inputs", (*WORKLOAD.inputs, "19x6", "skewed-37x24"))
-
-
-def case(**changes: Any) -> Case:
-    return Case(**{"family": "bert", "model": "bert-debug", "input": "2x32", **changes})
-
-
-def prepare(**changes: Any) -> Prepared:
-    return workloads.prepare(case(**changes))
-
-
-def training_of(**changes: Any) -> Any:
-    return workloads.training_of(case(workload="train", **changes))
-
-
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("input", ["19x6", "skewed-37x24"])
-def test_many_layers_and_rows_match_the_reference(small: None, input: str, impl: str):
-    prepared = prepare(model=LARGE, input=input, impl=impl)
-    reference, asked = prepared.reference(), bert_arms.task(input)
-    pooled = reference.view(-1, 40)[-asked.batch :]
-    assert len(reference.view(-1, 40)) == asked.batch * (1 if asked.skewed else 1 + asked.length)
-    assert not torch.allclose(pooled[0], pooled[1], atol=0.1)
-    assert error(call(prepared), reference) < 3e-6
+ARMS = Arms(family="bert", model="bert-debug", input="2x32")
+case, prepare, training_of = ARMS.case, ARMS.prepare, ARMS.training
 
 
 def test_a_ragged_batch_is_the_same_rows_packed_and_padded():
@@ -85,43 +39,6 @@ def test_a_ragged_batch_is_the_same_rows_packed_and_padded():
     assert packed.sizes["packed_tokens"] == batch.input_ids.numel() < 4 * 32
     assert list(packed.preparation_seconds) == ["packing on the host"] and not padded.preparation_seconds
     assert "attention_mask" not in prepare(impl="upstream").inputs
-
-
-def test_the_tuned_arm_does_not_look_at_the_mask(monkeypatch: pytest.MonkeyPatch):
-    from transformers import masking_utils
-
-    looked = []
-    look = masking_utils._ignore_bidirectional_mask_sdpa
-    monkeypatch.setattr(
-        masking_utils,
-        "_ignore_bidirectional_mask_sdpa",
-        lambda *args, **kwargs: looked.append(1) or look(*args, **kwargs),
-    )
-    for impl, times in (("upstream", 1), ("upstream-tuned", 0)):
-        looked.clear()
-        call(prepare(input="skewed-4x32", impl=impl))
-        assert len(looked) == times
-
-
-def test_a_skewed_batch_is_half_filled_and_mostly_short():
-    task = bert_arms.task("skewed-64x512")
-    lengths = task.lengths()
-    assert 0.45 < task.tokens / (64 * 512) < 0.55
-    assert lengths[31] < 256 and lengths[-1] == 512 and lengths[0] < 64
-    for seed in range(3):
-        ids, mask = bert_arms.draw_inputs(PRESETS["bert-base"], task, seed=seed)
-        assert sorted(mask.sum(1).tolist()) == list(lengths)
-        assert (ids[mask == 0] == 0).all() and (ids[mask == 1] > 0).all()
-
-
-@pytest.mark.parametrize("impl", ["zoo", "upstream"])
-def test_products_of_full_rows_are_those_counted_on_eager(small: None, impl: str):
-    prepared = prepare(model=LARGE, input="19x6", impl=impl)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        prepared.model(**prepared.inputs)
-    counted = counter.get_flop_counts()["Global"]
-    products = sum(count for name, count in counted.items() if str(name) in ("aten.mm", "aten.addmm"))
-    assert prepared.flops == products + 10 * 4 * 19 * 6 * 6 * 40
 
 
 # Training
@@ -142,20 +59,6 @@ def test_labels_can_be_learnt_from_words():
         losses.append(float(loss.detach()))
     assert sum(losses[-5:]) / 5 < 0.5 < 1.2 < losses[0]
     assert set(training.batch(0)["labels"].tolist()) <= set(range(LABELS))
-
-
-def test_an_epoch_s_texts_have_lengths_of_their_own():
-    config, asked = bert_train.config_of("bert-base"), task("epoch-32x512")
-    assert asked == Task(rows=32, length=512, epoch=True)
-    texts = [bert_train.draw(config, asked, seed=seed) for seed in range(40)]
-    for each in texts:
-        assert each.input_ids.shape == each.attention_mask.shape == (32, max(each.lengths))
-        assert bool((each.input_ids[each.attention_mask == 0] == 0).all())
-        assert bool((each.input_ids[each.attention_mask == 1] > 0).all())
-    assert len({each.input_ids.shape for each in texts}) > 20
-    filled = sum(sum(each.lengths) for each in texts) / sum(each.input_ids.numel() for each in texts)
-    assert 0.35 < filled < 0.45
-    assert bert_train.draw(config, asked, seed=0, longest=True).input_ids.shape == (32, 512)
 
 
 def test_every_arm_is_given_the_same_texts():
@@ -188,30 +91,6 @@ def test_declared_shapes_are_those_of_the_epoch(monkeypatch: pytest.MonkeyPatch)
         assert shapes_of(pytree.tree_leaves(batch)) in declared
     for impl in ("upstream", "upstream-tuned"):
         assert training_of(input=EPOCH, impl=impl).shapes == ()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("captured", [False, True])
-def test_an_epoch_of_two_hundred_batches_has_the_declared_graphs_and_no_recompile(
-    captured: bool, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setitem(bert_train.EPOCH, "cpu", 200)
-    prepared = prepare(workload="train", input=EPOCH)
-    training = prepared.training
-    trainer = Trainer(case(workload="train", input=EPOCH, strategy="regional"), prepared)
-    model = zoo.compile_regions(prepared.model, backend="aot_eager")
-    with zoo.enforce_budget(model):
-        step = trainer.captured(model) if captured else trainer.compiled(model)
-        for _ in range(trainer.shapes):
-            step()
-        declared = graphs_of(model)
-        size = len(training.shapes)
-        assert declared == {"BertLayer": size}
-        with warnings.catch_warnings(), trainer.timed():
-            warnings.simplefilter("error")  # a shape that is not captured would be said
-            losses = torch.stack([step() for _ in range(200)])
-    assert graphs_of(model) == declared
-    assert losses.isfinite().all() and len(losses.unique()) > 190
 
 
 @pytest.mark.slow
@@ -255,14 +134,3 @@ def test_figures_of_an_epoch_are_means_of_its_batches():
     assert prepared.flops == sum(bert_train.flops(config, rows) for rows in batches) // 20 == padded.flops
     assert prepared.sizes["tokens"] < prepared.sizes["packed_tokens"] < padded.sizes["padded_tokens"] < 4 * 32
     assert list(prepared.preparation_seconds) == ["packing an epoch on the host"] and not padded.preparation_seconds
-
-
-def test_products_of_a_step_are_those_that_torch_counts():
-    training, prepared = training_of(impl="upstream"), prepare(impl="upstream", workload="train")
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        training.loss(prepared.model, training.batch(0)).backward()
-    assert prepared.flops == counter.get_total_flops()
-
-
-def test_an_epoch_is_as_long_as_claims_take_it_to_be():
-    assert bert_train.EPOCH["cuda"] % bert_train.ROUND["cuda"] == 0

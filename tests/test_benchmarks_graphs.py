@@ -33,14 +33,6 @@ def test_karate_is_the_real_club():
     assert not ((graph.edge_index[0] == 0) & (graph.edge_index[1] == 33)).any()
 
 
-@pytest.mark.parametrize("name", ["cora", "cora-powerlaw"])
-def test_stand_in_has_the_counts_of_the_real_set(name: str):
-    graph = graphs.load(name)
-    assert (graph.nodes, graph.edges, graph.x.size(1), graph.classes) == (2_708, 10_556, 1_433, 7)
-    assert graph.edge_index.dtype == torch.int64 and graph.x.dtype == torch.float32
-    assert graph.data == ("generated, power law" if name.endswith("powerlaw") else "generated, uniform")
-
-
 @pytest.mark.parametrize("power_law", [False, True])
 @pytest.mark.parametrize("order", ["source", "destination", "pairs"])
 def test_generated_graph_is_undirected_without_loops(power_law: bool, order: str):
@@ -75,14 +67,6 @@ def test_seeds(power_law: bool):
     one, again, other = (graphs.generate(SMALL, power_law=power_law, seed=seed) for seed in (1, 1, 2))
     assert torch.equal(one.edge_index, again.edge_index) and torch.equal(one.x, again.x)
     assert not torch.equal(one.edge_index, other.edge_index) and not torch.equal(one.x, other.x)
-
-
-def test_features_of_another_width():
-    narrow, wide = graphs.load("cora", seed=3), graphs.load("cora", features=256, seed=3)
-    assert wide.x.shape == (2_708, 256)
-    assert torch.equal(narrow.edge_index, wide.edge_index)
-    real = graphs.load("karate", features=256)
-    assert real.x.shape == (34, 256) and real.data == "bundled (KarateClub), features generated"
 
 
 def test_what_cannot_be_made():
@@ -198,8 +182,3 @@ def test_data_root_without_the_set_falls_back_and_says_so(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(FileNotFoundError, match="is not a folder"):
         graphs.load("cora", data_root=str(tmp_path / "missing"))
-
-
-def test_power_law_name_is_generated_even_beside_the_real_set(tmp_path: Path):
-    write_cora(tmp_path)
-    assert graphs.load("cora-powerlaw", data_root=str(tmp_path)).data == "generated, power law"

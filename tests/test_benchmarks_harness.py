@@ -1,15 +1,24 @@
-"""The race: shuffled rounds, samples that can be paired, arms that drop out. Workers are stand-ins here."""
+"""The race, its clocks and its progress: shuffled rounds, arms that drop out, rounds long enough, lines that fit."""
 
 from __future__ import annotations
 
+import io
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+from rich.console import Console
+
+from benchmarks import timing
 from benchmarks.harness import race
 from benchmarks.machine import Monitor
 from benchmarks.plan import Case
 from benchmarks.process import WorkerFailure
+from benchmarks.progress import Progress, words
 from benchmarks.startup import ArmRun
+from benchmarks.timing import back_to_back, calibrate, host, once, settle
 
 TURNS: list[str] = []
 
@@ -107,3 +116,109 @@ def test_clock_and_power_are_sampled_each_round_on_a_gpu_only():
         steady = arms[0].result.steady
         assert steady.sm_clock_mhz == [1980.0] * samples
         assert steady.power_w == [650.0] * samples
+
+
+class Counted:
+    def __init__(self, seconds: float) -> None:
+        self.calls = 0
+        self.seconds = seconds
+
+    def __call__(self) -> None:
+        self.calls += 1
+        time.sleep(self.seconds)
+
+
+def test_back_to_back_makes_as_many_calls_as_it_says():
+    step = Counted(0.001)
+    timed = back_to_back(step, "cpu", 5)
+    assert step.calls == timed.calls == 5
+    assert timed.wall_ms >= 1.0
+    assert timed.device_ms is None
+
+
+def test_a_calibrated_round_is_long_enough():
+    step = Counted(0.001)
+    calls = calibrate(step, "cpu", 20)
+    assert back_to_back(step, "cpu", calls).wall_ms * calls >= 19
+    assert calls <= 30
+
+
+def test_a_slow_step_is_called_once_a_round_and_settles_once():
+    step = Counted(0.12)
+    assert calibrate(step, "cpu", 5) == 1
+    assert step.calls == 2, "one to settle, one to time"
+    assert settle(step, "cpu", 0.0) == 1 and step.calls == 3
+    assert once(step, "cpu") >= 0.12 and step.calls == 4
+
+
+class Queued(Counted):
+    """A step that takes the host 2 ms and leaves 10 ms of work to a device."""
+
+    def __init__(self) -> None:
+        super().__init__(0.002)
+        self.waiting = 0
+
+    def __call__(self) -> None:
+        assert not self.waiting, "the queue is empty before each call"
+        super().__call__()
+        self.waiting += 1
+
+    def synchronise(self, device: str) -> None:
+        time.sleep(0.01 * self.waiting)
+        self.waiting = 0
+
+
+def test_the_hosts_time_ends_when_the_call_returns(monkeypatch: pytest.MonkeyPatch):
+    step = Queued()
+    monkeypatch.setattr(timing, "synchronise", step.synchronise)
+    monkeypatch.setattr(timing, "HOST_MS", 1e4)
+    taken = host(step, "cuda")
+    assert taken is not None and 2 <= taken < 8
+    assert timing.HOST_CALLS < step.calls <= timing.HOST_CALLS + 3, "what settles comes before"
+    assert not step.waiting
+    step.calls = 0
+    monkeypatch.setattr(timing, "HOST_MS", 0.0)
+    host(step, "cuda")
+    assert step.calls <= 4, "a slow step is called once"
+
+
+def test_on_a_cpu_host_and_device_are_one():
+    step = Counted(0.001)
+    assert host(step, "cpu") is None and step.calls == 0
+
+
+@pytest.mark.gpu
+def test_the_host_does_not_wait_for_the_device():
+    x = torch.randn(8192, 8192, device="cuda")
+    taken, whole = host(lambda: x @ x, "cuda"), back_to_back(lambda: x @ x, "cuda", 5).device_ms
+    assert taken is not None and whole is not None and 0 < taken < whole / 2
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    clock = [0.0]
+    monkeypatch.setattr("benchmarks.progress.time.monotonic", lambda: clock[0])
+    return clock
+
+
+def test_lines_say_what_runs_how_far_and_how_long(now: list[float]):
+    text = io.StringIO()
+    progress = Progress(Console(file=text, width=80), 100)
+    progress.race("gcn on karate")
+    progress.begin("zoo full: cold process", 40)
+    progress.begin("a very long name of an arm that would not fit into one line of a small terminal", 60)
+    now[0] += 10.0
+    progress.partway(0.2)  # too soon for another line
+    now[0] += 60.0
+    progress.partway(0.5)
+    progress.note("an arm failed")
+    lines = text.getvalue().splitlines()
+    assert lines[0] == "gcn on karate" and lines[-1] == "  an arm failed"
+    assert lines[1].startswith("  [  0 %] zoo full: cold process, about 2 min left")
+    assert [line[:9] for line in lines[2:4]] == ["  [ 40 %]", "  [ 70 %]"] and len(lines) == 5
+    assert all(len(line) <= 80 for line in lines) and all(line.endswith("left") for line in lines[1:4])
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "1 s"), (7, "7 s"), (43, "45 s"), (89, "90 s"), (150, "2 min")])
+def test_durations_for_people(seconds: float, text: str):
+    assert words(seconds) == text

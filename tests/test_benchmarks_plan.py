@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.plan import IMPLEMENTATIONS, STRATEGY_NAMES, Case, expand, races_of, refusal
+from benchmarks.plan import IMPLEMENTATIONS, STRATEGY_NAMES, Case, expand, refusal
 
 CPU = Case(family="gnn", model="gcn", input="karate")
 GPU = replace(CPU, device="cuda")
@@ -23,67 +23,35 @@ def names(base: Case, **options: object) -> list[str]:
 
 GPU_ARMS = ["zoo eager", "zoo full", "zoo regional", "zoo regional + CUDA graph"]
 THEIR_ARMS = ["upstream eager", "upstream full", "upstream regional"]
+CONTROL = "zoo regional + CUDA graph (A/A)"
+DYNAMIC = [f"{impl} {strategy} dynamic" for impl in ("zoo", "upstream") for strategy in ("full", "regional")]
+ONE_DYNAMIC = {"impls": ["zoo"], "strategies": ["full"], "dynamic": True, "only": ["zoo full dynamic"]}
 NAMES: list[tuple[Case, dict[str, Any], list[str]]] = [
     (
-        GPU,
-        {},
-        [
-            *GPU_ARMS,
-            *("upstream eager", "upstream full", "upstream full reduce-overhead", "upstream regional"),
-            "zoo regional + CUDA graph (A/A)",
-        ],
+        GPU, {},
+        [*GPU_ARMS, *THEIR_ARMS[:2], "upstream full reduce-overhead", "upstream regional", CONTROL],
     ),
-    (CPU, {}, ["zoo eager", "zoo full", "zoo regional", *THEIR_ARMS, "zoo regional (A/A)"]),
+    (CPU, {}, [*GPU_ARMS[:3], *THEIR_ARMS, "zoo regional (A/A)"]),
     (
-        GPU,
-        {"impls": ["zoo", "upstream-tuned"], "strategies": ["full", "full+cudagraph"]},
+        GPU, {"impls": ["zoo", "upstream-tuned"], "strategies": ["full", "full+cudagraph"]},
         [
-            *("zoo full", "zoo full + CUDA graph", "upstream-tuned full", "upstream-tuned full + CUDA graph"),
+            "zoo full", "zoo full + CUDA graph", "upstream-tuned full", "upstream-tuned full + CUDA graph",
             "zoo full + CUDA graph (A/A)",
         ],
     ),
     (CPU, {"impls": ["upstream"]}, [*THEIR_ARMS, "upstream regional (A/A)"]),
     (CPU, {"impls": ["zoo"], "strategies": ["eager"]}, ["zoo eager"]),  # one arm alone has no control
-    (
-        GPU,
-        {"impls": ["zoo"], "dynamic": True},
-        [
-            *("zoo eager", "zoo full", "zoo full dynamic", "zoo regional", "zoo regional dynamic"),
-            *("zoo regional + CUDA graph", "zoo regional + CUDA graph (A/A)"),
-        ],
-    ),
-    (
-        CPU,
-        {"dynamic": True, "only": ["*dynamic"]},
-        [
-            *(f"{impl} {strategy} dynamic" for impl in ("zoo", "upstream") for strategy in ("full", "regional")),
-            "zoo regional dynamic (A/A)",
-        ],
-    ),
-    (
-        CPU,
-        {"impls": ["zoo"], "strategies": ["full"], "dynamic": True, "only": ["zoo full dynamic"]},
-        ["zoo full dynamic"],
-    ),
-    (
-        GPU,
-        {"only": ["zoo regional*", "upstream eager"]},
-        ["zoo regional", "zoo regional + CUDA graph", "upstream eager", "zoo regional + CUDA graph (A/A)"],
-    ),
+    (CPU, {"dynamic": True, "only": ["*dynamic"]}, [*DYNAMIC, "zoo regional dynamic (A/A)"]),
+    (CPU, ONE_DYNAMIC, ["zoo full dynamic"]),
+    (GPU, {"only": ["zoo regional*", "upstream eager"]}, [*GPU_ARMS[2:], "upstream eager", CONTROL]),
     (GPU, {"only": ["nothing"]}, []),
     (CPU, {"strategies": ["eager"], "dynamic": True, "only": ["*dynamic"]}, []),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("base", "options", "arms"), NAMES)
 def test_options_and_their_arms(base: Case, options: dict[str, Any], arms: list[str]):
     assert names(base, **options) == arms
-
-
-def test_a_mode_alone_applies_to_what_it_can():
-    arms = names(CPU, modes=["max-autotune-no-cudagraphs"])
-    assert "zoo full max-autotune-no-cudagraphs" in arms and not any("eager" in arm for arm in arms)
-    assert names(CPU, impls=["upstream-tuned"])[0] == "upstream-tuned eager"
 
 
 def test_the_zoo_without_its_kernels_is_an_implementation_to_ask_for_and_no_other_case_than_the_zoos():
@@ -134,25 +102,6 @@ def test_a_dynamic_twin_that_cannot_be_is_left_out_without_a_word_unless_it_was_
     ]
 
 
-def test_where_no_dynamic_arm_is_left_it_is_told_why():
-    cases, refused = expand([CPU], declared, impls=["zoo"], dynamic=True)
-    assert [case.arm for case in cases if not case.control] == ["zoo eager", "zoo full", "zoo regional"]
-    assert set(refused.values()) == {"declared shapes"} and len(refused) == 2
-    # Of one race it need not be told where another has dynamic arms.
-    bases = [CPU, replace(CPU, input="cora")]
-    cases, refused = expand(bases, lambda c: declared(c) if c.input == "cora" else None, impls=["zoo"], dynamic=True)
-    assert {case.input for case in cases if case.dynamic} == {"karate"} and refused == {}
-    # What holds for both is said once, of the static arm.
-    _, refused = expand([CPU], lambda case: "no", impls=["zoo"], strategies=["full"], dynamic=True)
-    assert [key.rpartition(" / ")[2] for key in refused] == ["zoo full"]
-
-
-def test_what_a_workload_refuses_is_left_out_with_its_reason():
-    cases, refused = expand([CPU], lambda case: "no" if case.impl == "upstream" else None)
-    assert {case.impl for case in cases} == {"zoo"}
-    assert set(refused.values()) == {"no"}
-
-
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
@@ -180,9 +129,3 @@ def test_keys_tell_all_arms_apart():
     cases += expand([GPU], nothing_refused, impls=IMPLEMENTATIONS, strategies=STRATEGY_NAMES, dynamic=True)[0]
     unique = {case.key: case for case in cases}
     assert len(unique) == len({tuple(case.to_json().items()) for case in cases})
-
-
-def test_races_are_told_apart_by_what_arms_share():
-    other = replace(CPU, input="cora")
-    cases, _ = expand([CPU, other], nothing_refused)
-    assert [race[2] for race in races_of(cases)] == ["karate", "cora"]

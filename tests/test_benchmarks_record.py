@@ -1,3 +1,5 @@
+"""Rows: their round trip, what is refused by name, and a run's rows among the committed ones."""
+
 from __future__ import annotations
 
 import json
@@ -5,11 +7,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from benchmarks.plan import Case
-from benchmarks.record import RESULTS, Check, Kernel, Result, Store, device_name, load
+from benchmarks.promote import main, promote
+from benchmarks.record import RESULTS, Check, Kernel, Result, Rows, Store, device_name, load
 from tests.rows import ENVIRONMENT, failure, race, row, write
 
 
@@ -21,12 +23,6 @@ def test_rows_survive_the_round_trip(tmp_path: Path) -> None:
     store = Store(write(tmp_path / "new" / "rows.jsonl", rows))
     assert store.results() == rows
     assert store.environments() == {"e1": ENVIRONMENT}
-
-
-def test_rows_written_before_a_field_existed_are_read() -> None:
-    old = row(1.0).to_json()
-    del old["work"]["longest"], old["work"]["others"], old["steady"]["host_ms"]
-    assert Result.from_json(old) == row(1.0)
 
 
 def holds(new: Any, old: Any) -> bool:
@@ -125,15 +121,6 @@ def test_non_finite_numbers_are_named_and_nothing_is_written(tmp_path: Path, val
     assert not store.path.exists()
 
 
-def test_numpys_numbers_become_jsons(tmp_path: Path) -> None:
-    result = row(1.0)
-    result.sizes = {"nodes": np.int64(3)}  # type: ignore[dict-item]
-    assert type(result.to_json()["sizes"]["nodes"]) is int
-    with pytest.raises(TypeError, match="int64"):
-        Store(tmp_path / "rows.jsonl").append({"nodes": np.int64(3)})
-    assert not (tmp_path / "rows.jsonl").exists()
-
-
 def test_nan_written_by_other_hands_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"kind": "environment", "id": "e1", "clock": NaN}\n')
@@ -162,7 +149,80 @@ def test_load_reads_folders_and_keeps_environments_apart(tmp_path: Path) -> None
     assert [round(result.steady.samples[0]) for result in newest if result.steady] == [3, 2]
 
 
-def test_load_of_nothing(tmp_path: Path) -> None:
-    assert load(tmp_path).results == []
-    with pytest.raises(FileNotFoundError, match=r"give a \.jsonl file"):
-        load(tmp_path / "rows.jsonl")
+FOLDER = "nvidia-h200-torch2.11.0"
+
+
+def written(results: Path, name: str = "gnn-inference-float32.jsonl") -> dict[str, float]:
+    """Times by model, input and arm, as they stand in the file."""
+    rows = load(results / FOLDER / name)
+    return {
+        f"{r.case.model} {r.case.input} {r.case.arm}": r.steady.device_ms[0] if r.steady else 0.0 for r in rows.results
+    }
+
+
+def rows(*results: Result, **environment: object) -> Rows:
+    name = str(environment.get("id", "e1"))
+    for result in results:
+        result.environment = name
+    return Rows(list(results), {name: {**ENVIRONMENT, **environment}})
+
+
+def test_a_race_replaces_the_one_before_and_no_other(tmp_path: Path) -> None:
+    promote(rows(row(1.0, impl="zoo"), row(2.0, impl="upstream"), row(3.0, impl="zoo", input="arxiv")), tmp_path)
+    before = written(tmp_path)
+    races = promote(rows(row(0.5, impl="zoo"), id="e2"), tmp_path)
+    after = written(tmp_path)
+    assert set(after) == {"gcn arxiv zoo eager", "gcn cora zoo eager"}, "an arm of the old race would be of another day"
+    assert after["gcn arxiv zoo eager"] == before["gcn arxiv zoo eager"]
+    assert after["gcn cora zoo eager"] < before["gcn cora zoo eager"]
+    assert [race[1:3] for each in races.values() for race in each] == [("gcn", "cora")]
+    file = tmp_path / FOLDER / "gnn-inference-float32.jsonl"
+    assert set(Store(file).environments()) == {"e1", "e2"}
+    promote(rows(row(0.5, input="arxiv"), id="e2"), tmp_path)
+    assert set(Store(file).environments()) == {"e2"}, "nothing names the first any more"
+
+
+@pytest.mark.parametrize("environment", [{"dirty": True}, {"dirty": None}, {"commit": None}])
+def test_rows_of_code_that_nobody_has_are_refused(tmp_path: Path, environment: dict[str, object]) -> None:
+    run = write(tmp_path / "run.jsonl", [row()], {**ENVIRONMENT, **environment})
+    assert main([str(run), "--results", str(tmp_path / "results")]) == 2
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_stopped_race_is_refused_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stopped = row(impl="upstream")
+    stopped.status, stopped.reason, stopped.steady = "interrupted", "stopped", None
+    run = write(tmp_path / "run.jsonl", [row(impl="zoo"), stopped])
+    assert main([str(run), "--results", str(tmp_path / "results")]) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert not (tmp_path / "results").exists()
+
+
+def test_the_command_names_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write(tmp_path / "run.jsonl", [row(), row(input="arxiv")])
+    assert main([str(run), "--results", str(tmp_path / "results")]) == 0
+    assert "gcn · arxiv" in capsys.readouterr().out
+    assert set(written(tmp_path / "results")) == {"gcn cora zoo eager", "gcn arxiv zoo eager"}
+    assert main([str(tmp_path / "nothing")]) == 2
+    (tmp_path / "empty").mkdir()
+    assert main([str(tmp_path / "empty")]) == 2
+    assert "empty holds no rows; give the folder that" in capsys.readouterr().err
+
+
+def test_a_race_for_a_question_stands_beside_and_replaces_its_own_name_alone(tmp_path: Path) -> None:
+    promote(rows(row(1.0, impl="zoo"), row(2.0, impl="upstream")), tmp_path)
+    for name, ms in (("claim-30", 3.0), ("claim-20", 4.0), ("claim-30", 5.0)):
+        promote(rows(row(ms, impl="upstream"), id=f"e{ms}"), tmp_path, extra=name)
+    assert set(written(tmp_path)) == {"gcn cora zoo eager", "gcn cora upstream eager"}
+    found = load(tmp_path)
+    assert {result.case.impl for result in found.results} == {"zoo", "upstream"}
+    medians = {name: [float(str(r.environment)[1:]) for r in results] for name, results in found.extra.items()}
+    assert medians == {"claim-20": [4.0], "claim-30": [5.0]}
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "Claim 30"])
+def test_a_name_that_is_no_folder_is_refused(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write(tmp_path / "run.jsonl", [row()])
+    assert main([str(run), "--results", str(tmp_path / "results"), "--extra", name]) == 2
+    assert repr(name) in capsys.readouterr().err
+    assert not (tmp_path / "results").exists()

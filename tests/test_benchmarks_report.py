@@ -1,12 +1,22 @@
+"""The report command, and its HTML page: whole, offline, escaped, and its leading sentences right."""
+
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Mapping
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from benchmarks.record import Result
+from benchmarks.report import advice, cells, html, tables
 from benchmarks.report import html as report
 from benchmarks.report.__main__ import main
-from tests.rows import failure, race, write
+from benchmarks.report.model import races
+from benchmarks.report.selection import commands_of
+from tests.rows import ENVIRONMENT, ENVIRONMENTS, failure, race, row, uncompiled, write
+from tests.rows import shown as shown_race
 
 MARKED = """# Title
 
@@ -32,14 +42,6 @@ def test_report_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "zoo regional + CUDA graph" in shown and "zoo hierarchical: timeout: 60 s" in shown
     page = (tmp_path / "run" / "report.html").read_text()
     assert "zoo regional + CUDA graph" in page and "zoo hierarchical: timeout" in page
-
-
-def test_report_of_failures_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path / "rows.jsonl", [failure("crashed", "signal 11"), failure("timeout", "60 s", impl="upstream")])
-    assert main([str(tmp_path)]) == 0
-    assert f"report: {tmp_path / 'report.html'}" in capsys.readouterr().out
-    page = (tmp_path / "report.html").read_text()
-    assert "zoo eager: crashed" in page and "signal 11" in page and "upstream eager: timeout" in page
 
 
 def test_report_of_committed_rows_does_not_land_among_them(
@@ -76,16 +78,6 @@ def test_update_then_check_then_drift(tmp_path: Path, docs: Path, capsys: pytest
     assert main(["--check", *options]) == 1
 
 
-def test_without_rows_the_table_says_so_and_the_check_passes(tmp_path: Path, docs: Path) -> None:
-    options = ["--results", str(tmp_path / "none"), str(docs)]
-    assert main(["--update", *options]) == 0
-    assert (
-        "No rows measured yet; run `python -m benchmarks.run --model gcn --input cora`."
-        in (docs / "page.md").read_text()
-    )
-    assert main(["--check", *options]) == 0
-
-
 def test_a_broken_block_changes_no_file(tmp_path: Path, docs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (docs / "zz.md").write_text("\n<!-- table: rase model=gcn input=cora -->\n<!-- end table -->\n")
     assert main(["--update", "--results", str(tmp_path / "none"), str(docs)]) == 2
@@ -117,3 +109,199 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pyte
     (tmp_path / "run" / "report.html").mkdir()
     assert main([str(tmp_path / "run")]) == 2
     assert (said := capsys.readouterr().err).count("\n") == 1 and "report.html" in said
+
+
+VOID = {"meta", "input", "br", "img"}
+
+
+class Page(HTMLParser):
+    """A page read strictly: every tag closed in order, no id twice, and all that it says, names and refers to."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.references: list[str] = []
+        self.loads: list[str] = []
+        self.tags: list[str] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+        assert len(set(self.ids)) == len(self.ids)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_startendtag(tag, attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for key, value in attrs:
+            assert not key.startswith("on"), f"{tag} has {key}"
+            if key == "id":
+                self.ids.append(str(value))
+            elif key == "href":
+                self.references.append(str(value))
+            elif key in ("src", "data", "srcset", "action", "poster") and not str(value).startswith(
+                "data:image/svg+xml"
+            ):
+                self.loads.append(str(value))
+            self.references += re.findall(r"url\(([^)]*)\)", value or "")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def _page(results: list[Result], environments: Mapping[str, Mapping[str, object]] = ENVIRONMENTS) -> Page:
+    return Page(html.report(results, environments))
+
+
+@pytest.fixture(scope="module")
+def plain() -> str:
+    """The page of one race; drawing it takes a second."""
+    return html.report(race(), ENVIRONMENTS)
+
+
+# The page
+
+
+def test_every_race_arm_and_failure_appears_with_its_figures_and_command() -> None:
+    results = [
+        *race(),
+        failure("timeout", "60 s without a word", strategy="hierarchical"),
+        *race({"zoo regional + CUDA graph": 20.0}, input="arxiv", dtype="bfloat16"),
+        *race(family="llm", model="llama-debug", input="prompt"),
+    ]
+    page = _page(results)
+    text = page.text
+    shown = races(results, ENVIRONMENTS)
+    for one in shown:
+        assert one.title in text and advice.lead(one) in text
+        for arm in one.arms:
+            assert cells.name(arm) in text
+        for _, lines in (tables.speeds(one), tables.costs(one), tables.compiles(one)):
+            assert all(cell in text for line in lines for cell in line)
+        assert all(command in text for command in commands_of([one]))
+    assert "zoo hierarchical: timeout 60 s without a word" in text
+    # Four reasons that differ in a number.
+    assert "upstream full: 4× break: Unsupported: self-loop op 0 (and the like with other numbers)" in text
+    assert "self-loop op 3" not in text
+    assert "than transformers' best as shipped" in text
+    assert "than torch-geometric's best as shipped" in text
+    for step in ("upstream eager", "ours, eager", "+ regions", "+ outer CUDA graph"):
+        assert text.count(step) >= len(shown)
+    assert "driver 580.65, triton 3.6.0" in text
+    assert page.tags.count("img") == 2 + len(shown)  # speed-ups a family, total time a race
+    assert all(line in text for line in advice.gains(shown)) and len(advice.gains(shown)) == len(shown)
+    assert page.tags.count("article") == len(shown)
+
+
+def test_the_page_loads_nothing(plain: str) -> None:
+    text = plain
+    page = Page(text)
+    assert page.loads == [] and "link" not in page.tags
+    assert page.references == []
+    assert "http" not in text and "@import" not in text
+    assert text == html.report(race(), ENVIRONMENTS)  # the same rows make the same file
+
+
+def test_what_was_not_measured_is_left_out_and_said() -> None:
+    page = _page(uncompiled(race()))
+    assert page.tags.count("img") == 1
+    assert "Compile times were not measured here." in page.text and "Total time" not in page.text
+    assert "compile s, cold / warm" not in page.text
+    page = _page([failure("crashed", "signal 11"), failure("does-not-fit", "needs 300 GiB", impl="upstream")])
+    assert "zoo eager: crashed signal 11" in page.text and "upstream eager: does-not-fit needs 300 GiB" in page.text
+    assert "no advice is possible" in page.text and "img" not in page.tags
+    assert "0 races" in _page([], {}).text
+    bare = row(1.0, impl="zoo", strategy="eager")
+    bare.cold = bare.warm = bare.memory = bare.check = bare.work = bare.command = None
+    page = _page([bare])
+    assert "Only zoo eager has a steady time: 1.0" in page.text and "img" not in page.tags
+
+
+def test_hostile_strings_stay_text() -> None:
+    evil = '</script><script>alert("$x$")</script><img src=x onerror=alert(1)>&amp;'
+    results = race(family=evil, model=evil, input="$\\frac{1}{0}$ \n\x00 {{ 7*7 }}")
+    results[1].cold.breaks = [evil]  # type: ignore[union-attr]
+    for result in results:
+        result.command = evil
+        result.data = evil
+    results.append(
+        failure("failed", evil, family=evil, model=evil, input=results[0].case.input, impl=evil, strategy=evil)
+    )
+    page = _page(results, {"e1": {**ENVIRONMENT, "gpu": evil, "libraries": {evil: evil}}})
+    assert "script" not in page.tags and page.loads == []
+    assert page.text.count("onerror=alert(1)") > 10 and "{{ 7*7 }}" in page.text and "&amp;" in page.text
+
+
+# Where regional and full meet
+
+
+# The leading sentence
+
+
+def _scaled(factor: float, *names: str) -> Callable[[], list[Result]]:
+    return lambda: race(dict.fromkeys(names, factor))
+
+
+COMPILED = (
+    "upstream full reduce-overhead",
+    "upstream-tuned full + CUDA graph",
+    "zoo full",
+    "zoo regional",
+    "zoo regional + CUDA graph",
+)
+
+
+def _three_steps() -> list[Result]:
+    """Eager, then what compiles soon, then what takes longer to compile and is a little faster."""
+    return [
+        row(1.0, strategy="eager", seed=1),
+        row(0.5, strategy="regional", cold=1.0, warm=0.5, seed=2),
+        row(0.4, strategy="full", cold=10.0, warm=0.7, seed=3),
+        row(1.0, strategy="eager", seed=4, control=True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (race, ["zoo regional + CUDA graph is the fastest, 0.0492 ms", "8.53× faster than", " 1.085× faster than"]),
+        (race, ["in a new process with empty caches zoo eager finishes first, from 9,"]),
+        (_scaled(20.0, *COMPILED), ["zoo eager is the fastest", "zoo eager finishes first."]),
+        (
+            _scaled(0.5, "upstream-tuned full + CUDA graph"),
+            ["upstream-tuned full + CUDA graph is the fastest", "ours, zoo regional + CUDA graph, is 1.8"],
+        ),
+        (lambda: uncompiled(race()), ["8.53× faster than", "Compile times were not measured here."]),
+        (_three_steps, ["no arm of torch-geometric ran", "calls on zoo regional, from 8", "k calls on zoo full."]),
+        (
+            lambda: [row(rounds=4), row(0.5, rounds=4, strategy="full", cold=1.0)],
+            ["Too few rounds", "at least 6 rounds"],
+        ),
+        (lambda: [failure("crashed", "signal 11")], ["No arm has a steady time", "no advice is possible."]),
+    ],
+)
+def test_the_lead_says_what_to_use(rows: Callable[[], list[Result]], said: list[str]) -> None:
+    lead = advice.lead(shown_race(rows()))
+    assert all(words.lower() in lead.lower() for words in said), lead
+
+
+def test_the_lead_names_what_cannot_be_told_from_its_choice_and_leaves_out_what_is_wrong() -> None:
+    alike = race({"zoo full": 0.048 / 0.197, "zoo eager (A/A)": 1.05})
+    lead = advice.lead(shown_race(alike))
+    assert "No measurable difference to zoo regional + CUDA graph: zoo full" in lead
+    wrong = race({"zoo full": 0.01})
+    check = wrong[6].check
+    check.error = 0.5
+    assert "zoo full" not in advice.lead(shown_race(wrong))

@@ -3,28 +3,23 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from benchmarks.plan import arms_of
-from benchmarks.record import Compile, Kernel, Result, Rows, Steady
+from benchmarks.record import Kernel, Result, Rows, Steady
 from benchmarks.report import (
-    advice,
     cells,
-    charts,
     docs,
-    front,
     selection,
     tables,
     terminal,
 )
 from benchmarks.report.docs import Spec, make_table, make_value
 from benchmarks.report.model import MeasuredArm, MeasuredRace, is_shipped, is_tuned, races
-from benchmarks.stats import Ratio
 from tests.rows import ENVIRONMENT, ENVIRONMENTS, failure, race, row
 from tests.rows import shown as shown_race
 
@@ -42,30 +37,10 @@ def _printed(results: list[Result], width: int) -> str:
 # Numbers
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (None, "–"),
-        (0, "0"),
-        (0.5, "0.500"),
-        (0.04918, "0.0492"),
-        (9.996, "10.0"),
-        (99.96, "100"),
-        (999.4, "999"),
-        (999.6, "1,000"),
-        (12345.6, "12,346"),
-        (0.00012345, "1.23e-04"),
-        (math.inf, "∞"),
-    ],
-)
-def test_three_significant_digits(value: float | None, text: str) -> None:
-    assert cells.significant(value) == text
-
-
-def test_a_ratio_near_one_keeps_the_digit_that_decides() -> None:
-    assert cells.interval(Ratio(1.004, 1.002, 1.006, 30, paired=True)) == "1.004× [1.002, 1.006]"
-    assert cells.interval(Ratio(8.538, 8.49, 8.6, 30, paired=True)) == "8.54× [8.49, 8.60]"
-    assert cells.interval(Ratio(2.0, 0.0, math.inf, 4, paired=True)) == "2.00× [4 rounds]"
+def test_three_significant_digits() -> None:
+    numbers = (None, 0, 0.5, 0.04918, 9.996, 99.96, 999.4, 999.6, 12345.6, 0.00012345, math.inf)
+    said = ["–", "0", "0.500", "0.0492", "10.0", "100", "999", "1,000", "12,346", "1.23e-04", "∞"]
+    assert [cells.significant(number) for number in numbers] == said
 
 
 def test_calls() -> None:
@@ -133,18 +108,6 @@ def test_an_arm_that_raced_cold_shows_the_warm_start_of_its_copy():
     assert cells.race_notes(shown_race(rows)) == [note for note in cells.race_notes(shown) if note != said]
 
 
-def test_what_was_compiled_anew_in_the_race_is_shown_beside_the_cold_process() -> None:
-    result = row(strategy="regional", cold=1.4, warm=0.7, graphs=2)
-    result.cold.recompiles = ["at capture: a"]
-    result.warm.recompiles = ["at capture: a", "during the race: b"]
-    (arm,) = shown_race([result]).arms
-    assert cells.compiler_counts(arm.result.counted) == "2/0/2"
-    assert cells.troubles(arm)[-1] == "zoo regional: recompile: during the race: b"
-    result.warm = result.cold = result.warm  # of an outer CUDA graph over eager code there is one process
-    (arm,) = shown_race([result]).arms
-    assert cells.compiler_counts(arm.result.counted) == "2/0/2"
-
-
 def test_arms_that_raced_in_groups_are_paired_with_the_one_that_each_group_holds() -> None:
     results = race()
     again = row(0.023, seed=5, impl="zoo", strategy="regional", cuda_graph=True)  # twice as fast in another group
@@ -163,21 +126,6 @@ def test_arms_that_raced_in_groups_are_paired_with_the_one_that_each_group_holds
         assert ratio.value == pytest.approx(value, rel=0.01)
     apart = shown.speedup(regional, eager)
     assert not apart.paired
-
-
-def test_what_races_have_in_common_is_said_once() -> None:
-    others = {
-        "later": {**ENVIRONMENT, "commit": "fedcba9876543210", "dirty": True},
-        "a100": {**ENVIRONMENT, "gpu": "NVIDIA A100"},
-    }
-    results = [row(1.0), row(2.0, input="karate", environment="later"), row(3.0, environment="a100")]
-    shown = races([*results, row(4.0, model="gat")], {**ENVIRONMENTS, **others})
-    assert selection.machines(shown) == (
-        "NVIDIA H200, torch 2.11.0+cu130, driver 580.65, triton 3.6.0, torch-geometric 2.8.0, "
-        "commits 0123456789, fedcba9876 with changes; "
-        "NVIDIA A100, torch 2.11.0+cu130, driver 580.65, triton 3.6.0, torch-geometric 2.8.0, commit 0123456789"
-    )
-    assert selection.machines([]) == ""
 
 
 def test_an_arm_whose_eager_twin_did_not_run_is_held_to_the_rounding_of_the_others() -> None:
@@ -315,15 +263,6 @@ def test_tables_show_the_hosts_time_and_the_idle_device(width: int) -> None:
     assert len(re.findall(r"\bidle\b", text)) == 1 and text.count("25 %") == len(shown.arms)
 
 
-def test_rows_without_the_hosts_time_have_no_column_of_it() -> None:
-    profiled = _with_host(race())
-    for result in profiled:
-        result.steady.host_ms = None  # as in rows of before it was measured
-    for results in (race(), profiled):
-        assert not {"host ms", "device idle"} & set(tables.speeds(shown_race(results))[0])
-        assert "host ms" not in _printed(results, 80) + _printed(results, 240)
-
-
 @pytest.mark.parametrize(
     ("device_ms", "microseconds", "idle"), [([2.0, 1.0, 8.0], 500.0, 0.75), ([1.0], 1100.0, 0.0), ([], 500.0, None)]
 )
@@ -358,72 +297,7 @@ def test_terminal_of_odd_rows() -> None:
     assert "zoo eager" in _printed([empty], 80)
 
 
-def test_the_terminal_ends_with_what_was_gained() -> None:
-    loses = race({"zoo regional + CUDA graph": 20.0}, input="arxiv")
-    words = " ".join((text := _printed([*race(), *loses], 80)).split())
-    assert max(map(len, text.splitlines())) <= 80
-    for shown in races([*race(), *loses], ENVIRONMENTS):
-        assert f"{shown.title} {advice.lead(shown)} {cells.subject(shown)}" in words
-    gained = " ".join(advice.gains(races([*race(), *loses], ENVIRONMENTS)))
-    assert words.endswith(f"Ours against upstream's best as shipped: {gained}")
-
-
 # Markdown
-
-
-def test_every_row_of_a_markdown_table_has_every_cell() -> None:
-    speeds, costs, failed = _table("race model=gcn input=cora", _extreme()).split("\n\n")[:3]
-    for text in (speeds, costs):
-        lines = text.splitlines()
-        assert len({line.count("|") for line in lines}) == 1
-        assert len(lines) == 2 + 10
-    assert failed.startswith("- zoo hierarchical: failed: Unsupported: \\[bold\\]nested\\[/bold\\]")
-
-
-def test_a_markdown_table_is_no_wider_than_its_arms_need() -> None:
-    results = [row(strategy="regional"), row(impl="upstream", strategy="eager")]
-    speeds, costs = _table("race model=gcn input=cora", results).split("\n\n")[:2]
-    assert "over best as shipped" in speeds and "over best tuned" not in speeds
-    assert "memory MiB" in costs and "memory MiB" not in speeds
-
-
-def test_counts_of_arms_that_started_together_are_shown() -> None:
-    # --steady-only: counts of the one process there was, and no seconds.
-    counted = row(strategy="regional")
-    counted.cold, counted.warm = None, Compile(graphs=2, breaks=["a reason"])
-    results = [counted, row(impl="upstream")]
-    arm = _arm(shown := shown_race(results), "zoo regional")
-    assert "2 / 1 / 0" in tables.costs(shown)[1][0]
-    assert tables.compiles(shown)[1][0][1:4] == ["2", "1", "0"]
-    assert "a reason" in cells.troubles(arm)[0]
-    assert "2 / 1 / 0" in _printed(results, 80)
-
-
-def test_the_1000th_call_is_start_up_compilation_capture_and_1000_calls() -> None:
-    shown = shown_race(race())
-    arm = _arm(shown, OURS)
-    head, rows = tables.compiles(shown)
-    line = next(line for line in rows if line[0] == OURS)
-    # The row's start-up, compile and capture seconds.
-    assert float(line[head.index("1,000th call s")]) == pytest.approx(2.3 + 1.42 + 0.031 + arm.p50, rel=0.01)
-    assert not any("eager" in line[0] for line in rows)
-
-
-def test_reasons_that_differ_in_numbers_alone_are_one_line_with_their_count() -> None:
-    results = [row(strategy="full", graphs=4), row(impl="upstream")]
-    results[0].cold.recompiles = [
-        "0/1: tensor 'x' size mismatch at index 0. expected 8, actual 16",
-        "0/2: tensor 'x' size mismatch at index 0. expected 16, actual 32",
-        "0/1: ___check_obj_id(module, 0x7f12ab) of layer 3",
-        "0/1: tensor 'x' dtype mismatch",
-        "0/1: tensor 'x' dtype mismatch",
-    ]
-    assert cells.troubles(_arm(shown_race(results), "zoo full")) == [
-        "zoo full: 2× recompile: 0/1: tensor 'x' size mismatch at index 0. expected 8, actual 16 "
-        "(and the like with other numbers)",
-        "zoo full: recompile: 0/1: ___check_obj_id(module, 0x7f12ab) of layer 3",
-        "zoo full: 2× recompile: 0/1: tensor 'x' dtype mismatch",
-    ]
 
 
 def test_pipes_are_escaped() -> None:
@@ -479,9 +353,6 @@ def test_merged_commands_are_ones_that_the_harness_takes() -> None:
 # compared with the committed rows in test_docs_tables.py.
 
 
-OURS = "zoo regional + CUDA graph"
-
-
 def _table(text: str, results: list[Result]) -> str:
     return make_table(Spec.parse(text), Rows(results, ENVIRONMENTS))
 
@@ -493,16 +364,6 @@ def _value(text: str, results: list[Result]) -> str:
 KERNELS = 'kernels model=gcn input=cora arm="zoo regional + CUDA graph"'
 
 
-def test_kernels_that_no_row_holds_are_not_measured_yet() -> None:
-    said = _table(KERNELS, race())
-    assert said.startswith("Not measured yet; run `python -m benchmarks.run --family gnn --model gcn --input cora ")
-    assert said.endswith("--impl zoo --strategy regional+cudagraph --mode default --rounds 30`.")
-    crashed = failure("crashed", "signal 11", strategy="hierarchical")
-    assert _table('kernels model=gcn input=cora arm="zoo hierarchical"', [*race(), crashed]) == (
-        "zoo hierarchical: crashed."
-    )
-
-
 @pytest.mark.parametrize(
     "text", ["race model=gcn input=cora", "headline family=gnn", "compile model=gat input=cora", KERNELS]
 )
@@ -512,46 +373,7 @@ def test_a_table_without_rows_says_so(text: str) -> None:
 
 
 LOST = race({"zoo regional + CUDA graph": 20.0}, input="arxiv")
-BOTH_DTYPES = [*race(), *race({"zoo regional": 20.0}, dtype="bfloat16"), *race(workload="train")]
-WITHOUT_DEFAULT = [r for r in race() if (r.case.impl, r.case.strategy, r.case.mode) != ("upstream", "full", "default")]
 OURS_ALONE = [result for result in race() if result.case.impl == "zoo"]
-CRASH = failure("crashed", "misaligned address", impl="upstream", strategy="full")
-
-
-@pytest.mark.parametrize(
-    ("options", "results", "said"),
-    [
-        ("family=gnn", BOTH_DTYPES, ["| gcn, cora | upstream full"]),
-        (
-            "family=gnn dtype=float32,bfloat16",
-            BOTH_DTYPES,
-            [
-                *("| gcn, cora, float32 | upstream full", "| gcn, cora, bfloat16 | upstream full"),
-                "Our worst result in 2 races: gcn, cora, bfloat16, zoo regional: ",
-            ],
-        ),
-        (
-            "family=gnn workload=inference,train",
-            BOTH_DTYPES,
-            ["| gcn, cora, inference | upstream full", "| gcn, cora, train | upstream full"],
-        ),
-        # The worst is shown, whatever was asked for; also that of an arm without a CUDA graph.
-        (
-            "family=gnn input=cora",
-            [*race(), *LOST],
-            [r"| gcn, cora .*8\.53×", r"| gcn, arxiv .*slower", "in 2 races: gcn, arx"],
-        ),
-        ("family=gnn", race({"zoo regional": 4.0}), [r"zoo regional: 0\.9.* slower"]),
-        # A mode that is not the default is named where the default did not run.
-        ("family=gnn", WITHOUT_DEFAULT, [" (reduce-overhead) → "]),
-        ("", [*OURS_ALONE, CRASH], ["| upstream full: crashed | zoo regional + CUDA graph: 0.0492 | – |"]),
-    ],
-)
-def test_the_headline(options: str, results: list[Result], said: list[str]) -> None:
-    text = _table(f"headline {options}", results)
-    for words in said:
-        assert words in text or re.search(words.replace("|", r"\|"), text), words
-    assert (" (reduce-overhead) → " in text) == (results is WITHOUT_DEFAULT)
 
 
 @pytest.mark.parametrize(
@@ -568,51 +390,10 @@ def test_a_brief_table_has_the_fastest_upstream_arm_and_our_worst_row(results: l
     assert re.search(said, text) and "```" not in text
 
 
-def test_the_arms_of_extra_races_side_by_side() -> None:
-    rows = Rows([], ENVIRONMENTS, {"host": race()})
-    head, _, noise = make_table(Spec("arms", {"extra": "host"}), rows).splitlines()[:3]
-    arms = shown_race(race()).arms
-    assert all(arm.name in head for arm in arms) and noise.count("|") == head.count("|") == len(arms) + 3
-    with pytest.raises(ValueError, match="there are no extra rows 'hots'"):
-        make_table(Spec("arms", {"extra": "hots"}), rows)
-
-
 def test_a_wrong_output_is_a_worse_row_than_a_slow_one_and_is_said_to_be() -> None:
     results = [*race(), *race({"zoo regional + CUDA graph": 20.0}, input="arxiv")]
     next(r for r in results if r.case.arm == "zoo regional" and r.case.input == "cora").check.error = 3e-3
     assert re.search(r"races: gcn, cora, zoo regional: .* faster, with a wrong", _table("headline family=gnn", results))
-
-
-def _with_cold(results: list[Result], seconds: Mapping[str, float | None]) -> list[Result]:
-    for result in results:
-        if result.case.arm in seconds:
-            result.cold.seconds = seconds[result.case.arm]
-    return results
-
-
-def test_decomposition_walks_from_upstream_to_the_cuda_graph() -> None:
-    results = [result for result in race() if result.case.arm != "zoo regional"]
-    text = _table("decomposition model=gcn input=cora", [*results, failure("timeout", "60 s", strategy="regional")])
-    cells_of = [line.strip("| ").split(" | ") for line in text.splitlines()[2:6]]
-    ours = "ours, eager, by own kernels"
-    assert [line[0] for line in cells_of] == ["upstream eager", ours, "+ regions", "+ outer CUDA graph"]
-    assert cells_of[2][1] == "timeout"
-    assert cells_of[3][2].startswith("8.7")  # over the last row that has a time: ours, eager
-    assert cells_of[3][3].startswith("14.2×")
-
-
-def test_what_own_kernels_bring_may_stand_beside_and_other_tables_do_not_see_it() -> None:
-    apart = race(dict.fromkeys(("zoo eager", "zoo regional", "zoo regional + CUDA graph"), 4.0))
-    apart = [replace(r, case=replace(r.case, kernels=False)) if r.case.impl == "zoo" else r for r in apart]
-    alone = Rows(race(), ENVIRONMENTS)
-    both = Rows(race(), ENVIRONMENTS, {"own-kernels": [*apart, *(r for r in race() if r.case.arm == OURS)]})
-    decomposition = Spec.parse("decomposition model=gcn input=cora")
-    assert "+ own kernels" in make_table(decomposition, both)
-    assert "+ own kernels" not in make_table(decomposition, alone)
-    for other in ("race model=gcn input=cora", "headline"):
-        assert make_table(Spec.parse(other), both) == make_table(Spec.parse(other), alone)
-    elsewhere = Rows(race(), ENVIRONMENTS, {"own-kernels": [row(impl="zoo", model="gat", kernels=False)]})
-    assert make_table(decomposition, elsewhere) == make_table(decomposition, alone)
 
 
 def test_newest_torch_is_shown_and_two_gpus_need_a_choice() -> None:
@@ -627,20 +408,6 @@ def test_newest_torch_is_shown_and_two_gpus_need_a_choice() -> None:
         make_table(Spec.parse("race model=gcn input=cora"), rows)
     chosen = make_table(Spec.parse('race model=gcn input=cora gpu="NVIDIA A100"'), rows)
     assert "NVIDIA A100, torch" in chosen
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ('p50 model=gcn input=cora arm="zoo regional"', "0.236 ms"),
-        ('speedup model=gcn input=cora arm="zoo regional + CUDA graph" against=tuned', "1.085×"),
-        ('speedup model=gcn input=cora arm="zoo regional" against="zoo full"', "0.858×"),
-        ('p50 model=gcn input=cora arm="zoo hierarchical"', "crashed"),
-        ('p50 model=gcn input=products arm="zoo regional"', "not measured yet"),
-    ],
-)
-def test_values(text: str, value: str) -> None:
-    assert _value(text, [*race(), failure("crashed", "signal 11", strategy="hierarchical")]) == value
 
 
 @pytest.mark.parametrize(
@@ -704,73 +471,4 @@ def test_broken_markers_name_their_line(text: str, said: str) -> None:
         _rewritten(text)
 
 
-def test_markdown_files_of_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "b.md").touch()
-    (tmp_path / "a.txt").touch()
-    assert docs.markdown_files([tmp_path]) == [tmp_path / "sub" / "b.md"]
-    with pytest.raises(FileNotFoundError, match="does not exist"):
-        docs.markdown_files([tmp_path / "none"])
-    (tmp_path / "bare").mkdir()
-    with pytest.raises(FileNotFoundError, match="bare holds no Markdown"):
-        docs.markdown_files([tmp_path, tmp_path / "bare"])
-
-
 # --- training ---
-
-
-def trained(curve: list[float] | None = None) -> list[Result]:
-    results = []
-    for index, (impl, milliseconds) in enumerate((("upstream", 20.0), ("zoo", 10.0))):
-        result = row(milliseconds, seed=index, impl=impl, strategy="regional", workload="train")
-        result.work.count, result.work.unit = 128, "images"
-        result.curve = curve and [value * (1 + index / 100) for value in curve]
-        results.append(result)
-    return results
-
-
-def test_throughput_has_a_column_and_a_sentence_where_it_says_something():
-    race = races(trained(), ENVIRONMENTS)[0]
-    head, lines = tables.speeds(race)
-    assert head[3] == "images / s"
-    by_name = {line[0]: line[3] for line in lines}
-    # 128 images in 10 and in 20 ms, give or take the clock's drift that all rows of this kind have.
-    assert by_name["zoo regional"].startswith("12.") and by_name["upstream regional"].startswith("6,")
-    sentence = next(line for line in cells.notes(race) if "a second" in line)
-    for arm in race.arms:
-        assert f"{arm.name} {by_name[arm.name]}" in sentence
-    assert sentence.startswith("Images a second: ")
-    plain = races([row(1.0)], ENVIRONMENTS)[0]
-    assert "images / s" not in tables.speeds(plain)[0]
-    assert not any("a second" in line for line in cells.notes(plain))
-
-
-def test_loss_curves_come_down_to_a_sentence_and_a_figure():
-    race = races(trained([3.0] * 180 + [2.0] * 20), ENVIRONMENTS)[0]
-    sentence = next(line for line in cells.notes(race) if line.startswith("Loss"))
-    assert sentence == "Loss, mean of the last 20 of 200 steps: zoo regional 2.02, upstream regional 2.00."
-    assert tables.losses(race) is not None and tables.losses(races(trained(), ENVIRONMENTS)[0]) is None
-
-
-def test_the_picture_draws_a_point_for_each_arm_and_skips_a_model_without_ours() -> None:
-    llama = race(family="llm", model="llama-3.2-1b", input="decode-1x1024", dtype="bfloat16")
-    shown = races([*race(input="arxiv"), *_with_cold(llama, {OURS: None})], ENVIRONMENTS)
-    drawn = front.picture(shown)
-    assert ">GCN</text>" in drawn and "Llama" not in drawn and "ours 1.42 s, 0.049" in drawn
-    colours = [colour for _, colour in charts.SERIES]
-    assert all(drawn.count(f"fill: {colour}") == 2 for colour in colours)  # the arm's and the legend's
-    assert front.picture(shown) == drawn == front.picture(shown, drawn)
-    by_other_matplotlib = drawn.replace("\n", " ")
-    assert front.picture(shown, by_other_matplotlib) == by_other_matplotlib
-    measured_again = front.picture(races(race({OURS: 2.0}, input="arxiv"), ENVIRONMENTS), drawn)
-    assert measured_again != drawn and "GCN" not in front.picture([])
-
-
-def test_a_value_of_extra_rows_is_theirs_alone() -> None:
-    slow = _with_cold(race(), {OURS: 3.8})
-    rows = Rows(race(), ENVIRONMENTS, {"later": slow})
-    said = f'model=gcn input=cora arm="{OURS}"'
-    assert make_value(Spec.parse(f"compile-cold extra=later {said}"), rows) == "3.80 s"
-    assert make_value(Spec.parse(f"compile-cold {said}"), rows) != "3.80 s"
-    with pytest.raises(ValueError, match="no extra rows 'earlier'"):
-        make_value(Spec.parse(f"compile-cold extra=earlier {said}"), rows)

@@ -19,7 +19,6 @@ from benchmarks.measure import Run
 from benchmarks.process import ROOT
 from benchmarks.record import Store
 from benchmarks.run import main
-from benchmarks.startup import Settings
 from tests.runs import FAKE, LIGHT, settings_in
 
 
@@ -106,22 +105,6 @@ def test_list_measures_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert not out.exists()
 
 
-def test_list_shows_a_dynamic_arm_behind_its_static_one(capsys: pytest.CaptureFixture[str]):
-    def listed(*arguments: str) -> list[str]:
-        arguments = ("--family", FAKE, "--device", "cpu", "--dynamic", "--list", *arguments)
-        assert run_command(main, "run", arguments) == 0
-        lines = capsys.readouterr().out.splitlines()
-        return lines[lines.index("arms:") + 1 :]
-
-    assert listed("--impl", "zoo,upstream-tuned", "--strategy", "full") == [
-        "  zoo full",
-        "  zoo full dynamic",
-        "  zoo full (A/A)",
-        "left out:",
-        "  upstream-tuned full: tuning a fake is pointless",
-    ]
-
-
 def planned(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Run:
     """What such a run would measure, wherever it is planned."""
     plans: list[Run] = []
@@ -156,21 +139,6 @@ def test_a_rows_command_measures_that_row_and_no_other(
         words = shlex.split(plan.command(case, settings))
         assert words[:3] == ["python", "-m", "benchmarks.run"]
         assert planned(monkeypatch, *words[3:]).cases == [replace(case, control=False)]
-
-
-@pytest.mark.parametrize("options", [(), ("--steady-only", "--rounds", "7"), ("--quick", "--seed", "3")])
-def test_a_rows_command_measures_it_the_same_way(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: tuple[str, ...]
-):
-    ways: list[tuple[Run, Settings]] = []
-    monkeypatch.setattr("benchmarks.run.measure", lambda plan, settings, *_: ways.append((plan, settings)) or 0)
-    first = ("--family", FAKE, "--device", "cpu", "--strategy", "eager", *options)
-    assert run_command(main, "run", [*first, "--out", str(tmp_path / "run")]) == 0
-    plan, settings = ways[0]
-    assert run_command(main, "run", shlex.split(plan.command(plan.cases[0], settings))[3:]) == 0
-    names = ("rounds", "quick", "steady_only", "curve", "seed")
-    assert [getattr(ways[1][1], name) for name in names] == [getattr(settings, name) for name in names]
-    assert settings.steady_only is ("--steady-only" in options)
 
 
 def test_resume_alone_continues_the_run_that_wrote_rows_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import signal
-import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +10,9 @@ import pytest
 
 import benchmarks.harness
 import benchmarks.startup
-from benchmarks.harness import _groups, _side_by_side
+from benchmarks.harness import _groups
 from benchmarks.plan import Case
-from benchmarks.record import Compile, Result
+from benchmarks.record import Result
 from benchmarks.startup import (
     COLD,
     FIRST_RESULT,
@@ -25,24 +22,11 @@ from benchmarks.startup import (
     Settings,
     estimate,
     estimate_race,
-    estimate_rounds,
     jobs_before_the_race,
     measure_compilation,
     prepare_race,
-    processes,
 )
 from tests.runs import CASE, EAGER, Notes, arms_of, rows_of, settings_in
-
-
-class NoWorker:
-    """A process that is none."""
-
-    def ask(self, operation: str) -> dict[str, float]:
-        return {"seconds": 0.0}
-
-    def stop(self) -> None:
-        pass
-
 
 pytestmark = pytest.mark.usefixtures("no_worker_stays")
 
@@ -59,34 +43,12 @@ def test_compiled_arms_have_two_processes_before_the_race(settings: Settings):
         assert jobs_before_the_race(arms, replace(settings, **{option: True})) == []
 
 
-def test_the_warm_process_uses_the_cold_ones_folder_and_the_first_result_another(settings: Settings):
-    (arm,) = arms_of(settings, CASE)
-    assert Job(arm, COLD).folder == Job(arm, RACE).folder != Job(arm, FIRST_RESULT).folder
-
-
 def test_estimates_grow_with_what_is_asked_for(settings: Settings):
     cases = [EAGER, CASE]
     whole = estimate_race(cases, settings)
     assert estimate_race(cases, replace(settings, quick=True)) < whole
     assert estimate_race(cases, replace(settings, rounds=3 * settings.rounds)) > whole
     assert estimate(Job(ArmRun(case=cases[0], folder=settings.scratch), RACE)) > 0
-
-
-@pytest.mark.parametrize("options", [{"quick": True}, {"steady_only": True}, {}], ids=["quick", "steady-only", "plain"])
-def test_what_is_told_to_take_how_long_adds_up_to_the_plan(
-    settings: Settings, options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
-):
-    """Where no process comes before the race's own, those compile from nothing, and are told to take as long."""
-    monkeypatch.setattr("benchmarks.startup._start_racing", lambda *_: None)
-    monkeypatch.setattr("benchmarks.startup._start_together", lambda *_: None)
-    monkeypatch.setattr("benchmarks.startup.processes", lambda jobs, _: ((job, NoWorker()) for job in jobs))
-    monkeypatch.setattr("benchmarks.startup.bring_up", lambda *_: Compile())
-    settings = replace(settings, **options)
-    cases = [EAGER, CASE, replace(CASE, control=True)]
-    arms, told = arms_of(settings, *cases), Notes()
-    measure_compilation(arms, settings, told)
-    prepare_race(arms, settings, told, settings.scratch / "reference.pt")
-    assert sum(told.seconds) + estimate_rounds(len(arms), settings) == pytest.approx(estimate_race(cases, settings))
 
 
 @pytest.mark.slow
@@ -129,49 +91,6 @@ def test_an_arm_that_was_through_enough_rounds_outlives_an_interruption(
         rows_of(replace(settings, quick=True), case, rows=rows)
     row = rows[case.arm]
     assert row.status == status and (row.steady is not None) == (status == "ok")
-
-
-@pytest.mark.slow
-def test_a_curve_is_drawn_once_and_of_no_copy(settings: Settings, monkeypatch: pytest.MonkeyPatch):
-    drawn: list[str] = []
-    real = benchmarks.harness._draw
-
-    def draw(arm: ArmRun, steps: int) -> None:
-        drawn.append(arm.case.arm)
-        real(arm, steps)
-
-    monkeypatch.setattr(benchmarks.harness, "_draw", draw)
-    monkeypatch.setattr("benchmarks.harness.free_memory", lambda device, monitor: 3)  # two arms of 1, no third
-    one = replace(EAGER, workload="train")
-    cases = [one, replace(one, impl="upstream"), replace(one, control=True)]
-    rows = rows_of(replace(settings, quick=True, curve=3), *cases)
-    assert {row.status for row in rows.values()} == {"ok"}, rows
-    assert sorted(drawn) == ["upstream eager", "zoo eager"]
-    assert [len(rows[arm].curve or []) for arm in ("zoo eager", "upstream eager", "zoo eager (A/A)")] == [3, 3, 0]
-
-
-@pytest.mark.slow
-def test_a_curve_that_is_stopped_while_it_is_drawn_loses_no_row(settings: Settings, monkeypatch: pytest.MonkeyPatch):
-    drawing = threading.Event()
-    real = benchmarks.harness._draw
-    monkeypatch.setattr(benchmarks.harness, "_draw", lambda arm, steps: (drawing.set(), real(arm, steps)))
-
-    def press_ctrl_c() -> None:
-        drawing.wait()
-        time.sleep(0.5)
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-
-    # Whoever was started in the background ignores it.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.Thread(target=press_ctrl_c, daemon=True).start()
-    case = replace(EAGER, workload="train")
-    rows: dict[str, Result] = {}
-    with pytest.raises(KeyboardInterrupt):
-        rows_of(replace(settings, quick=True, curve=10**7), case, rows=rows)  # longer than anybody waits
-    signal.signal(signal.SIGINT, before)
-    row = rows[case.arm]
-    assert row.status == "ok" and len(row.steady.rounds) == 6
-    assert not row.curve
 
 
 def _ask(arm: ArmRun, operation: str, given: dict[str, object]) -> dict[str, object]:
@@ -251,11 +170,6 @@ def test_a_control_races_beside_its_twin(settings: Settings, monkeypatch: pytest
     assert [arm.case.arm for arm in groups[0]] == [ZOO, EAGER_ZOO, f"{ZOO} (A/A)"]
 
 
-def test_as_many_arms_get_ready_together_as_memory_holds():
-    several = [["arm"] * 4, ["arm"] * 3, ["arm"] * 2]  # the last group is what was left over
-    assert [_side_by_side(groups) for groups in ([["arm"] * 9], several, [])] == [9, 3, 1]
-
-
 @pytest.mark.slow
 def test_nobody_works_while_another_does_or_imports(settings: Settings):
     """The token: no two intervals of work overlap, and none overlaps an arm's getting ready."""
@@ -289,12 +203,6 @@ def test_nobody_works_while_another_does_or_imports(settings: Settings):
     assert (regional.work.peak_bandwidth, regional.work.peak_flops) == (3.0, 5.0)
 
 
-def test_processes_of_failed_arms_are_not_started(settings: Settings):
-    (arm,) = arms_of(settings, CASE)
-    arm.fail("failed", "earlier")
-    assert list(processes([Job(arm, COLD)], settings)) == []
-
-
 @pytest.mark.parametrize(
     ("variable", "device", "cores", "expected"),
     [
@@ -321,17 +229,3 @@ def test_arms_that_start_together_share_the_machine_and_timed_ones_run_as_elsewh
         arms = arms_of(settings, case, replace(case, strategy="full"))
         prepare_race(arms, replace(settings, steady_only=steady_only), Notes(), settings.scratch)
     assert given == [expected, expected, None, None]
-
-
-@pytest.mark.slow
-def test_steady_only_reports_counts_and_no_seconds(settings: Settings):
-    cases = [replace(CASE, strategy="full"), CASE]
-    notes = Notes()
-    rows = rows_of(replace(settings, steady_only=True), *cases, notes=notes)
-    for row in rows.values():
-        assert row.status == "ok", row.reason
-        assert row.cold is None
-        assert row.warm.graphs == 1
-        assert row.warm.seconds is None and row.warm.start_up is None
-        assert row.steady.rounds == [*range(6)]
-    assert "2 arms start together" in notes.begun

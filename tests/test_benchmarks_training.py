@@ -14,11 +14,9 @@ from torch import nn
 
 from benchmarks.families import load
 from benchmarks.families.base import Prepared, Training
-from benchmarks.training import Trainer, checkpointed, plain_step, reference_losses
+from benchmarks.training import Trainer, plain_step
 from tests import runs
-from tests.fake_workload import Model
 from tests.runs import FAKE, handler, told
-from zoo.training import LinearCrossEntropy
 
 CASE = replace(runs.CASE, workload="train")
 
@@ -108,16 +106,6 @@ def noted(prepared: Prepared) -> list[torch.Tensor]:
     return seen
 
 
-def test_steps_go_round_a_few_batches_that_lie_ready():
-    prepared = prepare(impl="upstream")
-    seen = noted(prepared)
-    step = Trainer(replace(CASE, impl="upstream"), prepared).eager()
-    for _ in range(10):
-        step()
-    assert len({id(batch) for batch in seen}) == 8
-    assert seen[0] is seen[8]
-
-
 def test_timed_steps_take_the_loader_s_batches_in_order_and_no_others_do():
     arm = handler(replace(CASE, impl="upstream", strategy="eager"))
     epochs = 0
@@ -191,26 +179,6 @@ def test_every_declared_shape_is_captured():
             step()
 
 
-def test_checkpointed_blocks_compute_the_same_and_keep_less():
-    models = [Model("good"), Model("good")]
-    models[1].load_state_dict(models[0].state_dict())
-    checkpointed(models[1].blocks)
-    kept, gradients = [], []
-    x = torch.randn(16, 8)
-    for model in models:
-        saved: list[int] = []
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda t, saved=saved: (saved.append(t.numel()), t)[1], lambda t: t
-        ):
-            loss = model(x).square().mean()
-        loss.backward()
-        kept.append(sum(saved))
-        gradients.append([p.grad for p in model.parameters()])
-    assert kept[1] <= 0.5 * kept[0]
-    for first, second in zip(*gradients, strict=True):
-        torch.testing.assert_close(first, second, rtol=0, atol=0)
-
-
 def test_a_forgotten_update_is_seen_in_the_losses():
     arm = trainer(impl="upstream")
     right = arm.losses(arm.eager())
@@ -237,30 +205,3 @@ def test_the_plain_loop_clips_and_casts():
     moved = torch.cat([(p - b).flatten() for p, b in zip(model.parameters(), before, strict=True)])
     assert seen == [torch.bfloat16]
     assert moved.norm().item() == pytest.approx(0.25, rel=1e-3)
-
-
-def test_regions_of_the_loss_are_compiled_with_the_models():
-    from benchmarks import strategies
-
-    module = LinearCrossEntropy(4)
-    prepared = prepare()
-    prepared.training.loss_module = module
-    strategies.apply(CASE, prepared)
-    assert module.rows._compiled_call_impl is not None
-    other = LinearCrossEntropy(4)
-    prepared.training.loss_module = other
-    strategies.apply(replace(CASE, strategy="eager"), prepared)
-    assert other.rows._compiled_call_impl is None
-
-
-def test_the_reference_is_computed_in_double_precision():
-    seen = []
-
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        seen.append(batch.dtype)
-        return model(batch).square().mean()
-
-    training = Training(loss=loss, batch=lambda i: torch.ones(2, 4) * (i + 1), learning_rate=1e-2)
-    losses = reference_losses(nn.Linear(4, 4), training)
-    assert set(seen) == {torch.float64} and losses.dtype is torch.float64
-    assert not losses.requires_grad

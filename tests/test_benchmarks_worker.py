@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.families import load
 from benchmarks.plan import Case
 from benchmarks.process import ROOT, Worker, WorkerFailure, failure_of
 from benchmarks.worker import _relative_error
@@ -77,20 +76,6 @@ def test_a_compiled_arm_from_start_to_kernels(tmp_path: Path, impl: str, strateg
 START, FIRST = {"op": "start_up", "folder": None}, {"op": "first_call"}
 
 
-def test_an_eager_arm_compiles_nothing():
-    replies = told(EAGER, START, FIRST, {"op": "round", "calls": 1})
-    assert replies["start_up"]["seconds"] is None and replies["first_call"]["seconds"] is None
-    assert replies["round"]["wall_ms"] > 0
-
-
-@pytest.mark.slow
-def test_an_outer_cuda_graph_is_captured_and_checked(tmp_path: Path):
-    check = {"op": "check", "reference": str(tmp_path / "reference.pt")}
-    start = {"op": "start_up", "folder": str(tmp_path)}
-    replies = told(replace(CASE, cuda_graph=True), start, FIRST, {"op": "capture"}, check)
-    assert replies["capture"]["seconds"] > 0 and replies["check"]["error"] < 1e-6
-
-
 def test_first_result_counts_everything_from_nothing():
     assert told(replace(CASE, cuda_graph=True), {"op": "first_result"})["first_result"]["seconds"] > 0
 
@@ -151,11 +136,6 @@ def test_memory_of_a_modes_own_cuda_graph_is_that_of_its_recording(monkeypatch: 
     monkeypatch.setattr(arm, "_peaks", lambda: {"allocated": 20, "reserved": 2000})
     monkeypatch.setattr(arm, "_reset_peak", lambda: None)
     assert arm.memory() == {"allocated": 900, "reserved": 2000}
-
-
-def test_an_unknown_module_is_an_import_error():
-    with pytest.raises(ImportError, match="no_such_family"):
-        load("benchmarks.families.no_such_family")
 
 
 # From here on in real processes.

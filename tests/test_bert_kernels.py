@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib.util
 from collections import Counter
 from collections.abc import Callable
@@ -250,52 +249,6 @@ def test_a_modified_submodule_is_called(
     assert counted[ACTIVATION] == (name != "intermediate")
     leave_to_torch(monkeypatch)
     near(found, outputs_and_gradients(model, zoo.example_inputs(model), autocast), 3e-2 if autocast else 2e-6)
-
-
-def test_frozen_weights_have_no_gradients(counted: Counter[str]) -> None:
-    model: Any = zoo.create("bert-debug", head="none", num_hidden_layers=1, **STILL).train()
-    frozen = copy.deepcopy(model)
-    layer = frozen.layers[0]
-    layer.qkv.requires_grad_(False), layer.output.weight.requires_grad_(False), layer.output_norm.requires_grad_(False)
-    for each in (model, frozen):
-        with torch.autocast("cpu", torch.bfloat16):
-            each(**zoo.example_inputs(each))[0].float().square().mean().backward()
-    assert layer.qkv.weight.grad is layer.qkv.bias.grad is layer.output.weight.grad is None
-    expected = dict(model.named_parameters())
-    for name, parameter in frozen.named_parameters():
-        if parameter.requires_grad:
-            torch.testing.assert_close(parameter.grad, expected[name].grad)
-
-
-def test_an_activation_that_was_replaced_is_applied(counted: Counter[str]) -> None:
-    model: Any = zoo.create("bert-debug", head="none", num_hidden_layers=1, **STILL).train()
-    model.layers[0].activation = torch.nn.functional.silu
-    inputs = zoo.example_inputs(model)
-    found = model(**inputs)[0]
-    assert counted == {NORM: 2}
-    torch.testing.assert_close(found, model.eval()(**inputs)[0], rtol=1e-5, atol=1e-5)
-
-
-class _Wide(nn.Module):
-    """An adapter that computes in its own precision, whatever autocast says."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            return self.layer(x)
-
-
-@pytest.mark.parametrize("name", ["qkv", "intermediate"])
-def test_an_adapter_is_given_the_stream(name: str, counted: Counter[str]) -> None:
-    model: Any = zoo.create("bert-debug", head="none", num_hidden_layers=1, **STILL).train()
-    layer = model.layers[0]
-    setattr(layer, name, _Wide(getattr(layer, name)))
-    with torch.autocast("cpu", torch.bfloat16):
-        model(**zoo.example_inputs(model))[0].sum().backward()
-    assert counted[NORM] == 2
 
 
 def test_forward_mode_runs_without_kernels(counted: Counter[str]) -> None:

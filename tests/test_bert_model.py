@@ -7,12 +7,10 @@ from typing import Any
 import bert_reference as reference
 import pytest
 import torch
-from torch import nn
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import zoo
 from tests.blocks import graphs_of
-from zoo.bert import BertConfig, BertLayer, pack
+from zoo.bert import BertLayer, pack
 from zoo.bert.model import PRESETS
 
 
@@ -32,18 +30,6 @@ def test_graphs_of_every_head(head: str, training: bool) -> None:
         # Full rows have no mask: that is the second graph of a layer.
         model(inputs["input_ids"], **labels)
     assert graphs_of(model)["BertLayer"] == 2
-
-
-def test_full_compile_is_one_graph() -> None:
-    model = zoo.create("bert-debug", head="masked-lm")
-    inputs = {**zoo.example_inputs(model), "labels": torch.randint(128, (2, 16))}
-    with torch.inference_mode():
-        expected = model(**inputs)
-        compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
-        torch.testing.assert_close(tuple(compiled(**inputs)), tuple(expected))
-        ids = inputs["input_ids"]
-        batch = pack(ids, inputs["attention_mask"], config=model.config, buckets=(24, 40))
-        torch.testing.assert_close(compiled(batch).logits, model(batch).logits)
 
 
 def test_no_mask_where_all_rows_are_full(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,45 +61,8 @@ def test_a_row_that_is_all_padding_is_finite() -> None:
         assert model(ids, torch.zeros_like(ids)).last_hidden_state.isfinite().all()
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_values_that_torch_transforms_are_not_looked_at() -> None:
-    model = zoo.create("bert-debug").eval()
-    ids, mask = torch.randint(1, model.config.vocab_size, (3, 2, 4)), torch.ones(3, 2, 4, dtype=torch.int64)
-    with torch.no_grad():
-        hidden = torch.vmap(lambda ids, mask: model(ids, mask).last_hidden_state)(ids, mask)
-        expected = [model(*each).last_hidden_state for each in zip(ids, mask, strict=True)]
-        torch.testing.assert_close(hidden, torch.stack(expected), rtol=1e-4, atol=1e-5)
-        make_fx(lambda ids, mask: model(ids, mask).last_hidden_state)(ids[0], mask[0])
-
-
 IDS = torch.ones(2, 5, dtype=torch.int64)
 MASK = torch.ones_like(IDS)
-
-
-@pytest.mark.parametrize(
-    ("inputs", "error", "message"),
-    [
-        ({"input_ids": IDS.float()}, TypeError, "input_ids is torch.float32, expected int64 or int32"),
-        ({"input_ids": IDS[:, :0]}, ValueError, r"input_ids has shape \[2, 0\]"),
-        ({"input_ids": IDS * 128}, ValueError, "input_ids has values from 128 to 128, but vocab_size is 128: pass 0"),
-        ({"input_ids": IDS.repeat(1, 13)}, ValueError, "input_ids has 65 tokens, but the model has 64 positions"),
-        ({"attention_mask": MASK[:1]}, ValueError, r"attention_mask has shape \[1, 5\], expected \[2, 5\]"),
-        ({"attention_mask": MASK.to("meta")}, ValueError, "attention_mask is on meta and input_ids on cpu"),
-        ({"token_type_ids": MASK[:, :3]}, ValueError, r"token_type_ids has shape \[2, 3\]"),
-        ({"token_type_ids": MASK * 2}, ValueError, "token_type_ids has values from 2 to 2, but type_vocab_size is 2"),
-        ({"position_ids": MASK[0]}, ValueError, r"position_ids has shape \[5\], expected \[2, 5\] or \[1, 5\]"),
-        ({"position_ids": MASK * 64}, ValueError, "position_ids has values from 64 to 64"),
-        ({"labels": torch.tensor([0, 1])}, ValueError, "labels given, but head 'pooled' takes none"),
-        (
-            {"start_positions": torch.tensor([0, 1])},
-            ValueError,
-            "are for head 'question-answering', and this is 'pooled'",
-        ),
-    ],
-)
-def test_wrong_inputs_of_a_padded_batch(inputs: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        zoo.create("bert-debug")(**{"input_ids": IDS, **inputs})
 
 
 @pytest.mark.parametrize(
@@ -178,15 +127,3 @@ def test_packed_batches_of_another_model() -> None:
         roberta(pack(IDS))
     with pytest.raises(ValueError, match=r"labels has shape \[2, 4\]"):
         zoo.create("bert-debug", head="masked-lm")(pack(IDS), labels=IDS[:, :4])
-
-
-def test_example_inputs_of_all_sizes() -> None:
-    model = zoo.create("bert-debug")
-    for batch, tokens in ((1, 1), (1, 9), (5, 64)):
-        inputs = zoo.example_inputs(model, batch=batch, tokens=tokens)
-        assert all(tensor.shape == (batch, tokens) for tensor in inputs.values())
-        assert inputs["attention_mask"].any(1).all() and torch.isfinite(model(**inputs)[0]).all()
-    for sizes in ({"batch": 0}, {"tokens": 65}):
-        with pytest.raises(ValueError, match="at most 64 tokens"):
-            zoo.example_inputs(model, **sizes)
-    assert isinstance(model.config, BertConfig) and isinstance(model.layers[0], nn.Module)

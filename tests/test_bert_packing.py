@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import zoo
-from zoo.bert import Encoding, layer, pack, token_buckets, unpack
-from zoo.bert.layer import Rows, attend, key_mask, rows_of
+from zoo.bert import layer, pack, token_buckets, unpack
+from zoo.bert.layer import Rows, attend, rows_of
 from zoo.bert.packing import filling_rows
 from zoo.engine.graph_log import LEDGER
 
@@ -211,37 +211,6 @@ def test_a_thousand_batches_compile_what_was_declared_and_nothing_more() -> None
     assert sum(entry.graphs for entry in LEDGER.entries[before:]) == len(buckets)
 
 
-def test_an_outer_cuda_graph_for_each_size() -> None:
-    model: Any = zoo.create("bert-debug")
-    buckets = token_buckets(3, 16, steps=2)
-
-    def batch(lengths: list[int], seed: int) -> Any:
-        mask = torch.arange(16) < torch.tensor(lengths)[:, None]
-        ids = torch.randint(1, 128, mask.shape, generator=torch.Generator().manual_seed(seed))
-        return pack(ids, mask, config=model.config, buckets=buckets)
-
-    few, many = batch([3, 4, 5], 0), batch([16, 16, 12], 1)
-    assert few.input_ids.shape != many.input_ids.shape
-    with torch.inference_mode():
-        step = zoo.cuda_graph(model, (few,), buckets=[((many,), {})])
-        assert len(step.shapes) == 2
-        for other in (batch([1, 9, 2], 2), batch([16, 9, 16], 3)):
-            output = step(other)
-            assert isinstance(output, Encoding)
-            torch.testing.assert_close(output, model(other))
-
-
-def test_the_mask_adds_numbers_of_the_scores_dtype() -> None:
-    mask = torch.tensor([[1, 0], [0, 0]])
-    like = torch.zeros(1, dtype=torch.bfloat16)
-    made = key_mask(mask, like)
-    assert made.shape == (2, 1, 1, 2) and made.dtype == torch.bfloat16
-    assert made.flatten().tolist() == [0.0, float("-inf"), 0.0, 0.0]
-    with torch.autocast("cpu", torch.bfloat16):
-        assert key_mask(mask, torch.zeros(1)).dtype == torch.bfloat16
-        assert key_mask(mask, torch.zeros(1, dtype=torch.float64)).dtype == torch.float64
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -290,9 +259,3 @@ def test_kernels_train(dropout: float, compiled: bool) -> None:
     if dropout == 0:
         joined = [torch.cat([each.flatten() for each in side]) for side in (got, expected)]
         assert reference.relative_error(*joined) < 5e-2
-
-
-def test_a_batch_moves_to_devices_and_not_to_dtypes() -> None:
-    batch = pack(torch.ones(2, 3, dtype=torch.int64))
-    with pytest.raises(TypeError, match=r"device is torch\.float16.*keeps its dtypes"):
-        batch.to(torch.float16)  # type: ignore[arg-type]

@@ -24,19 +24,6 @@ def violations(model: nn.Module, *calls: Callable[[], object]) -> list[str]:
     return caught.value.violations
 
 
-def test_code_that_does_not_ask_whether_it_trains_is_run_in_both() -> None:
-    class Own(Block):
-        """Of this test alone: nobody else compiled it."""
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x - torch.relu(self.linear(x))
-
-    model = compiled(Sequence(Own(4)), regions=[Own])
-    with zoo.enforce_budget(model):
-        for training in (True, False):
-            model.train(training)(torch.randn(2, 4))
-
-
 def test_budgets_hold_for_each_mode_and_each_shape_apart() -> None:
     model = compiled(Stack())
     with zoo.enforce_budget(model):
@@ -153,16 +140,6 @@ def test_an_error_inside_passes_through() -> None:
     assert all(m._compiled_call_impl.on_call is None for m in model.blocks)
 
 
-def test_a_second_model_of_the_same_shapes_compiles_nothing_and_is_within_budget() -> None:
-    first, second, x = compiled(Stack().eval()), compiled(Stack().eval()), torch.randn(2, 4)
-    with torch.no_grad():
-        first(x)
-        entries = len(zoo.engine.graph_log.LEDGER.entries)
-        with zoo.enforce_budget(second):
-            second(x)
-    assert len(zoo.engine.graph_log.LEDGER.entries) == entries
-
-
 def test_a_block_that_was_taken_out_is_named() -> None:
     model = zoo.compile_regions(Stack(), backend="eager")
     del model.blocks[2]
@@ -212,26 +189,3 @@ def test_warm_up_counts_its_own_models_graphs_alone() -> None:
     with torch.no_grad():
         cost = zoo.warm_up(student, x=torch.randn(2, 4))
     assert {each.region: each.graphs for each in cost.costs} == {"Block": 1}
-
-
-def test_a_region_of_another_structure_does_not_count_as_compiled() -> None:
-    class Own(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return x - torch.relu(self.linear(x))
-
-    zoo.compile_regions(Sequence(Own(4)), regions=[Own], backend="eager")(torch.randn(2, 4))
-    model = Sequence(Own(8))
-    model.blocks[0].forward = torch.compiler.disable(model.blocks[0].forward)
-    zoo.compile_regions(model, regions=[Own], backend="eager", fullgraph=False)
-    with pytest.raises(BudgetError, match=r"Own \(blocks\.0\).* ran eagerly"), zoo.enforce_budget(model):
-        model(torch.randn(2, 8))
-
-
-def test_an_inference_tensor_is_another_kind_of_input() -> None:
-    model = zoo.compile_regions(Sequence(Block(4)), regions=[Region(Block, graphs=1)], backend="eager")
-    plain = torch.randn(2, 4)
-    with torch.inference_mode():
-        inference = torch.randn(2, 4)
-    with zoo.enforce_budget(model), torch.no_grad():
-        model(plain)
-        model(inference)

@@ -177,16 +177,6 @@ def test_another_kind_of_input_is_noticed(x: torch.Tensor, by_dynamo: list[nn.Mo
     assert output.requires_grad
 
 
-def test_many_shapes_of_one_module(by_dynamo: list[nn.Module]) -> None:
-    (block,) = blocks()
-    inputs = [torch.randn(rows, 8) for rows in range(2, 14)]
-    with torch.no_grad():
-        for _ in range(3):
-            for x in inputs:
-                torch.testing.assert_close(block(x), block._call_impl(x))
-    assert len(by_dynamo) == len(inputs)
-
-
 def test_a_reset_forgets(by_dynamo: list[nn.Module]) -> None:
     (block,) = blocks()
     x = torch.randn(3, 8)
@@ -263,17 +253,6 @@ def test_gradients_and_running_statistics_of_direct_calls(by_dynamo: list[nn.Mod
     assert len(by_dynamo) < 3
 
 
-def test_a_hook_that_was_removed_leaves_the_direct_call(by_dynamo: list[nn.Module]) -> None:
-    (block,) = blocks()
-    x = torch.randn(3, 8)
-    block(x)
-    handle = block.register_forward_hook(lambda module, args, output: output + 1)
-    block(x)
-    handle.remove()
-    block(x)
-    assert len(by_dynamo) == 2
-
-
 def test_a_closure_is_read_at_each_call(by_dynamo: list[nn.Module]) -> None:
     factor = 2.0
 
@@ -327,22 +306,6 @@ def test_a_gpu_that_waits_for_the_host_is_warned_of_once(
     messages = [str(each.message) for each in caught if issubclass(each.category, zoo.RegionWarning)]
     assert [("model = zoo.cuda_graph(model)" in each) for each in messages] == [True] * warned
     assert list(stream.idle) == []
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("width", [64, 4096])
-def test_only_small_blocks_leave_a_gpu_idle(width: int) -> None:
-    model = nn.ModuleList(Inner(width) for _ in range(4)).cuda()
-    zoo.compile_regions(model, regions=[Inner])
-    x = torch.randn(4096, width, device="cuda")
-    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
-        warnings.simplefilter("always", zoo.RegionWarning)
-        for _ in range(40):
-            y = x
-            for block in model:
-                y = block(y)
-            torch.cuda.synchronize()
-    assert any("GPU was idle" in str(each.message) for each in caught) == (width == 64)
 
 
 class Asking(nn.Module):

@@ -12,7 +12,7 @@ from unittest.mock import ANY
 
 import pytest
 import torch
-from blocks import Block, Child, Dropping, IndexedBlock, Sequence, Stack, declared, graphs_of
+from blocks import Block, Dropping, IndexedBlock, Sequence, Stack, declared, graphs_of
 from torch import nn
 
 import zoo
@@ -24,15 +24,6 @@ from zoo.engine.region import in_process_on_gpus
 
 def compiled(model: nn.Module, **kwargs: object) -> nn.Module:
     return zoo.compile_regions(model, backend=kwargs.pop("backend", "eager"), **kwargs)  # type: ignore[arg-type]
-
-
-def test_outputs_and_state_dict_keys_are_unchanged() -> None:
-    model = Stack().eval()
-    keys, x = list(model.state_dict()), torch.randn(2, 4)
-    expected = model(x)
-    assert compiled(model, backend="aot_eager") is model
-    torch.testing.assert_close(model(x), expected)
-    assert list(model.state_dict()) == keys
 
 
 def test_uncompile_restores_eager() -> None:
@@ -77,16 +68,6 @@ def test_a_per_layer_int_is_an_error_in_a_declared_model_and_a_symbol_in_another
         torch.testing.assert_close(model(x), expected)
 
 
-def test_more_signatures_than_the_budget_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"needs 2 graphs, its budget is 1 \(parameters: linear\.weight \(4, 4\)"):
-        compiled(declared(Region(Block, graphs=1))(Block(4), Block(8)))
-
-
-def test_an_inherited_forward_is_an_error_in_a_declared_model() -> None:
-    with pytest.raises(ValueError, match="inherits forward from Block"):
-        compiled(declared(Region(Child))(Child(4)))
-
-
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_of_a_compiled_model_are_eager_and_can_be_compiled(again: object) -> None:
     plain = again(Stack())  # type: ignore[operator]
@@ -99,25 +80,6 @@ def test_copies_of_a_compiled_model_are_eager_and_can_be_compiled(again: object)
     compiled(copied)
     torch.testing.assert_close(copied(x), expected)
     assert plan_of(model) is not None
-
-
-def test_shapes_stay_static() -> None:
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    counter = CompileCounterWithBackend("eager")
-    model = compiled(Stack(depth=1), backend=counter)
-    with torch.no_grad():
-        for batch in (2, 3, 5):
-            model(torch.randn(batch, 4))
-    symbolic = [
-        size
-        for graph in counter.graphs
-        for node in graph.graph.nodes
-        if node.op == "placeholder" and isinstance(node.meta.get("example_value"), torch.Tensor)
-        for size in node.meta["example_value"].shape
-        if not isinstance(size, int)
-    ]
-    assert counter.frame_count == 3 and not symbolic
 
 
 @pytest.mark.parametrize("make", [Stack, lambda: Block(4)], ids=["a model of regions", "a model that is a region"])
@@ -255,12 +217,6 @@ def test_a_region_of_symbolic_sizes_is_one_graph(dynamic: bool | None, graphs: i
         assert zoo.warm_up(model, x=x).graphs == 0
         assert zoo.warm_up(model, x=torch.randn(7, 2)).graphs == (0 if dynamic else 3)
     assert sum(graphs_of(model).values()) == (1 if dynamic else 6)
-
-
-def test_what_the_caller_asks_of_sizes_comes_before_what_a_region_declares() -> None:
-    model = declared(Region(Glue, dynamic=False))(*(Widening() for _ in range(3)))
-    compiled(model, dynamic=True)
-    assert zoo.warm_up(model, x=torch.randn(5, 2)).graphs == 1
 
 
 def test_a_configuration_without_any_region_warns_and_runs() -> None:

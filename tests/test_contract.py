@@ -217,3 +217,47 @@ def test_example_inputs_are_seeded_and_refuse_unknown_sizes(name: str) -> None:
         zoo.example_inputs(model, seed="1")
     with pytest.raises(ValueError, match=f"seed is {2**64}, expected .* fits into 64 bits"):
         zoo.example_inputs(model, seed=2**64)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "words"),
+    [
+        ("bert-debug", {"tokens": 65}, "at most 64 tokens"),
+        ("llm-debug", {"tokens": 513}, "tokens 513"),
+        ("resnet-debug", {"batch": 0}, "batch is 0"),
+        ("unet-debug", {"size": 10}, "size divisible by 4"),
+        ("gcn-debug", {"num_nodes": 0}, "num_nodes is 0"),
+    ],
+)
+def test_example_inputs_refuse_sizes_that_the_model_does_not_take(name: str, sizes: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        zoo.example_inputs(zoo.create(name), **sizes)
+
+
+@pytest.mark.parametrize("name", ["resnet-debug", "unet-debug"])
+def test_images_and_weights_are_channels_last_wherever_weights_come_from(name: str, tmp_path: Path) -> None:
+    model = zoo.create(name)
+    ours, theirs = (
+        {key: tensor.contiguous() for key, tensor in each.state_dict().items()}
+        for each in (model, zoo.to_upstream(model))
+    )
+    torch.save(ours, tmp_path / "ours.pt")
+    torch.save(theirs, tmp_path / "theirs.pt")
+    assigned = zoo.create(name)
+    assigned.load_state_dict(ours, assign=True)
+    inputs = zoo.example_inputs(model)
+    plain = {key: value.contiguous() if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
+    (expected, *_) = outputs_of(model, inputs)
+    loaded = [zoo.create(name, weights=tmp_path / file) for file in ("ours.pt", "theirs.pt")]
+    for other in (model, copy.deepcopy(model), zoo.from_upstream(zoo.to_upstream(model)), assigned, *loaded):
+        seen = [module.weight for module in other.modules() if isinstance(module, torch.nn.Conv2d)]
+        weights = len(seen)
+        for module in other.modules():
+            # The convolutions of UNets' blocks are never called as modules.
+            if type(module).__name__ in ("Conv2d", "ResnetBlock"):
+                module.register_forward_pre_hook(lambda _, given, seen=seen: seen.append(given[0]))
+        with torch.no_grad():
+            for given in (inputs, plain):
+                assert torch.equal(outputs_of(other, given)[0], expected)
+        assert len(seen) > weights + 10
+        assert all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in seen)

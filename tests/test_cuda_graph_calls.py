@@ -331,34 +331,6 @@ def test_inside_diffusers_pipelines(kind: str, adapted: bool, device: str, tmp_p
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_inside_a_pipeline_of_transformers(device: str, tmp_path: Path) -> None:
-    import transformers
-
-    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh"]))
-    config = transformers.BertConfig(
-        vocab_size=13, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32
-    )
-    torch.manual_seed(0)
-    pipe = transformers.pipeline(
-        "text-classification",
-        model=transformers.BertForSequenceClassification(config).eval(),
-        tokenizer=transformers.BertTokenizer(str(tmp_path / "vocab.txt")),
-        device=device,
-    )
-    texts = ["a b c", "d", "a b c d e f", "c b a"] * 3
-    expected = [pipe(text)[0] for text in texts]
-    layer = type(pipe.model.bert.encoder.layer[0])
-    backend = "eager" if device == "cpu" else "inductor"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RegionWarning)
-        pipe.model = zoo.cuda_graph(zoo.compile_regions(pipe.model, regions=[layer], backend=backend, dynamic=False))
-    for text, answer in zip(texts, expected, strict=True):
-        ours = pipe(text)[0]
-        assert ours["label"] == answer["label"] and abs(ours["score"] - answer["score"]) < 1e-3
-    assert zoo.captures(pipe.model).replays > 0 and not zoo.captures(pipe.model).uncaptured
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_in_an_evaluation_loop_of_torch_geometric(device: str) -> None:
     from torch_geometric.data import Data
     from torch_geometric.nn import GCN

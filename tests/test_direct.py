@@ -261,29 +261,6 @@ def test_symbolic_sizes_reach_a_backward(launches: list[Any], inductor: list[Any
     assert not inductor
 
 
-@kernel
-def _shifted(x, out, shift: tl.constexpr, rows, columns, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    place = tl.program_id(0) * columns + tl.arange(0, COLUMNS)
-    tl.store(out + place, tl.load(x + place) + shift, mask=tl.program_id(0) < rows)
-
-
-def test_symbolic_sizes_may_follow_a_constant(
-    launches: list[Any], inductor: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def shifted(x: Tensor) -> Tensor:
-        out = torch.empty_like(x)
-        _shifted[(x.shape[0],)](x, out, 0.5, x.shape[0], 16, COLUMNS=16)
-        return out
-
-    seen: list[Any] = []
-    monkeypatch.setattr(Kernel, "launch", lambda *_, **options: seen.append(options["rows"]))
-    torch._dynamo.reset()
-    step = torch.compile(shifted, backend=direct.DirectOrInductor(None, None, True), fullgraph=True, dynamic=True)
-    for rows in (3, 5):
-        step(torch.randn(rows, 16))
-    assert seen == [3, 5] and not inductor
-
-
 def test_a_gradient_is_laid_out_as_the_backward_was_traced(launches: list[Any], inductor: list[Any]) -> None:
     def double(x: Tensor, scale: Tensor) -> Tensor:
         return Scale.apply(x, scale)

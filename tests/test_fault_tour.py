@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -33,9 +32,8 @@ from benchmarks.measure import INTERRUPTED, UNWRITABLE, Run, locked
 from benchmarks.plan import Case
 from benchmarks.process import ROOT, Worker, WorkerFailure, failure_of
 from benchmarks.progress import Progress
-from benchmarks.record import Result, Store, load
+from benchmarks.record import Result, Store
 from benchmarks.report.cells import race_notes
-from benchmarks.report.model import races
 from benchmarks.startup import COLD, RACE, ArmRun, Job, Settings, bring_up, failures_of, prepare_race, processes
 from tests.fake_workload import WORKLOAD
 from tests.rows import ENVIRONMENT, row, shown
@@ -361,41 +359,6 @@ def test_no_folder_for_temporary_files_is_one_line(tmp_path: Path, monkeypatch: 
         pass
 
 
-@pytest.mark.slow
-def test_the_compiler_on_a_read_only_disk_says_what_to_do(tmp_path: Path) -> None:
-    """Inductor itself, in a worker, on a disk that is mounted read-only; below a regular file where none can be."""
-    program = textwrap.dedent(
-        """
-        import sys
-        from benchmarks.machine import cache_environment
-        from benchmarks.process import Worker, WorkerFailure
-        from pathlib import Path
-        folder = Path(sys.argv[1])
-        worker = Worker(cache_environment(folder), timeout=100)
-        try:
-            worker.ask("peaks", device="cpu", dtypes=["float32"], quick=True, start_up=str(folder / "compiler"))
-        except WorkerFailure as failure:
-            print(failure)
-        worker.stop()
-        """
-    )
-    (script := tmp_path / "compile.py").write_text(program)
-    (folder := tmp_path / "caches").mkdir()
-    command = [sys.executable, str(script), str(folder)]
-    if mounting_is_permitted():
-        mount = 'mount --bind "$1" "$1" && mount -o remount,ro,bind "$1" && shift && exec "$@"'
-        command = ["unshare", "--mount", "sh", "-c", mount, "sh", str(folder), *command]
-    else:
-        command[-1] = str(_below_a_file(tmp_path))
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "BENCHMARKS_BACKEND": "inductor"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("failed: ") and done.stdout.count("\n") == 1
-    assert (
-        "the disk cannot be written: set TMPDIR to a folder on another: the compiler's caches go there" in done.stdout
-    )
-
-
 def test_a_full_disk_under_the_compiler_is_a_row_that_says_what_to_do(settings: Settings) -> None:
     (full,) = rows_of(settings, replace(EAGER, model="full")).values()
     assert full.status == "failed"
@@ -576,13 +539,6 @@ for module, *arguments in (["zoo"], ["benchmarks.run", "--family", "gnn", "--dev
     assert all(
         "zoo needs torch 2.11 or newer, this is torch 2.9.1; pip install --upgrade torch" in way[2] for way in ways
     )
-
-
-@pytest.mark.slow
-def test_every_row_of_the_tour_can_be_read_and_shown(tour: Tour) -> None:
-    rows = load(tour.out)
-    (first, *_) = races(rows.results, rows.environments)
-    assert len(rows.results) == 3 and first.machine
 
 
 def test_a_worker_that_cannot_be_started_is_a_row(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:

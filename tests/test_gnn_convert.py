@@ -1,8 +1,7 @@
-"""Outputs and gradients against torch-geometric's own models, both ways, and what is refused."""
+"""What only the conversion of graph models meets: test_convert.py holds outputs and gradients."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -10,11 +9,9 @@ import torch
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
-import zoo
 from zoo.gnn.convert import WEIGHTS
 
 from_upstream, to_upstream = WEIGHTS.from_upstream, WEIGHTS.to_upstream
-convert_state_dict = WEIGHTS.convert_state_dict
 IN, HIDDEN, OUT = 6, 8, 5
 
 
@@ -31,91 +28,9 @@ def error(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm().clamp(min=1e-12))
 
 
-def assert_same(theirs: nn.Module, *, training: bool, weighted: bool = False) -> None:
-    """Outputs, input gradient, every parameter's gradient and, for GCN, the edge weights' gradient."""
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            # Biases start at zero, where a wrong one would not show.
-            if parameter.dim() == 1:
-                parameter.add_(torch.rand_like(parameter) * 0.1)
-        for buffer_name, buffer in theirs.named_buffers():
-            if "running" in buffer_name:
-                buffer.add_(torch.rand_like(buffer))
-    ours = from_upstream(theirs.train(training))
-    assert ours.training is training
-    x, edge_index, edge_weight = graph()
-    runs = []
-    for model in (ours, theirs):
-        leaves = [x.clone().requires_grad_(), edge_weight.clone().requires_grad_()]
-        out = model(leaves[0], edge_index, leaves[1]) if weighted else model(leaves[0], edge_index)
-        (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
-        runs.append((out, leaves, model))
-    (out, leaves, _), (their_out, their_leaves, _) = runs
-    assert error(out, their_out) < 1e-5
-    assert error(leaves[0].grad, their_leaves[0].grad) < 1e-5
-    if weighted:
-        assert error(leaves[1].grad, their_leaves[1].grad) < 1e-5
-    gradients = {name: p.grad for name, p in theirs.named_parameters()}
-    converted = convert_state_dict({**theirs.state_dict(), **gradients}, ours.config)
-    scale = max(float(g.norm()) for g in gradients.values())
-    for name, parameter in ours.named_parameters():
-        # A bias before a batch norm has a gradient of zero but for rounding: compare with the largest gradient.
-        assert float((parameter.grad - converted[name]).norm()) < 1e-5 * max(scale, float(converted[name].norm())), name
-    buffers = dict(ours.named_buffers())
-    converted = convert_state_dict(theirs.state_dict(), ours.config)
-    for name, buffer in buffers.items():
-        torch.testing.assert_close(buffer, converted[name], rtol=1e-5, atol=1e-6)
-
-
-# What test_fuzz_gnn.py does not draw.
-CASES: list[tuple[type[nn.Module], dict[str, Any]]] = [
-    (pyg.GCN, {"num_layers": 4, "act": "elu", "act_kwargs": {"alpha": 0.7}}),
-    # Without a bias and a norm it would write into what the aggregation returned.
-    *(
-        (cls, {"act": "relu", "act_kwargs": {"inplace": True}, "bias": False})
-        for cls in (pyg.GCN, pyg.GAT, pyg.GraphSAGE)
-    ),
-    (pyg.GAT, {"heads": 2, "norm": "batch_norm", "norm_kwargs": {"affine": False, "eps": 1e-3, "momentum": 0.3}}),
-    (pyg.GCN, {"norm": "BatchNorm", "norm_kwargs": {"track_running_stats": False}, "act": "leaky_relu"}),
-    (pyg.GraphSAGE, {"norm": "layer_norm", "norm_kwargs": {"mode": "node"}, "act": "sigmoid"}),
-    (pyg.GAT, {"norm": "layer", "norm_kwargs": {"mode": "graph", "affine": False}, "act_first": True, "act": "silu"}),
-    (pyg.GCN, {"add_self_loops": False}),
-    (pyg.GCN, {"cached": True, "improved": True, "jk": "cat"}),
-    (pyg.GCN, {"hidden_channels": IN, "out_channels": IN}),
-    (pyg.GAT, {"heads": 8, "num_layers": 1, "hidden_channels": 3}),
-    (pyg.GraphSAGE, {"aggr": "add", "project": True}),
-    (pyg.GraphSAGE, {"hidden_channels": IN, "out_channels": IN, "num_layers": 3}),
-]
-
-
 def make(cls: type[nn.Module], options: dict[str, Any]) -> nn.Module:
     sizes = {"in_channels": IN, "hidden_channels": HIDDEN, "num_layers": 2, "out_channels": OUT}
     return cls(**{**sizes, **options})
-
-
-@pytest.mark.parametrize(("cls", "options"), CASES, ids=str)
-def test_matches_torch_geometric(cls: type[nn.Module], options: dict[str, Any]) -> None:
-    for training in (False, True):
-        assert_same(make(cls, options), training=training, weighted=cls is pyg.GCN and "bias" not in options)
-
-
-def test_a_subclass_is_not_taken() -> None:
-    with pytest.raises(TypeError, match="no family converts"):
-        zoo.from_upstream(make(type("Mine", (pyg.GCN,), {}), {}))
-
-
-def test_gat_gradients_keep_their_digits_where_scores_are_large() -> None:
-    errors = torch.zeros(2)
-    for _ in range(10):
-        theirs = make(pyg.GAT, {"num_layers": 1, "heads": 4})
-        x, edge_index, _ = graph()
-        exact = (100 * x).double().requires_grad_()
-        copy.deepcopy(theirs).double()(exact, edge_index).square().sum().backward()
-        for number, model in enumerate((from_upstream(theirs), theirs)):
-            features = (100 * x).requires_grad_()
-            model(features, edge_index).square().sum().backward()
-            errors[number] += error(features.grad.double(), exact.grad)
-    assert errors[0] < 3 * errors[1]
 
 
 def test_a_weighted_degree_of_zero_gives_no_gradient_where_torch_geometric_gives_nan() -> None:
@@ -138,31 +53,6 @@ def test_lazy_width_is_read_from_the_weights() -> None:
     x, edge_index, _ = graph()
     theirs(x, edge_index)
     assert from_upstream(theirs).config.in_channels == IN
-
-
-@pytest.mark.parametrize(
-    ("cls", "options", "message"),
-    [
-        (pyg.GAT, {"v2": True}, "v2=True"),
-        (pyg.GAT, {"edge_dim": 3}, "edge_dim=3"),
-        (pyg.GAT, {"in_channels": (IN, IN)}, r"in_channels=\(6, 6\)"),
-        (pyg.GraphSAGE, {"in_channels": (IN, IN)}, r"in_channels=\(6, 6\)"),
-        (pyg.GraphSAGE, {"aggr": "lstm"}, "aggr='lstm'|aggr='LSTM"),
-        (pyg.GraphSAGE, {"aggr": ["mean", "max"]}, r"aggr=\['mean', 'max'\]"),
-        (pyg.GCN, {"aggr": "mean"}, "aggr='mean'"),
-        (pyg.GCN, {"jk": "lstm"}, "jk='lstm'"),
-        (pyg.GCN, {"act": "prelu"}, "act=PReLU"),
-        (pyg.GCN, {"act": lambda x: x}, "act=<function"),
-        (pyg.GCN, {"norm": "graph_norm"}, "norm='GraphNorm'"),
-        (pyg.GCN, {"norm": "batch", "norm_kwargs": {"momentum": None}}, "norm_kwargs={'momentum': None}"),
-        (pyg.GCN, {"norm": "batch", "norm_kwargs": {"allow_single_element": True}}, "{'allow_single_element': True}"),
-        (pyg.GCN, {"flow": "target_to_source"}, "flow='target_to_source'"),
-        (pyg.GCN, {"decomposed_layers": 2}, "decomposed_layers=2"),
-    ],
-)
-def test_unsupported_options_are_named(cls: type[nn.Module], options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        zoo.from_upstream(make(cls, options))
 
 
 def test_a_model_changed_by_hand_is_refused() -> None:

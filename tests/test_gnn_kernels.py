@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import zoo
-from tests import fake_gpu
 from tests.gnn_reference import attend, edge_attention, edge_max, edge_sum
 from zoo.engine.kernel import Kernel
 from zoo.gnn import CSRGraph, convs
@@ -68,36 +67,6 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
             table, scores = torch.randn(8, 2 * 3 + 2, requires_grad=True), torch.randn(7, 2, requires_grad=True)
             found[f"attention {name} {dropout}"] = attends, (table, scores)
     return found
-
-
-def test_operators_are_what_autograd_makes_of_gathers_and_scatters() -> None:
-    graph, weighted = random_graph(mean=True).tensors, random_graph(weight=True).tensors
-    x, x3, scores = torch.randn(8, 3), torch.randn(8, 2, 3), (torch.randn(8, 2), torch.randn(7, 2))
-    pairs: list[tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[Tensor, ...]]] = [
-        (lambda x: sum_neighbours(x, weighted), lambda x: edge_sum(x, *exact(weighted), weight=weighted.weight), (x,)),
-        (
-            lambda x: mean_neighbours(x, graph),
-            lambda x: edge_sum(x, *exact(graph), row_scale=graph.inverse_degree),
-            (x,),
-        ),
-        (lambda x: max_neighbours(x, graph), lambda x: edge_max(x, *exact(graph)), (x,)),
-        # Relu makes maxima of zero, where torch counts the zeros that it starts from among the ties.
-        (lambda x: max_neighbours(x, graph), lambda x: edge_max(x, *exact(graph)), (x.relu().round(),)),
-        (lambda *xs: attend(*xs, graph, 0.2), lambda *xs: edge_attention(*xs, 0.2, *exact(graph)), (x3, *scores)),
-        # At a score of zero leaky relu has two slopes, and torch takes the lower one.
-        (
-            lambda *xs: attend(*xs, graph, 0.2),
-            lambda *xs: edge_attention(*xs, 0.2, *exact(graph)),
-            (x3, scores[0].round(), scores[1].round()),
-        ),
-    ]
-    for pair in pairs:
-        ours, theirs = [], []
-        for function, results in zip(pair[:2], (ours, theirs), strict=True):
-            leaves = [tensor.detach().requires_grad_() for tensor in pair[2]]
-            out = function(*leaves)
-            results += [out, *torch.autograd.grad(out.sin().sum(), leaves)]
-        torch.testing.assert_close(ours, theirs)
 
 
 def test_gradients_of_operators() -> None:
@@ -262,34 +231,6 @@ def test_rows_of_many_nodes_start_at_whole_vectors(name: str, monkeypatch: pytes
 # --- regions ---
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("chunk", [512, 4])
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("gcn-debug", {}), ("gat-debug", {"dropout": 0.5}), ("graphsage-debug", {}), ("graphsage-debug", {"aggr": "max"})],
-    ids=str,
-)
-def test_a_layer_is_one_graph_whose_kernels_the_compiler_sees(
-    name: str, options: dict[str, Any], chunk: int, gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(csr, "EDGES_PER_CHUNK", chunk)
-    model = zoo.create(name, **options).train()
-    graph = model.prepare(zoo.example_inputs(model)["edge_index"], num_nodes=64).tensors
-    assert (graph.split is None) == (chunk == 512)
-    for index, layer in enumerate(model.layers):
-        x = torch.randn(64, model.config.widths()[index][0], requires_grad=index > 0)
-        graphs = fake_gpu.traced(monkeypatch, layer, x, graph)
-        assert len(graphs) == 2, "a forward and its backward"
-        with torch.no_grad():
-            graphs += fake_gpu.traced(monkeypatch, layer, x, graph)
-        assert len(graphs) == 3
-        for place, nodes in enumerate(graphs):
-            launches = [node for node in nodes if "triton_kernel" in node]
-            # At the first layer of a sum before the product no gradient reaches an edge.
-            assert launches or (place == 1 and index == 0)
-            assert not any("zoo" in node or "copy_" in node for node in nodes), "opaque, or an input taken for written"
-
-
 # --- on a GPU ---
 
 
@@ -334,28 +275,6 @@ def test_real_sizes_against_float64_and_to_the_bit(kind: str, dtype: torch.dtype
         for a, b in zip(found, expected, strict=True):
             assert (a.double() - b).norm() < (1e-5 if dtype == torch.float32 else 2e-2) * b.norm()
         del found, again, wide, expected
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["gcn-debug", "graphsage-debug"])
-def test_widths_that_are_no_whole_vectors_train_on_many_nodes(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows of 48 of which 47 are summed give what rows of 47 do."""
-    model = zoo.create(name, out_channels=47, device="cuda", dtype=dtype).train().requires_grad_(True)
-    nodes = 600_000  # no strip of such a table stays in the cache
-    edges = torch.randint(nodes, (2, 5 * nodes), device="cuda")
-    edges[1, :300_000] = 7
-    x = torch.randn(nodes, zoo.example_inputs(model)["x"].shape[1], device="cuda", dtype=dtype)
-    found = []
-    for many in (convs.MANY_NODES, 2**40):
-        monkeypatch.setattr(convs, "MANY_NODES", many)
-        out = model(x, model.prepare(edges, num_nodes=nodes))
-        found.append([out, *torch.autograd.grad(out.float().sin().mean(), list(model.parameters()))])
-    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
-    for ours, plain in zip(*found, strict=True):
-        assert (ours.double() - plain.double()).norm() <= tolerance * plain.double().norm()
 
 
 @pytest.mark.gpu
@@ -409,35 +328,6 @@ def test_kernels_in_an_outer_cuda_graph(name: str) -> None:
             zoo.uncompile(model)
             torch.testing.assert_close(found, model(other, prepared), rtol=1e-4, atol=1e-4)
             assert torch.equal(step(other, prepared), found)
-
-
-@pytest.mark.gpu
-def test_attention_dropout_is_drawn_anew_at_each_replay() -> None:
-    model = zoo.create("gat-debug", dropout=0.5).cuda().train()
-    x, edge_index = (tensor.cuda() for tensor in zoo.example_inputs(model).values())
-    graph = model.layers[0].conv
-    with torch.no_grad():
-        prepared = model.prepare(edge_index, num_nodes=64)
-        step = zoo.cuda_graph(graph, (x, prepared), static=(1,))
-        assert not torch.equal(step(x, prepared), step(x, prepared))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("kind", ["uniform", "hub"])
-def test_compiled_training_on_a_gpu(name: str, kind: str) -> None:
-    model = zoo.create(name).cuda().train()
-    graph = model.prepare(big_graph(kind))
-    x = torch.randn(NODES, model.config.in_channels, device="cuda")
-    results = []
-    for compiled in (False, True):
-        if compiled:
-            zoo.compile_regions(model)
-        with zoo.enforce_budget(model) if compiled else torch.enable_grad():
-            out = model(x, graph)
-            results.append([out, *torch.autograd.grad(out.square().mean(), list(model.parameters()))])
-    for eager, fast in zip(*results, strict=True):
-        assert (fast - eager).norm() < 1e-3 * eager.norm()
 
 
 @pytest.mark.gpu

@@ -110,16 +110,6 @@ def test_any_batch_can_be_had_alone_and_in_any_bucket():
         sampler.padded_to(Bucket(1, ((1, 1), (1, 1))))
 
 
-def test_a_bucket_too_small_for_one_seed_can_be_compiled_all_the_same():
-    sampler = NeighborSampler(graph(), fanouts=(4, 3), batch_size=8, num_nodes=NODES, buckets=[(8, 1), (NODES, 3000)])
-    small, _ = sampler.buckets
-    batch = sampler.padded_to(small)
-    assert shapes_of(batch) == small.layers and not len(sampler.edges_of(batch)[0])
-    x = torch.randn(NODES, 6)
-    alone = model()(x[batch.seeds[:1]], torch.zeros(2, 0, dtype=torch.int64))
-    torch.testing.assert_close(model()(x[batch.nodes], batch.graphs)[:1], alone)
-
-
 def test_the_random_state_of_the_caller_is_left_alone():
     torch.manual_seed(5)
     expected = torch.rand(3)
@@ -231,17 +221,14 @@ def test_after_the_declared_shapes_nothing_compiles(jk: str | None):
     assert counters["stats"]["unique_graphs"] == compiled
 
 
-def test_layers_have_a_budget_each_and_no_more():
-    net = model(layers=4)
-    zoo.compile_regions(net, backend="aot_eager")
-    sampler = NeighborSampler(graph(), fanouts=(2, 2, 2, 2), batch_size=8, num_nodes=NODES)
-    batch = sampler.batch(0, 0)
-    assert net.region_sizes(torch.randn(len(batch.nodes), 6), batch.graphs) == 4
-    report = zoo.find_regions(net, inputs={"x": torch.randn(len(batch.nodes), 6), "edge_index": batch.graphs})
-    assert report.graphs_needed == 4
-    with zoo.enforce_budget(net):
-        net(torch.randn(len(batch.nodes), 6), batch.graphs)
-        net(torch.randn(NODES, 6), graph())
+NORMS: list[dict[str, Any]] = [
+    {"norm": "batch"},
+    {"norm": "batch", "norm_kwargs": {"affine": False, "momentum": 0.3}, "act_first": True},
+    {"norm": "batch", "norm_kwargs": {"track_running_stats": False}, "jk": "cat"},
+    {"norm": "layer"},
+    {"norm": "layer", "norm_kwargs": {"affine": False}, "jk": "last"},
+    {"norm": "layer", "norm_kwargs": {"mode": "node"}},
+]
 
 
 def test_graphs_of_another_model_or_another_batch_are_refused():
@@ -254,16 +241,6 @@ def test_graphs_of_another_model_or_another_batch_are_refused():
         model()(x, batch.graphs[::-1])
     with pytest.raises(ValueError, match="layer 1 is given"):
         model()(x, batch.graphs[:1] * 2)
-
-
-NORMS: list[dict[str, Any]] = [
-    {"norm": "batch"},
-    {"norm": "batch", "norm_kwargs": {"affine": False, "momentum": 0.3}, "act_first": True},
-    {"norm": "batch", "norm_kwargs": {"track_running_stats": False}, "jk": "cat"},
-    {"norm": "layer"},
-    {"norm": "layer", "norm_kwargs": {"affine": False}, "jk": "last"},
-    {"norm": "layer", "norm_kwargs": {"mode": "node"}},
-]
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -290,20 +267,6 @@ def test_norms_never_count_padding(options: dict[str, Any], dtype: torch.dtype, 
     exactly = 1e-4 if dtype == torch.float32 else 1e-10
     for found in (results(batch), results(exact)):
         torch.testing.assert_close(found, expected, rtol=exactly, atol=exactly)
-
-
-@pytest.mark.parametrize("options", NORMS, ids=str)
-def test_norms_of_a_single_node_are_finite(options: dict[str, Any]):
-    net = model(**options)
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.fill_(0.5)  # all of a row alike, without a deviation
-    alone, few = torch.tensor([3]), torch.tensor([[0, 1], [1, 0]])
-    sampler = NeighborSampler(few, fanouts=(2, 2), batch_size=8, num_nodes=4, seeds=alone)
-    batch = sampler.batch(0, 0)
-    output = net(torch.ones(len(batch.nodes), 6), batch.graphs)[0]
-    gradients = torch.autograd.grad(output.sum(), list(net.parameters()))
-    assert all(tensor.isfinite().all() for tensor in (output, *gradients, *net.buffers()))
 
 
 @pytest.mark.parametrize("options", [{"norm": "batch"}, {"norm": "layer"}], ids=str)
@@ -372,31 +335,6 @@ def test_threads_that_sample_take_no_cores_from_each_other():
         torch.set_num_threads(before)
 
 
-@pytest.mark.gpu
-def test_a_captured_step_learns_from_batches_of_the_gpu():
-    net = model().train().cuda()
-    x, y = torch.randn(NODES, 6, device="cuda"), torch.arange(NODES, device="cuda") % 3
-    x[:, :3] += 2 * F.one_hot(y, 3)
-    sampler = NeighborSampler(graph(), fanouts=(4, 3), batch_size=16, num_nodes=NODES, device="cuda")
-
-    def loss(net: GraphSAGE, batch: SampledBatch) -> Tensor:
-        return F.cross_entropy(net(x[batch.nodes], batch.graphs)[:16], batch.labels(y))
-
-    rate = torch.tensor(3e-2, device="cuda")
-    step = TrainingStep(net, loss, torch.optim.AdamW(net.parameters(), lr=rate, fused=True, capturable=True))
-    losses = [step(batch).item() for epoch in range(8) for batch in sampler.epoch(epoch)]
-    assert step.captured and sum(losses[-13:]) < 0.6 * sum(losses[:13])
-
-
-@pytest.mark.gpu
-def test_a_batch_moves_to_a_device():
-    batch = next(NeighborSampler(graph(), fanouts=(2,), batch_size=8, num_nodes=NODES).epoch(0))
-    moved = batch.pin_memory().to("cuda", non_blocking=True)
-    assert moved.nodes.is_cuda
-    assert all(graph.transpose is not None and graph.transpose.colptr.is_cuda for graph in moved.graphs)
-    torch.testing.assert_close(moved.to("cpu"), batch, rtol=0, atol=0)
-
-
 def test_a_batch_that_came_through_torchs_loader_moves_as_a_whole():
     sampler = NeighborSampler(graph(), fanouts=(2, 2), batch_size=8, num_nodes=NODES, workers=0)
     expected = sampler.batch(0, 0)
@@ -409,15 +347,6 @@ def test_a_batch_that_came_through_torchs_loader_moves_as_a_whole():
     with pytest.raises(TypeError, match=r"edge_index is a list of GraphTensors.*tuple\(batch\.graphs\).*batch\.to"):
         net(x[loaded.nodes], loaded.graphs)
     torch.testing.assert_close(net(x[loaded.nodes], loaded.to("cpu").graphs), net(x[expected.nodes], expected.graphs))
-
-
-def test_other_models_refuse_sampled_tensors():
-    batch = next(NeighborSampler(graph(), fanouts=(2,), batch_size=8, num_nodes=NODES).epoch(0))
-    gcn = zoo.create("gcn-debug", in_channels=6)
-    with pytest.raises(ValueError, match=r"GCN was given prepared tensors .* use GraphSAGE"):
-        gcn(torch.randn(len(batch.nodes), 6), batch.graphs)
-    with pytest.raises(ValueError, match="x has 3 rows and the batch"):
-        model(layers=1)(torch.randn(3, 6), batch.graphs)
 
 
 @pytest.mark.parametrize(
@@ -453,17 +382,6 @@ def test_what_is_out_of_range_or_of_another_kind_is_refused(options: dict[str, A
         NeighborSampler(graph(), **{"fanouts": (4, 3), "batch_size": 16, "num_nodes": NODES} | options)
 
 
-def test_neither_samplers_nor_batches_move_to_a_dtype():
-    sampler = NeighborSampler(graph(), fanouts=(4, 3), batch_size=16, num_nodes=NODES)
-    for what, moves in {
-        "a sampler": sampler,
-        "a batch": next(sampler.epoch(0)),
-        "a graph": CSRGraph.from_edge_index(graph()),
-    }.items():
-        with pytest.raises(TypeError, match=f"device is torch.bfloat16: {what} moves to a device, and keeps"):
-            moves.to(torch.bfloat16)
-
-
 def test_graphs_of_a_batch_go_with_its_features_to_a_model_that_takes_them():
     batch = next(NeighborSampler(graph(), fanouts=(2, 2), batch_size=8, num_nodes=NODES).epoch(0))
     x = torch.randn(NODES + 1, 6)
@@ -474,20 +392,3 @@ def test_graphs_of_a_batch_go_with_its_features_to_a_model_that_takes_them():
     gcn = zoo.create("gcn-debug", in_channels=6, num_layers=2, normalize=False, add_self_loops=False)
     with pytest.raises(ValueError, match="GCN was given the graphs of a sampled batch, .* only GraphSAGE takes"):
         gcn(x[batch.nodes], batch.graphs)
-
-
-def test_a_model_around_the_one_that_is_given_several_sizes_has_the_same_budget():
-    class Around(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = model(3)
-
-        def forward(self, batch: SampledBatch) -> Tensor:
-            output: Tensor = self.net(x[batch.nodes], batch.graphs)
-            return output
-
-    x = torch.randn(NODES, 6)
-    batch = next(NeighborSampler(graph(), fanouts=(2, 2, 2), batch_size=8, num_nodes=NODES).epoch(0))
-    around = zoo.compile_regions(Around(), regions=GraphSAGE.regions[:1], backend="aot_eager")
-    with zoo.enforce_budget(around):
-        around(batch)

@@ -11,7 +11,7 @@ from tests.kernel_runs import run_checks
 
 FILES = sorted(path.name for path in Path(__file__).parent.glob("*_checks.py") if path.name[:4] not in ("test", "kern"))
 # Each in a process of its own, which takes as long to begin as many a check to run: about a minute of checks in each.
-GROUPS = ["gnn_ products_ training_", "bert_ llm_ model_", "resnet_", "unet_"]
+GROUPS = ["gnn_ training_", "llm_ model_ operator_", "resnet_", "unet_"]
 
 
 def checks(group: str) -> list[str]:

@@ -90,15 +90,6 @@ def test_a_cache_is_one_kind_of_input_wherever_it_is_made() -> None:
         model(ids(2, 4), cache=outside)
 
 
-def test_narrow_integers_are_taken() -> None:
-    model = zoo.create("llm-debug")
-    tokens, positions = ids(2, 6), torch.arange(6)[None]
-    with torch.inference_mode():
-        expected = model(tokens, position_ids=positions, cache=model.make_cache(2, 8))
-        got = model(tokens.int(), position_ids=positions.int(), cache=model.make_cache(2, 8))
-    torch.testing.assert_close(got, expected, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"sliding_window": 9}, {"qk_norm": True}], ids=str)
 def test_a_prompt_from_the_start_is_one_at_those_positions(options: dict[str, Any]) -> None:
     model, tokens = zoo.create("llm-debug", **options), ids(2, 9)

@@ -100,39 +100,6 @@ def test_buckets_do_not_change_the_answer(model: LLM, buckets: tuple[int, ...]) 
     torch.testing.assert_close(generate(model, PROMPTS, max_new_tokens=6, buckets=buckets), expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("conversation", [False, True])
-def test_only_a_text_that_begins_and_ends_leaves_out_positions(
-    model: LLM, conversation: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[bool] = []
-    forward = LLM.forward
-
-    def noted(self: LLM, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
-        if input_ids.shape[1] > 1:
-            given.append(options.get("position_ids") is not None)
-        return forward(self, input_ids, **options)
-
-    monkeypatch.setattr(LLM, "forward", noted)
-    session = Session(model, 3, 64, conversation=conversation)
-    answer = session.generate(PROMPTS, max_new_tokens=4)
-    session.generate([[1], [2], [3]], max_new_tokens=4)
-    assert given == [conversation, True]
-    given.clear()
-    torch.testing.assert_close(generate(model, PROMPTS, max_new_tokens=4), answer, rtol=0, atol=0)
-    assert given == [False]
-
-
-@pytest.mark.parametrize("conversation", [False, True])
-def test_one_row_of_any_length_compiles_prefill_and_decoding_once(conversation: bool) -> None:
-    model = zoo.compile_regions(zoo.create("llm-debug"), backend="aot_eager")
-    session = Session(model, 1, 32, buckets=(16,), conversation=conversation)
-    with zoo.enforce_budget(model):
-        for length in (3, 9, 16):
-            session.reset()
-            session.generate([[5] * length], max_new_tokens=4)
-    assert graphs_of(model) == {"LLMHead": 1, "LLMLayer": 2}
-
-
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 def test_turns_and_prompts_of_any_length_recompile_nothing(captured: bool) -> None:
     model = zoo.compile_regions(zoo.create("llm-debug"), backend="aot_eager")

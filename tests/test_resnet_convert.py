@@ -1,79 +1,25 @@
-"""Outputs, gradients, running statistics and pretrained weights against torchvision's own, and what is refused."""
+"""What only ResNets meet in conversion: torchvision's pretrained weights by name, changed models, transforms."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torchvision import models
 from torchvision.models.quantization import resnet18 as quantizable
-from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
-from torchvision.ops import FrozenBatchNorm2d
+from torchvision.models.resnet import BasicBlock, ResNet
 
 import zoo
 import zoo.resnet
 from zoo.resnet import PRESETS
-from zoo.resnet.convert import WEIGHTS, config_of, find_weights
-
-BUILT: dict[str, tuple[type[nn.Module], list[int], dict[str, Any]]] = {
-    "basic": (BasicBlock, [1, 2, 1, 1], {}),
-    "bottleneck": (Bottleneck, [2, 1, 1, 1], {"num_classes": 7}),
-    "groups": (Bottleneck, [1, 1, 2, 1], {"groups": 4, "width_per_group": 8}),
-    "wide": (Bottleneck, [1, 1, 1, 1], {"width_per_group": 96}),
-    "dilated": (Bottleneck, [1, 2, 2, 2], {"replace_stride_with_dilation": [False, True, True]}),
-    "dilated early": (Bottleneck, [1, 1, 2, 1], {"replace_stride_with_dilation": [True, False, True]}),
-    "dilated basic": (BasicBlock, [1, 1, 1, 1], {"replace_stride_with_dilation": [False, False, True]}),
-    "zero": (BasicBlock, [1, 1, 1, 1], {"zero_init_residual": True}),
-    "norm options": (BasicBlock, [1, 1, 1, 1], {"norm_layer": partial(nn.BatchNorm2d, eps=1e-3, momentum=0.3)}),
-    "no statistics": (BasicBlock, [1, 1, 1, 1], {"norm_layer": partial(nn.BatchNorm2d, track_running_stats=False)}),
-    "frozen": (Bottleneck, [1, 1, 1, 1], {"norm_layer": FrozenBatchNorm2d}),
-    "frozen, other eps": (BasicBlock, [1, 1, 1, 1], {"norm_layer": partial(FrozenBatchNorm2d, eps=0.1)}),
-}
+from zoo.resnet.convert import config_of, find_weights
 
 
-def build(name: str) -> ResNet:
-    block, layers, options = BUILT[name]
-    module = ResNet(block, layers, **options)  # type: ignore[arg-type]
-    with torch.no_grad():
-        # Norms start as if there were none, where a forgotten one would not show.
-        for child in module.modules():
-            if isinstance(child, (nn.BatchNorm2d, FrozenBatchNorm2d)):
-                for key, tensor in child.state_dict().items():
-                    if tensor.is_floating_point() and not (key == "weight" and tensor.abs().sum() == 0):
-                        low, high = (0.5, 1.5) if key in ("weight", "running_var") else (-0.2, 0.2)
-                        tensor.uniform_(low, high)
-    return module
-
-
-def error(ours: Tensor, theirs: Tensor) -> float:
-    ours, theirs = ours.detach(), theirs.detach()
-    return float((ours - theirs).norm() / theirs.norm().clamp(min=1e-12))
-
-
-@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("name", BUILT)
-def test_outputs_gradients_and_statistics_match_torchvision(name: str, training: bool) -> None:
-    # In float32 both are as far from the truth as from each other: activations at zero fall to either side.
-    theirs = build(name).double().train(training)
-    ours = zoo.from_upstream(theirs)
-    back = zoo.to_upstream(ours)
-    assert type(back) is ResNet and back.training is ours.training is training and config_of(back) == config_of(theirs)
-    torch.testing.assert_close(back.state_dict(), theirs.state_dict(), rtol=0, atol=0)
-    x, direction = torch.randn(3, 3, 48, 40).double(), torch.randn(3, theirs.fc.out_features).double()
-    images = [x.clone().requires_grad_() for _ in range(2)]
-    outputs = [model(image) for model, image in zip((ours, theirs), images, strict=True)]
-    for output in outputs:
-        (output * direction).sum().backward()
-    assert error(*outputs) < 1e-12 and error(images[0].grad, images[1].grad) < 1e-9
-    gradients = {key: p.grad for key, p in theirs.named_parameters()}
-    expected = WEIGHTS.convert_state_dict({**theirs.state_dict(), **gradients}, ours.config)
-    assert len(list(ours.parameters())) == len(gradients)
-    for key, tensor in (*((key, p.grad) for key, p in ours.named_parameters()), *ours.named_buffers()):
-        torch.testing.assert_close(tensor, expected[key], rtol=1e-8, atol=1e-8, msg=key)
+def build() -> ResNet:
+    return ResNet(BasicBlock, [1, 2, 1, 1])
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if not name.endswith("-debug")])
@@ -107,7 +53,7 @@ def cumulative(module: ResNet) -> None:
     ],
 )
 def test_what_is_not_supported_is_named(change: Any, words: str) -> None:
-    module = build("basic")
+    module = build()
     if callable(change):
         change(module)
     else:
@@ -125,7 +71,7 @@ def test_other_classes_of_the_library_are_refused() -> None:
 
 
 def test_a_model_without_memory_converts() -> None:
-    model = zoo.from_upstream(build("basic").to("meta"))
+    model = zoo.from_upstream(build().to("meta"))
     assert all(tensor.is_meta for tensor in model.state_dict().values())
 
 
@@ -175,8 +121,6 @@ def test_torchvisions_weights_by_name(server: list[tuple[str, str | None]], weig
     ("weights", "words"),
     [
         ("IMAGENET1K_V3", r"weights is 'IMAGENET1K_V3'; resnet50 has IMAGENET1K_V1, IMAGENET1K_V2, DEFAULT"),
-        ("ResNet50_Weights.V9", "weights is 'ResNet50_Weights.V9'; resnet50 has IMAGENET1K_V1"),
-        ("No_Weights.IMAGENET1K_V1", "weights is 'No_Weights.IMAGENET1K_V1'"),
         ("ResNet18_Weights.IMAGENET1K_V1", r"weights is .ResNet18_Weights\.IMAGENET1K_V1.; resnet50 has"),
         (models.ViT_B_16_Weights.DEFAULT, "; resnet50 has"),
         (3, "weights is 3"),

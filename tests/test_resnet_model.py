@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import nn
 from torch.nn.utils import prune
 from torch.optim.swa_utils import update_bn
 
 import zoo
 from tests.blocks import graphs_of
+from zoo.ops import conv as stem
 from zoo.resnet import ResNet
 
 # Other batches, one image alone, not square, odd sizes, as many pixels a side as some stage has channels (256).
@@ -75,81 +76,10 @@ def test_features_are_the_outputs_of_the_stages() -> None:
     assert all(feature.is_contiguous(memory_format=torch.channels_last) for feature in features)
 
 
-def test_dilation_keeps_the_size() -> None:
-    model = debug(replace_stride_with_dilation=(False, True, True))
-    with torch.no_grad():
-        sizes = [feature.shape[-1] for feature in model.features(torch.randn(1, 3, 64, 64))]
-    assert sizes == [16, 8, 8, 8] and model.config.reduction == 8
-
-
 # --- channels_last ---
 
 
-def convolutions_are_channels_last(model: nn.Module) -> bool:
-    return all(
-        module.weight.is_contiguous(memory_format=torch.channels_last)
-        for module in model.modules()
-        if isinstance(module, nn.Conv2d)
-    )
-
-
-def test_weights_are_channels_last_wherever_they_come_from(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    model = debug()
-    contiguous = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
-    theirs = {key: tensor.contiguous() for key, tensor in zoo.to_upstream(model).state_dict().items()}
-    torch.save(theirs, tmp_path / "theirs.pth")
-    save_file(contiguous, tmp_path / "ours.safetensors")
-    images = torch.randn(1, 3, 64, 64)
-    for other in (
-        model,
-        copy.deepcopy(model),
-        debug(weights=tmp_path / "theirs.pth"),
-        debug(weights=tmp_path / "ours.safetensors"),
-        zoo.from_upstream(zoo.to_upstream(model)),
-    ):
-        assert convolutions_are_channels_last(other)
-        assert not all(tensor.is_contiguous() for tensor in other.state_dict().values())
-        with torch.no_grad():
-            assert torch.equal(other(images), model(images))
-    assigned = debug()
-    assigned.load_state_dict(contiguous, assign=True)
-    assert convolutions_are_channels_last(assigned)
-
-
-def test_activations_are_channels_last_and_the_memory_format_of_images_does_not_matter() -> None:
-    model = debug()
-    images = torch.randn(2, 3, 64, 64)
-    seen: list[Tensor] = []
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    with torch.no_grad():
-        out = model(images)
-        assert torch.equal(model(images.contiguous(memory_format=torch.channels_last)), out)
-    assert seen and all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in seen)
-
-
 # --- what is refused ---
-
-
-@pytest.mark.parametrize(
-    ("images", "error", "words"),
-    [
-        (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), TypeError, r"uint8, expected torch\.float32;.*resnet\.transforms"),
-        (torch.zeros(2, 3, 8, 8).half(), TypeError, r"use images\.to\(torch\.float32\), or torch\.autocast"),
-        (torch.zeros(2, 4, 8, 8), ValueError, r"\[2, 4, 8, 8\], expected \[N, 3, H, W\];"),
-        (torch.zeros(2, 8, 8, 3), ValueError, r"images\.permute\(0, 3, 1, 2\) puts channels first"),
-        (torch.zeros(3, 8, 8), ValueError, r"images\[None\] makes a batch of one image"),
-        (torch.zeros(0, 3, 8, 8), ValueError, r"shape \[0, 3, 8, 8\], expected .*none of them 0"),
-        (torch.zeros(1, 3, 8, 8, device="meta"), ValueError, "images is on meta and the weights on cpu"),
-    ],
-    ids=str,
-)
-def test_bad_images_are_named(images: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words), torch.no_grad():
-        debug()(images)
 
 
 def test_too_small_for_training_and_large_enough_for_evaluation() -> None:
@@ -163,13 +93,6 @@ def test_too_small_for_training_and_large_enough_for_evaluation() -> None:
     without_statistics = debug(norm_kwargs={"track_running_stats": False})
     with pytest.raises(ValueError, match=r"one value a channel.*larger ones than 32 pixels$"):
         without_statistics(torch.zeros(1, 3, 32, 32))
-
-
-def test_example_inputs_check_their_sizes() -> None:
-    model = debug()
-    assert zoo.example_inputs(model, batch=3, size=40)["images"].shape == (3, 3, 40, 40)
-    with pytest.raises(ValueError, match="batch is 0"):
-        zoo.example_inputs(model, batch=0)
 
 
 def test_zero_init_residual_starts_blocks_as_their_shortcuts() -> None:
@@ -225,3 +148,87 @@ def test_norms_without_momentum_or_of_several_processes_are_refused_in_training(
     for call in (several, torch.compile(several, backend="eager")):
         with pytest.raises(ValueError, match="a norm is a SyncBatchNorm"):
             call(images)
+
+
+STEM_SHAPES = [(2, 3, 32, 32), (1, 3, 33, 47), (2, 1, 7, 9), (2, 4, 30, 31), (3, 2, 224, 10)]
+
+
+@pytest.fixture
+def squares(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """Shapes of what was cut into squares, by torch's operators: kernels are said to run."""
+    shapes: list[torch.Size] = []
+    by_torch = stem.space_to_depth
+
+    def noted(x: torch.Tensor, *sizes: object) -> torch.Tensor:
+        shapes.append(x.shape)
+        with monkeypatch.context() as patch:
+            patch.setattr(stem, "kernels_run", lambda *_: False)
+            return by_torch(x, *sizes)
+
+    monkeypatch.setattr(stem, "kernels_run", lambda *_: True)
+    monkeypatch.setattr(stem, "space_to_depth", noted)
+    return shapes
+
+
+@pytest.mark.parametrize("shape", STEM_SHAPES, ids=str)
+def test_output_and_gradient_of_the_weight(shape: tuple[int, ...], squares: list[torch.Size]):
+    x = torch.randn(shape, dtype=torch.float64)
+    conv = nn.Conv2d(shape[1], 8, 7, 2, 3, bias=False, dtype=torch.float64).to(memory_format=torch.channels_last)
+    expected, found = conv(x), stem.stem_conv(x, conv)
+    assert squares == [x.shape, conv.weight.shape]
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(found, expected)
+    (wanted,) = torch.autograd.grad(expected.sin().sum(), conv.weight)
+    (given,) = torch.autograd.grad(found.sin().sum(), conv.weight)
+    torch.testing.assert_close(given, wanted)
+
+
+def test_autocast_narrows_images_and_weight(squares: list[torch.Size]):
+    conv, x = nn.Conv2d(3, 8, 7, 2, 3, bias=False), torch.randn(2, 3, 32, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = stem.stem_conv(x, conv), conv(x)
+    assert found.dtype == torch.bfloat16 and squares
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    found.float().square().sum().backward()
+    assert conv.weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "shape", "helps"),
+    [
+        ({}, (1, 3, 8, 8), True),
+        ({"kernel_size": 3, "padding": 1}, (1, 3, 8, 8), False),
+        ({"stride": 1}, (1, 3, 8, 8), False),
+        ({"dilation": 2}, (1, 3, 20, 20), False),
+        ({}, (1, 6, 8, 8), False),
+    ],
+)
+def test_which_convolutions_are_computed_so(
+    options: dict[str, int], shape: tuple[int, ...], helps: bool, squares: list[torch.Size]
+):
+    conv = nn.Conv2d(shape[1], 4, **{"kernel_size": 7, "stride": 2, "padding": 3, **options})
+    x = torch.randn(shape)
+    found = stem.stem_conv(x, conv)
+    assert bool(squares) == helps
+    torch.testing.assert_close(found + conv.bias[:, None, None], conv(x))
+    squares.clear()
+    stem.stem_conv(x.requires_grad_(), conv)
+    assert not squares  # images that want a gradient get it
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", STEM_SHAPES, ids=str)
+def test_on_a_gpu(shape: tuple[int, ...], dtype: torch.dtype):
+    x, weight = torch.randn(shape), torch.randn(8, shape[1], 7, 7)
+    x, weight = (tensor.to("cuda", dtype) for tensor in (x, weight))
+    conv = nn.Conv2d(shape[1], 8, 7, 2, 3, bias=False, device="cuda", dtype=dtype)
+    conv.load_state_dict({"weight": weight})
+    expected = F.conv2d(x.double(), weight.double(), None, 2, 3)
+    for images in (x, x.contiguous(memory_format=torch.channels_last)):
+        found = stem.stem_conv(images, conv)
+        assert found.dtype == dtype and found.is_contiguous(memory_format=torch.channels_last)
+        error = (found.double() - expected).norm() / expected.norm()
+        assert error < {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+    with torch.autocast("cuda", torch.bfloat16):
+        assert stem.stem_conv(x, conv).dtype == torch.bfloat16

@@ -132,66 +132,9 @@ def test_a_captured_step_is_the_same_with_blocks_around_regions(device: str) -> 
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
 
 
-def test_eager_blocks_are_checkpointed_too() -> None:
-    gradients_of = []
-    for checkpointed in (False, True):
-        torch.manual_seed(0)
-        model = zoo.create("resnet-debug").train().requires_grad_(True)
-        inputs = zoo.example_inputs(model)
-        block = next(type(module) for module in model.modules() if type(module).__name__ == "Bottleneck")
-        zoo.compile_regions(model, backend="aot_eager", exclude=[block])
-        if checkpointed:
-            checkpoint_regions(model, block, preserve_rng_state=False)
-        runs = []
-        first = next(module for module in model.modules() if type(module) is block)
-        first.conv1.conv.register_forward_hook(lambda *_: runs.append(1))  # noqa: B023 (of this round)
-        model(**inputs).square().mean().backward()
-        assert len(runs) == 1 + checkpointed
-        gradients_of.append([parameter.grad for parameter in model.parameters()])
-        torch.compiler.reset()
-    torch.testing.assert_close(gradients_of[1], gradients_of[0])
-
-
-class ScaledBlock(nn.Module):
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-        self.register_buffer("scale", torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(x) * self.scale
-
-
-def test_two_losses_of_one_forward_have_a_backward_each() -> None:
-    found = []
-    for checkpointed in (False, True):
-        model = compiled(block=ScaledBlock)
-        if checkpointed:
-            checkpoint_regions(model, ScaledBlock)
-        output = model(torch.ones(2, 4))
-        output.sum().backward(retain_graph=True)
-        output.square().sum().backward()
-        found.append([parameter.grad for parameter in model.parameters()])
-    torch.testing.assert_close(found[1], found[0])
-
-
 def squares(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     output = model(**batch)
     return (output if isinstance(output, Tensor) else output[0]).float().square().mean()
-
-
-@pytest.mark.slow
-def test_less_is_kept_of_blocks_around_regions() -> None:
-    model = zoo.create("unet-debug").train().requires_grad_(True)
-    inputs = zoo.example_inputs(model)
-    zoo.compile_regions(model, backend="eager")
-    kept = [kept_bytes(model, **inputs)]
-    for block in ("ResnetBlock", "TransformerBlock"):
-        checkpoint_regions(model, next(type(m) for m in model.modules() if type(m).__name__ == block))
-        kept.append(kept_bytes(model, **inputs))
-    assert kept[0] > kept[1] > kept[2]
-    zoo.uncompile(model)
-    assert not any(module._compiled_call_impl for module in model.modules())
 
 
 def test_less_is_kept():

@@ -86,16 +86,6 @@ def test_a_state_of_an_optimizer_that_is_not_fused_is_taken_over():
     assert all(state["step"] == 4 for state in optimizer.state.values())
 
 
-def test_a_copy_trains_as_the_first():
-    ours = weights()
-    optimizer = AdamW(ours)
-    train(optimizer, ours, 2)
-    others, copied = copy.deepcopy((ours, optimizer))
-    train(optimizer, ours, 2, seed=1)
-    train(copied, others, 2, seed=1)
-    torch.testing.assert_close(ours, others, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("options", [{"fused": False}, {"foreach": True}])
 def test_what_is_not_fused_is_refused(options: dict[str, Any]):
     with pytest.raises(ValueError, match=r"see torch\.optim\.AdamW"):
@@ -233,12 +223,3 @@ def test_a_scaler_of_torch_drives_it(device: str, monkeypatch: pytest.MonkeyPatc
     assert {float(state["step"]) for state in optimizer.state.values()} == {2.0}
     assert model.weight.isfinite().all() and not torch.equal(model.weight, before)
     assert bool(launched) == (device == "cuda")
-
-
-def test_groups_are_fused_as_well():
-    optimizer = AdamW([{"params": [nn.Parameter(torch.ones(2))], "foreach": None}])
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-    assert [(group["fused"], group["foreach"]) for group in optimizer.param_groups] == [(True, None)] * 2
-    for option in ({"fused": False}, {"foreach": True}):
-        with pytest.raises(ValueError, match="this AdamW is fused"):
-            AdamW([{"params": [nn.Parameter(torch.ones(2))], **option}])

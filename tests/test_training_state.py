@@ -13,7 +13,7 @@ from torch import nn
 from training_models import build, draw, loss_of, optimizer_of
 
 from zoo.engine.graphed_step import CaptureError
-from zoo.training import AdamW, NonFiniteError, TrainingStep, TrainingWarning, state
+from zoo.training import AdamW, TrainingStep, TrainingWarning
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -113,25 +113,6 @@ def test_tied_weights_are_saved_once_and_stay_tied(tmp_path: Path):
     torch.testing.assert_close(model.first.weight.detach(), saved, rtol=0, atol=0)
 
 
-def test_a_run_with_a_bad_loss_is_not_saved(tmp_path: Path):
-    step, _ = make()
-    x, y = draw(1)[0]
-    step((x, y))
-    step((x * float("nan"), y))
-    with pytest.raises(NonFiniteError, match="step 2"):
-        step.save(tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-def test_loading_the_optimizer_alone_captures_anew():
-    step, _ = make(cuda_graph=True)
-    for batch in draw(6):
-        step(batch)
-    assert step.captured
-    step.optimizer.load_state_dict(step.optimizer.state_dict())
-    assert not step.captured
-
-
 @pytest.mark.parametrize("wanted", [None, True])
 def test_what_a_loaded_state_brings_is_looked_at_before_the_next_capture(
     monkeypatch: pytest.MonkeyPatch, wanted: bool | None
@@ -160,21 +141,6 @@ def test_what_a_loaded_state_brings_is_looked_at_before_the_next_capture(
     for batch in batches[:4]:
         step(batch)
     assert step.captured
-
-
-@pytest.mark.gpu
-def test_a_learning_rate_that_was_loaded_to_the_cpu_is_not_baked_in(tmp_path: Path) -> None:
-    step, _ = make("cuda")
-    batches = draw(10, device="cuda")
-    for batch in batches[:5]:
-        step(batch)
-    assert step.captured
-    torch.save(step.optimizer.state_dict(), tmp_path / "optimizer.pt")
-    step.optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt", map_location="cpu"))
-    with pytest.warns(TrainingWarning, match="is on the CPU and would be baked in"):
-        for batch in batches[5:]:
-            step(batch)
-    assert not step.captured
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path):
@@ -206,33 +172,6 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path):
     with pytest.raises(ValueError, match=r"sampler is a Sampler without load_state_dict\(\)"):
         step.load(tmp_path, sampler=reads_nothing)
     assert step.steps == 2 and not torch.equal(next(iter(step.model.parameters())), weights[0])
-
-
-def test_tensors_go_to_the_steps_device_but_for_those_of_the_cpu():
-    storage = torch.ones(2).untyped_storage()
-    assert state._restored_on(torch.device("cuda"))(storage, "cpu") is storage
-    assert state._restored_on(torch.device("meta"))(storage, "cuda:0").device.type == "meta"
-
-
-@pytest.mark.gpu
-def test_the_state_of_a_generator_is_loaded_on_a_gpu(tmp_path: Path):
-    class Sampler:
-        def __init__(self) -> None:
-            self.generator = torch.Generator()
-
-        def state_dict(self) -> dict[str, torch.Tensor]:
-            return {"generator": self.generator.get_state()}
-
-        def load_state_dict(self, given: dict[str, torch.Tensor]) -> None:
-            self.generator.set_state(given["generator"])
-
-    sampler, again = Sampler(), Sampler()
-    step, _ = make("cuda")
-    step(draw(1, device="cuda")[0])
-    sampler.generator.manual_seed(5)
-    step.save(tmp_path, sampler=sampler)
-    make("cuda")[0].load(tmp_path, sampler=again)
-    assert torch.equal(torch.rand(3, generator=again.generator), torch.rand(3, generator=sampler.generator))
 
 
 def test_a_learning_rate_goes_to_where_the_optimizers_is(tmp_path: Path):
@@ -277,22 +216,6 @@ def test_the_state_of_another_optimizer_is_refused_and_changes_nothing(tmp_path:
     with pytest.raises(ValueError, match=f"another optimizer than this {type(other.optimizer).__name__}: "):
         other.load(tmp_path)
     assert losses + [other(batch).item() for batch in batches[2:]] == pytest.approx(expected, rel=1e-6)
-
-
-def test_an_optimizer_whose_groups_lack_an_option_of_torchs_goes_on_each_time(tmp_path: Path):
-    def begin() -> TrainingStep:
-        model = build()
-        return TrainingStep(model, loss_of, torch.optim.Adafactor(model.parameters(), lr=1e-2))
-
-    batches = draw(4)
-    step = begin()
-    step(batches[0])
-    step.save(tmp_path)
-    expected = [step(batch).item() for batch in batches[1:]]
-    again = begin()
-    for _ in range(2):
-        again.load(tmp_path)
-        assert [again(batch).item() for batch in batches[1:]] == pytest.approx(expected, rel=1e-6)
 
 
 def test_an_optimizer_of_parameters_in_another_order_is_refused_and_changes_nothing(tmp_path: Path):

@@ -7,7 +7,6 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from training_models import build, draw, loss_of, optimizer_of, plain_losses
 
-import zoo
 from zoo.engine.graphed_step import CaptureError
 from zoo.training import NonFiniteError, TrainingStep, TrainingWarning, capture_obstacles
 
@@ -34,7 +32,7 @@ def train(step: TrainingStep, batches: Any) -> list[float]:
     return [step(batch).item() for batch in batches]
 
 
-# On a CPU test_fuzz_training.py draws them.
+# On a CPU test_fuzz.py draws them.
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "captures"), [("adamw", False), ("adamw", True), ("sgd", True), ("plain", False)])
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
@@ -51,21 +49,6 @@ def test_the_losses_are_those_of_the_plain_loop(
     assert len(step.captured) == captures * len(set(counts))
     torch.testing.assert_close(list(model.parameters()), list(expected_model.parameters()))
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_constants_of_one_value_and_two_types_are_captured_each(device: str):
-    model = build(device)
-
-    def either(m: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor, Any]) -> torch.Tensor:
-        loss = loss_of(m, batch[:2])
-        return 2 * loss if batch[2] is True else loss
-
-    step = TrainingStep(model, either, optimizer_of(model, rate=0.0), cuda_graph=True)
-    ((x, y),) = draw(1, device=device)
-    for _ in range(5):
-        once, twice = step((x, y, 1)), step((x, y, True))
-        torch.testing.assert_close(twice, 2 * once)
-    assert len(step.captured) == 2
 
 
 def test_every_loss_is_a_tensor_of_its_own(device: str):
@@ -94,16 +77,6 @@ def test_shapes_are_captured_each_and_no_more_than_allowed():
             step(batch)
     assert len(caught) == 1
     assert len(step.captured) == 2
-
-
-def test_a_captured_step_draws_the_dropout_of_an_uncaptured_one(device: str):
-    losses = []
-    for captures in (False, True):
-        model = build(device, dropout=0.5)
-        step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=captures)
-        torch.manual_seed(7)
-        losses.append([step(batch).item() for batch in draw(10, device=device)])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 # --- what is not finite ---
@@ -230,20 +203,6 @@ def test_an_overflow_of_the_first_update_leaves_no_undefined_momentum(
     assert losses[:8] == pytest.approx(losses[9:], abs=1e-3)
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_scaled_and_clipped_training_goes_on_after_a_bad_first_loss(kind: str):
-    model = build()
-    step = TrainingStep(model, loss_of, optimizer_of(model, kind), autocast=torch.float16, clip_norm=1.0)
-    x, y = draw(1)[0]
-    scale = step.scaler.get_scale()
-    with pytest.raises(NonFiniteError):
-        step((x * torch.nan, y))
-    assert step.scaler.get_scale() == scale
-    weights = next(iter(model.parameters())).clone()
-    assert step((x, y)).isfinite()
-    assert not torch.equal(next(iter(model.parameters())), weights)
-
-
 def test_bad_losses_of_all_rehearsals_are_not_captured(monkeypatch: pytest.MonkeyPatch):
     model = build()
     step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=True, warmup=2)
@@ -255,22 +214,6 @@ def test_bad_losses_of_all_rehearsals_are_not_captured(monkeypatch: pytest.Monke
     for _ in range(3):
         step((x, y))
     assert step.captured
-
-
-def test_a_state_that_was_loaded_empty_is_a_beginning_again(tmp_path: Path):
-    model = build()
-    model[0].weight.requires_grad_(False)
-    optimizer = optimizer_of(model, "sgd")
-    step = TrainingStep(model, loss_of, optimizer)
-    step.save(tmp_path)
-    x, y = draw(1)[0]
-    step((x, y))
-    assert model[0].weight not in optimizer.state
-    step.load(tmp_path)
-    assert not optimizer.state
-    with pytest.raises(NonFiniteError):
-        step((x * torch.nan, y))
-    assert step((x, y)).isfinite() and all(p.isfinite().all() for p in model.parameters())
 
 
 def test_an_infinite_loss_of_finite_gradients_is_left_out_of_scaled_training_too(device: str):
@@ -293,18 +236,6 @@ def test_an_infinite_loss_of_finite_gradients_is_left_out_of_scaled_training_too
 
 
 # --- capture ---
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_a_step_of_an_optimizer_without_state_is_captured(momentum: float):
-    model = build("cuda")
-    rate = torch.tensor(1e-2, device="cuda")
-    step = TrainingStep(
-        model, loss_of, torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum, fused=True), cuda_graph=True
-    )
-    train(step, draw(6, device="cuda"))
-    assert step.captured
 
 
 def test_the_host_looks_once_where_the_optimizer_skips(device: str, monkeypatch: pytest.MonkeyPatch):
@@ -376,19 +307,6 @@ def test_a_loss_that_waits_for_the_device_is_noticed_and_trained_all_the_same():
     assert losses == pytest.approx(expected, rel=1e-5)
     assert [warning.filename for warning in caught] == [__file__]
     assert not step.captured
-
-
-@pytest.mark.gpu
-def test_a_loss_that_waits_is_an_error_where_a_capture_was_asked_for():
-    model = build("cuda")
-    step = TrainingStep(
-        model, lambda m, b: loss_of(m, b) * (loss_of(m, b).item() > 0), optimizer_of(model), cuda_graph=True
-    )
-    batches = draw(3, device="cuda")
-    step(batches[0])
-    step(batches[1])
-    with pytest.raises(CaptureError, match="the step cannot be captured: it waits for the device"):
-        step(batches[2])
 
 
 class Activation:
@@ -488,43 +406,6 @@ def test_batches_that_cannot_be_copied_in_are_trained_on_uncaptured(make: Callab
     assert not any(ref() is not None for ref in held)
 
 
-def test_a_shape_whose_capture_fails_leaves_the_others_captured(monkeypatch: pytest.MonkeyPatch):
-    model = build()
-    step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=True)
-    step._must_capture = False
-    (small,), (large,) = (draw(1, rows=rows) for rows in (3, 5))
-    for _ in range(5):
-        step(small)
-    captured = step.captured
-    assert len(captured) == 1
-
-    def add(*arguments: Any, **options: Any) -> None:
-        raise CaptureError("capture failed: out of memory")
-
-    monkeypatch.setattr("zoo.engine.graphed_step.GraphedStep.add_bucket", add)
-    with pytest.warns(TrainingWarning, match=r"5, .*: capture failed: out of memory") as caught:
-        for batch in [large, small] * 6:
-            assert step(batch).isfinite()
-    assert len(caught) == 1 and step.captured == captured
-    monkeypatch.undo()
-    step.release()
-    for _ in range(5):
-        step(large)
-    assert len(step.captured) == 1
-
-
-def test_scaled_and_clipped_training_goes_on_where_a_capture_fails_in_the_update(monkeypatch: pytest.MonkeyPatch):
-    model = build()
-    optimizer = optimizer_of(model)
-    fail_captures_in_the_update(monkeypatch, optimizer)
-    step = TrainingStep(model, loss_of, optimizer, cuda_graph=True, autocast=torch.float16, clip_norm=1.0)
-    step._must_capture = False
-    with pytest.warns(TrainingWarning, match="no reason"):
-        losses = [step(batch) for batch in draw(7)]
-    assert torch.stack(losses).isfinite().all()
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 def test_a_history_that_outlives_its_step_is_named():
@@ -551,82 +432,49 @@ def test_memory_between_steps_holds_no_gradients():
     assert torch.cuda.memory_allocated() - before < 3.6 * weights  # weights and two moments
 
 
-def test_a_schedule_goes_on_in_a_captured_step(device: str):
-    batches = draw(10, device=device)
+CHANGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    **{
+        name: (
+            lambda model, optimizer, name=name: optimizer.param_groups[0].update({name: 0.5}),
+            rf"{name} of parameter group 0 was .* and is 0\.5 now.*release",
+        )
+        for name in ("weight_decay", "lr")
+    },
+    "betas": (
+        lambda model, optimizer: optimizer.param_groups[0].update(betas=(0.5, 0.9)),
+        r"betas of parameter group 0 was .*cycle_momentum=False",
+    ),
+    "group": (
+        lambda model, optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(()))]}),
+        r"2 parameter groups, 1 were captured: call step.release\(\)",
+    ),
+    "frozen": (
+        lambda model, optimizer: model[0].requires_grad_(False),
+        r"\d parameters learn now, .* when the step was captured: .*step\.release\(\)",
+    ),
+    "replaced": (
+        lambda model, optimizer: setattr(model[0], "weight", nn.Parameter(model[0].weight.detach().clone())),
+        "moved or replaced since capture",
+    ),
+}
 
-    def scheduled(captures: bool) -> list[float]:
-        model = build(device)
-        optimizer = optimizer_of(model)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
-        step = TrainingStep(model, loss_of, optimizer, cuda_graph=captures and device == "cuda")
-        losses = []
-        for batch in batches:
-            losses.append(step(batch).item())
-            schedule.step()
-        return losses
 
-    assert scheduled(True) == pytest.approx(scheduled(False), rel=1e-5)
-
-
-@pytest.mark.parametrize("change", ["weight_decay", "lr"])
-def test_an_option_that_was_baked_in_may_not_change(change: str):
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_captured_step_refuses_what_changed_since(name: str):
+    change, words = CHANGES[name]
     model = build()
     optimizer = optimizer_of(model)
     step = TrainingStep(model, loss_of, optimizer, cuda_graph=True)
     batches = draw(8)
     train(step, batches[:5])
-    optimizer.param_groups[0][change] = 0.5
-    with pytest.raises(RuntimeError, match=rf"{change} of parameter group 0 was .* and is 0\.5 now.*release"):
-        step(batches[5])
-    step.release()
-    assert step(batches[6]).isfinite() and not step.captured
-
-
-def test_a_group_that_is_added_is_captured_anew():
-    model, more = build(), nn.Parameter(torch.ones(()))
-    optimizer = optimizer_of(model)
-    step = TrainingStep(model, lambda model, batch: loss_of(model, batch) * more, optimizer, cuda_graph=True)
-    batches = draw(8)
-    train(step, batches[:4])
-    optimizer.add_param_group({"params": [more]})
-    with pytest.raises(RuntimeError, match=r"2 parameter groups, 1 were captured: call step.release\(\)"):
-        step(batches[4])
-    step.release()
-    step(batches[5])
-    assert more != 1
-
-
-@pytest.mark.parametrize(("kind", "option"), [("adamw", "betas"), ("sgd", "momentum")])
-def test_a_schedule_that_cycles_the_momentum_is_told_not_to(kind: str, option: str):
-    model = build()
-    optimizer = optimizer_of(model, kind)
-    optimizer.param_groups[0]["lr"] = torch.tensor(1e-2)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
-    step = TrainingStep(model, loss_of, optimizer, cuda_graph=True)
-    batches = draw(5)
-    for batch in batches[:4]:
-        step(batch)
-        schedule.step()
-    with pytest.raises(RuntimeError, match=rf"{option} of parameter group 0 was .*cycle_momentum=False"):
-        step(batches[4])
-
-
-@pytest.mark.parametrize("frozen", [True, False])
-def test_what_learns_may_not_change_unnoticed(frozen: bool):
-    model = build()
-    model[0].requires_grad_(frozen)
-    step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=True)
-    batches = draw(8)
-    train(step, batches[:5])
-    model[0].requires_grad_(not frozen)
-    with pytest.raises(
-        RuntimeError, match=r"\d parameters learn now, .* when the step was captured: .*step\.release\(\)"
-    ):
+    assert step.captured
+    change(model, optimizer)
+    with pytest.raises(RuntimeError, match=words):
         step(batches[5])
     step.release()
     before = model[0].weight.detach().clone()
-    step(batches[6])
-    assert torch.equal(model[0].weight, before) == frozen
+    assert step(batches[6]).isfinite() and not step.captured
+    assert torch.equal(model[0].weight, before) == (name in ("frozen", "replaced"))
 
 
 @pytest.mark.parametrize("captures", [False, True], ids=["uncaptured", "captured"])
@@ -645,31 +493,6 @@ def test_what_is_unfrozen_later_begins_with_a_momentum_of_its_own(device: str, c
         return losses + [step(batch).item() for batch in batches[5:]]
 
     assert unfrozen(True) == pytest.approx(unfrozen(False), rel=1e-5)
-
-
-def test_what_is_unfrozen_for_a_bad_loss_has_no_undefined_momentum(device: str):
-    model = build(device)
-    model[0].requires_grad_(False)
-    optimizer = optimizer_of(model, "sgd")
-    step = TrainingStep(model, loss_of, optimizer, cuda_graph=False)
-    first, second, third = draw(3, device=device)
-    step(first)
-    model[0].requires_grad_(True)
-    step((second[0] * float("nan"), second[1]))
-    with pytest.raises(NonFiniteError, match="step 2"):
-        step.check()
-    assert not optimizer.state[model[0].weight]["momentum_buffer"].any()
-    assert step(third).isfinite()
-
-
-def test_a_replaced_weight_is_an_error():
-    model = build()
-    step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=True)
-    batches = draw(6)
-    train(step, batches[:5])
-    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
-    with pytest.raises(RuntimeError, match="moved or replaced since capture"):
-        step(batches[5])
 
 
 # --- steps that are cut off ---
@@ -706,35 +529,7 @@ def test_a_step_that_was_cut_off_leaves_nothing_behind(autocast: torch.dtype | N
     assert losses[0] == losses[1]
 
 
-def test_a_loss_of_one_number_in_a_row_is_a_scalar():
-    model, (batch,) = build(), draw(1)
-    expected = loss_of(model, batch).detach()
-    loss = TrainingStep(model, lambda m, b: loss_of(m, b).reshape(1), optimizer_of(model))(batch)
-    torch.testing.assert_close(loss, expected)
-
-
 # --- compiled ---
-
-
-def test_compiled_regions_stay_within_their_budget_and_train_like_eager():
-    batches = [{"input_ids": torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(i))} for i in range(6)]
-
-    def next_token(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        logits = model(batch["input_ids"][:, :-1])
-        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["input_ids"][:, 1:].flatten())
-
-    losses = []
-    for compiled in (False, True):
-        torch.manual_seed(0)
-        model = zoo.create("llm-debug").train()
-        step = TrainingStep(model, next_token, optimizer_of(model, rate=1e-3), autocast=torch.bfloat16)
-        if compiled:
-            zoo.compile_regions(model, backend="aot_eager")
-            with zoo.enforce_budget(model):
-                losses.append(train(step, batches))
-        else:
-            losses.append(train(step, batches))
-    assert losses[0] == pytest.approx(losses[1], abs=2e-3)
 
 
 # --- refusals ---
@@ -782,14 +577,6 @@ def test_what_cannot_train_is_refused(call: Callable[[nn.Module], Any], message:
     with pytest.raises(ValueError, match=message):
         call(model)
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@pytest.mark.gpu
-def test_what_is_never_fused_is_not_asked_to_be():
-    model = build("cuda")
-    optimizer = torch.optim.NAdam(model.parameters(), lr=torch.tensor(1e-3, device="cuda"), capturable=True)
-    (obstacle,) = capture_obstacles(model, optimizer)
-    assert "NAdam is not fused" in obstacle and "torch.optim has AdamW and SGD with fused=True" in obstacle
 
 
 @pytest.mark.parametrize("captures", [False, True], ids=["uncaptured", "captured"])

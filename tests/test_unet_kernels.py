@@ -85,26 +85,6 @@ def test_gradients_are_those_of_torchs_own(silu: bool) -> None:
         torch.testing.assert_close(found, expected)
 
 
-def test_no_images_leave_no_gradients() -> None:
-    x, shift, weight = (
-        images(0, 12, 3, 5, grad=True),
-        torch.randn(0, 12).requires_grad_(),
-        torch.ones(12).requires_grad_(),
-    )
-    out = group_norm(x, shift, weight, weight, 4, 1e-5, True)
-    found = torch.autograd.grad(out.sum(), [x, shift, weight])
-    assert [each.shape for each in found] == [x.shape, shift.shape, weight.shape] and not found[2].any()
-
-
-def test_a_shift_for_all_rows_alike_gets_the_gradient_of_all() -> None:
-    x, shift = images(3, 12, 3, 5), torch.randn(1, 12).requires_grad_()
-    weight, bias = torch.randn(12), torch.randn(12)
-    out = group_norm(x, shift.expand(3, -1), weight, bias, 4, 1e-5, True)
-    expected = F.silu(F.group_norm(x + shift[:, :, None, None], 4, weight, bias, 1e-5))
-    (found,) = torch.autograd.grad(out.square().sum(), shift)
-    torch.testing.assert_close(found, torch.autograd.grad(expected.square().sum(), shift)[0], rtol=1e-4, atol=1e-4)
-
-
 def test_half_precision_is_rounded_once() -> None:
     x, shift = images(2, 12, 9, 9, dtype=torch.bfloat16), torch.randn(2, 12)
     weight, bias = torch.randn(12), torch.randn(12)
@@ -176,17 +156,12 @@ def test_a_second_derivative_of_a_kernel_is_refused(gpu: fake_gpu.Gpu, monkeypat
     from zoo.engine.kernel import Kernel
 
     monkeypatch.setattr(Kernel, "launch", lambda *_, **__: None)
-    x, row, image = torch.randn(6, 8), torch.ones(8), images(2, 8, 3, 3)
-    for call, arguments in (
-        (gated_gelu, (x, row)),
-        (conv_add, (x, row, x)),
-        (lambda *given: layer_norm(*given, 1e-5), (x, row, row)),
-        (lambda *given: add_norm(*given, None, 1e-5)[1], (x, x, row, row)),
-        (lambda x, weight: group_norm(x, None, weight, weight, 2, 1e-5, True), (image, row)),
-        (lambda x, weight: cat_group_norm(x[:, :4], x[:, 4:], weight, weight, 2, 1e-5, True)[0], (image, row)),
+    x, weight = images(2, 8, 3, 3, grad=True), torch.ones(8)
+    for out in (
+        group_norm(x, None, weight, weight, 2, 1e-5, True),
+        cat_group_norm(x[:, :4], x[:, 4:], weight, weight, 2, 1e-5, True)[0],
     ):
-        leaves = [each.clone().requires_grad_() for each in arguments]
-        (grad, *_) = torch.autograd.grad(call(*leaves).square().sum(), leaves, create_graph=True)
+        (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             grad.sum().backward()
 
@@ -235,20 +210,3 @@ def test_products_learn_in_float32_under_autocast(monkeypatch: pytest.MonkeyPatc
     for (name, _), grad in zip(model.named_parameters(), found, strict=True):
         if name.endswith(("qkv.weight", "mlp_out.weight", "proj_in.weight", "text_projections.weight")):
             assert not torch.equal(grad, grad.bfloat16().float()), f"{name} was rounded on its way"
-
-
-@pytest.mark.parametrize("name", ["qkv", "self_out", "query", "text_out", "mlp_in", "mlp_out"])
-def test_products_with_hooks_are_called_in_training(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    monkeypatch.setattr(products, "kernels_run", lambda *_: True)
-    block, x, key = TransformerBlock(8, 2), torch.randn(6, 8), torch.randn(2, 5, 16)
-    heard: list[str] = []
-    layer = getattr(block, name)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = block(x.bfloat16(), key.bfloat16(), None, None)
-        layer.register_full_backward_hook(lambda *_: heard.append("back"))
-        layer.register_forward_hook(lambda *_: heard.append("there"))
-        found = block(x.bfloat16(), key.bfloat16(), None, None)
-    found.float().sum().backward()
-    assert heard == ["there", "back"]
-    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
-import unet_reference as reference
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
-from zoo.unet import ResnetBlock, TextKeysValues, TimeShifts, TransformerBlock, UNet
+from zoo.engine.side_stream import branch
+from zoo.unet import ResnetBlock, TransformerBlock, UNet
 from zoo.unet.blocks import sinusoids
 from zoo.unet.config import PRESETS
 
@@ -83,199 +83,7 @@ def test_sines_of_timesteps_are_diffusers_to_the_bit(cosines_first: bool, freq_s
         assert torch.equal(sinusoids(timesteps, width, cosines_first, freq_shift), expected)
 
 
-def test_weights_and_activations_are_channels_last() -> None:
-    model = make("unet-debug")
-    contiguous = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
-    assigned = make("unet-debug")
-    assigned.load_state_dict(contiguous, assign=True)
-    inputs = zoo.example_inputs(model)
-    plain = {**inputs, "sample": inputs["sample"].contiguous()}
-    for other in (model, copy.deepcopy(model), zoo.from_upstream(zoo.to_upstream(model)), assigned):
-        convolutions = [module for module in other.modules() if isinstance(module, nn.Conv2d)]
-        assert all(c.weight.is_contiguous(memory_format=torch.channels_last) for c in convolutions)
-        seen: list[Tensor] = []
-
-        def note(_: nn.Module, given: Any, seen: list[Tensor] = seen) -> None:
-            seen.append(given[0])
-
-        for module in other.modules():
-            if isinstance(module, (ResnetBlock, nn.Conv2d)):
-                module.register_forward_pre_hook(note)
-        with torch.no_grad():
-            out = other(**inputs).sample
-            assert torch.equal(other(**plain).sample, out) and out.is_contiguous()
-        # The convolutions of blocks are never called as modules.
-        assert len(seen) > 2 * 11
-        assert all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in seen)
-
-
 # --- what is refused ---
-
-
-def changed(key: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    return lambda inputs: {**inputs, key: change(inputs[key])}
-
-
-def added(**values: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    return lambda inputs: {**inputs, **values}
-
-
-def nan(x: Tensor) -> Tensor:
-    x = x.clone()
-    x[0, 0, 0] = float("nan")
-    return x
-
-
-BAD: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[Exception], str]] = {
-    "integers": (changed("sample", lambda x: x.long()), TypeError, r"torch\.int64 and the weights torch\.float32"),
-    "half": (changed("sample", lambda x: x.half()), TypeError, r"use sample\.to\(torch\.float32\), or torch\.autocast"),
-    "one sample": (changed("sample", lambda x: x[0]), ValueError, r"use sample\[None\] for one sample"),
-    "channels": (changed("sample", lambda x: x[:, :3]), ValueError, r"\[2, 3, 16, 16\], expected \[B, 4, H, W\]$"),
-    "channels last": (changed("sample", lambda x: x.permute(0, 2, 3, 1)), ValueError, r"permute\(0, 3, 1, 2\)"),
-    "empty": (changed("sample", lambda x: x[:0]), ValueError, r"expected \[B, 4, H, W\], none of them 0"),
-    "odd": (
-        changed("sample", lambda x: x[..., :14, :15]),
-        ValueError,
-        r"sample is 14 × 15, which 3 levels cannot halve evenly: both sides must be divisible by 4; crop or pad, to "
-        "12 × 12",
-    ),
-    "small": (changed("sample", lambda x: x[..., :2, :2]), ValueError, "to 4 × 4"),
-    "device": (changed("sample", lambda x: x.to("meta")), ValueError, "sample is on meta and the weights on cpu"),
-    "nan": (changed("sample", nan), ValueError, r"sample has 16 value\(s\) that are not finite, of 2048"),
-    "no text": (changed("encoder_hidden_states", lambda x: None), TypeError, "encoder_hidden_states is a NoneType"),
-    "text width": (
-        changed("encoder_hidden_states", lambda x: x[..., :20]),
-        ValueError,
-        r"\[2, 7, 20\], expected \[B, L, 24\]: the text encoder must be the one",
-    ),
-    "text batch": (
-        changed("encoder_hidden_states", lambda x: x[:1]),
-        ValueError,
-        r"encoder_hidden_states has 1 row\(s\) and sample 2; repeat the text, or with guidance double the sample",
-    ),
-    "text nan": (
-        changed("encoder_hidden_states", lambda x: x / 0),
-        ValueError,
-        r"encoder_hidden_states has 336 value\(s\) that are not finite.*run that in float32",
-    ),
-    "text of another model": (
-        added(encoder_hidden_states=TextKeysValues(torch.zeros(2, 7, 9))),
-        ValueError,
-        r"\[2, 7, 9\], expected \[B, L, 352\]; make keys and values with this model's text_keys_values",
-    ),
-    "flag": (added(timestep=True), TypeError, "timestep is True, expected a number"),
-    "word": (added(timestep="last"), TypeError, "timestep is 'last'"),
-    "times": (added(timestep=torch.arange(3)), ValueError, r"timestep has shape \[3\], expected \[\], \[1\] or \[2\]"),
-    "times of flags": (added(timestep=torch.tensor([True, False])), TypeError, r"timesteps is torch\.bool"),
-    "shifts of a whole run": (
-        added(timestep=TimeShifts(torch.zeros(5, 1, 304))),
-        ValueError,
-        r"\[5, 1, 304\], expected \[2, 304\] or \[1, 304\].*take one step's of a whole run",
-    ),
-    "time condition": (added(timestep_cond=torch.zeros(2, 8)), ValueError, "has no time_cond_proj_dim: leave it out"),
-    "added": (
-        added(added_cond_kwargs={"image_embeds": torch.zeros(2, 8)}),
-        ValueError,
-        "added_cond_kwargs has image_embeds, but this model has no added conditions",
-    ),
-    "text mask": (
-        added(encoder_attention_mask=torch.ones(2, 8)),
-        ValueError,
-        r"encoder_attention_mask has shape \[2, 8\], expected \[2, 7\]: 1 is seen",
-    ),
-    "pixel mask": (
-        added(attention_mask=torch.ones(2, 256)),
-        ValueError,
-        r"self-attention runs over \[16, 64, 256\] pixels: a mask fits one of them",
-    ),
-    "labels": (added(class_labels=torch.zeros(2)), ValueError, "class_labels is given"),
-    "adapter": (added(down_intrablock_additional_residuals=[]), ValueError, "adapters are not supported"),
-    "attention arguments": (
-        added(cross_attention_kwargs={"gligen": {}}),
-        ValueError,
-        "cross_attention_kwargs has gligen={}, which is not supported",
-    ),
-    "half a controlnet": (
-        added(down_block_additional_residuals=()),
-        ValueError,
-        "mid_block_additional_residual is missing",
-    ),
-    "other half": (
-        added(mid_block_additional_residual=torch.zeros(1)),
-        ValueError,
-        "down_block_additional_residuals is missing",
-    ),
-    "too few residuals": (
-        added(down_block_additional_residuals=(), mid_block_additional_residual=torch.zeros(1)),
-        ValueError,
-        "has 0 tensors, expected 6",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_inputs_are_named_before_anything_runs(name: str) -> None:
-    change, error, words = BAD[name]
-    model = make("unet-debug")
-    model.conv_in.register_forward_pre_hook(lambda *_: pytest.fail("something ran"))
-    with pytest.raises(error, match=words), torch.no_grad():
-        model(**change(zoo.example_inputs(model, tokens=7)))
-
-
-def test_residuals_of_another_shape_are_named() -> None:
-    model = make("unet-debug")
-    inputs = zoo.example_inputs(model)
-    given = reference.controlnet(model.config)
-    down = list(given["down_block_additional_residuals"])
-    down[2] = down[2][:, :3]
-    with pytest.raises(ValueError, match=r"additional_residuals\[2\] has shape \[2, 3, 8, 8\], expected \[2, 16, 8, 8"):
-        model(**inputs, **{**given, "down_block_additional_residuals": down})
-    middle = given["mid_block_additional_residual"][..., :2]
-    with pytest.raises(ValueError, match=r"mid_block_additional_residual has shape \[2, 32, 4, 2\], expected \[2, 32"):
-        model(**inputs, **{**given, "mid_block_additional_residual": middle})
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda given: None, r"added_cond_kwargs has no 'text_embeds' \(the pooled text\)"),
-        (lambda given: {"text_embeds": given["text_embeds"]}, r"has no 'time_ids' \(sizes and crop\)"),
-        (lambda given: {**given, "hint": 1}, "has hint, which is not supported"),
-        (
-            lambda given: {**given, "time_ids": given["time_ids"][:, :5]},
-            r"12 \+ 5 × 8 = 52 channels; the model takes 60",
-        ),
-        (lambda given: {**given, "time_ids": given["time_ids"][:1]}, r"time_ids has shape \[1, 6\], expected \[2, Y\]"),
-        (lambda given: {**given, "text_embeds": given["text_embeds"][0]}, r"expected \[2, X\]"),
-    ],
-)
-def test_added_conditions_that_do_not_fit(change: Any, words: str) -> None:
-    model = make("unet-xl-debug")
-    inputs = zoo.example_inputs(model)
-    with pytest.raises(ValueError, match=words):
-        model(**{**inputs, "added_cond_kwargs": change(inputs["added_cond_kwargs"])})
-
-
-def test_a_further_time_condition_that_does_not_fit() -> None:
-    model = make("unet-debug", time_cond_proj_dim=8)
-    inputs = zoo.example_inputs(model)
-    model(**inputs)
-    with pytest.raises(ValueError, match=r"timestep_cond has shape \[2, 7\], expected \[2, 8\]"):
-        model(**inputs, timestep_cond=torch.zeros(2, 7))
-    with pytest.raises(ValueError, match=r"timesteps has shape \[2, 3\], expected \[B\] or \[steps, 1\]"):
-        model.time_shifts(torch.zeros(2, 3))
-    with pytest.raises(TypeError, match="timesteps is a int"):
-        model.time_shifts(3)  # type: ignore[arg-type]
-
-
-def test_example_inputs_check_their_sizes() -> None:
-    model = make("unet-debug")
-    inputs = zoo.example_inputs(model, batch=3, size=8, tokens=5)
-    assert inputs["sample"].shape == (3, 4, 8, 8) and inputs["encoder_hidden_states"].shape == (3, 5, 24)
-    with pytest.raises(ValueError, match="size divisible by 4"):
-        zoo.example_inputs(model, size=10)
-    half = make("unet-xl-debug", dtype=torch.bfloat16)
-    assert half.dtype == torch.bfloat16 and half(**zoo.example_inputs(half)).sample.isfinite().all()
 
 
 class _Doubled(nn.Linear):
@@ -305,3 +113,56 @@ def test_a_replaced_product_is_called(name: str) -> None:
         setattr(block, name, twice)
         torch.testing.assert_close(found, block(x.clone(), key, None, None))
         assert not torch.allclose(found, before)
+
+
+@pytest.mark.gpu
+def test_a_branch_runs_beside_and_is_waited_for() -> None:
+    x = torch.randn(512, 512, device="cuda")
+    streams = []
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with branch(x.device) as wait:
+            beside = x
+            for _ in range(20):
+                beside = (beside @ x).tanh()
+            streams.append(torch.cuda.current_stream())
+        other = x.cos()
+        streams.append(torch.cuda.current_stream())
+        if wait is not None:
+            wait()
+        return beside + other
+
+    expected = step(x)
+    assert streams[0] == streams[1]
+    graphed = zoo.cuda_graph(step, (x,))
+    assert streams[-2] != streams[-1]
+    for _ in range(3):
+        torch.testing.assert_close(graphed(x), expected)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_unet_waits_before_it_reads_what_the_branch_computes(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.create("unet-debug")
+    inputs = zoo.example_inputs(model)
+    with torch.inference_mode():
+        expected = model(**inputs).sample
+    happened: list[str] = []
+
+    @contextmanager
+    def noting(_: torch.device) -> Iterator[Any]:
+        happened.append("branch")
+        yield lambda: happened.append("wait")
+        happened.append("left")
+
+    def read(*_: Any) -> None:
+        happened.append("read")
+
+    monkeypatch.setattr("zoo.unet.model.branch", noting)
+    if compiled:
+        zoo.compile_regions(model, backend="eager")
+    for block in model.modules():
+        if isinstance(block, ResnetBlock):
+            block.register_forward_pre_hook(read)
+    with torch.inference_mode(), zoo.enforce_budget(model) if compiled else nullcontext():
+        torch.testing.assert_close(model(**inputs).sample, expected)
+    assert happened[:3] == ["branch", "left", "wait"] and set(happened[3:]) == {"read"}

@@ -115,31 +115,6 @@ def test_compiled_regions_give_the_same_images_in_no_more_graphs(kind: str, tmp_
         images(pipe, prompt=["a cat"], negative_prompt=None, num_images_per_prompt=2)
 
 
-def test_a_model_that_was_distilled_takes_its_guidance_as_a_condition(tmp_path: Path) -> None:
-    pipe = pipeline("sd", tmp_path)
-    pipe.unet = reference.make("guidance in the timestep", cross_attention_dim=12)
-    pipe.scheduler = diffusers.LCMScheduler(**NOISE)
-    expected = images(pipe)
-    pipe.unet = zoo.from_upstream(pipe.unet)
-    np.testing.assert_allclose(images(pipe), expected, atol=2e-4)
-
-
-def test_a_controlnet(tmp_path: Path) -> None:
-    pipe = pipeline("sd", tmp_path)
-    controlnet = diffusers.ControlNetModel.from_unet(pipe.unet, conditioning_embedding_out_channels=(8, 16)).eval()
-    with torch.no_grad():
-        for block in [*controlnet.controlnet_down_blocks, controlnet.controlnet_mid_block]:
-            torch.nn.init.normal_(block.weight, std=0.2)
-    parts = {name: part for name, part in pipe.components.items() if name != "image_encoder"}
-    pipe = diffusers.StableDiffusionControlNetPipeline(**parts, controlnet=controlnet, requires_safety_checker=False)
-    pipe.set_progress_bar_config(disable=True)
-    edges = torch.rand(2, 3, 32, 48, generator=torch.Generator().manual_seed(1))
-    expected = images(pipe, image=edges)
-    pipe.unet = zoo.from_upstream(pipe.unet)
-    np.testing.assert_allclose(images(pipe, image=edges), expected, atol=2e-4)
-    assert np.abs(images(pipe, image=edges, controlnet_conditioning_scale=0.0) - expected).max() > 1e-2
-
-
 # --- LoRA ---
 
 
@@ -192,14 +167,6 @@ def test_lora_weights_are_carried_over(kind: str, tmp_path: Path) -> None:
 
 def _fields(model: UNet) -> dict[str, Any]:
     return {name: getattr(model.config, name) for name in model.config.__dataclass_fields__}
-
-
-def test_a_strength_for_merged_weights_is_refused(tmp_path: Path) -> None:
-    pipe = pipeline("sd", tmp_path)
-    pipe.unet = zoo.from_upstream(pipe.unet)
-    images(pipe, cross_attention_kwargs={"scale": 1.0})
-    with pytest.raises(ValueError, match=r"cross_attention_kwargs has scale=0\.5.*merge LoRA weights"):
-        images(pipe, cross_attention_kwargs={"scale": 0.5})
 
 
 # --- folders ---

@@ -155,24 +155,6 @@ def test_steps_match_torch(dtype: torch.dtype, options: dict[str, Any], monkeypa
         close([found["exp_avg"], found["exp_avg_sq"]], [expected["exp_avg"], expected["exp_avg_sq"]], dtype)
 
 
-def test_a_backward_that_needs_the_weights_as_they_were_says_so() -> None:
-    weight = nn.Parameter(values(8, 8))
-    loss = (values(2, 8).requires_grad_() @ weight).sum()
-    weight.grad = torch.ones_like(weight)
-    AdamW([weight]).step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_unsupported_options_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = counted(monkeypatch)
-    ours, mine, theirs, torchs = pair(torch.float32, amsgrad=True)
-    for params, optimizer in ((ours, mine), (theirs, torchs)):
-        steps(optimizer, params, 3)
-    assert not sizes
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-
-
 # --- several parameters in a launch ---
 
 
@@ -248,30 +230,6 @@ def test_an_unaligned_parameter_is_updated_alone_or_by_torch(monkeypatch: pytest
     assert sizes[4:] == [[48, 48]]
     close(ours, theirs, torch.float32)
     assert held[0] == 0
-
-
-def test_parameters_of_several_dtypes_are_updated_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updates, "LARGE", 1000)
-    monkeypatch.setattr(updates, "SMALLEST", 1000)
-    ours, theirs = alike(*SAME[:5], dtype=torch.bfloat16)
-    mine, torchs = AdamW(ours, lr=1e-2), torch.optim.AdamW(theirs, lr=1e-2, fused=True)
-    for params, optimizer in ((ours, mine), (theirs, torchs)):
-        steps(optimizer, params, 2)
-    sizes = counted(monkeypatch)
-    for each in (ours[1], ours[3], ours[4]):
-        state = mine.state[each]
-        state["exp_avg"], state["exp_avg_sq"] = state["exp_avg"].float(), state["exp_avg_sq"].float()
-    mine.state[ours[4]]["exp_avg_sq"] = mine.state[ours[4]]["exp_avg_sq"].half()
-    for params, optimizer in ((ours, mine), (theirs, torchs)):
-        steps(optimizer, params, 2, seed=1)
-    assert sizes == [[48, 48], [48]] * 2
-    for found, expected in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
-    # Among those that are large, not with them either.
-    monkeypatch.setattr(updates, "LARGE", 1)
-    monkeypatch.setattr(updates, "SMALLEST", 1)
-    steps(mine, ours, 1)
-    assert sizes[4:] == [[48, 48], [48, 48], [48]]
 
 
 @pytest.mark.parametrize("rate", [1, 1e-2, None], ids=["whole number", "number", "tensor"])

@@ -19,8 +19,23 @@ def prepare(case: Case, seed: int = 0) -> Prepared:
 
 
 def training_of(case: Case, seed: int = 0) -> Training:
-    training = prepare(case, seed).training
-    return training
+    return prepare(case, seed).training
+
+
+class Arms:
+    """Cases of one family: its small one, with changes."""
+
+    def __init__(self, **small: Any) -> None:
+        self._small = small
+
+    def case(self, **changes: Any) -> Case:
+        return Case(**{**self._small, **changes})
+
+    def prepare(self, seed: int = 0, **changes: Any) -> Prepared:
+        return prepare(self.case(**changes), seed)
+
+    def training(self, **changes: Any) -> Training:
+        return training_of(self.case(workload="train", **changes))
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:

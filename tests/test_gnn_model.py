@@ -1,57 +1,145 @@
-"""Bad input is refused before anything runs, with what was wrong and what to do."""
+"""Graph models: one graph at any depth, no recompile for another graph, and bad input named before anything runs."""
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 
 import zoo
+from tests.test_bad_inputs import EDGES, GRAPHS, X
 from zoo.gnn import CSRGraph, GATConv, GCNConv, SAGEConv
+from zoo.gnn import graph as graphs
 from zoo.gnn.model import build
 from zoo.ops.csr import mean_neighbours
 
-X = torch.randn(5, 12)
-EDGES = torch.tensor([[0, 1, 2], [1, 2, 4]])
-
-
-def with_value(value: int) -> Tensor:
-    changed = EDGES.clone()
-    changed[0, 1] = value
-    return changed
-
-
-BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"edge_index": with_value(5)}, ValueError, r"source 5, but there are 5 nodes \(0 to 4\)"),
-    ({"edge_index": with_value(5).flip(0)}, ValueError, "destination 5, but there are 5 nodes"),
-    ({"edge_index": with_value(-1)}, ValueError, "negative source -1"),
-    ({"edge_index": EDGES.int()}, TypeError, r"torch\.int32, expected int64; use edge_index\.to\(torch\.int64\)"),
-    ({"edge_index": EDGES.t()}, ValueError, r"shape \[3, 2\], expected \[2, E\]; transpose it"),
-    ({"edge_index": torch.eye(5).to_sparse()}, TypeError, r"torch\.sparse_coo, expected a dense"),
-    ({"edge_index": EDGES.to("meta")}, ValueError, r"edge_index is on meta and x on cpu; use edge_index\.to\(cpu\)"),
-    ({"x": X[:, :7]}, ValueError, r"x has shape \[5, 7\], expected \[N, 12\]"),
-    ({"x": X.double()}, TypeError, r"x is torch\.float64 and the weights torch\.float32"),
-    ({"x": X.long()}, TypeError, r"x is torch\.int64, expected torch\.float32"),
-    ({"x": X.to("meta")}, ValueError, "x is on meta and the weights on cpu"),
+MODELS = ["gcn-debug", "gat-debug", "graphsage-debug"]
+# The first layer, the last and all between, at any depth; with a jumping-knowledge head no layer is a last one.
+VARIANTS: list[tuple[dict[str, Any], int]] = [
+    ({}, 3),
+    ({"num_layers": 1}, 1),
+    ({"num_layers": 5, "in_channels": 12, "out_channels": 16}, 3),
+    ({"num_layers": 4, "in_channels": 12, "jk": "cat", "norm": "batch", "dropout": 0.3}, 3),
+    ({"num_layers": 3, "in_channels": 12, "jk": "max", "norm": "layer"}, 3),
 ]
+
+
+def run(model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
+    out = model(**inputs)
+    if out.requires_grad:
+        out.sum().backward()
+    return out.detach()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("variant", "graphs"), VARIANTS, ids=str)
+def test_one_graph_at_any_depth(name: str, variant: dict[str, Any], graphs: int) -> None:
+    model = zoo.create(name, **variant)
+    inputs = zoo.example_inputs(model)
+    # test_contract.py has other modes.
+    for context, train in ((torch.inference_mode(), False), (torch.enable_grad(), True)):
+        torch.compiler.reset()
+        zoo.compile_regions(zoo.uncompile(model.train(train)), backend="aot_eager")
+        with context, zoo.enforce_budget(model):
+            run(model, inputs)
+            run(model, {**inputs, "edge_index": model.prepare(inputs["edge_index"], num_nodes=64)})
+    assert zoo.find_regions(model, inputs=inputs).graphs_needed == graphs
+
+
+def test_learned_edge_weights_compile_without_a_break() -> None:
+    model = zoo.create("gcn-debug")
+    x, edge_index = zoo.example_inputs(model).values()
+    weight = (torch.rand(256) + 0.1).requires_grad_()
+    graph = model.prepare(edge_index, weight, num_nodes=64)
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
+    (expected,) = torch.autograd.grad(model(x, edge_index, weight).square().sum(), weight)
+    (found,) = torch.autograd.grad(compiled(x, graph).square().sum(), weight)
+    torch.testing.assert_close(found, expected)
+
+
+def test_raw_edges_break_a_full_compile_once_and_stay_right() -> None:
+    model = zoo.create("gcn-debug")
+    x, edge_index = zoo.example_inputs(model).values()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, dynamic=False, backend=counter)
+    counters.clear()
+    for shift in range(3):
+        edges = (edge_index + shift) % 64
+        torch.testing.assert_close(compiled(x, edges), model(x, edges))
+    # Preparation stays eager; all layers together are one graph.
+    assert counter.frame_count == 1
+    assert sum(counters["graph_break"].values()) > 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_outer_cuda_graph_refuses_raw_edges_that_it_would_copy_in(name: str) -> None:
+    model = zoo.create(name)
+    x, edge_index = zoo.example_inputs(model).values()
+    with torch.no_grad():
+        with pytest.raises(ValueError, match=r"bake in .*model\.prepare\(edge_index, num_nodes=N\)"):
+            zoo.cuda_graph(model, args=(x, edge_index))
+        zoo.cuda_graph(model, args=(x, edge_index), static=(1,))(x, edge_index)
+
+
+def test_a_captured_step_keeps_what_was_prepared_from_raw_edges(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.create("graphsage-debug")
+    x, edge_index = zoo.example_inputs(model).values()
+    model(x, edge_index)
+    # Stands in for a capture, which the CPU does not have.
+    monkeypatch.setattr(graphs, "is_captured", lambda device: True)
+    model(x, edge_index)
+    (entry,) = model._memory._entries.values()
+    pointers = weakref.ref(entry.unweighted.tensors.rowptr)
+    monkeypatch.undo()
+    del entry
+    for shift in range(8):
+        model(x, (edge_index + shift) % 64)
+    edge_index.copy_(edge_index.flip(0))
+    model(x, edge_index)
+    gc.collect()
+    assert pointers() is not None, "a replay would read freed memory"
+
+
+def test_edge_weights_that_a_captured_step_copies_in_are_never_remembered() -> None:
+    model = zoo.create("gcn-debug")
+    x, edge_index = zoo.example_inputs(model).values()
+    first, second = torch.rand(256), torch.rand(256)
+    with torch.no_grad():
+        step = zoo.cuda_graph(model, args=(x, edge_index, first), static=(1,))
+        # From a warm-up to the capture they do not change: what is remembered would not be captured.
+        (entry,) = model._memory._entries.values()
+        assert entry.weighted is None
+        for weight in (second, first):
+            torch.testing.assert_close(step(x, edge_index, weight), model(x, edge_index, weight))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_symbolic_sizes_take_graphs_of_all_sizes(name: str) -> None:
+    model = zoo.create(name)
+    counters.clear()
+    zoo.compile_regions(model, backend="aot_eager", dynamic=True)
+    eager = copy.deepcopy(model)
+    for nodes in (64, 50, 33):
+        x, edge_index = torch.randn(nodes, model.config.in_channels), torch.randint(nodes, (2, 5 * nodes))
+        torch.testing.assert_close(model(x, edge_index), eager(x, edge_index))
+    assert counters["stats"]["unique_graphs"] == 3
+
+
 BAD_WEIGHTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"edge_weight": torch.rand(4)}, ValueError, r"edge_weight has shape \[4\], expected \[3\], one weight per edge"),
     ({"edge_weight": torch.arange(3)}, TypeError, r"edge_weight is torch\.int64, expected floating-point numbers"),
     ({"edge_weight": torch.rand(3, device="meta")}, ValueError, "edge_weight is on meta and the edges on cpu"),
 ]
-
-
-@pytest.mark.parametrize("name", ["gcn-debug", "gat-debug", "graphsage-debug"])
-@pytest.mark.parametrize(("change", "kind", "message"), BAD, ids=[message for _, _, message in BAD])
-def test_models(name: str, change: dict[str, Any], kind: type[Exception], message: str) -> None:
-    model = zoo.create(name)
-    # Before anything runs: a layer that is reached fails the test.
-    model.layers[0].register_forward_pre_hook(lambda *_: pytest.fail("a layer ran"))
-    with pytest.raises(kind, match=message):
-        model(**{"x": X, "edge_index": EDGES, **change})
 
 
 @pytest.mark.parametrize(("change", "kind", "message"), BAD_WEIGHTS, ids=[message for _, _, message in BAD_WEIGHTS])
@@ -67,7 +155,7 @@ def test_edge_weights(change: dict[str, Any], kind: type[Exception], message: st
 
 
 @pytest.mark.parametrize("conv", [GCNConv(12, 3), GATConv(12, 3), SAGEConv(12, 3)], ids=["gcn", "gat", "sage"])
-@pytest.mark.parametrize(("change", "kind", "message"), BAD, ids=[message for _, _, message in BAD])
+@pytest.mark.parametrize(("change", "kind", "message"), GRAPHS, ids=[message for _, _, message in GRAPHS])
 def test_convolutions(conv: nn.Module, change: dict[str, Any], kind: type[Exception], message: str) -> None:
     given = {"x": X, "edge_index": EDGES, **change}
     with pytest.raises(kind, match=message):
@@ -139,17 +227,6 @@ def test_autocast_takes_either_dtype_and_refuses_integers() -> None:
         assert model(X.bfloat16(), EDGES).shape == (5, 5)
         with pytest.raises(TypeError, match=r"x is torch\.int64"):
             model(X.long(), EDGES)
-
-
-@pytest.mark.parametrize("name", ["gcn-debug", "gat-debug", "graphsage-debug"])
-def test_autocast_does_not_take_double_beside_single(name: str) -> None:
-    # Which it does not cast: the product fails long after.
-    with torch.autocast("cpu", torch.bfloat16):
-        assert zoo.create(name, dtype=torch.float64)(X.double(), EDGES).dtype == torch.float64
-        with pytest.raises(TypeError, match=r"x is torch\.float64 and the weights torch\.float32; use x\.to\(torch"):
-            zoo.create(name)(X.double(), EDGES)
-        with pytest.raises(TypeError, match=r"x is torch\.float32 and the weights torch\.float64; use x\.to\(torch"):
-            zoo.create(name, dtype=torch.float64)(X, EDGES)
 
 
 @pytest.mark.parametrize("aggr", ["mean", "max"])

@@ -1,0 +1,290 @@
+"""Conversion, asked of every family: upstream's numbers and gradients, its folders both ways, and what is refused."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import bert_reference as bert
+import llm_reference as llm
+import pytest
+import torch
+import torch_geometric.nn as pyg
+import transformers
+import unet_reference as unet
+from diffusers import UNet2DConditionModel
+from fuzzing import Results, backward, compare, randomize
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
+from torchvision.ops import FrozenBatchNorm2d
+
+import zoo
+
+pytestmark = pytest.mark.usefixtures("one_thread", "_exact_norms")
+Make = Callable[[], nn.Module]
+
+
+@pytest.fixture(scope="module")
+def _exact_norms() -> Iterator[None]:
+    with llm.exact_norms():
+        yield
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# --- models of every family, and inputs for them ---
+
+RESNETS: dict[str, tuple[type[nn.Module], list[int], dict[str, Any]]] = {
+    "basic": (BasicBlock, [1, 2, 1, 1], {}),
+    "bottleneck": (Bottleneck, [2, 1, 1, 1], {"num_classes": 7}),
+    "groups": (Bottleneck, [1, 1, 2, 1], {"groups": 4, "width_per_group": 8}),
+    "wide": (Bottleneck, [1, 1, 1, 1], {"width_per_group": 96}),
+    "dilated": (Bottleneck, [1, 2, 2, 2], {"replace_stride_with_dilation": [False, True, True]}),
+    "dilated early": (Bottleneck, [1, 1, 2, 1], {"replace_stride_with_dilation": [True, False, True]}),
+    "dilated basic": (BasicBlock, [1, 1, 1, 1], {"replace_stride_with_dilation": [False, False, True]}),
+    "norm options": (BasicBlock, [1, 1, 1, 1], {"norm_layer": partial(nn.BatchNorm2d, eps=1e-3, momentum=0.3)}),
+    "no statistics": (BasicBlock, [1, 1, 1, 1], {"norm_layer": partial(nn.BatchNorm2d, track_running_stats=False)}),
+    "frozen": (Bottleneck, [1, 1, 1, 1], {"norm_layer": FrozenBatchNorm2d}),
+    "frozen, other eps": (BasicBlock, [1, 1, 1, 1], {"norm_layer": partial(FrozenBatchNorm2d, eps=0.1)}),
+}
+# What test_fuzz.py does not draw.
+GRAPHS: list[tuple[type[nn.Module], dict[str, Any]]] = [
+    (pyg.GCN, {"num_layers": 4, "act": "elu", "act_kwargs": {"alpha": 0.7}}),
+    # Without a bias and a norm it would write into what the aggregation returned.
+    *((cls, {"act_kwargs": {"inplace": True}, "bias": False}) for cls in (pyg.GCN, pyg.GAT, pyg.GraphSAGE)),
+    (pyg.GAT, {"heads": 2, "norm": "batch_norm", "norm_kwargs": {"affine": False, "eps": 1e-3, "momentum": 0.3}}),
+    (pyg.GCN, {"norm": "BatchNorm", "norm_kwargs": {"track_running_stats": False}, "act": "leaky_relu"}),
+    (pyg.GraphSAGE, {"norm": "layer_norm", "norm_kwargs": {"mode": "node"}, "act": "sigmoid"}),
+    (pyg.GAT, {"norm": "layer", "norm_kwargs": {"mode": "graph", "affine": False}, "act_first": True, "act": "silu"}),
+    (pyg.GCN, {"add_self_loops": False}),
+    (pyg.GCN, {"cached": True, "improved": True, "jk": "cat"}),
+    (pyg.GAT, {"heads": 8, "num_layers": 1, "hidden_channels": 3}),
+    (pyg.GraphSAGE, {"aggr": "add", "project": True}),
+    (pyg.GraphSAGE, {"hidden_channels": 6, "out_channels": 6, "num_layers": 3}),
+]
+
+
+def graph_model(cls: type[nn.Module], options: dict[str, Any]) -> nn.Module:
+    return cls(**{"in_channels": 6, "hidden_channels": 8, "num_layers": 2, "out_channels": 5, **options})
+
+
+def graph_inputs(weighted: bool) -> dict[str, Tensor]:
+    """Duplicates, self-loops (one doubled) and isolated nodes at both ends of the numbering."""
+    edge_index = torch.randint(1, 12, (2, 50), generator=torch.Generator().manual_seed(0))
+    edge_index[:, 3] = edge_index[:, 4]
+    edge_index[:, 7] = 5
+    given = {"x": drawn(14, 6), "edge_index": edge_index}
+    return {**given, "edge_weight": drawn(50).abs() + 0.1} if weighted else given
+
+
+# A model, its inputs, and whether it trains.
+PARITY: dict[str, tuple[Make, Callable[[Any], dict[str, Any]], bool]] = {
+    **{
+        f"{kind} {head}": (
+            partial(bert.make, kind, head),
+            lambda _, kind=kind, head=head: {**bert.batch(kind), **bert.labels(head)},
+            False,
+        )
+        for kind, head in bert.CASES
+    },
+    **{kind: (partial(llm.make, kind), lambda _: {"input_ids": llm.tokens(3, 17)}, False) for kind in llm.KINDS},
+    **{case: (partial(unet.make, case), unet.inputs, False) for case in unet.CASES},
+    **{
+        f"resnet {name}{' trains' * trains}": (
+            lambda block=block, layers=layers, options=options: randomize(ResNet(block, layers, **options), 0),
+            lambda _: {"x": drawn(2, 3, 33, 34)},
+            trains,
+        )
+        for name, (block, layers, options) in RESNETS.items()
+        for trains in (False, True)
+    },
+    **{
+        f"{cls.__name__} {options}{' trains' * trains}": (
+            lambda cls=cls, options=options: randomize(graph_model(cls, options), 0),
+            lambda _, weighted=cls is pyg.GCN and "bias" not in options: graph_inputs(weighted),
+            trains,
+        )
+        for cls, options in GRAPHS
+        for trains in (False, True)
+    },
+}
+
+
+@pytest.mark.parametrize("name", PARITY)
+def test_outputs_gradients_and_buffers_are_upstreams(name: str) -> None:
+    make, inputs_of, trains = PARITY[name]
+    theirs = make().train(trains)
+    inputs = inputs_of(theirs)
+
+    def run(model: nn.Module, dtype: torch.dtype) -> Results:
+        given = {
+            key: value.to(dtype).clone().requires_grad_() if _learns(value) else value for key, value in inputs.items()
+        }
+        # torchvision and the zoo name images otherwise.
+        outputs = model(given["x"]) if name.startswith("resnet") else model(**given)
+        if not isinstance(outputs, (Tensor, dict)):
+            outputs = outputs._asdict() if hasattr(outputs, "_asdict") else {"sample": outputs.sample}
+        if isinstance(outputs, Tensor):
+            outputs = {"output": outputs}
+        named = {"output" if key in ("logits", "output") else key: value for key, value in outputs.items()}
+        found = {key: value for key, value in named.items() if isinstance(value, Tensor)}
+        return backward(found, *(value for value in given.values() if _learns(value)))
+
+    # Rotary tables and frequencies of timesteps are float32 in both, by formulas that differ in the last bit.
+    floor = 1e-6 if name in llm.KINDS else 1e-7 if name in unet.CASES else 1e-10
+    ours = compare(theirs, run, torch.float64, floor=floor)
+    assert ours.training is trains
+
+
+def _learns(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+# --- folders ---
+
+AUTO = {
+    "pooled": transformers.AutoModel,
+    "masked-lm": transformers.AutoModelForMaskedLM,
+    "sequence-classification": transformers.AutoModelForSequenceClassification,
+    "token-classification": transformers.AutoModelForTokenClassification,
+    "question-answering": transformers.AutoModelForQuestionAnswering,
+}
+# The family, a model, what reads it back, and inputs.
+FOLDERS: dict[str, tuple[str, Make, Any, Callable[[Any], dict[str, Any]]]] = {
+    **{
+        f"{kind} {head} {options}": (
+            "bert", partial(bert.make, kind, head, **options), AUTO[head], lambda _, kind=kind: bert.batch(kind),
+        )
+        for kind, head, options in [
+            *((kind, head, {}) for kind, head in bert.CASES),
+            *((kind, "masked-lm", {"tie_word_embeddings": False}) for kind in bert.KINDS),
+        ]
+    },
+    **{
+        kind: (
+            "llm", partial(llm.make, kind), transformers.AutoModelForCausalLM,
+            lambda _: {"input_ids": llm.tokens(2, 9)},
+        )
+        for kind in llm.KINDS
+    },
+    **{case: ("unet", partial(unet.make, case), UNet2DConditionModel, unet.inputs) for case in unet.CASES},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_saved_folders_load_in_both_libraries(name: str, tmp_path: Path) -> None:
+    family, make, reader, inputs_of = FOLDERS[name]
+    package, theirs = importlib.import_module(f"zoo.{family}"), make()
+    inputs = inputs_of(theirs)
+
+    def same(ours: Any, upstream: Any) -> None:
+        with torch.inference_mode():
+            found, expected = pytree.tree_leaves(ours(**inputs)), pytree.tree_leaves(tuple(upstream(**inputs).values()))
+        # Language models of transformers return a cache behind the logits.
+        for one, other in zip([each for each in found if each is not None], expected, strict=family != "llm"):
+            assert (one - other).norm() <= 1e-5 * other.norm()
+
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
+    model = package.load(tmp_path / "theirs")
+    assert not model.training and model.config == zoo.from_upstream(theirs).config
+    same(model, theirs)
+    package.save(model, tmp_path / "ours")
+    read, report = reader.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert type(read) is type(theirs)
+    assert not any(report.get(key) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    same(model, read.eval())
+    again = package.load(tmp_path / "ours", dtype=torch.bfloat16)
+    assert again.config == model.config and next(again.parameters()).dtype is torch.bfloat16
+
+
+# --- what is refused ---
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+WINDOW = {"use_sliding_window": True, "sliding_window": 4}
+
+
+def small_unet(**options: Any) -> nn.Module:
+    with torch.device("meta"):
+        return UNet2DConditionModel(**{**unet.SIZES, **options})
+
+
+def changed(model: nn.Module, **options: Any) -> nn.Module:
+    vars(model.config).update(options)
+    return model
+
+
+REFUSED: list[tuple[Make, str]] = [
+    *(
+        (
+            lambda option=option, value=value: changed(bert.make("bert", "pooled"), **{option: value}),
+            f"{option}={value!r}",
+        )
+        for option, value in [
+            ("is_decoder", True), ("add_cross_attention", True), ("position_embedding_type", "relative_key"),
+            ("hidden_act", "silu"),
+        ]
+    ),
+    *(
+        (partial(llm.make, kind, **options), f"transformers' {kind} with {words}")
+        for kind, options, words in [
+            ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+            ("llama", {"attention_bias": True}, "attention_bias=True"),
+            ("llama", {"mlp_bias": True}, "mlp_bias=True"),
+            ("qwen3", {"attention_bias": True}, "attention_bias=True"),
+            ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
+            ("llama", {"rope_parameters": YARN}, "rope_type='yarn'"),
+            ("qwen2", {"rope_parameters": {**YARN, "rope_type": "dynamic"}}, "rope_type='dynamic'"),
+            ("llama", {"rope_parameters": PARTIAL}, "partial_rotary_factor=0.5"),
+            ("qwen2", {**WINDOW, "max_window_layers": 1}, "layer_types="),
+            ("qwen3", {**WINDOW, "max_window_layers": 2}, "layer_types="),
+        ]
+    ),
+    *(
+        (partial(small_unet, **{option: value}), f"{option}={value!r}")
+        for option, value in [
+            ("mid_block_type", "UNetMidBlock2D"), ("mid_block_type", None), ("only_cross_attention", True),
+            ("act_fn", "gelu"), ("mid_block_scale_factor", 2), ("resnet_time_scale_shift", "scale_shift"),
+            ("num_class_embeds", 5), ("class_embed_type", "timestep"), ("encoder_hid_dim", 8),
+            ("time_embedding_type", "fourier"), ("time_embedding_act_fn", "silu"), ("timestep_post_act", "silu"),
+            ("attention_type", "gated"), ("dual_cross_attention", True),
+        ]
+    ),
+    (lambda: type("Mine", (UNet2DConditionModel,), {})(**unet.SIZES), "Mine is a subclass"),
+    (partial(small_unet, down_block_types=("AttnDownBlock2D", "DownBlock2D")), "block_types has 'AttnDownBlock2D'"),
+    (partial(small_unet, up_block_types=("UpBlock2D", "SimpleCrossAttnUpBlock2D")), "has 'SimpleCrossAttnUpBlock2D'"),
+    (partial(small_unet, addition_embed_type="text", addition_embed_type_num_heads=4), "addition_embed_type"),
+    *(
+        (partial(graph_model, cls, options), words)
+        for cls, options, words in [
+            (pyg.GAT, {"v2": True}, "v2=True"),
+            (pyg.GAT, {"edge_dim": 3}, "edge_dim=3"),
+            (pyg.GAT, {"in_channels": (6, 6)}, r"in_channels=\(6, 6\)"),
+            (pyg.GraphSAGE, {"in_channels": (6, 6)}, r"in_channels=\(6, 6\)"),
+            (pyg.GraphSAGE, {"aggr": "lstm"}, "aggr='lstm'|aggr='LSTM"),
+            (pyg.GraphSAGE, {"aggr": ["mean", "max"]}, r"aggr=\['mean', 'max'\]"),
+            (pyg.GCN, {"aggr": "mean"}, "aggr='mean'"),
+            (pyg.GCN, {"jk": "lstm"}, "jk='lstm'"),
+            (pyg.GCN, {"act": "prelu"}, "act=PReLU"),
+            (pyg.GCN, {"act": abs}, "act=<built-in function abs"),
+            (pyg.GCN, {"norm": "graph_norm"}, "norm='GraphNorm'"),
+            (pyg.GCN, {"norm": "batch", "norm_kwargs": {"momentum": None}}, "norm_kwargs={'momentum': None}"),
+            (pyg.GCN, {"norm": "batch", "norm_kwargs": {"allow_single_element": True}}, "allow_single_element"),
+            (pyg.GCN, {"flow": "target_to_source"}, "flow='target_to_source'"),
+            (pyg.GCN, {"decomposed_layers": 2}, "decomposed_layers=2"),
+        ]
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "words"), REFUSED, ids=[words for _, words in REFUSED])
+def test_options_that_are_not_supported_are_named(make: Make, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        zoo.from_upstream(make())
