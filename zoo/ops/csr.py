@@ -1,10 +1,9 @@
-"""A graph in compressed sparse rows, sums, means, maxima and attention over its edges, and draws among them.
+"""A graph in compressed sparse rows; sums, means, maxima and attention over its edges; and draws among them.
 
 One node with 200,000 neighbours must not keep all others waiting. A row several times longer than the mean is cut into
-chunks. Each chunk is reduced on its own, at the same time as the short rows, and a second small kernel adds up the
-chunks of each long row in their order: no atomics, and the same bits at every run. A graph without a long row has no
-tables and needs no second kernel. Kernels sum in float32 and hold no tensor of E x C. Graph attention is
-https://arxiv.org/abs/1710.10903.
+chunks, reduced at the same time as the short rows, and a second small kernel merges the chunks of each long row in
+their order: no atomics, and the same bits at every run. Kernels sum in float32 and hold no tensor of E x C. Graph
+attention is https://arxiv.org/abs/1710.10903.
 
 Shape legend: S sources, D destinations, E edges, R rows (destinations; sources in the transpose), X chunks and L long
 rows at most, H heads, W columns, C channels.

@@ -1,8 +1,8 @@
 """AdamW at the memory's rate: four tensors read, three written, 16 bytes at a time.
 
-torch's own kernel takes all parameters in one launch, in pieces that few threads go through in turn, which leaves a
-third of the memory's rate to small reads. Here each program reads all that it needs before it computes. The end of a
-launch leaves multiprocessors idle, so up to eight parameters of one size share a launch.
+torch's own kernel takes all parameters in one launch, in pieces that few threads go through in turn, and a third of the
+memory's rate is lost. Here each program loads all before it computes, and up to eight parameters of one size share a
+launch, whose end leaves multiprocessors idle.
 
 Shape legend: K parameters of a launch, M numbers of each.
 """

@@ -1,17 +1,15 @@
-"""Attention of many new tokens a row over a cache, attention to few keys, and what stands before them.
+"""Prefill attention over a cache, attention to few keys, and rotary embeddings with what stands around them.
 
-Over a cache that holds the tokens already a program takes some tokens of one head and walks the slots that they see,
-and no others: where a prompt goes on from is known on the device alone. Query heads that share a key head read the same
-keys, none is copied.
+In prefill a program takes some tokens of one head and walks the slots that they see, and no others: where a prompt goes
+on from is known on the device alone. Query heads that share a key head read the same keys.
 
-Few keys are those of a text or the pixels of a small image: the library's kernels are made for long rows of keys. They
-clear a counter first, which in a CUDA graph keeps the GPU idle on both sides, and take as long again to begin. Here a
-program holds some queries of a head, and the keys of the head are one or two tiles; all three are read where they lie,
-between others of the same product. One compilation for each power of two that a head's width fits in.
+Few keys are those of a text or the pixels of a small image. The library's kernels are made for long rows of keys, and
+clear a counter first, which in a CUDA graph keeps the GPU idle on both sides. Here the keys of a head are one or two
+tiles; queries, keys and values are read where they lie in the product. One compilation for each power of two that a
+head's width fits in.
 
-Between the product of queries, keys and values and the attention stand norms of heads, rotation and the cache's write;
-without a cache the product is taken apart, and in the backward put together again. A program takes some heads of one
-token, of whichever of the three kinds they are.
+Norms of heads, rotation and the cache's write are one kernel between the product and the attention; without a cache it
+splits the product into heads, and in the backward joins them. A program takes some heads of one token.
 
 Shape legend: B rows or images, T tokens or queries of each, L keys of each, H or N query heads, K key and value heads,
 S slots, D width of a head.

@@ -1,26 +1,21 @@
-"""Norm or bias, residual and relu in one pass; the statistics of a batch in another; their gradients in two; pooling.
+"""Batch norm or bias, residual and relu in one pass, the statistics of a batch, max pooling, and their gradients.
 
-    moments      a program goes through a chunk of rows, and leaves each channel's mean and sum of squared deviations
-    combine      puts the chunks' together in their order, and moves the running statistics
-    apply        normalises, adds and activates, with these statistics or with running ones
-
-    sums         of a chunk of rows, a channel each: of the gradient that the relu let pass, and of it times the
-                 normalised row, of both norms where there are two
-    total        the chunks' together in their order: the gradients of weight and bias
+    moments      mean and sum of squared deviations of each channel, over a chunk of rows
+    combine      the chunks merged in their order; moves the running statistics
+    apply        normalises, adds and activates
+    sums         over a chunk of rows: of the gradient that the relu lets pass, and of it times each normalised row
+    total        the chunks added in their order: the gradients of weight and bias
     gradients    of each row, and of its residual
 
-Means and deviations are merged, never taken as a difference of large sums: a channel whose mean is far from zero keeps
-its variance, and there are no atomics, so that all of it has the same bits at every run. In the backward of a norm to
-which nothing was added the relu is computed again; else its output says where it passed. Without the statistics of a
-batch, sums are for weight and bias alone, and left out where nobody wants those.
+Means and deviations are merged as Welford's and Chan's are, so that a channel whose mean is far from zero keeps its
+variance. There are no atomics: the same bits at every run. The backward of a norm without a residual recomputes the
+relu; else the relu's output is saved. Without the statistics of a batch, sums serve weight and bias alone.
 
-Pooling takes the greatest of 3 × 3 pixels at a stride of 2. A program has some columns of the output and goes down its
-lines. Each line needs three rows of the input, and hands the last one, as the greatest of three pixels each, on to the
-next. A norm keeps the order of values, or reverses it where its scale is negative: signs are turned, the greatest of
-nine is found, and only that is normalised. No padding is needed: a window's centre is always a pixel of the image, and
-what is clamped to the image falls on a pixel that the window has anyway. With a gradient the forward leaves which of
-the nine it was, a byte for each number, and the backward reads no image. Four neighbouring pixels are in four windows
-together: a program of the backward reads a number of each of these and writes four.
+Pooling takes the maximum of 3 × 3 pixels at a stride of 2. A program goes down the lines of some output columns, and
+reuses each line's last row for the next. A norm keeps the order of values, or reverses it where its scale is negative:
+signs are flipped, the maximum is found, and only that is normalised. Windows need no padding: what is clamped to the
+image falls on a pixel of the same window. With a gradient the forward saves the argmax, a byte each. A program of the
+backward reads each four neighbouring windows, and writes the four pixels between their centres.
 
 Images [N, C, H, W] in channels_last are rows. Shape legend: N images, C channels, H height, W width, R rows, K chunks
 of rows; h and w, ⌈H / 2⌉ and ⌈W / 2⌉.
@@ -342,8 +337,7 @@ def _pool(
     x, mean, variance, weight, bias, out, height, width, channels, share, eps: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    lines, columns = (height + 1) // 2, (width + 1) // 2
-    image, channel, column, begin, end = strip(lines, columns, channels, share, ROWS, BLOCK)
+    image, lines, columns, channel, column, begin, end = strip(height, width, channels, share, ROWS, BLOCK)
     live = channel < channels
     seen = (column < columns)[:, None] & live[None, :]
     offset = of_channels(bias, channel, live)
@@ -403,8 +397,7 @@ def _best_of_row(x, place, column, channel, width, channels, live):
 def _max_pool(
     x, out, which, height, width, channels, share, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    lines, columns = (height + 1) // 2, (width + 1) // 2
-    image, channel, column, begin, end = strip(lines, columns, channels, share, ROWS, BLOCK)
+    image, lines, columns, channel, column, begin, end = strip(height, width, channels, share, ROWS, BLOCK)
     live = channel < channels
     seen = (column < columns)[:, None] & live[None, :]
     inner = column[:, None] * channels + channel[None, :]
@@ -445,8 +438,7 @@ def _share_of_pixel(window, index: tl.constexpr):
 def _max_pool_backward(
     grad, which, grad_x, height, width, channels, share, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    lines, columns = (height + 1) // 2, (width + 1) // 2
-    image, channel, column, begin, end = strip(lines, columns, channels, share, ROWS, BLOCK)
+    image, lines, columns, channel, column, begin, end = strip(height, width, channels, share, ROWS, BLOCK)
     live = (channel < channels)[None, :]
     here = (column < columns)[:, None] & live
     beside = (column + 1 < columns)[:, None] & live

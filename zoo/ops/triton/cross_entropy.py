@@ -1,9 +1,8 @@
 """Cross entropy of rows of logits, whose gradient takes their place; and a gradient times a number that is mostly one.
 
-A program reads a row twice: for its greatest and its sum, which every thread keeps for its own columns until the end,
-and for the gradient. The last columns stay in registers. One program of many warps runs on a multiprocessor at a time,
-so that the rows under way fit into the second-level cache, which is asked to keep what is read first until it is read
-again. The second reading goes backwards: what was read last is still there.
+A program reads a row twice: for its log-sum-exp, by an online softmax, and for the gradient. The last columns stay in
+registers. One program of many warps runs on a multiprocessor at a time, so that the rows under way fit into the L2
+cache; the second reading goes backwards, since what was read last is still there.
 
 Shape legend: n rows, V classes.
 """

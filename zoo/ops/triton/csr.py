@@ -1,12 +1,9 @@
 """Sums and maxima over compressed sparse rows with their gradients, and draws without replacement.
 
-A program reduces ``ROWS`` rows. It walks their edges ``EDGES`` at a time: that many rows of features are on their way
-from memory at once, which is what hides its latency. Sums are kept in float32, an edge slot each, and the slots are
-added up at the end. There are no atomics: the same input gives the same bits.
-
-Long rows are cut into chunks (see zoo/ops/csr.py). The first programs of a launch take chunks and leave partial
-results, the others take whole rows and skip the long ones; a second kernel then adds up the chunks of each long row in
-order.
+A program reduces ``ROWS`` rows, ``EDGES`` edges of each at a step, which hides the latency of the gathers. Sums are in
+float32, an edge slot each, and the slots are added at the end. There are no atomics: the same bits at every run. Long
+rows are cut into chunks (see zoo/ops/csr.py): the first programs of a launch leave partial results of chunks, the
+others skip long rows, and a second kernel merges the chunks of each long row in order.
 
 Offsets are 64 bits wide; indices are int32 or int64.
 
@@ -33,9 +30,8 @@ L2_BYTES = 50 * 2**20
 def span(program, slot, pointers, chunks, rows, num_chunks, chunk_size, SLOTS: tl.constexpr):
     """What the slots of a program walk: (row, first edge, end, whether it writes that row, or uses it, if in a chunk).
 
-    The first programs take a chunk each, of which every slot walks a part; the others take a row a slot. To write to a
-    row use ``written``: what a call returns depends on all that it is given, and torch's compiler would take the
-    pointers in it for tensors that are written to.
+    The first programs take a chunk each, of which every slot walks a part; the others take a row a slot. Write to the
+    row of ``written`` instead: torch's compiler would take the pointers given to this call for written tensors.
     """
     if chunks is None:
         row = program * SLOTS + slot
@@ -97,13 +93,12 @@ def partial_of(rows: Rows, x: Tensor, *shape: int) -> Tensor | None:
 
 
 def choose_blocks(channels: int, itemsize: int, nodes: int = 0) -> Blocks:
-    """Block sizes by columns, bytes a value and gathered nodes. No autotuning: a first call must be quick.
+    """Block sizes by columns, bytes a value and gathered nodes, measured on an H200: autotuning delays first calls.
 
-    Measured on an H200. Wide features are taken in strips of 128 bytes, all rows before the next strip: a strip of some
-    hundred thousand nodes stays in the L2 cache, and is gathered at twice the speed of memory. Very wide ones are taken
-    in strips of 256 bytes, since every strip reads the edges once more; and where no strip stays in the cache, as much
-    of a row as there is. Programs are one warp with 8 to 32 values a thread in flight: larger tiles leave too few of
-    them on a multiprocessor and lose by factors.
+    Wide features are taken in strips of 128 bytes, all rows before the next strip: a strip of some hundred thousand
+    nodes stays in the L2 cache. Very wide ones are taken in strips of 256 bytes, since every strip reads the edges once
+    more; and where no strip stays in the cache, as much of a row as there is. Programs are one warp with 8 to 32 values
+    a thread in flight: larger tiles lower the occupancy and lose by factors.
     """
     strip = 128 // itemsize
     small = next_power(channels)
@@ -122,10 +117,7 @@ def choose_blocks(channels: int, itemsize: int, nodes: int = 0) -> Blocks:
 
 
 def merge_tile(channels: int) -> tuple[int, int, int]:
-    """(chunks, columns, warps) of a program that adds up chunks: narrow, to take many chunks of one long row a step.
-
-    Each step waits for memory once, and there are few programs to wait beside it.
-    """
+    """(chunks, columns, warps) of a program that merges chunks: many a step, since few programs hide the latency."""
     columns = min(next_power(channels), 8)
     return 16384 // columns, columns, 16
 
@@ -138,8 +130,8 @@ def merge_grid(long_rows: Tensor) -> int:
 @triton.jit
 def _finish(
     result, row, whole, column, row_scale, bias, x, own_rows, out,
-    CHANNELS: tl.constexpr, READABLE: tl.constexpr, STRIDE: tl.constexpr, OWN: tl.constexpr, OWN_COLUMN: tl.constexpr,
-    OUT_STRIDE: tl.constexpr, OUT_COLUMN: tl.constexpr,
+    CHANNELS: tl.constexpr, READABLE: tl.constexpr, STRIDE: tl.constexpr, OWN: tl.constexpr, OUT_STRIDE: tl.constexpr,
+    OUT_COLUMN: tl.constexpr,
 ):  # fmt: skip
     """Scale the sums [ROWS, COLUMNS] of whole rows [ROWS], add the rows' own values or put them beside, and write."""
     mask = whole[:, None] & (column < CHANNELS)[None, :]
@@ -148,7 +140,7 @@ def _finish(
     place = (row * OUT_STRIDE)[:, None] + (OUT_COLUMN + column)[None, :]
     if OWN != 0:
         there = mask & (row < own_rows)[:, None] & (column < READABLE)[None, :]
-        own = tl.load(x + (row * STRIDE)[:, None] + (OWN_COLUMN + column)[None, :], mask=there, other=0.0)
+        own = tl.load(x + (row * STRIDE)[:, None] + (READABLE * (OWN == 1) + column)[None, :], mask=there, other=0.0)
         if OWN == 1:
             result += own.to(tl.float32)
         else:
@@ -162,9 +154,8 @@ def _finish(
 def _csr_sum(
     x, index, pointers, weight, gather_scale, row_scale, bias, maxima, own_values, chunks, out, partial,
     rows, num_chunks, chunk_size, own_rows,
-    CHANNELS: tl.constexpr, READABLE: tl.constexpr, STRIDE: tl.constexpr, OWN: tl.constexpr, OWN_COLUMN: tl.constexpr,
-    OUT_STRIDE: tl.constexpr, OUT_COLUMN: tl.constexpr,
-    ROWS: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr,
+    CHANNELS: tl.constexpr, READABLE: tl.constexpr, STRIDE: tl.constexpr, OWN: tl.constexpr, OUT_STRIDE: tl.constexpr,
+    OUT_COLUMN: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < CHANNELS
@@ -202,15 +193,15 @@ def _csr_sum(
             tl.store(partial + program * CHANNELS + column, tl.sum(result, 0), mask=inside)
     _finish(
         result, written(program, slot, num_chunks, ROWS), whole, column, row_scale, bias, x, own_rows, out,
-        CHANNELS, READABLE, STRIDE, OWN, OWN_COLUMN, OUT_STRIDE, OUT_COLUMN,
+        CHANNELS, READABLE, STRIDE, OWN, OUT_STRIDE, OUT_COLUMN,
     )  # fmt: skip
 
 
 @kernel(do_not_specialize=["num_rows", "own_rows"])
 def _merge_sums(
     partial, long_rows, row_scale, bias, x, out, num_rows, own_rows,
-    CHANNELS: tl.constexpr, READABLE: tl.constexpr, STRIDE: tl.constexpr, OWN: tl.constexpr, OWN_COLUMN: tl.constexpr,
-    OUT_STRIDE: tl.constexpr, OUT_COLUMN: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr,
+    CHANNELS: tl.constexpr, READABLE: tl.constexpr, STRIDE: tl.constexpr, OWN: tl.constexpr, OUT_STRIDE: tl.constexpr,
+    OUT_COLUMN: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < CHANNELS
@@ -227,7 +218,7 @@ def _merge_sums(
         result = tl.sum(total, 0)[None, :]
         _finish(
             result, row + tl.zeros([1], tl.int64), tl.full([1], True, tl.int1), column,
-            row_scale, bias, x, own_rows, out, CHANNELS, READABLE, STRIDE, OWN, OWN_COLUMN, OUT_STRIDE, OUT_COLUMN,
+            row_scale, bias, x, own_rows, out, CHANNELS, READABLE, STRIDE, OWN, OUT_STRIDE, OUT_COLUMN,
         )  # fmt: skip
         number += tl.num_programs(0)
         row = tl.load(long_rows + number * 3, mask=number < num_rows, other=-1)
@@ -276,15 +267,14 @@ def csr_sum(
         return out
     blocks = choose_blocks(max(channels, readable), x.element_size(), x.shape[0])
     partial = partial_of(rows, x, channels)
-    own_number, own_column = _OWN[own], readable if own == "add" else 0
     _csr_sum[blocks.grid(rows, channels)](
         x, rows.nodes, rows.pointers, weight, gather_scale, row_scale, bias, maxima, own_values, rows.chunks, out,
         partial, *rows.limits, x.shape[0],
-        CHANNELS=channels, READABLE=readable, STRIDE=x.shape[1], OWN=own_number, OWN_COLUMN=own_column,
-        OUT_STRIDE=out.shape[1], OUT_COLUMN=out_column, **blocks.code(),
+        CHANNELS=channels, READABLE=readable, STRIDE=x.shape[1], OWN=_OWN[own], OUT_STRIDE=out.shape[1],
+        OUT_COLUMN=out_column, **blocks.code(),
     )  # fmt: skip
     if partial is not None:
-        merge_sums(partial, rows, out, out_column, row_scale, bias, x, own_number, readable, own_column)
+        merge_sums(partial, rows, out, out_column, row_scale, bias, x, _OWN[own], readable)
     return out
 
 
@@ -293,7 +283,7 @@ _OWN = {None: 0, "add": 1, "concat": 2}
 
 def merge_sums(
     partial: Tensor, rows: Rows, out: Tensor, out_column: int = 0, row_scale: Tensor | None = None,
-    bias: Tensor | None = None, x: Tensor | None = None, own: int = 0, readable: int = 0, own_column: int = 0,
+    bias: Tensor | None = None, x: Tensor | None = None, own: int = 0, readable: int = 0,
 ) -> None:  # fmt: skip
     """Add up the chunks of long rows: partial [X, C] into some rows of out [R, ...], from ``out_column`` on."""
     assert rows.long_rows is not None
@@ -302,8 +292,8 @@ def merge_sums(
     stride, own_rows = (0, 0) if x is None else (x.shape[1], x.shape[0])
     _merge_sums[(merge_grid(rows.long_rows), ceil_div(channels, columns))](
         partial, rows.long_rows, row_scale, bias, x, out, number, own_rows,
-        CHANNELS=channels, READABLE=readable, STRIDE=stride, OWN=own, OWN_COLUMN=own_column,
-        OUT_STRIDE=out.shape[1], OUT_COLUMN=out_column, CHUNKS=chunks, COLUMNS=columns, num_warps=warps,
+        CHANNELS=channels, READABLE=readable, STRIDE=stride, OWN=own, OUT_STRIDE=out.shape[1], OUT_COLUMN=out_column,
+        CHUNKS=chunks, COLUMNS=columns, num_warps=warps,
     )  # fmt: skip
 
 
@@ -454,10 +444,7 @@ def _distinct(
 
 
 def distinct(degree: Tensor, uniform: Tensor) -> Tensor:
-    """For each degree [n] int64 as many different places below it as ``uniform`` [K, n] float64 has rows: [n, K].
-
-    K is ``MOST_AT_ONCE`` at most.
-    """
+    """Different places below each degree [n] int64 by ``uniform`` [K, n] float64, K <= ``MOST_AT_ONCE``: [n, K]."""
     count, nodes = uniform.shape
     out = torch.empty((nodes, count), dtype=torch.int64, device=degree.device)
     if nodes:

@@ -1,13 +1,12 @@
 """Graph attention in one pass: scores, leaky relu, softmax, dropout and the weighted sum, each edge read once.
 
-Features and scores of a node lie in one row of a table, so that an edge gathers both together. The softmax is an online
-one: a running greatest score, a running sum of exponents, and a weighted sum that is scaled down whenever the greatest
-grows. Only the log of the sum of exponents, [D, H], is kept for the backward, which computes the weights anew. Rounding
-that log costs the gradients digits where scores are large: at scores of 100 they have four or five.
+Features and scores of a node lie in one row of a table, so that an edge gathers both together. The softmax is online;
+only its log-sum-exp, [D, H], is saved, and the backward recomputes the weights. Rounding it costs the gradients digits
+where scores are large: at scores of 100 they have four or five.
 
 The backward walks the transpose: a source's features stay in registers and each edge gathers one row of the gradient,
-for the gradients of the features and of the edge's weight. The rest of the softmax's backward is a value an edge and
-head, summed by rows, and once more by sources.
+for the gradients of the features and of the edge's weight. The rest of the softmax's backward is a value for each edge
+and head, summed by rows, and once more by sources.
 
 A head's channels are held as a power of two and a smaller tail (40 is 32 and 8): padding would take registers and time.
 
@@ -77,8 +76,7 @@ def _write(
 def _gat(
     table, a_destination, index, pointers, seed, chunks, out, lse, partial, partial_stats,
     rows, num_chunks, chunk_size, slope: tl.constexpr, dropout: tl.constexpr, keep_scale: tl.constexpr,
-    HEADS: tl.constexpr, CHANNELS: tl.constexpr, STRIDE: tl.constexpr, A_STRIDE: tl.constexpr,
-    OUT_STRIDE: tl.constexpr, AVERAGE: tl.constexpr,
+    HEADS: tl.constexpr, CHANNELS: tl.constexpr, STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, AVERAGE: tl.constexpr,
     EDGES: tl.constexpr, HEAD_BLOCK: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
@@ -86,6 +84,7 @@ def _gat(
     item = tl.program_id(0).to(tl.int64)
     row, first, end, whole, used, piece = span(item, 0, pointers, chunks, rows, num_chunks, chunk_size, 1)
     in_whole, in_used = head < tl.where(whole, HEADS, 0), head < tl.where(used, HEADS, 0)
+    A_STRIDE: tl.constexpr = STRIDE if a_destination is None else HEADS
     a_source, a_destination = _scores(table, a_destination, HEADS, CHANNELS)
     own = tl.load(a_destination + row * A_STRIDE + head, mask=in_used, other=0.0).to(tl.float32)
     if seed is not None:
@@ -192,9 +191,8 @@ def _merge_attention(
 def _gat_backward(
     table, grad, a_destination, lse, index, permutation, pointers, seed, chunks,
     grad_table, moved, partial, rows, num_chunks, chunk_size, slope: tl.constexpr, dropout: tl.constexpr,
-    keep_scale: tl.constexpr, grad_scale: tl.constexpr,
-    HEADS: tl.constexpr, CHANNELS: tl.constexpr, STRIDE: tl.constexpr, A_STRIDE: tl.constexpr,
-    GRAD_STRIDE: tl.constexpr, GRAD_HEAD_STRIDE: tl.constexpr,
+    keep_scale: tl.constexpr, grad_scale: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr,
+    STRIDE: tl.constexpr, GRAD_STRIDE: tl.constexpr, GRAD_HEAD_STRIDE: tl.constexpr,
     EDGES: tl.constexpr, HEAD_BLOCK: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the features; and of each edge its weight times the gradient of its weight, ``moved`` [E, H]."""
@@ -205,6 +203,7 @@ def _gat_backward(
     in_whole, in_used = head < tl.where(whole, HEADS, 0), head < tl.where(used, HEADS, 0)
     one = tl.where(used, row, -1) + tl.zeros([1], tl.int64)
     own = _gather(table, one, one >= 0, head, column, HEADS, CHANNELS, CHANNELS, STRIDE)
+    A_STRIDE: tl.constexpr = STRIDE if a_destination is None else HEADS
     a_source, a_destination = _scores(table, a_destination, HEADS, CHANNELS)
     own_score = tl.load(a_source + row * STRIDE + head, mask=in_used, other=0.0).to(tl.float32)
     if seed is not None:
@@ -253,9 +252,8 @@ def _gat_backward(
 @kernel(do_not_specialize=["rows", "num_chunks", "chunk_size"])
 def _softmax_backward(
     table, a_destination, lse, delta, index, permutation, pointers, chunks, moved, grad_table, partial,
-    rows, num_chunks, chunk_size, slope: tl.constexpr,
-    HEADS: tl.constexpr, CHANNELS: tl.constexpr, STRIDE: tl.constexpr, A_STRIDE: tl.constexpr,
-    ROWS: tl.constexpr, EDGES: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    rows, num_chunks, chunk_size, slope: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr,
+    STRIDE: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr, HEAD_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """From what was moved to the gradient of each edge's score, in its place, and its sum over a source's edges."""
     head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
@@ -264,6 +262,7 @@ def _softmax_backward(
     slot = tl.arange(0, ROWS)
     row, first, end, whole, used, piece = span(program, slot, pointers, chunks, rows, num_chunks, chunk_size, ROWS)
     mask = used[:, None] & inside[None, :]
+    A_STRIDE: tl.constexpr = STRIDE if a_destination is None else HEADS
     a_source, a_destination = _scores(table, a_destination, HEADS, CHANNELS)
     own = tl.load(a_source + (row * STRIDE)[:, None] + head[None, :], mask=mask, other=0.0).to(tl.float32)
     total = tl.zeros([ROWS, EDGES, HEAD_BLOCK], tl.float32)
@@ -313,7 +312,7 @@ def gat(
     seed: Tensor | None, dropout: float, rows: Rows,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Table [S, W], scores [D, H] unless in it -> weighted sums [D, H C] or their mean [D, C], log-sum-exp [D, H]."""
-    table, a_destination, a_stride = _contiguous(table, a_destination)
+    table, a_destination = table.contiguous(), None if a_destination is None else a_destination.contiguous()
     number, tile = rows.limits[0], choose_tile(heads, channels, table.element_size())
     average_here = average and tile["HEAD_BLOCK"] >= heads
     width = channels if average_here else heads * channels
@@ -324,8 +323,7 @@ def gat(
         _gat[(rows.limits[1] + number, ceil_div(heads, tile["HEAD_BLOCK"]))](
             table, a_destination, rows.nodes, rows.pointers, seed, rows.chunks, out, lse, partial, stats,
             *rows.limits, slope, dropout, _keep_scale(dropout),
-            HEADS=heads, CHANNELS=channels, STRIDE=table.shape[1], A_STRIDE=a_stride, OUT_STRIDE=width,
-            AVERAGE=average_here, **tile,
+            HEADS=heads, CHANNELS=channels, STRIDE=table.shape[1], OUT_STRIDE=width, AVERAGE=average_here, **tile,
         )  # fmt: skip
         if rows.long_rows is not None:
             chunks, columns, warps = merge_tile(channels)
@@ -345,19 +343,17 @@ def gat_backward(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Gradients of the table [S, W] and of the destinations' scores [D, H], None if they are in it."""
     grad = grad.contiguous()
-    table, a_destination, a_stride = _contiguous(table, a_destination)
+    table, a_destination = table.contiguous(), None if a_destination is None else a_destination.contiguous()
     number, tile = transpose.limits[0], choose_tile(heads, channels)
-    edges, stride = permutation.shape[0], table.shape[1]
     grad_table = torch.empty_like(table)
-    moved = table.new_empty(edges, heads, dtype=torch.float32)
+    moved = table.new_empty(permutation.shape[0], heads, dtype=torch.float32)
     partial, partial_a = partial_of(transpose, table, heads * channels), partial_of(transpose, table, heads)
     if number:
         _gat_backward[(transpose.limits[1] + number, ceil_div(heads, tile["HEAD_BLOCK"]))](
             table, grad, a_destination, lse, transpose.nodes, permutation, transpose.pointers, seed, transpose.chunks,
             grad_table, moved, partial, *transpose.limits, slope, dropout, _keep_scale(dropout),
-            1.0 / heads if average else 1.0,
-            HEADS=heads, CHANNELS=channels, STRIDE=stride, A_STRIDE=a_stride, GRAD_STRIDE=grad.shape[1],
-            GRAD_HEAD_STRIDE=0 if average else channels, **tile,
+            1.0 / heads if average else 1.0, HEADS=heads, CHANNELS=channels, STRIDE=table.shape[1],
+            GRAD_STRIDE=grad.shape[1], GRAD_HEAD_STRIDE=0 if average else channels, **tile,
         )  # fmt: skip
         if partial is not None:
             merge_sums(partial, transpose, grad_table)
@@ -367,8 +363,8 @@ def gat_backward(
         blocks = choose_blocks(heads, itemsize=4)
         _softmax_backward[blocks.grid(transpose, heads)](
             table, a_destination, lse, delta, transpose.nodes, permutation, transpose.pointers, transpose.chunks,
-            moved, grad_table, partial_a, *transpose.limits, slope,
-            HEADS=heads, CHANNELS=channels, STRIDE=stride, A_STRIDE=a_stride,
+            moved, grad_table, partial_a, *transpose.limits, slope, HEADS=heads, CHANNELS=channels,
+            STRIDE=table.shape[1],
             ROWS=blocks.rows, EDGES=blocks.edges, HEAD_BLOCK=blocks.columns, num_warps=blocks.warps,
         )  # fmt: skip
         if partial_a is not None:
@@ -377,14 +373,6 @@ def gat_backward(
         csr_sum(moved, by_edge, out=grad_table, out_column=heads * (channels + 1))
         return grad_table, None
     return grad_table, csr_sum(moved, by_edge, out=torch.empty_like(a_destination))
-
-
-def _contiguous(table: Tensor, a_destination: Tensor | None) -> tuple[Tensor, Tensor | None, int]:
-    """Both in rows, and how far apart those of the destinations' scores are."""
-    table = table.contiguous()
-    if a_destination is None:
-        return table, None, table.shape[1]
-    return table, a_destination.contiguous(), a_destination.shape[1]
 
 
 def _keep_scale(dropout: float) -> float:

@@ -1,20 +1,18 @@
 """The kernels of a step that decodes few rows, of which each begins while the one before it ends.
 
-A step is a chain of kernels of a few microseconds each, and the GPU is idle for about one between two of them. By
-programmatic dependent launch, on Hopper and newer, a kernel starts as soon as all programs of the one before it allow
-it (``gdc_launch_dependents``). It waits for that one's end (``gdc_wait``) in every program, before it touches what any
-kernel writes: only loads of weights go ahead, and its own end means that everything before it has ended. Kernels right
-before a step may not write weights; in a model a lookup stands there.
+Kernels of a few microseconds leave the GPU idle for about one between two of them. By programmatic dependent launch, on
+Hopper and newer, a kernel starts as soon as all programs of the one before it allow it (``gdc_launch_dependents``), and
+waits for that one's end (``gdc_wait``) before it touches what any kernel writes: only loads of weights go ahead.
+Kernels right before a step may not write weights; in a model an embedding lookup stands there.
 
-Each product reads every weight row once and takes in what stands around it: the norm, the activation, the residual add.
-A program takes a few rows of the weight, whole ones in registers where they fit, whose loads are issued first. A
-product lets the next kernel start at once. Attention lets it start late: its loads are few, follow one another, and
-would wait behind weights that are not needed yet.
+Each product reads every weight row once, fused with the norm, the activation and the residual add around it. A program
+takes a few rows of the weight, whole ones in registers where they fit, whose loads are issued first. A product lets the
+next kernel start at once; attention lets it start late, so that loads of later weights do not delay its own.
 
-Attention takes norms of heads, rotation, the cache's write and the read in one. The filled part of a row's cache is
-split evenly over some programs, which read its length on the device. A program holds all queries of one key head, so
-that keys and values are read once. Each leaves an unfinished softmax, and a second kernel puts them together, in their
-order: the same bits at every run. Two more kernels take the greedy token of each row and prepare the next step.
+Attention is split over the slots, as in flash decoding, with norms of heads, rotation and the cache's write in the same
+kernel. The filled part of a row's cache, whose length is read on the device, is split evenly over some programs. A
+program holds all queries of one key head. A second kernel merges the partial softmaxes in their order: the same bits at
+every run. Two more kernels take the greedy token of each row and prepare the next step.
 
 Shape legend: M or B rows of features, a few, N rows of the weight, C columns, H query heads, K key and value heads,
 G = H / K, S slots of the cache, V vocabulary, P parts of either, D width of a head.

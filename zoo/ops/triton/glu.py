@@ -1,10 +1,8 @@
-"""GELU with the bias before it, units gated by GELU or SiLU, their gradients, and a product gated before it is written.
+"""GELU with the bias before it, units gated by GELU or SiLU, their gradients, and a product fused with its gate.
 
-Programs hold tiles of rows and columns. Sizes are arguments, so that one compilation serves all levels of a model.
-
-The wide result of the gated product never reaches memory. Hopper's copy engine brings tiles, and fills with zeros what
-lies outside. A program multiplies the same rows by a tile of each half, and holds both results. Two programs fit a
-multiprocessor, so that one multiplies while the other is at its gate, which takes half as long.
+Programs hold tiles of rows and columns. Sizes are arguments, so that one compilation serves all levels of a model. The
+fused product loads tiles by Hopper's TMA, which fills with zeros what lies outside, and multiplies the same rows by a
+tile of each half. Two programs fit a multiprocessor, so that one multiplies while the other is at its gate.
 
 Shape legend: R rows, C channels, I width inside the MLP.
 """

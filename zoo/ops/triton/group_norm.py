@@ -1,29 +1,23 @@
-"""Group norm of channels_last images, with what stands before and behind it, and its gradients.
+"""Group norm of channels_last images, with a shift or a concatenation before it and SiLU behind it, and its gradients.
 
-Small images take one launch: a program has a group of an image to itself, and reads its pixels twice. Threads lie along
-the group's few channels, pixel after pixel: padding would cost as much as numbers. A step is as many whole pixels as
-there are threads for, and a tile is some steps: a thread has the same channels in all of them, and reads what belongs
-to a channel once.
+Small images take one launch: a program has a group of an image to itself, and reads its pixels twice. A step is as many
+whole pixels as there are threads for, and a tile is some steps: a thread has the same channels in all of them.
 
 Other images take two launches, so that the whole GPU reads each of them:
 
-    1. a program reads a chunk of pixels of some groups, and leaves each group's mean and sum of squared deviations
-    2. a program puts the chunks' together in their order, reads the same pixels again, and normalises them
+    1. mean and sum of squared deviations of some groups, over a chunk of pixels
+    2. the chunks merged in their order; the same pixels again, normalised
 
-Either way the mean of each group, and one over its deviation, are left for the backward, which takes three launches:
+Both save the mean and the rstd of each group for the backward, which takes three launches:
 
-    1. sums over a chunk's pixels, a channel each: of the gradient before the affine part, of it times the normalised
-       pixel, and of the normalised pixel
-    2. the chunks' put together in their order: what a group's pixels have in common, and the gradients of shift, weight
-       and bias
-    3. the gradient of each pixel; two images that were normed side by side get a gradient each
+    1. over a chunk of pixels, sums of the gradient before the affine part, of it times the normalised pixel, and of the
+       normalised pixel, for each channel
+    2. the chunks added: the terms that a group's pixels share, and the gradients of shift, weight and bias
+    3. the gradient of each pixel; two images that were concatenated get a gradient each
 
-Means and deviations are merged, never taken as a difference of large sums: a group whose mean is far from zero keeps
-its variance. Pixels are read in whole lines of channels: a program takes as many groups as fit its block, also where
-their width is no power of two. Sizes are arguments, so that one compilation serves all levels of a model.
-
-Programs ask for the next pixels before they look at those they have, threads sum what they read themselves, and all
-chunks of an image are put together at once.
+Means and deviations are merged as Chan's are, so that a group whose mean is far from zero keeps its variance. A program
+takes as many whole groups as fit its block, and loads the next pixels before it computes with those it has. Sizes are
+arguments, so that one compilation serves all levels of a model.
 
 Shape legend: B images, P pixels, C channels, G groups, K chunks of pixels, V vectors of a step, N vectors of a tile.
 """

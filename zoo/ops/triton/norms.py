@@ -1,13 +1,9 @@
-"""Norms of rows with the residual add before them: each direction is one pass.
+"""Layer and RMS norms of rows with the residual add before them: each direction is one pass.
 
-RMS norms and the layer norms of post-norm blocks take a row a program:
-
-    forward     the sum, its norm, and the norm in the dtype of products
-    backward    the gradients of all outputs -> of the sum, in both dtypes. Few programs go over all rows, so that each
-                holds what its rows give to weight and biases until the end; ``tiles.py`` adds the rest
-
-Layer norms of narrower rows take some whole rows a program, and backward programs go over rows at equal distances.
-One compilation for each power of two that a width fits in.
+RMS norms and the layer norms of post-norm blocks take a row a program: the sum, its norm, and the norm in the dtype of
+products. Few programs of the backward go over all rows, so that each holds its part of the gradients of weight and
+biases until the end; ``tiles.py`` adds the parts. Layer norms of narrower rows take some whole rows a program. One
+compilation for each power of two that a width fits in.
 
 Shape legend: R rows, C columns, P programs, S sums.
 """

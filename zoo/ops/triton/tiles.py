@@ -1,7 +1,6 @@
 """How rows and lines of images are cut into programs, and sums over rows.
 
-Sums take two steps: programs add up rows of their own, and a last kernel adds what they have, always in the same order
-and in float32. No program waits for another, and none adds where another writes.
+Sums take two steps: programs add up rows of their own, and a last kernel adds their parts in float32, in a fixed order.
 
 Shape legend: R rows, C channels or columns, K chunks of rows, P parts, S sums that the parts hold side by side.
 """
@@ -124,15 +123,16 @@ def span(rows, channels, share, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def strip(lines, columns, channels, share, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of this program, of a kernel that pools: image, channels [BLOCK], output columns [ROWS], lines from and to."""
+def strip(height, width, channels, share, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Of a pooling program: image, all lines and columns, its channels [BLOCK], columns [ROWS], lines from and to."""
+    lines, columns = (height + 1) // 2, (width + 1) // 2
     blocks, strips, bands = tl.cdiv(channels, BLOCK), tl.cdiv(columns, ROWS), tl.cdiv(lines, share)
     program = tl.program_id(0)
     channel = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
     column = (program // blocks) % strips * ROWS + tl.arange(0, ROWS)
     begin = (program // (blocks * strips)) % bands * share
     image = (program // (blocks * strips * bands)).to(tl.int64)
-    return image, channel, column, begin, tl.minimum(begin + share, lines)
+    return image, lines, columns, channel, column, begin, tl.minimum(begin + share, lines)
 
 
 @triton.jit
