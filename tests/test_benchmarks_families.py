@@ -23,7 +23,7 @@ from benchmarks.families import (
     unet,
 )
 from benchmarks.families.base import UNSCALED, Workload, count_flops
-from benchmarks.families.llm_steps import task_of
+from benchmarks.families.llm_arms import task_of
 from benchmarks.plan import IMPLEMENTATIONS, Case
 from benchmarks.strategies import apply
 from benchmarks.training import READY_BATCHES, Trainer, plain_step
