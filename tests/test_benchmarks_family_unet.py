@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounter
 
 import zoo
 from benchmarks import strategies
-from benchmarks.families import unet, unet_arms, unet_loop
+from benchmarks.families import unet, unet_arms
 from benchmarks.plan import IMPLEMENTATIONS
 from tests import workloads
 from tests.workloads import Arms, call, error
@@ -87,7 +87,7 @@ def test_every_implementation_ends_at_the_reference_captured_or_not(impl: str, i
     for _ in range(2):
         assert error(call(prepared), reference) < 1e-5
     loop: Any = prepared.model
-    if isinstance(loop, unet_loop.ZooLoop):
+    if isinstance(loop, unet.ZooLoop):
         assert loop.sampler.captures == 1
     else:
         assert loop.pipeline.unet is loop.unet and type(loop.unet).__module__.partition(".")[0] in (impl, "diffusers")
