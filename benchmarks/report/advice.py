@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks import stats
 from benchmarks.report import cells
 from benchmarks.report.model import MeasuredArm, MeasuredRace
-from benchmarks.report.selection import UPSTREAM
+from benchmarks.report.selection import UPSTREAM, titles
 from zoo.advise import UNUSABLE, gain, unusable
 
 MOST_NAMES = 3
@@ -37,22 +37,21 @@ def lead(race: MeasuredRace) -> str:
     return " ".join([*said, *alike(race, timed, fastest)])
 
 
-def gains(shown: Iterable[MeasuredRace]) -> list[str]:
+def gains(shown: Sequence[MeasuredRace]) -> dict[MeasuredRace, str]:
     """A line per race in the words of ``zoo advise``: ours against upstream's best as shipped."""
-    lines = []
-    for race in shown:
+    lines: dict[MeasuredRace, str] = {}
+    for race, subject in titles(shown).items():
         ours, best = race.ours, race.best_shipped
         if ours is None or ours.p50 is None or best is None or (ratio := race.speedup(ours, best)) is None:
             continue
-        subject = f"{race.case.model} on {race.case.input}"
         if race.noise is not None and UNUSABLE < race.noise < math.inf:
-            lines.append(f"{subject}: {unusable(race.noise)}")
+            lines[race] = f"{subject}: {unusable(race.noise)}"
             continue
         cold, theirs = (arm.result.cold.seconds if arm.result.cold else None for arm in (ours, best))
         compiled = "" if theirs is None else f"{cells.significant(theirs)} s to compile, "
         times = None if race.verdict(ours, best) == "undetermined" else ratio.value
         told = gain(cold, ours.p50, times, f"{best.name} ({compiled}{_milliseconds(best)})")
-        lines.append(f"{subject}: {ours.name} {told}.")
+        lines[race] = f"{subject}: {ours.name} {told}."
     return lines
 
 

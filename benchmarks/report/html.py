@@ -15,7 +15,7 @@ from benchmarks.report.selection import by_family, commands_of, machines, titles
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_OPEN = 3  # races whose details are open from the start
-MOST_DRAWN = 24  # races that have charts of their own; with more the families' charts are the overview
+MOST_DRAWN = 24  # races that have charts of their own; with more, families are folded and their charts the overview
 
 
 def folder_of_reports(rows: Path) -> Path:
@@ -46,25 +46,27 @@ def report(results: Iterable[Result], environments: Mapping[str, Mapping[str, An
     return environment.get_template("report.html.jinja").render(
         machines=machines(shown),
         counts=(len(shown), sum(len(race.arms) for race in shown), sum(len(race.failures) for race in shown)),
-        gains=advice.gains(race for chosen in families.values() for race in chosen),
-        families=[_family(name, chosen, draw=len(shown) <= MOST_DRAWN) for name, chosen in families.items()],
+        families=[_family(name, chosen, few=len(shown) <= MOST_DRAWN) for name, chosen in families.items()],
         all_open=len(shown) <= MOST_OPEN,
         worst=tables.WORST,
     )
 
 
-def _family(name: str, chosen: Sequence[MeasuredRace], *, draw: bool) -> dict[str, Any]:
-    named = titles(chosen)
+def _family(name: str, chosen: Sequence[MeasuredRace], *, few: bool) -> dict[str, Any]:
+    named, gains = titles(chosen), advice.gains(chosen)
+    compiled = sorted(gains, key=lambda race: race.ours is None or race.ours.paid("cold") is None)
     chart = charts.speedups(chosen, named)
     return {
         "name": name,
+        "opened": few,
+        "gains": [gains[race] for race in compiled],
         "chart": charts.as_address(chart) if chart else None,
         "table": tables.family(chosen, named),
-        "races": [_section(race, draw) for race in chosen],
+        "races": [_section(race, draw=few) for race in chosen],
     }
 
 
-def _section(race: MeasuredRace, draw: bool) -> dict[str, Any]:
+def _section(race: MeasuredRace, *, draw: bool) -> dict[str, Any]:
     chart = charts.break_even(race) if draw else None
     named_tables = {
         "Arms, fastest first": tables.speeds(race),

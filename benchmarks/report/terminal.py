@@ -33,7 +33,7 @@ def render(
     for race in shown:
         _print_race(race, console)
     if lines := advice.gains(shown):
-        _say(console, "", "Ours against upstream's best as shipped:", *(f"  {line}" for line in lines))
+        _say(console, "", "Ours against upstream's best as shipped:", *(f"  {line}" for line in lines.values()))
 
 
 def _say(console: Console, *lines: str, style: str = "") -> None:
