@@ -24,7 +24,7 @@ from benchmarks.startup import (
 )
 
 if TYPE_CHECKING:
-    from benchmarks.progress import Progress
+    from benchmarks.cli import Progress
 
 ROUNDS_OF_A_GROUP = 1000  # round n of group g is numbered g * 1000 + n
 LEAST_ROUNDS = 5  # of a race that is stopped
