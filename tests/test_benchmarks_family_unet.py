@@ -37,7 +37,7 @@ def test_large_models_have_a_reference_in_float32():
     assert found == [torch.float64, torch.float64, torch.float32]
     config = PRESETS["unet-debug"]
     prepared = prepare(impl="upstream")
-    weights = unet_arms.seeded(config, seed=0, dtype=torch.float32, device=torch.device("cpu"))
+    weights = unet_arms.Weights(unet_arms.skeleton(config), seed=0, dtype=torch.float32, device=torch.device("cpu"))
     single = unet_arms.reference_output(config, weights, prepared.inputs, torch.float32)
     assert single.dtype == torch.float32
     assert 0 < error(single, prepared.reference()) < 1e-5

@@ -29,7 +29,7 @@ from benchmarks.families.base import (
 from benchmarks.plan import Case
 from benchmarks.training import checkpointed, reference_losses
 from zoo.bert import Bert, BertConfig, PackedBatch, pack, token_buckets
-from zoo.bert.convert import placements
+from zoo.bert.convert import placements, skeleton
 from zoo.bert.model import PRESETS
 
 # Times the width: wide models take smaller steps. 2e-6 at 768: with weights that nobody trained and no warm-up, two
@@ -96,7 +96,7 @@ class BertWorkload(Workload):
             return prepare_training(case, seed=seed)
         config, given = PRESETS[case.model], bert_arms.task(case.input)
         device, dtype = torch.device(case.device), dtype_of(case)
-        weights = SeededWeights(bert_arms.shapes(config), seed=seed, dtype=dtype, device=device)
+        weights = SeededWeights(skeleton(config), seed=seed, dtype=dtype, device=device)
         host_ids, host_mask = bert_arms.draw_inputs(config, given, seed=seed)
         preparation: dict[str, float] = {}
         sizes: dict[str, int] = {}
@@ -181,7 +181,7 @@ def prepare_training(case: Case, *, seed: int) -> Prepared:
     """Build model and batches on the device."""
     config, asked = config_of(case.model), bert_arms.task(case.input)
     device = torch.device(case.device)
-    weights = SeededWeights(bert_arms.shapes(config), seed=seed, dtype=torch.float32, device=device)
+    weights = SeededWeights(skeleton(config), seed=seed, dtype=torch.float32, device=device)
     batches = bert_arms.Batches(case.impl, config, asked, device, seed=seed)
 
     model: nn.Module

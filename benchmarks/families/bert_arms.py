@@ -239,11 +239,6 @@ class Batches:
 # --- transformers' arms: as its users would run it, at its documented best, and as the reference ---
 
 
-def shapes(config: BertConfig) -> dict[str, tuple[int, ...]]:
-    """Of all weights under transformers' names."""
-    return {name: tuple(parameter.shape) for name, parameter in skeleton(config).named_parameters()}
-
-
 def build(config: BertConfig, weights: Mapping[str, Tensor]) -> Any:
     """The library's model, ``BertModel`` or with a head, in eval mode with these weights, which become its own."""
     model = skeleton(config)

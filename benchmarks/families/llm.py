@@ -117,7 +117,7 @@ def prepare(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
     """Build model, cache and prompt of inference on the device."""
     task = task_of(case.input)
     device, dtype = torch.device(case.device), dtype_of(case)
-    weights = SeededWeights(llm_arms.shapes(config), seed=seed, dtype=dtype, device=device)
+    weights = SeededWeights(llm_arms.skeleton(config), seed=seed, dtype=dtype, device=device)
     tokens = llm_arms.draw_tokens(config, task, seed=seed, device=device)
     past = functools.partial(llm_arms.draw_past, config, task, seed=seed, dtype=dtype, device=device)
     step = _step(case, config, task, weights, tokens, past)
@@ -186,7 +186,7 @@ def prepare_training(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
     rows = task_of(case.input)
     device = torch.device(case.device)
     dtype = dtype_of(case)
-    weights = SeededWeights(llm_arms.shapes(config), seed=seed, dtype=dtype, device=device)
+    weights = SeededWeights(llm_arms.skeleton(config), seed=seed, dtype=dtype, device=device)
     words = llm_arms.Words(config.vocab_size, seed=seed)
     checkpointed = case.model.endswith(CHECKPOINTED)
 

@@ -317,11 +317,6 @@ def skeleton(config: LLMConfig) -> nn.Module:
     return model.eval()
 
 
-def shapes(config: LLMConfig) -> dict[str, tuple[int, ...]]:
-    """Of all weights under transformers' names, tied ones once."""
-    return {name: tuple(parameter.shape) for name, parameter in skeleton(config).named_parameters()}
-
-
 def build(config: LLMConfig, weights: Mapping[str, Tensor]) -> nn.Module:
     """The library's model with these weights, which become its own."""
     model: Any = skeleton(config)

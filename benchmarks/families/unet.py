@@ -127,7 +127,7 @@ class UNetWorkload(Workload):
     def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
         config, (batch, size) = PRESETS[case.model], sizes(case.input)
         device, dtype = torch.device(case.device), weights_dtype(case)
-        weights = unet_arms.seeded(config, seed=seed, dtype=dtype, device=device)
+        weights = unet_arms.Weights(unet_arms.skeleton(config), seed=seed, dtype=dtype, device=device)
         preparation: dict[str, float] = {}
         model: Any
         if case.impl == "zoo":
@@ -163,7 +163,7 @@ class UNetWorkload(Workload):
                 "parameters": unet_arms.parameters(config),
             },
         )
-        return _for_training(case, prepared, config, batch, size, seed=seed) if training else prepared
+        return _for_training(case, prepared, config, weights, batch, size) if training else prepared
 
 
 def sizes(input: str) -> tuple[int, int]:
@@ -402,14 +402,15 @@ def training_of(config: UNetConfig, batch: int, size: int, *, seed: int, device:
     )
 
 
-def _for_training(case: Case, prepared: Prepared, config: UNetConfig, batch: int, size: int, *, seed: int) -> Prepared:
+def _for_training(
+    case: Case, prepared: Prepared, config: UNetConfig, weights: SeededWeights, batch: int, size: int
+) -> Prepared:
     """What inference prepares in float32, made ready for training."""
     itemsize, parameters = dtype_of(case).itemsize, unet_arms.parameters(config)
-    training = training_of(config, batch, size, seed=seed, device=case.device, dtype=dtype_of(case))
+    training = training_of(config, batch, size, seed=weights.seed, device=case.device, dtype=dtype_of(case))
     precision = unet_arms.reference_dtype(config, _COPIES)
 
     def reference() -> Tensor:
-        weights = unet_arms.seeded(config, seed=seed, dtype=torch.float32, device=torch.device(case.device))
         theirs = unet_arms.build(config, weights).requires_grad_(True)
         # Of each block the inputs alone are kept.
         theirs.enable_gradient_checkpointing()
